@@ -1,0 +1,72 @@
+# `make help` lists the targets. They need Python 3.10-3.13, make and pip; what they install goes into $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+ifeq ($(origin PY),command line) # an environment that the user has prepared: install nothing
+READY :=
+TORCHRUN := $(PY) -m torch.distributed.run
+else
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+TORCHRUN := $(VENV)/bin/torchrun
+endif
+
+# Every step that exists, and what its default command adds. A step with `ranks` runs under torchrun.
+STEPS := $(patsubst %/train.py,%,$(sort $(wildcard step*/train.py)))
+STEP_TARGETS := $(foreach step,$(STEPS),$(firstword $(subst _, ,$(step))))
+.PHONY: $(STEP_TARGETS)
+ranks_step02 := 2
+
+help:
+	@echo 'make demo      train every step on the default corpus, draw the curves on top of each other, print the differences'
+	@echo 'make test      ruff, then pytest'
+	@echo 'make lint      ruff only'
+	@echo 'make stepNN    run the default command of one step and print it first ($(STEP_TARGETS))'
+	@echo '               add flags with FLAGS="--steps 20"'
+	@echo 'make clean     remove $(VENV) and caches; runs/ stays'
+	@echo
+	@echo 'The first of them installs the project and its dependencies into $(VENV).'
+	@echo 'PYTHON=python3.12  makes $(VENV) with another Python (3.10-3.13)'
+	@echo 'PY=python          uses an environment of your own and installs nothing; it needs what'
+	@echo '                   pip install -c constraints.txt -e ".[test]" installs, in any version that pyproject.toml allows'
+
+demo: $(READY)
+	$(PY) -m common.demo
+
+test: lint
+	$(PY) -m pytest -q
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+step_folder = $(filter $@_%,$(STEPS))
+launcher = $(if $(ranks_$@),OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node $(ranks_$@),$(PY))
+$(STEP_TARGETS): $(READY)
+	$(launcher) $(step_folder)/train.py --run-dir runs/$@ $(FLAGS)
+
+# The stamp is the last thing made, so an installation that failed or was interrupted is taken up again. A folder whose pip
+# answers for the wanted Python is kept. pip is silent for minutes with --quiet and prints hundreds of lines without: awk
+# keeps the large downloads; errors come on stderr, unfiltered.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); \
+	case "$$version" in 3.10|3.11|3.12|3.13) ;; *) \
+	  echo "error: $(PYTHON) is $${version:-not there}; Python 3.10 to 3.13 is needed, for example: make PYTHON=python3.12" >&2; \
+	  exit 1;; esac; \
+	case "$$($(VENV)/bin/python -m pip --version 2>/dev/null)" in *"(python $$version)") ;; *) \
+	  echo "Making $(VENV) with Python $$version"; \
+	  $(PYTHON) -m venv --clear $(VENV) || exit 1;; esac; \
+	echo 'Installing PyTorch and the other dependencies (a few minutes the first time)'; \
+	set -o pipefail; \
+	$(VENV)/bin/python -u -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[test]' \
+	  | awk '/^ *Downloading .*[0-9] [MG]B\)/ { print "  " $$2, $$3, $$4; fflush() } /^Installing/ { print "  unpacking"; fflush() }' \
+	  || exit 1; \
+	touch $@
+
+clean:
+	rm -rf $(VENV) *.egg-info build .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

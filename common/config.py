@@ -1,0 +1,248 @@
+"""What is trained and how: `ModelConfig`, `TrainConfig` and every rule that makes a combination valid.
+
+`TrainConfig` has one field per command-line flag (`--seq-len` is `seq_len`); `common/command_line.py` makes the parser
+from it. A field's metadata names the step that introduces the flag, so that a step knows its own flags and those of the
+steps before it, and no others.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass, field
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class UsageError(Exception):
+    """Bad input of the user: one clear line. `process_groups.run` prints it once and ends all ranks with status 2."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the low RoPE frequencies (Llama 3.1 model card; formula in `model.rope_tables`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    tie_embeddings: bool
+    head_dim: int | None = None  # None: hidden / heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_positions: int = 8192
+    experts: int = 0  # routed experts of every layer after the first `dense_layers`
+    top_k: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    expert_ffn: int = 0
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden // self.heads
+
+    def check(self) -> None:
+        """Raise UsageError unless the shapes fit together."""
+        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise UsageError(f"--heads {self.heads} does not divide --hidden {self.hidden}")
+        if self.heads % self.kv_heads:
+            raise UsageError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
+        if self.head_width % 2:
+            raise UsageError(
+                f"--hidden {self.hidden} over --heads {self.heads} gives heads of odd width {self.head_width}; "
+                "rotary embeddings turn pairs"
+            )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise UsageError(f"--top-k {self.top_k} must lie between 1 and --experts {self.experts}")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A simulated slower link: a message of n bytes takes `alpha + n / bandwidth` seconds at least."""
+
+    alpha: float  # seconds
+    bandwidth: float  # bytes per second
+
+
+def flag(default, step: int, help: str, choices: tuple = ()):
+    """A dataclass field that is also a command-line flag, known from `step` on."""
+    return field(default=default, metadata={"step": step, "help": help, "choices": choices})
+
+
+@dataclass
+class TrainConfig:
+    """One training run. Every field is a flag; `validate` refuses what does not fit together."""
+
+    step_name: str = ""  # the step whose command line this is; no flag
+
+    model: str = flag("debug", 1, "preset, Hugging Face config file or folder, or Hub name")
+    layers: int | None = flag(None, 1, "replace the preset's number of layers")
+    hidden: int | None = flag(None, 1, "replace the preset's hidden width")
+    heads: int | None = flag(None, 1, "replace the preset's attention heads")
+    kv_heads: int | None = flag(None, 1, "replace the preset's key/value heads (fewer than --heads: GQA; 1: MQA)")
+    ffn: int | None = flag(None, 1, "replace the preset's SwiGLU width")
+    vocab: int | None = flag(None, 1, "replace the preset's vocabulary size")
+    tie_embeddings: bool | None = flag(None, 1, "share the embedding matrix with the head")
+    init_from: str | None = flag(None, 1, "start from Hugging Face weights (folder or Hub name)")
+
+    seq_len: int = flag(256, 1, "tokens a sequence")
+    micro_batch: int = flag(2, 1, "sequences a forward pass of one rank")
+    global_batch: int = flag(8, 1, "sequences an optimizer step, over all ranks and micro-batches")
+    steps: int = flag(100, 1, "optimizer steps")
+    optimizer: str = flag("adamw", 1, "update rule", ("adamw", "sgd"))
+    lr: float = flag(1e-3, 1, "learning rate after warm-up")
+    warmup: int = flag(10, 1, "steps over which the learning rate rises linearly")
+    weight_decay: float = flag(0.1, 1, "decay of weight matrices (never of norms)")
+    clip: float = flag(1.0, 1, "clip the global gradient norm to this (0: do not clip)")
+    seed: int = flag(0, 1, "seed of the initial weights and of the order of the data")
+
+    dtype: str = flag("float32", 1, "type of parameters and activations", DTYPES)
+    attention: str = flag("fused", 1, "attention core: naive keeps the scores, fused does not", ("fused", "naive"))
+    recompute: str = flag("none", 1, "activations to compute again in the backward", ("none", "selective", "full"))
+    data: str | None = flag(
+        None, 1, "text, JSONL or parquet path, Hub dataset, 'synthetic' (default: CPython's library)"
+    )
+    tokenizer: str | None = flag(None, 1, "Hugging Face tokenizer, name or path (default: bytes, as ByT5)")
+
+    device: str = flag("auto", 1, "auto takes CUDA where there is a GPU", ("auto", "cpu", "cuda"))
+    timeout: float = flag(600.0, 1, "seconds after which a collective that does not complete is an error")
+    run_dir: str | None = flag(None, 1, "folder for config.json, metrics.jsonl, trace.json and checkpoints/")
+    save_every: int = flag(0, 1, "write a checkpoint every so many steps (0: never)")
+    resume: str | None = flag(None, 1, "go on from a checkpoint: its path, or 'auto' for the newest of --run-dir")
+    trace: str | None = flag(None, 1, "FIRST:LAST, the steps to trace into trace.json (LAST is included)")
+    profile: bool = flag(False, 1, "also run torch.profiler over the traced steps")
+    memory_snapshot: bool = flag(False, 1, "also write the CUDA allocator's history of the traced steps")
+    measure_memory: bool = flag(False, 1, "on CPU, read peak memory from allocator events at every step (slower)")
+    peak_tflops: float | None = flag(None, 1, "peak of one device for MFU (default: table of GPUs, or measured)")
+    link: str | None = flag(None, 1, "ALPHA_US,GB_PER_S: pretend that every message crosses such a link")
+
+    dp: int | None = flag(None, 2, "data-parallel degree (default: what remains of the world size)")
+    dp_mode: str = flag("bucket", 2, "when gradients are reduced", ("naive", "overlap", "bucket"))
+    bucket_mb: float = flag(25.0, 2, "size of a gradient bucket in MB (10^6 bytes)")
+
+    # ---- derived ----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def model_config(self) -> ModelConfig:
+        """The preset or file named by --model with the single replacements applied."""
+        from common.presets import resolve
+
+        names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tie_embeddings")
+        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if "heads" in changes and "kv_heads" not in changes:  # the preset's K/V heads belong to the preset's heads
+            changes["kv_heads"] = math.gcd(resolve(self.model).kv_heads, changes["heads"])
+        if "heads" in changes or "hidden" in changes:
+            changes["head_dim"] = None
+        return dataclasses.replace(resolve(self.model), **changes)
+
+    @property
+    def torch_dtype(self):
+        """The torch.dtype of parameters and activations."""
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    @property
+    def link_model(self) -> Link | None:
+        """The simulated link, or None."""
+        if self.link is None:
+            return None
+        try:
+            alpha, bandwidth = (float(part) for part in self.link.split(","))
+        except ValueError:
+            raise UsageError(f"--link {self.link} is not ALPHA_US,GB_PER_S, such as 50,1.5") from None
+        if not 0 <= alpha < math.inf or not bandwidth > 0:
+            raise UsageError(f"--link {self.link}: the latency must not be negative and the bandwidth positive")
+        return Link(alpha * 1e-6, bandwidth * 1e9)
+
+    @property
+    def trace_range(self) -> tuple[int, int] | None:
+        """First and last traced step, both included, or None."""
+        if self.trace is None:
+            return None
+        first, separator, last = self.trace.partition(":")
+        if not (separator and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise UsageError(f"--trace {self.trace} is not FIRST:LAST, such as 3:5")
+        return int(first), int(last)
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then constant."""
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup))
+
+    def accumulation_steps(self, dp: int = 1) -> int:
+        """Micro-batches of one rank in an optimizer step: global_batch / (micro_batch * dp)."""
+        return self.global_batch // (self.micro_batch * dp)
+
+    # ---- rules ------------------------------------------------------------------------------------------------------
+
+    def validate(self, world_size: int) -> None:
+        """Raise UsageError for anything that cannot run on `world_size` ranks; fills in `dp`."""
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (value >= least and math.isfinite(value)):
+                raise UsageError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        for name in ("lr", "timeout", "bucket_mb", "peak_tflops"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise UsageError(f"--{name.replace('_', '-')} {value} must be positive")
+        model = self.model_config
+        model.check()
+        if model.experts:
+            raise UsageError(f"--model {self.model} has experts, which this step does not train")
+        if self.seq_len > model.max_positions:
+            raise UsageError(
+                f"--seq-len {self.seq_len} exceeds the {model.max_positions} positions of --model {self.model}"
+            )
+        if self.step_name == "step01_single_gpu" and world_size > 1:
+            raise UsageError(f"{self.step_name} is one process, not {world_size}; step02_data_parallel takes several")
+        if self.dp is None:
+            self.dp = world_size
+        if self.dp != world_size:
+            raise UsageError(f"--dp {self.dp} does not equal the world size {world_size}")
+        if self.global_batch % (self.micro_batch * self.dp):
+            raise UsageError(
+                f"--global-batch {self.global_batch} is not divisible by --micro-batch {self.micro_batch} x dp
+                {self.dp}"
+            )
+        self.link_model  # noqa: B018 (refuses what cannot be parsed)
+        if self.trace_range and self.trace_range[0] >= self.steps:
+            raise UsageError(
+                f"--trace {self.trace} begins after the last of --steps {self.steps}, which is {self.steps - 1}"
+            )
+        for name in ("save_every", "trace", "profile", "memory_snapshot"):
+            if getattr(self, name) and self.run_dir is None:
+                raise UsageError(f"--{name.replace('_', '-')} needs --run-dir to write to")
+        if (self.profile or self.memory_snapshot) and self.trace is None:
+            raise UsageError("--profile and --memory-snapshot cover the steps of --trace FIRST:LAST, which is missing")
+        if self.resume == "auto" and self.run_dir is None:
+            raise UsageError("--resume auto looks into --run-dir, which is missing")
+
+
+_AT_LEAST = {
+    "seq_len": 1,
+    "micro_batch": 1,
+    "global_batch": 1,
+    "steps": 1,
+    "warmup": 0,
+    "weight_decay": 0,
+    "clip": 0,
+    "seed": 0,
+    "save_every": 0,
+    "dp": 1,
+}

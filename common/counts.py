@@ -1,0 +1,82 @@
+"""Exact numbers of parameters and floating-point operations of a model, from its configuration alone.
+
+One multiply-add is 2 FLOPs. Only matrix products are counted, as is usual (PaLM, arXiv:2204.02311, appendix B); norms,
+RoPE, softmax and the loss are left out. The backward of a product takes two products of the same size.
+"""
+
+from dataclasses import dataclass
+
+from common.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by part; `active` counts only the experts that one token passes through."""
+
+    embedding: int
+    attention: int  # of one layer
+    dense_mlp: int  # of one dense layer
+    moe: int  # of one layer of experts, router included
+    moe_active: int
+    norms: int  # of the whole model
+    head: int  # 0 when tied
+    total: int
+    active: int
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """Every parameter of `model`."""
+    h, d = model.hidden, model.head_width
+    attention = h * d * model.heads * 2 + h * d * model.kv_heads * 2  # q and o; k and v
+    dense_mlp = 3 * h * model.ffn  # gate, up, down
+    expert = 3 * h * model.expert_ffn
+    router = h * model.experts
+    moe = (model.experts + model.shared_experts) * expert + router
+    moe_active = (model.top_k + model.shared_experts) * expert + router
+    moe_layers = model.layers - model.dense_layers if model.experts else 0
+    dense_layers = model.layers - moe_layers
+    embedding = model.vocab * h
+    head = 0 if model.tie_embeddings else model.vocab * h
+    norms = (2 * model.layers + 1) * h
+    shared = embedding + head + norms + model.layers * attention + dense_layers * dense_mlp
+    total, active = shared + moe_layers * moe, shared + moe_layers * moe_active
+    return ParameterCount(embedding, attention, dense_mlp, moe, moe_active, norms, head, total, active)
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Forward FLOPs of ONE sequence, by part, over all layers."""
+
+    linear: int  # attention projections and MLPs
+    attention_core: int  # q k^T and p v over the full square, causal or not (the convention of MFU)
+    head: int
+
+    @property
+    def forward(self) -> int:
+        return self.linear + self.attention_core + self.head
+
+    @property
+    def model(self) -> int:
+        """Forward and backward of the model itself: three forwards. This is what MFU counts."""
+        return 3 * self.forward
+
+    def hardware(self, recompute: str) -> int:
+        """`model` plus what recomputation (none, selective, full) executes again. This is what HFU counts.
+
+        Selective repeats the attention core; full repeats every layer (the head is never recomputed).
+        """
+        again = {"none": 0, "selective": self.attention_core, "full": self.linear + self.attention_core}
+        return self.model + again[recompute]
+
+
+def count_flops(model: ModelConfig, seq_len: int) -> FlopCount:
+    """Exact forward FLOPs of one sequence of `seq_len` tokens.
+
+    Without attention cores this is 2 FLOPs a parameter and token (embedding rows are looked up, not multiplied).
+    """
+    count = count_parameters(model)
+    moe_layers = model.layers - model.dense_layers if model.experts else 0
+    linear = model.layers * count.attention
+    linear += (model.layers - moe_layers) * count.dense_mlp + moe_layers * count.moe_active
+    core = model.layers * 2 * (2 * seq_len * seq_len * model.heads * model.head_width)
+    return FlopCount(2 * seq_len * linear, core, 2 * seq_len * model.vocab * model.hidden)

@@ -1,0 +1,177 @@
+"""The Llama-style decoder that every step trains (Touvron et al., arXiv:2302.13971; Llama 3, arXiv:2407.21783).
+
+Pre-norm blocks of grouped-query attention (arXiv:2305.13245) with rotary embeddings (arXiv:2104.09864) and SwiGLU
+(arXiv:2002.05202), RMSNorm (arXiv:1910.07467), embedding tied to the head or not. It knows nothing of parallelism:
+  - it is built for a range of layers, so that a pipeline stage is the same class;
+  - attention takes its core, (q, k, v) -> output, as an argument, so that context parallelism can bring another;
+  - stored weights are never fused, so that each one has a single box.
+What needs range is computed in `promote_types(dtype, float32)`: norm statistics, rotary tables, softmax, loss.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.config import ModelConfig
+from common.parameter import describe
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """float32 for the narrow types, float64 for float64: no float64 run passes through float32 anywhere."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis; statistics in at least float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x):  # (..., size) -> (..., size)
+        y = x.to(wide(x.dtype))
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, each (len(positions), head_width), of the rotation angles position / theta^(2i/d).
+
+    With `rope_scaling`, as in Llama 3.1: wavelengths longer than original/low_freq_factor are stretched by `factor`,
+    shorter than original/high_freq_factor are left alone, between them the two are blended.
+    """
+    d = config.head_width
+    exponents = torch.arange(0, d, 2, device=positions.device).to(wide(dtype)) / d
+    frequency = 1.0 / config.rope_theta**exponents  # (d/2,)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_positions * frequency / (2 * math.pi)  # turns within the original context
+        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        frequency = frequency * blend + frequency / scaling.factor * (1 - blend)
+    angles = torch.outer(positions.to(frequency.dtype), frequency)  # (seq, d/2)
+    angles = torch.cat((angles, angles), dim=-1)  # (seq, d): the halves of a head turn together
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin):
+    """Turn the pairs (i, i + d/2) of each head: (batch, heads, seq, d) -> the same, computed in the tables' type."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+def naive_attention(q, k, v):
+    """Causal attention that materialises the scores: q (batch, heads, seq, d), k and v (batch, kv_heads, seq, d)."""
+    repeats, seq = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5  # (batch, heads, seq, seq)
+    future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(future, -math.inf)
+    return scores.softmax(-1, dtype=wide(q.dtype)).to(q.dtype) @ v  # (batch, heads, seq, d)
+
+
+def fused_attention(q, k, v):
+    """The same without materialised scores (FlashAttention, arXiv:2205.14135), by PyTorch's own kernel."""
+    if q.is_cuda and q.dtype == torch.float32:  # the only fused CUDA kernel for float32 has no grouped queries
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention around an exchangeable core."""
+
+    def __init__(self, config: ModelConfig, core):
+        super().__init__()
+        self.head_width, self.core = config.head_width, core
+        self.q_proj = nn.Linear(config.hidden, config.heads * config.head_width, bias=False)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_width, config.hidden, bias=False)
+
+    def forward(self, x, rope):  # (batch, seq, hidden) -> (batch, seq, hidden)
+        def split(y):  # (batch, seq, heads * d) -> (batch, heads, seq, d)
+            return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        out = self.core(rotate(q, *rope), rotate(k, *rope), v)  # (batch, heads, seq, d)
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, ffn: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, ffn, bias=False)
+        self.up_proj = nn.Linear(hidden, ffn, bias=False)
+        self.down_proj = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x):  # (batch, seq, hidden) -> (batch, seq, hidden)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, core):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention = Attention(config, core)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden, config.ffn)
+
+    def forward(self, x, rope):  # (batch, seq, hidden) -> (batch, seq, hidden)
+        x = x + self.attention(self.attention_norm(x), rope)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """Layers `first` to `last` (not included) of the model: with the embedding if it starts at layer 0, with the final
+    norm and the head if it ends at the last. Built on the meta device; `parameter.materialise` gives it values.
+
+    Input: token ids (batch, seq) int64 where there is an embedding, else hidden states (batch, seq, hidden).
+    Output: logits (batch, seq, vocab) where there is a head, else hidden states.
+    """
+
+    def __init__(self, config: ModelConfig, core=fused_attention, first: int = 0, last: int | None = None):
+        super().__init__()
+        last = config.layers if last is None else last
+        self.config, self.has_embedding, self.has_head = config, first == 0, last == config.layers
+        with torch.device("meta"):
+            if self.has_embedding:
+                self.embedding = nn.Embedding(config.vocab, config.hidden)
+            self.layers = nn.ModuleDict({str(index): Block(config, core) for index in range(first, last)})
+            if self.has_head:
+                self.norm = RMSNorm(config.hidden, config.norm_eps)
+                self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        if config.tie_embeddings and self.has_embedding and self.has_head:
+            self.head.weight = self.embedding.weight
+        # GPT-2's initialisation: 0.02, and less for what adds to the residual stream, which 2 * layers terms reach
+        residual = 0.02 / math.sqrt(2 * config.layers)
+        describe(self, {"norm.weight": None, "o_proj.weight": residual, "down_proj.weight": residual, "": 0.02})
+        if config.tie_embeddings and self.has_head:
+            self.head.weight.spec.name = "embedding.weight"  # also where the head is alone on the last stage
+
+    def forward(self, x, positions=None):
+        """`positions`: (seq,) positions in the sequence of the tokens given, default 0, 1, 2, ..."""
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        if self.has_embedding:
+            x = self.embedding(x)  # (batch, seq, hidden)
+        rope = rope_tables(self.config, positions, x.dtype)
+        for layer in self.layers.values():
+            x = layer(x, rope)
+        return self.head(self.norm(x)) if self.has_head else x
+
+
+def cross_entropy_sum(logits, targets):
+    """Sum over tokens of -log p(target): logits (batch, seq, vocab), targets (batch, seq) -> () of at least float32."""
+    flat = logits.flatten(0, 1)
+    return F.cross_entropy(flat.to(wide(flat.dtype)), targets.flatten(), reduction="sum")

@@ -1,0 +1,142 @@
+"""ParameterSpec: one description that follows a parameter through initialisation, reduction, clipping, checkpoints,
+export.
+
+Each parallel technique edits the spec, and nothing else has to know the technique.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from common import collectives
+from common.process_groups import Group
+
+CHUNK = 1 << 22  # elements drawn at once, so that temporaries stay small however large the tensor is
+
+
+@dataclass
+class ParameterSpec:
+    """What a parameter is in the whole, single-process model, and which part of it this rank holds.
+
+    name: in the whole model; the same on every rank that holds a part.
+    global_shape: shape there. Rows of `box` beyond it are padding: zero, never saved, exported or counted.
+    box: (start, stop) along each axis of the whole tensor: the slice that this rank holds.
+    init_std: standard deviation of the initial normal distribution; None: ones.
+    shard_group: name of the mesh group over which its gradient is reduced (and over which ZeRO shards it).
+    extra_group: name of one more group over which its gradient is a partial sum, or None.
+    owner: this rank counts and saves the elements (the lowest rank of every set of replicas).
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    init_std: float | None
+    shard_group: str = "dp_cp"
+    extra_group: str | None = None
+    owner: bool = True
+
+    @property
+    def decay(self) -> bool:
+        """Weight decay applies to matrices, not to the gains of norms (which have one axis)."""
+        return len(self.global_shape) > 1
+
+
+def describe(module: nn.Module, init_std: dict[str, float | None]) -> None:
+    """Give every parameter of a single-process `module` its spec; `init_std` is looked up by the end of the name."""
+    for name, parameter in module.named_parameters():
+        shape = tuple(parameter.shape)
+        std = next(value for suffix, value in init_std.items() if name.endswith(suffix))
+        parameter.spec = ParameterSpec(name, shape, tuple((0, size) for size in shape), std)
+
+
+def materialise(
+    module: nn.Module, seed: int, dtype: torch.dtype, device: torch.device, init_from: str | None = None
+) -> None:
+    """Replace the parameters of a module built on the meta device by initial values, in place.
+
+    Each rank draws the boxes that it holds and nothing else, or reads them from the Hugging Face weights `init_from`.
+    A parameter that occurs twice (tied) stays one.
+    """
+    if init_from is not None:
+        from common.huggingface import load_weights
+
+        load_weights(module, init_from, dtype, device)
+        return
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in made:
+                made[parameter] = nn.Parameter(draw(parameter.spec, seed, device).to(dtype))
+                made[parameter].spec = parameter.spec
+            child._parameters[name] = made[parameter]
+
+
+def draw(spec: ParameterSpec, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Initial values of `spec.box` in float32, whatever slice it is and whatever the layout of the run.
+
+    Element i of a tensor is a function of (seed, name, i) alone: SplitMix64 (Steele, Lea, Flood 2014) turns the counter
+    i, started at a hash of seed and name, into 64 random bits, and the inverse normal distribution function into a
+    sample.
+    """
+    box_shape = tuple(stop - start for start, stop in spec.box)
+    inside = tuple(
+        max(0, min(stop, size) - start) for (start, stop), size in zip(spec.box, spec.global_shape, strict=True)
+    )
+    result = torch.zeros(box_shape, dtype=torch.float32, device=device)
+    if spec.init_std is None:
+        result[tuple(slice(size) for size in inside)] = 1.0
+        return result
+    digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little", signed=True)
+    columns = math.prod(inside[1:])
+    rows = max(1, CHUNK // max(1, columns))
+    for first in range(0, inside[0], rows):
+        last = min(first + rows, inside[0])
+        index = torch.zeros((1,) * len(inside), dtype=torch.int64, device=device)
+        for axis, ((start, _), size) in enumerate(zip(spec.box, inside, strict=True)):
+            low, high = (start + first, start + last) if axis == 0 else (start, start + size)
+            stride = math.prod(spec.global_shape[axis + 1 :])
+            positions = torch.arange(low, high, dtype=torch.int64, device=device) * stride
+            index = index + positions.view([-1 if other == axis else 1 for other in range(len(inside))])
+        result[(slice(first, last), *(slice(size) for size in inside[1:]))] = _normal(index, key) * spec.init_std
+    return result
+
+
+def _signed(value: int) -> int:
+    """A 64-bit constant as torch's int64 holds it."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's int64 has only the arithmetic one."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Standard normal samples (float32) for counters `index` (int64) under `key`."""
+    bits = (index + 1) * _signed(0x9E3779B97F4A7C15) + key  # int64 arithmetic wraps, as the generator wants it
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    bits = bits ^ _shift_right(bits, 31)
+    uniform = (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # exact, so never 0 or 1
+    return torch.special.ndtri(uniform).to(torch.float32)
+
+
+def gradient_norm(parameters: list[nn.Parameter], gradients: list[torch.Tensor], world: Group) -> torch.Tensor:
+    """Global 2-norm of the gradient, the same 0-d tensor on every rank (at least float32).
+
+    Every rank sums the squares of the elements that it owns; one all-reduce adds them up. `gradients` are the finished
+    ones (already reduced), one for each parameter.
+    """
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    owned = [gradient for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.spec.owner]
+    total = torch.zeros((), dtype=wide, device=gradients[0].device)
+    if owned:
+        total = torch.stack(torch._foreach_norm(owned, dtype=wide)).square().sum()
+    collectives.all_reduce(total, world)
+    return total.sqrt()

@@ -1,0 +1,302 @@
+"""Start and end of a run, and the mesh: every named group of ranks that talk to each other.
+
+Ranks are laid out innermost first as (tp, cp, pp, dp), as in Llama 3's 4D layout (arXiv:2407.21783, section 3.3.2):
+tensor parallelism inside a node, data parallelism across nodes. The ranks of one pipeline stage are folded a second
+time into (ep, edp) for experts.
+"""
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common.config import UsageError
+
+LINGER = 2.0  # seconds that survivors wait, so that the launcher sees the rank that really failed first
+INTERRUPT_GRACE = 1.0  # seconds that a rank has to leave a collective after Ctrl-C
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed because another rank is gone or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ways each dimension splits. `ep` folds the ranks of one pipeline stage: it is no factor of `world`."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    def check(self) -> None:
+        """Raise UsageError for degrees that make no mesh."""
+        for name, value in vars(self).items():
+            if value < 1:
+                raise UsageError(f"--{name} {value} must be at least 1")
+        stage = self.tp * self.cp * self.dp
+        if stage % self.ep:
+            raise UsageError(f"--ep {self.ep} does not divide the {stage} ranks (dp x cp x tp) of a pipeline stage")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that share something: `ranks` are global, in order; `rank` is this process's index among them.
+
+    A group of one rank has no `handle`, and every collective over it returns at once.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    handle: dist.ProcessGroup | None = None
+    backend: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+# What a pipeline schedule puts where: one row a copy of the model, row[stage] = pipeline rank.
+Placement = tuple[tuple[int, ...], ...]
+
+GROUP_NAMES = (
+    *("world", "tp", "kv_replica", "cp", "pp_forward", "pp_backward", "dp", "dp_cp", "ep", "edp", "embed", "mirror"),
+)
+
+
+def coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
+    """Where `rank` stands on each axis of the mesh, tp innermost."""
+    result = {}
+    for axis in ("tp", "cp", "pp", "dp"):
+        rank, result[axis] = divmod(rank, getattr(degrees, axis))
+    return result
+
+
+def layout(
+    rank: int, degrees: Degrees, kv_heads: int | None = None, placement: Placement | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Members of every group of `rank`, by name. Pure: needs no process group, so it can be asked for any world.
+
+    Args:
+        kv_heads: number of K/V heads; with more tensor ranks than that, `kv_replica` holds those that share a head.
+        placement: which pipeline ranks hold which stage (default: stage i on rank i). Decides `embed` (the ranks that
+            hold the first or the last stage) and `mirror` (the ranks that hold copies of this rank's stages).
+    """
+    mine = coordinates(rank, degrees)
+    placement = placement or (tuple(range(degrees.pp)),)
+
+    def members(allowed: dict[str, set[int]]) -> tuple[int, ...]:
+        """Ranks whose coordinate lies in `allowed` on the named axes and equals mine on the others, in rank order."""
+        wanted = {axis: allowed.get(axis, {mine[axis]}) for axis in ("dp", "pp", "cp", "tp")}  # outermost first
+        result = []
+        for dp, pp, cp, tp in itertools.product(*(sorted(wanted[axis]) for axis in ("dp", "pp", "cp", "tp"))):
+            result.append(((dp * degrees.pp + pp) * degrees.cp + cp) * degrees.tp + tp)
+        return tuple(result)
+
+    def all_of(axis: str) -> set[int]:
+        return set(range(getattr(degrees, axis)))
+
+    replicas = max(1, degrees.tp // kv_heads) if kv_heads else 1
+    same_head = {tp for tp in range(degrees.tp) if tp // replicas == mine["tp"] // replicas}
+    ends = {row[0] for row in placement} | {row[-1] for row in placement}
+    stages = {stage for row in placement for stage, holder in enumerate(row) if holder == mine["pp"]}
+    copies = {row[stage] for row in placement for stage in stages}
+    stage_ranks = members({"tp": all_of("tp"), "cp": all_of("cp"), "dp": all_of("dp")})
+    fold, place = stage_ranks.index(rank) // degrees.ep, stage_ranks.index(rank) % degrees.ep
+    return {
+        "world": tuple(range(degrees.world)),
+        "tp": members({"tp": all_of("tp")}),
+        "kv_replica": members({"tp": same_head}),
+        "cp": members({"cp": all_of("cp")}),
+        "pp_forward": members({"pp": all_of("pp")}),
+        "pp_backward": members({"pp": all_of("pp")}),
+        "dp": members({"dp": all_of("dp")}),
+        "dp_cp": members({"dp": all_of("dp"), "cp": all_of("cp")}),
+        "ep": stage_ranks[fold * degrees.ep : (fold + 1) * degrees.ep],
+        "edp": stage_ranks[place :: degrees.ep],
+        "embed": members({"pp": ends}) if mine["pp"] in ends else (rank,),
+        "mirror": members({"pp": copies}) if len(placement) > 1 else (rank,),
+    }
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place among all ranks: its groups (DESIGN: who shares what), degrees and device."""
+
+    degrees: Degrees
+    device: torch.device
+    world: Group
+    tp: Group
+    kv_replica: Group
+    cp: Group
+    pp_forward: Group
+    pp_backward: Group
+    dp: Group
+    dp_cp: Group
+    ep: Group
+    edp: Group
+    embed: Group
+    mirror: Group
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+
+def environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as the launcher set them; (0, 1, 0) for plain `python train.py`."""
+    return tuple(int(os.environ.get(name, default)) for name, default in _LAUNCHER)
+
+
+_LAUNCHER = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+
+
+def initialise(device: str = "auto", timeout: float = 600.0, init_method: str = "env://") -> torch.device:
+    """Choose this rank's device and start torch.distributed. A world of one rank does without it.
+
+    NCCL where every local rank has a GPU of its own, else gloo (also for ranks that share a GPU: `collectives` then
+    stages tensors through the CPU). Raises UsageError for `--device cuda` without CUDA.
+    """
+    rank, world_size, local_rank = environment()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch sees no CUDA device here")
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    chosen = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(chosen)
+    if world_size == 1:
+        return chosen
+    own_gpu = use_cuda and int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) <= torch.cuda.device_count()
+    options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if own_gpu else {"backend": "gloo"}
+    try:
+        dist.init_process_group(
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+            **options,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(f"rendezvous of {world_size} ranks failed: {first_line(error)}") from error
+    return chosen
+
+
+def build_mesh(
+    degrees: Degrees,
+    device: torch.device,
+    kv_heads: int | None = None,
+    placement: Placement | None = None,
+    timeout: float = 600.0,
+) -> Mesh:
+    """The mesh of this rank. All ranks call it together: each group is created by all ranks in one order.
+
+    Groups with the same members share one communicator, except `pp_forward` and `pp_backward`: on one NCCL communicator
+    an early receive of the one direction would hold up the sends of the other.
+    """
+    degrees.check()
+    rank, world_size, _ = environment()
+    if degrees.world != world_size:
+        raise UsageError(
+            f"tp {degrees.tp} x cp {degrees.cp} x pp {degrees.pp} x dp {degrees.dp} is not {world_size} ranks"
+        )
+    layouts = [layout(each, degrees, kv_heads, placement) for each in range(world_size)]
+    handles = {("shared", layouts[0]["world"]): dist.group.WORLD} if world_size > 1 else {}
+    backend = "" if world_size == 1 else "gloo" if dist.get_backend() == "gloo" else "nccl"
+    groups = {}
+    for name in GROUP_NAMES:
+        channel = name if name.startswith("pp_") else "shared"
+        for members in dict.fromkeys(each[name] for each in layouts):
+            if len(members) > 1 and (channel, members) not in handles:
+                handles[channel, members] = dist.new_group(members, timeout=timedelta(seconds=timeout))
+        members = layouts[rank][name]
+        groups[name] = Group(name, members, members.index(rank), handles.get((channel, members)), backend)
+    return Mesh(degrees=degrees, device=device, **groups)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a C++ stack."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def run(step: int, main) -> None:
+    """Entry point of every train.py: parse the command line, start, call `main(config, mesh)`, end cleanly.
+
+    Ends the process with status 2 and one line for bad input, 130 after Ctrl-C, 1 for any other error. When another
+    rank died the line says so, and this rank lingers a moment so that the launcher blames the right one.
+    """
+    from common.command_line import parse
+
+    rank, world_size, _ = environment()
+    _interrupts_reach_blocked_ranks()
+    status = 0
+    try:
+        config = parse(step)
+        config.validate(world_size)
+        device = initialise(config.device, config.timeout)
+        mesh = build_mesh(Degrees(dp=config.dp), device, config.model_config.kv_heads, timeout=config.timeout)
+        main(config, mesh)
+        if dist.is_initialized():
+            dist.barrier()  # nobody tears down connections that a slower rank still uses
+            dist.destroy_process_group()
+    except UsageError as error:
+        status = 2
+        if _first_to_report(rank):
+            print(f"error: {error}", file=sys.stderr)
+    except CommunicationError as error:
+        status = 1
+        print(f"rank {rank}: lost contact with another rank: {first_line(error)}", file=sys.stderr, flush=True)
+        time.sleep(LINGER)
+    except KeyboardInterrupt:
+        status = 130
+        if rank == 0:
+            print("interrupted", file=sys.stderr)
+    except Exception:
+        status = 1
+        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # a regular exit would wait for collectives that can no longer complete
+
+
+def _first_to_report(rank: int) -> bool:
+    """True on one rank: rank 0 before the start (all ranks come to the same verdict), later whoever comes first."""
+    if not dist.is_initialized():
+        return rank == 0
+    try:
+        return dist.distributed_c10d._get_default_store().add("usage_error", 1) == 1
+    except RuntimeError:
+        return True
+
+
+def _interrupts_reach_blocked_ranks() -> None:
+    """Python runs signal handlers between bytecodes, so a rank blocked in a collective would not notice Ctrl-C.
+
+    The C-level handler writes the signal's number into a pipe at once; a thread reads it there, leaves the main thread
+    a moment to end by KeyboardInterrupt, and then ends the process.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(read_end, 1)[0] != signal.SIGINT:
+            pass
+        time.sleep(INTERRUPT_GRACE)
+        os._exit(130)
+
+    threading.Thread(target=watch, name="interrupts", daemon=True).start()

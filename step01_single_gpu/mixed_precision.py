@@ -1,0 +1,145 @@
+"""Gradient accumulation and mixed precision by hand (Micikevicius et al., arXiv:1710.03740).
+
+Parameters and activations have the training type. In bfloat16 and float16
+  - gradients of micro-batches are added up in float32 (`Gradients`),
+  - the optimizer updates float32 master weights and hands copies to the model (`Optimizer`): an update smaller than
+  half
+    a bfloat16 step would vanish if it were added to the bfloat16 weight itself,
+  - float16 scales the loss up, so that small gradients do not flush to zero, and skips steps that overflow
+  (`LossScaler`).
+In float32 and float64 the master weights are the weights themselves, and none of this costs anything.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from common.checkpoint import Slice
+from common.config import TrainConfig
+from common.model import wide
+
+
+class Gradients:
+    """Adds up the gradients of a step's micro-batches in at least float32.
+
+    A hook takes every gradient away from autograd as soon as it is complete, so that of the narrow ones only those of
+    one layer exist at a time. The first one is adopted without a copy where the type already fits.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # a Function that returned None for a weight fires the hook all the same
+            self.accumulate(parameter, gradient)
+
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add one micro-batch's gradient of one parameter."""
+        if parameter in self.sums:
+            self.sums[parameter].add_(gradient)
+        else:
+            self.sums[parameter] = gradient.to(wide(gradient.dtype))
+
+    def finish(self) -> list[torch.Tensor]:
+        """The step's gradients, one for each parameter (zeros for one that was not used); starts over."""
+        sums, self.sums = self.sums, {}
+        return [
+            sums[parameter] if parameter in sums else torch.zeros_like(parameter, dtype=wide(parameter.dtype))
+            for parameter in self.parameters
+        ]
+
+
+class LossScaler:
+    """Dynamic loss scale for float16; 1 for every other type.
+
+    Doubles after `interval` steps without overflow, halves on overflow. The scale is a power of two, so that scaling
+    and unscaling round nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, interval: int = 2000):
+        self.dynamic = dtype == torch.float16
+        self.scale = 2.0**16 if self.dynamic else 1.0
+        self.interval, self.good_steps = interval, 0
+
+    def accept(self, grad_norm: float) -> bool:
+        """Whether the step with this global gradient norm may be taken; adjusts the scale for the next one.
+
+        One infinite or undefined gradient anywhere makes the global norm so, on all ranks alike.
+        """
+        if not self.dynamic:
+            return True
+        finite = math.isfinite(grad_norm)
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good_steps == self.interval:
+            self.scale, self.good_steps = self.scale * 2, 0
+        return finite
+
+
+def clip_factor(grad_norm: float, limit: float) -> float:
+    """What to multiply gradients with so that their global norm is at most `limit` (0: no limit)."""
+    return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+
+
+class Optimizer:
+    """AdamW or SGD on the master weights, with decay on matrices only."""
+
+    def __init__(self, parameters: list[nn.Parameter], config: TrainConfig):
+        self.parameters, self.updates = parameters, 0
+        # in float32 and float64 .to() gives the weight itself, else a copy
+        self.masters = [parameter.detach().to(wide(parameter.dtype)) for parameter in parameters]
+        decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
+        others = [master for p, master in zip(parameters, self.masters, strict=True) if not p.spec.decay]
+        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        if config.optimizer == "adamw":
+            self.inner = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        else:
+            self.inner = torch.optim.SGD(groups, lr=config.lr, fused=True)
+
+    @torch.no_grad()
+    def step(self, gradients: list[torch.Tensor], lr: float, factor: float = 1.0) -> None:
+        """Update with `factor` times the gradients (clipping and unscaling in one), which are consumed."""
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        self.inner.step()
+        self.inner.zero_grad()
+        gradients.clear()  # the caller's list would keep them alive through the next step
+        self.updates += 1
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master.dtype != parameter.dtype:
+                parameter.copy_(master)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def slices(self) -> list[Slice]:
+        """Master weights and moments for `checkpoint.save`, or to be filled by `checkpoint.load`."""
+        result = []
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            spec, state = parameter.spec, self.inner.state[master]
+            if isinstance(self.inner, torch.optim.AdamW) and not state:  # torch makes it at the first step
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            tensors = {"parameter": master} | {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
+            for kind, tensor in tensors.items():
+                result.append(Slice.of(kind, spec, tensor))
+        return result
+
+    @torch.no_grad()
+    def loaded(self, updates: int) -> None:
+        """After `checkpoint.load` filled the slices: `updates` steps were taken, and the model gets its weights."""
+        self.updates = updates
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if "step" in self.inner.state[master]:
+                self.inner.state[master]["step"].fill_(updates)
+            if master.dtype != parameter.dtype:
+                parameter.copy_(master)

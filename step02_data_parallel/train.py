@@ -1,0 +1,76 @@
+"""Step 2: the same run, with the samples of a step divided among ranks.
+
+    torchrun --nproc_per_node 2 step02_data_parallel/train.py
+    torchrun --nproc_per_node 4 step02_data_parallel/train.py --dp-mode overlap --micro-batch 1
+    torchrun --nproc_per_node 2 step02_data_parallel/train.py --link 50,0.05 --run-dir runs/link --trace 3:5
+
+The lesson is in step02_data_parallel/README.md. `diff` this file with step01_single_gpu/train.py to see what
+it adds.
+"""
+
+import torch
+
+from common import collectives
+from common.config import TrainConfig
+from common.data import load_batches
+from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
+from common.parameter import gradient_norm, materialise
+from common.process_groups import Mesh, run
+from common.run_record import TrainingRecord
+from common.tracer import Tracer
+from step01_single_gpu.checkpointing import resume, save
+from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
+from step01_single_gpu.recompute import apply_recompute
+from step02_data_parallel.data_parallel import DataParallel
+
+
+def train(config: TrainConfig, mesh: Mesh) -> Decoder:
+    collectives.link = config.link_model
+    batches = load_batches(config)
+
+    # ---- model, gradients, optimizer ----
+    model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
+    materialise(model, config.seed, config.torch_dtype, mesh.device, config.init_from)
+    apply_recompute(model, config.recompute)
+    parameters = list(model.parameters())
+    gradients = DataParallel(parameters, mesh.dp_cp, config.dp_mode, config.bucket_mb)
+    optimizer, scaler = Optimizer(parameters, config), LossScaler(config.torch_dtype)
+
+    first_step = resume(config, mesh, batches, optimizer, scaler)
+    record = TrainingRecord(config, mesh, batches, first_step)
+    tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
+
+    accumulation = config.accumulation_steps(config.dp)
+    for step in range(first_step, config.steps):
+        with record.step(step) as measured, tracer.step(step):
+            loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+
+            # ---- gradients of the global batch, a micro-batch at a time ----
+            for index in range(accumulation):
+                tokens, targets = batches.micro_batch(
+                    step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device
+                )
+                with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
+                    share = cross_entropy_sum(model(tokens), targets) / batches.target_tokens
+                with tracer.phase("backward"), gradients.no_sync(index < accumulation - 1):
+                    (share * scaler.scale).backward()
+                loss += share.detach()
+
+            # ---- clip by the global norm, update ----
+            with tracer.phase("optimizer"):
+                total = gradients.finish()
+                norm = gradient_norm(parameters, total, mesh.world).item() / scaler.scale  # unscaled before the clip
+                factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
+                if scaler.accept(norm):  # float16 skips a step that overflowed
+                    optimizer.step(total, lr, factor)
+                collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
+            measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
+
+        save(config, mesh, batches, optimizer, scaler, step + 1)
+    tracer.close()
+    record.close()
+    return model
+
+
+if __name__ == "__main__":
+    run(2, train)

@@ -1,0 +1,132 @@
+"""Step 2 against torch's DistributedDataParallel: same model, same batch, same optimizer, taking turns in one run.
+
+    python -m tests.benchmarks.data_parallel                       # 2 and 4 gloo ranks, 40 pairs each, about 6 minutes
+    python -m tests.benchmarks.data_parallel --ranks 2 --pairs 10
+
+Each timed call is a whole training step: forward, backward, reduction, clipping by the global norm, AdamW, and the mean
+loss over the ranks. The second table is what the tracer costs while it is off: the step with its calls against the step
+without them.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from common import collectives
+from common.config import ModelConfig, TrainConfig
+from common.model import Decoder, cross_entropy_sum
+from common.parameter import gradient_norm, materialise
+from common.process_groups import Degrees, build_mesh
+from common.tracer import Tracer
+from step01_single_gpu.mixed_precision import Optimizer, clip_factor
+from step02_data_parallel.data_parallel import DataParallel
+from tests.benchmarks.paired import keep, summarise, time_pairs
+from tests.harness import run_ranks
+
+MODEL = ModelConfig(vocab=384, hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, tie_embeddings=False)
+SEQ, BATCH = 128, 2  # of one rank
+
+
+class OffTracer:
+    """The tracer's calls, removed."""
+
+    def phase(self, name):
+        return contextlib.nullcontext()
+
+    step = phase
+
+
+def build(world: int):
+    """The mesh, and a fresh model with its parameters."""
+    mesh = build_mesh(Degrees(dp=world), torch.device("cpu"))
+    model = Decoder(MODEL)
+    materialise(model, 0, torch.float32, mesh.device)
+    return mesh, model, list(model.parameters())
+
+
+def our_step(world: int, tokens, targets, tracer_of=None):
+    """One training step of step 2 as a function without arguments."""
+    mesh, model, parameters = build(world)
+    config = TrainConfig()
+    gradients = DataParallel(parameters, mesh.dp_cp, "bucket", 25.0)
+    optimizer = Optimizer(parameters, config)
+    tracer = tracer_of(mesh) if tracer_of else Tracer(None, mesh, None)
+
+    def step():
+        with tracer.step(0):
+            with tracer.phase("forward"):
+                share = cross_entropy_sum(model(tokens), targets) / (world * targets.numel())
+            with tracer.phase("backward"):
+                share.backward()
+            with tracer.phase("optimizer"):
+                total = gradients.finish()
+                norm = gradient_norm(parameters, total, mesh.world).item()
+                optimizer.step(total, config.lr, clip_factor(norm, config.clip))
+                loss = share.detach()
+                collectives.all_reduce(loss, mesh.dp_cp)
+        return loss.item()
+
+    return step
+
+
+def ddp_step(world: int, tokens, targets):
+    """The same with DistributedDataParallel, used as its documentation shows."""
+    _, model, _ = build(world)
+    config = TrainConfig()
+    model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+    def step():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        return loss.item() / world
+
+    return step
+
+
+def on_rank(world: int, pairs: int, what: str) -> tuple[list[tuple[float, float]], float]:
+    """Times of this rank, and how far the two sides' losses are apart after all those steps."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if world > 1 else 0)
+    tokens = torch.randint(MODEL.vocab, (BATCH, SEQ + 1), generator=generator)
+    tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    ours = our_step(world, tokens, targets)
+    peer = (
+        ddp_step(world, tokens, targets) if what == "ddp" else our_step(world, tokens, targets, lambda _: OffTracer())
+    )
+    times = time_pairs(ours, peer, pairs)
+    return times, abs(ours() - peer())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--pairs", type=int, default=40)
+    arguments = parser.parse_args()
+    rows = {}
+    for what, title in (
+        ("ddp", "throughput of step 2 (bucket) / DDP"),
+        ("tracer", "tracer off: without its calls / with"),
+    ):
+        print(f"{title}, median of pairs [95% interval]")
+        for world in arguments.ranks:
+            per_rank = run_ranks(world, on_rank, world, arguments.pairs, what, timeout=1800)
+            ratio = summarise([times for times, _ in per_rank])
+            print(f"  {world} ranks  {ratio}   losses differ by {max(gap for _, gap in per_rank):.1e}", flush=True)
+            rows[f"{what}_{world}_ranks"] = dataclasses.asdict(ratio)
+    print(f"written: {keep('data_parallel', rows)}")
+
+
+if __name__ == "__main__":
+    main()
