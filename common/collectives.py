@@ -229,8 +229,7 @@ def barrier(group: Group) -> None:
             raise _explain(error) from error
 
 
-# ---- one road for all of them
--------------------------------------------------------------------------------------------
+# ---- one road for all of them ---------------------------------------------------------------------------------
 
 
 def _issue(op, group, tensor, hops, sent, async_op, finish, launch, messages=None, transfer=None) -> Work:

@@ -217,8 +217,8 @@ class TrainConfig:
             raise UsageError(f"--dp {self.dp} does not equal the world size {world_size}")
         if self.global_batch % (self.micro_batch * self.dp):
             raise UsageError(
-                f"--global-batch {self.global_batch} is not divisible by --micro-batch {self.micro_batch} x dp
-                {self.dp}"
+                f"--global-batch {self.global_batch} is not divisible by "
+                f"--micro-batch {self.micro_batch} x dp {self.dp}"
             )
         self.link_model  # noqa: B018 (refuses what cannot be parsed)
         if self.trace_range and self.trace_range[0] >= self.steps:
