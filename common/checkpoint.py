@@ -171,11 +171,12 @@ def save(run_dir: str | Path, step: int, slices: Iterable[Slice], extra: dict, m
     return folder
 
 
-def load(folder: str | Path, slices: Iterable[Slice], mesh: Mesh) -> dict:
+def load(folder: str | Path, slices: Iterable[Slice], mesh: Mesh, identity: dict | None = None) -> dict:
     """Fill the tensors of `slices` in place, whatever boxes were saved by whatever ranks. Returns `extra`.
 
     All ranks call it together, each with what it holds (`owner` does not matter). Values are converted to the
-    dtype of the slice. Whatever else is in the checkpoint is not read.
+    dtype of the slice. Whatever else is in the checkpoint is not read. `identity`, if given, must equal the entry of
+    that name in `extra`: what makes it the same run.
 
     Raises UsageError, the same on all ranks: a file is missing, truncated or corrupt (checked before anything
     is loaded, a share of the files by each rank); a slice is not in the checkpoint, or its tensor has another
@@ -188,8 +189,11 @@ def load(folder: str | Path, slices: Iterable[Slice], mesh: Mesh) -> dict:
             raise UsageError("the ranks see different checkpoints there")
         if damaged := sorted(line for _, lines in verdicts for line in lines):
             raise UsageError(damaged[0])
+        extra = json.loads((folder / EXTRA).read_text())
+        if identity is not None:
+            check_compatible(extra.get("identity", {}), identity)
         _read_boxes(folder, slices, mesh)
-        return json.loads((folder / EXTRA).read_text())
+        return extra
 
 
 def _verify(folder: Path, rank: int, world: int) -> tuple[str, list[str]]:

@@ -6,6 +6,7 @@ event (14 ms for the 3,500 events of an 85 ms training step); the profiler's usu
 The resident set size of the process is no substitute: it counts touched pages, caches and code.
 """
 
+import bisect
 import contextlib
 import itertools
 import os
@@ -141,13 +142,25 @@ def _known(events: list[Allocation], alive: dict[int, int]) -> list[Allocation]:
     """Only the events whose size is sure: a release takes what an event, or `alive`, put at its address.
 
     The allocator's own size may be stale: it forgets releases outside measured regions, so an address used
-    again there keeps the size that it had in the last measured region.
+    again there keeps the size that it had in the last measured region. And some releases are not reported (see
+    `MemoryMeter`): those of blocks that a new one overlaps are put just before it.
     """
     alive, known = dict(alive), []
+    addresses = sorted(alive)  # of the blocks in `alive`, which never overlap
+
+    def release(seconds: float, address: int) -> None:
+        known.append(Allocation(seconds, address, -alive.pop(address)))
+        del addresses[bisect.bisect_left(addresses, address)]
+
     for event in events:
         if event.bytes > 0:
+            place = bisect.bisect_left(addresses, event.address + event.bytes)
+            while place and addresses[place - 1] + alive[addresses[place - 1]] > event.address:
+                place -= 1
+                release(event.seconds, addresses[place])
             alive[event.address] = event.bytes
+            addresses.insert(place, event.address)
             known.append(event)
         elif event.address in alive:
-            known.append(Allocation(event.seconds, event.address, -alive.pop(event.address)))
+            release(event.seconds, event.address)
     return known

@@ -251,7 +251,6 @@ def run(step: int, main) -> None:
         main(config, mesh)
         if dist.is_initialized():
             dist.barrier()  # nobody tears down connections that a slower rank still uses
-            dist.destroy_process_group()
     except UsageError as error:
         status = 2
         if _first_to_report(rank):
@@ -267,10 +266,12 @@ def run(step: int, main) -> None:
     except Exception:
         status = 1
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-    if status:
+    if status or world_size > 1:
+        # Not the regular exit. After an error it would wait for collectives that can no longer complete; after success
+        # gloo's threads may still be releasing tensors, which aborts the process once the interpreter is gone.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)  # a regular exit would wait for collectives that can no longer complete
+        os._exit(status)
 
 
 def _first_to_report(rank: int) -> bool:

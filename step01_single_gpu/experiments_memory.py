@@ -90,7 +90,7 @@ def draw_scaling(points: dict, gpt: list) -> None:
             some = [point for point in measured if point[fixed[0]] == fixed[1]]
             xs = [point[index] for point in some]
             axis.plot(xs, [point[2] / MIB for point in some], "o", color=COLOURS[mode])
-            grid = range(1, max(xs) + 1, max(1, max(xs) // 32))
+            grid = sorted({*range(1, max(xs), max(1, max(xs) // 32)), max(xs)})
             shapes = [(x, 128) if index == 0 else (1, x) for x in grid]
             line = [total_bytes(saved_activations(SMALL, *s, torch.float32, "naive", mode)) for s in shapes]
             axis.plot(grid, [size / MIB for size in line], color=COLOURS[mode], label=mode)
@@ -99,7 +99,7 @@ def draw_scaling(points: dict, gpt: list) -> None:
     for axis in axes[:2]:
         axis.set_title("our model: lines predicted, dots measured", fontsize=9)
     axes[0].legend(title="recompute")
-    shape, grid = GptShape(0, 256, 1, 8), range(1, gpt[-1][0] + 1, 8)
+    shape, grid = GptShape(0, 256, 1, 8), [*range(1, gpt[-1][0], 8), gpt[-1][0]]
     formula = [gpt_memory.text_activations(shape, 2, seq) / MIB for seq in grid]
     axes[2].plot(grid, formula, color="tab:blue", label="34 sbh + 5 as²b")
     axes[2].plot([p[0] for p in gpt], [p[2] / MIB for p in gpt], "ko", label="measured")
@@ -133,7 +133,13 @@ def llama_bars(quick: bool) -> None:
             axis.bar(xs, kept, 0.25, bottom, color=COLOURS[mode], label=f"activations, {mode}")
             ours = [saved_activations(model, 1, seq, torch.bfloat16, "naive", mode) for seq in lengths]
             ours = [total_bytes(saved) / gib for saved in ours]
-            axis.plot(xs, [low + size for low, size in zip(bottom, ours)], "k_", ms=7, label="_")
+            axis.plot(
+                xs,
+                [low + size for low, size in zip(bottom, ours)],
+                "k_",
+                ms=7,
+                label=None if offset else "our model instead",
+            )
             rows.append((f"{name} {mode}", *(f"{a:.3g} | {b:.3g}" for a, b in zip(kept, ours))))
         axis.axhline(80, color="black", lw=0.8, ls=":")
         axis.set(title=f"{name} (predicted)", xticks=range(len(lengths)))

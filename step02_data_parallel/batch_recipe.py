@@ -21,7 +21,8 @@ import torch
 from common.config import DTYPES, ModelConfig, UsageError
 from common.counts import count_parameters
 from common.presets import resolve
-from step01_single_gpu import memory
+from step01_single_gpu.memory import states
+from step01_single_gpu.peak_memory import predict_peak
 
 H100_TFLOPS = 989.0  # dense bfloat16, NVIDIA's data sheet
 
@@ -43,7 +44,7 @@ def largest_micro_batch(
     """
 
     def fits(batch: int) -> bool:
-        peak = memory.predict(model, batch, seq_len, dtype, recompute=recompute, accumulation=2).peak
+        peak = predict_peak(model, batch, seq_len, dtype, recompute=recompute, accumulation=2).peak
         return peak <= memory_bytes
 
     if not fits(1):
@@ -186,7 +187,7 @@ def _report(options: argparse.Namespace) -> int:
 def _choose_micro_batch(model: ModelConfig, options: argparse.Namespace) -> int | None:
     """The micro-batch of the recipe, with its reasons printed; None where nothing fits and none was given."""
     dtype, limit = getattr(torch, options.dtype), options.memory_gb * 1e9
-    count, held = count_parameters(model).total, sum(memory.states(model, dtype).values())
+    count, held = count_parameters(model).total, sum(states(model, dtype).values())
     largest = largest_micro_batch(model, options.seq_len, limit, dtype, options.recompute)
     print(f"model          {options.model}: {count / 1e9:.2f} B parameters, {options.dtype}")
     print(f"states         {held / 1e9:.1f} GB: parameters, gradients, optimizer, the same on every rank")

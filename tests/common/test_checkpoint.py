@@ -314,9 +314,9 @@ def ranks_meet_damage(world, run_dir):
             file.write_bytes(content)
     torch.distributed.barrier()
     checkpoint.load(path, hold("rows", mesh.rank, world), mesh)
-    if mesh.rank == 1:  # as if the disk were full: files of this process may not grow beyond a few bytes
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
-    for size in (10, 100_000):  # less and more than what is buffered before it is written
+    for most, size in ((200, 10), (100_000, 200_000)):  # less and more than what is buffered before it is written
+        if mesh.rank == 1:  # as if the disk were full: no file of this process may grow beyond so many bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
         large = Slice("large", (world, size), ((mesh.rank, mesh.rank + 1), (0, size)), torch.zeros(1, size))
         lines.append(error_of(checkpoint.save, run_dir, 6, [large], {}, mesh))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from common.model import Decoder, cross_entropy_sum, naive_attention
 from common.parameter import materialise
 from common.presets import PRESETS
 
+ROOT = Path(__file__).parents[2]
 # As published in the model cards, or summed over the tensors of the published checkpoints.
 TOTALS = {
     "smollm-135m": 134_515_008,
@@ -316,6 +318,6 @@ def test_help_is_printed_once(rank, printed):
     """Under torchrun every rank sees --help; here as a process with a command line of its own."""
     code = "from common.command_line import parse; parse(2)"
     command = [sys.executable, "-c", code, "--help"]
-    done = subprocess.run(command, env={"RANK": rank, "PYTHONPATH": "."}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env={"RANK": rank}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert ("--dp-mode" in done.stdout) == printed

@@ -495,6 +495,8 @@ def test_export_takes_a_dictionary_and_an_empty_folder(tmp_path, small):
     export(dict(whole_tensors(build().parameters())), SMALL, str(tmp_path / "export"))
     for file in small.iterdir():
         assert (tmp_path / "export" / file.name).read_bytes() == file.read_bytes()
+    with safetensors.safe_open(tmp_path / "export" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers 4 refuses files without
     message = refusal(export, {}, SMALL, tmp_path / "export")
     assert message == f"{tmp_path / 'export'} exists and is not an empty folder; an export would mix two models"
 
