@@ -333,7 +333,7 @@ def _clear_errors(what: str) -> Iterator[None]:
     except UsageError as error:
         raise UsageError(f"{what}: {error}") from error
     except RuntimeError as error:
-        raise collectives._explain(error) from error
+        raise collectives.explain(error) from error
 
 
 def _sha256(path: Path) -> str:

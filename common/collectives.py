@@ -71,7 +71,7 @@ class Work:
             for handle in self._handles:
                 handle.wait()
         except RuntimeError as error:
-            raise _explain(error) from error
+            raise explain(error) from error
         if self._finish is not None:
             self._finish()
         if self._done_at:
@@ -226,7 +226,7 @@ def barrier(group: Group) -> None:
         try:
             dist.barrier(group.handle)
         except RuntimeError as error:
-            raise _explain(error) from error
+            raise explain(error) from error
 
 
 # ---- one road for all of them ---------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def _issue(op, group, tensor, hops, sent, async_op, finish, launch, messages=Non
     try:
         handles = launch()
     except RuntimeError as error:
-        raise _explain(error) from error
+        raise explain(error) from error
     if calls:
         recorder.watch(handles[0], calls, done_at)
     work = Work(handles, finish, calls, done_at, launch)  # launch refers to every tensor in flight
@@ -282,7 +282,7 @@ def _stage(group: Group, tensor: torch.Tensor, output: bool = False, copy: bool 
     return host, (lambda: tensor.copy_(host)) if output else None
 
 
-def _explain(error: RuntimeError) -> RuntimeError:
+def explain(error: RuntimeError) -> RuntimeError:
     """A lost peer as CommunicationError; anything else (a wrong size, say) stays what it is."""
     if any(sign in str(error) for sign in _LOST_PEER):
         return CommunicationError(first_line(error))

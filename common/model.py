@@ -153,9 +153,12 @@ class Decoder(nn.Module):
                 self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tie_embeddings and self.has_embedding and self.has_head:
             self.head.weight = self.embedding.weight
-        # GPT-2's initialisation: 0.02, and less for what adds to the residual stream, which 2 * layers terms reach
+        # GPT-2's initialisation: 0.02, and less for what adds to the residual stream, which 2 * layers terms reach. The
+        # embedding starts the stream at 1, unless it is also the head: small streams make RMSNorm's gradients spike
+        # (Takase et al., "Spike No More", arXiv:2312.16903).
         residual = 0.02 / math.sqrt(2 * config.layers)
-        describe(self, {"norm.weight": None, "o_proj.weight": residual, "down_proj.weight": residual, "": 0.02})
+        stds = {"norm.weight": None, "o_proj.weight": residual, "down_proj.weight": residual}
+        describe(self, stds | {"embedding.weight": 0.02 if config.tie_embeddings else 1.0, "": 0.02})
         if config.tie_embeddings and self.has_head:
             self.head.weight.spec.name = "embedding.weight"  # also where the head is alone on the last stage
 

@@ -13,7 +13,7 @@ from common.process_groups import Group
 from step01_single_gpu.mixed_precision import Gradients, LossScaler, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 
-FIGURES = Path(__file__).resolve().parent / "figures"
+figures = Path(__file__).resolve().parent / "figures"  # where save_figure writes
 MIB = 2**20
 
 
@@ -36,13 +36,18 @@ def compared(predicted: float, measured: float, digits: str = ",.0f", scale: flo
 
 
 def save_figure(figure, name: str) -> None:
-    """Write figures/NAME.png and say so."""
+    """Write NAME.png and say so."""
     import matplotlib.pyplot as plt
 
-    FIGURES.mkdir(exist_ok=True)
-    figure.savefig(FIGURES / f"{name}.png", dpi=100, bbox_inches="tight")
+    figure.savefig(figure_path(name), dpi=100, bbox_inches="tight")
     plt.close(figure)
-    print(f"  figure: {FIGURES.name}/{name}.png")
+
+
+def figure_path(name: str) -> Path:
+    """Where the figure of this name is to be written; says so."""
+    figures.mkdir(parents=True, exist_ok=True)
+    print(f"  figure: {figures.name}/{name}.png")
+    return figures / f"{name}.png"
 
 
 class Run:

@@ -3,17 +3,19 @@
     python -m step01_single_gpu.experiments                # all of them, about three minutes on two cores
     python -m step01_single_gpu.experiments --only first_steps --quick
 
-Prints tables of predicted, measured and measured / predicted, and draws into step01_single_gpu/figures.
+Prints tables of predicted, measured and measured / predicted, and draws into step01_single_gpu/figures (with --quick
+into runs/step01-figures, so that the lesson keeps its own).
 """
 
 import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from step01_single_gpu import experiments_compute, experiments_memory, experiments_precision
+from step01_single_gpu import experiment_tools, experiments_compute, experiments_memory, experiments_precision
 
 EXPERIMENTS = {
     function.__name__: function
@@ -47,6 +49,8 @@ def main(argv: list[str] | None = None) -> None:
 
     matplotlib.use("Agg")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    if options.quick:
+        experiment_tools.figures = Path("runs/step01-figures")
     begin = time.perf_counter()
     names = [options.only] if options.only else list(EXPERIMENTS)
     for name in tqdm(names, disable=not sys.stderr.isatty()):

@@ -18,7 +18,7 @@ from common.counts import count_flops, count_parameters
 from common.presets import PRESETS
 from common.process_groups import Degrees, build_mesh, initialise
 from step01_single_gpu import gpt_memory
-from step01_single_gpu.experiment_tools import FIGURES, Run, compared, save_figure, table
+from step01_single_gpu.experiment_tools import Run, compared, figure_path, save_figure, table
 from step01_single_gpu.gpt_memory import GptShape
 from step01_single_gpu.memory import saved_activations, total_bytes
 
@@ -166,9 +166,7 @@ def profile(quick: bool) -> None:
         trace = read_trace(Path(folder))
         print("\nThe tracer's report of three steps (python -m common.tracer RUN_DIR)")
         print_report(trace)
-        FIGURES.mkdir(exist_ok=True)
-        draw_timeline(trace, FIGURES / "step_timeline.png")
-        print("  figure: figures/step_timeline.png")
+        draw_timeline(trace, figure_path("step_timeline"))
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(TrainConfig(micro_batch=2, global_batch=2), device)

@@ -97,8 +97,8 @@ class Optimizer:
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
         others = [master for p, master in zip(parameters, self.masters, strict=True) if not p.spec.decay]
         groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        if config.optimizer == "adamw":
-            self.inner = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        if config.optimizer == "adamw":  # betas and eps of Llama 2 (arXiv:2307.09288, section 2.2)
+            self.inner = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
         else:
             self.inner = torch.optim.SGD(groups, lr=config.lr, fused=True)
 

@@ -31,7 +31,7 @@ H100_TFLOPS = 989.0  # dense bfloat16, NVIDIA's data sheet
 ALL_REDUCE_GB_PER_S = {8: 436.0, 16: 361.7, 32: 160.1, 64: 99.6, 128: 84.7, 256: 64.9, 512: 32.9}
 
 
-# ---- how large a micro-batch ----
+# ---- how large a micro-batch -----------------------------------------------------------------------------------------
 
 
 def largest_micro_batch(
@@ -58,7 +58,7 @@ def largest_micro_batch(
     return fitting
 
 
-# ---- how to fill the global batch ----
+# ---- how to fill the global batch ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def fill(tokens_per_batch: float, seq_len: int, gpus: int, micro_batch: int) -> 
     return Recipe(wanted, gpus, micro_batch, max(1, round(wanted / (micro_batch * gpus))))
 
 
-# ---- does communication hide behind computation ----
+# ---- does communication hide behind computation ----------------------------------------------------------------------
 
 
 def all_reduce_bandwidth(gpus: int) -> float:
@@ -125,7 +125,7 @@ def exposed_share(ratio: float, accumulation: int) -> float:
     return exposed / (1.5 * accumulation + exposed)
 
 
-# ---- the command ----
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,7 +47,7 @@ def check(got: torch.Tensor, expected, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-# ---- one to all, all to one --------------------------------------------------------------------------------
+# ---- one to all, all to one ------------------------------------------------------------------------------------------
 
 
 def broadcast(group: Group, device: torch.device) -> None:
@@ -91,7 +91,7 @@ def scatter(group: Group, device: torch.device) -> None:
     show("scatter from rank 0", "gather backwards: one rank deals out the pieces", pieces or "-", result, group)
 
 
-# ---- all to all --------------------------------------------------------------------------------------------
+# ---- all to all ------------------------------------------------------------------------------------------------------
 
 
 def all_reduce(group: Group, device: torch.device) -> None:
@@ -132,7 +132,7 @@ def all_to_all(group: Group, device: torch.device) -> None:
     show("all-to-all", "piece j goes to rank j: a transposition across ranks (experts)", tensor, result, group)
 
 
-# ---- point to point ----------------------------------------------------------------------------------------
+# ---- point to point --------------------------------------------------------------------------------------------------
 
 
 def send_receive(group: Group, device: torch.device) -> None:

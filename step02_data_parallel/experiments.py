@@ -27,7 +27,7 @@ from common.model import Decoder, cross_entropy_sum
 from common.parameter import materialise
 from common.presets import PRESETS
 from common.process_groups import Mesh
-from common.trace_report import StepRow, Trace, mean, read_trace, report
+from common.trace_report import StepRow, Trace, difference, length, mean, read_trace, report
 from common.trace_timeline import draw_timelines
 from step01_single_gpu import memory
 from step02_data_parallel import batch_recipe, predictions, wire
@@ -46,7 +46,7 @@ BUCKET_MB = 2.5  # for this model what 25 MB are for one ten times its size
 
 def row(name: str, predicted: float, measured: float, form: str = ",.0f") -> None:
     """One line of a table."""
-    ratio = f"{measured / predicted:8.4f}" if predicted else f"{'-':>8}"
+    ratio = f"{measured / predicted:8.4f}" if abs(predicted) > 1e-9 else f"{'-':>8}"
     print(f"  {name:<44} {predicted:>14{form}} {measured:>14{form}} {ratio}")
 
 
@@ -82,8 +82,7 @@ def run_jobs(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: s
     return counted
 
 
-# ---- numbers of all-reduces, bytes
-# ----------------------------------------------------------------------------------
+# ---- numbers of all-reduces, bytes -----------------------------------------------------------------------------------
 
 
 def traffic(quick: bool) -> None:
@@ -124,19 +123,22 @@ def gradient_calls(trace: Trace) -> tuple[int, int]:
     return len(calls), sum(arguments["bytes"] for arguments in calls)
 
 
-# ---- overlap
-# --------------------------------------------------------------------------------------------------------
+# ---- overlap ---------------------------------------------------------------------------------------------------------
 
 
 def overlap(quick: bool) -> None:
     """Naive, hook and bucket over a slow link: exposed communication, overlap share, step time, three timelines."""
     traces = traced_runs({mode: {"dp_mode": mode, "bucket_mb": BUCKET_MB} for mode in MODES}, "overlap", quick)
     sizes, costs = tensor_sizes(**MODEL)
-    backward = backward_seconds(traces["naive"])
     link = TrainConfig(link=LINK).link_model
     rows = {mode: quietest(trace) for mode, trace in traces.items()}
-    expected = {mode: predictions.overlap(sizes, costs, backward, 2, link, mode, BUCKET_MB * 1e6) for mode in MODES}
-    print(f"\n2 ranks, --link {LINK}; predictions from a backward of {1e3 * backward:.0f} ms (measured in naive)")
+    backward = {mode: backward_seconds(trace) for mode, trace in traces.items()}
+    expected = {
+        mode: predictions.overlap(sizes, costs, backward[mode], 2, link, mode, BUCKET_MB * 1e6).with_scalars(2, link)
+        for mode in MODES
+    }
+    shown = ", ".join(f"{1e3 * seconds:.0f}" for seconds in backward.values())
+    print(f"\n2 ranks, --link {LINK}; the predictions start from the backwards measured: {shown} ms")
     heading("communication, ms a step", "mode")
     for mode in MODES:
         row(mode, 1e3 * expected[mode].communication, 1e3 * rows[mode].communication_s, ".1f")
@@ -146,10 +148,10 @@ def overlap(quick: bool) -> None:
     heading("overlap share: communication covered by computation", "mode")
     for mode in MODES:
         row(mode, expected[mode].overlap_share, rows[mode].overlap_share, ".1%")
-    compute = rows["naive"].step_time_s - rows["naive"].exposed_s
-    heading("step time, ms", "mode")
+    heading("step time, ms: its computation and the predicted exposed communication", "mode")
     for mode in MODES:
-        row(mode, 1e3 * (compute + expected[mode].exposed), 1e3 * rows[mode].step_time_s, ".0f")
+        predicted = rows[mode].step_time_s - rows[mode].exposed_s + expected[mode].exposed
+        row(mode, 1e3 * predicted, 1e3 * rows[mode].step_time_s, ".0f")
     titles = {
         "naive": "naive: {} all-reduces, all after the backward",
         "overlap": "overlap: {} all-reduces, each as soon as its gradient is there",
@@ -158,12 +160,13 @@ def overlap(quick: bool) -> None:
     panels = [
         (titles[mode].format(gradient_calls(trace)[0] // len(trace.steps)), trace) for mode, trace in traces.items()
     ]
-    draw_timelines(panels, figure_path("timelines"), quiet_step(traces))
+    draw_timelines(panels, FIGURES / "timelines.png", quiet_step(traces))
+    finish_figure("timelines")
 
 
 def traced_runs(variants: dict[str, dict], title: str, quick: bool) -> dict[str, Trace]:
     """One short traced run on two ranks over the slow link for each variant."""
-    steps = 5 if quick else 9
+    steps = 5 if quick else 8
     shape = MODEL | {"seq_len": 256, "micro_batch": 2, "global_batch": 4, "steps": steps, "trace": f"1:{steps - 1}"}
     jobs = [(name, shape | {"link": LINK} | flags) for name, flags in variants.items()]
     with tempfile.TemporaryDirectory() as folder:
@@ -183,11 +186,13 @@ def quietest(trace: Trace) -> StepRow:
 
 
 def backward_seconds(trace: Trace) -> float:
-    """Length of the backward phase, mean over ranks, in the shortest step."""
-    step = quietest(trace).step
-    spans = [span for rank in trace.ranks for span in trace.spans[rank] if span["cat"] == "phase"]
-    backwards = [span["dur"] for span in spans if span["name"] == "backward" and span["args"]["step"] == step]
-    return 1e-6 * statistics.mean(backwards)
+    """Computation of the backward in the shortest step, mean over ranks: without what it was blocked for."""
+    step, lengths = quietest(trace).step, []
+    for rank in trace.ranks:
+        spans = [span for span in trace.spans[rank] if span["name"] == "backward" and span["args"]["step"] == step]
+        phases = [(span["ts"], span["ts"] + span["dur"]) for span in spans]
+        lengths.append(1e-6 * length(difference(phases, trace.intervals(rank, "issue", "wait"))))
+    return statistics.mean(lengths)
 
 
 def bucket_size(quick: bool) -> None:
@@ -199,7 +204,7 @@ def bucket_size(quick: bool) -> None:
     link = TrainConfig(link=LINK).link_model
 
     def expected(size: float) -> predictions.Overlap:
-        return predictions.overlap(sizes, costs, backward, 2, link, "bucket", size * 1e6)
+        return predictions.overlap(sizes, costs, backward, 2, link, "bucket", size * 1e6).with_scalars(2, link)
 
     heading(f"exposed communication, ms a step, 2 ranks, --link {LINK}", "bucket size in MB (buckets)")
     measured = {}
@@ -215,11 +220,10 @@ def bucket_size(quick: bool) -> None:
     axes.set(xscale="log", xlabel="bucket size, MB", ylabel="exposed communication, ms a step", ylim=(0, None))
     axes.set_title(f"5.3 M parameters, 2 ranks, --link {LINK}", fontsize=10, loc="left")
     axes.legend(frameon=False)
-    figure.savefig(figure_path("bucket_size"))
+    finish_figure("bucket_size", figure)
 
 
-# ---- the same gradients, the same curves
-# ----------------------------------------------------------------------------
+# ---- the same gradients, the same curves -----------------------------------------------------------------------------
 
 
 def gradients(quick: bool) -> None:
@@ -271,11 +275,11 @@ def curves(quick: bool) -> None:
             rows = compare.compare([compare.read_run(Path(folder, dtype, f"dp {ranks}")) for ranks in (1, 2, 4)])
             print(f"\nthe default run in {dtype}, {steps} steps\n{compare.table(rows)}")
             if dtype == "float32":
-                compare.plot(rows, figure_path("curves"))
+                compare.plot(rows, FIGURES / "curves.png")
+                finish_figure("curves")
 
 
-# ---- what only a cluster can show
-# -----------------------------------------------------------------------------------
+# ---- what only a cluster can show ------------------------------------------------------------------------------------
 
 # Tokens/s and GPU of a 1.34 B model, sequences of 4,096 tokens, 256 of them a step: read off the playbook's
 # figure "dp_scaling". Its points mix micro-batches of 2 (8 and 128 GPUs) and 1.
@@ -317,7 +321,7 @@ def scaling(quick: bool) -> None:
     axes.minorticks_off()
     axes.set_title("1.34 B model, 256 sequences of 4,096 tokens a step", fontsize=10, loc="left")
     axes.legend(frameon=False)
-    figure.savefig(figure_path("scaling"))
+    finish_figure("scaling", figure)
 
 
 def journey(quick: bool) -> None:
@@ -345,11 +349,10 @@ def journey(quick: bool) -> None:
     axes[0].set_ylabel("GB on each GPU")
     axes[1].set_xlabel("sequence length (dashed: 80 GB)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(figure_path("journey"))
+    finish_figure("journey", figure)
 
 
-# ---- the command
-# ----------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def new_figure(columns: int = 1, width: float = 6.5):
@@ -363,10 +366,17 @@ def new_figure(columns: int = 1, width: float = 6.5):
     return figure, axes
 
 
-def figure_path(name: str) -> Path:
-    FIGURES.mkdir(exist_ok=True)
-    print(f"  figure: {FIGURES.name}/{name}.png")
-    return FIGURES / f"{name}.png"
+def finish_figure(name: str, figure=None) -> None:
+    """Save `figure` unless that is done, and shrink the file: 64 colours are enough for lines and bars."""
+    from PIL import Image
+
+    path = FIGURES / f"{name}.png"
+    if figure is not None:
+        figure.savefig(path)
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    small.save(path, optimize=True)
+    print(f"  figure: {path.relative_to(Path(__file__).parent.parent)}")
 
 
 EXPERIMENTS = {each.__name__: each for each in (traffic, overlap, bucket_size, gradients, curves, scaling, journey)}
@@ -378,6 +388,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=EXPERIMENTS, help="one of them")
     parser.add_argument("--quick", action="store_true", help="fewer steps, rougher numbers")
     options = parser.parse_args(argv)
+    FIGURES.mkdir(exist_ok=True)
     for name in [options.only] if options.only else EXPERIMENTS:
         print(f"\n== {name}: {EXPERIMENTS[name].__doc__.splitlines()[0]}", flush=True)
         EXPERIMENTS[name](options.quick)

@@ -44,6 +44,11 @@ class Overlap:
     def overlap_share(self) -> float:
         return 1 - self.exposed / self.communication
 
+    def with_scalars(self, ranks: int, link: Link) -> "Overlap":
+        """And the all-reduces of the gradient norm and of the loss, of 4 and 8 bytes, which nothing can hide."""
+        seconds = all_reduce_seconds(4, ranks, link) + all_reduce_seconds(8, ranks, link)
+        return Overlap(self.communication + seconds, self.exposed + seconds)
+
 
 def overlap(
     sizes: list[int], costs: list[float], backward: float, ranks: int, link: Link, mode: str, limit: float = 0.0

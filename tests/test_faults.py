@@ -136,7 +136,7 @@ BAD_INPUT = [
     ("--dp 3", "--dp 3"),
     ("--global-batch 7", "--global-batch 7 is not divisible by"),
     ("--heads 5", "--heads 5 does not divide --hidden 32"),
-    ("--tp 2", "it comes with step04_tensor_parallel"),
+    ("--tp 2", "--tp is not a flag of step02_data_parallel"),
     ("--data /no/such/file.txt", "--data /no/such/file.txt"),
     ("--resume /no/such/checkpoint", "/no/such/checkpoint"),
     ("--global-batch 100000 --micro-batch 1", "corpus too small"),

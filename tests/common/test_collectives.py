@@ -28,8 +28,7 @@ def world_group() -> Group:
     return build_mesh(Degrees(dp=size), torch.device("cpu")).world
 
 
-# ---- results
-# --------------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def ranks_results():
@@ -164,8 +163,7 @@ def test_many_in_flight():
     run_ranks(4, ranks_many_in_flight)
 
 
-# ---- bytes
-# ----------------------------------------------------------------------------------------------------------
+# ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def ranks_bytes():
@@ -235,8 +233,7 @@ def test_bytes_of_uneven_parts():
     assert run_ranks(2, ranks_uneven_bytes) == [(3 * 32, {}), (5 * 32, {})]
 
 
-# ---- the record
-# -----------------------------------------------------------------------------------------------------
+# ---- the record ------------------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -293,8 +290,7 @@ def test_record():
         assert watched == [(1, 0.0)] * 6 + [(2, 0.0)], "once a launch; a batch of messages is one"
 
 
-# ---- the simulated link
-# ---------------------------------------------------------------------------------------------
+# ---- the simulated link ----------------------------------------------------------------------------------------------
 
 
 def ranks_link():
@@ -350,8 +346,7 @@ def test_link_takes_its_time():
         assert min(rank[name] for rank in ranks) < expected + 0.06, name
 
 
-# ---- lost peers
-# -----------------------------------------------------------------------------------------------------
+# ---- lost peers ------------------------------------------------------------------------------------------------------
 
 
 def ranks_lose_a_peer(asynchronous):
@@ -410,15 +405,14 @@ def test_a_wrong_size_is_no_lost_peer():
 )
 def test_classification(text, lost):
     error = RuntimeError(text)
-    explained = collectives._explain(error)
+    explained = collectives.explain(error)
     if lost:
         assert type(explained) is CommunicationError and str(explained) == text.splitlines()[0]
     else:
         assert explained is error
 
 
-# ---- a GPU shared by ranks
-# ------------------------------------------------------------------------------------------
+# ---- a GPU shared by ranks -------------------------------------------------------------------------------------------
 
 
 def ranks_share_a_gpu():

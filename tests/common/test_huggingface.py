@@ -1,10 +1,8 @@
-"""Hugging Face weights: round trips through transformers, reading of boxes, configuration files, refusals."""
+"""Hugging Face weights: round trips through transformers, reading of boxes, the Hub, refusals."""
 
-import dataclasses
 import json
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import safetensors
@@ -520,71 +518,6 @@ def test_parameters_on_their_way_are_not_all_held(tmp_path):
     assert len(alive) == 21
 
 
-# ---- configuration files ----------------------------------------------------------------------------
-
-LLAMA_31_8B = {  # the file as published
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.42.3",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
-
-
-def test_llama_31_in_both_forms():
-    old = dict(LLAMA_31_8B)
-    new = {key: value for key, value in old.items() if not key.startswith("rope")}
-    new["rope_parameters"] = old["rope_scaling"] | {"rope_theta": 500000.0}
-    for values in (old, new):
-        assert from_huggingface(values, "here") == PRESETS["llama3-8b"]
-
-
-def test_from_transformers_own_classes(tmp_path):
-    """What transformers' classes write today is read, and gives the preset it came from."""
-    from transformers import LlamaConfig, MixtralConfig
-
-    llama = LlamaConfig(**{key: value for key, value in LLAMA_31_8B.items() if key != "model_type"})
-    llama.save_pretrained(tmp_path)
-    assert resolve(str(tmp_path)) == replace(PRESETS["llama3-8b"], head_dim=128)
-    mixtral = MixtralConfig(
-        **{
-            "vocab_size": 32000,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 32768,
-        },
-        **{"rope_theta": 1e6},
-    )
-    mixtral.save_pretrained(tmp_path)
-    ours = resolve(str(tmp_path / "config.json"))
-    assert replace(ours, head_dim=None) == PRESETS["mixtral-8x7b"]
-
-
 def test_exported_config_is_read_by_transformers(tmp_path):
     from transformers import AutoConfig
 
@@ -596,60 +529,3 @@ def test_exported_config_is_read_by_transformers(tmp_path):
     }
     back = from_huggingface(theirs.to_dict(), "here")
     assert back == replace(LLAMA3, head_dim=8)
-
-
-def test_defaults_of_older_files():
-    """Llama 1 and 2: no K/V heads, no RoPE entries, no tying."""
-    keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    values = {"model_type": "llama"} | {key: LLAMA_31_8B[key] for key in keys}
-    config = from_huggingface(values, "here")
-    expected = ModelConfig(128256, 4096, 32, 32, 32, 14336, False, norm_eps=1e-6, max_positions=2048)
-    assert dataclasses.asdict(config) == dataclasses.asdict(expected)
-
-
-@pytest.mark.parametrize(
-    "change, expected",
-    [
-        ({"model_type": "gpt2"}, "has model_type gpt2; llama, mistral and mixtral can be read"),
-        ({"attention_bias": True}, "sets attention_bias, which this decoder does not have"),
-        ({"mlp_bias": True}, "sets mlp_bias, which this decoder does not have"),
-        ({"sliding_window": 4096}, "sets sliding_window, which this decoder does not have"),
-        ({"hidden_act": "gelu"}, "has hidden_act gelu; this decoder has silu"),
-        ({"vocab_size": ...}, "lacks vocab_size"),
-        ({"intermediate_size": ..., "hidden_size": ...}, "lacks hidden_size, intermediate_size"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "has rope_type linear; default and llama3 can be read",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            "of rope_type llama3",
-        ),
-    ],
-)
-def test_configurations_that_are_refused(change, expected, tmp_path):
-    values = {key: value for key, value in (LLAMA_31_8B | change).items() if value is not ...}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    message = refusal(resolve, str(tmp_path))
-    assert message.startswith(f"--model {tmp_path} ") and message.endswith(expected)
-
-
-def test_names_and_files_that_are_no_configuration(tmp_path):
-    for text in ("{", "[]", "\x00"):
-        (tmp_path / "bad.json").write_text(text)
-        assert refusal(resolve, str(tmp_path / "bad.json")).startswith(f"--model {tmp_path / 'bad.json'} ")
-    for name in ("llama9", str(tmp_path), "missing/config.json", "./missing", ""):
-        assert refusal(resolve, name).startswith(f"--model {name} is no preset (debug, smollm-135m, ")
-
-
-def test_a_hub_configuration(monkeypatch):
-    import transformers
-
-    asked = []
-
-    def from_pretrained(name):
-        asked.append(name)
-        return SimpleNamespace(to_dict=lambda: LLAMA_31_8B)
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
-    assert resolve("meta-llama/Llama-3.1-8B") == PRESETS["llama3-8b"] and asked == ["meta-llama/Llama-3.1-8B"]

@@ -41,17 +41,30 @@ def test_the_baseline_counts_and_is_missed_once_freed():
 
 def test_a_release_counts_what_was_allocated_at_its_address():
     events = [
-        Allocation(0.0, 1, 10),
-        Allocation(0.1, 2, -500),  # alive at entry with 7 bytes; the allocator remembers another size
-        Allocation(0.2, 3, -400),  # neither baseline nor allocated here
-        Allocation(0.3, 1, -10),
-        Allocation(0.4, 1, 30),
+        Allocation(0.0, 100, 10),
+        Allocation(0.1, 200, -500),  # alive at entry with 7 bytes; the allocator remembers another size
+        Allocation(0.2, 300, -400),  # neither baseline nor allocated here
+        Allocation(0.3, 100, -10),
+        Allocation(0.4, 100, 30),
     ]
-    assert [(event.address, event.bytes) for event in _known(events, {2: 7})] == [
-        (1, 10),
-        (2, -7),
-        (1, -10),
-        (1, 30),
+    assert [(event.address, event.bytes) for event in _known(events, {200: 7})] == [
+        (100, 10),
+        (200, -7),
+        (100, -10),
+        (100, 30),
+    ]
+
+
+def test_a_block_that_another_one_overlaps_was_released_unseen():
+    events = [Allocation(0.0, 100, 50), Allocation(0.1, 200, 50), Allocation(0.2, 140, 70), Allocation(0.3, 90, 10)]
+    assert [(event.address, event.bytes) for event in _known(events, {150: 20, 250: 9})] == [
+        (100, 50),
+        (200, 50),
+        (200, -50),
+        (150, -20),
+        (100, -50),
+        (140, 70),
+        (90, 10),
     ]
 
 

@@ -1,21 +1,28 @@
 """Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
 
+import gc
 import itertools
+import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
+from common.command_line import parse
 from common.config import ModelConfig, TrainConfig
 from common.counts import count_parameters
 from common.memory import MemoryMeter, live_bytes
 from common.model import cross_entropy_sum
 from common.presets import PRESETS
+from common.process_groups import Degrees, build_mesh
 from step01_single_gpu import gpt_memory, memory
 from step01_single_gpu.experiment_tools import Run, build
 from step01_single_gpu.gpt_block import GptBlock
 from step01_single_gpu.gpt_memory import GptShape
 from step01_single_gpu.memory import SavedTensors, saved_activations, states, total_bytes
 from step01_single_gpu.peak_memory import predict_peak
+from step01_single_gpu.train import train
 
 MODES = ("none", "selective", "full")
 GIB = 2**30
@@ -108,6 +115,22 @@ def test_peak_of_a_step_is_predicted(attention, mode):
             case = (config.model_config, 2, 128, config.torch_dtype, attention, mode, "adamw", accumulation, first)
             ratio = predict_peak(*case).peak / found.peak_bytes
             assert abs(ratio - 1) < (0.005 if vocab == 2048 else 0.06), (dtype, accumulation, first, ratio)
+
+
+def test_train_peaks_where_the_calculator_says():
+    """train.py as it is: a name in its loop that kept gradients or a graph alive would show."""
+    for dtype, mode in (("float32", "none"), ("bfloat16", "full")):
+        flags = f"--data synthetic --steps 3 --device cpu --seq-len 128 --vocab 1024 --dtype {dtype} --recompute {mode}"
+        with tempfile.TemporaryDirectory() as folder:
+            config = parse(1, [*flags.split(), "--measure-memory", "--run-dir", folder])
+            config.validate(1)
+            gc.collect()  # what earlier tests left behind would count as alive
+            train(config, build_mesh(Degrees(), torch.device("cpu")))
+            lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        shape = (config.model_config, config.micro_batch, 128, config.torch_dtype, "fused", mode, "adamw", 4)
+        for line, first in zip(lines, (True, False, False)):
+            ratio = predict_peak(*shape, first_step=first).peak / line["peak_memory_bytes"]
+            assert abs(ratio - 1) < 0.01, (dtype, mode, line["step"], ratio)
 
 
 # ---- the playbook's own form ----------------------------------------------------------------------------------

@@ -85,8 +85,7 @@ def buckets_by_formula(sizes: list[int], limit: float) -> list[int]:
     return result
 
 
-# ---- how many, how large, when, in which order
-# ----------------------------------------------------------------------
+# ---- how many, how large, when, in which order -----------------------------------------------------------------------
 
 
 def ranks_steps():
@@ -197,8 +196,7 @@ def test_each_bucket_starts_as_soon_as_its_gradients_are_there():
             assert ready[0] <= 9 < count
 
 
-# ---- bytes on the wire
-# ----------------------------------------------------------------------------------------------
+# ---- bytes on the wire -----------------------------------------------------------------------------------------------
 
 
 def ranks_wire():
@@ -234,8 +232,7 @@ def test_bytes_on_the_wire(world):
         assert min(crossed) < 1.05 * world * model
 
 
-# ---- sums
-# -----------------------------------------------------------------------------------------------------------
+# ---- sums ------------------------------------------------------------------------------------------------------------
 
 
 def ranks_sums():
@@ -267,8 +264,7 @@ def test_sums_equal_the_whole_batch_in_one_process():
         assert max(rank.values()) < 1e-13, rank
 
 
-# ---- parameters that not every rank uses
-# ----------------------------------------------------------------------------
+# ---- parameters that not every rank uses -----------------------------------------------------------------------------
 
 
 class Choosy(nn.Module):
@@ -324,8 +320,7 @@ def test_a_parameter_unused_on_one_rank_changes_no_order():
         assert all(difference < 1e-14 for _, difference in rank.values()), rank
 
 
-# ---- buckets
-# --------------------------------------------------------------------------------------------------------
+# ---- buckets ---------------------------------------------------------------------------------------------------------
 
 
 def test_bucket_sizes_and_types():

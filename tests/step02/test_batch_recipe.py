@@ -75,7 +75,7 @@ def test_exposed_share():
     assert batch_recipe.exposed_share(2.5, 4) == pytest.approx(1.5 / 7.5)
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_command_with_a_given_micro_batch(capsys):
@@ -121,7 +121,7 @@ def test_bad_input_is_one_line(flags, message, capsys):
     assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1
 
 
-# ---- predictions ----------------------------------------------------------------------------------------------------
+# ---- predictions -----------------------------------------------------------------------------------------------------
 
 LINK = Link(alpha=0.001, bandwidth=1e6)
 
