@@ -24,7 +24,7 @@ RUNS = [
     ("step02-bucket", "step02_data_parallel", 2, "--dp-mode bucket --bucket-mb 1"),
     ("step02-bucket-4-ranks", "step02_data_parallel", 4, "--dp-mode bucket --bucket-mb 1"),
 ]
-FAMILIES = [("float32", "--steps 100", 1e-5), ("float64", "--steps 10 --dtype float64", 1e-10)]
+FAMILIES = [("float32", "--steps 50", 1e-5), ("float64", "--steps 10 --dtype float64", 1e-10)]
 
 
 def command(script: str, ranks: int, flags: str, folder: Path) -> list[str]:

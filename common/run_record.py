@@ -24,6 +24,7 @@ class TrainingRecord(RunRecord):
 
     def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, first_step: int):
         flops = count_flops(config.model_config, config.seq_len)
+        collectives.barrier(mesh.world)  # CPUs are measured by all ranks at once, so that each sees its own share
         peak, source = peak_flops(mesh.device, config.torch_dtype, config.peak_tflops)
         described = dataclasses.asdict(config) | {
             "model_config": dataclasses.asdict(config.model_config),
@@ -53,12 +54,14 @@ class TrainingRecord(RunRecord):
     def step(self, step: int):
         """Time one step; the block puts loss, grad_norm and lr into the dictionary that it is given."""
         collectives.reset_bytes()
-        alive = []
-        if self.measure_on_cpu:
-            alive = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.device.type == "cpu"]
         measured = {}
         self.begin_step()
-        with self.meter.measure(alive) as memory:
+        with self.meter.measure(self._alive()) as memory:
             yield measured
         bytes_by_group = dict(collectives.sent_bytes)
         self.end_step(step, **measured, peak_memory_bytes=memory.peak_bytes, comm_bytes=bytes_by_group)
+
+    def _alive(self):
+        """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""
+        if self.measure_on_cpu:
+            yield from (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not each.is_cuda)

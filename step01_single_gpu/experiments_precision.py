@@ -71,11 +71,13 @@ class _NarrowOptimizer(Optimizer):
 
     def __init__(self, parameters, config):
         super().__init__(parameters, config)
-        self.narrow = torch.optim.AdamW(parameters, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.narrow = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
 
     def step(self, gradients, lr, factor=1.0):
         for parameter, gradient in zip(self.parameters, gradients):
             parameter.grad = (gradient * factor).to(parameter.dtype)
+        for group in self.narrow.param_groups:
+            group["lr"] = lr
         self.narrow.step()
         self.narrow.zero_grad()
 

@@ -230,8 +230,8 @@ def gradients(quick: bool) -> None:
     """Gradients of every mode against one process that takes the whole global batch at once, in float64."""
     heading("largest ||a - b|| / ||b|| of any parameter's gradient, float64", "ranks, mode, micro-batches")
     for ranks in (2, 4):
-        for name, difference in on_ranks(ranks, gradient_differences, title="gradients")[0].items():
-            row(f"{ranks} ranks, {name}", 0.0, difference, ".1e")
+        for name, worst in on_ranks(ranks, gradient_differences, title="gradients")[0].items():
+            row(f"{ranks} ranks, {name}", 0.0, worst, ".1e")
 
 
 def gradient_differences(mesh: Mesh, done: Callable) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
 
-import gc
 import itertools
 import json
 import tempfile
@@ -23,6 +22,7 @@ from step01_single_gpu.gpt_memory import GptShape
 from step01_single_gpu.memory import SavedTensors, saved_activations, states, total_bytes
 from step01_single_gpu.peak_memory import predict_peak
 from step01_single_gpu.train import train
+from tests.harness import run_ranks
 
 MODES = ("none", "selective", "full")
 GIB = 2**30
@@ -117,20 +117,23 @@ def test_peak_of_a_step_is_predicted(attention, mode):
             assert abs(ratio - 1) < (0.005 if vocab == 2048 else 0.06), (dtype, accumulation, first, ratio)
 
 
-def test_train_peaks_where_the_calculator_says():
+def peaks_of_training(flags: str) -> tuple[TrainConfig, list[int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse(1, [*flags.split(), "--measure-memory", "--run-dir", folder])
+        config.validate(1)
+        train(config, build_mesh(Degrees(), torch.device("cpu")))
+        lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return config, [line["peak_memory_bytes"] for line in lines]
+
+
+@pytest.mark.parametrize("dtype, mode", [("float32", "none"), ("bfloat16", "full")])
+def test_train_peaks_where_the_calculator_says(dtype, mode):
     """train.py as it is: a name in its loop that kept gradients or a graph alive would show."""
-    for dtype, mode in (("float32", "none"), ("bfloat16", "full")):
-        flags = f"--data synthetic --steps 3 --device cpu --seq-len 128 --vocab 1024 --dtype {dtype} --recompute {mode}"
-        with tempfile.TemporaryDirectory() as folder:
-            config = parse(1, [*flags.split(), "--measure-memory", "--run-dir", folder])
-            config.validate(1)
-            gc.collect()  # what earlier tests left behind would count as alive
-            train(config, build_mesh(Degrees(), torch.device("cpu")))
-            lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        shape = (config.model_config, config.micro_batch, 128, config.torch_dtype, "fused", mode, "adamw", 4)
-        for line, first in zip(lines, (True, False, False)):
-            ratio = predict_peak(*shape, first_step=first).peak / line["peak_memory_bytes"]
-            assert abs(ratio - 1) < 0.01, (dtype, mode, line["step"], ratio)
+    flags = f"--data synthetic --steps 3 --device cpu --seq-len 128 --vocab 1024 --dtype {dtype} --recompute {mode}"
+    [(config, peaks)] = run_ranks(1, peaks_of_training, flags)  # a process of its own: nothing else is alive there
+    shape = (config.model_config, config.micro_batch, 128, config.torch_dtype, "fused", mode, "adamw", 4)
+    for peak, first in zip(peaks, (True, False, False), strict=True):
+        assert abs(predict_peak(*shape, first_step=first).peak / peak - 1) < 0.001
 
 
 # ---- the playbook's own form ----------------------------------------------------------------------------------
