@@ -1,0 +1,64 @@
+"""Make a Hugging Face model folder of a training checkpoint.
+
+    python -m common.export RUN_DIR_OR_CHECKPOINT OUT
+
+`transformers.AutoModelForCausalLM.from_pretrained(OUT)` then loads it. The checkpoint may come from any layout.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from common import checkpoint
+from common.checkpoint import Slice
+from common.config import ModelConfig, RopeScaling, UsageError
+from common.huggingface import export
+from common.model import Decoder
+from common.process_groups import Degrees, build_mesh
+
+
+def export_checkpoint(source: str, out: str) -> Path:
+    """Export the checkpoint `source` (or the newest of the run folder `source`) in the run's training type.
+
+    Raises UsageError when there is none, when it is damaged, or when `out` exists already.
+    """
+    folder = checkpoint.resolve(source, None)
+    try:
+        run = json.loads((folder.parent.parent / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{folder.parent.parent}/config.json tells the model's shape and cannot be read: {error}"
+        ) from None
+    values = run["model_config"]
+    values["rope_scaling"] = values["rope_scaling"] and RopeScaling(**values["rope_scaling"])
+    config = ModelConfig(**values)
+    tensors = {
+        p.spec.name: (p.spec, torch.empty(p.spec.global_shape, dtype=getattr(torch, run["dtype"])))
+        for p in Decoder(config).parameters()
+    }
+    slices = [Slice.of("parameter", spec, tensor) for spec, tensor in tensors.values()]
+    checkpoint.load(folder, slices, build_mesh(Degrees(), torch.device("cpu")))
+    export({name: tensor for name, (_, tensor) in tensors.items()}, config, out, tokenizer=run["tokenizer"])
+    return folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 2, after one line, for what cannot be exported."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", help="run folder (its newest checkpoint) or checkpoint")
+    parser.add_argument("out", help="folder to make")
+    arguments = parser.parse_args(argv)
+    try:
+        folder = export_checkpoint(arguments.source, arguments.out)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{folder} -> {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
