@@ -230,6 +230,8 @@ class TrainConfig:
                 raise UsageError(f"--{name.replace('_', '-')} needs --run-dir to write to")
         if (self.profile or self.memory_snapshot) and self.trace is None:
             raise UsageError("--profile and --memory-snapshot cover the steps of --trace FIRST:LAST, which is missing")
+        if self.profile and self.measure_memory:
+            raise UsageError("--profile and --measure-memory both need PyTorch's profiler; take one of them")
         if self.resume == "auto" and self.run_dir is None:
             raise UsageError("--resume auto looks into --run-dir, which is missing")
 

@@ -247,6 +247,8 @@ def run(step: int, main) -> None:
         config = parse(step)
         config.validate(world_size)
         device = initialise(config.device, config.timeout)
+        if config.memory_snapshot and device.type != "cuda":
+            raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
         mesh = build_mesh(Degrees(dp=config.dp), device, config.model_config.kv_heads, timeout=config.timeout)
         main(config, mesh)
         if dist.is_initialized():

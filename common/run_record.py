@@ -64,4 +64,4 @@ class TrainingRecord(RunRecord):
     def _alive(self):
         """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""
         if self.measure_on_cpu:
-            yield from (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not each.is_cuda)
+            yield from (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_cuda)

@@ -127,7 +127,7 @@ def curves(quick: bool) -> None:
     for dtype in ("float32", "bfloat16", "float16"):
         with tempfile.TemporaryDirectory() as folder:
             losses[dtype] = [line["loss"] for line in train(f"{flags} --dtype {dtype}", folder)]
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.2))
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
     rows = []
     for (dtype, values), style in zip(losses.items(), ("-", "--", ":")):
         differences = [abs(value / base - 1) for value, base in zip(values, losses["float32"])]

@@ -75,7 +75,7 @@ class _Recording:
 
 @contextlib.contextmanager
 def _allocations(device: torch.device, baseline: list[torch.Tensor]):
-    """All events of the allocator in the region."""
+    """All events of the allocator in the region. On CUDA from its history, whose times are those of time.time()."""
     recording = _Recording()
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python", context=None)

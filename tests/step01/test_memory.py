@@ -15,7 +15,7 @@ from common.memory import MemoryMeter, live_bytes
 from common.model import cross_entropy_sum
 from common.presets import PRESETS
 from common.process_groups import Degrees, build_mesh
-from step01_single_gpu import gpt_memory, memory
+from step01_single_gpu import gpt_memory, memory, timeline
 from step01_single_gpu.experiment_tools import Run, build
 from step01_single_gpu.gpt_block import GptBlock
 from step01_single_gpu.gpt_memory import GptShape
@@ -115,6 +115,25 @@ def test_peak_of_a_step_is_predicted(attention, mode):
             case = (config.model_config, 2, 128, config.torch_dtype, attention, mode, "adamw", accumulation, first)
             ratio = predict_peak(*case).peak / found.peak_bytes
             assert abs(ratio - 1) < (0.005 if vocab == 2048 else 0.06), (dtype, accumulation, first, ratio)
+
+
+def test_timeline_knows_what_is_what():
+    config = TrainConfig(layers=2, vocab=2048, seq_len=64, micro_batch=2, global_batch=2)
+    result = timeline.record(Run(config), 2)
+    held = states(config.model_config, torch.float32)
+    at = {name: index for index, name in enumerate(timeline.CATEGORIES)}
+    most = [max(sizes[index] for _, sizes in result.points) for index in range(len(at))]
+    assert most[at["parameters"]] == held["parameters"]
+    assert most[at["gradients"]] == held["gradients"]
+    assert most[at["moments"]] == held["moments"]
+    saved = saved_activations(config.model_config, 2, 64, torch.float32)
+    inputs = [each for each in saved if each.name in ("tokens", "targets")]  # they live all the time
+    assert most[at["activations"]] == total_bytes(saved) - total_bytes(inputs)
+    last = result.points[-1][1]
+    assert last[at["gradients"]] == 0 and last[at["activations"]] == 0
+    first_update = next(start for name, start, _ in result.phases if name == "optimizer")
+    early = [sizes[at["moments"]] for seconds, sizes in result.points if seconds < first_update - timeline.SLACK]
+    assert max(early) == 0 and last[at["moments"]] == held["moments"]
 
 
 def peaks_of_training(flags: str) -> tuple[TrainConfig, list[int]]:
