@@ -1,6 +1,6 @@
 """The claims of step 2, predicted and measured.
 
-    python -m step02_data_parallel.experiments                   # all of them, 3 to 4 minutes on 2 cores
+    python -m step02_data_parallel.experiments                   # all of them, 2 to 4 minutes on 2 cores
     python -m step02_data_parallel.experiments --only overlap --quick
 
 Prints tables of predicted, measured and measured / predicted, and draws into step02_data_parallel/figures (with --quick

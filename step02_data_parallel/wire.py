@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 
-_BYTES_SENT = 200  # offset in `struct tcp_info` of linux/tcp.h (Linux 4.19 and later), 64 bits
+_BYTES_SENT = 200  # offset in `struct tcp_info` of linux/tcp.h (Linux 4.19 and later): bytes sent, of them repeated
 
 
 def sent_by_me() -> int | None:
@@ -27,9 +27,10 @@ def sent_by_me() -> int | None:
             with socket.socket(fileno=os.dup(descriptor)) as copy:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                     information = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    if len(information) < _BYTES_SENT + 8:
+                    if len(information) < _BYTES_SENT + 16:
                         return None
-                    total += struct.unpack_from("=Q", information, _BYTES_SENT)[0]
+                    sent, repeated = struct.unpack_from("=QQ", information, _BYTES_SENT)
+                    total += sent - repeated
         except OSError:  # closed meanwhile
             continue
     return total
