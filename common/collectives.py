@@ -195,6 +195,8 @@ def exchange(
     async_op: bool = False,
 ) -> Work:
     """Messages issued together as one batch, so that NCCL cannot deadlock on their order: (tensor, peer index) each."""
+    if not sends and not receives:
+        return _DONE
     operations, copies, calls, sent = [], [], [], 0
     for tensor, peer in sends:
         host, _ = _stage(group, tensor)

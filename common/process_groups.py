@@ -233,24 +233,31 @@ def first_line(error: BaseException) -> str:
 
 
 def run(step: int, main) -> None:
-    """Entry point of every train.py: parse the command line, start, call `main(config, mesh)`, end cleanly.
-
-    Ends the process with status 2 and one line for bad input, 130 after Ctrl-C, 1 for any other error. When another
-    rank died the line says so, and this rank lingers a moment so that the launcher blames the right one.
-    """
+    """Entry point of every train.py: parse the command line, start, call `main(config, mesh)`, end cleanly."""
     from common.command_line import parse
 
+    def train() -> None:
+        config = parse(step)
+        config.validate(environment()[1])
+        device = initialise(config.device, config.timeout)
+        if config.memory_snapshot and device.type != "cuda":
+            raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
+        main(config, build_mesh(Degrees(dp=config.dp), device, config.model_config.kv_heads, timeout=config.timeout))
+
+    end_cleanly(train)
+
+
+def end_cleanly(job) -> None:
+    """Call `job()`, which starts torch.distributed if it needs it, and end this process the way its end deserves.
+
+    Status 2 and one line for bad input, 130 after Ctrl-C, 1 for any other error. When another rank died the line says
+    so, and this rank lingers a moment so that the launcher blames the right one.
+    """
     rank, world_size, _ = environment()
     _interrupts_reach_blocked_ranks()
     status = 0
     try:
-        config = parse(step)
-        config.validate(world_size)
-        device = initialise(config.device, config.timeout)
-        if config.memory_snapshot and device.type != "cuda":
-            raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
-        mesh = build_mesh(Degrees(dp=config.dp), device, config.model_config.kv_heads, timeout=config.timeout)
-        main(config, mesh)
+        job()
         if dist.is_initialized():
             dist.barrier()  # nobody tears down connections that a slower rank still uses
     except UsageError as error:

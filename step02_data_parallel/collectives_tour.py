@@ -9,14 +9,14 @@ training steps use go through `common.collectives`, the three that they do not (
 straight to `torch.distributed`.
 """
 
-import sys
 import time
 
 import torch
 import torch.distributed as dist
 
 from common import collectives
-from common.process_groups import Degrees, Group, build_mesh, environment, initialise
+from common.config import UsageError
+from common.process_groups import Degrees, Group, build_mesh, end_cleanly, environment, initialise
 
 NAP = 0.2  # seconds: at the barrier rank r comes this many times r late
 
@@ -234,14 +234,11 @@ def main() -> None:
     command = "torchrun --nproc_per_node 3 step02_data_parallel/collectives_tour.py"
     _, world_size, _ = environment()
     if world_size < 2:
-        print(f"error: the tour needs ranks that talk to each other: {command}", file=sys.stderr)
-        sys.exit(2)
+        raise UsageError(f"the tour needs ranks that talk to each other: {command}")
     device = initialise()
     world = build_mesh(Degrees(dp=world_size), device).world
     tour(world, device if world.backend == "nccl" else torch.device("cpu"))
-    dist.barrier()  # nobody tears down connections that a slower rank still uses
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    end_cleanly(main)

@@ -2,10 +2,8 @@
 
 Two counts, both of Linux and of TCP, so of gloo and not of NCCL's shared memory or InfiniBand:
   - `sent_by_me`: payload that this process has handed to its TCP sockets. Nobody else's traffic is in it.
-  - `loopback`: everything that crossed the loopback interface, of all processes of the machine, with the
-  headers of TCP
-    and IP (about 0.1% with the large packets of the loopback), acknowledgements and gloo's own small
-    messages.
+  - `loopback`: everything that crossed the loopback interface, of all processes of the machine, with the headers of
+    TCP and IP (about 0.1% with the large packets of the loopback), acknowledgements and gloo's own small messages.
 """
 
 import os
