@@ -1,6 +1,6 @@
 """Every collective of the project goes through here: one place that runs it, counts its bytes and can record it.
 
-All reductions are sums (the reduction rule of DESIGN: a rank's loss is its share of the global mean). Peers are named
+All reductions are sums (a rank's loss is its share of the global mean). Peers are named
 by their index within the group. A group of one rank returns at once. Every function returns a `Work`; without
 `async_op` it has completed already.
 

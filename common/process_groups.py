@@ -135,7 +135,7 @@ def layout(
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among all ranks: its groups (DESIGN: who shares what), degrees and device."""
+    """This rank's place among all ranks: its groups, degrees and device."""
 
     degrees: Degrees
     device: torch.device

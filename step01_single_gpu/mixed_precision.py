@@ -3,10 +3,9 @@
 Parameters and activations have the training type. In bfloat16 and float16
   - gradients of micro-batches are added up in float32 (`Gradients`),
   - the optimizer updates float32 master weights and hands copies to the model (`Optimizer`): an update smaller than
-  half
-    a bfloat16 step would vanish if it were added to the bfloat16 weight itself,
+    half a bfloat16 step would vanish if it were added to the bfloat16 weight itself,
   - float16 scales the loss up, so that small gradients do not flush to zero, and skips steps that overflow
-  (`LossScaler`).
+    (`LossScaler`).
 In float32 and float64 the master weights are the weights themselves, and none of this costs anything.
 """
 
@@ -23,8 +22,8 @@ from common.model import wide
 class Gradients:
     """Adds up the gradients of a step's micro-batches in at least float32.
 
-    A hook takes every gradient away from autograd as soon as it is complete, so that of the narrow ones only those of
-    one layer exist at a time. The first one is adopted without a copy where the type already fits.
+    A hook takes every gradient away from autograd as soon as it is complete, so that only one parameter's narrow
+    gradient exists at a time. The first one is adopted without a copy where the type already fits.
     """
 
     def __init__(self, parameters: list[nn.Parameter]):

@@ -54,11 +54,12 @@ def train(config: TrainConfig, mesh: Mesh) -> Decoder:
 
             # ---- clip by the global norm, update ----
             with tracer.phase("optimizer"):
-                total = gradients.finish()
-                norm = gradient_norm(parameters, total, mesh.world).item() / scaler.scale  # unscaled before the clip
+                summed = gradients.finish()
+                # each element is counted by its owner only; unscaled before the clip
+                norm = gradient_norm(parameters, summed, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
                 if scaler.accept(norm):  # float16 skips a step that overflowed
-                    optimizer.step(total, lr, factor)
+                    optimizer.step(summed, lr, factor)  # empties the list
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
 
         save(config, mesh, batches, optimizer, scaler, step + 1)

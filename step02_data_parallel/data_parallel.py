@@ -2,20 +2,17 @@
 
 Three ways to do it, which differ in when an all-reduce starts and how much it carries:
   naive    after the whole backward, parameter by parameter: computation and communication take turns
-  overlap  in a hook as soon as a parameter's gradient is complete: the backward of the layers below goes on
-  meanwhile bucket   the same, but a bucket of parameters at a time: fewer and larger messages (Li et al.,
-  "PyTorch Distributed",
-           arXiv:2006.15704, section 3.2)
+  overlap  in a hook, as soon as a parameter's gradient is complete: the backward of the layers below goes on meanwhile
+  bucket   the same, but a bucket of parameters at a time: fewer and larger messages
+           (Li et al., "PyTorch Distributed", arXiv:2006.15704, section 3.2)
 
-All three are one mechanism. Gradients lie in flat buckets (one parameter each for naive and overlap) and
-accumulate there in at least float32. Buckets are filled in about the order of the backward, which is the
-reverse of the forward's, and are launched in one fixed order: bucket i never before bucket i-1, also where a
-rank does not use a parameter at all. So all ranks issue the same collectives in the same order, whatever
-their data did.
+All three are one mechanism. Gradients lie in flat buckets (one parameter each for naive and overlap) and accumulate
+there in at least float32. Buckets are filled in about the order of the backward, which is the reverse of the forward's,
+and are launched in one fixed order: bucket i never before bucket i-1, also where a rank does not use a parameter at all.
+So all ranks issue the same collectives in the same order, whatever their data did.
 
-Ranks need no broadcast at the start: initial weights are a function of (seed, name) alone and so equal
-everywhere. Nothing is divided by the number of ranks: each rank's loss is its share of the global mean
-already.
+Ranks need no broadcast at the start: an initial weight is a function of (seed, name, index) alone and so equal
+everywhere. Nothing is divided by the number of ranks: each rank's loss is its share of the global mean already.
 """
 
 from contextlib import contextmanager

@@ -33,6 +33,7 @@ def train(config: TrainConfig, mesh: Mesh) -> Decoder:
     materialise(model, config.seed, config.torch_dtype, mesh.device, config.init_from)
     apply_recompute(model, config.recompute)
     parameters = list(model.parameters())
+    # dp_cp: the data-parallel ranks (and from step 6 on those that share a sequence)
     gradients = DataParallel(parameters, mesh.dp_cp, config.dp_mode, config.bucket_mb)
     optimizer, scaler = Optimizer(parameters, config), LossScaler(config.torch_dtype)
 
@@ -58,11 +59,12 @@ def train(config: TrainConfig, mesh: Mesh) -> Decoder:
 
             # ---- clip by the global norm, update ----
             with tracer.phase("optimizer"):
-                total = gradients.finish()
-                norm = gradient_norm(parameters, total, mesh.world).item() / scaler.scale  # unscaled before the clip
+                summed = gradients.finish()
+                # each element is counted by its owner only; unscaled before the clip
+                norm = gradient_norm(parameters, summed, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
                 if scaler.accept(norm):  # float16 skips a step that overflowed
-                    optimizer.step(total, lr, factor)
+                    optimizer.step(summed, lr, factor)  # empties the list
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
 

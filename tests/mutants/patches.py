@@ -1,6 +1,6 @@
 """Known-wrong variants of the mechanisms, as small patches. The suite must reject every one of them.
 
-Each is a mistake that was found in real code (PEERS.md of the design, and bug reports of large frameworks).
+Each is a mistake that was found in real code (teaching repositories, and bug reports of large frameworks).
 """
 
 import contextlib

