@@ -7,9 +7,9 @@ Three ways to do it, which differ in when an all-reduce starts and how much it c
            (Li et al., "PyTorch Distributed", arXiv:2006.15704, section 3.2)
 
 All three are one mechanism. Gradients lie in flat buckets (one parameter each for naive and overlap) and accumulate
-there in at least float32. Buckets are filled in about the order of the backward, which is the reverse of the forward's,
-and are launched in one fixed order: bucket i never before bucket i-1, also where a rank does not use a parameter at all.
-So all ranks issue the same collectives in the same order, whatever their data did.
+there in at least float32. Buckets fill in about the order of the backward, which is the reverse of the forward's,
+and are launched in one fixed order: bucket i never before bucket i-1, also where a rank does not use a parameter at
+all. So all ranks issue the same collectives in the same order, whatever their data did.
 
 Ranks need no broadcast at the start: an initial weight is a function of (seed, name, index) alone and so equal
 everywhere. Nothing is divided by the number of ranks: each rank's loss is its share of the global mean already.
