@@ -162,12 +162,12 @@ def save(run_dir: str | Path, step: int, slices: Iterable[Slice], extra: dict, m
         shutil.rmtree(replaced, ignore_errors=True)
 
     with _clear_errors(f"cannot save {folder}"):
-        _on_all_ranks(mesh, prepare if mesh.rank == 0 else None)
+        on_all_ranks(mesh, prepare if mesh.rank == 0 else None)
         _write_boxes(growing, slices, mesh)
         files = {}
-        for part in _on_all_ranks(mesh, describe_mine):
+        for part in on_all_ranks(mesh, describe_mine):
             files |= part
-        _on_all_ranks(mesh, finish if mesh.rank == 0 else None)
+        on_all_ranks(mesh, finish if mesh.rank == 0 else None)
     return folder
 
 
@@ -184,7 +184,7 @@ def load(folder: str | Path, slices: Iterable[Slice], mesh: Mesh, identity: dict
     """
     folder = Path(folder)
     with _clear_errors(f"cannot load {folder}"):
-        verdicts = _on_all_ranks(mesh, lambda: _verify(folder, mesh.rank, mesh.world.size))
+        verdicts = on_all_ranks(mesh, lambda: _verify(folder, mesh.rank, mesh.world.size))
         if len({manifest for manifest, _ in verdicts}) > 1:
             raise UsageError("the ranks see different checkpoints there")
         if damaged := sorted(line for _, lines in verdicts for line in lines):
@@ -203,6 +203,8 @@ def _verify(folder: Path, rank: int, world: int) -> tuple[str, list[str]]:
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         files = sorted((file["bytes"], name, file["sha256"]) for name, file in content.items())
+        if not content.keys() >= {EXTRA, ".metadata"}:
+            raise KeyError
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(f"{MANIFEST} is corrupt") from None
     damaged = []
@@ -297,7 +299,7 @@ def _read_boxes(folder: Path, slices: Iterable[Slice], mesh: Mesh) -> None:
 # ---- helpers -----------------------------------------------------------------------------------------------
 
 
-def _on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
+def on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
     """Call `function` (None: nothing to do on this rank). Returns the results of all ranks, in rank order.
 
     A UsageError or OSError on any rank becomes the same UsageError on all of them.

@@ -167,8 +167,8 @@ class TrainConfig:
             alpha, bandwidth = (float(part) for part in self.link.split(","))
         except ValueError:
             raise UsageError(f"--link {self.link} is not ALPHA_US,GB_PER_S, such as 50,1.5") from None
-        if not 0 <= alpha < math.inf or not bandwidth > 0:
-            raise UsageError(f"--link {self.link}: the latency must not be negative and the bandwidth positive")
+        if not 0 <= alpha <= 1e9 or not bandwidth > 0:
+            raise UsageError(f"--link {self.link}: the latency must lie in 0..1e9 us and the bandwidth be positive")
         return Link(alpha * 1e-6, bandwidth * 1e9)
 
     @property
@@ -201,6 +201,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be positive")
+        if self.timeout > 1e6:
+            raise UsageError(f"--timeout {self.timeout} must be at most 1e6 seconds")
         model = self.model_config
         model.check()
         if model.experts:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from common.config import UsageError
 
 LINGER = 2.0  # seconds that survivors wait, so that the launcher sees the rank that really failed first
+START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags
 INTERRUPT_GRACE = 1.0  # seconds that a rank has to leave a collective after Ctrl-C
 
 
@@ -262,8 +263,7 @@ def end_cleanly(job) -> None:
             dist.barrier()  # nobody tears down connections that a slower rank still uses
     except UsageError as error:
         status = 2
-        if _first_to_report(rank):
-            print(f"error: {error}", file=sys.stderr)
+        _report_once(f"error: {error}", rank, world_size)
     except CommunicationError as error:
         status = 1
         print(f"rank {rank}: lost contact with another rank: {first_line(error)}", file=sys.stderr, flush=True)
@@ -283,14 +283,33 @@ def end_cleanly(job) -> None:
         os._exit(status)
 
 
-def _first_to_report(rank: int) -> bool:
-    """True on one rank: rank 0 before the start (all ranks come to the same verdict), later whoever comes first."""
-    if not dist.is_initialized():
-        return rank == 0
+def _report_once(line: str, rank: int, world_size: int) -> None:
+    """Print `line` on the first rank that comes here, and return when all have come, so that all end with status 2.
+
+    The launcher ends the other ranks as soon as one has ended, which may be before they have started to read their
+    flags: so this rank ignores its signal, and waits a while for them. They count each other in the launcher's store.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if world_size == 1:
+        print(line, file=sys.stderr, flush=True)
+        return
+    patience = LINGER if dist.is_initialized() else START_GRACE
     try:
-        return dist.distributed_c10d._get_default_store().add("usage_error", 1) == 1
-    except RuntimeError:
-        return True
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, world_size, rank == 0 and not hosted, timedelta(seconds=patience))
+        if store.add("usage_errors", 1) == 1:
+            print(line, file=sys.stderr, flush=True)
+        end = time.monotonic() + patience
+        while store.add("usage_errors", 0) < world_size and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.2)  # rank 0 may hold the store that the others are still reading
+    except (RuntimeError, KeyError, ValueError):  # no launcher to be reached: one rank speaks
+        if rank == 0:
+            print(line, file=sys.stderr, flush=True)
 
 
 def _interrupts_reach_blocked_ranks() -> None:

@@ -7,7 +7,8 @@ import gc
 import torch
 
 from common import collectives
-from common.config import TrainConfig
+from common.checkpoint import on_all_ranks
+from common.config import TrainConfig, UsageError
 from common.counts import count_flops
 from common.data import Batches
 from common.memory import MemoryMeter
@@ -33,20 +34,24 @@ class TrainingRecord(RunRecord):
             "corpus_sha256": batches.corpus.sha256,
             "corpus_tokens": len(batches.corpus.tokens),
         }
-        super().__init__(
-            config.run_dir,
-            described,
-            writer=mesh.rank == 0,
-            total_steps=config.steps,
-            first_step=first_step,
-            tokens_per_step=batches.target_tokens,
-            model_flops_per_step=flops.model * config.global_batch,
-            hardware_flops_per_step=flops.hardware(config.recompute) * config.global_batch,
-            peak_flops=peak,
-            peak_source=source,
-            world_size=mesh.world.size,
-            device=mesh.device,
-        )
+        numbers = {
+            "total_steps": config.steps,
+            "first_step": first_step,
+            "tokens_per_step": batches.target_tokens,
+            "model_flops_per_step": flops.model * config.global_batch,
+            "hardware_flops_per_step": flops.hardware(config.recompute) * config.global_batch,
+            "peak_flops": peak,
+            "peak_source": source,
+        }
+        place = {"writer": mesh.rank == 0, "world_size": mesh.world.size, "device": mesh.device}
+
+        def start() -> None:
+            try:
+                RunRecord.__init__(self, config.run_dir, described, **numbers, **place)
+            except OSError as error:
+                raise UsageError(f"--run-dir {config.run_dir} cannot be written: {error.strerror}") from None
+
+        on_all_ranks(mesh, start)
         self.meter = MemoryMeter(mesh.device, on_cpu=config.measure_memory)
         self.measure_on_cpu = config.measure_memory and mesh.device.type == "cpu"
 

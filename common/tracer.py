@@ -243,7 +243,10 @@ class Tracer:
         with warnings.catch_warnings():  # a run may start at the first traced step: no warm-up then
             warnings.simplefilter("ignore")
             schedule = torch.profiler.schedule(
-                wait=0, warmup=self.first - number, active=self.last - self.first + 1, repeat=1
+                wait=0,
+                warmup=max(0, self.first - number),
+                active=self.last - max(self.first, number) + 1,
+                repeat=1,
             )
         self.profiler = torch.profiler.profile(
             schedule=schedule,  # its wait is over: the steps before the warm-up run without a profiler

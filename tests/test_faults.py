@@ -96,15 +96,15 @@ def test_killed_rank_ends_the_others_and_the_run_resumes(tmp_path):
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
     process = start(4, tmp_path, "--steps", "100000", "--timeout", "5")
     wait_for(lambda: len(steps_done(tmp_path)) >= 5, process)
-    os.kill(rank_processes(process)[1], signal.SIGSTOP)
+    ranks = rank_processes(process)
+    os.kill(ranks[1], signal.SIGSTOP)
     stopped = time.monotonic()
     try:
-        assert process.wait(timeout=60) == 1
+        wait_for(lambda: "lost contact with another rank" in (tmp_path / "log").read_text(), process, 30)
+        assert time.monotonic() - stopped < 20, "5 s of timeout, and a busy machine"
     finally:
-        for number in rank_processes(process).values():
-            os.kill(number, signal.SIGKILL)
-    assert time.monotonic() - stopped < 45  # 5 s of timeout, then the launcher's 30 s for a rank that does not end
-    assert "lost contact with another rank" in (tmp_path / "log").read_text()
+        os.kill(ranks[1], signal.SIGKILL)  # the launcher itself would do so, after 30 s
+    assert process.wait(timeout=30) == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -139,7 +139,7 @@ BAD_INPUT = [
     ("--tp 2", "--tp is not a flag of step02_data_parallel"),
     ("--data /no/such/file.txt", "--data /no/such/file.txt"),
     ("--resume /no/such/checkpoint", "/no/such/checkpoint"),
-    ("--global-batch 100000 --micro-batch 1", "corpus too small"),
+    ("--data README.md --vocab 384 --global-batch 9999 --micro-batch 1", "corpus too small for the batch"),
     ("--trace 3", "--trace 3 is not FIRST:LAST"),
 ]
 
@@ -157,3 +157,34 @@ def test_bad_input_under_torchrun(flags):
     done = torchrun(2, SCRIPT, *SMALL, *flags.split())
     assert done.stderr.count("error: --") == 1, "one rank prints it"
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
+
+
+def test_bad_input_is_printed_although_rank_0_comes_late(tmp_path):
+    """The launcher ends all ranks when the first one ends: that must not swallow the line."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import os, runpy, sys, time\n"
+        "time.sleep(2 if os.environ['RANK'] == '0' else 0)\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = torchrun(3, late, SCRIPT, *SMALL, "--foo")
+    assert done.stderr.count("error: --foo is not a flag") == 1
+    assert re.findall(r"exitcode\s*: (-?\d+)", done.stderr)[-3:] == ["2"] * 3, done.stderr
+
+
+def test_a_run_folder_keeps_one_run(tmp_path):
+    """A fresh start in a folder with checkpoints would leave them behind as its own, for --resume auto to find."""
+    run = [sys.executable, SCRIPT, *SMALL, "--steps", "3", "--run-dir", tmp_path / "run"]
+    assert run_command([*run, "--save-every", "2"]).returncode == 0
+    for flags, expected in [
+        ([], "holds step-00000003 of an earlier run"),
+        (["--resume", "auto", "--steps", "2"], "is after step 3, and --steps 2 ends before"),
+        (["--resume", "auto", "--lr", "1"], "lr is 0.001 in the checkpoint and 1.0 in this run"),
+        (["--run-dir", tmp_path / "run" / "config.json"], "cannot be written"),
+    ]:
+        done = run_command([*run, *flags])
+        assert done.returncode == 2 and expected in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    assert "nothing is left to train" in run_command([*run, "--resume", "auto"]).stdout

@@ -201,7 +201,7 @@ def test_more_refusals(tmp_path, cache, text_file):
     ):
         with pytest.raises(UsageError, match=message):
             load_corpus(data, None, 1, cache)
-    for data in ("../x", "data/of/mine", "data.jsonl", "~/nothing-there"):
+    for data in ("../no-such-folder-anywhere", "data/of/mine", "data.jsonl", "~/nothing-there"):
         with pytest.raises(UsageError, match=f"^--data {data} does not exist$"):
             load_corpus(data, None, 1, cache)
     for writer in (True, False):  # the folder is a file: ranks that wait find out by themselves
