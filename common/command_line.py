@@ -14,9 +14,18 @@ STEP_NAMES = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):  # argparse would print its usage and exit on every rank
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that answers bad arguments by UsageError, where argparse prints its usage and exits, on every rank."""
+
+    def error(self, message):
         raise UsageError(message)
+
+    def parse_or_exit(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """The arguments of a command that is one process; exits with one line and status 2 when they are bad."""
+        try:
+            return self.parse_args(argv)
+        except UsageError as error:
+            self.exit(2, f"error: {error}\n")
 
 
 def _type_of(annotation) -> type:
@@ -27,7 +36,7 @@ def _type_of(annotation) -> type:
 
 def parser(step: int) -> argparse.ArgumentParser:
     """The parser of step number `step` (1 to 8): flags of this and earlier steps."""
-    result = _Parser(
+    result = OneLineParser(
         prog=f"{STEP_NAMES[step - 1]}/train.py",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -13,12 +13,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.command_line import OneLineParser
 from common.config import UsageError
 from common.metrics import read_metrics
 
 KEYS = ("loss", "grad_norm")
 TINY = sys.float_info.min  # a reference of 0 divides nothing by 0
-FLOOR = 1e-17  # where equal values are drawn on a logarithmic scale
+HUGE = 1e6  # what differs by more, or by infinity, is drawn on the upper edge of the picture
 # What tells runs of one training apart, and stands in labels: degrees above 1, and how they are carried out.
 DEGREES = ("dp", "zero", "tp", "pp", "cp", "ep")
 MODES = {"dp": ("dp_mode",), "pp": ("schedule",), "cp": ("cp_mode",)}
@@ -186,7 +187,7 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path | str, tolerance: float | None = None) -> None:
-    """Draw a panel for each compared key with all runs, and below them one with the relative differences.
+    """Draw a panel for each compared key with all runs, and below it one with the relative differences.
 
     Later curves are thinner and have shorter dashes, so that all are visible where they coincide.
     """
@@ -212,30 +213,41 @@ def plot(rows: list[Row], path: Path | str, tolerance: float | None = None) -> N
         axes.set(xlabel="step", ylabel=key.replace("_", " "))
         axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
+        _plot_differences(figure.add_subplot(grid[1, column], sharex=axes), rows, key, tolerance)
     figure.axes[0].legend(handlelength=4)
-
-    axes = figure.add_subplot(grid[1, :])
-    for key, shape in zip(keys, ("-", ":", "--", "-.") * len(keys)):
-        axes.plot([], [], color="0.3", linestyle=shape, label=key.replace("_", " "))
-        for row, style in list(zip(rows, styles))[1:]:
-            # A log scale has no 0 and no infinity: they are drawn at FLOOR, and as crosses on the upper edge.
-            values = [max(v, FLOOR) if math.isfinite(v) else math.nan for v in row.differences[key]]
-            axes.plot(row.steps, values, color=style["color"], linestyle=shape, marker=".", markersize=3)
-            if infinite := [step for step, v in zip(row.steps, row.differences[key]) if math.isinf(v)]:
-                edge = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-                axes.plot(infinite, [1.0] * len(infinite), "x", color=style["color"], **edge)
-    if tolerance:
-        axes.axhline(tolerance, color="black", linestyle=(0, (6, 3)), linewidth=1, label="tolerance")
-    axes.set_yscale("log")
-    axes.set(xlabel="step", ylabel="relative difference")
-    axes.locator_params(axis="x", integer=True)
-    axes.set_title(f"difference from {names[0]}, colours as above", loc="left", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend(ncols=len(keys) + 1, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
-    if any(0 in values for row in rows[1:] for values in row.differences.values()):
-        axes.annotate(f"0 is drawn at {FLOOR:g}", (0.99, 0.03), xycoords="axes fraction", ha="right", va="bottom")
+    figure.axes[1].set_title(f"difference from {names[0]}, colours as above", loc="left", fontsize="medium")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _plot_differences(axes, rows: list[Row], key: str, tolerance: float | None) -> None:
+    """Markers on a logarithmic scale, nested where runs coincide; zeros in a band below it, a line for each run."""
+    drawn = [v for row in rows[1:] for v in row.differences[key] if 0 < v < HUGE]
+    drawn += [tolerance] if tolerance and tolerance < HUGE else []
+    low = math.floor(math.log10(min(drawn, default=1e-16)))  # decades
+    high = math.ceil(math.log10(max(drawn, default=1e-15)) + 0.3)
+    band = 0.25 * (high - low)
+    axes.axhspan(10 ** (low - band), 10**low, color="0.93", zorder=0)
+    axes.text(-0.015, 10 ** (low - band / 2), "0", transform=axes.get_yaxis_transform(), ha="right", va="center")
+    for index, row in enumerate(rows[1:]):
+        place, size = (index + 0.5) / (len(rows) - 1), 8 - 5 * index / max(1, len(rows) - 2)
+        zero = 10 ** (low - band * place)
+        style = {"color": f"C{index}", "marker": "osD^vph*"[index % 8], "linestyle": "none"}
+        style |= {"markerfacecolor": "none", "markersize": size, "markeredgewidth": 1}
+        values = [(v or zero) if v < HUGE else math.nan for v in row.differences[key]]
+        axes.plot(row.steps, values, **style)
+        apart = [step for step, v in zip(row.steps, row.differences[key]) if not v < HUGE]
+        edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "marker": "x"}
+        axes.plot(apart, [1.0] * len(apart), **style | edge)
+    if tolerance:
+        axes.axhline(tolerance, color="black", linestyle=(0, (6, 3)), linewidth=1)
+        axes.text(0.99, tolerance, "tolerance", transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+    axes.set(xlabel="step", ylabel=f"rel. difference, {key.replace('_', ' ')}", yscale="log")
+    axes.set_ylim(10 ** (low - band), 10**high)
+    axes.set_yticks([10.0**decade for decade in range(low, high + 1, math.ceil((high - low) / 6))])
+    axes.minorticks_off()
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(alpha=0.3)
 
 
 def _tolerance(text: str) -> float:
@@ -247,13 +259,13 @@ def _tolerance(text: str) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status: 0, 1 (above the tolerance) or 2 (cannot be compared)."""
-    parser = argparse.ArgumentParser(prog="python -m common.compare", description=__doc__)
+    parser = OneLineParser(prog="python -m common.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run wrote (--run-dir)")
     parser.add_argument("--tolerance", type=_tolerance, help="exit with 1 if a relative difference exceeds it")
     parser.add_argument("--out", default="compare.png", help="the picture (default: %(default)s)")
     parser.add_argument("--key", default=",".join(KEYS), help="what to compare (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="compare only the steps below this")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_or_exit(argv)
     keys = tuple(key.strip() for key in arguments.key.split(",") if key.strip())
     try:
         if not keys:

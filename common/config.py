@@ -10,6 +10,7 @@ import functools
 import math
 from dataclasses import dataclass, field
 
+MOST_PARAMETERS = 10**13  # more than that is a typing error
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -63,6 +64,8 @@ class ModelConfig:
             raise UsageError(f"--heads {self.heads} does not divide --hidden {self.hidden}")
         if self.heads % self.kv_heads:
             raise UsageError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
+        if self.head_width < 2:
+            raise UsageError(f"heads of width {self.head_width} are too narrow; rotary embeddings turn pairs")
         if self.head_width % 2:
             raise UsageError(
                 f"--hidden {self.hidden} over --heads {self.heads} gives heads of odd width {self.head_width}; "
@@ -70,6 +73,13 @@ class ModelConfig:
             )
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise UsageError(f"--top-k {self.top_k} must lie between 1 and --experts {self.experts}")
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"the model's {name} {getattr(self, name)} must be positive")
+        from common.counts import count_parameters  # which imports this module
+
+        if (total := count_parameters(self).total) > MOST_PARAMETERS:
+            raise UsageError(f"the model would have {total:,} parameters, more than {MOST_PARAMETERS:,}")
 
 
 @dataclass(frozen=True)

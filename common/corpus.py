@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from common.config import UsageError
+from common.presets import quiet_hub
 
 PIECE = 1 << 20  # characters read at a time; a longer text file is cut after a line end
 LIBRARY_LEAST = 4_000_000  # bytes; an install with less standard library than this is a stripped one
@@ -80,6 +81,7 @@ def load_tokenizer(tokenizer: str | None) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
 
+        quiet_hub()
         place = os.path.expanduser(tokenizer)
         place = place if os.path.exists(place) else tokenizer
         loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
@@ -209,7 +211,7 @@ def _read_json_lines(path: Path, where: str) -> Pieces:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise UsageError(f"{where}: line {number} is not a JSON object") from None
             yield _text_of(row, where, f"field in line {number}"), True
 
@@ -250,6 +252,7 @@ def _hub(data: str, needed_tokens: int) -> Source:
         try:
             from datasets import load_dataset
 
+            quiet_hub()
             rows = load_dataset(name, config or None, split=split or "train", streaming=True)
             for number, row in enumerate(rows, 1):
                 yield _text_of(row, f"--data {data}", f"column in row {number}"), True

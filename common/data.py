@@ -28,9 +28,9 @@ class Corpus:
     """A text as token ids.
 
     Attributes:
-        tokens: one-dimensional, uint16 or uint32, usually a read-only memory map. sha256: of the source text:
-        its documents in UTF-8, with a zero byte between two of them. So for one text file
-            it is what `sha256sum FILE` prints.
+        tokens: one-dimensional, uint16 or uint32, usually a read-only memory map.
+        sha256: of the source text: its documents in UTF-8, with a zero byte between two of them. So for one text
+            file it is what `sha256sum FILE` prints.
         vocab: number of ids the tokenizer can give; every token is below it.
         name: what `--data` said, for people.
         eos: the id that ends every document, None where the tokenizer has none.
@@ -52,13 +52,13 @@ def load_corpus(
 ) -> Corpus:
     """Tokens of `data` (`corpus.find_source`) under `tokenizer` (`corpus.load_tokenizer`), from the cache.
 
-    Call it before torch.distributed starts, on all ranks, with `writer` true on one rank of every machine.
+    Call it on all ranks, with `writer` true on one rank of every machine. It uses no collectives.
 
     Args:
-        data: None or "stdlib", "synthetic", a local path or a Hub dataset. tokenizer: None for bytes, else a
-        Hugging Face name or path. needed_tokens: how many tokens the run reads in all; decides only how much
-        of a Hub dataset is streamed and how
-            long the synthetic stream is. Everything else is read whole, and read again in the next epoch.
+        data: None or "stdlib", "synthetic", a local path or a Hub dataset.
+        tokenizer: None for bytes, else a Hugging Face name or path.
+        needed_tokens: how many tokens the run reads in all; decides only how much of a Hub dataset is streamed and
+            how long the synthetic stream is. Everything else is read whole, and read again in the next epoch.
         cache_dir: default $ULTRASCALE_CACHE, else ~/.cache/ultra-scale.
         writer: make the cache where it is missing or damaged; otherwise wait for the writer to do so.
 

@@ -5,8 +5,8 @@
 `transformers.AutoModelForCausalLM.from_pretrained(OUT)` then loads it. The checkpoint may come from any layout.
 """
 
-import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 
 from common import checkpoint
 from common.checkpoint import Slice
+from common.command_line import OneLineParser
 from common.config import ModelConfig, RopeScaling, UsageError
 from common.huggingface import export
 from common.model import Decoder
@@ -25,7 +26,10 @@ def export_checkpoint(source: str, out: str) -> Path:
 
     Raises UsageError when there is none, when it is damaged, or when `out` exists already.
     """
-    folder = checkpoint.resolve(source, None)
+    try:
+        folder = checkpoint.resolve(os.path.join(".", source), None)  # a folder called auto is a folder
+    except UsageError as error:
+        raise UsageError(str(error).removeprefix("--resume ")) from None
     try:
         run = json.loads((folder.parent.parent / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -47,10 +51,10 @@ def export_checkpoint(source: str, out: str) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 2, after one line, for what cannot be exported."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m common.export", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="run folder (its newest checkpoint) or checkpoint")
     parser.add_argument("out", help="folder to make")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_or_exit(argv)
     try:
         folder = export_checkpoint(arguments.source, arguments.out)
     except UsageError as error:

@@ -6,6 +6,7 @@ A checkpoint folder is Hugging Face's: `config.json`, and `model.safetensors` or
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from common.config import ModelConfig, UsageError
 from common.model import Decoder
 from common.parameter import ParameterSpec
-from common.presets import from_huggingface
+from common.presets import from_huggingface, quiet_hub
 
 # What a part of the model is called here, and there. All other parts have the same name in both.
 NAMES = {
@@ -95,12 +96,15 @@ def checkpoint_folder(name_or_path: str) -> Path:
 
     Raises UsageError when there is neither a folder nor a Hub checkpoint of that name.
     """
-    if Path(name_or_path).is_dir():
+    if not name_or_path.strip():
+        raise UsageError("--init-from is empty")
+    if os.path.isdir(name_or_path):  # unlike Path.is_dir, False for whatever cannot be a path
         return Path(name_or_path)
     if name_or_path.count("/") != 1 or name_or_path[0] in "./~":
         raise UsageError(f"--init-from {name_or_path} is neither a folder nor a Hub name such as owner/model")
     import huggingface_hub
 
+    quiet_hub()
     wanted = ["config.json", "model.safetensors", "model-*.safetensors", INDEX]
     try:
         return Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=wanted))
@@ -112,9 +116,10 @@ def checkpoint_folder(name_or_path: str) -> Path:
 def _check_config(config: ModelConfig, folder: Path) -> None:
     """Weights of the right shape can still be of another model: other heads, other RoPE, another epsilon."""
     try:
-        theirs = from_huggingface(json.loads((folder / "config.json").read_text()), f"--init-from {folder}")
-    except (OSError, ValueError) as error:
+        values = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--init-from {folder} has no readable config.json: {error}") from None
+    theirs = from_huggingface(values, f"--init-from {folder}")
     for name in (field.name for field in dataclasses.fields(ModelConfig)):
         name = "head_width" if name == "head_dim" else name
         there, here = getattr(theirs, name), getattr(config, name)
@@ -209,16 +214,19 @@ def export(
         shard_bytes: start another file before one grows beyond this.
 
     Raises:
-        UsageError: a parameter is missing, unknown or of another shape, or the folder is not empty.
+        UsageError: a parameter is missing, unknown or of another shape, or the folder is not empty or cannot be made.
     """
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UsageError(f"{folder} exists and is not an empty folder; an export would mix two models")
     if config.hidden % config.heads:
         raise UsageError(f"transformers cannot open a Llama whose heads ({config.heads}) do not divide {config.hidden}")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UsageError(f"{folder} exists and is not an empty folder; an export would mix two models")
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except (OSError, ValueError) as error:  # ValueError: "." has no name
+        raise UsageError(f"{folder} cannot be made: {error}") from None
     try:
         pairs = tensors.items() if isinstance(tensors, dict) else tensors
         dtype = _write_weights(pairs, whole_shapes(config), partial, shard_bytes)
@@ -279,6 +287,7 @@ def _write_tokenizer(name: str | None, vocab: int, folder: Path) -> dict[str, in
         return dict.fromkeys(ids)
     from transformers import AutoTokenizer, ByT5Tokenizer
 
+    quiet_hub()
     try:
         loaded = ByT5Tokenizer() if name is None else AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common import collectives
+from common.config import UsageError
 from common.process_groups import Group
 
 CHUNK = 1 << 22  # elements drawn at once, so that temporaries stay small however large the tensor is
@@ -58,13 +59,23 @@ def materialise(
     """Replace the parameters of a module built on the meta device by initial values, in place.
 
     Each rank draws the boxes that it holds and nothing else, or reads them from the Hugging Face weights `init_from`.
-    A parameter that occurs twice (tied) stays one.
+    A parameter that occurs twice (tied) stays one. Raises UsageError when they do not fit into memory.
     """
-    if init_from is not None:
-        from common.huggingface import load_weights
+    try:
+        if init_from is None:
+            _draw_all(module, seed, dtype, device)
+        else:
+            from common.huggingface import load_weights
 
-        load_weights(module, init_from, dtype, device)
-        return
+            load_weights(module, init_from, dtype, device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the CPU's allocator has no type of its own
+        if "allocate" not in str(error):
+            raise
+        count = sum(parameter.numel() for parameter in module.parameters())
+        raise UsageError(f"the model's {count:,} parameters do not fit into the memory of {device}") from None
+
+
+def _draw_all(module: nn.Module, seed: int, dtype: torch.dtype, device: torch.device) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():

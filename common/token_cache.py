@@ -1,6 +1,6 @@
 """Tokens are made once and kept in a memory-mapped file: one process writes it, the others wait for it.
 
-This happens before torch.distributed starts, so the processes meet in the folder only:
+Making them may take minutes, so no collectives are used: the processes meet in the folder only:
 
     STEM.uint16.tokens    (or uint32) a header of 4096 bytes, then the tokens; STEM holds what made them
     STEM.<random>.tmp     the same file being written; touched every second, as a sign that its writer lives

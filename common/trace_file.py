@@ -154,6 +154,8 @@ def read_trace(run_dir: str | Path) -> Trace:
                 spans[event["pid"]].append(event)
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; --trace FIRST:LAST with --run-dir writes it") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except (RecursionError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a trace of this project: {type(error).__name__}: {error}") from None
     return Trace(spans, metadata)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from common.config import UsageError
 from common.process_groups import GROUP_NAMES
 from common.trace_file import Trace
 
@@ -27,7 +28,7 @@ def draw_timelines(runs: list[tuple[str, Trace]], path: str | Path, step: int | 
     Args:
         runs: (title, trace) of each. Zero is where its first rank begins the step.
 
-    Raises UsageError for a step that a run did not trace.
+    Raises UsageError for a step that a run did not trace, and where `path` cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -57,7 +58,10 @@ def draw_timelines(runs: list[tuple[str, Trace]], path: str | Path, step: int | 
     if "wait" in drawn:
         handles.append(Patch(**WAITING, label="blocked"))
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9, frameon=False)
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:  # no such folder, or a format that matplotlib does not know
+        raise UsageError(f"cannot draw {path}: {error}") from None
     return Path(path)
 
 

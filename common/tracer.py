@@ -20,7 +20,6 @@ On CPU the times are those of a monotonic clock. A collective has completed when
 when the run is over: a span is what the GPU did, not when Python launched it.
 """
 
-import argparse
 import contextlib
 import json
 import sys
@@ -271,14 +270,15 @@ class Tracer:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m common.tracer RUN_DIR`: the report as text, the timeline as PNG."""
+    from common.command_line import OneLineParser
     from common.trace_report import print_kernels, print_report, read_trace
     from common.trace_timeline import draw_timeline
 
-    parser = argparse.ArgumentParser(prog="python -m common.tracer", description=main.__doc__)
+    parser = OneLineParser(prog="python -m common.tracer", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int, metavar="K", help="only this step (default: report all, draw the last)")
     parser.add_argument("--out", type=Path, metavar="PNG", help="where to draw (default: RUN_DIR/timeline.png)")
-    options = parser.parse_args(argv)
+    options = parser.parse_or_exit(argv)
     try:
         trace = read_trace(options.run_dir)
         print_report(trace, options.step)

@@ -7,7 +7,6 @@ Prints tables of predicted, measured and measured / predicted, and draws into st
 into runs/step01-figures, so that the lesson keeps its own).
 """
 
-import argparse
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from common.command_line import OneLineParser
 from step01_single_gpu import experiment_tools, experiments_compute, experiments_memory, experiments_precision
 
 EXPERIMENTS = {
@@ -37,12 +37,10 @@ EXPERIMENTS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run the experiments that the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m step01_single_gpu.experiments", description=__doc__.splitlines()[0]
-    )
+    parser = OneLineParser(prog="python -m step01_single_gpu.experiments", description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=EXPERIMENTS, help="one experiment (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller points")
-    options = parser.parse_args(argv)
+    options = parser.parse_or_exit(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints lines of its own otherwise
     import matplotlib
     from tqdm import tqdm

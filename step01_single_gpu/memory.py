@@ -244,10 +244,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         config = parse(1, sys.argv[1:] if argv is None else argv)
-        config.global_batch = max(config.global_batch, config.micro_batch)
-        config.model_config.check()
-        if config.model_config.experts:
-            raise UsageError(f"--model {config.model} has experts, which this step does not count")
+        micro_batch = max(1, config.micro_batch)
+        config.global_batch = -(-config.global_batch // micro_batch) * micro_batch  # any micro-batch may be asked for
+        config.validate(1)
         print_table(config)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.command_line import OneLineParser
 from common.config import DTYPES, ModelConfig, UsageError
 from common.counts import count_parameters
 from common.presets import resolve
@@ -130,7 +131,7 @@ def exposed_share(ratio: float, accumulation: int) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the recipe. Returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m step02_data_parallel.batch_recipe",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -151,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--gradient-bytes", type=int, default=4, help="bytes a gradient in the all-reduce (our buckets: 4)")
     add("--peak-tflops", type=float, default=H100_TFLOPS, metavar="X", help="of one GPU")
     add("--bandwidth", type=float, metavar="GB/S", help="of the all-reduce (default: from the table)")
-    options = parser.parse_args(argv)
+    options = parser.parse_or_exit(argv)
     try:
         return _report(options)
     except UsageError as error:

@@ -8,11 +8,11 @@ into runs/step02-figures, so that the lesson keeps its own). Ranks are gloo proc
 clock, the trace, or a counter of the kernel; what only a cluster can show is called predicted.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
+from common.command_line import OneLineParser
 from step02_data_parallel import experiment_tools, experiments_cluster, experiments_numbers, experiments_overlap
 
 EXPERIMENTS = {
@@ -31,12 +31,10 @@ EXPERIMENTS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the experiments that the command line names. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m step02_data_parallel.experiments", description=__doc__.splitlines()[0]
-    )
+    parser = OneLineParser(prog="python -m step02_data_parallel.experiments", description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=EXPERIMENTS, help="one experiment (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer steps, rougher numbers")
-    options = parser.parse_args(argv)
+    options = parser.parse_or_exit(argv)
     if options.quick:
         experiment_tools.figures = Path("runs/step02-figures")
     for name in [options.only] if options.only else EXPERIMENTS:

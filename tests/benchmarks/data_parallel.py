@@ -11,6 +11,7 @@ without them.
 import argparse
 import contextlib
 import dataclasses
+import time
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,18 @@ def on_rank(world: int, pairs: int, what: str) -> tuple[list[tuple[float, float]
     return times, abs(ours() - peer())
 
 
+def tracer_seconds_off(repeats: int = 20_000) -> float:
+    """Seconds that the tracer's calls of one step take while it is off, timed alone: pairs of steps vary by more."""
+    tracer = Tracer(None, build_mesh(Degrees(), torch.device("cpu")), None)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        with tracer.step(0):
+            for name in ("forward", "backward", "optimizer"):
+                with tracer.phase(name):
+                    pass
+    return (time.perf_counter() - start) / repeats
+
+
 def main() -> None:
     from tests.benchmarks.data_parallel import on_rank  # by the name under which ranks can import it
 
@@ -130,6 +143,10 @@ def main() -> None:
             ratio = summarise([times for times, _ in per_rank])
             print(f"  {world} ranks  {ratio}   losses differ by {max(gap for _, gap in per_rank):.1e}", flush=True)
             rows[f"{what}_{world}_ranks"] = dataclasses.asdict(ratio)
+    seconds = tracer_seconds_off()
+    shortest = min(row["ours_s"] for name, row in rows.items() if name.startswith("tracer"))
+    rows["tracer_off_seconds_a_step"] = seconds
+    print(f"  its calls alone take {seconds * 1e6:.1f} us a step: {seconds / shortest:.3%} of the shortest step above")
     print(f"written: {keep('data_parallel', rows)}")
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import platform
 import statistics
 import time
@@ -73,8 +74,6 @@ def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:
 def hardware() -> dict:
     """What the figures were measured on."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
-    import os
-
     return {"device": device, "cores": os.cpu_count(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
 
 

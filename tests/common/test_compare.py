@@ -160,10 +160,11 @@ def test_unusable_arguments_exit_with_2_and_one_line(pair, tmp_path, arguments, 
 
 
 @pytest.mark.parametrize("tolerance", ["nan", "-1", "x"])
-def test_a_tolerance_that_nothing_could_fail_is_refused(pair, tolerance):
+def test_a_tolerance_that_nothing_could_fail_is_refused(pair, tolerance, capsys):
     with pytest.raises(SystemExit) as stop:
         main([str(pair[0]), f"--tolerance={tolerance}"])
     assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_picture_that_cannot_be_written(pair, tmp_path, capsys):

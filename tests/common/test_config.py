@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.command_line import STEP_NAMES, parse, parser
+from common.command_line import STEP_NAMES, OneLineParser, parse, parser
 from common.config import Link, ModelConfig, TrainConfig, UsageError
 from common.counts import count_flops, count_parameters
 from common.model import Decoder, cross_entropy_sum, naive_attention
@@ -309,8 +309,25 @@ def test_model_configurations_that_do_not_fit():
     moe = dataclasses.replace(MOE, top_k=7)
     assert refusal(moe.check) == "--top-k 7 must lie between 1 and --experts 6"
     assert refusal(dataclasses.replace(MOE, top_k=0).check) == "--top-k 0 must lie between 1 and --experts 6"
+    debug = PRESETS["debug"]
+    for change, expected in (
+        ({"head_dim": -2}, "heads of width -2 are too narrow; rotary embeddings turn pairs"),
+        ({"norm_eps": 0.0}, "the model's norm_eps 0.0 must be positive"),
+        ({"rope_theta": float("nan")}, "the model's rope_theta nan must be positive"),
+    ):
+        assert refusal(dataclasses.replace(debug, **change).check) == expected
+    assert "parameters, more than 10,000,000,000,000" in refusal(valid, "--hidden", "100000000000")
     for model in PRESETS.values():
         model.check()
+
+
+def test_bad_arguments_of_a_command_are_one_line(capsys):
+    command = OneLineParser(prog="command")
+    command.add_argument("run")
+    with pytest.raises(SystemExit) as stop:
+        command.parse_or_exit([])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: the following arguments are required: run\n"
 
 
 @pytest.mark.parametrize("rank, printed", [("0", True), ("1", False)])

@@ -164,6 +164,7 @@ def test_folder_is_read_in_the_order_of_its_paths(tmp_path, cache, monkeypatch):
         ("x.txt", b"\xff\xfe", r"^--data \S+x.txt is not valid UTF-8 text$"),
         ("x.txt", b"", r"^--data \S+x.txt holds no text$"),
         ("x.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', r'^--data \S+x.jsonl: no "text" field in line 3$'),
+        ("x.jsonl", b"[" * 100_000, r"^--data \S+x.jsonl: line 1 is not a JSON object$"),
         ("x.jsonl", b'{"text": 5}\n', r'no "text" field in line 1$'),
         ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"^--data \S+x.jsonl: line 2 is not a JSON object$"),
         ("x.jsonl", b'"text"\n', r'no "text" field in line 1$'),

@@ -1,6 +1,7 @@
 """Hugging Face weights: round trips through transformers, reading of boxes, the Hub, refusals."""
 
 import json
+import logging
 import shutil
 from dataclasses import replace
 
@@ -423,13 +424,18 @@ def test_hub_failure_is_one_line(error, monkeypatch):
 
 def test_hub_offline():
     """The real client, which tests/conftest.py keeps from the network."""
+    import huggingface_hub
+
+    huggingface_hub.utils.logging.set_verbosity_warning()
     message = refusal(load_weights, Decoder(SMALL), "owner/no-such-model")
     assert message.startswith("--init-from owner/no-such-model could not be read from the Hub: ")
     message = refusal(resolve, "owner/no-such-model-1.7B")
     assert message.startswith("--model owner/no-such-model-1.7B could not be read from the Hub: ")
+    assert huggingface_hub.utils.logging.get_verbosity() == logging.ERROR, "retries are not logged"
 
 
 def test_names_that_are_no_hub_names(tmp_path):
+    assert refusal(load_weights, Decoder(SMALL), "") == "--init-from is empty"
     for name in ("smollm-135m", str(tmp_path / "nothing"), "./nothing", "a/b/c"):
         message = refusal(load_weights, Decoder(SMALL), name)
         assert message == f"--init-from {name} is neither a folder nor a Hub name such as owner/model"
@@ -486,6 +492,12 @@ def test_export_refuses_what_is_no_whole_model(tmp_path):
         assert not any(tmp_path.iterdir())
     odd = replace(SMALL, hidden=33, head_dim=8)
     assert "heads (4) do not divide 33" in refusal(export, {}, odd, tmp_path / "export")
+
+
+def test_export_into_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file/out", "/proc/out"):
+        assert refusal(exported, folder).startswith(f"{folder} cannot be made: ")
 
 
 def test_export_takes_a_dictionary_and_an_empty_folder(tmp_path, small):

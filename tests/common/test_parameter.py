@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import parameter as parameter_module
-from common.config import ModelConfig
+from common.config import ModelConfig, UsageError
 from common.model import Decoder
 from common.parameter import ParameterSpec, draw, gradient_norm, materialise
 from common.process_groups import Group
@@ -233,6 +233,12 @@ def test_materialise_draws_the_box():
     for model in (whole, part):
         materialise(model, 0, torch.float32, CPU)
     assert torch.equal(linear.weight, whole.layers["0"].mlp.up_proj.weight[6:12])
+
+
+def test_a_model_larger_than_the_memory_is_one_line():
+    model = Decoder(ModelConfig(1 << 22, 1 << 24, 1, 4, 2, 24, tie_embeddings=True))  # an embedding of 256 TiB
+    with pytest.raises(UsageError, match=r"^the model's [\d,]+ parameters do not fit into the memory of cpu$"):
+        materialise(model, 0, torch.float32, CPU)
 
 
 def test_only_matrices_decay():

@@ -1,5 +1,6 @@
 """Hugging Face configuration files: old and new forms, what is refused, the Hub."""
 
+import copy
 import dataclasses
 import json
 from dataclasses import replace
@@ -64,7 +65,8 @@ def test_from_transformers_own_classes(tmp_path):
     """What transformers' classes write today is read, and gives the preset it came from."""
     from transformers import LlamaConfig, MixtralConfig
 
-    llama = LlamaConfig(**{key: value for key, value in LLAMA_31_8B.items() if key != "model_type"})
+    values = copy.deepcopy(LLAMA_31_8B)  # the class writes into its rope_scaling
+    llama = LlamaConfig(**{key: value for key, value in values.items() if key != "model_type"})
     llama.save_pretrained(tmp_path)
     assert resolve(str(tmp_path)) == replace(PRESETS["llama3-8b"], head_dim=128)
     mixtral = MixtralConfig(
@@ -108,6 +110,23 @@ def test_defaults_of_older_files():
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
             "of rope_type llama3",
         ),
+        ({"hidden_size": "32"}, "has hidden_size '32', which is no whole number from 1 on"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"num_hidden_layers": True}, "has num_hidden_layers True, which is no whole number from 1 on"),
+        ({"num_key_value_heads": "4"}, "has num_key_value_heads '4', which is no whole number from 1 on"),
+        ({"head_dim": -2}, "has head_dim -2, which is no whole number from 1 on"),
+        ({"rms_norm_eps": "x"}, "has rms_norm_eps 'x', which is no positive number"),
+        ({"rms_norm_eps": float("nan")}, "has rms_norm_eps nan, which is no positive number"),
+        ({"rope_theta": 0}, "has rope_theta 0, which is no positive number"),
+        ({"rope_theta": 10**400}, "which is no positive number"),
+        ({"rope_scaling": "x"}, "has rope_scaling 'x', which is no JSON object"),
+        ({"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"factor": 0}}, "has factor 0, which is no positive number"),
+        (
+            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"low_freq_factor": 4}},
+            "has a low_freq_factor that is not below its high_freq_factor",
+        ),
+        ({"tie_word_embeddings": "no"}, "has tie_word_embeddings 'no', which is neither true nor false"),
+        ({"model_type": "mixtral"}, "lacks num_local_experts"),
     ],
 )
 def test_configurations_that_are_refused(change, expected, tmp_path):
@@ -117,11 +136,17 @@ def test_configurations_that_are_refused(change, expected, tmp_path):
     assert message.startswith(f"--model {tmp_path} ") and message.endswith(expected)
 
 
+def test_mixtral_sends_a_token_to_two_experts_unless_told_otherwise():
+    mixtral = LLAMA_31_8B | {"model_type": "mixtral", "num_local_experts": 8}
+    assert from_huggingface(mixtral, "here").top_k == 2
+    assert from_huggingface(mixtral | {"num_experts_per_tok": 1}, "here").top_k == 1
+
+
 def test_names_and_files_that_are_no_configuration(tmp_path):
-    for text in ("{", "[]", "\x00"):
+    for text in ("{", "[]", "\x00", "[" * 100_000):
         (tmp_path / "bad.json").write_text(text)
         assert refusal(resolve, str(tmp_path / "bad.json")).startswith(f"--model {tmp_path / 'bad.json'} ")
-    for name in ("llama9", str(tmp_path), "missing/config.json", "./missing", ""):
+    for name in ("llama9", str(tmp_path), "missing/config.json", "./missing", "", "x" * 5000):
         assert refusal(resolve, name).startswith(f"--model {name} is no preset (debug, smollm-135m, ")
 
 

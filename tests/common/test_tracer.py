@@ -264,6 +264,8 @@ def test_command_refuses_in_one_line(runs, tmp_path, capsys):
     for arguments, reason in (
         ([str(runs.folder)], "trace.json does not exist"),
         ([str(tmp_path)], "is not a trace of this project"),
+        ([str(tmp_path / "trace.json")], "cannot be read: Not a directory"),
+        ([str(runs.naive), "--out", "/proc/x.png"], "cannot draw /proc/x.png: "),
         ([str(runs.naive), "--step", "7"], "step 7 is not in the trace, which has 1, 2, 3"),
     ):
         assert main(arguments) == 2

@@ -222,7 +222,14 @@ def test_calculator(capsys):
     assert memory.main("--model llama3-8b --seq-len 4096 --micro-batch 1 --dtype bfloat16".split()) == 0
     shown = capsys.readouterr().out
     assert "8,030,261,248" in shown and "18.00" in shown and "20.00" in shown
-    assert memory.main(["--micro-batch", "12"]) == 0  # a micro-batch larger than the default global batch
-    for wrong in (["--model", "mixtral-8x7b"], ["--heads", "7"], ["--what"]):
+    for size in ("3", "12"):  # neither divides the default global batch
+        assert memory.main(["--micro-batch", size]) == 0
+    for wrong in (
+        ["--model", "mixtral-8x7b"],
+        ["--heads", "7"],
+        ["--what"],
+        ["--seq-len", "0"],
+        ["--micro-batch", "0"],
+    ):
         assert memory.main(wrong) == 2
         assert capsys.readouterr().err.count("error: ") == 1
