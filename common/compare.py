@@ -221,9 +221,13 @@ def plot(rows: list[Row], path: Path | str, tolerance: float | None = None) -> N
 
 
 def _plot_differences(axes, rows: list[Row], key: str, tolerance: float | None) -> None:
-    """Markers on a logarithmic scale, nested where runs coincide; zeros in a band below it, a line for each run."""
+    """Markers on a logarithmic scale, nested where runs coincide; zeros in a band below it, a line for each run.
+
+    Infinity has no place on the scale either: crosses on the upper edge.
+    """
     drawn = [v for row in rows[1:] for v in row.differences[key] if 0 < v < HUGE]
-    drawn += [tolerance] if tolerance and tolerance < HUGE else []
+    tolerance = tolerance if tolerance and tolerance < HUGE else None
+    drawn += [tolerance] if tolerance else []
     low = math.floor(math.log10(min(drawn, default=1e-16)))  # decades
     high = math.ceil(math.log10(max(drawn, default=1e-15)) + 0.3)
     band = 0.25 * (high - low)
@@ -236,9 +240,9 @@ def _plot_differences(axes, rows: list[Row], key: str, tolerance: float | None) 
         style |= {"markerfacecolor": "none", "markersize": size, "markeredgewidth": 1}
         values = [(v or zero) if v < HUGE else math.nan for v in row.differences[key]]
         axes.plot(row.steps, values, **style)
-        apart = [step for step, v in zip(row.steps, row.differences[key]) if not v < HUGE]
-        edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "marker": "x"}
-        axes.plot(apart, [1.0] * len(apart), **style | edge)
+        if apart := [step for step, v in zip(row.steps, row.differences[key]) if not v < HUGE]:
+            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False, "marker": "x"}
+            axes.plot(apart, [1.0] * len(apart), **style | edge)
     if tolerance:
         axes.axhline(tolerance, color="black", linestyle=(0, (6, 3)), linewidth=1)
         axes.text(0.99, tolerance, "tolerance", transform=axes.get_yaxis_transform(), ha="right", va="bottom")

@@ -74,6 +74,8 @@ def journey(quick: bool) -> None:
     table(title, ("", "states", *(f"{length:,} tokens" for length in lengths)), rows)
     axes[0].set_ylabel("GB on each GPU")
     axes[1].set_xlabel("sequence length (dashed: 80 GB)")
+    title = "predicted; bfloat16, micro-batch 1, selective recomputation"
+    figure.suptitle(title, fontsize=10)
     handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(*handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     finish_figure("journey", figure)

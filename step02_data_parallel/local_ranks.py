@@ -22,8 +22,7 @@ def on_ranks(world: int, function: Callable, *args, title: str = "", jobs: int =
 
     Args:
         function: stands at the top level of a module. It calls `done()` after each of its `jobs`, for the
-        progress bar
-            (of rank 0; shown on a terminal only).
+            progress bar (of rank 0; shown on a terminal only).
 
     Raises what a rank raised, as torch.multiprocessing reports it.
     """
