@@ -94,16 +94,16 @@ def draw_scaling(points: dict, gpt: list) -> None:
             shapes = [(x, 128) if index == 0 else (1, x) for x in grid]
             line = [total_bytes(saved_activations(SMALL, *s, torch.float32, "naive", mode)) for s in shapes]
             axis.plot(grid, [size / MIB for size in line], color=COLOURS[mode], label=mode)
-    axes[0].set(xlabel="sequences in the micro-batch (128 tokens each)", ylabel="MiB kept for the backward")
-    axes[1].set(xlabel="tokens in the sequence (one sequence)")
+    axes[0].set(xlabel="sequences of 128 tokens", ylabel="MiB kept for the backward")
+    axes[1].set(xlabel="tokens (one sequence)")
     for axis in axes[:2]:
-        axis.set_title("our model: lines predicted, dots measured", fontsize=9)
+        axis.set_title("ours, naive attention: lines predicted, dots measured", fontsize=8)
     axes[0].legend(title="recompute")
     shape, grid = GptShape(0, 256, 1, 8), [*range(1, gpt[-1][0], 8), gpt[-1][0]]
     formula = [gpt_memory.text_activations(shape, 2, seq) / MIB for seq in grid]
     axes[2].plot(grid, formula, color="tab:blue", label="34 sbh + 5 as²b")
     axes[2].plot([p[0] for p in gpt], [p[2] / MIB for p in gpt], "ko", label="measured")
-    axes[2].set(xlabel="tokens in the sequence (two sequences)")
+    axes[2].set(xlabel="tokens (two sequences)")
     axes[2].set_title("the playbook's GPT layer, built", fontsize=9)
     axes[2].legend()
     save_figure(figure, "saved_activations")
@@ -138,14 +138,15 @@ def llama_bars(quick: bool) -> None:
                 [low + size for low, size in zip(bottom, ours)],
                 "k_",
                 ms=7,
-                label=None if offset else "our model instead",
+                label=None if offset else "real architecture, exact count",
             )
             rows.append((f"{name} {mode}", *(f"{a:.3g} | {b:.3g}" for a, b in zip(kept, ours))))
         axis.axhline(80, color="black", lw=0.8, ls=":")
         axis.set(title=f"{name} (predicted)", xticks=range(len(lengths)))
         axis.set_xticklabels([f"{seq // 1024}k" for seq in lengths])
+        axis.set(xlabel="tokens; bars: recompute none, selective, full")
     axes[0].set(ylabel="GiB, one sequence (dotted: 80 GiB)")
-    axes[0].legend(fontsize=6)
+    axes[0].legend(fontsize=8)
     _draw_overlay(axes[3])
     save_figure(figure, "llama_memory")
     title = "Activations of one sequence in GiB, predicted: playbook's form | our model exactly (bfloat16, naive)"

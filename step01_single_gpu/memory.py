@@ -190,6 +190,8 @@ def breakdown(config: TrainConfig) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by row of `ROWS` for one micro-batch of `config`: our model, and the playbook's GPT beside it."""
     model, dtype, batch, seq = config.model_config, config.torch_dtype, config.micro_batch, config.seq_len
     ours = states(model, dtype, config.optimizer)
+    if dtype != wide(dtype):  # narrow gradients are dropped as they come; what is held are their sums
+        ours["float32 gradient sums"], ours["gradients"] = ours["gradients"], 0
     for saved in saved_activations(model, batch, seq, dtype, config.attention, config.recompute):
         ours[saved.part] = ours.get(saved.part, 0) + saved.bytes
     gpt, mixed = gpt_memory.from_model(model), dtype.itemsize == 2

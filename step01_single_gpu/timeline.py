@@ -139,5 +139,7 @@ def draw(timeline: Timeline, predicted: list[int], axis) -> None:
             axis.text((start + end) / 2, top * 1.06, short, ha="center", fontsize=7)
     for index, ((start, end), peak) in enumerate(zip(timeline.steps, predicted)):
         axis.hlines(peak / MIB, start, end, color="black", lw=1, label=None if index else "predicted peak")
-    axis.set(ylim=(0, top * 1.15), xlim=(0, xs[-1]), xlabel="seconds", ylabel="MiB alive")
+        axis.text((start + end) / 2, top * 1.16, f"training step {index + 1}", ha="center", fontsize=8)
+        axis.annotate("OPT", (end, 0), (end, -0.02 * top), ha="right", va="top", fontsize=6, annotation_clip=False)
+    axis.set(ylim=(0, top * 1.25), xlim=(0, xs[-1]), xlabel="seconds", ylabel="MiB alive")
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
