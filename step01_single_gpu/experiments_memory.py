@@ -144,9 +144,11 @@ def llama_bars(quick: bool) -> None:
         axis.axhline(80, color="black", lw=0.8, ls=":")
         axis.set(title=f"{name} (predicted)", xticks=range(len(lengths)))
         axis.set_xticklabels([f"{seq // 1024}k" for seq in lengths])
-        axis.set(xlabel="tokens; bars: recompute none, selective, full")
+        axis.set(xlabel="tokens")
     axes[0].set(ylabel="GiB, one sequence (dotted: 80 GiB)")
-    axes[0].legend(fontsize=8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), ncol=7, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, 0)
+    )
     _draw_overlay(axes[3])
     save_figure(figure, "llama_memory")
     title = "Activations of one sequence in GiB, predicted: playbook's form | our model exactly (bfloat16, naive)"
