@@ -141,11 +141,11 @@ def llama_bars(quick: bool) -> None:
                 label=None if offset else "real architecture, exact count",
             )
             rows.append((f"{name} {mode}", *(f"{a:.3g} | {b:.3g}" for a, b in zip(kept, ours))))
-        axis.axhline(80, color="black", lw=0.8, ls=":")
+        axis.axhline(80e9 / gib, color="black", lw=0.8, ls=":")
         axis.set(title=f"{name} (predicted)", xticks=range(len(lengths)))
         axis.set_xticklabels([f"{seq // 1024}k" for seq in lengths])
         axis.set(xlabel="tokens")
-    axes[0].set(ylabel="GiB, one sequence (dotted: 80 GiB)")
+    axes[0].set(ylabel="GiB, one sequence (dotted: a GPU of 80 GB)")
     figure.legend(
         *axes[0].get_legend_handles_labels(), ncol=7, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, 0)
     )
@@ -164,7 +164,9 @@ def _draw_overlay(axis) -> None:
         axis.bar(xs, [total_bytes(each) / MIB for each in saved], 0.25, color=COLOURS[mode])
         config = TrainConfig(dtype="bfloat16", attention="naive", recompute=mode)
         axis.plot(xs, [measure_saved(config, 1, seq) / MIB for seq in lengths], "kx", ms=5)
-    axis.set(title="our small model: bars predicted,\ncrosses measured (activations, MiB)", xticks=range(3))
+    axis.set(
+        title="our small model: bars predicted,\ncrosses measured (activations, MiB)", xticks=range(3), xlabel="tokens"
+    )
     axis.set_xticklabels(lengths)
 
 

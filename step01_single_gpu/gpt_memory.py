@@ -90,7 +90,7 @@ def selective_overhead(shape: GptShape, seq: int) -> dict[str, float]:
 
     The playbook cites 2.7 % for GPT-3 without a formula; neither definition is the playbook's.
     `core`: q k^T and p v run once more, 4 b s^2 h, over a layer's 72 b s h^2 + 12 b s^2 h.
-    `paper`: s / (6 h), which seems to be behind the number of Korthikanti et al.; three times the first.
+    `paper`: s / (6 h), which matches the 2.7 % published by Korthikanti et al.; three times the first.
     """
     s, h = seq, shape.hidden
     return {"core": 4 * s / (72 * h + 12 * s), "paper": s / (6 * h)}
