@@ -94,17 +94,6 @@ def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(_storages(tensors).values())
 
 
-def state_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[torch.Tensor]:
-    """Parameters, gradients, buffers of `model`, state of `optimizer`: what lives from step to step."""
-    for parameter in model.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    yield from model.buffers()
-    for state in optimizer.state.values() if optimizer else ():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Address -> bytes. Storage without memory (meta tensors, freed parameters of ZeRO-3) has address 0."""
     storages = (tensor.untyped_storage() for tensor in tensors)

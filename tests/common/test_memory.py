@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.memory import Allocation, MemoryMeter, _known, live_bytes, state_tensors
+from common.memory import Allocation, MemoryMeter, _known, live_bytes
 
 MB = 10**6
 
@@ -66,6 +66,16 @@ def test_a_block_that_another_one_overlaps_was_released_unseen():
         (140, 70),
         (90, 10),
     ]
+
+
+def state_tensors(model, optimizer):
+    """Parameters, gradients and optimizer state: what lives from step to step."""
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def test_a_training_step_with_its_backward_pass():
