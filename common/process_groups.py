@@ -191,6 +191,7 @@ def initialise(device: str = "auto", timeout: float = 600.0, init_method: str = 
             timeout=timedelta(seconds=timeout),
             **options,
         )
+        _meet()
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(f"rendezvous of {world_size} ranks failed: {first_line(error)}") from error
     return chosen
@@ -225,7 +226,18 @@ def build_mesh(
                 handles[channel, members] = dist.new_group(members, timeout=timedelta(seconds=timeout))
         members = layouts[rank][name]
         groups[name] = Group(name, members, members.index(rank), handles.get((channel, members)), backend)
+    if world_size > 1:
+        _meet()
     return Mesh(degrees=degrees, device=device, **groups)
+
+
+def _meet() -> None:
+    """Return when all ranks have come here.
+
+    gloo makes a group as soon as this rank's own connections stand, while others may still be making theirs: a rank
+    that ended right then would look to them like one that crashed. (A CPU tensor, since it is gloo that connects.)
+    """
+    dist.all_reduce(torch.zeros(1))
 
 
 def first_line(error: BaseException) -> str:
