@@ -65,9 +65,10 @@ class Slice:
             raise ValueError(f"{self.name}: {found} is not the box {self.box} of {self.global_shape}")
 
     @classmethod
-    def of(cls, kind: str, spec: ParameterSpec, tensor: torch.Tensor) -> "Slice":
-        """Something of a parameter's shape: `kind` is "parameter", "exp_avg" and so on."""
-        return cls(f"{kind}/{spec.name}", spec.global_shape, spec.box, tensor, spec.owner)
+    def of(cls, kind: str, spec: ParameterSpec, tensor: torch.Tensor) -> "list[Slice]":
+        """What `spec` describes, of kind "parameter", "exp_avg" and so on. A flat piece is several boxes."""
+        name, shape = f"{kind}/{spec.name}", spec.global_shape
+        return [cls(name, shape, box, part, spec.owner) for box, part in spec.boxes(tensor)]
 
     def inside(self) -> tuple[tuple[int, ...], torch.Tensor]:
         """Offsets of the box in the whole tensor, and a view of its values without the padding."""

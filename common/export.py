@@ -43,7 +43,7 @@ def export_checkpoint(source: str, out: str) -> Path:
         p.spec.name: (p.spec, torch.empty(p.spec.global_shape, dtype=getattr(torch, run["dtype"])))
         for p in Decoder(config).parameters()
     }
-    slices = [Slice.of("parameter", spec, tensor) for spec, tensor in tensors.values()]
+    slices = [part for spec, tensor in tensors.values() for part in Slice.of("parameter", spec, tensor)]
     checkpoint.load(folder, slices, build_mesh(Degrees(), torch.device("cpu")))
     export({name: tensor for name, (_, tensor) in tensors.items()}, config, out, tokenizer=run["tokenizer"])
     return folder

@@ -48,16 +48,13 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
-def load_weights(
-    model: nn.Module,
-    name_or_path: str,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> None:
+def load_weights(model: nn.Module, name_or_path: str, tensors: Iterable[torch.Tensor] | None = None) -> None:
     """Fill `model` (all layers of `model.config` or a range of them) in place from a folder or a Hub name.
 
-    Of each parameter only `spec.box` is read from disk; rows that pad it become zero. Parameters that have
-    values keep their type and device; those still on the meta device get `dtype` and `device`.
+    Of each parameter only `spec.box` is read from disk; rows that pad it become zero.
+
+    Args:
+        tensors: fill these instead of the parameters: parts of them, each with its spec.
 
     Raises UsageError when the checkpoint is not there, is of another model, or lacks a weight, has an unknown
     one or one of another shape.
@@ -74,21 +71,10 @@ def load_weights(
         if not there.endswith("rotary_emb.inv_freq"):  # old files hold RoPE's frequencies, which are no parameters
             raise UsageError(f"--init-from {folder} has a weight that this model lacks: {there}")
 
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for child in model.modules():
-        for key, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in made:  # a tied parameter occurs twice and stays one
-                there = huggingface_name(parameter.spec.name)
-                values = _read(files[there], there, parameter.spec)
-                if parameter.is_meta:
-                    made[parameter] = nn.Parameter(values.to(device, dtype))
-                    made[parameter].spec = parameter.spec
-                else:
-                    parameter.data.copy_(values)
-                    made[parameter] = parameter
-            child._parameters[key] = made[parameter]
+    for tensor in model.parameters() if tensors is None else tensors:
+        there = huggingface_name(tensor.spec.name)
+        for box, part in tensor.spec.boxes(tensor.detach()):
+            part.copy_(_read(files[there], there, dataclasses.replace(tensor.spec, box=box, piece=None)))
 
 
 def checkpoint_folder(name_or_path: str) -> Path:

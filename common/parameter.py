@@ -6,7 +6,8 @@ Each parallel technique edits the spec, and nothing else has to know the techniq
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ class ParameterSpec:
     shard_group: name of the mesh group over which its gradient is reduced (and over which ZeRO shards it).
     extra_group: name of one more group over which its gradient is a partial sum, or None.
     owner: this rank counts and saves the elements (the lowest rank of every set of replicas).
+    piece: [start, stop) of the flattened box, for a one-dimensional tensor that holds these elements and no others (as
+        ZeRO shards do); None: the whole box, in its shape.
     """
 
     name: str
@@ -38,11 +41,44 @@ class ParameterSpec:
     shard_group: str = "dp_cp"
     extra_group: str | None = None
     owner: bool = True
+    piece: tuple[int, int] | None = None
+
+    def boxes(self, tensor: torch.Tensor) -> list[tuple["Box", torch.Tensor]]:
+        """The boxes of the whole tensor that `tensor`, which this spec describes, consists of, with views of them."""
+        if self.piece is None:
+            return [(self.box, tensor)]
+        origin, found, done = [start for start, _ in self.box], [], 0
+        for local in _flat_boxes([stop - start for start, stop in self.box], *self.piece):
+            shape = [stop - start for start, stop in local]
+            box = tuple((low + start, low + stop) for low, (start, stop) in zip(origin, local, strict=True))
+            found.append((box, tensor[done : done + math.prod(shape)].view(shape)))
+            done += math.prod(shape)
+        return found
 
     @property
     def decay(self) -> bool:
         """Weight decay applies to matrices, not to the gains of norms (which have one axis)."""
         return len(self.global_shape) > 1
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+def _flat_boxes(shape: list[int], start: int, stop: int) -> list[list[tuple[int, int]]]:
+    """Boxes, in order, that cover [start, stop) of a flattened tensor: at most 2 * len(shape) - 1 of them."""
+    if len(shape) == 1:
+        return [[(start, stop)]] if start < stop else []
+    row, found = math.prod(shape[1:]), []
+    while start < stop:
+        index, inside = divmod(start, row)
+        if inside == 0 and stop - start >= row:  # whole rows
+            found.append([(index, stop // row), *((0, size) for size in shape[1:])])
+            start = stop // row * row
+        else:  # a part of one row
+            end = min(stop, (index + 1) * row)
+            found += [[(index, index + 1), *box] for box in _flat_boxes(shape[1:], inside, end - index * row)]
+            start = end
+    return found
 
 
 def describe(module: nn.Module, init_std: dict[str, float | None]) -> None:
@@ -59,32 +95,51 @@ def materialise(
     """Replace the parameters of a module built on the meta device by initial values, in place.
 
     Each rank draws the boxes that it holds and nothing else, or reads them from the Hugging Face weights `init_from`.
-    A parameter that occurs twice (tied) stays one. Raises UsageError when they do not fit into memory.
+    Raises UsageError when they do not fit into memory.
     """
-    try:
-        if init_from is None:
-            _draw_all(module, seed, dtype, device)
-        else:
-            from common.huggingface import load_weights
+    place(module, device, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+    fill(module, list(module.parameters()), seed, init_from)
 
-            load_weights(module, init_from, dtype, device)
+
+def place(module: nn.Module, device: torch.device, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Replace every parameter of a module built on the meta device by one that lies in `allocate(parameter)`.
+
+    A parameter that occurs twice (tied) stays one. Raises UsageError when `device` has not enough memory.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    try:
+        for parameter in module.parameters():
+            values = allocate(parameter)
+            made[parameter] = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device))
+            # Not nn.Parameter(values): that would share the version counter with the buffer that `values` is a view of,
+            # and autograd would refuse a buffer that was refilled with the same weights.
+            made[parameter].data = values
+            made[parameter].spec = parameter.spec
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the CPU's allocator has no type of its own
         if "allocate" not in str(error):
             raise
         count = sum(parameter.numel() for parameter in module.parameters())
         raise UsageError(f"the model's {count:,} parameters do not fit into the memory of {device}") from None
-
-
-def _draw_all(module: nn.Module, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-    made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
-            if parameter is None:
-                continue
-            if parameter not in made:
-                made[parameter] = nn.Parameter(draw(parameter.spec, seed, device).to(dtype))
-                made[parameter].spec = parameter.spec
-            child._parameters[name] = made[parameter]
+            if parameter is not None:
+                child._parameters[name] = made[parameter]
+
+
+@torch.no_grad()
+def fill(module: nn.Module, tensors: Iterable[torch.Tensor], seed: int, init_from: str | None = None) -> None:
+    """Give `tensors`, whose specs are those of (parts of) `module`'s parameters, their initial values.
+
+    They are drawn, in float32, or read from the Hugging Face weights `init_from`.
+    """
+    if init_from is not None:
+        from common.huggingface import load_weights
+
+        load_weights(module, init_from, tensors)
+        return
+    for tensor in tensors:
+        for box, part in tensor.spec.boxes(tensor):
+            part.copy_(draw(replace(tensor.spec, box=box, piece=None), seed, tensor.device))
 
 
 def draw(spec: ParameterSpec, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -138,11 +193,11 @@ def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
     return torch.special.ndtri(uniform).to(torch.float32)
 
 
-def gradient_norm(parameters: list[nn.Parameter], gradients: list[torch.Tensor], world: Group) -> torch.Tensor:
+def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor], world: Group) -> torch.Tensor:
     """Global 2-norm of the gradient, the same 0-d tensor on every rank (at least float32).
 
     Every rank sums the squares of the elements that it owns; one all-reduce adds them up. `gradients` are the finished
-    ones (already reduced), one for each parameter.
+    ones (already reduced), one for each parameter, which need no more than a spec.
     """
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
     owned = [gradient for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.spec.owner]

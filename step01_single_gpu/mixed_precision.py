@@ -130,7 +130,7 @@ class Optimizer:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
             tensors = {"parameter": master} | {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
             for kind, tensor in tensors.items():
-                result.append(Slice.of(kind, spec, tensor))
+                result += Slice.of(kind, spec, tensor)
         return result
 
     @torch.no_grad()

@@ -190,7 +190,7 @@ def test_parameters_and_padding(tmp_path, mesh):
     """Rows beyond the global shape are neither saved nor touched by a load; a larger padding fits as well."""
     parameter = nn.Parameter(torch.randn(8, 3))  # 6 rows and 2 of padding
     spec = ParameterSpec("embedding.weight", (6, 3), ((0, 8), (0, 3)), 0.02)
-    path = checkpoint.save(tmp_path, 1, [Slice.of("parameter", spec, parameter)], {}, mesh)
+    path = checkpoint.save(tmp_path, 1, Slice.of("parameter", spec, parameter), {}, mesh)
     outside = Slice("parameter/embedding.weight", (6, 3), ((9, 12), (0, 3)), torch.full((3, 3), -1.0))
     wider = Slice("parameter/embedding.weight", (6, 3), ((4, 10), (0, 3)), nn.Parameter(torch.full((6, 3), -1.0)))
     checkpoint.load(path, [outside, wider], mesh)
