@@ -20,6 +20,8 @@ STEPS := $(patsubst %/train.py,%,$(sort $(wildcard step*/train.py)))
 STEP_TARGETS := $(foreach step,$(STEPS),$(firstword $(subst _, ,$(step))))
 .PHONY: $(STEP_TARGETS)
 ranks_step02 := 2
+ranks_step03 := 2
+flags_step03 := --zero 3
 
 help:
 	@echo 'make demo      train every step on the default corpus, draw the curves on top of each other, print the differences'
@@ -47,7 +49,7 @@ lint: $(READY)
 step_folder = $(filter $@_%,$(STEPS))
 launcher = $(if $(ranks_$@),OMP_NUM_THREADS=1 $(TORCHRUN) --nproc_per_node $(ranks_$@),$(PY))
 $(STEP_TARGETS): $(READY)
-	$(launcher) $(step_folder)/train.py --run-dir runs/$@ $(FLAGS)
+	$(launcher) $(step_folder)/train.py --run-dir runs/$@ $(flags_$@) $(FLAGS)
 
 # The stamp is the last thing made, so an installation that failed or was interrupted is taken up again. A folder whose pip
 # answers for the wanted Python is kept. pip is silent for minutes with --quiet and prints hundreds of lines without: awk

@@ -146,6 +146,15 @@ class TrainConfig:
     dp_mode: str = flag("bucket", 2, "when gradients are reduced", ("naive", "overlap", "bucket"))
     bucket_mb: float = flag(25.0, 2, "size of a gradient bucket in MB (10^6 bytes)")
 
+    zero: int = flag(0, 3, "ZeRO: shard the optimizer (1), also gradients (2), also parameters (3)", (0, 1, 2, 3))
+    zero_replicas: int = flag(1, 3, "hybrid sharding: keep so many copies, each sharded over dp / copies ranks")
+    zero_reduce: str = flag(
+        "micro-batch",
+        3,
+        "when stages 2 and 3 reduce-scatter gradients",
+        ("micro-batch", "step"),
+    )
+
     # ---- derived ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -232,6 +241,14 @@ class TrainConfig:
                 f"--global-batch {self.global_batch} is not divisible by "
                 f"--micro-batch {self.micro_batch} x dp {self.dp}"
             )
+        if self.dp % self.zero_replicas:
+            raise UsageError(f"--zero-replicas {self.zero_replicas} does not divide dp {self.dp}")
+        if not self.zero and self.zero_replicas > 1:
+            raise UsageError(f"--zero-replicas {self.zero_replicas} needs --zero 1, 2 or 3")
+        if self.zero and self.dp_mode != "bucket":
+            raise UsageError(f"--dp-mode {self.dp_mode} needs --zero 0; stages 1 to 3 work on buckets")
+        if self.zero < 2 and self.zero_reduce != "micro-batch":
+            raise UsageError(f"--zero-reduce {self.zero_reduce} needs --zero 2 or 3; others do so anyway")
         self.link_model  # noqa: B018 (refuses what cannot be parsed)
         if self.trace_range and self.trace_range[0] >= self.steps:
             raise UsageError(
@@ -259,4 +276,5 @@ _AT_LEAST = {
     "seed": 0,
     "save_every": 0,
     "dp": 1,
+    "zero_replicas": 1,
 }

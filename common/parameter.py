@@ -6,7 +6,8 @@ Each parallel technique edits the spec, and nothing else has to know the techniq
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,29 +98,34 @@ def materialise(
     Each rank draws the boxes that it holds and nothing else, or reads them from the Hugging Face weights `init_from`.
     Raises UsageError when they do not fit into memory.
     """
-    place(module, device, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
-    fill(module, list(module.parameters()), seed, init_from)
+    with enough_memory(module, device):
+        place(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+        fill(module, list(module.parameters()), seed, init_from)
 
 
-def place(module: nn.Module, device: torch.device, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    """Replace every parameter of a module built on the meta device by one that lies in `allocate(parameter)`.
-
-    A parameter that occurs twice (tied) stays one. Raises UsageError when `device` has not enough memory.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+@contextmanager
+def enough_memory(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Turns an allocation of `module`'s parameters that fails in here into a UsageError."""
     try:
-        for parameter in module.parameters():
-            values = allocate(parameter)
-            made[parameter] = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device))
-            # Not nn.Parameter(values): that would share the version counter with the buffer that `values` is a view of,
-            # and autograd would refuse a buffer that was refilled with the same weights.
-            made[parameter].data = values
-            made[parameter].spec = parameter.spec
+        yield
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the CPU's allocator has no type of its own
         if "allocate" not in str(error):
             raise
         count = sum(parameter.numel() for parameter in module.parameters())
         raise UsageError(f"the model's {count:,} parameters do not fit into the memory of {device}") from None
+
+
+def place(module: nn.Module, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Replace every parameter of a module built on the meta device by one that lies in `allocate(parameter)`.
+
+    A parameter that occurs twice (tied) stays one.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in module.parameters():
+        values = allocate(parameter)
+        made[parameter] = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device))
+        made[parameter].data = values
+        made[parameter].spec = parameter.spec
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:

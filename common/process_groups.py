@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common.config import UsageError
+from common.config import TrainConfig, UsageError
 
 LINGER = 2.0  # seconds that survivors wait, so that the launcher sees the rank that really failed first
 START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags
@@ -31,13 +31,23 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ways each dimension splits. `ep` folds the ranks of one pipeline stage: it is no factor of `world`."""
+    """How many ways each dimension splits.
+
+    `ep` folds the ranks of one pipeline stage, and `zero_replicas` divides the ranks over which ZeRO shards into groups
+    that hold copies: they are no factors of `world`.
+    """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    zero_replicas: int = 1
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Degrees":
+        """The degrees of a validated configuration. Without ZeRO all data-parallel ranks hold copies."""
+        return cls(dp=config.dp, zero_replicas=config.zero_replicas if config.zero else config.dp)
 
     @property
     def world(self) -> int:
@@ -47,10 +57,12 @@ class Degrees:
         """Raise UsageError for degrees that make no mesh."""
         for name, value in vars(self).items():
             if value < 1:
-                raise UsageError(f"--{name} {value} must be at least 1")
+                raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
         stage = self.tp * self.cp * self.dp
         if stage % self.ep:
             raise UsageError(f"--ep {self.ep} does not divide the {stage} ranks (dp x cp x tp) of a pipeline stage")
+        if self.dp * self.cp % self.zero_replicas:
+            raise UsageError(f"--zero-replicas {self.zero_replicas} does not divide dp x cp = {self.dp * self.cp}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,8 @@ class Group:
 Placement = tuple[tuple[int, ...], ...]
 
 GROUP_NAMES = (
-    *("world", "tp", "kv_replica", "cp", "pp_forward", "pp_backward", "dp", "dp_cp", "ep", "edp", "embed", "mirror"),
+    *("world", "tp", "kv_replica", "cp", "pp_forward", "pp_backward", "dp", "dp_cp", "shard", "replica"),
+    *("ep", "edp", "embed", "mirror"),
 )
 
 
@@ -117,6 +130,9 @@ def layout(
     stages = {stage for row in placement for stage, holder in enumerate(row) if holder == mine["pp"]}
     copies = {row[stage] for row in placement for stage in stages}
     stage_ranks = members({"tp": all_of("tp"), "cp": all_of("cp"), "dp": all_of("dp")})
+    dp_cp = members({"dp": all_of("dp"), "cp": all_of("cp")})
+    size = len(dp_cp) // degrees.zero_replicas  # neighbours share a model, so that most traffic stays near
+    copy, part = divmod(dp_cp.index(rank), size)
     fold, place = stage_ranks.index(rank) // degrees.ep, stage_ranks.index(rank) % degrees.ep
     return {
         "world": tuple(range(degrees.world)),
@@ -126,7 +142,9 @@ def layout(
         "pp_forward": members({"pp": all_of("pp")}),
         "pp_backward": members({"pp": all_of("pp")}),
         "dp": members({"dp": all_of("dp")}),
-        "dp_cp": members({"dp": all_of("dp"), "cp": all_of("cp")}),
+        "dp_cp": dp_cp,
+        "shard": dp_cp[copy * size : (copy + 1) * size],
+        "replica": dp_cp[part::size],
         "ep": stage_ranks[fold * degrees.ep : (fold + 1) * degrees.ep],
         "edp": stage_ranks[place :: degrees.ep],
         "embed": members({"pp": ends}) if mine["pp"] in ends else (rank,),
@@ -148,6 +166,8 @@ class Mesh:
     pp_backward: Group
     dp: Group
     dp_cp: Group
+    shard: Group
+    replica: Group
     ep: Group
     edp: Group
     embed: Group
@@ -255,7 +275,7 @@ def run(step: int, main) -> None:
         device = initialise(config.device, config.timeout)
         if config.memory_snapshot and device.type != "cuda":
             raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
-        main(config, build_mesh(Degrees(dp=config.dp), device, config.model_config.kv_heads, timeout=config.timeout))
+        main(config, build_mesh(Degrees.of(config), device, config.model_config.kv_heads, timeout=config.timeout))
 
     end_cleanly(train)
 

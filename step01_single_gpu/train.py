@@ -22,7 +22,7 @@ from step01_single_gpu.mixed_precision import Gradients, LossScaler, Optimizer, 
 from step01_single_gpu.recompute import apply_recompute
 
 
-def train(config: TrainConfig, mesh: Mesh) -> Decoder:
+def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     collectives.link = config.link_model
     batches = load_batches(config)
 
@@ -65,7 +65,7 @@ def train(config: TrainConfig, mesh: Mesh) -> Decoder:
         save(config, mesh, batches, optimizer, scaler, step + 1)
     tracer.close()
     record.close()
-    return model
+    return parameters
 
 
 if __name__ == "__main__":

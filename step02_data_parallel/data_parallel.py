@@ -29,7 +29,7 @@ class Bucket:
     """Gradients of some parameters in one flat buffer."""
 
     def __init__(self, parameters: list[nn.Parameter]):
-        dtype = wide(parameters[0].dtype)
+        self.parameters, dtype = parameters, wide(parameters[0].dtype)
         self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
         parts = self.flat.split([p.numel() for p in parameters])
         self.views = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
@@ -45,17 +45,25 @@ class DataParallel:
         mode: naive, overlap or bucket, see above.
         bucket_mb: size of a bucket in MB (10^6 bytes) for mode bucket. A larger parameter has a bucket of its
         own.
+        buckets: made elsewhere, in the order of their launch (step 3); None: `Bucket`s of the size above.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group, mode: str = "bucket", bucket_mb: float = 25.0):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: Group,
+        mode: str = "bucket",
+        bucket_mb: float = 25.0,
+        buckets: list | None = None,
+    ):
         self.parameters, self.group, self.mode = parameters, group, mode
-        self.buckets = [Bucket(some) for some in _fill(parameters, bucket_mb * 1e6 if mode == "bucket" else 0)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.views}
+        self.buckets = buckets or [Bucket(some) for some in fill_buckets(parameters, mode, bucket_mb)]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.filled: set[nn.Parameter] = set()  # whose view holds a gradient of this step
         self.launched = 0  # buckets launched in this step: always the first ones
         self.synchronising = True
         for parameter in parameters:
-            parameter.spec.owner = group.rank == 0  # every rank holds a replica; the first one counts and saves it
+            parameter.spec.owner &= group.rank == 0  # every rank holds a replica; the first one counts and saves it
             parameter.register_post_accumulate_grad_hook(self._take)
 
     @contextmanager
@@ -108,20 +116,21 @@ class DataParallel:
             self._launch(bucket)
         for bucket in self.buckets:
             bucket.work.wait()
-            bucket.work, bucket.missing = None, set(bucket.views)
+            bucket.work, bucket.missing = None, set(bucket.parameters)
         self.filled.clear()
         self.launched = 0
         return [self.bucket_of[parameter].views[parameter] for parameter in self.parameters]
 
 
-def _fill(parameters: list[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order of the forward, cut into buckets of at most `bucket_bytes` (or one parameter)."""
+def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
+    """Parameters in reverse order of the forward, cut into buckets of at most `bucket_mb` (or one parameter)."""
+    limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
     buckets, room = [], 0.0
     for parameter in reversed(parameters):
         size = parameter.numel() * wide(parameter.dtype).itemsize
         if not buckets or size > room:
             buckets.append([])
-            room = bucket_bytes
+            room = limit
         buckets[-1].append(parameter)
         room -= size
     return buckets

@@ -9,8 +9,8 @@ from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Mesh
 from step01_single_gpu.experiment_tools import compared, table
-from step02_data_parallel import wire
-from step02_data_parallel.local_ranks import train_quietly
+from common import wire
+from common.local_ranks import train_quietly
 from step02_data_parallel.train import train
 
 figures = Path(__file__).resolve().parent / "figures"  # where finish_figure writes
@@ -48,7 +48,7 @@ def run_jobs(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: s
         together()
         before = [wire.sent_by_me(), wire.loopback()]
         together()  # everybody has read, before anybody sends
-        train_quietly(train, mesh, **flags, run_dir=f"{folder}/{name}")
+        train_quietly(train, **flags, run_dir=f"{folder}/{name}")
         together()
         numbers = [(new or 0) - (old or 0) for new, old in zip([wire.sent_by_me(), wire.loopback()], before)]
         counted.append(dict(zip(("sockets", "loopback"), numbers)))

@@ -25,7 +25,7 @@ from step02_data_parallel.experiment_tools import (
     run_jobs,
     tensor_sizes,
 )
-from step02_data_parallel.local_ranks import on_ranks
+from common.local_ranks import on_ranks
 
 
 def traffic(quick: bool) -> None:

@@ -20,7 +20,7 @@ from step02_data_parallel.experiment_tools import (
     tensor_sizes,
 )
 from step02_data_parallel.experiments_numbers import gradient_calls
-from step02_data_parallel.local_ranks import on_ranks
+from common.local_ranks import on_ranks
 
 LINK = "2000,0.2"  # 2 ms a message, 0.2 GB/s: to this model's backward what a real network is to a large model's
 

@@ -24,7 +24,7 @@ from step01_single_gpu.recompute import apply_recompute
 from step02_data_parallel.data_parallel import DataParallel
 
 
-def train(config: TrainConfig, mesh: Mesh) -> Decoder:
+def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     collectives.link = config.link_model
     batches = load_batches(config)
 
@@ -71,7 +71,7 @@ def train(config: TrainConfig, mesh: Mesh) -> Decoder:
         save(config, mesh, batches, optimizer, scaler, step + 1)
     tracer.close()
     record.close()
-    return model
+    return parameters
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.harness import run_ranks
 from tests.mutants.patches import PARITY_MUTANTS
-from tests.parity.runs import assert_parity, cases_on_ranks, differences, reference
+from tests.parity.runs import assert_parity, differences, reference, run_cases
 from tests.parity.test_step02 import training_of
 
 CASE = "--optimizer adamw --lr 1e-3 --clip 0.5 --no-tie-embeddings --dp-mode bucket --bucket-mb 0.02"
@@ -14,7 +13,7 @@ CASE = "--optimizer adamw --lr 1e-3 --clip 0.5 --no-tie-embeddings --dp-mode buc
 def mutated():
     """Results of every mutant, and of the unmutated code, on 2 ranks with 6 micro-batches a rank."""
     names = [None, *PARITY_MUTANTS]
-    results = run_ranks(2, cases_on_ranks, 2, [CASE] * len(names), names)[0]
+    results = run_cases(2, 2, [CASE] * len(names), names)
     return dict(zip(names, results, strict=True))
 
 

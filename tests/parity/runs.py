@@ -1,7 +1,7 @@
 """Run a step's real train() in float64 and compare it with another layout.
 
-A case is a list of flags. `reference` trains it in this process with step 1; `cases_on_ranks` (to be called by
-run_ranks) trains many cases inside one started world; `differences` compares two results.
+A case is a list of flags. `reference` trains it in this process with step 1; `run_cases` trains many cases inside one
+started world; `differences` compares two results.
 """
 
 import functools
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from common.command_line import STEP_NAMES, parse
 from common.process_groups import Degrees, build_mesh, environment
+from tests.harness import run_ranks
 
 TOLERANCE = 1e-10
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu"
@@ -23,41 +25,69 @@ SMALL += " --global-batch 12 --micro-batch 1 --steps 10 --dtype float64 --weight
 
 @dataclass
 class Result:
-    """One training run: per-step losses and gradient norms, and the final parameters that this rank owns, by name."""
+    """One training run: per-step losses and gradient norms, and the final parameters of the whole model, by name."""
 
     losses: list[float]
     norms: list[float]
     parameters: dict[str, np.ndarray]
 
 
-def train_case(step: int, flags: str, mutant: str | None = None) -> Result:
-    """Train with the train.py of `step` in the world that this process is in. Losses are known to rank 0 only."""
+def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
+    """Train with the train.py of `step` in the world that this process is in. What this rank knows of the result:
+    `curve` (step by step, rank 0 only) and `boxes` (name, global shape, box, values) of all that it owns.
+    """
     from tests.mutants.patches import patched
 
     module = importlib.import_module(f"{STEP_NAMES[step - 1]}.train")
     with tempfile.TemporaryDirectory() as folder:
         config = parse(step, [*SMALL.split(), *flags.split(), "--run-dir", folder])
         config.validate(environment()[1])
-        device = __import__("torch").device("cpu")
-        mesh = build_mesh(Degrees(dp=config.dp), device, config.model_config.kv_heads)
+        mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
         with patched(mutant):
-            model = module.train(config, mesh)
-        lines = []
+            tensors = module.train(config, mesh)
+        curve = []
         if mesh.rank == 0:
             lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    owned = {p.spec.name: p.detach().numpy().copy() for p in model.parameters() if p.spec.owner}
-    return Result([line["loss"] for line in lines], [line["grad_norm"] for line in lines], owned)
+            curve = [(line["loss"], line["grad_norm"]) for line in lines]
+    boxes = []
+    for tensor in tensors:
+        spec = tensor.spec
+        if spec.owner:
+            parts = spec.boxes(tensor.detach())
+            boxes += [(spec.name, spec.global_shape, box, part.numpy().copy()) for box, part in parts]
+    return {"curve": curve, "boxes": boxes}
 
 
-def cases_on_ranks(step: int, cases: list[str], mutants: list[str | None] | None = None) -> list[Result]:
+def cases_on_ranks(step: int, cases: list[str], mutants: list[str | None]) -> list[dict]:
     """Every case in turn on this rank, within one world."""
-    return [train_case(step, flags, mutant) for flags, mutant in zip(cases, mutants or [None] * len(cases))]
+    return [train_case(step, flags, mutant) for flags, mutant in zip(cases, mutants, strict=True)]
+
+
+def run_cases(world: int, step: int, cases: list[str], mutants: list[str | None] | None = None) -> list[Result]:
+    """Train every case with the train.py of `step` on `world` ranks; the parts of all ranks put together."""
+    ranks = run_ranks(world, cases_on_ranks, step, cases, mutants or [None] * len(cases), timeout=600)
+    return [assemble(list(parts)) for parts in zip(*ranks, strict=True)]
+
+
+def assemble(parts: list[dict]) -> Result:
+    """What all ranks know, as the result of the whole run. Every element must be owned by exactly one rank."""
+    whole, owners = {}, {}
+    for name, shape, box, values in (each for part in parts for each in part["boxes"]):
+        inside = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
+        if name not in whole:
+            whole[name], owners[name] = np.full(shape, np.nan, values.dtype), np.zeros(shape, int)
+        whole[name][inside] = values[tuple(slice(0, each.stop - each.start) for each in inside)]
+        owners[name][inside] += 1
+    for name, count in owners.items():
+        assert (count == 1).all(), f"{name}: elements are owned by {count.min()} to {count.max()} ranks"
+    losses, norms = zip(*parts[0]["curve"], strict=True)
+    return Result(list(losses), list(norms), whole)
 
 
 @functools.cache
 def reference(flags: str) -> Result:
     """The same training in one process by step 1."""
-    return train_case(1, flags)
+    return assemble([train_case(1, flags)])
 
 
 def differences(result: Result, expected: Result) -> dict[str, float]:

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from tests.harness import run_ranks
-from tests.parity.runs import assert_parity, cases_on_ranks, reference
+from tests.parity.runs import assert_parity, reference, run_cases
 
 OPTIMIZERS = ("--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5")
 # What changes the training itself: both sides have it. What changes only how step 2 does it stands in LAYOUTS.
@@ -44,13 +43,13 @@ def cases_for(world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_step02_equals_step01(world):
     cases = cases_for(world)
-    results = run_ranks(world, cases_on_ranks, 2, cases, timeout=300)[0]
+    results = run_cases(world, 2, cases)
     for case, result in zip(cases, results, strict=True):
         assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
 
 
 def test_three_ranks():
     cases = [f"{training} {mode}" for training in TRAININGS[1::2] for mode in MODES]
-    results = run_ranks(3, cases_on_ranks, 2, cases)[0]
+    results = run_cases(3, 2, cases)
     for case, result in zip(cases, results, strict=True):
         assert_parity(result, reference(training_of(case)), f"3 ranks, {case}")

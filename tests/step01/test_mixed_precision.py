@@ -35,9 +35,9 @@ def train(flags: str) -> tuple[dict[str, torch.Tensor], list[dict]]:
     with tempfile.TemporaryDirectory() as folder:
         config = parse(1, [*FLAGS.split(), *flags.split(), "--run-dir", folder])
         config.validate(1)
-        model = train_module.train(config, build_mesh(Degrees(), torch.device("cpu")))
+        parameters = train_module.train(config, build_mesh(Degrees(), torch.device("cpu")))
         lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    return {p.spec.name: p.detach().clone() for p in model.parameters()}, lines
+    return {p.spec.name: p.detach().clone() for p in parameters}, lines
 
 
 # ---- Gradients ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from common.model import Decoder, cross_entropy_sum
 from common.parameter import ParameterSpec, materialise
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.tracer import Tracer
-from step02_data_parallel import wire
+from common import wire
 from step02_data_parallel.data_parallel import DataParallel
 from tests.harness import run_ranks
 

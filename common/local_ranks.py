@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from common.config import TrainConfig
-from common.process_groups import Degrees, Mesh, build_mesh, initialise
+from common.process_groups import Degrees, build_mesh, environment, initialise
 
 
 def on_ranks(world: int, function: Callable, *args, title: str = "", jobs: int = 1) -> list:
@@ -57,10 +57,11 @@ def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple) -
         torch.distributed.destroy_process_group()
 
 
-def train_quietly(train: Callable, mesh: Mesh, **flags) -> None:
+def train_quietly(train: Callable, **flags) -> None:
     """What `torchrun stepNN/train.py --flags` does after its start, on these ranks, without the progress line."""
     config = TrainConfig(device="cpu", **flags)
-    config.validate(mesh.world.size)
+    config.validate(environment()[1])
+    mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             train(config, mesh)

@@ -1,0 +1,295 @@
+"""ZeRO by hand: data parallelism in which every rank keeps 1/N of what all of them used to keep.
+
+  stage 1  the optimizer's state (and master weights): gradients are reduce-scattered, each rank updates its shard of
+           the parameters, and an all-gather brings the shards together again
+  stage 2  also the gradients: a bucket is reduce-scattered during the backward and its memory freed at once
+  stage 3  also the parameters: a layer is gathered right before it is used and freed right after
+           (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5; Zhao et al., "PyTorch FSDP", arXiv:2304.11277)
+  stage 0  none of them: step 2
+
+It is step 2 with other collectives. Weights lie in flat units, gradients in flat buffers of the same layout, and a
+shard is 1/N of a unit, wherever that cuts a matrix: every collective moves one contiguous buffer. What the optimizer
+sees are pieces of shards, one for each parameter that a shard touches: a piece's spec says which elements of which
+parameter it holds, and that is all that weight decay, the gradient norm and checkpoints need.
+
+With replicas (hybrid sharding; MiCS, Zhang et al., arXiv:2205.00119) the N ranks of a `shard` group hold the model once
+and other groups hold copies of it; the summed shards are then summed over the `replica` group as well.
+"""
+
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from common import collectives
+from common.config import TrainConfig
+from common.model import Decoder, wide
+from common.parameter import enough_memory, fill, place
+from common.process_groups import Group, Mesh
+from step02_data_parallel.data_parallel import DataParallel, fill_buckets
+
+IN_FLIGHT = 1  # reduce-scatters under way while the next bucket fills: each holds its bucket's memory
+
+
+class Unit:
+    """Parameters that are gathered, reduced and freed together, flat and padded to N equal shards.
+
+    weights   all of them; in stage 3 without memory, except between `fetch` and `free`
+    shard     this rank's 1/N of them: a part of `weights`, or in stage 3 a tensor of its own
+    gradient  all of it, in at least float32; in stages 2 and 3 from the first gradient to the reduce-scatter
+    reduced   this rank's 1/N of its sum: a part of `gradient`, or in stages 2 and 3 a tensor of its own
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], stage: int, group: Group):
+        self.parameters, self.stage, self.group = parameters, stage, group
+        share = -(-sum(parameter.numel() for parameter in parameters) // group.size)
+        self.mine = slice(group.rank * share, (group.rank + 1) * share)
+        self.weights = parameters[0].data.new_empty(share * group.size)
+        self.shard = self.weights[self.mine] if stage < 3 else self.weights.new_empty(share)
+        self.ranges, self.pieces, start = {}, [], 0
+        for parameter in parameters:
+            stop = start + parameter.numel()
+            parameter.data = self.weights[start:stop].view(parameter.shape)
+            self.ranges[parameter] = slice(start, stop)
+            low, high = max(start, self.mine.start), min(stop, self.mine.stop)
+            if low < high:  # (where in the shard, of which parameter, which elements of it)
+                where = slice(low - self.mine.start, high - self.mine.start)
+                self.pieces.append((where, parameter, (low - start, high - start)))
+            start = stop
+        self.gathering = None  # the all-gather under way or done; None: `weights` are not there
+        self.gradient, self.views, self.reduced = None, {}, None
+        self.missing = set(parameters)  # whose gradient of the last micro-batch has not come yet
+        self.work, self.summand = None, None  # the reduction under way; what it adds to `reduced`
+        if stage < 2:
+            self.allocate_gradient()
+            self.reduced = self.gradient[self.mine]
+        if stage == 3:
+            self.free()
+
+    # ---- weights ----
+
+    def fetch(self) -> None:
+        """Begin to gather the weights, unless that has happened."""
+        if self.gathering is None:
+            if self.stage == 3:
+                self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
+            self.gathering = collectives.all_gather(self.weights, self.shard, self.group, async_op=True)
+
+    def use(self) -> None:
+        """The weights are there when this returns."""
+        self.fetch()
+        self.gathering.wait()
+
+    def free(self) -> None:
+        """Stage 3: give the memory back. Parameters, and what autograd saved, are views that `fetch` refills."""
+        self.gathering = None
+        self.weights.untyped_storage().resize_(0)
+
+    # ---- gradients ----
+
+    def allocate_gradient(self) -> None:
+        self.gradient = torch.empty_like(self.weights, dtype=wide(self.weights.dtype))
+        self.views = {p: self.gradient[where].view(p.shape) for p, where in self.ranges.items()}
+
+    def reduce_scatter(self) -> None:
+        """Begin to sum the gradient over the group; this rank receives its shard of the sum."""
+        target = self.reduced
+        if self.stage >= 2:
+            target = self.gradient.new_empty(self.shard.numel())
+            if self.reduced is None:
+                self.reduced = target
+            else:  # a later micro-batch
+                self.summand = target
+        self.work = collectives.reduce_scatter(target, self.gradient, self.group, async_op=True)
+
+    def complete(self) -> None:
+        """Wait for the reduce-scatter; stages 2 and 3 free the whole gradient."""
+        self.work.wait()
+        self.work = None
+        if self.summand is not None:
+            self.reduced.add_(self.summand)
+            self.summand = None
+        if self.stage >= 2:
+            self.gradient, self.views = None, {}
+
+
+@dataclass
+class Region:
+    """A part of the model that runs in one go, from its `first` to its `last` module, and the units that it needs."""
+
+    first: nn.Module
+    last: nn.Module
+    units: list[Unit] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        modules = dict.fromkeys((self.first, self.last))
+        return [parameter for module in modules for parameter in module.parameters()]
+
+    @property
+    def backward_reads_weights(self) -> bool:
+        """An embedding's does not: it knows rows by their indices."""
+        return not isinstance(self.first, nn.Embedding)
+
+
+class Zero(DataParallel):
+    """Shards of a model on the meta device what `config.zero` says, and gives it its initial values.
+
+    `shards` are the tensors that this rank updates: one-dimensional pieces of parameters, with specs as those have.
+    """
+
+    def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):
+        self.stage = config.zero
+        self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
+        self.last_micro_batch, self.in_flight = True, deque()
+        with enough_memory(model, mesh.device):
+            like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
+            place(model, lambda parameter: like.expand(parameter.shape))  # shapes without memory: units bring it
+            self.regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
+            self.regions += [Region(layer, layer) for layer in model.layers.values()]
+            self.regions += [Region(model.norm, model.head)] if model.has_head else []
+            parameters = list(model.parameters())
+            if self.stage == 3:  # a unit for each region
+                groups, seen = [], set()
+                for region in self.regions:
+                    own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first's
+                    groups.insert(0, own[::-1])
+                    seen.update(own)
+            else:
+                groups = fill_buckets(parameters, config.dp_mode, config.bucket_mb)
+            units = [Unit(group, self.stage, mesh.shard) for group in groups]
+            super().__init__(parameters, mesh.replica, config.dp_mode, buckets=units)
+            for index, region in enumerate(self.regions):
+                region.units = list(dict.fromkeys(self.bucket_of[parameter] for parameter in region.parameters))
+                self._watch(region, index)
+            self.shards = []
+            for unit in units:
+                for where, parameter, piece in unit.pieces:
+                    self.shards.append(unit.shard[where])
+                    self.shards[-1].spec = replace(parameter.spec, piece=piece)
+            fill(model, self.shards, config.seed, config.init_from)
+
+    # ---- weights: gathered when they are needed ----------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """At the start of a step: the shards are new. Stages 1 and 2 gather all of them, stage 3 those of the first
+        region. The forward waits for them region by region, so that later ones arrive while earlier ones run.
+        """
+        for unit in reversed(self.buckets):  # in the order of the forward
+            unit.gathering = None
+            if self.stage < 3:
+                unit.fetch()
+        self._fetch(0)
+
+    def _watch(self, region: Region, index: int) -> None:
+        region.first.register_forward_pre_hook(lambda module, inputs: self._before_forward(index, inputs[0]))
+        if self.stage == 3:
+            region.last.register_forward_hook(lambda module, inputs, output: self._after_forward(index, output))
+
+    def _before_forward(self, index: int, x: torch.Tensor) -> None:
+        for unit in self.regions[index].units:
+            unit.use()
+        if self.stage == 3:
+            self._fetch(index + 1)  # prefetch: the next one arrives while this one computes
+            if index == 0 and x.requires_grad:  # a later pipeline stage: its backward ends at its input
+                x.register_hook(lambda gradient: self._between_backwards(0))
+
+    def _after_forward(self, index: int, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._between_backwards(index + 1))
+        if index + 1 < len(self.regions) or not output.requires_grad:  # the backward begins with the last one: it stays
+            self._free(index)
+
+    def _between_backwards(self, index: int) -> None:
+        """The backward of region `index` is over, that of `index - 1` begins (with its recomputation, if any)."""
+        if index < len(self.regions):
+            self._free(index)
+        if index > 0 and self.regions[index - 1].backward_reads_weights:
+            for unit in self.regions[index - 1].units:
+                unit.use()
+            self._fetch(index - 2, backward=True)
+        if index < len(self.regions) and self.synchronising:
+            # Not when the last gradient came, as in stages 1 and 2: a rank on which some weight is not used would issue
+            # this among other gathers than its peers.
+            for unit in self.buckets[self.launched : len(self.regions) - index]:
+                self._launch(unit)
+
+    def _fetch(self, index: int, backward: bool = False) -> None:
+        if self.stage == 3 and 0 <= index < len(self.regions):
+            if self.regions[index].backward_reads_weights or not backward:
+                for unit in self.regions[index].units:
+                    unit.fetch()
+
+    def _free(self, index: int) -> None:
+        for unit in self.regions[index].units:
+            unit.free()
+
+    # ---- gradients: summed into shards -------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, active: bool = True):
+        """As in step 2, while `active` gradients only accumulate; but where each micro-batch is reduce-scattered,
+        `active` only tells that this is not the last one.
+        """
+        self.last_micro_batch = not active
+        with super().no_sync(active and not self.each_micro_batch):
+            yield
+            if self.each_micro_batch:
+                self._end_of_backward()
+        self.last_micro_batch = True
+
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters."""
+        unit = self.bucket_of[parameter]
+        if unit.gradient is None:
+            if parameter in self.filled:
+                raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was reduced")
+            unit.allocate_gradient()
+        super().accumulate(parameter, gradient)
+
+    def _launch_complete(self) -> None:
+        if self.stage < 3:
+            super()._launch_complete()
+
+    def _launch(self, unit: Unit) -> None:
+        if unit.gradient is None:  # not used on this rank in this micro-batch
+            unit.allocate_gradient()
+        for parameter in unit.views.keys() - self.filled:
+            unit.views[parameter].zero_()
+        unit.reduce_scatter()
+        self.in_flight.append(unit)
+        self.launched += 1
+        while len(self.in_flight) > (IN_FLIGHT if unit.group.size > 1 else 0):
+            self._complete()
+
+    def _complete(self) -> None:
+        unit = self.in_flight.popleft()
+        unit.complete()
+        if self.last_micro_batch:  # hybrid sharding, or stage 0, where the replicas are all ranks: it is step 2's sum
+            unit.work = collectives.all_reduce(unit.reduced, self.group, async_op=self.mode != "naive")
+
+    def _end_of_backward(self) -> None:
+        """Launch what is left, wait for all, and be ready for another micro-batch."""
+        for unit in self.buckets[self.launched :]:
+            self._launch(unit)
+        while self.in_flight:
+            self._complete()
+        for unit in self.buckets:
+            unit.missing = set(unit.parameters)
+        self.filled.clear()
+        self.launched = 0
+
+    def finish(self) -> list[torch.Tensor]:
+        """After the last backward: the summed gradients, one for each of `shards`."""
+        if not self.each_micro_batch:
+            self._end_of_backward()
+        gradients = []
+        for unit in self.buckets:
+            unit.work.wait()
+            unit.work = None
+            gradients += [unit.reduced[where] for where, _, _ in unit.pieces]
+            if self.stage >= 2:
+                unit.reduced = None  # the list is the last that holds it
+        return gradients
