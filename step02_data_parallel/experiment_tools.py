@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common import wire
 from common.config import TrainConfig
+from common.local_ranks import train_quietly
 from common.model import Decoder
 from common.process_groups import Mesh
 from step01_single_gpu.experiment_tools import compared, table
-from common import wire
-from common.local_ranks import train_quietly
 from step02_data_parallel.train import train
 
 figures = Path(__file__).resolve().parent / "figures"  # where finish_figure writes

@@ -9,6 +9,7 @@ import torch
 from common import compare
 from common.config import TrainConfig
 from common.data import load_batches
+from common.local_ranks import on_ranks
 from common.model import Decoder, cross_entropy_sum
 from common.parameter import materialise
 from common.process_groups import Mesh
@@ -25,7 +26,6 @@ from step02_data_parallel.experiment_tools import (
     run_jobs,
     tensor_sizes,
 )
-from common.local_ranks import on_ranks
 
 
 def traffic(quick: bool) -> None:

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from common.config import TrainConfig
+from common.local_ranks import on_ranks
 from common.trace_report import StepRow, Trace, difference, length, mean, read_trace, report
 from common.trace_timeline import draw_timelines
 from step02_data_parallel import predictions
@@ -20,7 +21,6 @@ from step02_data_parallel.experiment_tools import (
     tensor_sizes,
 )
 from step02_data_parallel.experiments_numbers import gradient_calls
-from common.local_ranks import on_ranks
 
 LINK = "2000,0.2"  # 2 ms a message, 0.2 GB/s: to this model's backward what a real network is to a large model's
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import collectives
+from common import collectives, wire
 from common.config import Link
 from common.process_groups import CommunicationError, Degrees, Group, build_mesh
-from common import wire
 from tests.harness import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)

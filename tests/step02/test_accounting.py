@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import collectives
+from common import collectives, wire
 from common.config import ModelConfig
 from common.model import Decoder, cross_entropy_sum
 from common.parameter import ParameterSpec, materialise
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.tracer import Tracer
-from common import wire
 from step02_data_parallel.data_parallel import DataParallel
 from tests.harness import run_ranks
 
