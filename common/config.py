@@ -155,6 +155,12 @@ class TrainConfig:
         ("micro-batch", "step"),
     )
 
+    tp: int = flag(1, 4, "tensor parallelism: ranks that share every layer")
+    sequence_parallel: bool = flag(True, 4, "with --tp: split norms and residuals along the sequence")
+    tp_mode: str = flag(
+        "overlap", 4, "collectives as single operators, behind matmuls, or in chunks", ("plain", "overlap", "chunked")
+    )
+
     # ---- derived ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -232,10 +238,12 @@ class TrainConfig:
             )
         if self.step_name == "step01_single_gpu" and world_size > 1:
             raise UsageError(f"{self.step_name} is one process, not {world_size}; step02_data_parallel takes several")
+        self._validate_tp()
         if self.dp is None:
-            self.dp = world_size
-        if self.dp != world_size:
-            raise UsageError(f"--dp {self.dp} does not equal the world size {world_size}")
+            self.dp = max(1, world_size // self.tp)
+        if self.tp * self.dp != world_size:
+            tp = f"--tp {self.tp} x " if self.tp > 1 else ""
+            raise UsageError(f"{tp}--dp {self.dp} does not equal the world size {world_size}")
         if self.global_batch % (self.micro_batch * self.dp):
             raise UsageError(
                 f"--global-batch {self.global_batch} is not divisible by "
@@ -264,6 +272,16 @@ class TrainConfig:
         if self.resume == "auto" and self.run_dir is None:
             raise UsageError("--resume auto looks into --run-dir, which is missing")
 
+    def _validate_tp(self) -> None:
+        model = self.model_config
+        for name in ("heads", "ffn"):
+            if getattr(model, name) % self.tp:
+                raise UsageError(f"--tp {self.tp} does not divide --{name} {getattr(model, name)}")
+        if model.kv_heads % self.tp and self.tp % model.kv_heads:
+            raise UsageError(f"--tp {self.tp} and --kv-heads {model.kv_heads}: one must divide the other")
+        if self.tp > 1 and self.sequence_parallel and self.seq_len % self.tp:
+            raise UsageError(f"--tp {self.tp} does not divide --seq-len {self.seq_len} (or use --no-sequence-parallel)")
+
 
 _AT_LEAST = {
     "seq_len": 1,
@@ -277,4 +295,5 @@ _AT_LEAST = {
     "save_every": 0,
     "dp": 1,
     "zero_replicas": 1,
+    "tp": 1,
 }

@@ -4,6 +4,7 @@ Pre-norm blocks of grouped-query attention (arXiv:2305.13245) with rotary embedd
 (arXiv:2002.05202), RMSNorm (arXiv:1910.07467), embedding tied to the head or not. It knows nothing of parallelism:
   - it is built for a range of layers, so that a pipeline stage is the same class;
   - attention takes its core, (q, k, v) -> output, as an argument, so that context parallelism can bring another;
+  - linear layers with a common input are called together (`project`), so that tensor parallelism can join them;
   - stored weights are never fused, so that each one has a single box.
 What needs range is computed in `promote_types(dtype, float32)`: norm statistics, rotary tables, softmax, loss.
 """
@@ -84,12 +85,17 @@ def fused_attention(q, k, v):
 ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
 
 
+def project(x, linears):
+    """Several linear layers of one input. A function of its own so that they can share what happens to the input."""
+    return [linear(x) for linear in linears]
+
+
 class Attention(nn.Module):
     """Grouped-query causal self-attention around an exchangeable core."""
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
-        self.head_width, self.core = config.head_width, core
+        self.head_width, self.core, self.project = config.head_width, core, project
         self.q_proj = nn.Linear(config.hidden, config.heads * config.head_width, bias=False)
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
@@ -99,7 +105,7 @@ class Attention(nn.Module):
         def split(y):  # (batch, seq, heads * d) -> (batch, heads, seq, d)
             return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
-        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        q, k, v = map(split, self.project(x, (self.q_proj, self.k_proj, self.v_proj)))
         out = self.core(rotate(q, *rope), rotate(k, *rope), v)  # (batch, heads, seq, d)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
@@ -109,12 +115,14 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden: int, ffn: int):
         super().__init__()
+        self.project = project
         self.gate_proj = nn.Linear(hidden, ffn, bias=False)
         self.up_proj = nn.Linear(hidden, ffn, bias=False)
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x):  # (batch, seq, hidden) -> (batch, seq, hidden)
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x, (self.gate_proj, self.up_proj))  # (batch, seq, ffn) each
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 
 from common import collectives
 from common.config import UsageError
-from common.process_groups import Group
+from common.process_groups import Group, Mesh
 
 CHUNK = 1 << 22  # elements drawn at once, so that temporaries stay small however large the tensor is
 
@@ -197,6 +197,19 @@ def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
     bits = bits ^ _shift_right(bits, 31)
     uniform = (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # exact, so never 0 or 1
     return torch.special.ndtri(uniform).to(torch.float32)
+
+
+def sum_extra_groups(parameters: list[torch.Tensor], gradients: list[torch.Tensor], mesh: Mesh) -> None:
+    """Add up, in place, the gradients of which the ranks of another group hold summands too: `spec.extra_group`.
+
+    After the sum over the data-parallel ranks; sums commute. One all-reduce for each such group.
+    """
+    for name in sorted({parameter.spec.extra_group or "" for parameter in parameters} - {""}):
+        partial = [g for p, g in zip(parameters, gradients, strict=True) if p.spec.extra_group == name]
+        joined = torch.cat([gradient.flatten() for gradient in partial])
+        collectives.all_reduce(joined, getattr(mesh, name))
+        parts = joined.split([gradient.numel() for gradient in partial])
+        torch._foreach_copy_(partial, [part.view_as(gradient) for part, gradient in zip(parts, partial, strict=True)])
 
 
 def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor], world: Group) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Degrees:
     @classmethod
     def of(cls, config: TrainConfig) -> "Degrees":
         """The degrees of a validated configuration. Without ZeRO all data-parallel ranks hold copies."""
-        return cls(dp=config.dp, zero_replicas=config.zero_replicas if config.zero else config.dp)
+        return cls(tp=config.tp, dp=config.dp, zero_replicas=config.zero_replicas if config.zero else config.dp)
 
     @property
     def world(self) -> int:

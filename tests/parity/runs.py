@@ -76,7 +76,7 @@ def assemble(parts: list[dict]) -> Result:
         inside = tuple(slice(start, min(stop, size)) for (start, stop), size in zip(box, shape, strict=True))
         if name not in whole:
             whole[name], owners[name] = np.full(shape, np.nan, values.dtype), np.zeros(shape, int)
-        whole[name][inside] = values[tuple(slice(0, each.stop - each.start) for each in inside)]
+        whole[name][inside] = values[tuple(slice(0, max(0, each.stop - each.start)) for each in inside)]
         owners[name][inside] += 1
     for name, count in owners.items():
         assert (count == 1).all(), f"{name}: elements are owned by {count.min()} to {count.max()} ranks"
