@@ -134,6 +134,8 @@ class TrainConfig:
     timeout: float = flag(600.0, 1, "seconds after which a collective that does not complete is an error")
     run_dir: str | None = flag(None, 1, "folder for config.json, metrics.jsonl, trace.json and checkpoints/")
     save_every: int = flag(0, 1, "write a checkpoint every so many steps (0: never)")
+    keep: int = flag(0, 1, "remove older checkpoints once so many newer ones are complete (0: keep all)")
+    async_save: bool = flag(False, 1, "write checkpoints in the background, from a copy in CPU memory")
     resume: str | None = flag(None, 1, "go on from a checkpoint: its path, or 'auto' for the newest of --run-dir")
     trace: str | None = flag(None, 1, "FIRST:LAST, the steps to trace into trace.json (LAST is included)")
     profile: bool = flag(False, 1, "also run torch.profiler over the traced steps")
@@ -265,6 +267,9 @@ class TrainConfig:
         for name in ("save_every", "trace", "profile", "memory_snapshot"):
             if getattr(self, name) and self.run_dir is None:
                 raise UsageError(f"--{name.replace('_', '-')} needs --run-dir to write to")
+        for name in ("keep", "async_save"):
+            if getattr(self, name) and not self.save_every:
+                raise UsageError(f"--{name.replace('_', '-')} needs --save-every, which writes checkpoints")
         if (self.profile or self.memory_snapshot) and self.trace is None:
             raise UsageError("--profile and --memory-snapshot cover the steps of --trace FIRST:LAST, which is missing")
         if self.profile and self.measure_memory:
@@ -281,6 +286,8 @@ class TrainConfig:
             raise UsageError(f"--tp {self.tp} and --kv-heads {model.kv_heads}: one must divide the other")
         if self.tp > 1 and self.sequence_parallel and self.seq_len % self.tp:
             raise UsageError(f"--tp {self.tp} does not divide --seq-len {self.seq_len} (or use --no-sequence-parallel)")
+        if self.tp_mode == "chunked" and not self.sequence_parallel:
+            raise UsageError("--tp-mode chunked splits gathers along the sequence: it needs --sequence-parallel")
 
 
 _AT_LEAST = {
@@ -293,6 +300,7 @@ _AT_LEAST = {
     "clip": 0,
     "seed": 0,
     "save_every": 0,
+    "keep": 0,
     "dp": 1,
     "zero_replicas": 1,
     "tp": 1,

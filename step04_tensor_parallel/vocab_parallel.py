@@ -51,8 +51,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):  # softmax minus one at the target
         probabilities, local, elsewhere = ctx.saved_tensors
         one = (~elsewhere).to(probabilities.dtype).unsqueeze(-1)
-        result = probabilities.scatter_add(-1, local, -one).mul_(gradient.unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None, None
+        # in place: it is the largest tensor there is
+        probabilities.scatter_add_(-1, local, -one).mul_(gradient.unsqueeze(-1))
+        return probabilities.to(ctx.dtype), None, None, None, None
 
 
 def vocab_parallel_cross_entropy_sum(logits, targets, vocab: int, group: Group):
