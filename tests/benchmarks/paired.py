@@ -6,13 +6,17 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from common.memory import MemoryMeter
+
 RESULTS = Path(__file__).parent / "results"
+MEMORY_WARMUP, MEMORY_STEPS = 2, 3
 
 
 @dataclass
@@ -53,6 +57,22 @@ def time_pairs(ours, peer, pairs: int, warmup: int = 3) -> list[tuple[float, flo
             times.append((seconds[ours], seconds[peer]))
     gc.enable()
     return times
+
+
+def peak_bytes(step, device: torch.device) -> int:
+    """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process."""
+    warnings.filterwarnings("ignore", message="Memory block of unknown size")
+    peaks, meter = [], MemoryMeter(device)
+    for _ in range(MEMORY_WARMUP):
+        step()
+    for _ in range(MEMORY_STEPS):
+        gc.collect()
+        dist.barrier()
+        # Not subclasses: a DTensor has no memory, and its local tensor is in this list as well
+        with meter.measure(o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)) as measured:
+            step()
+        peaks.append(measured.peak_bytes)
+    return statistics.median(peaks)
 
 
 def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:

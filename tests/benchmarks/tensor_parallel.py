@@ -1,0 +1,157 @@
+"""Step 4 against DTensor: same model, same batch, same optimizer, taking turns in one run.
+
+    python -m tests.benchmarks.tensor_parallel                     # 2 and 4 gloo ranks, 30 pairs each
+    python -m tests.benchmarks.tensor_parallel --ranks 2 --modes plain overlap --pairs 10
+
+The peer is `parallelize_module` with its column- and row-wise styles, sequence parallel and loss parallel, laid out as
+PyTorch's tutorial does. Each timed call is a whole training step: forward, backward, clipping by the global norm,
+AdamW. Memory is measured apart from that, with one side alone in its processes.
+"""
+
+import argparse
+import dataclasses
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from common.config import ModelConfig, TrainConfig
+from common.model import Decoder
+from common.parameter import gradient_norm, materialise, sum_extra_groups
+from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.mixed_precision import Gradients, Optimizer, clip_factor
+from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
+from tests.benchmarks.paired import keep, peak_bytes, summarise, time_pairs
+from tests.harness import run_ranks
+
+# 38 M parameters; long enough sequences that activations, which is what travels here, matter
+MODEL = ModelConfig(vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1536, tie_embeddings=False)
+SEQ, BATCH = 256, 2
+MODES = ("plain", "overlap", "chunked")
+
+
+def our_step(mode: str, mesh, tokens, targets):
+    """One training step of step 4 as a function without arguments."""
+    config = TrainConfig(tp=mesh.tp.size, dp=1, tp_mode=mode)
+    config.__dict__["model_config"] = MODEL
+    model = Decoder(MODEL)
+    apply_tensor_parallel(model, config, mesh)
+    materialise(model, 0, torch.float32, mesh.device)
+    parameters = list(model.parameters())
+    gradients, optimizer = (
+        Gradients(parameters),
+        Optimizer(parameters, config),
+    )
+
+    def step():
+        loss = vocab_parallel_cross_entropy_sum(model(tokens), targets, MODEL.vocab, mesh.tp) / targets.numel()
+        loss.backward()
+        summed = gradients.finish()
+        sum_extra_groups(parameters, summed, mesh)
+        norm = gradient_norm(parameters, summed, mesh.world).item()
+        optimizer.step(summed, config.lr, clip_factor(norm, config.clip))
+        return loss.item()
+
+    return step
+
+
+def peer_step(mode: str, mesh, tokens, targets):
+    """The same with DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    config, model = TrainConfig(), Decoder(MODEL)
+    materialise(model, 0, torch.float32, mesh.device)
+    ranks = init_device_mesh(mesh.device.type, (mesh.tp.size,))
+    ends = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, ranks, ends)
+
+    def gathered(*others):
+        """The input of a block, which is cut along the sequence, in one piece; other inputs as they are."""
+        return PrepareModuleInput(
+            input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others), use_local_output=True
+        )
+
+    plan = {"attention": gathered(None), "mlp": gathered()}
+    plan |= {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}
+    plan |= {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o_proj", "mlp.down_proj")}
+    for layer in model.layers.values():
+        parallelize_module(layer, ranks, plan)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
+
+    def step():
+        with loss_parallel():
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.full_tensor().item()
+
+    return step
+
+
+def on_rank(mode: str, pairs: int, sides: tuple[str, ...]):
+    """With both sides: their times on this rank, and how far their losses are apart. With one: its peak bytes."""
+    mesh = build_mesh(Degrees(tp=dist.get_world_size()), torch.device("cpu"))
+    tokens = torch.randint(MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    run = (mode, mesh, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    build = {"ours": our_step, "peer": peer_step}
+    steps = [build[side](*run) for side in sides]
+    if len(steps) == 1:
+        return peak_bytes(steps[0], mesh.device)
+    losses = [], []
+    times = time_pairs(lambda: losses[0].append(steps[0]()), lambda: losses[1].append(steps[1]()), pairs)
+    return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
+
+
+def main() -> None:
+    from tests.benchmarks.tensor_parallel import on_rank  # by the name under which ranks can import it
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    arguments = parser.parse_args()
+    rows = {}
+    print("step 4 / DTensor: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
+    for world in arguments.ranks:
+        peer = max(run_ranks(world, on_rank, "", 0, ("peer",), timeout=1800))
+        for mode in arguments.modes:
+            ours = max(run_ranks(world, on_rank, mode, 0, ("ours",), timeout=1800))
+            per_rank = run_ranks(world, on_rank, mode, arguments.pairs, ("ours", "peer"), timeout=1800)
+            ratio, gap = summarise([times for times, _ in per_rank]), max(gap for _, gap in per_rank)
+            print(f"  {world} ranks, --tp-mode {mode}   first losses differ by {gap:.1e}")
+            print(f"    throughput {ratio}")
+            print(f"    memory     {ours / peer:.3f}  {ours / 1e6:.1f} MB against {peer / 1e6:.1f} MB", flush=True)
+            if not gap < 1e-3:
+                raise SystemExit("the two sides do not train the same model")
+            rows[f"{mode}_{world}_ranks"] = dataclasses.asdict(ratio) | {
+                "memory_ratio": ours / peer,
+                "ours_peak_bytes": ours,
+                "peer_peak_bytes": peer,
+                "first_losses_differ_by": gap,
+            }
+    print(f"written: {keep('tensor_parallel', rows)}")
+
+
+if __name__ == "__main__":
+    main()
