@@ -25,7 +25,7 @@ DEGREES = ("dp", "zero", "tp", "pp", "cp", "ep")
 MODES = {"dp": ("dp_mode",), "pp": ("schedule",), "cp": ("cp_mode",)}
 # What says where and how a run was recorded. Anything else in config.json that differs is worth a note.
 BOOKKEEPING = {
-    *("run_dir", "save_every", "keep", "resume", "trace", "profile", "memory_snapshot", "measure_memory"),
+    *("run_dir", "save_every", "keep", "async_save", "resume", "trace", "profile", "memory_snapshot", "measure_memory"),
     *("device", "timeout", "peak_tflops", "link", "layer_delay", "peak_flops", "peak_source", "step_name"),
     *("model_flops_per_step", "hardware_flops_per_step", "world_size", "degrees"),
     *("torch_version", "python_version"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint
+from common import checkpoint, checkpoint_files
 from common.checkpoint import Slice
 from common.command_line import OneLineParser
 from common.config import ModelConfig, RopeScaling, UsageError
@@ -27,7 +27,7 @@ def export_checkpoint(source: str, out: str) -> Path:
     Raises UsageError when there is none, when it is damaged, or when `out` exists already.
     """
     try:
-        folder = checkpoint.resolve(os.path.join(".", source), None)  # a folder called auto is a folder
+        [folder] = checkpoint_files.candidates(os.path.join(".", source), None)  # a folder called auto is a folder
     except UsageError as error:
         raise UsageError(str(error).removeprefix("--resume ")) from None
     try:

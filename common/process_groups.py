@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -203,18 +204,41 @@ def initialise(device: str = "auto", timeout: float = 600.0, init_method: str = 
         return chosen
     own_gpu = use_cuda and int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) <= torch.cuda.device_count()
     options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if own_gpu else {"backend": "gloo"}
+    options |= {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
     try:
-        dist.init_process_group(
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-            **options,
-        )
+        store, *_ = next(dist.rendezvous(init_method, rank, world_size, timeout=options["timeout"]))
+        store.set_timeout(options["timeout"])
+        if dist.is_torchelastic_launched():
+            store = _part_of_this_start(store, rank, world_size, timeout)
+        dist.init_process_group(store=store, **options)
         _meet()
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(f"rendezvous of {world_size} ranks failed: {first_line(error)}") from error
     return chosen
+
+
+def _part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """The part of torchrun's store that no earlier start of these ranks has written to.
+
+    torchrun restarts ranks on the same store, and what dead ranks left there leads to nobody. Counting restarts does
+    not help, as every node counts its own (pytorch issue 135712). So each rank asks under a new name, and rank 0
+    answers with the name of the part. It also answers what dead ranks have asked: nobody reads that.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"question/{rank}", name)
+        part = dist.PrefixStore(store.get(f"answer/{name}").decode(), store)
+        part.add("arrived", 1)
+        return part
+    part, end = dist.PrefixStore(name, store), time.monotonic() + timeout
+    while (arrived := part.add("arrived", 0)) < world_size - 1:
+        for question in [f"question/{each}" for each in range(1, world_size)]:
+            if store.check([question]):
+                store.set(f"answer/{store.get(question).decode()}", name)
+        if time.monotonic() > end:
+            raise RuntimeError(f"only {arrived + 1} ranks came within {timeout:g} s")
+        time.sleep(0.01)
+    return part
 
 
 def build_mesh(
@@ -298,7 +322,8 @@ def end_cleanly(job) -> None:
         _report_once(f"error: {error}", rank, world_size)
     except CommunicationError as error:
         status = 1
-        print(f"rank {rank}: lost contact with another rank: {first_line(error)}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"rank {rank}: lost contact with another rank: {first_line(error)}\n")  # in one piece
+        sys.stderr.flush()
         time.sleep(LINGER)
     except KeyboardInterrupt:
         status = 130
@@ -326,6 +351,7 @@ def _report_once(line: str, rank: int, world_size: int) -> None:
         print(line, file=sys.stderr, flush=True)
         return
     patience = LINGER if dist.is_initialized() else START_GRACE
+    counter = "usage_errors/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
     try:
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
@@ -333,10 +359,10 @@ def _report_once(line: str, rank: int, world_size: int) -> None:
             hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = dist.TCPStore(*address, world_size, rank == 0 and not hosted, timedelta(seconds=patience))
-        if store.add("usage_errors", 1) == 1:
+        if store.add(counter, 1) == 1:
             print(line, file=sys.stderr, flush=True)
         end = time.monotonic() + patience
-        while store.add("usage_errors", 0) < world_size and time.monotonic() < end:
+        while store.add(counter, 0) < world_size and time.monotonic() < end:
             time.sleep(0.02)
         time.sleep(0.2)  # rank 0 may hold the store that the others are still reading
     except (RuntimeError, KeyError, ValueError):  # no launcher to be reached: one rank speaks

@@ -17,7 +17,7 @@ from common.parameter import gradient_norm, materialise
 from common.process_groups import Mesh, run
 from common.run_record import TrainingRecord
 from common.tracer import Tracer
-from step01_single_gpu.checkpointing import resume, save
+from step01_single_gpu.checkpointing import Checkpoints
 from step01_single_gpu.mixed_precision import Gradients, LossScaler, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 
@@ -34,7 +34,8 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     gradients = Gradients(parameters)
     optimizer, scaler = Optimizer(parameters, config), LossScaler(config.torch_dtype)
 
-    first_step = resume(config, mesh, batches, optimizer, scaler)
+    checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
+    first_step = checkpoints.resume()
     record = TrainingRecord(config, mesh, batches, first_step)
     tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
 
@@ -62,7 +63,8 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
                     optimizer.step(summed, lr, factor)  # empties the list
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
 
-        save(config, mesh, batches, optimizer, scaler, step + 1)
+        checkpoints.save(step + 1)
+    checkpoints.close()
     tracer.close()
     record.close()
     return parameters

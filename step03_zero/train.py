@@ -17,7 +17,7 @@ from common.parameter import gradient_norm
 from common.process_groups import Mesh, run
 from common.run_record import TrainingRecord
 from common.tracer import Tracer
-from step01_single_gpu.checkpointing import resume, save
+from step01_single_gpu.checkpointing import Checkpoints
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 from step03_zero.zero import Zero
@@ -34,7 +34,8 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     parameters = zero.shards  # from here on, a rank knows only its own: pieces of the model's parameters
     optimizer, scaler = Optimizer(parameters, config), LossScaler(config.torch_dtype)
 
-    first_step = resume(config, mesh, batches, optimizer, scaler)
+    checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
+    first_step = checkpoints.resume()
     record = TrainingRecord(config, mesh, batches, first_step)
     tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
 
@@ -68,7 +69,8 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
 
-        save(config, mesh, batches, optimizer, scaler, step + 1)
+        checkpoints.save(step + 1)
+    checkpoints.close()
     tracer.close()
     record.close()
     return parameters

@@ -14,16 +14,17 @@ import pytest
 from tests.harness import ROOT, run_command, torchrun
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic --device cpu".split()
-SCRIPT = "step02_data_parallel/train.py"
+SCRIPT = "step03_zero/train.py"
+SAVING = "--zero 3 --global-batch 6 --steps 160 --save-every 20".split()  # on three ranks
 
 
-def start(ranks: int, folder: Path, *flags: str) -> subprocess.Popen:
-    """torchrun in the background, its output in folder/log."""
+def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> subprocess.Popen:
+    """torchrun in the background, its output in folder/log. `launch`: its last arguments, the script among them."""
     folder.mkdir(exist_ok=True, parents=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     with open(folder / "log", "w") as log:
         return subprocess.Popen(
-            [*launcher, SCRIPT, *SMALL, "--run-dir", str(folder), *flags],
+            [*launcher, *launch, *SMALL, "--run-dir", str(folder), *flags],
             **{
                 "cwd": ROOT,
                 "stdout": log,
@@ -71,26 +72,65 @@ def curve(folder: Path) -> list[tuple]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_done(folder)]
 
 
-def test_killed_rank_ends_the_others_and_the_run_resumes(tmp_path):
-    flags = ["--steps", "400", "--save-every", "20"]
-    whole = tmp_path / "whole"
-    assert torchrun(4, SCRIPT, *SMALL, *flags, "--run-dir", whole).returncode == 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[tuple]:
+    """The curve of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert torchrun(3, SCRIPT, *SMALL, *SAVING, "--run-dir", folder).returncode == 0
+    return curve(folder)
 
-    broken = tmp_path / "broken"
-    process = start(4, broken, *flags)
-    wait_for(lambda: len(steps_done(broken)) >= 45, process)
-    os.kill(rank_processes(process)[2], signal.SIGKILL)
+
+def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
+    process = start(3, tmp_path, *SAVING, "--async-save")
+    wait_for(lambda: len(steps_done(tmp_path)) >= 45, process)
+    os.kill(rank_processes(process)[1], signal.SIGKILL)
     killed = time.monotonic()
     assert process.wait(timeout=30) == 1
     assert time.monotonic() - killed < 15
-    log = (broken / "log").read_text()
+    log = (tmp_path / "log").read_text()
     lost = re.findall(r"rank (\d): lost contact with another rank", log)
-    assert lost and "2" not in lost, log
-    assert re.search(r"rank\s*: 2 \(local_rank: 2\)\s+exitcode\s*: -9", log), "the launcher blames the rank that died"
+    assert lost and "1" not in lost, log
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: -9", log), "the launcher blames the rank that died"
 
-    resumed = torchrun(4, SCRIPT, *SMALL, *flags, "--run-dir", broken, "--resume", "auto")
+    resumed = torchrun(3, SCRIPT, *SMALL, *SAVING, "--run-dir", tmp_path, "--resume", "auto")
     assert resumed.returncode == 0, resumed.stderr
-    assert curve(broken) == curve(whole), "bit for bit, each step once"
+    assert curve(tmp_path) == whole, "bit for bit, each step once"
+
+
+DIES_WHILE_IT_SAVES = """
+import os, runpy, signal, sys
+import torch.distributed.checkpoint as dcp
+
+marker = sys.argv[1]
+sys.argv = sys.argv[2:]
+write_data = dcp.FileSystemWriter.write_data
+
+def write_and_die(writer, *args):
+    result = write_data(writer, *args)
+    if os.environ["RANK"] == "1" and "step-00000040" in str(writer.path) and not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)  # all is written, but not yet complete
+    return result
+
+dcp.FileSystemWriter.write_data = write_and_die
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_torchrun_restarts_what_was_killed(whole, tmp_path):
+    """A rank is killed while it saves, and in the next round another one in the middle of a step."""
+    wrapper, marker = tmp_path / "dies_while_it_saves.py", tmp_path / "marker"
+    wrapper.write_text(DIES_WHILE_IT_SAVES)
+    launch = ("--max-restarts", "3", str(wrapper), str(marker), SCRIPT)
+    process = start(3, tmp_path, *SAVING, "--keep", "2", "--resume", "auto", launch=launch)
+    wait_for(lambda: marker.exists() and len(steps_done(tmp_path)) >= 65, process)
+    os.kill(rank_processes(process)[0], signal.SIGKILL)
+    log = tmp_path / "log"
+    assert process.wait(timeout=90) == 0, log.read_text()
+    assert re.findall(r"exitcode: (-9)\) local_rank: (\d)", log.read_text()) == [("-9", "1"), ("-9", "0")]
+    assert log.read_text().count("step  24/160") == 2, "what was half saved at 40 was not taken for a checkpoint"
+    assert curve(tmp_path) == whole, "bit for bit, each step once"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000140", "step-00000160"]
 
 
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
@@ -115,7 +155,7 @@ def test_interrupt_ends_cleanly(tmp_path, ranks):
     process.wait(timeout=20)
     log = (tmp_path / "log").read_text()
     assert "interrupted" in log
-    assert 'step02_data_parallel/train.py", line' not in log, "no traceback of ours"
+    assert 'step03_zero/train.py", line' not in log, "no traceback of ours"
     assert steps_done(tmp_path)
 
 
@@ -136,7 +176,7 @@ BAD_INPUT = [
     ("--dp 3", "--dp 3"),
     ("--global-batch 7", "--global-batch 7 is not divisible by"),
     ("--heads 5", "--heads 5 does not divide --hidden 32"),
-    ("--tp 2", "--tp is not a flag of step02_data_parallel"),
+    ("--tp 2", "--tp is not a flag of step03_zero"),
     ("--data /no/such/file.txt", "--data /no/such/file.txt"),
     ("--resume /no/such/checkpoint", "/no/such/checkpoint"),
     ("--data README.md --vocab 384 --global-batch 9999 --micro-batch 1", "corpus too small for the batch"),
@@ -152,10 +192,10 @@ def test_bad_input_is_one_line_and_status_2_on_all_ranks():
         assert expected in done.stderr
 
 
-@pytest.mark.parametrize("flags", ["--global-batch 7", "--data /no/such/file.txt"])
-def test_bad_input_under_torchrun(flags):
-    done = torchrun(2, SCRIPT, *SMALL, *flags.split())
-    assert done.stderr.count("error: --") == 1, "one rank prints it"
+@pytest.mark.parametrize(("restarts", "flags"), [(1, "--global-batch 7"), (0, "--data /no/such/file.txt")])
+def test_bad_input_under_torchrun(restarts, flags):
+    done = torchrun(2, f"--max-restarts={restarts}", SCRIPT, *SMALL, *flags.split())
+    assert done.stderr.count("error: --") == 1 + restarts, "one rank prints it"
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
 
 

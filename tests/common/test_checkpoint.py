@@ -1,17 +1,21 @@
 """Checkpoints: any layout into any other, complete or not there at all, one clear line for every fault."""
 
+import io
 import json
 import math
 import resource
+import shutil
 import sys
+import threading
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from torch import nn
 
-from common import checkpoint
+from common import checkpoint, checkpoint_files, collectives
 from common.checkpoint import Slice
 from common.config import UsageError
 from common.parameter import ParameterSpec
@@ -38,31 +42,15 @@ def part(size, index, count):
     return size * index // count, size * (index + 1) // count
 
 
-def flat_boxes(shape, start, stop):
-    """Boxes that cover the range [start, stop) of the flattened tensor, as ZeRO cuts it."""
-    if len(shape) == 1:
-        return [[(start, stop)]] if start < stop else []
-    row = math.prod(shape[1:])
-    found = []
-    while start < stop:
-        index, inner = divmod(start, row)
-        if inner == 0 and stop - start >= row:
-            found.append([(index, stop // row), *((0, size) for size in shape[1:])])
-            start = stop // row * row
-        else:
-            end = min(stop, (index + 1) * row)
-            found += [[(index, index + 1), *box] for box in flat_boxes(shape[1:], inner, end - index * row)]
-            start = end
-    return found
-
-
 def boxes(layout, shape, rank, world):
     """What a rank holds of a tensor under a layout: a list of boxes, and whether it owns them."""
     full = [(0, size) for size in shape]
     if layout in ("replicated", "replicas") or not shape:
         return [full], rank == 0 or layout == "replicas"
     if layout == "flat":
-        return flat_boxes(shape, *part(math.prod(shape), rank, world)), True
+        start, stop = piece = part(math.prod(shape), rank, world)
+        spec = ParameterSpec("", shape, tuple(full), None, piece=piece)
+        return [box for box, _ in spec.boxes(torch.empty(stop - start))], True
     if layout == "columns":
         return [[*full[:-1], part(shape[-1], rank, world)]], True
     if layout == "grid" and len(shape) > 1 and world % 2 == 0:
@@ -85,6 +73,11 @@ def assert_filled(slices, what=""):
     for each in slices:
         expected = whole(each.name, each.tensor.dtype)[tuple(slice(*axis) for axis in each.box)]
         assert torch.equal(each.tensor, expected), f"{what}: {each.name} {each.box} is {each.tensor}"
+
+
+def names(run_dir):
+    """What lies in the folder of checkpoints."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 def start(world=1):
@@ -144,7 +137,7 @@ def test_every_layout_loads_into_every_other(tmp_path):
 
 
 def test_one_process_into_several_and_back(run_dir, tmp_path, mesh):
-    extras = run_ranks(3, ranks_load, 3, [checkpoint.newest(run_dir)], ("rows", "flat"))
+    extras = run_ranks(3, ranks_load, 3, [checkpoint_files.newest(run_dir)], ("rows", "flat"))
     assert extras == [[{"scale": 2.0**20, "step": 20}] * 2] * 3
     run_ranks(4, ranks_save, 4, tmp_path / "four")
     for step, layout in enumerate(LAYOUTS):
@@ -176,12 +169,12 @@ def test_who_writes_what(tmp_path):
 def test_dtype_is_converted(run_dir, mesh):
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         slices = hold("columns", dtype=dtype)
-        checkpoint.load(checkpoint.newest(run_dir), slices, mesh)
+        checkpoint.load(checkpoint_files.newest(run_dir), slices, mesh)
         assert {each.tensor.dtype for each in slices} == {dtype}
         assert_filled(slices)
     checkpoint.save(run_dir, 30, hold("replicated", filled=True, dtype=torch.bfloat16), {}, mesh)
     slices = hold("replicated")
-    checkpoint.load(checkpoint.newest(run_dir), slices, mesh)
+    checkpoint.load(checkpoint_files.newest(run_dir), slices, mesh)
     for each in slices:
         assert torch.equal(each.tensor, whole(each.name, torch.bfloat16).float())
 
@@ -201,7 +194,7 @@ def test_parameters_and_padding(tmp_path, mesh):
 
 def test_one_rank_holds_a_tensor_twice(run_dir, mesh):
     slices = hold("replicated") + hold("replicated") + hold("rows", 0, 2)
-    checkpoint.load(checkpoint.newest(run_dir), slices, mesh)
+    checkpoint.load(checkpoint_files.newest(run_dir), slices, mesh)
     assert_filled(slices)
 
 
@@ -214,7 +207,7 @@ def test_slice_refuses_a_tensor_of_another_shape():
 
 
 def test_tensors_that_do_not_fit(run_dir, mesh):
-    path = checkpoint.newest(run_dir)
+    path = checkpoint_files.newest(run_dir)
     other = Slice("parameter/other", (2,), ((0, 2),), torch.zeros(2))
     line = error_of(checkpoint.load, path, [*hold("replicated"), other], mesh)
     assert line == f"cannot load {path}: it holds no parameter/other"
@@ -275,7 +268,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "extra.json"])
 def test_a_damaged_file_is_named(run_dir, mesh, file, fault):
-    path = checkpoint.newest(run_dir)
+    path = checkpoint_files.newest(run_dir)
     damage, message = FAULTS[fault]
     damage(path / file)
     slices = hold("replicated")
@@ -285,7 +278,7 @@ def test_a_damaged_file_is_named(run_dir, mesh, file, fault):
 
 
 def test_the_manifest(run_dir, mesh):
-    path = checkpoint.newest(run_dir)
+    path = checkpoint_files.newest(run_dir)
     manifest = path / "manifest.json"
     files = json.loads(manifest.read_text())
     assert set(files) == {each.name for each in path.iterdir()} - {"manifest.json"}
@@ -294,7 +287,7 @@ def test_the_manifest(run_dir, mesh):
         assert error_of(checkpoint.load, path, [], mesh) == f"cannot load {path}: manifest.json is corrupt"
     manifest.unlink()
     assert "manifest.json is missing" in error_of(checkpoint.load, path, [], mesh)
-    assert checkpoint.newest(run_dir).name == "step-00000010"
+    assert checkpoint_files.newest(run_dir).name == "step-00000010"
 
 
 def ranks_meet_damage(world, run_dir):
@@ -330,38 +323,56 @@ def test_all_ranks_raise_the_same(tmp_path):
         assert f"__{rank}_0.distcp is corrupt" in line
     for line in first[3:]:
         assert line.startswith("cannot save") and line.endswith("File too large")
-    assert checkpoint.newest(tmp_path).name == "step-00000005"
+    assert checkpoint_files.newest(tmp_path).name == "step-00000005"
 
 
 class Died(BaseException):
     pass
 
 
-@pytest.mark.parametrize("where", ["_write", "_write_boxes", "_sha256", "_flush"])
+@pytest.mark.parametrize("where", ["files._write", "boxes.write", "files._sha256", "files._flush"])
 @pytest.mark.parametrize("step", [20, 30])
 def test_dying_half_way_leaves_the_one_before(run_dir, mesh, monkeypatch, where, step):
     def die(*args):
         raise Died
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, where, die)
+        patch.setattr(f"common.checkpoint.{where}", die)
         with pytest.raises(Died):
-            checkpoint.save(run_dir, step, hold("replicated"), {}, mesh)
+            checkpoint.save(run_dir, step, hold("replicated"), {}, mesh, keep=1)
     assert (run_dir / f"checkpoints/step-{step:08d}.tmp").exists()
     slices = hold("replicated")
-    assert checkpoint.load(checkpoint.newest(run_dir), slices, mesh)["step"] == 20
+    assert checkpoint.load(checkpoint_files.newest(run_dir), slices, mesh)["step"] == 20
     assert_filled(slices)  # the one of step 20 is untouched, also by an attempt to save step 20 again
+    assert names(run_dir)[:2] == ["step-00000010", "step-00000020"], "older ones go when the new one is complete"
 
     checkpoint.save(run_dir, 40, hold("replicated", filled=True), {}, mesh)
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
-        *("step-00000010", "step-00000020", "step-00000040"),
-    ]
+    assert names(run_dir) == ["step-00000010", "step-00000020", "step-00000040"]
 
 
 def test_saving_a_step_again_replaces_it(run_dir, mesh):
     checkpoint.save(run_dir, 20, hold("replicated", filled=True), {"again": True}, mesh)
-    assert checkpoint.load(checkpoint.newest(run_dir), hold("replicated"), mesh)["again"]
-    assert len(list((run_dir / "checkpoints").iterdir())) == 2
+    assert checkpoint.load(checkpoint_files.newest(run_dir), hold("replicated"), mesh)["again"]
+    assert len(names(run_dir)) == 2
+
+
+def test_keep_lets_go_of_the_oldest(run_dir, mesh, monkeypatch):
+    for step, keep, left in [(30, 4, "10 20 30"), (40, 3, "20 30 40"), (40, 2, "30 40"), (50, 0, "30 40 50")]:
+        checkpoint.save(run_dir, step, hold("replicated", filled=True), {}, mesh, keep)
+        assert names(run_dir) == [f"step-000000{each}" for each in left.split()]
+
+    def die(path, **options):
+        if path.exists():
+            raise Died
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(Died):
+            checkpoint.save(run_dir, 60, hold("replicated", filled=True), {}, mesh, keep=1)
+    assert checkpoint_files.newest(run_dir).name == "step-00000060" and "step-00000050.tmp" in names(run_dir)
+    checkpoint.save(run_dir, 70, hold("replicated", filled=True), {}, mesh, keep=1)
+    assert names(run_dir) == ["step-00000070"]
+    checkpoint.load(checkpoint_files.newest(run_dir), hold("replicated"), mesh)
 
 
 def test_run_folder_that_cannot_be_written(tmp_path, mesh):
@@ -369,28 +380,170 @@ def test_run_folder_that_cannot_be_written(tmp_path, mesh):
     assert "cannot save" in error_of(checkpoint.save, tmp_path / "file", 1, [], {}, mesh)
 
 
+# ---- in the background -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def slow_writer():
+    """Every file of a checkpoint waits to be written until the event that this yields is set."""
+    import torch.distributed.checkpoint as dcp
+
+    gate, write_data = threading.Event(), dcp.FileSystemWriter.write_data
+
+    def wait_and_write(*args):
+        assert gate.wait(60), "nobody opened the gate"
+        return write_data(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp.FileSystemWriter, "write_data", wait_and_write)
+        yield gate
+
+
+def ranks_save_in_background(world, run_dir):
+    """Updates and collectives go on while files are written; what is saved is what was there at the call."""
+    mesh = start(world)
+    saves = checkpoint.BackgroundSaves(mesh, timeout=60)
+    slices = hold("rows", mesh.rank, world, filled=True)
+    with slow_writer() as gate:
+        saves.save(run_dir, 10, slices, {"scale": 0.5}, keep=1)
+        for each in slices:
+            each.tensor.zero_()
+        total = torch.ones(1)
+        for _ in range(5):  # the ranks reach the background's collectives at different moments between these
+            collectives.all_reduce(total, mesh.world)
+        during = checkpoint_files.newest(run_dir)
+        gate.set()
+        saves.save(run_dir, 20, hold("columns", mesh.rank, world, filled=True), {}, keep=1)  # waits for the other
+        seen = hold("flat", mesh.rank, world)
+        extra = checkpoint.load(checkpoint_files.folder_of(run_dir, 10), seen, mesh)
+        assert_filled(seen, "step 10")
+        saves.wait()
+    saves.wait()
+    seen = hold("grid", mesh.rank, world)
+    checkpoint.load(checkpoint_files.newest(run_dir), seen, mesh)
+    assert_filled(seen, "step 20")
+    left = names(run_dir)
+    collectives.barrier(mesh.world)  # all have looked before the next one is begun
+    if mesh.rank == world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+    saves.save(run_dir, 30, hold("rows", mesh.rank, world), {})
+    line = error_of(saves.wait)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return {"during": during, "extra": extra, "total": total.item(), "left": left, "line": line}
+
+
+def test_save_in_the_background(tmp_path):
+    for world in (1, 3):
+        run_dir = tmp_path / str(world)
+        first, *others = run_ranks(world, ranks_save_in_background, world, run_dir)
+        assert others == [first] * (world - 1)
+        assert first["during"] is None and first["extra"] == {"scale": 0.5, "step": 10}
+        assert first["total"] == world**5 and first["left"] == ["step-00000020"]
+        assert first["line"].startswith(f"cannot save {run_dir}") and first["line"].endswith("File too large")
+        assert checkpoint_files.newest(run_dir).name == "step-00000020"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_on_a_terminal(tmp_path, mesh, monkeypatch, terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
+    saves = checkpoint.BackgroundSaves(mesh)
+    saves.save(tmp_path, 10, hold("replicated", filled=True), {})
+    saves.wait()
+    assert ("step-00000010:" in stream.getvalue()) == terminal and terminal == bool(stream.getvalue())
+
+
 # ---- resuming ----------------------------------------------------------------------------------------------
 
 
-def test_newest_and_resolve(run_dir, tmp_path_factory):
+def test_newest_and_candidates(run_dir, tmp_path_factory):
+    candidates, newest = checkpoint_files.candidates, checkpoint_files.newest
     checkpoints, empty = run_dir / "checkpoints", tmp_path_factory.mktemp("empty")
-    last = checkpoints / "step-00000020"
-    for name in ("step-00000030", "step-00000040.tmp", "step-later", "other"):  # the first without a manifest
+    first, last = checkpoints / "step-00000010", checkpoints / "step-00000020"
+    for name in ("step-00000030", "step-00000040.tmp", "step-00000050.damaged", "step-later", "other"):
         (checkpoints / name).mkdir()
-        if name != "step-00000030":
+        if name != "step-00000030":  # which has no manifest
             (checkpoints / name / "manifest.json").write_text("{}")
-    assert checkpoint.newest(run_dir) == checkpoint.resolve("auto", run_dir) == last
-    assert checkpoint.newest(empty) is checkpoint.resolve("auto", empty) is checkpoint.resolve("auto", None) is None
-    assert checkpoint.newest(empty / "nothing") is None
-    assert checkpoint.resolve(str(run_dir), None) == last
-    assert checkpoint.resolve(str(checkpoints / "step-00000010"), run_dir) == checkpoints / "step-00000010"
-    assert "no such folder" in error_of(checkpoint.resolve, str(run_dir / "nothing"), None)
+    assert candidates("auto", run_dir) == [last, first] and newest(run_dir) == last
+    assert candidates("auto", empty) == candidates("auto", None) == [] and newest(empty) is None
+    assert newest(empty / "nothing") is None
+    assert candidates(str(run_dir), None) == [last], "a path means one checkpoint"
+    assert candidates(str(first), run_dir) == [first]
+    assert "no such folder" in error_of(candidates, str(run_dir / "nothing"), None)
     for path in (empty, checkpoints / "step-00000030"):
-        assert error_of(checkpoint.resolve, str(path), None).startswith(f"--resume {path}: no complete checkpoint")
+        assert error_of(candidates, str(path), None).startswith(f"--resume {path}: no complete checkpoint")
     for name in ("step-20000000", "step-100000000"):  # by number, not by name
         (checkpoints / name).mkdir()
         (checkpoints / name / "manifest.json").write_text("{}")
-    assert checkpoint.newest(run_dir).name == "step-100000000"
+    assert newest(run_dir).name == "step-100000000"
+
+
+DAMAGE = {"__0_0.distcp": "flipped", ".metadata": "truncated", "extra.json": "empty"}
+DAMAGE |= {"manifest.json": "truncated", "__1_0.distcp": "missing"}
+
+
+def ranks_load_intact(world, run_dir):
+    mesh = start(world)
+    outcomes = []
+    for file, fault in DAMAGE.items():
+        step = 10 * (2 + len(outcomes))
+        path = checkpoint.save(run_dir, step, hold("rows", mesh.rank, world, filled=True), {}, mesh)
+        if mesh.rank == 0:
+            FAULTS[fault][0](path / file)
+        collectives.barrier(mesh.world)
+        slices = hold("flat", mesh.rank, world)
+        found = checkpoint_files.candidates("auto", run_dir)
+        collectives.barrier(mesh.world)  # all have looked before one is renamed
+        folder, extra = checkpoint.load_intact(found, slices, mesh)
+        assert_filled(slices, f"after {file} was {fault}")
+        outcomes.append((folder.name, extra["step"]))
+    return outcomes
+
+
+def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, mesh, capsys):
+    checkpoint.save(tmp_path, 10, hold("replicated", filled=True), {}, mesh)
+    for outcomes in run_ranks(2, ranks_load_intact, 2, tmp_path):
+        assert outcomes == [("step-00000010", 10)] * len(DAMAGE)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "cannot load" in line]
+    assert len(lines) == len(DAMAGE) and all(line.startswith("[rank 0]") for line in lines)
+    for number, (line, file) in enumerate(zip(lines, DAMAGE)):
+        name = f"step-000000{20 + 10 * number}"
+        assert f"checkpoints/{name}: {file} " in line
+        assert line.endswith(f"; renamed to {name}.damaged, going on from step-00000010")
+    assert names(tmp_path) == ["step-00000010", *(f"step-000000{step}.damaged" for step in (20, 30, 40, 50, 60))]
+
+
+def test_all_damaged(run_dir, mesh):
+    """A later run may damage its checkpoint of the same step; when nothing is left, nothing is renamed."""
+    (run_dir / "checkpoints/step-00000020.damaged").mkdir()
+    flip_a_bit(run_dir / "checkpoints/step-00000020/extra.json")
+    checkpoint.load_intact(checkpoint_files.candidates("auto", run_dir), hold("replicated"), mesh)
+    before = ["step-00000010", "step-00000020.damaged", "step-00000020.damaged-2"]
+    assert names(run_dir) == before
+    flip_a_bit(run_dir / "checkpoints/step-00000010/extra.json")
+    checkpoint.save(run_dir, 20, hold("replicated"), {}, mesh)
+    (run_dir / "checkpoints/step-00000020/manifest.json").write_text("{")
+    line = error_of(checkpoint.load_intact, checkpoint_files.candidates("auto", run_dir), hold("replicated"), mesh)
+    assert "step-00000020: manifest.json is corrupt; cannot load" in line and "step-00000010: extra.json is" in line
+    assert names(run_dir) == sorted([*before, "step-00000020"])
+
+
+def ranks_see_different_things(run_dir):
+    """Rank 1 sees the storage of a moment ago; a rank that cannot see the files never makes them damaged."""
+    mesh = start(2)
+    look = checkpoint_files.candidates if mesh.rank == 0 else lambda *args: []
+    found = checkpoint.from_rank_0(mesh, lambda: look("auto", run_dir))
+    checkpoint.load_intact(found, hold("rows", mesh.rank, 2), mesh)
+    here = found if mesh.rank == 0 else [run_dir / "elsewhere"]
+    return found, error_of(checkpoint.load_intact, here, hold("rows", mesh.rank, 2), mesh)
+
+
+def test_ranks_agree_although_they_see_different_things(run_dir):
+    for found, line in run_ranks(2, ranks_see_different_things, run_dir):
+        assert [folder.name for folder in found] == ["step-00000020", "step-00000010"]
+        assert line.endswith("the ranks see different files there; all must share the storage of --run-dir")
+    assert names(run_dir) == ["step-00000010", "step-00000020"]
 
 
 def test_check_compatible():

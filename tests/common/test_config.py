@@ -238,6 +238,7 @@ def test_what_the_parser_refuses(argv, expected):
         ("--clip nan", "--clip nan must be at least 0"),
         ("--seed -1", "--seed -1 must be at least 0"),
         ("--save-every -1", "--save-every -1 must be at least 0"),
+        ("--keep -1", "--keep -1 must be at least 0"),
         ("--dp 0", "--dp 0 must be at least 1"),
         ("--lr 0", "--lr 0.0 must be positive"),
         ("--lr nan", "--lr nan must be positive"),
@@ -279,6 +280,8 @@ def test_what_the_parser_refuses(argv, expected):
         ("--trace 9:9 --steps 9 --run-dir x", "--trace 9:9 begins after the last of --steps 9, which is 8"),
         ("--trace 3:5", "--trace needs --run-dir to write to"),
         ("--save-every 5", "--save-every needs --run-dir to write to"),
+        ("--keep 2", "--keep needs --save-every, which writes checkpoints"),
+        ("--async-save", "--async-save needs --save-every, which writes checkpoints"),
         ("--profile", "--profile needs --run-dir to write to"),
         ("--memory-snapshot", "--memory-snapshot needs --run-dir to write to"),
         (
@@ -303,6 +306,51 @@ def test_what_the_world_size_refuses():
     expected = "step01_single_gpu is one process, not 2; step02_data_parallel takes several"
     assert refusal(valid, step=1, world=2) == expected
     valid(step=1)
+
+
+@pytest.mark.parametrize(
+    "argv, world, expected",
+    [
+        ("--tp 0", 1, "--tp 0 must be at least 1"),
+        ("--tp 3", 3, "--tp 3 does not divide --heads 8"),
+        ("--tp 3 --heads 6 --hidden 96 --ffn 100", 3, "--tp 3 does not divide --ffn 100"),
+        ("--tp 4 --heads 12 --hidden 96 --kv-heads 6", 4, "--tp 4 and --kv-heads 6: one must divide the other"),
+        (
+            "--tp 2 --seq-len 255",
+            2,
+            "--tp 2 does not divide --seq-len 255 (or use --no-sequence-parallel)",
+        ),
+        (
+            "--tp 2 --tp-mode chunked --no-sequence-parallel",
+            2,
+            "--tp-mode chunked splits gathers along the sequence: it needs --sequence-parallel",
+        ),
+        ("--tp 2 --dp 2", 2, "--tp 2 x --dp 2 does not equal the world size 2"),
+        ("--tp 2", 3, "--tp 2 x --dp 1 does not equal the world size 3"),
+        ("--tp 4", 2, "--tp 4 x --dp 1 does not equal the world size 2"),
+        ("--tp 2", 1, "--tp 2 x --dp 1 does not equal the world size 1"),
+        ("--tp 2 --zero 1 --zero-replicas 2", 2, "--zero-replicas 2 does not divide dp 1"),
+    ],
+)
+def test_what_tensor_parallelism_refuses(argv, world, expected):
+    assert refusal(valid, *argv.split(), step=4, world=world) == expected
+
+
+def test_tensor_parallel_degrees():
+    config = valid("--tp", "2", "--global-batch", "16", step=4, world=8)
+    assert config.dp == 4 and config.accumulation_steps(config.dp) == 2
+    assert config.sequence_parallel and config.tp_mode == "overlap"
+    for argv in ("--tp 8", "--tp 8 --kv-heads 1", "--tp 4 --seq-len 255 --no-sequence-parallel --tp-mode plain"):
+        valid(*argv.split(), step=4, world=8)
+    assert valid("--vocab", "257", "--tp", "2", step=4, world=2).model_config.vocab == 257, "it is padded, not refused"
+    assert refusal(parse, 3, ["--tp", "2"]) == "--tp is not a flag of step03_zero; it comes with step04_tensor_parallel"
+    assert refusal(parse, 4, ["--tp-mode", "ring"]).startswith("argument --tp-mode: invalid choice: 'ring'")
+
+
+def test_a_refused_degree_ends_with_status_2():
+    script = ROOT / "step04_tensor_parallel" / "train.py"
+    done = subprocess.run([sys.executable, script, "--tp", "3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --tp 3 does not divide --heads 8\n")
 
 
 def test_model_configurations_that_do_not_fit():

@@ -54,6 +54,26 @@ def test_rows_that_pad_are_zero(std):
         assert part[real:].eq(0).all()
 
 
+def test_a_flat_piece_is_a_few_boxes():
+    """All elements of a tensor are numbered: what the boxes hold, one after the other, is what the piece holds."""
+    random.seed(0)
+    for _ in range(500):
+        shape = random.choices(range(1, 6), k=random.randint(1, 3))
+        starts = [random.randrange(4) for _ in shape]
+        numbers = torch.arange(9 ** len(shape)).view([9] * len(shape))
+        box = tuple((start, start + size) for start, size in zip(starts, shape))
+        start, stop = sorted(random.choices(range(math.prod(shape) + 1), k=2))
+        tensor = numbers[slices(box)].flatten()[start:stop].clone()
+        found = replace(spec_of(*numbers.shape, box=box), piece=(start, stop)).boxes(tensor)
+        assert len(found) <= 2 * len(shape) - 1
+        held = [numbers[slices(each)].flatten() for each, _ in found]
+        assert torch.equal(torch.cat(held) if held else numbers[:0].flatten(), tensor), "each once, in order"
+        for each, view in found:
+            assert torch.equal(view, numbers[slices(each)])
+            view.zero_()
+        assert not tensor.any(), "the views are views"
+
+
 def test_chunks_join_without_a_seam(monkeypatch):
     """Tensors are drawn a chunk of whole rows at a time; where the chunks end cannot be seen."""
     spec = spec_of(37, 11, box=((2, 36), (3, 10)))

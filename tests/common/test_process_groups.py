@@ -3,13 +3,15 @@
 import itertools
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
 
 from common import collectives
 from common.config import UsageError
-from common.process_groups import GROUP_NAMES, Degrees, build_mesh, coordinates, layout
+from common.process_groups import GROUP_NAMES, Degrees, _part_of_this_start, build_mesh, coordinates, layout
 from tests.harness import ROOT, run_ranks
 
 
@@ -113,6 +115,24 @@ def test_one_process_needs_no_torch_distributed():
     tensor = torch.ones(3)
     collectives.all_reduce(tensor, mesh.world).wait()
     assert tensor.tolist() == [1, 1, 1]
+
+
+def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones():
+    """torchrun keeps its store across restarts. In the first round rank 2 dies before it comes."""
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+
+    def meet(ranks, timeout):
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return list(threads.map(lambda rank: _part_of_this_start(store, rank, 3, timeout), ranks))
+
+    with pytest.raises(RuntimeError, match="only 2 ranks came within 0.1 s"):
+        meet([0, 1], timeout=0.1)
+    for attempt in ("second", "third"):
+        parts = meet([0, 1, 2], timeout=10)
+        assert not any(part.check(["address"]) for part in parts), "nothing is left of an earlier round"
+        parts[0].set("address", attempt)
+        assert [part.get("address").decode() for part in parts] == [attempt] * 3
 
 
 def test_impossible_meshes_are_refused():
