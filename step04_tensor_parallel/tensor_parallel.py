@@ -60,7 +60,9 @@ class ColumnParallel(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         if ctx.sequence_parallel:  # once more, meanwhile the input's gradient is computed, which does not need it
             parts, gathering = all_gather_sequence(x, ctx.group)
-        dx = sum(gradient @ weight for gradient, weight in zip(gradients, weights, strict=True))
+        dx = gradients[0] @ weights[0]
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            dx += gradient @ weight
         if ctx.sequence_parallel:
             dx, reducing = reduce_scatter_sequence(dx, ctx.group)
             gathering.wait()
