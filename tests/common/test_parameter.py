@@ -280,7 +280,7 @@ def test_gradient_norm_counts_what_is_owned():
     gradients = [torch.full_like(p, 2.0, dtype=torch.bfloat16) for p in parameters]
     world = Group("world", (0,), 0)
     norm = gradient_norm(parameters, gradients, world)
-    assert norm.dtype == torch.float32 and math.isclose(norm, 6.0, rel_tol=1e-6)
+    assert norm.dtype == torch.float64 and math.isclose(norm, 6.0, rel_tol=1e-6)
     parameters[1].spec.owner = False
     assert math.isclose(gradient_norm(parameters, gradients, world), math.sqrt(20), rel_tol=1e-6)
     parameters[0].spec.owner = parameters[2].spec.owner = False
