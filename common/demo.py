@@ -23,6 +23,12 @@ RUNS = [
     ("step02-overlap", "step02_data_parallel", 2, "--dp-mode overlap"),
     ("step02-bucket", "step02_data_parallel", 2, "--dp-mode bucket --bucket-mb 1"),
     ("step02-bucket-4-ranks", "step02_data_parallel", 4, "--dp-mode bucket --bucket-mb 1"),
+    ("step03-zero-1", "step03_zero", 2, "--zero 1 --bucket-mb 1"),
+    ("step03-zero-2", "step03_zero", 2, "--zero 2 --bucket-mb 1"),
+    ("step03-zero-3", "step03_zero", 2, "--zero 3"),
+    ("step03-zero-3-4-ranks", "step03_zero", 4, "--zero 3"),
+    ("step04-tp2", "step04_tensor_parallel", 2, "--tp 2"),
+    ("step04-dp2-tp2", "step04_tensor_parallel", 4, "--dp 2 --tp 2"),
 ]
 FAMILIES = [("float32", "--steps 50", 1e-5), ("float64", "--steps 10 --dtype float64", 1e-10)]
 

@@ -1,19 +1,23 @@
-"""What the experiments share: the model they run, training runs on local ranks, tables, figures."""
+"""What the experiments of this step and the next share: the model they run, runs on local ranks, tables, figures."""
 
+import statistics
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from common import wire
+from common.command_line import OneLineParser
 from common.config import TrainConfig
 from common.local_ranks import train_quietly
 from common.model import Decoder
 from common.process_groups import Mesh
+from common.trace_report import StepRow, Trace, difference, length, mean, report
 from step01_single_gpu.experiment_tools import compared, table
 from step02_data_parallel.train import train
 
-figures = Path(__file__).resolve().parent / "figures"  # where finish_figure writes
+figures = Path("runs")  # where finish_figure writes; set by `command`
 MODES = ("naive", "overlap", "bucket")
 
 # 5.3 million parameters in 57 tensors: 21 MB of gradients
@@ -36,8 +40,36 @@ def tensor_sizes() -> tuple[list[int], list[float]]:
     return [4 * parameter.numel() for parameter in parameters], costs
 
 
-def run_jobs(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str) -> list[dict[str, int]]:
-    """On a rank: one training run of step 2 after another, each into folder/name; what the kernel counted meanwhile."""
+def command(step: str, description: str, experiments: dict[str, Callable], argv: list[str] | None = None) -> int:
+    """`python -m STEP.experiments`: run the experiments that the command line names. Returns the exit status.
+
+    Figures go into the folder of the step, with --quick into runs/.
+    """
+    global figures
+    parser = OneLineParser(prog=f"python -m {step}.experiments", description=description)
+    parser.add_argument("--only", choices=experiments, help="one experiment (default: all)")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, rougher numbers")
+    options = parser.parse_or_exit(argv)
+    figures = Path(__file__).resolve().parent.parent / step / "figures"
+    if options.quick:
+        figures = Path(f"runs/{step.partition('_')[0]}-figures")
+    for name in [options.only] if options.only else experiments:
+        print(f"\n==== {name}: {experiments[name].__doc__.splitlines()[0]}")
+        start = time.perf_counter()
+        experiments[name](options.quick)
+        print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
+    return 0
+
+
+def run_jobs(
+    mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str, train: Callable = train
+) -> list[dict[str, int]]:
+    """On a rank: one training run after another, each into folder/name; what the kernel counted meanwhile.
+
+    Args:
+        jobs: (name, flags) of each run.
+        train: of the step that runs them.
+    """
     counted = []
 
     def together() -> None:
@@ -56,11 +88,38 @@ def run_jobs(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: s
     return counted
 
 
-def new_figure(columns: int = 1, width: float = 6.5):
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def quietest(trace: Trace) -> StepRow:
+    """The mean over ranks of the shortest step: other work on the machine adds to a step and takes nothing from it."""
+    return min((mean(report(trace, step)) for step in trace.steps), key=lambda each: each.step_time_s)
+
+
+def quiet_step(traces: dict[str, Trace]) -> int:
+    """The step to draw: the one that took least time over all runs."""
+    steps = next(iter(traces.values())).steps
+    return min(steps, key=lambda step: sum(mean(report(trace, step)).step_time_s for trace in traces.values()))
+
+
+def computation(trace: Trace, phase: str) -> float:
+    """Seconds of a phase in the shortest step, mean over ranks, without what it was blocked for."""
+    step, lengths = quietest(trace).step, []
+    for rank in trace.ranks:
+        spans = [span for span in trace.spans[rank] if span["name"] == phase and span["args"]["step"] == step]
+        phases = [(span["ts"], span["ts"] + span["dur"]) for span in spans]
+        lengths.append(1e-6 * length(difference(phases, trace.intervals(rank, "issue", "wait"))))
+    return statistics.mean(lengths)
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def new_figure(columns: int = 1, width: float = 6.5, height: float = 3.6):
     """A figure and its axes (a list of them for several columns)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 3.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     axes = figure.subplots(1, columns)
     for axis in [axes] if columns == 1 else axes:
         axis.grid(alpha=0.3)

@@ -9,11 +9,9 @@ clock, the trace, or a counter of the kernel; what only a cluster can show is ca
 """
 
 import sys
-import time
-from pathlib import Path
 
-from common.command_line import OneLineParser
-from step02_data_parallel import experiment_tools, experiments_cluster, experiments_numbers, experiments_overlap
+from step02_data_parallel import experiments_cluster, experiments_numbers, experiments_overlap
+from step02_data_parallel.experiment_tools import command
 
 EXPERIMENTS = {
     function.__name__: function
@@ -29,21 +27,5 @@ EXPERIMENTS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the experiments that the command line names. Returns the exit status."""
-    parser = OneLineParser(prog="python -m step02_data_parallel.experiments", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=EXPERIMENTS, help="one experiment (default: all)")
-    parser.add_argument("--quick", action="store_true", help="fewer steps, rougher numbers")
-    options = parser.parse_or_exit(argv)
-    if options.quick:
-        experiment_tools.figures = Path("runs/step02-figures")
-    for name in [options.only] if options.only else EXPERIMENTS:
-        print(f"\n==== {name}: {EXPERIMENTS[name].__doc__.splitlines()[0]}")
-        start = time.perf_counter()
-        EXPERIMENTS[name](options.quick)
-        print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("step02_data_parallel", __doc__.splitlines()[0], EXPERIMENTS))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.config import TrainConfig
 from common.local_ranks import on_ranks
-from common.trace_report import StepRow, Trace, difference, length, mean, read_trace, report
+from common.trace_report import Trace, read_trace
 from common.trace_timeline import draw_timelines
 from step02_data_parallel import predictions
 from step02_data_parallel.experiment_tools import (
@@ -14,9 +14,12 @@ from step02_data_parallel.experiment_tools import (
     MODEL,
     MODES,
     against,
+    computation,
     figure_path,
     finish_figure,
     new_figure,
+    quiet_step,
+    quietest,
     run_jobs,
     tensor_sizes,
 )
@@ -29,7 +32,7 @@ def overlap(quick: bool) -> None:
     """Naive, hook and bucket over a slow link: exposed communication, overlap share, step time, three timelines."""
     traces = traced_runs({mode: {"dp_mode": mode, "bucket_mb": BUCKET_MB} for mode in MODES}, "overlap", quick)
     rows = {mode: quietest(trace) for mode, trace in traces.items()}
-    backward = {mode: backward_seconds(trace) for mode, trace in traces.items()}
+    backward = {mode: computation(trace, "backward") for mode, trace in traces.items()}
     expected = {mode: predict(backward[mode], mode, BUCKET_MB) for mode in MODES}
     shown = ", ".join(f"{1e3 * seconds:.0f}" for seconds in backward.values())
     print(f"\n2 ranks, --link {LINK}; the predictions start from the backwards measured: {shown} ms")
@@ -62,7 +65,7 @@ def bucket_size(quick: bool) -> None:
     """Small buckets pay latency, large ones start late: exposed communication against the size of a bucket."""
     megabytes = (0.1, 1.0, 2.5, 25.0) if quick else (0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 25.0)
     traces = traced_runs({f"{size:g}": {"bucket_mb": size} for size in megabytes}, "bucket_size", quick)
-    backwards = [backward_seconds(trace) for trace in traces.values()]
+    backwards = [computation(trace, "backward") for trace in traces.values()]
     backward = statistics.median(backwards)
     measured = [1e3 * quietest(trace).exposed_s for trace in traces.values()]
     rows = []
@@ -99,24 +102,3 @@ def traced_runs(variants: dict[str, dict], title: str, quick: bool) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         on_ranks(2, run_jobs, jobs, folder, title=title, jobs=len(jobs))
         return {name: read_trace(Path(folder, name)) for name, _ in jobs}
-
-
-def quietest(trace: Trace) -> StepRow:
-    """The mean over ranks of the shortest step: other work on the machine adds to a step and takes nothing from it."""
-    return min((mean(report(trace, step)) for step in trace.steps), key=lambda each: each.step_time_s)
-
-
-def quiet_step(traces: dict[str, Trace]) -> int:
-    """The step to draw: the one that took least time over all runs."""
-    steps = next(iter(traces.values())).steps
-    return min(steps, key=lambda step: sum(mean(report(trace, step)).step_time_s for trace in traces.values()))
-
-
-def backward_seconds(trace: Trace) -> float:
-    """Computation of the backward in the shortest step, mean over ranks: without what it was blocked for."""
-    step, lengths = quietest(trace).step, []
-    for rank in trace.ranks:
-        spans = [span for span in trace.spans[rank] if span["name"] == "backward" and span["args"]["step"] == step]
-        phases = [(span["ts"], span["ts"] + span["dur"]) for span in spans]
-        lengths.append(1e-6 * length(difference(phases, trace.intervals(rank, "issue", "wait"))))
-    return statistics.mean(lengths)

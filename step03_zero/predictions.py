@@ -1,0 +1,221 @@
+"""What theory says of step 3: bytes held, bytes sent, numbers of collectives, and how much of them cannot hide.
+
+Psi is the number of parameters, N the ranks of a shard group, M the micro-batches of a step, U the units of stage 3 (a
+layer each; the embedding; the final norm with the head). The link is step 2's alpha-beta model.
+"""
+
+from dataclasses import dataclass
+
+from common.config import Link
+
+# Bytes a parameter: parameters, gradients, optimizer (master weights and Adam's two moments).
+OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients only ever lie in buckets of at least float32
+PAPER = (2, 2, 12)  # "ZeRO", section 3.1: half-precision gradients, K = 12
+FLOAT32_SUMS = (2, 2 + 4, 12)  # and beside them float32 sums, which the playbook counts
+PLOTTED = (2, 2, 8)  # what the bars of the playbook's figure of 8 B parameters contain: no master weights
+
+# Median bus bandwidth (GB/s) of 256 MB by number of GPUs, on nodes of 8 H100. Measured by the authors of the playbook
+# and read off its figure "pp_comm_bandwidth"; not measured here.
+ALL_GATHER_GB_PER_S = {8: 249.8, 16: 184.6, 32: 119.0, 64: 69.0, 128: 55.0, 256: 28.0, 512: 11.0}
+REDUCE_SCATTER_GB_PER_S = {8: 249.7, 16: 181.6, 32: 115.8, 64: 68.6, 128: 54.5, 256: 27.9, 512: 11.1}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def held(parameters: float, stage: int, ranks: int, widths: tuple[int, int, int]) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state that a rank holds ("ZeRO", section 5 and figure 1).
+
+    Gradients at their fullest: when the backward ends. Without the padding of units, less than N elements each.
+
+    Args:
+        parameters: Psi. widths: bytes a parameter, such as `OURS["bfloat16"]`.
+    """
+    sharded_from = (3, 2, 1)  # the stage that shards each of them
+    parts = zip(widths, sharded_from)
+    return tuple(parameters * width / (ranks if stage >= first else 1) for width, first in parts)
+
+
+def limit(stage: int, widths: tuple[int, int, int]) -> float:
+    """How many times less than without ZeRO a rank holds for N -> infinity."""
+    rest = sum(held(1.0, stage, 10**12, widths))
+    return sum(widths) / rest
+
+
+# ---- traffic ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes that decide the traffic: elements of each unit, in the order of the forward (the embedding first)."""
+
+    units: tuple[int, ...]
+    tied: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.units)
+
+
+def all_gathers(model: Model, micro_batches: int = 1) -> int:
+    """Of stage 3 in a step: 2U-1 by the rule (all in the forward, all but the last again in the backward).
+
+    One fewer here, since an embedding's backward reads no weights; a tied one is gathered again for the head.
+    """
+    return micro_batches * (2 * len(model.units) - 2 + model.tied)
+
+
+def sent(
+    model: Model,
+    stage: int,
+    ranks: int,
+    micro_batches: int = 1,
+    replicas: int = 1,
+    each_micro_batch: bool = True,
+    widths: tuple[int, int] = (4, 4),
+) -> tuple[float, float]:
+    """Bytes that a rank sends in a step: within its shard group, and within its replica group (hybrid sharding).
+
+    "ZeRO", section 7: 2 Psi without ZeRO and in stages 1 and 2, 3 Psi in stage 3, each times (N-1)/N; here with
+    accumulation, with the embedding's gather saved, and each message in its own type.
+
+    Args:
+        ranks: of a shard group, N; stage 0 has `replicas` only.
+        each_micro_batch: stages 2 and 3 reduce-scatter every micro-batch's gradients.
+        widths: bytes of a parameter and of a gradient.
+    """
+    gathered = model.parameters
+    if stage == 3:
+        again = sum(model.units[1:-1]) + (model.units[0] if model.tied else 0)
+        gathered = micro_batches * (model.parameters + again)
+    scattered = model.parameters * (micro_batches if stage >= 2 and each_micro_batch else 1)
+    share = (ranks - 1) / ranks
+    inside = share * (gathered * widths[0] + scattered * widths[1])
+    across = 2 * (replicas - 1) / replicas * model.parameters / ranks * widths[1]
+    return inside, across
+
+
+def resident(model: Model, ranks: int, width: int, prefetch: bool = True) -> float:
+    """Most bytes of parameters that stage 3 holds: the shard, the unit in use and the one on its way."""
+    units = model.units
+    pairs = [here + following for here, following in zip(units, units[1:])] if prefetch else units
+    return width * (model.parameters / ranks + max(pairs))
+
+
+# ---- when does it hide -----------------------------------------------------------------------------------------------
+
+
+def tokens_to_hide_gather(ranks: int, bandwidth: float, peak_flops: float, width: int = 2) -> float:
+    """Tokens a rank and micro-batch from which on a unit's forward takes as long as the next one's all-gather.
+
+    P parameters: width P (N-1)/N / bandwidth against 2 P tokens / peak_flops. P cancels. (The playbook's appendix A3,
+    which counts elements where bandwidths are bytes a second.)
+
+    Args:
+        bandwidth: bytes a second. width: bytes a parameter.
+    """
+    return width / 2 * (ranks - 1) / ranks * peak_flops / bandwidth
+
+
+def tokens_to_hide_backward(
+    ranks: int, gather: float, scatter: float, peak_flops: float, widths: tuple[int, int] = (2, 4)
+) -> float:
+    """The same for the backward: 4 P tokens of computation hide an all-gather and a reduce-scatter.
+
+    Args:
+        gather, scatter: their bandwidths, bytes a second. widths: bytes of a parameter and of a gradient.
+    """
+    return (ranks - 1) / ranks * peak_flops / 4 * (widths[0] / gather + widths[1] / scatter)
+
+
+# ---- the link, played ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Player:
+    """One rank and its link: messages queue for the link, the rank computes or waits. Seconds."""
+
+    ranks: int
+    link: Link
+    now: float = 0.0
+    free: float = 0.0  # when the link is idle again
+    communication: float = 0.0
+    blocked: float = 0.0
+
+    def message(self, size: float) -> float:
+        """Start an all-gather or reduce-scatter whose whole has `size` bytes; when it will be done."""
+        seconds = (self.ranks - 1) * (self.link.alpha + size / self.ranks / self.link.bandwidth)
+        self.free = max(self.free, self.now) + seconds
+        self.communication += seconds
+        return self.free
+
+    def wait(self, until: float) -> None:
+        self.blocked += max(0.0, until - self.now)
+        self.now = max(self.now, until)
+
+
+def play_buckets(
+    player: Player, buckets: list[list[int]], regions: list[list[int]], sizes: list[int], costs: list, times: tuple
+) -> None:
+    """A step of stage 1 or 2: gather all, in the forward wait region by region; in the backward scatter full buckets.
+
+    Args:
+        buckets: indices of parameters, in the order of the backward.
+        regions: indices of parameters, in the order of the forward.
+        sizes: bytes of each parameter, which are also those of its gradient.
+        costs: of each parameter's computation, in any unit. times: seconds of the forward and of the backward.
+    """
+    forward, backward = (seconds / sum(costs) for seconds in times)
+    whole = [sum(sizes[index] for index in bucket) for bucket in buckets]
+    gathered = {}
+    for number in reversed(range(len(buckets))):
+        gathered |= dict.fromkeys(buckets[number], player.message(whole[number]))
+    for region in regions:
+        player.wait(max(gathered[index] for index in region))
+        player.now += forward * sum(costs[index] for index in region)
+    before = 0.0  # when the reduce-scatter before the one under way is done
+    for bucket, size in zip(buckets, whole):
+        player.now += backward * sum(costs[index] for index in bucket)
+        after = player.message(size)
+        player.wait(before)
+        before = after
+    player.wait(before)
+
+
+def play_units(player: Player, sizes: list[int], costs: list, times: tuple, prefetch: bool = True) -> None:
+    """A step of stage 3.
+
+    Args:
+        sizes: bytes of each unit, in the order of the forward. costs, times: as in `play_buckets`, of the units.
+    """
+    forward, backward = (seconds / sum(costs) for seconds in times)
+    last, there = len(sizes) - 1, {}
+
+    def fetch(unit: int) -> None:
+        if unit not in there:
+            there[unit] = player.message(sizes[unit])
+
+    fetch(0)
+    for unit, cost in enumerate(costs):
+        fetch(unit)
+        player.wait(there[unit])
+        if prefetch and unit < last:
+            fetch(unit + 1)
+        player.now += forward * cost
+        if unit < last:
+            del there[unit]
+    before = 0.0
+    for unit in range(last, -1, -1):
+        if unit > 0:  # the embedding's backward needs no weights
+            fetch(unit)
+            player.wait(there[unit])
+            if prefetch and unit > 1:
+                fetch(unit - 1)
+        if unit < last:  # now that it is under way, the gradients of the unit above
+            after = player.message(sizes[unit + 1])
+            player.wait(before)
+            before = after
+        player.now += backward * costs[unit]
+    after = player.message(sizes[0])
+    player.wait(before)
+    player.wait(after)
