@@ -2,7 +2,7 @@
 
   stage 1  the optimizer's state (and master weights): gradients are reduce-scattered, each rank updates its shard of
            the parameters, and an all-gather brings the shards together again
-  stage 2  also the gradients: a bucket is reduce-scattered during the backward and its memory freed at once
+  stage 2  also the gradients: a bucket is reduce-scattered during the backward, and freed before the next one leaves
   stage 3  also the parameters: a layer is gathered right before it is used and freed right after
            (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5; Zhao et al., "PyTorch FSDP", arXiv:2304.11277)
   stage 0  none of them: step 2
@@ -30,7 +30,9 @@ from common.parameter import enough_memory, fill, place
 from common.process_groups import Group, Mesh
 from step02_data_parallel.data_parallel import DataParallel, fill_buckets
 
-IN_FLIGHT = 1  # reduce-scatters under way while the next bucket fills: each holds its bucket's memory
+# Reduce-scatters under way while the next bucket fills. Each holds memory: its bucket, which stages 2 and 3 then free,
+# and where a reduce-scatter is an all-to-all (gloo) as much again for what it receives.
+IN_FLIGHT = 1
 
 
 class Unit:
@@ -60,7 +62,7 @@ class Unit:
             start = stop
         self.gathering = None  # the all-gather under way or done; None: `weights` are not there
         self.gradient, self.views, self.reduced = None, {}, None
-        self.missing = set(parameters)  # whose gradient of the last micro-batch has not come yet
+        self.missing = set(parameters)  # whose gradient has not come yet (stages 0 to 2 launch when none is)
         self.work, self.summand = None, None  # the reduction under way; what it adds to `reduced`
         if stage < 2:
             self.allocate_gradient()
@@ -135,9 +137,11 @@ class Region:
 
 
 class Zero(DataParallel):
-    """Shards of a model on the meta device what `config.zero` says, and gives it its initial values.
+    """Gives a model on the meta device its initial values, sharded as `config.zero` says, and its gradients their sum.
 
     `shards` are the tensors that this rank updates: one-dimensional pieces of parameters, with specs as those have.
+    Of the attributes of step 2, `buckets` are units here, and `group` is the replica group: one rank, and so nothing to
+    do, except in hybrid sharding and in stage 0, where it is all ranks.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):
@@ -193,7 +197,7 @@ class Zero(DataParallel):
             unit.use()
         if self.stage == 3:
             self._fetch(index + 1)  # prefetch: the next one arrives while this one computes
-            if index == 0 and x.requires_grad:  # a later pipeline stage: its backward ends at its input
+            if index == 0 and x.requires_grad:  # the model begins with hidden states (a later pipeline stage, step 5)
                 x.register_hook(lambda gradient: self._between_backwards(0))
 
     def _after_forward(self, index: int, output: torch.Tensor) -> None:
@@ -213,6 +217,8 @@ class Zero(DataParallel):
         if index < len(self.regions) and self.synchronising:
             # Not when the last gradient came, as in stages 1 and 2: a rank on which some weight is not used would issue
             # this among other gathers than its peers.
+            # Units lie in the reverse order of regions: these are the ones of region `index` and above. The embedding's
+            # comes last, in `_end_of_backward`: there is no border below it.
             for unit in self.buckets[self.launched : len(self.regions) - index]:
                 self._launch(unit)
 
@@ -261,13 +267,13 @@ class Zero(DataParallel):
         unit.reduce_scatter()
         self.in_flight.append(unit)
         self.launched += 1
-        while len(self.in_flight) > (IN_FLIGHT if unit.group.size > 1 else 0):
+        while len(self.in_flight) > (IN_FLIGHT if unit.group.size > 1 else 0):  # one rank: it is complete already
             self._complete()
 
     def _complete(self) -> None:
         unit = self.in_flight.popleft()
         unit.complete()
-        if self.last_micro_batch:  # hybrid sharding, or stage 0, where the replicas are all ranks: it is step 2's sum
+        if self.last_micro_batch:  # and then the sum over replicas; in stage 0 it is the whole sum, that of step 2
             unit.work = collectives.all_reduce(unit.reduced, self.group, async_op=self.mode != "naive")
 
     def _end_of_backward(self) -> None:
