@@ -347,6 +347,35 @@ def test_tensor_parallel_degrees():
     assert refusal(parse, 4, ["--tp-mode", "ring"]).startswith("argument --tp-mode: invalid choice: 'ring'")
 
 
+@pytest.mark.parametrize(
+    "argv, world, expected",
+    [
+        ("--zero 1 --zero-replicas 3", 4, "--zero-replicas 3 does not divide dp 4"),
+        ("--zero 3 --zero-replicas 4", 2, "--zero-replicas 4 does not divide dp 2"),
+        ("--zero 2 --zero-replicas 0", 2, "--zero-replicas 0 must be at least 1"),
+        ("--zero-replicas 2", 2, "--zero-replicas 2 needs --zero 1, 2 or 3"),
+        ("--zero 1 --dp-mode naive", 2, "--dp-mode naive needs --zero 0; stages 1 to 3 work on buckets"),
+        ("--zero 3 --dp-mode overlap", 1, "--dp-mode overlap needs --zero 0; stages 1 to 3 work on buckets"),
+        ("--zero 1 --zero-reduce step", 2, "--zero-reduce step needs --zero 2 or 3; others do so anyway"),
+        ("--zero-reduce step", 2, "--zero-reduce step needs --zero 2 or 3; others do so anyway"),
+        ("--zero 5", 2, "argument --zero: invalid choice: 5"),
+        ("--zero two", 2, "argument --zero: invalid int value: 'two'"),
+        ("--zero-reduce never", 2, "argument --zero-reduce: invalid choice: 'never'"),
+    ],
+)
+def test_what_zero_refuses(argv, world, expected):
+    assert refusal(valid, "--global-batch", "8", *argv.split(), step=3, world=world).startswith(expected)
+
+
+def test_zero_flags_that_go_together():
+    for replicas in (1, 2, 4):
+        config = valid("--zero", "3", "--zero-replicas", str(replicas), "--zero-reduce", "step", step=3, world=4)
+        assert (config.zero, config.zero_replicas, config.dp) == (3, replicas, 4)
+    assert valid("--dp-mode", "naive", step=3, world=2).zero == 0
+    expected = "--zero is not a flag of step02_data_parallel; it comes with step03_zero"
+    assert refusal(parse, 2, ["--zero", "1"]) == expected
+
+
 def test_a_refused_degree_ends_with_status_2():
     script = ROOT / "step04_tensor_parallel" / "train.py"
     done = subprocess.run([sys.executable, script, "--tp", "3"], cwd=ROOT, capture_output=True, text=True, timeout=120)

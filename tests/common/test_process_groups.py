@@ -1,5 +1,6 @@
 """The mesh: who shares what, for every factorisation of 1 to 16 ranks, and as real communicators."""
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from common import collectives
-from common.config import UsageError
+from common.config import TrainConfig, UsageError
 from common.process_groups import GROUP_NAMES, Degrees, _part_of_this_start, build_mesh, coordinates, layout
 from tests.harness import ROOT, run_ranks
 
@@ -51,6 +52,39 @@ def test_groups_differ_in_their_own_axis_only(world):
             for axis in ("tp", "cp", "pp", "dp"):
                 values = [place[axis] for place in places]
                 assert len(set(values)) == (getattr(degrees, axis) if axis in own else 1)
+
+
+@pytest.mark.parametrize("world", range(1, 17))
+def test_shards_and_replicas_cross_within_dp_cp(world):
+    """A shard group holds one copy of the model, a replica group the same part of each copy."""
+    for degrees in factorisations(world):
+        together = degrees.dp * degrees.cp
+        for copies in [each for each in range(1, together + 1) if together % each == 0]:
+            hybrid = dataclasses.replace(degrees, zero_replicas=copies)
+            layouts = [layout(rank, hybrid) for rank in range(world)]
+            for rank, groups in enumerate(layouts):
+                shard, replica, dp_cp = groups["shard"], groups["replica"], groups["dp_cp"]
+                assert (len(shard), len(replica)) == (together // copies, copies)
+                assert set(shard) & set(replica) == {rank}, "they cross exactly once"
+                assert {other for each in shard for other in layouts[each]["replica"]} == set(dp_cp), "and cover all"
+                for name in ("shard", "replica"):
+                    assert list(groups[name]) == sorted(groups[name])
+                    assert all(layouts[other][name] == groups[name] for other in groups[name]), "members agree"
+                parts = {layouts[other]["shard"].index(other) for other in replica}
+                assert parts == {shard.index(rank)}, "replicas hold the same part"
+                first = dp_cp.index(shard[0])
+                assert dp_cp[first : first + len(shard)] == shard, "neighbours share a model"
+
+
+def test_degrees_of_a_configuration():
+    """Without ZeRO every data-parallel rank holds a copy."""
+    assert Degrees.of(TrainConfig(dp=4)).zero_replicas == 4
+    assert Degrees.of(TrainConfig(dp=4, zero=1)).zero_replicas == 1
+    assert Degrees.of(TrainConfig(dp=4, zero=3, zero_replicas=2)).zero_replicas == 2
+    assert layout(2, Degrees(dp=4, zero_replicas=2))["shard"] == (2, 3)
+    assert layout(2, Degrees(dp=4, zero_replicas=2))["replica"] == (0, 2)
+    with pytest.raises(UsageError, match="--zero-replicas 3 does not divide dp x cp = 4"):
+        Degrees(dp=4, zero_replicas=3).check()
 
 
 def test_sixteen_ranks_are_laid_out_as_in_llama_3():

@@ -1,4 +1,5 @@
-"""Known-wrong variants of the mechanisms, as small patches. The suite must reject every one of them.
+"""Known-wrong variants of the mechanisms, as small patches: those of step 2, and `patched` for those of every step.
+The suite must reject every one of them.
 
 Each is a mistake that was found in real code (teaching repositories, and bug reports of large frameworks).
 """
@@ -11,6 +12,7 @@ import torch
 from common import collectives
 from common.data import Batches
 from step02_data_parallel.data_parallel import DataParallel
+from tests.mutants import patches_step03, patches_step04
 
 
 def _hook_takes_the_parameter(stack):
@@ -125,8 +127,8 @@ PARITY_MUTANTS = {
 
 @contextlib.contextmanager
 def patched(mutant: str | None):
-    """Apply a mutant to this process for the duration; None: nothing."""
+    """Apply a mutant of any step to this process for the duration; None: nothing."""
     with contextlib.ExitStack() as stack:
         if mutant is not None:
-            PARITY_MUTANTS[mutant](stack)
+            (PARITY_MUTANTS | patches_step03.MUTANTS | patches_step04.MUTANTS)[mutant](stack)
         yield

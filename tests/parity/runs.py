@@ -48,13 +48,13 @@ def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
         curve = []
         if mesh.rank == 0:
             lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-            curve = [(line["loss"], line["grad_norm"]) for line in lines]
+            curve = [(float(line["loss"]), float(line["grad_norm"])) for line in lines]  # "inf" and "nan" too
     boxes = []
     for tensor in tensors:
         spec = tensor.spec
         if spec.owner:
             parts = spec.boxes(tensor.detach())
-            boxes += [(spec.name, spec.global_shape, box, part.numpy().copy()) for box, part in parts]
+            boxes += [(spec.name, spec.global_shape, box, part.double().numpy().copy()) for box, part in parts]
     return {"curve": curve, "boxes": boxes}
 
 

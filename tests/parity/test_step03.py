@@ -1,13 +1,114 @@
-"""Step 3 trains exactly what step 1 trains, in every stage of ZeRO."""
+"""Step 3 trains exactly what step 1 trains, in every stage of ZeRO and whatever it is combined with."""
 
 import pytest
 
-from tests.parity.runs import assert_parity, reference, run_cases
+from tests.parity.pairwise import pairwise
+from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
+
+SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
+TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
+ODD = "--hidden 20 --heads 2 --kv-heads 1 --ffn 27"  # shards on 3 and 4 ranks cut rows, on 3 they need padding
+TINY = "--hidden 2 --heads 1 --kv-heads 1 --ffn 1 --layers 1"
+STEP = "--zero-reduce step"
+# Flags that change how a step is computed and not what: one run of step 1 is the reference of all of them.
+HOW = ("--zero", "--zero-replicas", "--zero-reduce", "--dp-mode", "--bucket-mb", "--recompute", "--micro-batch")
+HOW += ("--attention",)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_step03_equals_step01(world):
-    training = "--optimizer adamw --lr 1e-3 --clip 0.5 --no-tie-embeddings"
-    cases = [f"{training} --bucket-mb 0.02 --zero {stage}" for stage in range(4)]
-    for case, result in zip(cases, run_cases(world, 3, cases), strict=True):
-        assert_parity(result, reference(training), f"{world} ranks, {case}")
+def training_of(case: str) -> str:
+    """The case without the flags of `HOW`."""
+    words = iter(case.split())
+    kept = [(next(words), "")[1] if word in HOW else word for word in words]
+    return " ".join(filter(None, kept))
+
+
+def assert_step03_equals_step01(world: int, cases: list[str]) -> list[Result]:
+    results = run_cases(world, 3, cases)
+    for case, result in zip(cases, results, strict=True):
+        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
+    return results
+
+
+# ---- every pair of flags ---------------------------------------------------------------------------------------------
+
+
+def factors(world: int) -> dict[str, list[str]]:
+    return {
+        "stage": ["--zero 0", "--zero 1", "--zero 2", "--zero 3"],
+        "replicas": [""] + [f"--zero-replicas {copies}" for copies in sorted({2, world}) if world % copies == 0],
+        "reduce": ["", STEP],
+        "accumulation": ["", f"--micro-batch {12 // world}"],  # 12 / world micro-batches of one sequence, or one
+        "recompute": ["", "--recompute selective --attention naive", "--recompute full"],
+        "embeddings": [TIED, UNTIED],
+        "optimizer": [SGD, ADAMW],
+        "bucket": ["", "--bucket-mb 0.02"],
+        "model": ["", "--kv-heads 1", ODD],
+    }
+
+
+def pairs_of_flags(world: int) -> list[str]:
+    choices = factors(world)
+    forbidden = [{"stage": "--zero 0", "replicas": copies} for copies in choices["replicas"] if copies]
+    forbidden += [{"stage": stage, "reduce": STEP} for stage in ("--zero 0", "--zero 1")]
+    return [" ".join(case.values()) for case in pairwise(choices, forbidden)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_pair_of_flags(world):
+    cases = pairs_of_flags(world)
+    assert 12 <= len(cases) <= 16
+    assert_step03_equals_step01(world, cases)
+
+
+# ---- hard cases, by name ---------------------------------------------------------------------------------------------
+
+HARD = {
+    "naive and overlap, as in step 2": [
+        (2, f"{UNTIED} {ADAMW} --zero 0 --dp-mode naive"),
+        (3, f"{TIED} {SGD} --zero 0 --dp-mode overlap --recompute full"),
+    ],
+    "a recomputed layer is gathered once for its backward, in each micro-batch": [
+        (3, f"{UNTIED} {ADAMW} --zero 3 --recompute full --micro-batch 2"),
+        (2, f"{UNTIED} {ADAMW} --zero 3 --recompute selective --attention naive --micro-batch 3 {STEP}"),
+    ],
+    "a tied matrix is needed by the first and the last region, and gets gradients from both": [
+        (2, f"{TIED} {SGD} --zero 3"),
+        (3, f"{TIED} {ADAMW} --zero 3 --recompute full {ODD}"),
+        (4, f"{TIED} {ADAMW} --zero 3 --zero-replicas 2 {STEP}"),
+    ],
+    "gradients of all micro-batches, then one reduce-scatter": [
+        (3, f"{UNTIED} {ADAMW} --zero 2 {STEP} --bucket-mb 0.02"),
+        (2, f"{UNTIED} {SGD} --zero 3 {STEP} --recompute full"),
+    ],
+    "shards are summed over the replicas once, after the last micro-batch": [
+        (4, f"{UNTIED} {ADAMW} --zero {stage} --zero-replicas 2 --bucket-mb 0.02 {ODD}") for stage in (1, 2, 3)
+    ],
+    "as many copies as ranks: shards of a single rank": [
+        (2, f"{UNTIED} {ADAMW} --zero {stage} --zero-replicas 2 --micro-batch 2") for stage in (1, 2, 3)
+    ],
+    "one layer, and more layers than the prefetch spans": [
+        (2, f"{UNTIED} {ADAMW} --zero 3 --layers 1 --micro-batch 6"),
+        (2, f"{TIED} {SGD} --zero 3 --layers 5 --micro-batch 6"),
+    ],
+    "so small that some ranks own nothing of some units, or no matrix in them": [
+        (4, f"{TIED} {ADAMW} {TINY} --zero 3 --micro-batch 3"),  # the last unit is a norm of 2 elements
+        (4, f"{UNTIED} {ADAMW} {TINY} --zero 1 --micro-batch 3 --bucket-mb 1e-6"),  # a parameter a bucket
+        (3, f"{UNTIED} {SGD} {TINY} --zero 2 --bucket-mb 1e-6"),
+    ],
+    "grouped queries in every form": [
+        (3, f"{UNTIED} {ADAMW} --kv-heads {kv_heads} --zero 3 --micro-batch 4") for kv_heads in (1, 4)
+    ],
+}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_hard_cases(world):
+    cases = [case for several in HARD.values() for ranks, case in several if ranks == world]
+    assert_step03_equals_step01(world, cases)
+
+
+def test_one_process():
+    """A group of one rank: every stage is step 1."""
+    for stage, flags in enumerate((f"{UNTIED} {ADAMW}", f"{TIED} {SGD}", f"{UNTIED} {SGD}", f"{TIED} {ADAMW}")):
+        case = f"{flags} --zero {stage} --micro-batch 4 --bucket-mb 0.02"
+        assert_parity(assemble([train_case(3, case)]), reference(flags), case)
