@@ -29,7 +29,8 @@ class Checkpoints:
         config = self.config
         if config.save_every and (step % config.save_every == 0 or step == config.steps):
             extra = {"identity": self.identity(), "updates": self.optimizer.updates}
-            extra |= {"loss_scale": self.scaler.scale, "good_steps": self.scaler.good_steps}
+            extra |= {"loss_scale": self.scaler.scale if self.scaler.dynamic else None}  # float16 alone has one
+            extra |= {"good_steps": self.scaler.good_steps}
             what = config.run_dir, step, self.optimizer.slices(), extra
             if self.background:
                 self.background.save(*what, keep=config.keep)
@@ -55,7 +56,8 @@ class Checkpoints:
         if found:
             folder, extra = checkpoint.load_intact(found, self.optimizer.slices(), mesh, self.identity())
             self.optimizer.loaded(extra["updates"])
-            self.scaler.scale, self.scaler.good_steps = extra["loss_scale"], extra["good_steps"]
+            if self.scaler.dynamic and extra["loss_scale"] is not None:
+                self.scaler.scale, self.scaler.good_steps = extra["loss_scale"], extra["good_steps"]
             first_step = extra["step"]
             if first_step > config.steps:
                 raise UsageError(

@@ -40,7 +40,7 @@ class Unit:
 
     weights   all of them; in stage 3 without memory, except between `fetch` and `free`
     shard     this rank's 1/N of them: a part of `weights`, or in stage 3 a tensor of its own
-    gradient  all of it, in at least float32; in stages 2 and 3 from the first gradient to the reduce-scatter
+    gradient  all of it, in at least float32, from the first gradient on; stages 2 and 3 free it when it is reduced
     reduced   this rank's 1/N of its sum: a part of `gradient`, or in stages 2 and 3 a tensor of its own
     """
 
@@ -64,9 +64,7 @@ class Unit:
         self.gradient, self.views, self.reduced = None, {}, None
         self.missing = set(parameters)  # whose gradient has not come yet (stages 0 to 2 launch when none is)
         self.work, self.summand = None, None  # the reduction under way; what it adds to `reduced`
-        if stage < 2:
-            self.allocate_gradient()
-            self.reduced = self.gradient[self.mine]
+        self.launched = False  # in this backward
         if stage == 3:
             self.free()
 
@@ -94,6 +92,11 @@ class Unit:
     def allocate_gradient(self) -> None:
         self.gradient = torch.empty_like(self.weights, dtype=wide(self.weights.dtype))
         self.views = {p: self.gradient[where].view(p.shape) for p, where in self.ranges.items()}
+        if self.stage < 2:
+            self.reduced = self.gradient[self.mine]
+
+    def free_gradient(self) -> None:
+        self.gradient, self.views = None, {}
 
     def reduce_scatter(self) -> None:
         """Begin to sum the gradient over the group; this rank receives its shard of the sum."""
@@ -113,8 +116,9 @@ class Unit:
         if self.summand is not None:
             self.reduced.add_(self.summand)
             self.summand = None
-        if self.stage >= 2:
-            self.gradient, self.views = None, {}
+        if self.stage >= 2:  # now, whoever refers to it: gloo's thread does so a moment longer
+            self.gradient.untyped_storage().resize_(0)
+            self.free_gradient()
 
 
 @dataclass
@@ -178,13 +182,11 @@ class Zero(DataParallel):
     # ---- weights: gathered when they are needed ----------------------------------------------------------------------
 
     def gather(self) -> None:
-        """At the start of a step: the shards are new. Stages 1 and 2 gather all of them, stage 3 those of the first
-        region. The forward waits for them region by region, so that later ones arrive while earlier ones run.
+        """At the start of a step: stages 1 and 2 begin to gather all shards, stage 3 those of the first region. The
+        forward waits for them region by region, so that later ones arrive while earlier ones run.
         """
-        for unit in reversed(self.buckets):  # in the order of the forward
-            unit.gathering = None
-            if self.stage < 3:
-                unit.fetch()
+        for unit in reversed(self.buckets) if self.stage < 3 else ():  # in the order of the forward
+            unit.fetch()
         self._fetch(0)
 
     def _watch(self, region: Region, index: int) -> None:
@@ -210,6 +212,8 @@ class Zero(DataParallel):
         """The backward of region `index` is over, that of `index - 1` begins (with its recomputation, if any)."""
         if index < len(self.regions):
             self._free(index)
+        while self.in_flight:  # the gather below needs memory
+            self._complete()
         if index > 0 and self.regions[index - 1].backward_reads_weights:
             for unit in self.regions[index - 1].units:
                 unit.use()
@@ -249,11 +253,14 @@ class Zero(DataParallel):
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters."""
         unit = self.bucket_of[parameter]
+        if unit.launched:  # two forwards in one backward, say: a gradient would be lost
+            raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched")
         if unit.gradient is None:
-            if parameter in self.filled:
-                raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was reduced")
             unit.allocate_gradient()
         super().accumulate(parameter, gradient)
+        # Free what has been sent. Not where that sends more: all ranks must do so in one order, and time is not one.
+        while self.in_flight and self.group.size == 1 and self.in_flight[0].work.is_completed():
+            self._complete()
 
     def _launch_complete(self) -> None:
         if self.stage < 3:
@@ -264,10 +271,13 @@ class Zero(DataParallel):
             unit.allocate_gradient()
         for parameter in unit.views.keys() - self.filled:
             unit.views[parameter].zero_()
+        while len(self.in_flight) >= IN_FLIGHT:  # before the next one needs memory
+            self._complete()
         unit.reduce_scatter()
+        unit.launched = True
         self.in_flight.append(unit)
         self.launched += 1
-        while len(self.in_flight) > (IN_FLIGHT if unit.group.size > 1 else 0):  # one rank: it is complete already
+        if unit.group.size == 1:  # it is complete already
             self._complete()
 
     def _complete(self) -> None:
@@ -283,7 +293,7 @@ class Zero(DataParallel):
         while self.in_flight:
             self._complete()
         for unit in self.buckets:
-            unit.missing = set(unit.parameters)
+            unit.missing, unit.launched = set(unit.parameters), False
         self.filled.clear()
         self.launched = 0
 
@@ -296,6 +306,7 @@ class Zero(DataParallel):
             unit.work.wait()
             unit.work = None
             gradients += [unit.reduced[where] for where, _, _ in unit.pieces]
-            if self.stage >= 2:
-                unit.reduced = None  # the list is the last that holds it
+            unit.gathering = None  # the optimizer is about to change the shards
+            unit.free_gradient()
+            unit.reduced = None  # the list is the last that holds it, until the optimizer has used it
         return gradients

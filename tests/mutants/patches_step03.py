@@ -28,11 +28,21 @@ def _patch(stack: ExitStack, owner, name: str, function) -> None:
 def _stale_weights(stack):
     """Stages 1 and 2: what was gathered once is taken for the weights of the next step as well."""
 
-    def gather(self):
-        for unit in reversed(self.buckets):
-            unit.fetch()
+    _patch(stack, Zero, "finish", _finish_that_keeps_weights())
 
-    _patch(stack, Zero, "gather", gather)
+
+def _finish_that_keeps_weights():
+    """Zero.finish, but what is gathered counts as gathered after the update too."""
+    finish = Zero.finish
+
+    def wrong(self):
+        gathered = [unit.gathering for unit in self.buckets]
+        gradients = finish(self)
+        for unit, gathering in zip(self.buckets, gathered, strict=True):
+            unit.gathering = gathering
+        return gradients
+
+    return wrong
 
 
 def _stale_last_unit(stack):
@@ -44,7 +54,7 @@ def _stale_last_unit(stack):
             free(self, index)
 
     _patch(stack, Zero, "_free", wrong)
-    _patch(stack, Zero, "gather", lambda self: self._fetch(0))
+    _patch(stack, Zero, "finish", _finish_that_keeps_weights())
 
 
 def _decay_on_norms(stack):
@@ -184,10 +194,16 @@ def _unsharded_optimizer(stack):
             shard.spec = replace(parameter.spec, piece=(0, shard.numel()), owner=owner)
 
     def whole(self):
-        finish(self)
-        for unit in self.buckets:
+        views, free = {}, Unit.free_gradient
+
+        def gather_first(unit):
             collectives.all_gather(unit.gradient, unit.reduced, unit.group)
-        return [self.bucket_of[parameter].views[parameter].view(-1) for parameter in self.parameters]
+            views.update(unit.views)
+            free(unit)
+
+        with mock.patch.object(Unit, "free_gradient", gather_first):
+            finish(self)
+        return [views[parameter].view(-1) for parameter in self.parameters]
 
     _patch(stack, Zero, "__init__", wrong)
     _patch(stack, Zero, "finish", whole)
@@ -259,9 +275,9 @@ def _gradients_kept(stack):
     complete = Unit.complete
 
     def wrong(self):
-        gradient, views = self.gradient, self.views
+        stage, self.stage = self.stage, 1
         complete(self)
-        self.gradient, self.views = gradient, views
+        self.stage = stage
 
     _patch(stack, Unit, "complete", wrong)
 

@@ -143,7 +143,7 @@ def check_bytes_held(seen: Observation, plan: Plan) -> None:
     most = shard * states + 4 * len(plan.sizes)  # and a step counter for each tensor
     for moment, held in seen.held.items():
         assert held["parameters"] == parameters, f"bytes held: {held['parameters']} of parameters, not {parameters}"
-        expected = gradients if moment == "before the update" or plan.stage < 2 else 0
+        expected = gradients if moment == "before the update" else 0
         assert held["gradients"] == expected, f"bytes held: {held['gradients']} of gradients, not {expected}, {moment}"
         assert held["optimizer"] <= most, f"bytes held: {held['optimizer']} of optimizer state, not {most}"
         assert held["others"] < OTHERS, f"bytes held: {held['others']} that are none of these, {moment}"
