@@ -114,3 +114,19 @@ def test_all_fields_that_differ_are_named(whole, tmp_path):
     assert [step for step, _, _ in curve(tmp_path)] == [8, 9]
     for ours, theirs in zip(curve(tmp_path), curve(whole)[8:]):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_only_float16_takes_up_a_loss_scale(whole, tmp_path):
+    """Scale 1, which other types have, would flush most gradients of float16 to zero."""
+
+    def scale(run_dir) -> float | None:
+        extra = json.loads((run_dir / "checkpoints" / "step-00000012" / "extra.json").read_text())
+        return extra["loss_scale"]
+
+    start = str(whole / "checkpoints" / "step-00000008")
+    train(tmp_path / "half", f"--dtype float16 --resume {start}")
+    train(
+        tmp_path / "full", f"--dtype float32 --resume {tmp_path / 'half' / 'checkpoints' / 'step-00000012'} --steps 16"
+    )
+    assert scale(whole) is None and scale(tmp_path / "half") == 2.0**16
+    assert json.loads((tmp_path / "full/checkpoints/step-00000016/extra.json").read_text())["loss_scale"] is None
