@@ -18,7 +18,7 @@ LOOKS = {  # state: colour, hatch, what the legend says
     "old": ("#9CCBEB", None, "weights of this step"),
     "new": ("#0072B2", None, "updated weights"),
     "arriving": ("#FFFFFF", "////", "weights on their way"),
-    "buffer": ("#F1F1F1", None, "buffer without content"),
+    "leaving": ("#F7D58B", "////", "gradients on their way"),
     "own": ("#F7D58B", None, "this rank's gradients"),
     "sum": ("#E69F00", None, "summed gradients"),
     "optimizer": ("#009E73", None, "optimizer state"),
@@ -27,7 +27,7 @@ LOOKS = {  # state: colour, hatch, what the legend says
 MESSAGES = {  # (stage, moment): what is on the wire
     (0, 1): "all-reduce 2",
     (1, 1): "reduce-scatter 2",
-    (2, 1): "reduce-scatter 2, free",
+    (2, 1): "reduce-scatter 2",
     (3, 1): "all-gather 0, reduce-scatter 2",
     (3, 0): "all-gather 2",
     (1, 4): "all-gather 1, 2",
@@ -53,11 +53,10 @@ def parameters(stage: int, moment: int, layer: int, mine: bool) -> str:
 
 def gradients(stage: int, moment: int, layer: int, mine: bool) -> str:
     """State of one half of a layer's gradients."""
-    nothing = "buffer" if stage < 2 else "absent"  # stages 0 and 1 keep whole buckets for the length of the run
     if moment not in (1, 2) or (moment == 1 and layer == 0):
-        return nothing
-    if moment == 1 and layer == 1:
-        return "own"
+        return "absent"
+    if moment == 1:
+        return "own" if layer == 1 else "leaving"
     if stage == 0 or mine:
         return "sum"
     return "own" if stage == 1 else "absent"

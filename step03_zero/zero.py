@@ -63,7 +63,7 @@ class Unit:
         self.gathering = None  # the all-gather under way or done; None: `weights` are not there
         self.gradient, self.views, self.reduced = None, {}, None
         self.missing = set(parameters)  # whose gradient has not come yet (stages 0 to 2 launch when none is)
-        self.work, self.summand = None, None  # the reduction under way; what it adds to `reduced`
+        self.work = None  # the reduction under way
         self.launched = False  # in this backward
         if stage == 3:
             self.free()
@@ -92,31 +92,23 @@ class Unit:
     def allocate_gradient(self) -> None:
         self.gradient = torch.empty_like(self.weights, dtype=wide(self.weights.dtype))
         self.views = {p: self.gradient[where].view(p.shape) for p, where in self.ranges.items()}
-        if self.stage < 2:
-            self.reduced = self.gradient[self.mine]
 
     def free_gradient(self) -> None:
         self.gradient, self.views = None, {}
 
     def reduce_scatter(self) -> None:
-        """Begin to sum the gradient over the group; this rank receives its shard of the sum."""
-        target = self.reduced
-        if self.stage >= 2:
-            target = self.gradient.new_empty(self.shard.numel())
-            if self.reduced is None:
-                self.reduced = target
-            else:  # a later micro-batch
-                self.summand = target
-        self.work = collectives.reduce_scatter(target, self.gradient, self.group, async_op=True)
+        """Begin to sum the gradient over the group: this rank's shard of it becomes that of the sum."""
+        self.work = collectives.reduce_scatter(self.gradient[self.mine], self.gradient, self.group, async_op=True)
 
     def complete(self) -> None:
-        """Wait for the reduce-scatter; stages 2 and 3 free the whole gradient."""
+        """Wait for the reduce-scatter; stages 2 and 3 keep the shard of the sum and free the rest."""
         self.work.wait()
-        self.work = None
-        if self.summand is not None:
-            self.reduced.add_(self.summand)
-            self.summand = None
-        if self.stage >= 2:  # now, whoever refers to it: gloo's thread does so a moment longer
+        self.work, summed = None, self.gradient[self.mine]
+        if self.stage < 2:
+            self.reduced = summed
+        else:
+            self.reduced = summed.clone() if self.reduced is None else self.reduced.add_(summed)
+            # now, whoever refers to it: gloo's thread does so a moment longer
             self.gradient.untyped_storage().resize_(0)
             self.free_gradient()
 

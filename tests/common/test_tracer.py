@@ -204,7 +204,7 @@ def test_trace_file_is_well_formed(runs):
         assert sorted(set(lanes)) == ["compute", "dp", "dp receive", "dp send", "notes"]
         metadata = content["metadata"]
         assert (metadata["steps"], metadata["ranks"]) == (STEPS, [0, 1])
-        assert metadata["degrees"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1}
+        assert metadata["degrees"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 2, "ep": 1, "zero_replicas": 1}
         assert metadata["groups"]["1"]["dp"] == [0, 1]
         assert metadata["unpaired_messages"] == 0
         arrows = [event for event in content["traceEvents"] if event["ph"] == "s"]

@@ -95,8 +95,16 @@ def _norm_counts_padding(stack):
         self.gradient.fill_(1e-3)  # as memory may be
 
     def keep(self):
-        flat[:] = [unit.reduced for unit in self.buckets]
-        return finish(self)
+        sums, free = {}, Unit.free_gradient
+
+        def note_first(unit):
+            sums[unit] = unit.reduced
+            free(unit)
+
+        with mock.patch.object(Unit, "free_gradient", note_first):
+            gradients = finish(self)
+        flat[:] = [sums[unit] for unit in self.buckets]
+        return gradients
 
     def norm(tensors, gradients, world):
         total = torch.stack(torch._foreach_norm(flat)).square().sum()
@@ -113,8 +121,7 @@ def _only_last_micro_batch(stack):
     complete = Unit.complete
 
     def wrong(self):
-        if self.summand is not None:
-            self.reduced.zero_()
+        self.reduced = None
         complete(self)
 
     _patch(stack, Unit, "complete", wrong)
