@@ -189,6 +189,7 @@ def ranks_bytes():
         operation()
         dist.barrier()
         measured = None if before is None else wire.sent_by_me() - before
+        dist.barrier()  # a rank that ends closes sockets that others still read
         result[name] = (collectives.sent_bytes["world"], measured)
     return result
 

@@ -212,6 +212,7 @@ def ranks_wire():
         made = step(model, gradients, mesh)
         dist.barrier()
         after = wire.sent_by_me(), wire.loopback()
+        dist.barrier()  # a rank that ends closes sockets that others still read
         rows.append([made["sent"], *(None if a is None else a - b for a, b in zip(after, before))])
     return rows, sum(parameter.numel() for parameter in model.parameters())
 
