@@ -48,9 +48,10 @@ class Run:
             return self.path.name
         parts = [self.config["step_name"]]
         for key in DEGREES:
-            if (self.config.get(key) or 1) > 1:
+            if (self.config.get(key) or 0) > (key != "zero"):  # a degree of 1 is none, a stage of 1 is one
                 parts.append(f"{key} {self.config[key]}")
-                parts += [self.config[mode] for mode in MODES.get(key, ()) if self.config.get(mode)]
+                modes = () if key == "dp" and self.config.get("zero") else MODES.get(key, ())
+                parts += [self.config[mode] for mode in modes if self.config.get(mode)]
         return " ".join(parts)
 
 
@@ -214,7 +215,8 @@ def plot(rows: list[Row], path: Path | str, tolerance: float | None = None) -> N
         axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
         _plot_differences(figure.add_subplot(grid[1, column], sharex=axes), rows, key, tolerance)
-    figure.axes[0].legend(handlelength=4)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=4, frameon=False, fontsize="small")
     figure.axes[1].set_title(f"difference from {names[0]}, colours as above", loc="left", fontsize="medium")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

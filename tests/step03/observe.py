@@ -218,6 +218,9 @@ def _storages(tensors) -> dict[int, int]:
 
 def _sent_so_far() -> int | None:
     """Bytes that this rank's sockets have sent, at a moment when all ranks have finished what they were at."""
-    if dist.is_initialized():
-        dist.barrier()
-    return wire.sent_by_me()
+    if not dist.is_initialized():
+        return wire.sent_by_me()
+    dist.barrier()
+    sent = wire.sent_by_me()
+    dist.barrier()  # a rank that ends closes sockets that others still read
+    return sent
