@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class UsageError(Exception):
-    """Bad input of the user: one clear line. `process_groups.run` prints it once and ends all ranks with status 2."""
+    """Bad input of the user: one clear line. `launch.run` prints it once and ends all ranks with status 2."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class TrainConfig:
 
     dp: int | None = flag(None, 2, "data-parallel degree (default: what remains of the world size)")
     dp_mode: str = flag("bucket", 2, "when gradients are reduced", ("naive", "overlap", "bucket"))
-    bucket_mb: float = flag(25.0, 2, "size of a gradient bucket in MB (10^6 bytes)")
+    bucket_mb: float = flag(25.0, 2, "MB (10^6 bytes) of a gradient bucket (in ZeRO stage 3 it is a layer)")
 
     zero: int = flag(0, 3, "ZeRO: shard the optimizer (1), also gradients (2), also parameters (3)", (0, 1, 2, 3))
     zero_replicas: int = flag(1, 3, "hybrid sharding: keep so many copies, each sharded over dp / copies ranks")

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from common import collectives
 from common.config import UsageError
-from common.process_groups import Degrees, Group, build_mesh, end_cleanly, environment, initialise
+from common.launch import end_cleanly
+from common.process_groups import Degrees, Group, build_mesh, environment, initialise
 
 NAP = 0.2  # seconds: at the barrier rank r comes this many times r late
 

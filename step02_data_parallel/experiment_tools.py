@@ -1,17 +1,21 @@
 """What the experiments of this step and the next share: the model they run, runs on local ranks, tables, figures."""
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from common import wire
+from common import compare, wire
 from common.command_line import OneLineParser
 from common.config import TrainConfig
-from common.local_ranks import train_quietly
-from common.model import Decoder
+from common.data import Batches
+from common.local_ranks import on_ranks, train_quietly
+from common.model import Decoder, cross_entropy_sum
+from common.parameter import materialise
 from common.process_groups import Mesh
 from common.trace_report import StepRow, Trace, difference, length, mean, report
 from step01_single_gpu.experiment_tools import compared, table
@@ -86,6 +90,39 @@ def run_jobs(
         counted.append(dict(zip(("sockets", "loopback"), numbers)))
         done()
     return counted
+
+
+def reference_gradients(config: TrainConfig, batches: Batches) -> dict[str, torch.Tensor]:
+    """One process, the whole global batch at once: the gradient of each parameter, by name."""
+    model = Decoder(config.model_config)
+    materialise(model, config.seed, config.torch_dtype, torch.device("cpu"))
+    tokens, targets = batches.micro_batch(0, 0, config.global_batch)
+    (cross_entropy_sum(model(tokens), targets) / batches.target_tokens).backward()
+    return {parameter.spec.name: parameter.grad for parameter in model.parameters()}
+
+
+def overlay(train: Callable, variants: dict[str, tuple[int, dict]], quick: bool) -> None:
+    """The default run in float32 and float64, in every variant: its curves as a table and (float32) as a figure.
+
+    Args:
+        variants: (ranks, flags) of each, by name; the first is what the others are compared with.
+    """
+    runs = {"float32": 10 if quick else 40, "float64": 10}
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in sorted({ranks for ranks, _ in variants.values()}):
+            jobs = [
+                (f"{dtype}/{name}", {"dtype": dtype, "steps": steps} | flags)
+                for dtype, steps in runs.items()
+                for name, (size, flags) in variants.items()
+                if size == ranks
+            ]
+            on_ranks(ranks, run_jobs, jobs, folder, train, title="curves", jobs=len(jobs))
+        for dtype, steps in runs.items():
+            rows = compare.compare([compare.read_run(Path(folder, dtype, name)) for name in variants])
+            print(f"\nthe default run in {dtype}, {steps} steps\n{compare.table(rows)}")
+            if dtype == "float32":
+                compare.plot(rows, figure_path("curves"))
+                finish_figure("curves")
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

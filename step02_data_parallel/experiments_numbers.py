@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from common import compare
 from common.config import TrainConfig
 from common.data import load_batches
 from common.local_ranks import on_ranks
@@ -21,11 +20,12 @@ from step02_data_parallel.experiment_tools import (
     MODEL,
     MODES,
     against,
-    figure_path,
-    finish_figure,
+    overlay,
+    reference_gradients,
     run_jobs,
     tensor_sizes,
 )
+from step02_data_parallel.train import train
 
 
 def traffic(quick: bool) -> None:
@@ -93,9 +93,7 @@ def gradient_differences(mesh: Mesh, done: Callable) -> dict[str, float]:
         materialise(model, config.seed, torch.float64, mesh.device)
         return model
 
-    reference = fresh()
-    tokens, targets = batches.micro_batch(0, 0, samples)
-    (cross_entropy_sum(reference(tokens), targets) / batches.target_tokens).backward()
+    reference = reference_gradients(config, batches)
     for mode in MODES:
         for accumulation in (1, 2):
             model = fresh()
@@ -105,8 +103,8 @@ def gradient_differences(mesh: Mesh, done: Callable) -> dict[str, float]:
                 tokens, targets = batches.micro_batch(0, index, size, mesh.dp.rank, mesh.dp.size)
                 with parallel.no_sync(index < accumulation - 1):
                     (cross_entropy_sum(model(tokens), targets) / batches.target_tokens).backward()
-            pairs = zip(parallel.finish(), reference.parameters())
-            differences = [((mine - whole.grad).norm() / whole.grad.norm()).item() for mine, whole in pairs]
+            pairs = [(mine, reference[p.spec.name]) for p, mine in zip(parallel.parameters, parallel.finish())]
+            differences = [((mine - whole).norm() / whole.norm()).item() for mine, whole in pairs]
             result[f"{mode}, {accumulation}"] = max(differences)
     done()
     return result
@@ -114,14 +112,4 @@ def gradient_differences(mesh: Mesh, done: Callable) -> dict[str, float]:
 
 def curves(quick: bool) -> None:
     """The default run on 1, 2 and 4 ranks: the same loss and gradient norm, up to the rounding of sums."""
-    runs = {"float32": 10 if quick else 40, "float64": 10}
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in (1, 2, 4):
-            jobs = [(f"{dtype}/dp {ranks}", {"dtype": dtype, "steps": steps}) for dtype, steps in runs.items()]
-            on_ranks(ranks, run_jobs, jobs, folder, title="curves", jobs=len(jobs))
-        for dtype, steps in runs.items():
-            rows = compare.compare([compare.read_run(Path(folder, dtype, f"dp {ranks}")) for ranks in (1, 2, 4)])
-            print(f"\nthe default run in {dtype}, {steps} steps\n{compare.table(rows)}")
-            if dtype == "float32":
-                compare.plot(rows, figure_path("curves"))
-                finish_figure("curves")
+    overlay(train, {f"dp {ranks}": (ranks, {}) for ranks in (1, 2, 4)}, quick)

@@ -87,5 +87,5 @@ class Run:
 
     def gradient_bytes(self) -> int:
         """The same of gradients: whole buckets, shards, and what is about to be added to a shard."""
-        tensors = [each for unit in self.zero.buckets for each in (unit.gradient, unit.reduced, unit.summand)]
+        tensors = [each for unit in self.zero.buckets for each in (unit.gradient, unit.reduced)]
         return live_bytes([tensor for tensor in tensors if tensor is not None] + self.summed)

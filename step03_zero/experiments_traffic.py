@@ -5,16 +5,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from common import compare
 from common.local_ranks import on_ranks
-from common.model import Decoder, cross_entropy_sum
-from common.parameter import materialise
 from common.process_groups import Mesh
 from common.trace_report import Trace, read_trace
 from step01_single_gpu.experiment_tools import table
-from step02_data_parallel.experiment_tools import BUCKET_MB, against, figure_path, finish_figure, run_jobs, tensor_sizes
+from step02_data_parallel.experiment_tools import (
+    BUCKET_MB,
+    against,
+    overlay,
+    reference_gradients,
+    run_jobs,
+    tensor_sizes,
+)
 from step02_data_parallel.predictions import fill
 from step03_zero import predictions
 from step03_zero.experiment_tools import SHAPE, STAGES, Run, units_of
@@ -144,7 +146,7 @@ def gradient_differences(mesh: Mesh, done: Callable, cases: list) -> list[dict[s
         size = samples // (micro_batches * mesh.world.size)
         run = Run(mesh, **SMALL | flags | {"micro_batch": size}, global_batch=samples)
         if not whole:
-            whole = reference_gradients(run)
+            whole = reference_gradients(run.config, run.batches)
         run.accumulate()
         found = defaultdict(lambda: [0.0, 0.0])
         for shard, gradient in zip(run.zero.shards, run.zero.finish()):
@@ -156,32 +158,7 @@ def gradient_differences(mesh: Mesh, done: Callable, cases: list) -> list[dict[s
     return result
 
 
-def reference_gradients(run: Run) -> dict[str, torch.Tensor]:
-    """One process, the whole global batch at once: the gradient of each parameter, by name."""
-    model = Decoder(run.config.model_config)
-    materialise(model, run.config.seed, torch.float64, torch.device("cpu"))
-    tokens, targets = run.batches.micro_batch(0, 0, run.config.global_batch)
-    (cross_entropy_sum(model(tokens), targets) / run.batches.target_tokens).backward()
-    return {parameter.spec.name: parameter.grad for parameter in model.parameters()}
-
-
 def curves(quick: bool) -> None:
     """The default run in stages 1, 2, 3 beside step 1's: the same loss and gradient norm, up to rounding."""
-    runs = {"float32": 10 if quick else 40, "float64": 10}
     variants = {"step 1": (1, {}), **{f"stage {stage}": (2, {"zero": stage, "bucket_mb": 0.5}) for stage in (1, 2, 3)}}
-    variants["stage 3, 4 ranks"] = (4, {"zero": 3, "micro_batch": 1})
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in (1, 2, 4):
-            jobs = [
-                (f"{dtype}/{name}", {"dtype": dtype, "steps": steps} | flags)
-                for dtype, steps in runs.items()
-                for name, (size, flags) in variants.items()
-                if size == ranks
-            ]
-            on_ranks(ranks, run_jobs, jobs, folder, train, title="curves", jobs=len(jobs))
-        for dtype, steps in runs.items():
-            rows = compare.compare([compare.read_run(Path(folder, dtype, name)) for name in variants])
-            print(f"\nthe default run in {dtype}, {steps} steps\n{compare.table(rows)}")
-            if dtype == "float32":
-                compare.plot(rows, figure_path("curves"))
-                finish_figure("curves")
+    overlay(train, variants | {"stage 3, 4 ranks": (4, {"zero": 3, "micro_batch": 1})}, quick)

@@ -30,8 +30,9 @@ from common.parameter import enough_memory, fill, place
 from common.process_groups import Group, Mesh
 from step02_data_parallel.data_parallel import DataParallel, fill_buckets
 
-# Reduce-scatters under way while the next bucket fills. Each holds memory: its bucket, which stages 2 and 3 then free,
-# and where a reduce-scatter is an all-to-all (gloo) as much again for what it receives.
+# Reduce-scatters under way while the next bucket of stages 1 and 2 fills (those of stage 3 end where the next layer's
+# backward does). Each holds memory: its bucket, which stage 2 then frees, and where a reduce-scatter is an all-to-all
+# (gloo) as much again for what it receives.
 IN_FLIGHT = 1
 
 
@@ -138,6 +139,8 @@ class Zero(DataParallel):
     `shards` are the tensors that this rank updates: one-dimensional pieces of parameters, with specs as those have.
     Of the attributes of step 2, `buckets` are units here, and `group` is the replica group: one rank, and so nothing to
     do, except in hybrid sharding and in stage 0, where it is all ranks.
+
+    An exception in the middle of a backward leaves it with half-summed gradients: end the run, or make a new one.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):

@@ -1,21 +1,16 @@
 """How many collectives, how many bytes, and whether the result is the same."""
 
-import tempfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from common import compare, wire
+from common import wire
 from common.config import TrainConfig
 from common.local_ranks import on_ranks
-from common.model import Decoder, cross_entropy_sum
-from common.parameter import materialise
 from common.process_groups import Mesh
 from step01_single_gpu.experiment_tools import table
-from step02_data_parallel.experiment_tools import against, figure_path, finish_figure, run_jobs
+from step02_data_parallel.experiment_tools import against, overlay, reference_gradients
 from step04_tensor_parallel import predictions
 from step04_tensor_parallel.experiment_tools import SHAPE, WAYS, Log, Run, on_every_case
 from step04_tensor_parallel.predictions import Way
@@ -122,11 +117,7 @@ def gradients(quick: bool) -> None:
 
 def gradient_difference(run: Run) -> float:
     """The largest relative difference between a gradient of this rank and its part of one process's gradient."""
-    model = Decoder(run.config.model_config)
-    materialise(model, run.config.seed, torch.float64, torch.device("cpu"))
-    tokens, targets = run.batches.micro_batch(0, 0, run.config.global_batch)
-    (cross_entropy_sum(model(tokens), targets) / run.batches.target_tokens).backward()
-    whole, worst = {parameter.spec.name: parameter.grad for parameter in model.parameters()}, 0.0
+    whole, worst = reference_gradients(run.config, run.batches), 0.0
     for shard, gradient in zip(run.zero.shards, run.gradients()):
         squares = [0.0, 0.0]
         for box, mine in shard.spec.boxes(gradient):
@@ -139,20 +130,5 @@ def gradient_difference(run: Run) -> float:
 
 def curves(quick: bool) -> None:
     """The default run with tensor parallelism beside step 1's: the same loss and gradient norm, up to rounding."""
-    runs = {"float32": 10 if quick else 40, "float64": 10}
     variants = {"one": (1, {}), "tp 2": (2, {"tp": 2}), "tp 4": (4, {"tp": 4}), "dp 2 tp 2": (4, {"tp": 2})}
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in (1, 2, 4):
-            jobs = [
-                (f"{dtype}/{name}", {"dtype": dtype, "steps": steps} | flags)
-                for dtype, steps in runs.items()
-                for name, (size, flags) in variants.items()
-                if size == ranks
-            ]
-            on_ranks(ranks, run_jobs, jobs, folder, train, title="curves", jobs=len(jobs))
-        for dtype, steps in runs.items():
-            rows = compare.compare([compare.read_run(Path(folder, dtype, name)) for name in variants])
-            print(f"\nthe default run in {dtype}, {steps} steps\n{compare.table(rows)}")
-            if dtype == "float32":
-                compare.plot(rows, figure_path("curves"))
-                finish_figure("curves")
+    overlay(train, variants, quick)

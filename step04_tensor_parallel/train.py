@@ -12,9 +12,10 @@ import torch
 from common import collectives
 from common.config import TrainConfig
 from common.data import load_batches
+from common.launch import run
 from common.model import ATTENTION_CORES, Decoder
 from common.parameter import gradient_norm, sum_extra_groups
-from common.process_groups import Mesh, run
+from common.process_groups import Mesh
 from common.run_record import TrainingRecord
 from common.tracer import Tracer
 from step01_single_gpu.checkpointing import Checkpoints

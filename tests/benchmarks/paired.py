@@ -1,5 +1,6 @@
 """Paired timing: two ways to do the same work take turns in the same processes, so that drift cancels."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -7,6 +8,7 @@ import platform
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +16,14 @@ import torch
 import torch.distributed as dist
 
 from common.memory import MemoryMeter
+from tests.harness import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
-MEMORY_WARMUP, MEMORY_STEPS = 2, 3
+MEMORY_WARMUP, MEMORY_STEPS = 2, 5
+
+# Ranks keep freed memory, as CUDA's caching allocator does. By default glibc returns it to the system whenever enough
+# of it happens to lie at the end of the heap; page faults then add up to a tenth to the next step of either side.
+HEAP = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 
 
 @dataclass
@@ -60,7 +67,10 @@ def time_pairs(ours, peer, pairs: int, warmup: int = 3) -> list[tuple[float, flo
 
 
 def peak_bytes(step, device: torch.device) -> int:
-    """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process."""
+    """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process.
+
+    Where a gloo thread drops the last reference to a message, its release is seen late (see `MemoryMeter`).
+    """
     warnings.filterwarnings("ignore", message="Memory block of unknown size")
     peaks, meter = [], MemoryMeter(device)
     for _ in range(MEMORY_WARMUP):
@@ -73,6 +83,41 @@ def peak_bytes(step, device: torch.device) -> int:
             step()
         peaks.append(measured.peak_bytes)
     return statistics.median(peaks)
+
+
+def measure_steps(steps: list[Callable[[], float]], pairs: int, device: torch.device):
+    """On a rank: with two steps (ours, the peer's), their times and how far their losses are apart; with one, its peak
+    bytes. A step returns its loss.
+    """
+    if len(steps) == 1:
+        return peak_bytes(steps[0], device)
+    losses = [], []
+    times = time_pairs(lambda: losses[0].append(steps[0]()), lambda: losses[1].append(steps[1]()), pairs)
+    # Of the first steps only: rounding differs between the sides, and training amplifies it
+    return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
+
+
+def compare(title: str, world: int, on_rank: Callable, case, pairs: int) -> dict:
+    """Throughput and memory of ours over the peer's, printed and as a row of the results.
+
+    Args:
+        on_rank: (case, pairs, sides) -> what `measure_steps` returns for the steps of these sides, "ours" and "peer".
+    """
+    os.environ.update(HEAP)  # for the ranks
+    ours, peer = (max(run_ranks(world, on_rank, case, 0, (side,), timeout=1800)) for side in ("ours", "peer"))
+    per_rank = run_ranks(world, on_rank, case, pairs, ("ours", "peer"), timeout=1800)
+    ratio, gap = summarise([times for times, _ in per_rank]), max(gap for _, gap in per_rank)
+    print(f"  {world} ranks, {title}   first losses differ by {gap:.1e}")
+    print(f"    throughput {ratio}")
+    print(f"    memory     {ours / peer:.3f}  {ours / 1e6:.1f} MB against {peer / 1e6:.1f} MB", flush=True)
+    if not gap < 1e-3:
+        raise SystemExit("the two sides do not train the same model")
+    return dataclasses.asdict(ratio) | {
+        "memory_ratio": ours / peer,
+        "ours_peak_bytes": ours,
+        "peer_peak_bytes": peer,
+        "first_losses_differ_by": gap,
+    }
 
 
 def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:

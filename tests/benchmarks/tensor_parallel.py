@@ -9,7 +9,6 @@ AdamW. Memory is measured apart from that, with one side alone in its processes.
 """
 
 import argparse
-import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,7 @@ from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.mixed_precision import Gradients, Optimizer, clip_factor
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
-from tests.benchmarks.paired import keep, peak_bytes, summarise, time_pairs
-from tests.harness import run_ranks
+from tests.benchmarks.paired import compare, keep, measure_steps
 
 # 38 M parameters; long enough sequences that activations, which is what travels here, matter
 MODEL = ModelConfig(vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1536, tie_embeddings=False)
@@ -39,10 +37,7 @@ def our_step(mode: str, mesh, tokens, targets):
     apply_tensor_parallel(model, config, mesh)
     materialise(model, 0, torch.float32, mesh.device)
     parameters = list(model.parameters())
-    gradients, optimizer = (
-        Gradients(parameters),
-        Optimizer(parameters, config),
-    )
+    gradients, optimizer = Gradients(parameters), Optimizer(parameters, config)
 
     def step():
         loss = vocab_parallel_cross_entropy_sum(model(tokens), targets, MODEL.vocab, mesh.tp) / targets.numel()
@@ -116,11 +111,7 @@ def on_rank(mode: str, pairs: int, sides: tuple[str, ...]):
     run = (mode, mesh, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     build = {"ours": our_step, "peer": peer_step}
     steps = [build[side](*run) for side in sides]
-    if len(steps) == 1:
-        return peak_bytes(steps[0], mesh.device)
-    losses = [], []
-    times = time_pairs(lambda: losses[0].append(steps[0]()), lambda: losses[1].append(steps[1]()), pairs)
-    return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
+    return measure_steps(steps, pairs, mesh.device)
 
 
 def main() -> None:
@@ -134,22 +125,8 @@ def main() -> None:
     rows = {}
     print("step 4 / DTensor: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
     for world in arguments.ranks:
-        peer = max(run_ranks(world, on_rank, "", 0, ("peer",), timeout=1800))
         for mode in arguments.modes:
-            ours = max(run_ranks(world, on_rank, mode, 0, ("ours",), timeout=1800))
-            per_rank = run_ranks(world, on_rank, mode, arguments.pairs, ("ours", "peer"), timeout=1800)
-            ratio, gap = summarise([times for times, _ in per_rank]), max(gap for _, gap in per_rank)
-            print(f"  {world} ranks, --tp-mode {mode}   first losses differ by {gap:.1e}")
-            print(f"    throughput {ratio}")
-            print(f"    memory     {ours / peer:.3f}  {ours / 1e6:.1f} MB against {peer / 1e6:.1f} MB", flush=True)
-            if not gap < 1e-3:
-                raise SystemExit("the two sides do not train the same model")
-            rows[f"{mode}_{world}_ranks"] = dataclasses.asdict(ratio) | {
-                "memory_ratio": ours / peer,
-                "ours_peak_bytes": ours,
-                "peer_peak_bytes": peer,
-                "first_losses_differ_by": gap,
-            }
+            rows[f"{mode}_{world}_ranks"] = compare(f"--tp-mode {mode}", world, on_rank, mode, arguments.pairs)
     print(f"written: {keep('tensor_parallel', rows)}")
 
 

@@ -11,11 +11,6 @@ loss over the ranks. Memory is measured apart from that, with one side alone in 
 """
 
 import argparse
-import dataclasses
-import gc
-import os
-import statistics
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -23,24 +18,17 @@ import torch.nn.functional as F
 
 from common import collectives
 from common.config import ModelConfig, TrainConfig
-from common.memory import MemoryMeter
 from common.model import Decoder, cross_entropy_sum
 from common.parameter import gradient_norm, materialise
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step03_zero.zero import Zero
-from tests.benchmarks.paired import keep, summarise, time_pairs
-from tests.harness import run_ranks
+from tests.benchmarks.paired import compare, keep, measure_steps
 
 # 57 M parameters, 229 MB; the short sequences leave communication and the optimizer a large part of the step
 MODEL = ModelConfig(vocab=384, hidden=768, layers=8, heads=12, kv_heads=12, ffn=2048, tie_embeddings=False)
 SEQ, BATCH = 64, 2  # of one rank
 PEERS = {1: "DDP + ZeroRedundancyOptimizer", 2: "FSDP2, kept after forward", 3: "FSDP2, freed after forward"}
-WARMUP, MEASURED = 2, 5  # steps of a memory measurement
-
-# Ranks keep freed memory, as CUDA's caching allocator does. By default glibc returns it to the system whenever enough
-# of it happens to lie at the end of the heap; page faults then add up to a tenth to the next step of either side.
-HEAP = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 
 
 def our_step(stage: int, mesh, tokens, targets):
@@ -114,37 +102,13 @@ def peer_step(stage: int, mesh, tokens, targets):
 
 def on_rank(stage: int, pairs: int, sides: tuple[str, ...]):
     """With both sides: their times on this rank, and how far their losses are apart. With one: its peak bytes."""
-    warnings.filterwarnings("ignore", message="Memory block of unknown size")
     mesh = build_mesh(Degrees(dp=dist.get_world_size()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(mesh.rank)
     tokens = torch.randint(MODEL.vocab, (BATCH, SEQ + 1), generator=generator)
     run = (stage, mesh, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     build = {"ours": our_step, "peer": peer_step}
     steps = [build[side](*run) for side in sides]
-    if len(steps) == 1:
-        return peak_bytes(steps[0], mesh.device)
-    losses = [], []
-    times = time_pairs(lambda: losses[0].append(steps[0]()), lambda: losses[1].append(steps[1]()), pairs)
-    # Of the first steps only: rounding differs between the sides, and training amplifies it
-    return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
-
-
-def peak_bytes(step, device: torch.device) -> int:
-    """Highest number of bytes alive during a training step, the median of a few.
-
-    Where a gloo thread drops the last reference to a message, its release is seen late (see `MemoryMeter`).
-    """
-    peaks, meter = [], MemoryMeter(device)
-    for _ in range(WARMUP):
-        step()
-    for _ in range(MEASURED):
-        gc.collect()
-        dist.barrier()
-        # Not subclasses: a DTensor has no memory, and its local tensor is in this list as well
-        with meter.measure(o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)) as measured:
-            step()
-        peaks.append(measured.peak_bytes)
-    return statistics.median(peaks)
+    return measure_steps(steps, pairs, mesh.device)
 
 
 def main() -> None:
@@ -155,25 +119,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
     arguments = parser.parse_args()
-    os.environ.update(HEAP)  # for the ranks
     rows = {}
     print("step 3 / peer: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
     for world in arguments.ranks:
         for stage in arguments.stages:
-            ours, peer = (max(run_ranks(world, on_rank, stage, 0, (side,), timeout=600)) for side in ("ours", "peer"))
-            per_rank = run_ranks(world, on_rank, stage, arguments.pairs, ("ours", "peer"), timeout=1800)
-            ratio, gap = summarise([times for times, _ in per_rank]), max(gap for _, gap in per_rank)
-            print(f"  {world} ranks, stage {stage} against {PEERS[stage]}   first losses differ by {gap:.1e}")
-            print(f"    throughput {ratio}")
-            print(f"    memory     {ours / peer:.3f}  {ours / 1e6:.1f} MB against {peer / 1e6:.1f} MB", flush=True)
-            if not gap < 1e-3:
-                raise SystemExit("the two sides do not train the same model")
-            rows[f"stage{stage}_{world}_ranks"] = dataclasses.asdict(ratio) | {
-                "memory_ratio": ours / peer,
-                "ours_peak_bytes": ours,
-                "peer_peak_bytes": peer,
-                "first_losses_differ_by": gap,
-            }
+            title = f"stage {stage} against {PEERS[stage]}"
+            rows[f"stage{stage}_{world}_ranks"] = compare(title, world, on_rank, stage, arguments.pairs)
     print(f"written: {keep('zero', rows)}")
 
 
