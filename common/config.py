@@ -163,6 +163,15 @@ class TrainConfig:
         "overlap", 4, "collectives as single operators, behind matmuls, or in chunks", ("plain", "overlap", "chunked")
     )
 
+    pp: int = flag(1, 5, "pipeline parallelism: ranks that the layers are divided among")
+    schedule: str = flag("1f1b", 5, "order of the pipeline's work (afab, interleaved, zb-h1, dualpipe, ...)")
+    virtual_stages: int | None = flag(None, 5, "stages on each pipeline rank (default: what the schedule asks for)")
+    schedule_file: str | None = flag(None, 5, "a schedule of your own: CSV, or Python with one registered function")
+    consecutive: int | None = flag(
+        None, 5, "for --schedule llama3: micro-batches on a stage before the next one's turn"
+    )
+    layer_delay: float = flag(0.0, 5, "each layer's forward takes at least so many ms, its backward twice that")
+
     # ---- derived ----------------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -241,11 +250,14 @@ class TrainConfig:
         if self.step_name == "step01_single_gpu" and world_size > 1:
             raise UsageError(f"{self.step_name} is one process, not {world_size}; step02_data_parallel takes several")
         self._validate_tp()
+        stages = self.pp * (self.virtual_stages or 1)
+        if stages > model.layers:
+            raise UsageError(f"--pp {self.pp} with {stages} stages in all needs as many --layers, not {model.layers}")
         if self.dp is None:
-            self.dp = max(1, world_size // self.tp)
-        if self.tp * self.dp != world_size:
-            tp = f"--tp {self.tp} x " if self.tp > 1 else ""
-            raise UsageError(f"{tp}--dp {self.dp} does not equal the world size {world_size}")
+            self.dp = max(1, world_size // (self.tp * self.pp))
+        if self.tp * self.pp * self.dp != world_size:
+            others = "".join(f"--{name} {getattr(self, name)} x " for name in ("tp", "pp") if getattr(self, name) > 1)
+            raise UsageError(f"{others}--dp {self.dp} does not equal the world size {world_size}")
         if self.global_batch % (self.micro_batch * self.dp):
             raise UsageError(
                 f"--global-batch {self.global_batch} is not divisible by "
@@ -304,4 +316,8 @@ _AT_LEAST = {
     "dp": 1,
     "zero_replicas": 1,
     "tp": 1,
+    "pp": 1,
+    "virtual_stages": 1,
+    "consecutive": 1,
+    "layer_delay": 0,
 }

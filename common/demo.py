@@ -29,6 +29,8 @@ RUNS = [
     ("step03-zero-3-4-ranks", "step03_zero", 4, "--zero 3"),
     ("step04-tp2", "step04_tensor_parallel", 2, "--tp 2"),
     ("step04-dp2-tp2", "step04_tensor_parallel", 4, "--dp 2 --tp 2"),
+    ("step05-pp2", "step05_pipeline", 2, "--pp 2"),
+    ("step05-dp2-pp2-tp2", "step05_pipeline", 8, "--dp 2 --pp 2 --tp 2"),
 ]
 FAMILIES = [("float32", "--steps 50", 1e-5), ("float64", "--steps 10 --dtype float64", 1e-10)]
 

@@ -18,13 +18,18 @@ START_GRACE = 15.0  # seconds by which the ranks of one run may differ in readin
 INTERRUPT_GRACE = 1.0  # seconds that a rank has to leave a collective after Ctrl-C
 
 
-def run(step: int, main) -> None:
-    """Entry point of every train.py: parse the command line, start, call `main(config, mesh)`, end cleanly."""
+def run(step: int, main, check=None) -> None:
+    """Entry point of every train.py: parse the command line, start, call `main(config, mesh)`, end cleanly.
+
+    `check(config)` raises UsageError for what the step alone can judge, before the process group starts.
+    """
     from common.command_line import parse
 
     def train() -> None:
         config = parse(step)
         config.validate(environment()[1])
+        if check is not None:
+            check(config)
         device = initialise(config.device, config.timeout)
         if config.memory_snapshot and device.type != "cuda":
             raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")

@@ -30,7 +30,7 @@ class ParameterSpec:
     box: (start, stop) along each axis of the whole tensor: the slice that this rank holds.
     init_std: standard deviation of the initial normal distribution; None: ones.
     shard_group: name of the mesh group over which its gradient is reduced (and over which ZeRO shards it).
-    extra_group: name of one more group over which its gradient is a partial sum, or None.
+    extra_groups: names of further groups over which its gradient is a partial sum.
     owner: this rank counts and saves the elements (the lowest rank of every set of replicas).
     piece: [start, stop) of the flattened box, for a one-dimensional tensor that holds these elements and no others (as
         ZeRO shards do); None: the whole box, in its shape.
@@ -41,7 +41,7 @@ class ParameterSpec:
     box: tuple[tuple[int, int], ...]
     init_std: float | None
     shard_group: str = "dp_cp"
-    extra_group: str | None = None
+    extra_groups: tuple[str, ...] = ()
     owner: bool = True
     piece: tuple[int, int] | None = None
 
@@ -201,16 +201,23 @@ def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def sum_extra_groups(parameters: list[torch.Tensor], gradients: list[torch.Tensor], mesh: Mesh) -> None:
-    """Add up, in place, the gradients of which the ranks of another group hold summands too: `spec.extra_group`.
+    """Add up, in place, the gradients of which the ranks of another group hold summands too: `spec.extra_groups`.
 
-    After the sum over the data-parallel ranks; sums commute. One all-reduce for each such group.
+    After the sum over the data-parallel ranks; sums commute. One all-reduce for each such group. A rank may itself hold
+    several copies of a parameter (step 5: both ends of a model with one matrix for both), whose gradients are summands
+    as well. Ranks that hold the same parameters in another order agree on that of their names.
     """
-    for name in sorted({parameter.spec.extra_group or "" for parameter in parameters} - {""}):
-        partial = [g for p, g in zip(parameters, gradients, strict=True) if p.spec.extra_group == name]
-        joined = torch.cat([gradient.flatten() for gradient in partial])
+    for name in sorted({name for parameter in parameters for name in parameter.spec.extra_groups}):
+        held: dict[tuple, list[torch.Tensor]] = {}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if name in parameter.spec.extra_groups:
+                held.setdefault((parameter.spec.name, parameter.spec.piece or ()), []).append(gradient)
+        partial = [held[key] for key in sorted(held)]
+        joined = torch.cat([sum(copies[1:], copies[0]).flatten() for copies in partial])
         collectives.all_reduce(joined, getattr(mesh, name))
-        parts = joined.split([gradient.numel() for gradient in partial])
-        torch._foreach_copy_(partial, [part.view_as(gradient) for part, gradient in zip(parts, partial, strict=True)])
+        parts = joined.split([copies[0].numel() for copies in partial])
+        pairs = [(copy, part.view_as(copy)) for part, copies in zip(parts, partial, strict=True) for copy in copies]
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor], world: Group) -> torch.Tensor:

@@ -9,7 +9,8 @@ import itertools
 import os
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -40,7 +41,8 @@ class Degrees:
     @classmethod
     def of(cls, config: TrainConfig) -> "Degrees":
         """The degrees of a validated configuration. Without ZeRO all data-parallel ranks hold copies."""
-        return cls(tp=config.tp, dp=config.dp, zero_replicas=config.zero_replicas if config.zero else config.dp)
+        replicas = config.zero_replicas if config.zero else config.dp
+        return cls(tp=config.tp, pp=config.pp, dp=config.dp, zero_replicas=replicas)
 
     @property
     def world(self) -> int:
@@ -233,29 +235,37 @@ def _part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout: 
     return part
 
 
-def build_mesh(
-    degrees: Degrees,
-    device: torch.device,
-    kv_heads: int | None = None,
-    placement: Placement | None = None,
-    timeout: float = 600.0,
-) -> Mesh:
+def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = None, timeout: float = 600.0) -> Mesh:
     """The mesh of this rank. All ranks call it together: each group is created by all ranks in one order.
 
     Groups with the same members share one communicator, except `pp_forward` and `pp_backward`: on one NCCL communicator
     an early receive of the one direction would hold up the sends of the other.
     """
     degrees.check()
-    rank, world_size, _ = environment()
+    _, world_size, _ = environment()
     if degrees.world != world_size:
         raise UsageError(
             f"tp {degrees.tp} x cp {degrees.cp} x pp {degrees.pp} x dp {degrees.dp} is not {world_size} ranks"
         )
-    layouts = [layout(each, degrees, kv_heads, placement) for each in range(world_size)]
+    layouts = [layout(each, degrees, kv_heads) for each in range(world_size)]
+    return Mesh(degrees=degrees, device=device, **_make_groups(GROUP_NAMES, layouts, timeout))
+
+
+def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Mesh:
+    """`mesh` with the groups `embed` and `mirror` for this placement of pipeline stages. All ranks call it together."""
+    if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
+        return mesh
+    layouts = [layout(each, mesh.degrees, placement=placement) for each in range(mesh.world.size)]
+    return replace(mesh, **_make_groups(("embed", "mirror"), layouts, timeout))
+
+
+def _make_groups(names: Iterable[str], layouts: list[dict[str, tuple[int, ...]]], timeout: float) -> dict[str, Group]:
+    """This rank's groups of these names; `layouts` holds what `layout` says of every rank."""
+    rank, world_size, _ = environment()
     handles = {("shared", layouts[0]["world"]): dist.group.WORLD} if world_size > 1 else {}
     backend = "" if world_size == 1 else "gloo" if dist.get_backend() == "gloo" else "nccl"
     groups = {}
-    for name in GROUP_NAMES:
+    for name in names:
         channel = name if name.startswith("pp_") else "shared"
         for members in dict.fromkeys(each[name] for each in layouts):
             if len(members) > 1 and (channel, members) not in handles:
@@ -264,7 +274,7 @@ def build_mesh(
         groups[name] = Group(name, members, members.index(rank), handles.get((channel, members)), backend)
     if world_size > 1:
         _meet()
-    return Mesh(degrees=degrees, device=device, **groups)
+    return groups
 
 
 def _meet() -> None:

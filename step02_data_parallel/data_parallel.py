@@ -123,14 +123,17 @@ class DataParallel:
 
 
 def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order of the forward, cut into buckets of at most `bucket_mb` (or one parameter)."""
+    """Parameters in reverse order of the forward, cut into buckets of at most `bucket_mb` (or one parameter).
+
+    One of which other ranks hold copies has a bucket of its own: whoever shards it, cuts it there as they do.
+    """
     limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
     buckets, room = [], 0.0
     for parameter in reversed(parameters):
-        size = parameter.numel() * wide(parameter.dtype).itemsize
-        if not buckets or size > room:
+        size, alone = parameter.numel() * wide(parameter.dtype).itemsize, "embed" in parameter.spec.extra_groups
+        if not buckets or size > room or alone:
             buckets.append([])
-            room = limit
+            room = 0.0 if alone else limit
         buckets[-1].append(parameter)
         room -= size
     return buckets

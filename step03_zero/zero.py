@@ -16,6 +16,7 @@ With replicas (hybrid sharding; MiCS, Zhang et al., arXiv:2205.00119) the N rank
 and other groups hold copies of it; the summed shards are then summed over the `replica` group as well.
 """
 
+import math
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,9 @@ class Zero(DataParallel):
 
     def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):
         self.stage = config.zero
+        # Stage 3 gathers and frees layer by layer, but in a pipeline (step 5) once a step: layers run for one micro-batch
+        # after the other, and gathering them anew for each would take longer than the work on it
+        self.by_layer = self.stage == 3 and config.pp == 1
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
         self.last_micro_batch, self.in_flight = True, deque()
         with enough_memory(model, mesh.device):
@@ -158,7 +162,7 @@ class Zero(DataParallel):
                 groups, seen = [], set()
                 for region in self.regions:
                     own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first's
-                    groups.insert(0, own[::-1])
+                    groups[:0] = fill_buckets(own, "bucket", math.inf)
                     seen.update(own)
             else:
                 groups = fill_buckets(parameters, config.dp_mode, config.bucket_mb)
@@ -180,22 +184,19 @@ class Zero(DataParallel):
         """At the start of a step: stages 1 and 2 begin to gather all shards, stage 3 those of the first region. The
         forward waits for them region by region, so that later ones arrive while earlier ones run.
         """
-        for unit in reversed(self.buckets) if self.stage < 3 else ():  # in the order of the forward
+        for unit in () if self.by_layer else reversed(self.buckets):  # in the order of the forward
             unit.fetch()
         self._fetch(0)
 
     def _watch(self, region: Region, index: int) -> None:
         region.first.register_forward_pre_hook(lambda module, inputs: self._before_forward(index, inputs[0]))
-        if self.stage == 3:
+        if self.by_layer:
             region.last.register_forward_hook(lambda module, inputs, output: self._after_forward(index, output))
 
     def _before_forward(self, index: int, x: torch.Tensor) -> None:
         for unit in self.regions[index].units:
             unit.use()
-        if self.stage == 3:
-            self._fetch(index + 1)  # prefetch: the next one arrives while this one computes
-            if index == 0 and x.requires_grad:  # the model begins with hidden states (a later pipeline stage, step 5)
-                x.register_hook(lambda gradient: self._between_backwards(0))
+        self._fetch(index + 1)  # prefetch: the next one arrives while this one computes
 
     def _after_forward(self, index: int, output: torch.Tensor) -> None:
         if output.requires_grad:
@@ -222,7 +223,7 @@ class Zero(DataParallel):
                 self._launch(unit)
 
     def _fetch(self, index: int, backward: bool = False) -> None:
-        if self.stage == 3 and 0 <= index < len(self.regions):
+        if self.by_layer and 0 <= index < len(self.regions):
             if self.regions[index].backward_reads_weights or not backward:
                 for unit in self.regions[index].units:
                     unit.fetch()
@@ -245,6 +246,10 @@ class Zero(DataParallel):
                 self._end_of_backward()
         self.last_micro_batch = True
 
+    def hold(self):
+        """Gradients of a backward in here only accumulate: another part of the same micro-batch's follows (step 5)."""
+        return super().no_sync()
+
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters."""
         unit = self.bucket_of[parameter]
@@ -258,7 +263,7 @@ class Zero(DataParallel):
             self._complete()
 
     def _launch_complete(self) -> None:
-        if self.stage < 3:
+        if not self.by_layer:
             super()._launch_complete()
 
     def _launch(self, unit: Unit) -> None:
@@ -281,10 +286,14 @@ class Zero(DataParallel):
         if self.last_micro_batch:  # and then the sum over replicas; in stage 0 it is the whole sum, that of step 2
             unit.work = collectives.all_reduce(unit.reduced, self.group, async_op=self.mode != "naive")
 
-    def _end_of_backward(self) -> None:
-        """Launch what is left, wait for all, and be ready for another micro-batch."""
+    def launch_rest(self) -> None:
+        """Launch what no hook has launched."""
         for unit in self.buckets[self.launched :]:
             self._launch(unit)
+
+    def _end_of_backward(self) -> None:
+        """Launch what is left, wait for all, and be ready for another micro-batch."""
+        self.launch_rest()
         while self.in_flight:
             self._complete()
         for unit in self.buckets:
@@ -302,6 +311,8 @@ class Zero(DataParallel):
             unit.work = None
             gradients += [unit.reduced[where] for where, _, _ in unit.pieces]
             unit.gathering = None  # the optimizer is about to change the shards
+            if self.stage == 3 and not self.by_layer:
+                unit.free()
             unit.free_gradient()
             unit.reduced = None  # the list is the last that holds it, until the optimizer has used it
         return gradients

@@ -1,11 +1,11 @@
 """The conjugate operators of tensor and sequence parallelism: what one does in the forward, its partner does in the
 backward (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3; Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2).
+Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2). A sublayer is attention or the MLP.
 
            forward                             backward
-  f        nothing                             all-reduce         where a block begins, without sequence parallelism
+  f        nothing                             all-reduce         where a sublayer begins, without sequence parallelism
   f_star   all-reduce                          nothing            where it ends
-  g        all-gather along the sequence       reduce-scatter     where a block begins, with sequence parallelism
+  g        all-gather along the sequence       reduce-scatter     where a sublayer begins, with sequence parallelism
   g_star   reduce-scatter along the sequence   all-gather         where it ends
 """
 

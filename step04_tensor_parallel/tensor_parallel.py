@@ -1,10 +1,11 @@
 """Tensor parallelism by hand: every rank holds a part of every matrix (Shoeybi et al., arXiv:1909.08053).
 
-A block multiplies by a matrix that is cut into columns, works on what it got (some heads, or a part of the MLP's width)
-without talking to anybody, and multiplies by one that is cut into rows: the results are summands of its output.
+A sublayer, attention or MLP, multiplies by a matrix that is cut into columns, works on what it got (some heads, or a
+part of the MLP's width) without talking to anybody, and multiplies by one that is cut into rows: the results are
+summands of its output.
 
-With sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and the residual stream, between blocks, are cut
-along the sequence: the sum that ends a block is a reduce-scatter, and an all-gather begins the next.
+With sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and the residual stream, between sublayers, are
+cut along the sequence: the sum that ends a sublayer is a reduce-scatter, and an all-gather begins the next.
 
 Three ways to do the same, `--tp-mode`:
   plain    the operators of `operators.py` around ordinary linear layers: what they gathered is kept for the backward
@@ -21,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import collectives
+from common import collectives, weight_gradients
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Group, Mesh
+from common.weight_gradients import weight_gradient
 from step04_tensor_parallel.operators import (
     all_gather_sequence,
     f,
@@ -69,8 +71,8 @@ class ColumnParallel(torch.autograd.Function):
             x = join_sequence(parts)
         else:
             reducing = collectives.all_reduce(dx, ctx.group, async_op=True)
-        flat = x.flatten(0, 1)
-        dws = [gradient.flatten(0, 1).t() @ flat for gradient in gradients]  # while dx is on its way
+        # while dx is on its way
+        dws = [weight_gradient(weight, gradient, x) for weight, gradient in zip(weights, gradients, strict=True)]
         reducing.wait()
         return dx, None, None, None, *dws
 
@@ -98,7 +100,7 @@ class RowParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             gradient = gather_sequence(gradient, ctx.group)
-        return gradient @ weight, None, None, None, gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+        return gradient @ weight, None, None, None, weight_gradient(weight, gradient, x)
 
 
 # ---- the same operations in the plain and in the joined form ---------------------------------------------------------
@@ -117,17 +119,17 @@ class Split:
         weights = [linear.weight for linear in linears]
         if self.mode == "plain":
             x = g(x, self.group) if self.sequence_parallel else f(x, self.group)
-            return [F.linear(x, weight) for weight in weights]
+            return [weight_gradients.linear(x, weight) for weight in weights]
         return ColumnParallel.apply(x, self.group, self.sequence_parallel, self.mode == "chunked", *weights)
 
     def row(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """A linear layer cut into rows."""
         if self.mode == "plain":
-            return self.sum(F.linear(x, weight))
+            return self.sum(weight_gradients.linear(x, weight))
         return RowParallel.apply(x, self.group, self.sequence_parallel, self.mode == "chunked", weight)
 
     def sum(self, summand: torch.Tensor) -> torch.Tensor:
-        """The end of a block: the sum over ranks, of which sequence parallelism keeps a part."""
+        """The end of a sublayer: the sum over ranks, of which sequence parallelism keeps a part."""
         return g_star(summand, self.group) if self.sequence_parallel else f_star(summand, self.group)
 
 
@@ -148,7 +150,7 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> No
             heads, replicas = _part(shape.kv_heads, tp), {}
         else:  # fewer K/V heads than ranks: those that share one hold copies, each sees the gradient of its own queries
             head = tp.rank * shape.kv_heads // tp.size
-            heads, replicas = (head, head + 1), {"extra_group": "kv_replica", "owner": mesh.kv_replica.rank == 0}
+            heads, replicas = (head, head + 1), {"extra_groups": ("kv_replica",), "owner": mesh.kv_replica.rank == 0}
         for linear in (attention.k_proj, attention.v_proj):
             _cut(linear, 0, tuple(head * shape.head_width for head in heads), **replicas)
         _cut(mlp.gate_proj, 0, _part(shape.ffn, tp))
@@ -171,7 +173,7 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> No
         if name.endswith("norm.weight"):  # whole on every rank
             parameter.spec.owner = tp.rank == 0
             if config.sequence_parallel:  # each rank's gradient is that of its part of the sequence
-                parameter.spec.extra_group = "tp"
+                parameter.spec.extra_groups = ("tp",)
 
 
 def _row(split: Split, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:

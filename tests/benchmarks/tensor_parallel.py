@@ -23,7 +23,7 @@ from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.benchmarks.paired import compare, keep, measure_steps
 
-# 38 M parameters; long enough sequences that activations, which is what travels here, matter
+# 36 M parameters; long enough sequences that activations, which is what travels here, matter
 MODEL = ModelConfig(vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1536, tie_embeddings=False)
 SEQ, BATCH = 256, 2
 MODES = ("plain", "overlap", "chunked")

@@ -1,0 +1,81 @@
+"""Step 5: the same run, with the layers divided among ranks as well: a pipeline, in whatever order a schedule says.
+
+    torchrun --nproc_per_node 2 step05_pipeline/train.py --pp 2
+    torchrun --nproc_per_node 4 step05_pipeline/train.py --pp 2 --tp 2 --schedule interleaved
+    torchrun --nproc_per_node 4 step05_pipeline/train.py --pp 2 --zero 1 --schedule zbv
+
+The lesson is in step05_pipeline/README.md. `diff` this file with step04_tensor_parallel/train.py to see what it adds.
+"""
+
+import torch
+
+from common import collectives
+from common.config import TrainConfig
+from common.data import load_batches
+from common.launch import run
+from common.parameter import gradient_norm, sum_extra_groups
+from common.process_groups import Mesh, place_stages
+from common.run_record import TrainingRecord
+from common.tracer import Tracer
+from step01_single_gpu.checkpointing import Checkpoints
+from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
+from step01_single_gpu.recompute import apply_recompute
+from step03_zero.zero import Zero
+from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.stages import build_stages, schedule_of, share_parameters, split_backward
+
+
+def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
+    collectives.link = config.link_model
+    batches = load_batches(config)
+
+    # ---- model, gradients, optimizer ----
+    schedule = schedule_of(config)  # what every rank does, in order
+    mesh = place_stages(mesh, schedule.placement, config.timeout)
+    stages = build_stages(config, schedule, mesh)  # one or several models of some layers each
+    for stage in stages:
+        apply_tensor_parallel(stage, config, mesh)
+        apply_recompute(stage, config.recompute)
+    split_backward(stages, schedule, mesh)
+    share_parameters(stages, schedule, mesh)
+    zeros = [Zero(stage, config, mesh) for stage in stages]
+    parameters = [shard for zero in zeros for shard in zero.shards]  # from here on, a rank knows only its own
+    optimizer, scaler = Optimizer(parameters, config), LossScaler(config.torch_dtype)
+
+    checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
+    first_step = checkpoints.resume()
+    record = TrainingRecord(config, mesh, batches, first_step)
+    tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
+
+    pipeline = Pipeline(schedule, stages, zeros, config, mesh, tracer)
+    for step in range(first_step, config.steps):
+        with record.step(step) as measured, tracer.step(step):
+            # ---- gradients of the global batch: its micro-batches go through the stages and back ----
+            def micro_batch(index: int, step: int = step) -> tuple[torch.Tensor, torch.Tensor]:
+                return batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device)
+
+            loss = pipeline.run(micro_batch, batches.target_tokens, scaler.scale)
+
+            # ---- clip by the global norm, update ----
+            with tracer.phase("optimizer"):
+                summed = [gradient for zero in zeros for gradient in zero.finish()]
+                sum_extra_groups(parameters, summed, mesh)  # partial sums on tp ranks and in stages that share weights
+                # each element is counted by its owner only; unscaled before the clip
+                norm = gradient_norm(parameters, summed, mesh.world).item() / scaler.scale
+                factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
+                if scaler.accept(norm):  # float16 skips a step that overflowed
+                    optimizer.step(summed, lr, factor)  # empties the list
+                collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
+                collectives.all_reduce(loss, mesh.pp_forward)  # of which the last stage alone has some
+            measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
+
+        checkpoints.save(step + 1)
+    checkpoints.close()
+    tracer.close()
+    record.close()
+    return parameters
+
+
+if __name__ == "__main__":
+    run(5, train, schedule_of)

@@ -1,0 +1,164 @@
+"""Step 5 against torch.distributed.pipelining: same stages, micro-batches and optimizer, taking turns in one run.
+
+    python -m tests.benchmarks.pipeline                            # 2 and 4 gloo ranks, 30 pairs each
+    python -m tests.benchmarks.pipeline --ranks 2 --schedules 1f1b --pairs 10
+
+Each timed call is a whole training step: forward and backward of all micro-batches, clipping by the global norm, AdamW.
+Memory and the number of micro-batches in flight are measured apart from that, with one side alone in its processes.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from common import collectives
+from common.config import ModelConfig, TrainConfig
+from common.model import Decoder
+from common.parameter import gradient_norm, materialise
+from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.mixed_precision import Optimizer, clip_factor
+from step03_zero.zero import Zero
+from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.stages import build_stages, schedule_of, share_parameters, split_backward, split_layers
+from tests.benchmarks.paired import compare, keep, measure_steps
+from tests.harness import run_ranks
+
+# 27 M parameters; a small vocabulary, so that stages are alike
+MODEL = ModelConfig(vocab=384, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1536, tie_embeddings=False)
+SEQ, MICRO_BATCHES = 128, 8
+PEERS = {
+    "afab": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(MODEL.vocab, (MICRO_BATCHES, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def configuration(name: str, world: int) -> TrainConfig:
+    config = TrainConfig(pp=world, dp=1, schedule=name, seq_len=SEQ, micro_batch=1, global_batch=MICRO_BATCHES)
+    config.__dict__["model_config"] = MODEL
+    return config
+
+
+def our_step(name: str, mesh):
+    """One training step of step 5 as a function without arguments, and how many micro-batches it had in flight."""
+    config = configuration(name, mesh.world.size)
+    schedule = schedule_of(config)
+    stages = build_stages(config, schedule, mesh)
+    split_backward(stages, schedule, mesh)
+    share_parameters(stages, schedule, mesh)
+    zeros = [Zero(stage, config, mesh) for stage in stages]
+    parameters = [shard for zero in zeros for shard in zero.shards]
+    optimizer, pipeline = Optimizer(parameters, config), Pipeline(schedule, stages, zeros, config, mesh)
+    tokens, targets = batch()
+
+    def step():
+        loss = pipeline.run(lambda index: (tokens[index : index + 1], targets[index : index + 1]), targets.numel())
+        summed = [gradient for zero in zeros for gradient in zero.finish()]
+        norm = gradient_norm(parameters, summed, mesh.world).item()
+        optimizer.step(summed, config.lr, clip_factor(norm, config.clip))
+        collectives.all_reduce(loss, mesh.pp_forward)
+        return loss.item()
+
+    return step, lambda: pipeline.peak_alive
+
+
+def peer_step(name: str, mesh):
+    """The same with PyTorch's stages and schedules."""
+    from torch.distributed import pipelining
+
+    rank, schedule = mesh.rank, schedule_of(configuration(name, mesh.world.size))
+    ranges, stages, peak = split_layers(MODEL, schedule.stages, SEQ), [], [0]
+    for chunk in range(schedule.chunks(rank)):
+        _, number = schedule.stage_of(rank, chunk)
+        model = Decoder(MODEL, first=ranges[number][0], last=ranges[number][1])
+        materialise(model, 0, torch.float32, mesh.device)
+        stages.append(pipelining.PipelineStage(model, number, schedule.stages, mesh.device))
+    for stage in stages:
+
+        def forward(*args, real=stage.forward_one_chunk, **kwargs):
+            result = real(*args, **kwargs)
+            peak[0] = max(peak[0], sum(len(each.fwd_cache) for each in stages))
+            return result
+
+        stage.forward_one_chunk = forward
+
+    def mean(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    runner = getattr(pipelining.schedules, PEERS[name])(
+        stages[0] if name in ("afab", "1f1b") else stages, MICRO_BATCHES, loss_fn=mean
+    )
+    first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
+    config, parameters = TrainConfig(), [p for stage in stages for p in stage.submod.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
+    tokens, targets = batch()
+
+    def step():
+        losses = []
+        runner.step(*([tokens] if first else []), **({"target": targets, "losses": losses} if last else {}))
+        gradients = [p.grad for p in parameters]
+        total = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(total)
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.clip, total.sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).mean().detach() if last else torch.zeros(())
+        dist.all_reduce(loss)
+        return loss.item()
+
+    return step, lambda: peak[0]
+
+
+def on_rank(name: str, pairs: int, sides: tuple[str, ...]):
+    """What `measure_steps` returns."""
+    mesh = build_mesh(Degrees(pp=dist.get_world_size()), torch.device("cpu"))
+    build = {"ours": our_step, "peer": peer_step}
+    return measure_steps([build[side](name, mesh)[0] for side in sides], pairs, mesh.device)
+
+
+def in_flight(name: str) -> tuple[int, int]:
+    """Most micro-batches (of all stages of this rank) between their forward and backward: ours, the peer's."""
+    mesh, found = build_mesh(Degrees(pp=dist.get_world_size()), torch.device("cpu")), []
+    for build in (our_step, peer_step):
+        step, peak = build(name, mesh)
+        step()
+        found.append(peak())
+    return tuple(found)
+
+
+def main() -> None:
+    from tests.benchmarks.pipeline import in_flight, on_rank  # by the names under which ranks can import them
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--schedules", nargs="+", default=list(PEERS), choices=PEERS)
+    arguments = parser.parse_args()
+    rows = {}
+    print(
+        "step 5 / torch.distributed.pipelining: throughput, median of pairs [95% interval]; peak memory of the fullest"
+    )
+    for world in arguments.ranks:
+        for name in arguments.schedules:
+            row = compare(f"{name} against {PEERS[name]}", world, on_rank, name, arguments.pairs)
+            counts = run_ranks(world, in_flight, name, timeout=600)
+            ours, peer = ([count[side] for count in counts] for side in (0, 1))
+            print(f"    in flight  {ours} against {peer} micro-batches on ranks 0 to {world - 1}", flush=True)
+            rows[f"{name}_{world}_ranks"] = row | {"in_flight": ours, "peer_in_flight": peer}
+    print(f"written: {keep('pipeline', rows)}")
+
+
+if __name__ == "__main__":
+    main()

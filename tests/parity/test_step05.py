@@ -1,0 +1,122 @@
+"""Step 5 trains exactly what step 1 trains, in whatever order the stages work and whatever that is combined with."""
+
+import pytest
+
+from step05_pipeline.schedules import SCHEDULES
+from tests.parity.pairwise import pairwise
+from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
+
+SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
+TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
+NAIVE = "--attention naive"
+# Flags that change how a step is computed and not what: one run of step 1 is the reference of all of them.
+HOW = (
+    "--pp",
+    "--schedule",
+    "--virtual-stages",
+    "--consecutive",
+    "--tp",
+    "--tp-mode",
+    "--zero",
+    "--zero-replicas",
+    "--zero-reduce",
+)
+HOW += ("--dp", "--dp-mode", "--bucket-mb", "--recompute", "--micro-batch", "--attention")
+
+
+def training_of(case: str) -> str:
+    """The case without the flags of `HOW`, in one micro-batch: step 1's tests show that their number is no matter."""
+    words = iter(case.replace("--no-sequence-parallel", "").split())
+    kept = [(next(words), "")[1] if word in HOW else word for word in words]
+    batch = kept[kept.index("--global-batch") + 1] if "--global-batch" in kept else 12
+    return " ".join(filter(None, [*kept, f"--micro-batch {batch}"]))
+
+
+def assert_step05_equals_step01(world: int, cases: list[str]) -> list[Result]:
+    results = run_cases(world, 5, cases)
+    for case, result in zip(cases, results, strict=True):
+        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
+    return results
+
+
+# ---- every pair of flags ---------------------------------------------------------------------------------------------
+
+LAYERS = {2: 5, 3: 7, 4: 9}  # two stages on each rank, and one layer over: stages are of different lengths
+# Micro-batches of one sequence: 1 to 9, fewer than ranks, a multiple of them, and neither
+BATCHES = {2: [1, 2, 5], 3: [3, 4, 7], 4: [6, 8, 9]}
+
+
+def pairs_of_flags(world: int) -> list[str]:
+    factors = {
+        "schedule": [f"--schedule {name}" for name in SCHEDULES if name != "dualpipe" or world % 2 == 0],
+        "batches": [f"--global-batch {batches}" for batches in BATCHES[world]],
+        "recompute": ["", f"--recompute selective {NAIVE}", "--recompute full"],
+        "embeddings": [TIED, UNTIED],
+        "stage": ["--zero 0", "--zero 3"],
+        "optimizer": [SGD, ADAMW],
+    }
+    forbidden = [{"schedule": "--schedule dualpipe", "stage": "--zero 3"}]  # two copies
+    forbidden += [
+        {"schedule": "--schedule interleaved", "batches": f"--global-batch {batches}"}
+        for batches in BATCHES[world]
+        if batches % world
+    ]
+    layout = f"--pp {world} --layers {LAYERS[world]} --micro-batch 1"
+    return [f"{layout} " + " ".join(filter(None, case.values())) for case in pairwise(factors, forbidden)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_pair_of_flags(world):
+    assert_step05_equals_step01(world, pairs_of_flags(world))
+
+
+# ---- hard cases, by name ---------------------------------------------------------------------------------------------
+
+HARD = {
+    "two copies of the model": [
+        (2, f"{UNTIED} {ADAMW} --pp 2 --schedule dualpipe"),
+        (2, f"{TIED} {SGD} --pp 2 --schedule dualpipe --recompute full"),
+        (4, f"{TIED} {ADAMW} --pp 4 --layers 5 --schedule dualpipe --micro-batch 1"),
+        (4, f"{TIED} {ADAMW} --pp 2 --dp 2 --schedule dualpipe --zero 1 --bucket-mb 0.01"),
+        (4, f"{UNTIED} {SGD} --pp 2 --tp 2 --schedule dualpipe --kv-heads 1"),
+    ],
+    "with data parallelism in every stage of ZeRO": [
+        (4, f"{TIED} {ADAMW} --pp 2 --schedule 1f1b --zero {stage}") for stage in (0, 1, 2, 3)
+    ]
+    + [
+        (4, f"{UNTIED} {ADAMW} --pp 2 --schedule zb-h1 --zero 2 --bucket-mb 0.01"),
+        (4, f"{TIED} {SGD} --pp 2 --layers 4 --schedule zbv --zero 3 --zero-reduce step"),
+        (4, f"{TIED} {ADAMW} --pp 2 --layers 4 --schedule zbv --zero 1 --zero-replicas 2"),
+        (4, f"{TIED} {SGD} --pp 2 --schedule zb-h2 --dp-mode naive"),
+        (4, f"{UNTIED} {SGD} --pp 2 --schedule interleaved --layers 6 --virtual-stages 3 --dp-mode overlap"),
+    ],
+    "with tensor and sequence parallelism": [
+        (4, f"{TIED} {ADAMW} --pp 2 --tp 2 --vocab 257 --schedule 1f1b --recompute full"),
+        (4, f"{UNTIED} {ADAMW} --pp 2 --tp 2 --layers 4 --schedule zbv --tp-mode plain"),
+        (4, f"{TIED} {SGD} --pp 2 --tp 2 --layers 4 --schedule dualpipev --no-sequence-parallel --recompute full"),
+        (4, f"{UNTIED} {SGD} --pp 2 --tp 2 --schedule zb-h1 --tp-mode chunked --kv-heads 1"),
+    ],
+    "all at once": [
+        (8, f"{TIED} {ADAMW} --dp 2 --pp 2 --tp 2 --schedule 1f1b --zero 1"),
+        (8, f"{UNTIED} {ADAMW} --dp 2 --pp 2 --tp 2 --layers 4 --schedule interleaved --zero 3 --recompute full"),
+        (8, f"{TIED} {SGD} --dp 2 --pp 2 --tp 2 --schedule dualpipe --zero 1 --micro-batch 1 --global-batch 8"),
+        (8, f"{TIED} {ADAMW} --dp 2 --pp 2 --tp 2 --layers 4 --schedule zbv --zero 2 --vocab 257"),
+    ],
+    "more stages on a rank, fewer micro-batches than stages": [
+        (2, f"{UNTIED} {SGD} --pp 2 --layers 8 --virtual-stages 4 --schedule breadth-first --micro-batch 12"),
+        (2, f"{TIED} {SGD} --pp 2 --layers 6 --virtual-stages 3 --schedule llama3 --consecutive 3 --micro-batch 2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_hard_cases(world):
+    cases = [case for several in HARD.values() for ranks, case in several if ranks == world]
+    assert_step05_equals_step01(world, cases)
+
+
+def test_one_process():
+    """A pipeline of one rank is gradient accumulation, under any schedule."""
+    for flags in ("--schedule 1f1b", "--schedule zb-h1 --zero 1", "--schedule interleaved --virtual-stages 2"):
+        case = f"{TIED} {ADAMW} {flags}"
+        assert_parity(assemble([train_case(5, case)]), reference(training_of(case)), case)
