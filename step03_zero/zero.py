@@ -146,8 +146,8 @@ class Zero(DataParallel):
 
     def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):
         self.stage = config.zero
-        # Stage 3 gathers and frees layer by layer, but in a pipeline (step 5) once a step: layers run for one micro-batch
-        # after the other, and gathering them anew for each would take longer than the work on it
+        # Stage 3 gathers and frees layer by layer, but in a pipeline (step 5) once a step: there a layer runs for one
+        # micro-batch after the other, and gathering it anew for each would take longer than the work on it
         self.by_layer = self.stage == 3 and config.pp == 1
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
         self.last_micro_batch, self.in_flight = True, deque()
