@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from common.config import UsageError
 from step05_pipeline.actions import DIRECTIONS, Action, Output, Schedule
-from step05_pipeline.simulator import simulate
+from step05_pipeline.simulator import Costs, simulate
 
 
 @dataclass(frozen=True, order=True)
@@ -64,7 +64,8 @@ def place_messages(schedule: Schedule) -> tuple[Program, ...]:
     time are sorted, so the order is the same on all ranks. It is deadlock-free: all that a rank has to do before it
     issues a message ended by t, so it needed only messages of an earlier time.
     """
-    spans = simulate(schedule).spans
+    # Messages take a little: without that, what a receiver does until they come would seem to end before they leave
+    spans = simulate(schedule, Costs(communication=0.25)).spans
     messages = []
     for rank, row in enumerate(spans):
         for action, _, end in row:
@@ -185,7 +186,10 @@ def _check_operations(schedule: Schedule, rank: int, program: Program) -> None:
 
 
 def _play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
-    """Run all ranks as far as they come, in any order: with these rules the end does not depend on it."""
+    """Run all ranks as far as they come, in any order: with these rules the end does not depend on it.
+
+    One more than NCCL's: a rank waits for its last send in a direction before the next, as the executor does to free it.
+    """
     position = [0] * len(programs)  # of each rank, in its program
     queues = {(rank, way): [] for rank in range(len(programs)) for way in ("forward", "backward")}
     head = dict.fromkeys(queues, 0)  # how many operations of each queue are complete
@@ -201,7 +205,11 @@ def _play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
             while position[rank] < len(program):
                 item = program[position[rank]]
                 if not isinstance(item, Action):
-                    queues[rank, item.message.direction].append(item.message)
+                    queue = rank, item.message.direction
+                    if isinstance(item, Send):
+                        if any(message.sender == rank for message in queues[queue][head[queue] :]):
+                            break
+                    queues[queue].append(item.message)
                 else:
                     if (needed := schedule.needs(rank, item)) and (rank, needed) not in there:
                         break

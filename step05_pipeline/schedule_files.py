@@ -51,7 +51,12 @@ def _call(path: Path, ranks: int, micro_batches: int, chunks: int | None) -> Sch
     before = dict(SCHEDULES)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        try:
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except UsageError:
+            raise
+        except Exception as error:  # whatever is wrong in it
+            raise UsageError(f"--schedule-file {path}: {type(error).__name__}: {error}") from error
         added = [name for name in SCHEDULES if name not in before]
         if len(added) != 1:
             raise UsageError(

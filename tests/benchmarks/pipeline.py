@@ -25,8 +25,8 @@ from step05_pipeline.stages import build_stages, schedule_of, share_parameters, 
 from tests.benchmarks.paired import compare, keep, measure_steps
 from tests.harness import run_ranks
 
-# 27 M parameters; a small vocabulary, so that stages are alike
-MODEL = ModelConfig(vocab=384, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1536, tie_embeddings=False)
+# 15 M parameters; a small vocabulary, so that stages are alike
+MODEL = ModelConfig(vocab=384, hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, tie_embeddings=False)
 SEQ, MICRO_BATCHES = 128, 8
 PEERS = {
     "afab": "ScheduleGPipe",

@@ -12,7 +12,7 @@ import torch
 from common import collectives
 from common.data import Batches
 from step02_data_parallel.data_parallel import DataParallel
-from tests.mutants import patches_step03, patches_step04
+from tests.mutants import patches_step03, patches_step04, patches_step05
 
 
 def _hook_takes_the_parameter(stack):
@@ -130,5 +130,6 @@ def patched(mutant: str | None):
     """Apply a mutant of any step to this process for the duration; None: nothing."""
     with contextlib.ExitStack() as stack:
         if mutant is not None:
-            (PARITY_MUTANTS | patches_step03.MUTANTS | patches_step04.MUTANTS)[mutant](stack)
+            later = patches_step03.MUTANTS | patches_step04.MUTANTS | patches_step05.MUTANTS
+            (PARITY_MUTANTS | later)[mutant](stack)
         yield

@@ -74,8 +74,8 @@ def test_messages_spelt_out():
     assert [" | ".join(map(str, program)) for program in place_messages(build("1f1b", 2, 2))] == [
         "F0 | send forward 0 of stage 0 to rank 1 | F1 | send forward 1 of stage 0 to rank 1 | "
         "receive backward 0 of stage 1 from rank 1 | B0 | receive backward 1 of stage 1 from rank 1 | B1",
-        # F1's input is asked for before the B0 during which it will come
-        "receive forward 0 of stage 0 from rank 0 | F0 | receive forward 1 of stage 0 from rank 0 | B0 | "
+        # F1's input is asked for before the F0 during which it will come
+        "receive forward 0 of stage 0 from rank 0 | receive forward 1 of stage 0 from rank 0 | F0 | B0 | "
         "send backward 0 of stage 1 to rank 0 | F1 | B1 | send backward 1 of stage 1 to rank 0",
     ]
 
@@ -157,8 +157,8 @@ def test_broken_programs_are_rejected():
     def move(old: int, new: int):
         return lambda program: program.insert(new, program.pop(old))
 
-    rejected(1, move(2, 0), "deadlock: rank 0 waits at B0; ")  # the second message is asked for first
-    rejected(1, move(2, 5), "rank 1 does not receive forward 1 of stage 0 from rank 0 before F1, which needs it")
+    rejected(1, move(1, 0), "deadlock: rank 0 waits at send forward 1")  # which is asked for first
+    rejected(1, move(1, 5), "rank 1 does not receive forward 1 of stage 0 from rank 0 before F1, which needs it")
     rejected(0, move(1, 0), "rank 0 has to send forward 0 of stage 0 to rank 1 before it is made")
     rejected(0, lambda program: program.pop(1), "rank 0 never sends forward 0 of stage 0")
     rejected(0, lambda program: program.pop(0), "the program of rank 0 has other actions than the schedule")
