@@ -188,7 +188,7 @@ def _check_operations(schedule: Schedule, rank: int, program: Program) -> None:
 def _play(schedule: Schedule, programs: tuple[Program, ...]) -> None:
     """Run all ranks as far as they come, in any order: with these rules the end does not depend on it.
 
-    One more than NCCL's: a rank waits for its last send in a direction before the next, as the executor does to free it.
+    One rule more than NCCL's: before a rank sends, its last send in that direction is over, as the executor waits for.
     """
     position = [0] * len(programs)  # of each rank, in its program
     queues = {(rank, way): [] for rank in range(len(programs)) for way in ("forward", "backward")}
