@@ -24,6 +24,8 @@ ranks_step03 := 2
 flags_step03 := --zero 3
 ranks_step04 := 2
 flags_step04 := --tp 2
+ranks_step05 := 2
+flags_step05 := --pp 2
 
 help:
 	@echo 'make demo      train every step on the default corpus, draw the curves on top of each other, print the differences'

@@ -2,9 +2,11 @@
 
     python -m tests.benchmarks.pipeline                            # 2 and 4 gloo ranks, 30 pairs each
     python -m tests.benchmarks.pipeline --ranks 2 --schedules 1f1b --pairs 10
+    python -m tests.benchmarks.pipeline --ranks                    # only the last part, about 4 minutes
 
 Each timed call is a whole training step: forward and backward of all micro-batches, clipping by the global norm, AdamW.
-Memory and the number of micro-batches in flight are measured apart from that, with one side alone in its processes.
+Memory and the number of micro-batches in flight are measured apart from that, with one side alone in its processes. The
+last part has no peer: every schedule runs with layers that take a fixed time, against what the simulator says.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from common.parameter import gradient_norm, materialise
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step03_zero.zero import Zero
+from step05_pipeline.experiments_bubble import DELAY, play
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters, split_backward, split_layers
 from tests.benchmarks.paired import compare, keep, measure_steps
@@ -138,11 +141,30 @@ def in_flight(name: str) -> tuple[int, int]:
     return tuple(found)
 
 
+def executed_against_simulated() -> dict[str, dict[str, float]]:
+    """Makespan and bubble of every schedule on 4 ranks, with layers that sleep, over what the simulator says."""
+    simulated, measured, order = play(ranks=4, micro_batches=8, delay=DELAY, steps=3)
+    rows = {}
+    print(f"executed / simulated, 4 ranks, 8 micro-batches, 8 layers that take {DELAY} ms each")
+    for name, expected in simulated.items():
+        found = measured[name]
+        rows[f"executed_{name}"] = row = {
+            "makespan_ratio": found.makespan / expected.makespan,
+            "bubble_ratio": found.bubble / expected.bubble,
+            "executed_ms": found.makespan,
+            "simulated_ms": expected.makespan,
+            "same_order": order[name],
+        }
+        ratios = f"makespan {row['makespan_ratio']:.4f}  bubble {row['bubble_ratio']:.3f}"
+        print(f"  {name:14} {ratios}  order {'the same' if order[name] else 'ANOTHER'}", flush=True)
+    return rows
+
+
 def main() -> None:
     from tests.benchmarks.pipeline import in_flight, on_rank  # by the names under which ranks can import them
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--schedules", nargs="+", default=list(PEERS), choices=PEERS)
     arguments = parser.parse_args()
@@ -157,6 +179,7 @@ def main() -> None:
             ours, peer = ([count[side] for count in counts] for side in (0, 1))
             print(f"    in flight  {ours} against {peer} micro-batches on ranks 0 to {world - 1}", flush=True)
             rows[f"{name}_{world}_ranks"] = row | {"in_flight": ours, "peer_in_flight": peer}
+    rows |= executed_against_simulated()
     print(f"written: {keep('pipeline', rows)}")
 
 
