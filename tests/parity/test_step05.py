@@ -5,6 +5,7 @@ import pytest
 from step05_pipeline.schedules import SCHEDULES
 from tests.parity.pairwise import pairwise
 from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
+from tests.parity.test_step03_precision import assert_narrow_parity
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
@@ -120,3 +121,14 @@ def test_one_process():
     for flags in ("--schedule 1f1b", "--schedule zb-h1 --zero 1", "--schedule interleaved --virtual-stages 2"):
         case = f"{TIED} {ADAMW} {flags}"
         assert_parity(assemble([train_case(5, case)]), reference(training_of(case)), case)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_types(dtype):
+    """Master weights and sums of micro-batches in float32, split backwards and gradients of two holders included."""
+    cases = [(UNTIED, f"--pp 2 --schedule {name}") for name in ("1f1b", "zb-h1", "interleaved")]
+    cases += [(TIED, f"--pp 2 --schedule {name} --zero 1") for name in ("zbv", "dualpipe")]
+    trainings = [f"{ADAMW} --dtype {dtype} --micro-batch 1 --layers 4 {ends}" for ends, _ in cases]
+    cases = [f"{training} {how}" for training, (_, how) in zip(trainings, cases, strict=True)]
+    for training, case, result in zip(trainings, cases, run_cases(2, 5, cases), strict=True):
+        assert_narrow_parity(result, reference(training), case)
