@@ -74,8 +74,9 @@ class Pipeline:
         self.arriving: dict[Output, tuple[torch.Tensor, collectives.Work]] = {}
         self.leaving: dict[str, tuple[torch.Tensor, collectives.Work]] = {}  # by direction: the send under way
         self.peak_alive = 0
-        for zero in self.zeros:
-            zero.gather()
+        with self.tracer.phase("forward"):
+            for zero in self.zeros:
+                zero.gather()
         for item in self.program:
             if isinstance(item, Action):
                 self._act(item)
