@@ -130,7 +130,7 @@ class Entry:
         if unknown := options.keys() - inspect.signature(self.function).parameters:
             raise UsageError(f"--schedule {self.name} has no --{min(unknown)}")
         chunks = chunks or self.chunks or 2
-        actions = self.function(ranks, micro_batches, chunks, **options)
+        actions = list(self.function(ranks, micro_batches, chunks, **options))
         if len(actions) != ranks:
             raise UsageError(f"--schedule {self.name} has actions for {len(actions)} ranks, not for --pp {ranks}")
         return Schedule(self.name, self.placement(ranks, chunks), micro_batches, tuple(map(tuple, actions)))

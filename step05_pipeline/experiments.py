@@ -1,6 +1,6 @@
 """The claims of step 5, predicted and measured.
 
-    python -m step05_pipeline.experiments                   # all of them, about 4 minutes on 2 cores
+    python -m step05_pipeline.experiments                   # all of them, about 7 minutes on 2 cores
     python -m step05_pipeline.experiments --only schedules
 
 Prints tables of predicted, measured and measured / predicted, and draws into step05_pipeline/figures (with --quick into

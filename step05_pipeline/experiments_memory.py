@@ -141,12 +141,9 @@ def draw_activations(shares: dict[str, list[float]], ranks: int, micro_batches: 
         axis.bar(places, heights, width=0.76 / ranks, color=COLOURS[rank], label=f"rank {rank}")
     axis.axhline(1, color="black", linewidth=1, linestyle="--", label="one process, one micro-batch")
     axis.set_xticks(range(len(shares)), shares, fontsize=8)
-    axis.set_title(
-        f"measured: activations at the peak of a step of {micro_batches} micro-batches, {ranks} ranks; "
-        "1 is what one process keeps of one micro-batch",
-        fontsize=9.5,
-        loc="left",
-    )
+    axis.set_ylabel("bytes / those of one process")
+    title = f"measured: activations at the peak of a step of {micro_batches} micro-batches, {ranks} ranks; "
+    axis.set_title(title + "1 is what one process keeps of one micro-batch", fontsize=9.5, loc="left")
     axis.grid(visible=False, axis="x")
     axis.legend(frameon=False, fontsize=8, ncols=2)
     finish_figure("activations", figure)

@@ -5,11 +5,12 @@ from step02_data_parallel.experiment_tools import figure_path, finish_figure, ne
 from step05_pipeline import predictions
 from step05_pipeline.experiment_tools import ORDER, pipeline_of
 from step05_pipeline.messages import check
-from step05_pipeline.schedules import build
+from step05_pipeline.schedules import SCHEDULES, build
 from step05_pipeline.simulator import Costs, Timeline, simulate
 from step05_pipeline.timeline import draw
 
 UNIT = "time; 1 is the forward of a quarter of the model"
+LLAMA3 = "llama3 with N = 8"
 FAMILIES = {  # of the pictures in the lesson
     "one_stage": ("afab", "1f1b"),
     "several_stages": ("interleaved", "breadth-first"),
@@ -24,10 +25,16 @@ def played(name: str, ranks: int = 4, micro_batches: int = 8, chunks: int | None
     return simulate(schedule, costs)
 
 
-def title_of(name: str, timeline: Timeline) -> str:
-    """`1f1b: 33 units, bubble 9, at most 4/3/2/1 in flight`"""
-    in_flight = "/".join(map(str, timeline.in_flight))
-    return f"{name}: {timeline.makespan:g} units, of them bubble {timeline.bubble:g}; in flight {in_flight}"
+def title_of(label: str, timeline: Timeline) -> str:
+    """`1f1b: 33 units, of them bubble 9; in flight 4/3/2/1`. A label begins with the name of its schedule."""
+    lost = f"{timeline.makespan:g} units, of them bubble {timeline.bubble:g}"
+    return f"{label}: {lost}; in flight {in_flight(label, timeline)}"
+
+
+def in_flight(label: str, timeline: Timeline) -> str:
+    """`11/9/7/5 halves`, of what a rank holds (of one copy of the model), where that is two stages."""
+    halves = SCHEDULES[label.replace(",", " ").split()[0]].chunks != 1
+    return "/".join(map(str, timeline.in_flight)) + (" halves" if halves else "")
 
 
 def beside(title: str, rows: list[tuple[str, float, float]]) -> None:
@@ -39,20 +46,21 @@ def beside(title: str, rows: list[tuple[str, float, float]]) -> None:
 def schedules(quick: bool) -> None:
     """SIMULATED: every schedule on 4 ranks with 8 micro-batches: makespan, bubble, what is kept; drawn."""
     lines = {name: played(name) for name in ORDER}
+    lines[LLAMA3] = simulate(build("llama3", 4, 8, 2, consecutive=8), Costs(F=0.5, I=0.5, W=0.5))
     rows = []
     for name, line in lines.items():
         lost = f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.1%}", f"{line.efficiency:.1%}"
-        numbers = ["/".join(map(str, each)) for each in (line.in_flight, line.stores, line.unfinished)]
-        rows.append((name, *lost, f"{line.span:g}", *numbers))
+        numbers = ["/".join(map(str, each)) for each in (line.stores, line.unfinished)]
+        rows.append((name, *lost, f"{line.span:g}", in_flight(name, line), *numbers))
     header = ("schedule", "makespan", "bubble", "r", "efficiency", "within a rank", "in flight", "I to W", "unfinished")
     table("p 4, m 8, F = I = W = 1 (of a quarter of the model), B = 2; 24 units of work on each rank", header, rows)
     for figure, names in FAMILIES.items():
         draw({title_of(name, lines[name]): lines[name] for name in names}, figure_path(figure), UNIT)
         finish_figure(figure)
     del lines["naive"]  # as long as three of the others
-    lines["llama3"] = simulate(build("llama3", 4, 8, 2, consecutive=8), Costs(F=0.5, I=0.5, W=0.5))
-    names = {name: f"{name} with N = 8" if name == "llama3" else name for name in lines}
-    draw({title_of(names[name], line): line for name, line in lines.items()}, figure_path("gallery"), UNIT)
+    lines["llama3"] = lines.pop(LLAMA3)  # with N = 4 it is interleaved
+    labels = {name: LLAMA3 if name == "llama3" else name for name in lines}
+    draw({title_of(labels[name], line): line for name, line in lines.items()}, figure_path("gallery"), UNIT)
     finish_figure("gallery")
     draw_both_ends()
 
@@ -64,7 +72,8 @@ def draw_both_ends() -> None:
         title_of("dualpipe, 8 ranks, 20 micro-batches", whole),
         title_of("dualpipev, 4 ranks, 10 micro-batches", half),
     )
-    draw(dict(zip(titles, (whole, half))), figure_path("both_ends"), "time; 1 is the forward of a stage")
+    unit = "time; 1 is the forward of a stage, here an eighth of the model"
+    draw(dict(zip(titles, (whole, half))), figure_path("both_ends"), unit)
     finish_figure("both_ends")
 
 
@@ -103,7 +112,7 @@ def bubbles(quick: bool) -> None:
         rows.append((m, *cells, f"{predictions.smallest_ratio(ranks, m):.2f}"))
     header = ("m", *(f"v = {v}" for v in CHUNKS), "p/m - 1")
     table(
-        "r of 8 ranks: (p - 1)/(v m), and what was simulated where that differs; no order gets below p/m - 1",
+        "r of 8 ranks: (p - 1)/(v m), and what was simulated where that differs; no order of these gets below p/m - 1",
         header,
         rows,
     )
@@ -113,9 +122,9 @@ def bubbles(quick: bool) -> None:
     for number, (v, colour) in enumerate(zip(CHUNKS, colours)):
         places = [place + (number - 1.5) * 0.2 for place in range(len(MICRO_BATCHES))]
         formulas, simulated = zip(*(ratios[m, v] for m in MICRO_BATCHES))
-        axis.bar(places, simulated, width=0.19, color=colour, label=f"v = {v}")
+        axis.plot(places, simulated, "o", color=colour, markersize=5, label=f"v = {v}")
         for place, ratio in zip(places, simulated):
-            axis.text(place, ratio * 1.07, f"{ratio:.2f}", ha="center", fontsize=6.5)
+            axis.text(place, ratio * 1.15, f"{ratio:.2f}", ha="center", fontsize=6.5)
         cut = [(place, each) for place, each, real in zip(places, formulas, simulated) if real > each + 1e-9]
         axis.plot(*zip(*cut), "_", color="black", markersize=11) if cut else None
     axis.plot([], [], "_", color="black", markersize=11, label="(p - 1)/(v m), where it is less")
@@ -135,9 +144,9 @@ def llama3(quick: bool) -> None:
         schedule = build("llama3", 4, 10, 2, consecutive=n)
         check(schedule)
         line = simulate(schedule, Costs(F=0.5, I=0.5, W=0.5))
-        in_flight = "/".join(map(str, line.in_flight))
-        rows.append((n, f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.3f}", in_flight))
-        lines[f"N = {n}: {line.makespan:g} units; in flight {in_flight}"] = line
+        kept = in_flight("llama3", line)
+        rows.append((n, f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.3f}", kept))
+        lines[f"N = {n}: {line.makespan:g} units; in flight {kept}"] = line
     table("p 4, v 2, M 10; half a unit is a stage's forward", ("N", "makespan", "bubble", "r", "in flight"), rows)
     del lines[next(title for title in lines if title.startswith("N = 7"))]
     draw(lines, figure_path("llama3"), UNIT)

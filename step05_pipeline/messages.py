@@ -3,10 +3,11 @@
 NCCL runs the operations of a rank on one communicator one at a time, in the order in which the rank issued them, and an
 operation between two ranks only when both have come to it. So two ranks that issue the same messages in different order
 wait for each other forever. Here every rank issues its messages in one order that all of them share: by the time at
-which they would be ready, were each F, I and W to take one unit.
+which they would be ready, were each F, I and W to take one unit and a message a quarter of one.
 
-Issuing does not block: a rank waits only before an action, for what this action needs. Activations and their gradients
-have a communicator each, so that neither holds up the other.
+Issuing does not block: a rank waits only before an action, for what this action needs, and before a send until its last
+one in that direction is over. Activations and their gradients have a communicator each, so that neither holds up the
+other. That alone is not enough: in a V, or with two copies of the model, both ends of a pair send activations.
 """
 
 from collections import defaultdict
@@ -62,7 +63,8 @@ def place_messages(schedule: Schedule) -> tuple[Program, ...]:
     A message that is ready at time t is issued after what ends by t and before what ends later: by its sender right
     after the action that makes it, by its receiver before the action during which it will come. Messages of the same
     time are sorted, so the order is the same on all ranks. It is deadlock-free: all that a rank has to do before it
-    issues a message ended by t, so it needed only messages of an earlier time.
+    issues a message ended by t, so it needed only messages of an earlier time; and the send that it waits for is an
+    earlier message as well.
     """
     # Messages take a little: without that, what a receiver does until they come would seem to end before they leave
     spans = simulate(schedule, Costs(communication=0.25)).spans
@@ -98,10 +100,13 @@ def _receiver(schedule: Schedule, rank: int, action: Action) -> int | None:
 
 def check(schedule: Schedule) -> None:
     """Raise UsageError, with one line that says what is wrong, unless the schedule can run: complete and in order."""
+    _check_placement(schedule)
     kinds = defaultdict(str)  # what each rank does with (micro-batch, chunk), in order: "FB" or "FIW"
     copies = [{} for _ in range(schedule.micro_batches)]  # that a micro-batch passes through, with an action of each
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
+            if not isinstance(action, Action) or {type(action.micro_batch), type(action.chunk)} != {int}:
+                raise _wrong(schedule, f"rank {rank}: {action!r} is no Action of whole numbers")
             if action.kind not in DIRECTIONS and action.kind != "W":
                 raise _wrong(schedule, f"rank {rank}: {action} is no F, B, I or W")
             if not 0 <= action.chunk < schedule.chunks(rank):
@@ -125,6 +130,18 @@ def check(schedule: Schedule) -> None:
             if wrong := _what_is_wrong(kinds[rank, micro_batch, chunk], micro_batch, chunk):
                 raise _wrong(schedule, f"rank {rank} {wrong}")
     check_programs(schedule, place_messages(schedule))
+
+
+def _check_placement(schedule: Schedule) -> None:
+    rows, ranks = schedule.placement, set(range(schedule.ranks))
+    if len({len(row) for row in rows}) != 1 or {rank for row in rows for rank in row} != ranks:
+        raise _wrong(schedule, f"placement {rows} does not name the rank of each stage, from 0 to {schedule.ranks - 1}")
+    held = [{schedule.stage_of(rank, chunk)[1] for chunk in range(schedule.chunks(rank))} for rank in ranks]
+    for rank, stages in enumerate(held):
+        for other in range(rank):
+            if stages & held[other] and stages != held[other]:  # no group of ranks could sum their gradients
+                both = f"stages {sorted(held[other])} and {sorted(stages)}"
+                raise _wrong(schedule, f"ranks {other} and {rank} hold copies of some of each other's stages: {both}")
 
 
 def _what_is_wrong(kinds: str, micro_batch: int, chunk: int) -> str | None:

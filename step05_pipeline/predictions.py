@@ -23,7 +23,7 @@ def bubble_ratio(p: int, m: int, v: int = 1) -> float:
 
 
 def smallest_ratio(p: int, m: int) -> float:
-    """No order of work has less where a step ends with its last backward: one micro-batch alone takes p (F + B)."""
+    """With whole backwards no order of work has less: one micro-batch alone takes p (F + B)."""
     return max(0.0, p / m - 1)
 
 
@@ -46,7 +46,10 @@ BUBBLES: dict[str, Callable[[int, float, float, float], float]] = {
 
 
 def dualpipe_bubble(p: int, both: float, B: float, W: float) -> float:
-    """DeepSeek's, for an F and a B of the other direction that run as one and take `both` (DualPipe's own README)."""
+    """DeepSeek's, for an F and a B of the other direction that run as one and take `both` (DualPipe's own README).
+
+    Of the ranks in the middle, which wait longest; of all ranks, where `both` is F + B.
+    """
     return (p / 2 - 1) * (both + B - 3 * W)
 
 

@@ -18,14 +18,15 @@ from pathlib import Path
 
 from common.config import UsageError
 from step05_pipeline.actions import PLACEMENTS, SCHEDULES, Action, Placement, Schedule
+from step05_pipeline.messages import check
 
-CELL = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
+CELL = re.compile(r"([FBIW])(\d{1,6})(?:\.(\d{1,3}))?")
 
 
 def read(path: str | Path, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
     """The schedule in a file, of which the name ends with .csv or .py.
 
-    Raises UsageError, with one line, when there is none or it is for other numbers than these. What it does is not
+    Raises UsageError, with one line, when there is none or it is for other numbers than these. What a table says is not
     checked here; `messages.check` does that.
     """
     path = Path(path)
@@ -51,19 +52,21 @@ def _call(path: Path, ranks: int, micro_batches: int, chunks: int | None) -> Sch
     before = dict(SCHEDULES)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     try:
-        try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
-        except UsageError:
-            raise
-        except Exception as error:  # whatever is wrong in it
-            raise UsageError(f"--schedule-file {path}: {type(error).__name__}: {error}") from error
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
         added = [name for name in SCHEDULES if name not in before]
         if len(added) != 1:
             raise UsageError(
                 f"--schedule-file {path} registers {len(added)} schedules; "
                 'it needs one function with @schedule("name") before it'
             )
-        return SCHEDULES[added[0]].build(ranks, micro_batches, chunks)
+        schedule = SCHEDULES[added[0]].build(ranks, micro_batches, chunks)
+        check(schedule)  # here, where whatever it stumbles over is the file's fault
+        return schedule
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever is wrong in it
+        what = (str(error).splitlines() or [""])[0]
+        raise UsageError(f"--schedule-file {path}: {type(error).__name__}: {what}") from error
     finally:  # the file may be read again
         SCHEDULES.clear()
         SCHEDULES.update(before)
@@ -72,12 +75,19 @@ def _call(path: Path, ranks: int, micro_batches: int, chunks: int | None) -> Sch
 def read_csv(path: str | Path) -> Schedule:
     """The table in a file. Its name is that of the file."""
     path, rows, named = Path(path), [], None
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
+    for number, line in enumerate(lines, 1):
         if line.startswith("#"):
             key, colon, value = line[1:].rstrip(",").partition(":")  # spreadsheets fill up lines with commas
             named = value.strip() if colon and key.strip() == "placement" else named
         elif line.strip():
-            cells = [cell.strip() for cell in next(csv.reader([line]))]
+            try:
+                cells = [cell.strip() for cell in next(csv.reader([line]))]
+            except csv.Error as error:
+                raise UsageError(f"{path}, line {number}: {error}") from None
             rows.append([_action(cell, f"{path}, line {number}") for cell in cells if cell])
     rows_with = sum(map(bool, rows))
     if not rows or rows_with < len(rows):

@@ -122,7 +122,7 @@ def llama3(p: int, m: int, v: int, consecutive: int | None = None) -> list[list[
 def interleaved(p: int, m: int, v: int) -> list[list[Action]]:
     """Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.2.2): depth first, p micro-batches at a time.
 
-    Bubble: (p - 1)(F + B), 1/v of 1F1B's, for v times its messages.
+    Bubble: (p - 1)(F + B), 1/v of 1F1B's, for about v times its messages.
     """
     if m % p:
         raise UsageError(

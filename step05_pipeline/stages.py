@@ -17,6 +17,8 @@ def schedule_of(config: TrainConfig) -> Schedule:
     """The schedule that a validated configuration asks for. Raises UsageError when there is none, or it cannot run."""
     micro_batches = config.accumulation_steps(config.dp)
     if config.schedule_file:
+        if config.schedule != TrainConfig.schedule or config.consecutive:
+            raise UsageError("--schedule-file stands in the place of --schedule and --consecutive; leave them out")
         schedule = read(config.schedule_file, config.pp, micro_batches, config.virtual_stages)
     else:
         options = {"consecutive": config.consecutive} if config.consecutive else {}

@@ -2,7 +2,8 @@
 
     python -m step05_pipeline.timeline --schedule 1f1b --pp 4 --micro-batches 8 --out 1f1b.png
 
-prints the picture as text, how long the schedule takes, what it wastes and what it keeps.
+prints the picture as text, how long the schedule takes, what it wastes and what it keeps. Costs are those of 1/p of the
+model, however many stages a rank has, so that schedules can be compared.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from pathlib import Path
 from common.command_line import OneLineParser
 from common.config import UsageError
 from step05_pipeline.messages import check
-from step05_pipeline.schedules import SCHEDULES, build, read
+from step05_pipeline.schedules import SCHEDULES, Schedule, build, read
 from step05_pipeline.simulator import Costs, Timeline, simulate
 
 # The field's usual colours: forward blue, backward green; of its parts the input's gradient cyan
@@ -108,7 +109,7 @@ def text(timeline: Timeline) -> str:
     for rank, row in enumerate(timeline.spans):
         line = ""
         for action, start, end in row:
-            left, right = round((start - zero) * scale), round((end - zero) * scale)
+            left, right = (int((time - zero) * scale + 0.5 + 1e-9) for time in (start, end))  # halves always up
             line += "." * (left - len(line))
             place = right - len(line)
             name = str(action) if len(str(action)) < place else action.kind
@@ -154,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--micro-batches", type=int, default=8, metavar="N", help="of a step")
     add("--virtual-stages", type=int, metavar="N", help="stages on each rank")
     add("--consecutive", type=int, metavar="N", help="of --schedule llama3: micro-batches, one after the other")
-    add("--costs", default="F=1,I=1,W=1", help="of one stage; also B, FB and communication")
+    add("--costs", default="F=1,I=1,W=1", help="of 1/pp of the model; also B, FB; and communication, of a message")
     add("--out", metavar="PNG", help="draw it there")
     options = parser.parse_or_exit(argv)
     try:
@@ -165,20 +166,23 @@ def main(argv: list[str] | None = None) -> int:
         else:
             schedule = build(options.schedule, *sizes, **extra)
         check(schedule)
-        timeline = simulate(schedule, parse_costs(options.costs))
+        timeline = simulate(schedule, parse_costs(options.costs, schedule))
         print(f"{text(timeline)}\n\n{summary(timeline)}")
         if options.out:
             title = f"{schedule.name}: {timeline.makespan:.4g}, of which bubble {timeline.bubble:.4g}"
-            print(f"drawn in {draw({title: timeline}, options.out)}")
+            print(f"drawn in {draw({title: timeline}, options.out, 'time, in the unit of --costs')}")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def parse_costs(given: str) -> Costs:
-    """`F=1,I=1,W=1` as Costs. Raises UsageError."""
-    numbers = {}
+def parse_costs(given: str, schedule: Schedule) -> Costs:
+    """`F=1,I=1,W=1`, of 1/p of the model, as Costs of the schedule's stages. F, I and W are 1 if not given.
+
+    Raises UsageError.
+    """
+    numbers = {"F": 1.0, "I": 1.0, "W": 1.0}
     for part in given.split(","):
         name, _, value = part.partition("=")
         try:
@@ -187,7 +191,8 @@ def parse_costs(given: str) -> Costs:
             raise UsageError(f"--costs {given}: {part!r} is not NAME=NUMBER") from None
     if unknown := numbers.keys() - {"F", "I", "W", "B", "FB", "communication"}:
         raise UsageError(f"--costs {given}: {min(unknown)!r} is none of F, I, W, B, FB, communication")
-    return Costs(**numbers)
+    share = schedule.ranks / schedule.stages  # of these costs in one stage; a message has the same size everywhere
+    return Costs(**{name: cost * (1 if name == "communication" else share) for name, cost in numbers.items()})
 
 
 if __name__ == "__main__":

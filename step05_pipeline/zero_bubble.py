@@ -13,7 +13,7 @@ from step05_pipeline.actions import Action, bidirectional, schedule, unroll, v_s
 def zero_bubble_h1(p: int, m: int, v: int) -> list[list[Action]]:
     """Zero Bubble (Qi et al., arXiv:2401.10241, section 2.1): 1F1B's order of F and I. Bubble: (p - 1)(F + I - W).
 
-    Rank r puts off each W by r micro-batches. With those that wait for W, every rank keeps up to p, as 1F1B's first.
+    Rank k puts off each W by k micro-batches. With those that wait for W, every rank keeps up to p, as 1F1B's first.
     """
     return [_put_off(p, m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
 
@@ -65,8 +65,9 @@ def dualpipe(p: int, m: int, v: int) -> list[list[Action]]:
     """DeepSeek-V3 (arXiv:2412.19437, section 3.2.1): micro-batches enter at both ends, each end with its copy.
 
     Even ones pass through copy 0, odd ones through copy 1. Bubble, m >= 2p: (p/2 - 1)(F&B + B - 3W), where F&B is the
-    time of an F and the B of the other direction that run as one. Here they run one after the other, and what the first
-    of them makes leaves before the second is done: (p/2 - 1)(F + B - 2W), if F = I.
+    time of an F and the B of the other direction that run as one (of the ranks in the middle; outer ones wait less, if
+    F&B < F + B). Here they run one after the other, and what the first of them makes leaves before the second is done:
+    (p/2 - 1)(F + B - 2W), if F = I.
     """
     if p % 2:
         raise UsageError(f"--schedule dualpipe needs an even --pp, not {p}; dualpipev takes any")

@@ -6,11 +6,11 @@ import pytest
 
 from common.config import UsageError
 from step05_pipeline import timeline as pictures
-from step05_pipeline.actions import SCHEDULES
+from step05_pipeline.actions import SCHEDULES, Action, Schedule
 from step05_pipeline.messages import check
 from step05_pipeline.schedule_files import read, read_csv, write_csv
 from step05_pipeline.schedules import build
-from step05_pipeline.simulator import simulate
+from step05_pipeline.simulator import Costs, simulate
 
 OWN_FUNCTION = '''
 from step05_pipeline.schedules import schedule, unroll
@@ -93,11 +93,59 @@ def test_bad_files(name, text, message, tmp_path):
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('x')", "KeyError: 'x'"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("return None", "TypeError: "),
+        ("return [[('F', 0)]] * p", "rank 0: ('F', 0) is no Action"),
+        ("return [unroll((m, 'F back'), micro_batches=m)] * p", "ValueError: "),
+    ],
+)
+def test_functions_that_fail(body, message, tmp_path):
+    path = tmp_path / "own.py"
+    start = OWN_FUNCTION.partition("    return")[0]
+    path.write_text(f"{start}    {body}\n")
+    with pytest.raises(UsageError) as raised:
+        read(path, 2, 4)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ("((0, 5),)", "does not name the rank of each stage, from 0 to 1"),
+        ("((0, 0),)", "does not name the rank of each stage"),  # rank 1 has none
+        ("((0, 1), (0,))", "does not name the rank of each stage"),
+        ("(0, 1)", "TypeError"),
+    ],
+)
+def test_placements_that_fail(placement, message, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN_FUNCTION.replace('("two-by-two")', f'("own", placement=lambda p, v: {placement})'))
+    with pytest.raises(UsageError) as raised:
+        read(path, 2, 4)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_copies_have_to_share_whole_ranks():
+    """Otherwise no group of ranks holds all that it would have to sum: one stage's gradients would reach another."""
+    whole = build("1f1b", 3, 2)
+    both = [(*row, *(Action(each.kind, each.micro_batch + 2, 1) for each in row)) for row in whole.actions]
+    with pytest.raises(UsageError, match="hold copies of some of each other's stages"):
+        check(Schedule("own", ((0, 1, 2), (1, 2, 0)), 4, tuple(both)))
+    check(build("dualpipe", 4, 3))  # ranks 0 and 3 hold the same two stages
+
+
 def test_text():
     assert pictures.text(simulate(build("1f1b", 2, 2))).splitlines() == [
         "rank 0  F0 F1 ......B0--- ...B1---",
         "rank 1  ...F0 B0--- F1 B1---",
     ]
+    halves = pictures.text(simulate(build("1f1b", 4, 8), Costs(communication=0.5)))
+    last = "rank 3  ..............F0 B0--- F1 B1--- ...F2 B2---"  # every box has its name
+    assert halves.splitlines()[3].startswith(last)
     crowded = pictures.text(simulate(build("interleaved", 4, 128, 4))).splitlines()
     assert len(crowded) == 4 and max(map(len, crowded)) > 100
 
@@ -110,11 +158,10 @@ def test_command(tmp_path, capsys):
     assert "makespan    27 = work of a rank 24 + bubble 3" in printed
     assert "24 within each rank, bubble 0" in printed and "in flight   7/5/3/1" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert (
-        pictures.main(["--schedule", "llama3", "--micro-batches", "10", "--consecutive", "5", "--costs", "F=.5,B=1"])
-        == 0
-    )
+    assert pictures.main(["--schedule", "llama3", "--micro-batches", "10", "--consecutive", "5", "--costs", "B=2"]) == 0
     assert "makespan    34.5" in capsys.readouterr().out
+    assert pictures.main(["--schedule", "interleaved"]) == 0  # a stage is half of what the costs are of
+    assert "makespan    28.5 = work of a rank 24 + bubble 4.5" in capsys.readouterr().out
     for flags, message in (
         (["--schedule", "gpipe"], "--schedule gpipe is unknown"),
         (["--costs", "X=1"], "'X' is none of F, I, W, B, FB, communication"),
