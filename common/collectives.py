@@ -144,7 +144,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: Group, async_op
     """`output` (N times as many elements) receives the `input` of every rank, in rank order.
 
     `input` may be this rank's part of `output`. gloo's own all-gather copies through a buffer of the whole size; N
-    broadcasts into `output` need none and take two thirds of the time.
+    broadcasts into `output` need none.
     """
     if group.size == 1:
         if output.data_ptr() != input.data_ptr():

@@ -236,8 +236,8 @@ def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor],
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """2-norms of all elements, in parts: their squares add up. In at least float32.
 
-    The CPU adds up a whole tensor in a few running sums, which in float32 is 2e-5 off after a million elements. Over
-    rows of bounded length it is 2e-8, in half the time.
+    The CPU adds up a whole tensor in a few running sums, which in float32 rounds more the longer it is; rows of bounded
+    length do not.
     """
     dtype, norms, rest = torch.promote_types(tensors[0].dtype, torch.float32), [], tensors
     if not tensors[0].is_cuda:  # whose sums are trees

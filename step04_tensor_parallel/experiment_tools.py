@@ -10,11 +10,13 @@ from common import collectives
 from common.collectives import Call
 from common.config import TrainConfig
 from common.data import load_batches
+from common.local_ranks import on_ranks
 from common.model import ATTENTION_CORES, Decoder
 from common.parameter import gradient_norm, sum_extra_groups
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.tracer import Tracer
 from step01_single_gpu.recompute import apply_recompute
+from step02_data_parallel.experiment_tools import against
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
@@ -102,3 +104,37 @@ def on_every_case(mesh: Mesh, done: Callable, function: Callable, cases: list[di
         results.append(function(Run(mesh, **flags)))
         done()
     return results
+
+
+# ---- gradients against one process -----------------------------------------------------------------------------------
+
+
+def compare_gradients(on_every_case: Callable, difference: Callable, cases: list[tuple[int, str, dict]]) -> None:
+    """Print a table of the largest difference for each case, over its ranks.
+
+    Args:
+        on_every_case: as above, of this step or another; `difference` is what it calls for each case.
+        cases: (ranks, name, flags).
+    """
+    rows = []
+    for ranks in sorted({ranks for ranks, *_ in cases}):
+        names, flags = zip(*[(name, flags) for size, name, flags in cases if size == ranks])
+        found = on_ranks(ranks, on_every_case, difference, list(flags), title="gradients", jobs=len(flags))
+        rows += [(f"{ranks} ranks, {name}", 0.0, max(worst)) for name, worst in zip(names, zip(*found))]
+    against("largest ||a - b|| / ||b|| of any rank's part of any parameter's gradient, float64", "", rows, ".1e")
+    print(f"  largest of all: {max(worst for *_, worst in rows):.1e}")
+
+
+def worst_difference(
+    shards: list[torch.Tensor], gradients: list[torch.Tensor], whole: dict[str, torch.Tensor]
+) -> float:
+    """The largest ||a - b|| / ||b|| of a shard's gradient and its part of the whole one."""
+    worst = 0.0
+    for shard, gradient in zip(shards, gradients, strict=True):
+        squares = [0.0, 0.0]
+        for box, mine in shard.spec.boxes(gradient):
+            expected = whole[shard.spec.name][tuple(slice(*bounds) for bounds in box)]  # rows that pad are cut off
+            squares[0] += (mine[tuple(map(slice, expected.shape))] - expected).square().sum().item()
+            squares[1] += expected.square().sum().item()
+        worst = max(worst, (squares[0] / max(squares[1], 1e-300)) ** 0.5)
+    return worst

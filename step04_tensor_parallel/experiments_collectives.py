@@ -12,7 +12,15 @@ from common.process_groups import Mesh
 from step01_single_gpu.experiment_tools import table
 from step02_data_parallel.experiment_tools import against, overlay, reference_gradients
 from step04_tensor_parallel import predictions
-from step04_tensor_parallel.experiment_tools import SHAPE, WAYS, Log, Run, on_every_case
+from step04_tensor_parallel.experiment_tools import (
+    SHAPE,
+    WAYS,
+    Log,
+    Run,
+    compare_gradients,
+    on_every_case,
+    worst_difference,
+)
 from step04_tensor_parallel.predictions import Way
 from step04_tensor_parallel.train import train
 
@@ -106,26 +114,14 @@ def gradients(quick: bool) -> None:
         cases.append((4, "SP, overlap, tied", {"tp": 4, "tie_embeddings": True}))
         cases.append((4, "SP, overlap, full recomputation", {"tp": 4, "recompute": "full"}))
         cases.append((4, "dp 2 x tp 2, ZeRO 3", {"tp": 2, "zero": 3, "micro_batch": 1}))
-    rows = []
-    for ranks in sorted({ranks for ranks, *_ in cases}):
-        mine = [(name, FLOAT64 | flags) for size, name, flags in cases if size == ranks]
-        flags = [flags for _, flags in mine]
-        found = on_ranks(ranks, on_every_case, gradient_difference, flags, title="gradients", jobs=len(flags))
-        rows += [(f"{ranks} ranks, {name}", 0.0, max(part[i] for part in found)) for i, (name, _) in enumerate(mine)]
-    against("largest ||a - b|| / ||b|| of any rank's part of any parameter's gradient, float64", "", rows, ".1e")
+    compare_gradients(
+        on_every_case, gradient_difference, [(size, name, FLOAT64 | flags) for size, name, flags in cases]
+    )
 
 
 def gradient_difference(run: Run) -> float:
     """The largest relative difference between a gradient of this rank and its part of one process's gradient."""
-    whole, worst = reference_gradients(run.config, run.batches), 0.0
-    for shard, gradient in zip(run.zero.shards, run.gradients()):
-        squares = [0.0, 0.0]
-        for box, mine in shard.spec.boxes(gradient):
-            expected = whole[shard.spec.name][tuple(slice(*bounds) for bounds in box)]  # rows that pad are cut off
-            squares[0] += (mine[tuple(map(slice, expected.shape))] - expected).square().sum().item()
-            squares[1] += expected.square().sum().item()
-        worst = max(worst, (squares[0] / max(squares[1], 1e-300)) ** 0.5)
-    return worst
+    return worst_difference(run.zero.shards, run.gradients(), reference_gradients(run.config, run.batches))
 
 
 def curves(quick: bool) -> None:

@@ -10,7 +10,7 @@ from common.local_ranks import on_ranks
 from common.process_groups import Mesh
 from step01_single_gpu.experiment_tools import table
 from step02_data_parallel.experiment_tools import against, overlay, reference_gradients
-from step04_tensor_parallel.experiment_tools import Log
+from step04_tensor_parallel.experiment_tools import Log, compare_gradients, worst_difference
 from step05_pipeline import predictions
 from step05_pipeline.experiment_tools import ORDER, SHAPE, Run, on_every_case
 from step05_pipeline.train import train
@@ -127,28 +127,15 @@ def gradients(quick: bool) -> None:
         for stage in (0, 1, 2, 3):
             flags = {"pp": 2, "schedule": "1f1b", "zero": stage}
             cases.append((4, f"1f1b, dp 2, pp 2, ZeRO {stage}", flags))
-    rows = []
-    for ranks in sorted({ranks for ranks, *_ in cases}):
-        mine = [(name, FLOAT64 | flags) for size, name, flags in cases if size == ranks]
-        flags = [flags for _, flags in mine]
-        found = on_ranks(ranks, on_every_case, gradient_difference, flags, title="gradients", jobs=len(flags))
-        rows += [(f"{ranks} ranks, {name}", 0.0, max(part[i] for part in found)) for i, (name, _) in enumerate(mine)]
-    against("largest ||a - b|| / ||b|| of any rank's part of any parameter's gradient, float64", "", rows, ".1e")
-    print(f"  largest of all: {max(worst for *_, worst in rows):.1e}")
+    compare_gradients(
+        on_every_case, gradient_difference, [(size, name, FLOAT64 | flags) for size, name, flags in cases]
+    )
 
 
 def gradient_difference(mesh: Mesh, flags: dict) -> float:
     """The largest relative difference between a gradient of this rank and its part of one process's gradient."""
     run = Run(mesh, **flags)
-    whole, worst = reference_gradients(run.config, run.batches), 0.0
-    for shard, gradient in zip(run.shards, run.gradients()):
-        squares = [0.0, 0.0]
-        for box, mine in shard.spec.boxes(gradient):
-            expected = whole[shard.spec.name][tuple(slice(*bounds) for bounds in box)]
-            squares[0] += (mine - expected).square().sum().item()
-            squares[1] += expected.square().sum().item()
-        worst = max(worst, (squares[0] / max(squares[1], 1e-300)) ** 0.5)
-    return worst
+    return worst_difference(run.shards, run.gradients(), reference_gradients(run.config, run.batches))
 
 
 def curves(quick: bool) -> None:

@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 MEMORY_WARMUP, MEMORY_STEPS = 2, 5
 
 # Ranks keep freed memory, as CUDA's caching allocator does. By default glibc returns it to the system whenever enough
-# of it happens to lie at the end of the heap; page faults then add up to a tenth to the next step of either side.
+# of it happens to lie at the end of the heap; page faults then slow down the next step of either side.
 HEAP = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 
 

@@ -17,31 +17,32 @@ from step04_tensor_parallel import operators, ring, tensor_parallel, vocab_paral
 from step04_tensor_parallel.tensor_parallel import Split
 
 
-def _swap(stack, owner, name: str, wrong) -> None:
+def swap(stack, owner, name: str, wrong) -> None:
     stack.enter_context(mock.patch.object(owner, name, wrong))
 
 
 # ---- wrong results ---------------------------------------------------------------------------------------------------
 
 
-def _without_group(stack, group: str):
-    real = step04.sum_extra_groups
+def without_group(stack, step, group: str):
+    """The train.py `step` does not sum over this group."""
+    real = step.sum_extra_groups
 
     def wrong(parameters, gradients, mesh):
         kept = [(p, g) for p, g in zip(parameters, gradients, strict=True) if group not in p.spec.extra_groups]
         real([p for p, _ in kept], [g for _, g in kept], mesh)
 
-    _swap(stack, step04, "sum_extra_groups", wrong)
+    swap(stack, step, "sum_extra_groups", wrong)
 
 
 def _norms_not_summed(stack):
     """Under sequence parallelism each rank updates its norms by the gradient of its own part of the sequence."""
-    _without_group(stack, "tp")
+    without_group(stack, step04, "tp")
 
 
 def _kv_replicas_drift(stack):
     """Ranks that share a K/V head update their copies by the gradients of their own queries."""
-    _without_group(stack, "kv_replica")
+    without_group(stack, step04, "kv_replica")
 
 
 def _embedding_off_by_one(stack):
@@ -53,13 +54,13 @@ def _embedding_off_by_one(stack):
         rows = F.embedding(local.masked_fill(elsewhere, 0), embedding.weight)
         return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
 
-    _swap(stack, tensor_parallel, "embed", wrong)
+    swap(stack, tensor_parallel, "embed", wrong)
 
 
 def _f_and_f_star_swapped(stack):
     """The all-reduce of the backward happens in the forward, and the other way round."""
-    _swap(stack, tensor_parallel, "f", operators.f_star)
-    _swap(stack, tensor_parallel, "f_star", operators.f)
+    swap(stack, tensor_parallel, "f", operators.f_star)
+    swap(stack, tensor_parallel, "f_star", operators.f)
 
 
 def _loss_averaged(stack):
@@ -70,7 +71,7 @@ def _loss_averaged(stack):
         total = real(logits, targets, vocab, group)
         return total / group.size + (total - total / group.size).detach()
 
-    _swap(stack, step04, "vocab_parallel_cross_entropy_sum", wrong)
+    swap(stack, step04, "vocab_parallel_cross_entropy_sum", wrong)
 
 
 def _g_takes_its_slice(stack):
@@ -79,7 +80,7 @@ def _g_takes_its_slice(stack):
     def wrong(ctx, gradient):
         return gradient.chunk(ctx.group.size, 1)[ctx.group.rank].contiguous(), None
 
-    _swap(stack, operators._G, "backward", staticmethod(wrong))
+    swap(stack, operators._G, "backward", staticmethod(wrong))
 
 
 def _same_weights_everywhere(stack):
@@ -89,7 +90,7 @@ def _same_weights_everywhere(stack):
     def wrong(spec, *rest):
         return real(replace(spec, box=tuple((0, stop - start) for start, stop in spec.box)), *rest)
 
-    _swap(stack, parameter, "draw", wrong)
+    swap(stack, parameter, "draw", wrong)
 
 
 def _padding_not_masked(stack):
@@ -99,7 +100,7 @@ def _padding_not_masked(stack):
     def wrong(logits, targets, vocab, group):
         return real(logits, targets, logits.shape[-1] * group.size, group)
 
-    _swap(stack, step04, "vocab_parallel_cross_entropy_sum", wrong)
+    swap(stack, step04, "vocab_parallel_cross_entropy_sum", wrong)
 
 
 def _replicas_counted(stack):
@@ -110,7 +111,7 @@ def _replicas_counted(stack):
         owned = [SimpleNamespace(spec=replace(p.spec, owner=p.spec.owner or not p.spec.decay)) for p in parameters]
         return real(owned, gradients, world)
 
-    _swap(stack, step04, "gradient_norm", wrong)
+    swap(stack, step04, "gradient_norm", wrong)
 
 
 def _sequences_mixed(stack):
@@ -119,8 +120,8 @@ def _sequences_mixed(stack):
     def wrong(parts):
         return parts.reshape(parts.shape[1], -1, parts.shape[3])
 
-    _swap(stack, operators, "join_sequence", wrong)
-    _swap(stack, tensor_parallel, "join_sequence", wrong)
+    swap(stack, operators, "join_sequence", wrong)
+    swap(stack, tensor_parallel, "join_sequence", wrong)
 
 
 def _no_f_before_the_head(stack):
@@ -130,7 +131,7 @@ def _no_f_before_the_head(stack):
     def wrong(self, x, linears):
         return real(self, x, linears) if len(linears) > 1 else [F.linear(x, linears[0].weight)]
 
-    _swap(stack, Split, "column", wrong)
+    swap(stack, Split, "column", wrong)
 
 
 def _own_largest_logit(stack):
@@ -139,7 +140,7 @@ def _own_largest_logit(stack):
     def wrong(tensor, group, op="sum"):
         return None if op == "max" else collectives.all_reduce(tensor, group)
 
-    _swap(stack, vocab_parallel, "collectives", SimpleNamespace(all_reduce=wrong))
+    swap(stack, vocab_parallel, "collectives", SimpleNamespace(all_reduce=wrong))
 
 
 # ---- right results at a higher price ---------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def _each_matrix_communicates(stack):
     def wrong(self, x, linears):
         return [real(self, x, [each])[0] for each in linears]
 
-    _swap(stack, Split, "column", wrong)
+    swap(stack, Split, "column", wrong)
 
 
 def _gathered_inputs_kept(stack):
@@ -162,7 +163,7 @@ def _gathered_inputs_kept(stack):
     def wrong(self, x, linears):
         return real(replace(self, mode="plain") if self.sequence_parallel else self, x, linears)
 
-    _swap(stack, Split, "column", wrong)
+    swap(stack, Split, "column", wrong)
 
 
 def _input_gradient_waited_for(stack):
@@ -177,8 +178,8 @@ def _input_gradient_waited_for(stack):
     def reduce(tensor, group, async_op=False):
         return collectives.all_reduce(tensor, group)
 
-    _swap(stack, tensor_parallel, "reduce_scatter_sequence", scatter)
-    _swap(stack, tensor_parallel, "collectives", SimpleNamespace(all_reduce=reduce))
+    swap(stack, tensor_parallel, "reduce_scatter_sequence", scatter)
+    swap(stack, tensor_parallel, "collectives", SimpleNamespace(all_reduce=reduce))
 
 
 def _rings_wait(stack):
@@ -187,7 +188,7 @@ def _rings_wait(stack):
     def wrong(sends, receives, group, async_op=False):
         return collectives.exchange(sends, receives, group)
 
-    _swap(stack, ring, "collectives", SimpleNamespace(exchange=wrong))
+    swap(stack, ring, "collectives", SimpleNamespace(exchange=wrong))
 
 
 class _GatherColumns(torch.autograd.Function):
@@ -212,7 +213,7 @@ def full_logits(logits, targets, vocab, group):
 
 def _full_logits(stack):
     """Every rank gathers the logits of the whole vocabulary."""
-    _swap(stack, step04, "vocab_parallel_cross_entropy_sum", full_logits)
+    swap(stack, step04, "vocab_parallel_cross_entropy_sum", full_logits)
     for module in ("tests.step04.test_activations", "tests.step04.test_operators"):
         stack.enter_context(mock.patch(f"{module}.vocab_parallel_cross_entropy_sum", full_logits))
 

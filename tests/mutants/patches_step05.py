@@ -18,11 +18,7 @@ from common.collectives import Work
 from step03_zero.zero import Unit, Zero
 from step05_pipeline import stages
 from step05_pipeline.pipeline import Pipeline
-
-
-def _swap(stack, owner, name: str, wrong) -> None:
-    stack.enter_context(mock.patch.object(owner, name, wrong))
-
+from tests.mutants.patches_step04 import swap, without_group
 
 # ---- wrong results ---------------------------------------------------------------------------------------------------
 
@@ -36,7 +32,7 @@ def _missing_share(stack):
     def wrong(self, micro_batch, target_tokens, scale=1.0):
         return run(self, micro_batch, target_tokens, scale * self.schedule.micro_batches)
 
-    _swap(stack, Pipeline, "run", wrong)
+    swap(stack, Pipeline, "run", wrong)
 
 
 def _loss_of_one_rank(stack):
@@ -45,7 +41,7 @@ def _loss_of_one_rank(stack):
     def wrong(tensor, group, *rest):
         return Work() if group.name == "pp_forward" else collectives.all_reduce(tensor, group, *rest)
 
-    _swap(stack, step05, "collectives", SimpleNamespace(all_reduce=wrong))
+    swap(stack, step05, "collectives", SimpleNamespace(all_reduce=wrong))
 
 
 def _reduced_too_early(stack):
@@ -65,8 +61,8 @@ def _reduced_too_early(stack):
         unit.complete()
         unit.work = Work()
 
-    _swap(stack, Pipeline, "_gradients_complete", wrong)
-    _swap(stack, Zero, "_complete", complete)
+    swap(stack, Pipeline, "_gradients_complete", wrong)
+    swap(stack, Zero, "_complete", complete)
 
 
 def _w_before_its_i(stack):
@@ -79,7 +75,7 @@ def _w_before_its_i(stack):
             for weight, gradient in weight_gradients.compute(later):
                 self.zeros[action.chunk].accumulate(weight, gradient)
 
-    _swap(stack, Pipeline, "_weight_gradients", wrong)
+    swap(stack, Pipeline, "_weight_gradients", wrong)
 
 
 def _inputs_of_another_micro_batch(stack):
@@ -93,7 +89,7 @@ def _inputs_of_another_micro_batch(stack):
         weight_gradients._store.append((weight, gradient, buffer))
         return None
 
-    _swap(stack, weight_gradients, "weight_gradient", wrong)
+    swap(stack, weight_gradients, "weight_gradient", wrong)
 
 
 def _norms_forgotten(stack):
@@ -104,27 +100,17 @@ def _norms_forgotten(stack):
         with mock.patch.object(self, "accumulate", lambda *_: None):
             yield
 
-    _swap(stack, Zero, "hold", wrong)
-
-
-def _without_group(stack, group: str):
-    real = step05.sum_extra_groups
-
-    def wrong(parameters, gradients, mesh):
-        kept = [(p, g) for p, g in zip(parameters, gradients, strict=True) if group not in p.spec.extra_groups]
-        real([p for p, _ in kept], [g for _, g in kept], mesh)
-
-    _swap(stack, step05, "sum_extra_groups", wrong)
+    swap(stack, Zero, "hold", wrong)
 
 
 def _stale_tied_gradient(stack):
     """A matrix that is embedding and head is updated on either end by that end's gradient alone."""
-    _without_group(stack, "embed")
+    without_group(stack, step05, "embed")
 
 
 def _copies_drift(stack):
     """Two copies of the model, each updated by the gradients of its own micro-batches."""
-    _without_group(stack, "mirror")
+    without_group(stack, step05, "mirror")
 
 
 def _counted_twice(stack, group: str):
@@ -137,7 +123,7 @@ def _counted_twice(stack, group: str):
         ]
         return real(counted, gradients, world)
 
-    _swap(stack, step05, "gradient_norm", wrong)
+    swap(stack, step05, "gradient_norm", wrong)
 
 
 def _tied_counted_twice(stack):
@@ -157,7 +143,7 @@ def _targets_crossed(stack):
     def wrong(self, micro_batch, *rest):
         return run(self, lambda index: (micro_batch(index)[0], micro_batch(index ^ 1)[1]), *rest)
 
-    _swap(stack, Pipeline, "run", wrong)
+    swap(stack, Pipeline, "run", wrong)
 
 
 def _gradients_crossed(stack):
@@ -171,7 +157,7 @@ def _gradients_crossed(stack):
             self.alive[mine], self.alive[newest] = self.alive[newest], self.alive[mine]
         backward(self, action, gradient)
 
-    _swap(stack, Pipeline, "_backward", wrong)
+    swap(stack, Pipeline, "_backward", wrong)
 
 
 def _one_receive_buffer(stack):
@@ -185,7 +171,7 @@ def _one_receive_buffer(stack):
         work = collectives.receive(tensor, message.sender, self._group(message.direction), async_op=True)
         self.arriving[message.output] = tensor, work
 
-    _swap(stack, Pipeline, "_receive", wrong)
+    swap(stack, Pipeline, "_receive", wrong)
 
 
 def _positions_of_the_slice(stack):
@@ -198,7 +184,7 @@ def _positions_of_the_slice(stack):
             if stage > 0:
                 module.register_forward_pre_hook(lambda _, given: (given[0], given[1] % given[0].shape[1]))
 
-    _swap(stack, Pipeline, "__init__", wrong)
+    swap(stack, Pipeline, "__init__", wrong)
 
 
 def _layers_counted_from_zero(stack):
@@ -213,8 +199,8 @@ def _layers_counted_from_zero(stack):
         name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) - offset[0]}", spec.name)
         return real(replace(spec, name=name), *rest)
 
-    _swap(stack, stages, "Decoder", build)
-    _swap(stack, parameter, "draw", wrong)
+    swap(stack, stages, "Decoder", build)
+    swap(stack, parameter, "draw", wrong)
 
 
 def _weights_of_the_first_step(stack):
@@ -228,8 +214,8 @@ def _weights_of_the_first_step(stack):
             fetch(self)
             fetched.add(self)
 
-    _swap(stack, Unit, "fetch", wrong)
-    _swap(stack, Unit, "free", lambda self: None if self in fetched else free(self))
+    swap(stack, Unit, "fetch", wrong)
+    swap(stack, Unit, "free", lambda self: None if self in fetched else free(self))
 
 
 # ---- right results at a higher price ---------------------------------------------------------------------------------
@@ -242,7 +228,7 @@ def _outputs_kept(stack):
         if direction in self.leaving:
             self.leaving.pop(direction)[1].wait()
 
-    _swap(stack, Pipeline, "_sent", wrong)
+    swap(stack, Pipeline, "_sent", wrong)
 
 
 def _graph_kept_until_w(stack):
@@ -262,8 +248,8 @@ def _graph_kept_until_w(stack):
         weights(self, action)
         del graphs[action.chunk, action.micro_batch]
 
-    _swap(stack, Pipeline, "_backward", wrong)
-    _swap(stack, Pipeline, "_weight_gradients", w)
+    swap(stack, Pipeline, "_backward", wrong)
+    swap(stack, Pipeline, "_weight_gradients", w)
 
 
 def _reduced_at_the_end(stack):
@@ -274,7 +260,7 @@ def _reduced_at_the_end(stack):
         with self.zeros[action.chunk].no_sync():
             yield
 
-    _swap(stack, Pipeline, "_gradients_complete", wrong)
+    swap(stack, Pipeline, "_gradients_complete", wrong)
 
 
 def _gathered_for_each_micro_batch(stack):
@@ -287,7 +273,7 @@ def _gathered_for_each_micro_batch(stack):
             unit.free()
         forward(self, action, given)
 
-    _swap(stack, Pipeline, "_forward", wrong)
+    swap(stack, Pipeline, "_forward", wrong)
 
 
 def _received_when_needed(stack):
@@ -304,8 +290,8 @@ def _received_when_needed(stack):
             receive(self, asked.pop(needed))
         return wait(self, action)
 
-    _swap(stack, Pipeline, "_receive", later)
-    _swap(stack, Pipeline, "_wait_for_input", wrong)
+    swap(stack, Pipeline, "_receive", later)
+    swap(stack, Pipeline, "_wait_for_input", wrong)
 
 
 def _sends_waited_for(stack):
@@ -316,12 +302,12 @@ def _sends_waited_for(stack):
         send(self, message)
         self._sent(message.direction)
 
-    _swap(stack, Pipeline, "_send", wrong)
+    swap(stack, Pipeline, "_send", wrong)
 
 
 def _one_communicator(stack):
     """Activations and their gradients share a communicator, where an early receive of the one holds up the other."""
-    _swap(stack, Pipeline, "_group", lambda self, direction: self.mesh.pp_forward)
+    swap(stack, Pipeline, "_group", lambda self, direction: self.mesh.pp_forward)
 
 
 MUTANTS = {

@@ -32,30 +32,37 @@ class Result:
     parameters: dict[str, np.ndarray]
 
 
+def train_here(step: int, flags: str) -> list[tuple]:
+    """Train on this rank; (name, global shape, box, values) of all that it owns at the end."""
+    config = parse(step, flags.split())
+    config.validate(environment()[1])
+    mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+    boxes = []
+    for tensor in importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh):
+        spec = tensor.spec
+        if spec.owner:
+            parts = spec.boxes(tensor.detach())
+            boxes += [(spec.name, spec.global_shape, box, part.double().numpy().copy()) for box, part in parts]
+    return boxes
+
+
+def curve_of(run_dir: str | Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step in a run's record."""
+    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    return [(float(line["loss"]), float(line["grad_norm"])) for line in lines]  # "inf" and "nan" too
+
+
 def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
     """Train with the train.py of `step` in the world that this process is in. What this rank knows of the result:
     `curve` (step by step, rank 0 only) and `boxes` (name, global shape, box, values) of all that it owns.
     """
     from tests.mutants.patches import patched
 
-    module = importlib.import_module(f"{STEP_NAMES[step - 1]}.train")
+    importlib.import_module(f"{STEP_NAMES[step - 1]}.train")  # what mutants patch
     with tempfile.TemporaryDirectory() as folder:
-        config = parse(step, [*SMALL.split(), *flags.split(), "--run-dir", folder])
-        config.validate(environment()[1])
-        mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
         with patched(mutant):
-            tensors = module.train(config, mesh)
-        curve = []
-        if mesh.rank == 0:
-            lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-            curve = [(float(line["loss"]), float(line["grad_norm"])) for line in lines]  # "inf" and "nan" too
-    boxes = []
-    for tensor in tensors:
-        spec = tensor.spec
-        if spec.owner:
-            parts = spec.boxes(tensor.detach())
-            boxes += [(spec.name, spec.global_shape, box, part.double().numpy().copy()) for box, part in parts]
-    return {"curve": curve, "boxes": boxes}
+            boxes = train_here(step, f"{SMALL} {flags} --run-dir {folder}")
+        return {"curve": curve_of(folder) if environment()[0] == 0 else [], "boxes": boxes}
 
 
 def cases_on_ranks(step: int, cases: list[str], mutants: list[str | None]) -> list[dict]:
@@ -67,6 +74,23 @@ def run_cases(world: int, step: int, cases: list[str], mutants: list[str | None]
     """Train every case with the train.py of `step` on `world` ranks; the parts of all ranks put together."""
     ranks = run_ranks(world, cases_on_ranks, step, cases, mutants or [None] * len(cases), timeout=600)
     return [assemble(list(parts)) for parts in zip(*ranks, strict=True)]
+
+
+def train_all(step: int, cases: list[str]) -> list[list[tuple]]:
+    """Every case in turn on this rank, each with flags of its own for everything."""
+    return [train_here(step, flags) for flags in cases]
+
+
+def together(run_dir: Path, boxes: list[list[tuple]]) -> Result:
+    """The record in a run's folder, and what its ranks own put together."""
+    return assemble([{"curve": [] if rank else curve_of(run_dir), "boxes": part} for rank, part in enumerate(boxes)])
+
+
+def run_in_folders(world: int, step: int, cases: dict[Path, str]) -> list[Result]:
+    """Several trainings in one world, each with its --run-dir, which stays."""
+    flags = [f"{each} --run-dir {folder}" for folder, each in cases.items()]
+    ranks = run_ranks(world, train_all, step, flags) if world > 1 else [train_all(step, flags)]
+    return [together(folder, list(parts)) for folder, parts in zip(cases, zip(*ranks, strict=True), strict=True)]
 
 
 def assemble(parts: list[dict]) -> Result:

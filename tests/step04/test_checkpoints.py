@@ -1,6 +1,5 @@
 """Checkpoints and Hugging Face weights across changes of the tensor-parallel layout."""
 
-import importlib
 import json
 from pathlib import Path
 from unittest import mock
@@ -8,17 +7,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import safetensors
-import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from safetensors.torch import load_file
 
 from common import export
-from common.command_line import STEP_NAMES, parse
 from common.huggingface import huggingface_name
-from common.process_groups import Degrees, build_mesh, environment
 from tests.common.test_huggingface import Reads
 from tests.harness import run_ranks
-from tests.parity.runs import SMALL, Result, assemble
+from tests.parity.runs import SMALL, Result, run_in_folders, together, train_here
 
 STEPS, FROM = 5, 2
 BASE = f"{SMALL} --steps {STEPS} --micro-batch 3 --optimizer adamw --clip 0.5 --vocab 257 --peak-tflops 1"
@@ -27,36 +23,8 @@ UNTIED, TIED = "--no-tie-embeddings", "--tie-embeddings"
 TP2, TP4 = "--tp 2 --zero 1", "--tp 4 --no-sequence-parallel --tp-mode plain"
 
 
-def boxes_of(step: int, flags: str) -> list[tuple]:
-    """Train on this rank; (name, shape, box, values) of all that it owns at the end."""
-    config = parse(step, [*BASE.split(), *flags.split()])
-    config.validate(environment()[1])
-    mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
-    boxes = []
-    for tensor in importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh):
-        spec = tensor.spec
-        if spec.owner:
-            parts = spec.boxes(tensor.detach())
-            boxes += [(spec.name, spec.global_shape, box, part.numpy().copy()) for box, part in parts]
-    return boxes
-
-
-def several(cases: list[str]) -> list[list[tuple]]:
-    return [boxes_of(4, flags) for flags in cases]
-
-
-def together(run_dir: Path, boxes: list[list[tuple]]) -> Result:
-    """The run's record, and what its ranks own put together."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    curve = [(line["loss"], line["grad_norm"]) for line in lines]
-    return assemble([{"curve": curve if rank == 0 else [], "boxes": part} for rank, part in enumerate(boxes)])
-
-
 def run(world: int, cases: dict[Path, str]) -> list[Result]:
-    """Several trainings, each with its --run-dir, in one world."""
-    flags = [f"{each} --run-dir {folder}" for folder, each in cases.items()]
-    ranks = run_ranks(world, several, flags) if world > 1 else [several(flags)]
-    return [together(folder, list(parts)) for folder, parts in zip(cases, zip(*ranks, strict=True), strict=True)]
+    return run_in_folders(world, 4, {folder: f"{BASE} {flags}" for folder, flags in cases.items()})
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +74,7 @@ def test_step_1_goes_on(name, folders, undisturbed, tmp_path):
     """It knows nothing of tensor parallelism."""
     checkpoint = folders[name] / f"checkpoints/step-{FROM:08d}"
     tying = {"untied": UNTIED, "tied": TIED}[name]
-    boxes = boxes_of(1, f"{tying} --resume {checkpoint} --run-dir {tmp_path}")
+    boxes = train_here(1, f"{BASE} {tying} --resume {checkpoint} --run-dir {tmp_path}")
     assert_goes_on(together(tmp_path, [boxes]), undisturbed[name], name)
 
 
@@ -138,7 +106,7 @@ def reading(cases: list[str]) -> list[tuple]:
     for flags in cases:
         Reads.elements = {}
         with mock.patch.object(safetensors, "safe_open", Reads):
-            boxes = boxes_of(4, flags)
+            boxes = train_here(4, f"{BASE} {flags}")
         found.append((boxes, dict(Reads.elements)))
     return found
 
@@ -152,7 +120,7 @@ def test_every_rank_reads_only_its_slices(world, exported, undisturbed, tmp_path
     ranks = run_ranks(world, reading, cases)
     for index, name in enumerate(names):
         divided = together(tmp_path / name, [rank[index][0] for rank in ranks])
-        boxes_of(1, f"{starts[name]} --run-dir {tmp_path / 'one'}-{name}")
+        train_here(1, f"{BASE} {starts[name]} --run-dir {tmp_path / 'one'}-{name}")
         alone = json.loads((tmp_path / f"one-{name}/metrics.jsonl").read_text())
         assert divided.losses == pytest.approx([alone["loss"]], rel=1e-14), "the first loss, before any update"
         assert divided.norms == pytest.approx([alone["grad_norm"]], rel=1e-12)

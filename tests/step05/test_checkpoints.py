@@ -1,6 +1,5 @@
 """Checkpoints and Hugging Face weights across pipelines: other schedules, other layouts, one process, and back."""
 
-import importlib
 import json
 from pathlib import Path
 from unittest import mock
@@ -8,18 +7,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import safetensors
-import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from safetensors.torch import load_file
 
 from common import export
-from common.command_line import STEP_NAMES, parse
 from common.huggingface import huggingface_name
-from common.process_groups import Degrees, build_mesh, environment
 from tests.common.test_huggingface import Reads
 from tests.harness import run_ranks
-from tests.parity.runs import SMALL, Result
-from tests.step04.test_checkpoints import together
+from tests.parity.runs import SMALL, Result, run_in_folders, together, train_here
 
 STEPS, FROM = 4, 2
 BASE = f"{SMALL} --layers 4 --steps {STEPS} --micro-batch 3 --optimizer adamw --clip 0.5 --peak-tflops 1"
@@ -28,29 +23,8 @@ SAVED_BY = {"untied": "--pp 2 --schedule 1f1b", "tied": "--pp 2 --schedule dualp
 CHECKPOINT = f"checkpoints/step-{FROM:08d}"
 
 
-def train_here(step: int, flags: str) -> list[tuple]:
-    """Train on this rank; (name, shape, box, values) of all that it owns at the end."""
-    config = parse(step, [*BASE.split(), *flags.split()])
-    config.validate(environment()[1])
-    mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
-    boxes = []
-    for tensor in importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh):
-        spec = tensor.spec
-        if spec.owner:
-            parts = spec.boxes(tensor.detach())
-            boxes += [(spec.name, spec.global_shape, box, part.numpy().copy()) for box, part in parts]
-    return boxes
-
-
-def train_all(step: int, cases: list[str]) -> list[list[tuple]]:
-    return [train_here(step, flags) for flags in cases]
-
-
 def run(world: int, cases: dict[Path, str], step: int = 5) -> list[Result]:
-    """Several trainings, each with its --run-dir, in one world."""
-    flags = [f"{each} --run-dir {folder}" for folder, each in cases.items()]
-    ranks = run_ranks(world, train_all, step, flags) if world > 1 else [train_all(step, flags)]
-    return [together(folder, list(parts)) for folder, parts in zip(cases, zip(*ranks, strict=True), strict=True)]
+    return run_in_folders(world, step, {folder: f"{BASE} {flags}" for folder, flags in cases.items()})
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +95,7 @@ def test_step_1_goes_on(name, folders, undisturbed, tmp_path):
 def resumed_twice(cases: list[str]) -> None:
     """Three starts in one folder: to step 2, on to 3, on to the end."""
     for layout, steps in zip(cases, (FROM, 3, STEPS), strict=True):
-        train_here(5, f"{layout} --steps {steps} --save-every 1 --resume auto")
+        train_here(5, f"{BASE} {layout} --steps {steps} --save-every 1 --resume auto")
 
 
 def test_resume_auto(undisturbed, tmp_path):
@@ -165,7 +139,7 @@ def reading(cases: list[str]) -> list[tuple]:
     for flags in cases:
         Reads.elements = {}
         with mock.patch.object(safetensors, "safe_open", Reads):
-            boxes = train_here(5, flags)
+            boxes = train_here(5, f"{BASE} {flags}")
         found.append((boxes, set(Reads.elements)))
     return found
 
