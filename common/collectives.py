@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from common.config import Link
-from common.process_groups import CommunicationError, Group, first_line
+from common.errors import CommunicationError, first_line
+from common.process_groups import Group
 
 # torch 2.13 renamed two collectives and warns about the old names, which are the only ones that 2.11 has
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,7 +78,7 @@ class Work:
             for handle in self._handles:
                 handle.wait()
         except RuntimeError as error:
-            raise explain(error) from error
+            raise as_communication_error(error) from error
         if self._finish is not None:
             self._finish()
         if self._done_at:
@@ -255,7 +256,7 @@ def barrier(group: Group) -> None:
         try:
             dist.barrier(group.handle)
         except RuntimeError as error:
-            raise explain(error) from error
+            raise as_communication_error(error) from error
 
 
 # ---- one road for all of them ---------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def _issue(op, group, tensor, hops, sent, async_op, finish, launch, messages=Non
     try:
         handles = launch()
     except RuntimeError as error:
-        raise explain(error) from error
+        raise as_communication_error(error) from error
     if calls:
         recorder.watch(handles[-1], calls, done_at)
     work = Work(handles, finish, calls, done_at, launch)  # launch refers to every tensor in flight
@@ -311,7 +312,7 @@ def _stage(group: Group, tensor: torch.Tensor, output: bool = False, copy: bool 
     return host, (lambda: tensor.copy_(host)) if output else None
 
 
-def explain(error: RuntimeError) -> RuntimeError:
+def as_communication_error(error: RuntimeError) -> RuntimeError:
     """A lost peer as CommunicationError; anything else (a wrong size, say) stays what it is."""
     if any(sign in str(error) for sign in _LOST_PEER):
         return CommunicationError(first_line(error))

@@ -6,7 +6,8 @@ import os
 import sys
 import typing
 
-from common.config import TrainConfig, UsageError
+from common.config import TrainConfig
+from common.errors import UsageError
 
 STEP_NAMES = (
     *("step01_single_gpu", "step02_data_parallel", "step03_zero", "step04_tensor_parallel"),

@@ -1,4 +1,4 @@
-"""What is trained and how: `ModelConfig`, `TrainConfig` and every rule that makes a combination valid.
+"""What is trained and how: `TrainConfig` and every rule that makes a combination valid.
 
 `TrainConfig` has one field per command-line flag (`--seq-len` is `seq_len`); `common/command_line.py` makes the parser
 from it. A field's metadata names the step that introduces the flag, so that a step knows its own flags and those of the
@@ -10,76 +10,13 @@ import functools
 import math
 from dataclasses import dataclass, field
 
+from common.counts import count_parameters
+from common.errors import UsageError
+from common.model_config import ModelConfig
+from common.presets import resolve
+
 MOST_PARAMETERS = 10**13  # more than that is a typing error
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-class UsageError(Exception):
-    """Bad input of the user: one clear line. `launch.run` prints it once and ends all ranks with status 2."""
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the low RoPE frequencies (Llama 3.1 model card; formula in `model.rope_tables`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU."""
-
-    vocab: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    tie_embeddings: bool
-    head_dim: int | None = None  # None: hidden / heads
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    max_positions: int = 8192
-    experts: int = 0  # routed experts of every layer after the first `dense_layers`
-    top_k: int = 0
-    shared_experts: int = 0
-    dense_layers: int = 0
-    expert_ffn: int = 0
-
-    @property
-    def head_width(self) -> int:
-        """Width of one attention head."""
-        return self.head_dim or self.hidden // self.heads
-
-    def check(self) -> None:
-        """Raise UsageError unless the shapes fit together."""
-        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if self.head_dim is None and self.hidden % self.heads:
-            raise UsageError(f"--heads {self.heads} does not divide --hidden {self.hidden}")
-        if self.heads % self.kv_heads:
-            raise UsageError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
-        if self.head_width < 2:
-            raise UsageError(f"heads of width {self.head_width} are too narrow; rotary embeddings turn pairs")
-        if self.head_width % 2:
-            raise UsageError(
-                f"--hidden {self.hidden} over --heads {self.heads} gives heads of odd width {self.head_width}; "
-                "rotary embeddings turn pairs"
-            )
-        if self.experts and not 1 <= self.top_k <= self.experts:
-            raise UsageError(f"--top-k {self.top_k} must lie between 1 and --experts {self.experts}")
-        for name in ("norm_eps", "rope_theta"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UsageError(f"the model's {name} {getattr(self, name)} must be positive")
-        from common.counts import count_parameters  # which imports this module
-
-        if (total := count_parameters(self).total) > MOST_PARAMETERS:
-            raise UsageError(f"the model would have {total:,} parameters, more than {MOST_PARAMETERS:,}")
 
 
 @dataclass(frozen=True)
@@ -177,8 +114,6 @@ class TrainConfig:
     @functools.cached_property
     def model_config(self) -> ModelConfig:
         """The preset or file named by --model with the single replacements applied."""
-        from common.presets import resolve
-
         names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tie_embeddings")
         changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if "heads" in changes and "kv_heads" not in changes:  # the preset's K/V heads belong to the preset's heads
@@ -221,13 +156,14 @@ class TrainConfig:
         """Linear warm-up, then constant."""
         return self.lr * min(1.0, (step + 1) / max(1, self.warmup))
 
-    def accumulation_steps(self, dp: int = 1) -> int:
+    @property
+    def accumulation_steps(self) -> int:
         """Micro-batches of one rank in an optimizer step: global_batch / (micro_batch * dp)."""
-        return self.global_batch // (self.micro_batch * dp)
+        return self.global_batch // (self.micro_batch * (self.dp or 1))
 
     # ---- rules ------------------------------------------------------------------------------------------------------
 
-    def validate(self, world_size: int) -> None:
+    def resolve_and_check(self, world_size: int) -> None:
         """Raise UsageError for anything that cannot run on `world_size` ranks; fills in `dp`."""
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
@@ -241,6 +177,8 @@ class TrainConfig:
             raise UsageError(f"--timeout {self.timeout} must be at most 1e6 seconds")
         model = self.model_config
         model.check()
+        if (total := count_parameters(model).total) > MOST_PARAMETERS:
+            raise UsageError(f"the model would have {total:,} parameters, more than {MOST_PARAMETERS:,}")
         if model.experts:
             raise UsageError(f"--model {self.model} has experts, which this step does not train")
         if self.seq_len > model.max_positions:

@@ -6,7 +6,7 @@ RoPE, softmax and the loss are left out. The backward of a product takes two pro
 
 from dataclasses import dataclass
 
-from common.config import ModelConfig
+from common.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

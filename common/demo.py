@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import compare
+from common.record import compare
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "runs" / "demo"

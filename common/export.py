@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
-from common import checkpoint, checkpoint_files
-from common.checkpoint import Slice
+from common.checkpoints import checkpoint
+from common.checkpoints import files as checkpoint_files
+from common.checkpoints.boxes import SavedBox
 from common.command_line import OneLineParser
-from common.config import ModelConfig, RopeScaling, UsageError
+from common.errors import UsageError
 from common.huggingface import export
 from common.model import Decoder
+from common.model_config import ModelConfig, RopeScaling
 from common.process_groups import Degrees, build_mesh
 
 
@@ -43,7 +45,7 @@ def export_checkpoint(source: str, out: str) -> Path:
         p.spec.name: (p.spec, torch.empty(p.spec.global_shape, dtype=getattr(torch, run["dtype"])))
         for p in Decoder(config).parameters()
     }
-    slices = [part for spec, tensor in tensors.values() for part in Slice.of("parameter", spec, tensor)]
+    slices = [part for spec, tensor in tensors.values() for part in SavedBox.of("parameter", spec, tensor)]
     checkpoint.load(folder, slices, build_mesh(Degrees(), torch.device("cpu")))
     export({name: tensor for name, (_, tensor) in tensors.items()}, config, out, tokenizer=run["tokenizer"])
     return folder

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.config import ModelConfig, UsageError
+from common.errors import UsageError
 from common.model import Decoder
+from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
 from common.presets import from_huggingface, quiet_hub
 
@@ -43,6 +44,11 @@ def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.experts:
         raise UsageError("models with experts cannot be read from or written for Hugging Face yet")
     return {p.spec.name: p.spec.global_shape for p in Decoder(config).parameters()}
+
+
+def stored_values(name_or_path: str, config: ModelConfig):
+    """Fills tensors that have specs from the weights in a folder or on the Hub; see `load_weights`."""
+    return lambda tensors: load_weights(Decoder(config), name_or_path, list(tensors))
 
 
 # ---- loading -----------------------------------------------------------------------------------------------
@@ -74,7 +80,7 @@ def load_weights(model: nn.Module, name_or_path: str, tensors: Iterable[torch.Te
     for tensor in model.parameters() if tensors is None else tensors:
         there = huggingface_name(tensor.spec.name)
         for box, part in tensor.spec.boxes(tensor.detach()):
-            part.copy_(_read(files[there], there, dataclasses.replace(tensor.spec, box=box, piece=None)))
+            part.copy_(_read(files[there], there, dataclasses.replace(tensor.spec, box=box, flat_range=None)))
 
 
 def checkpoint_folder(name_or_path: str) -> Path:

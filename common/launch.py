@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from common.config import UsageError
-from common.process_groups import CommunicationError, Degrees, build_mesh, environment, first_line, initialise
+from common.errors import CommunicationError, UsageError, first_line
+from common.process_groups import Degrees, build_mesh, environment, init_distributed
 
 LINGER = 2.0  # seconds that survivors wait, so that the launcher sees the rank that really failed first
 START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags
@@ -27,10 +27,10 @@ def run(step: int, main, check=None) -> None:
 
     def train() -> None:
         config = parse(step)
-        config.validate(environment()[1])
+        config.resolve_and_check(environment().world_size)
         if check is not None:
             check(config)
-        device = initialise(config.device, config.timeout)
+        device = init_distributed(config.device, config.timeout)
         if config.memory_snapshot and device.type != "cuda":
             raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
         main(config, build_mesh(Degrees.of(config), device, config.model_config.kv_heads, timeout=config.timeout))

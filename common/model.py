@@ -4,7 +4,7 @@ Pre-norm blocks of grouped-query attention (arXiv:2305.13245) with rotary embedd
 (arXiv:2002.05202), RMSNorm (arXiv:1910.07467), embedding tied to the head or not. It knows nothing of parallelism:
   - it is built for a range of layers, so that a pipeline stage is the same class;
   - attention takes its core, (q, k, v) -> output, as an argument, so that context parallelism can bring another;
-  - linear layers with a common input are called together (`project`), so that tensor parallelism can join them;
+  - linear layers with a common input are called together (`apply_linears`), so that tensor parallelism can join them;
   - stored weights are never fused, so that each one has a single box.
 What needs range is computed in `promote_types(dtype, float32)`: norm statistics, rotary tables, softmax, loss.
 """
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.config import ModelConfig
-from common.parameter import describe
+from common.model_config import ModelConfig
+from common.parameter import attach_specs
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """float32 for the narrow types, float64 for float64: no float64 run passes through float32 anywhere."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):  # (..., size) -> (..., size)
-        y = x.to(wide(x.dtype))
+        y = x.to(at_least_float32(x.dtype))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
 
@@ -45,7 +45,7 @@ def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype
     shorter than original/high_freq_factor are left alone, between them the two are blended.
     """
     d = config.head_width
-    exponents = torch.arange(0, d, 2, device=positions.device).to(wide(dtype)) / d
+    exponents = torch.arange(0, d, 2, device=positions.device).to(at_least_float32(dtype)) / d
     frequency = 1.0 / config.rope_theta**exponents  # (d/2,)
     scaling = config.rope_scaling
     if scaling is not None:
@@ -71,7 +71,7 @@ def naive_attention(q, k, v):
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5  # (batch, heads, seq, seq)
     future = torch.ones(seq, seq, dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(future, -math.inf)
-    return scores.softmax(-1, dtype=wide(q.dtype)).to(q.dtype) @ v  # (batch, heads, seq, d)
+    return scores.softmax(-1, dtype=at_least_float32(q.dtype)).to(q.dtype) @ v  # (batch, heads, seq, d)
 
 
 def fused_attention(q, k, v):
@@ -85,7 +85,7 @@ def fused_attention(q, k, v):
 ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
 
 
-def project(x, linears):
+def apply_linears(x, linears):
     """Several linear layers of one input. A function of its own so that they can share what happens to the input."""
     return [linear(x) for linear in linears]
 
@@ -95,7 +95,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
-        self.head_width, self.core, self.project = config.head_width, core, project
+        self.head_width, self.core, self.apply_linears = config.head_width, core, apply_linears
         self.q_proj = nn.Linear(config.hidden, config.heads * config.head_width, bias=False)
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         def split(y):  # (batch, seq, heads * d) -> (batch, heads, seq, d)
             return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
-        q, k, v = map(split, self.project(x, (self.q_proj, self.k_proj, self.v_proj)))
+        q, k, v = map(split, self.apply_linears(x, (self.q_proj, self.k_proj, self.v_proj)))
         out = self.core(rotate(q, *rope), rotate(k, *rope), v)  # (batch, heads, seq, d)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
@@ -115,13 +115,13 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden: int, ffn: int):
         super().__init__()
-        self.project = project
+        self.apply_linears = apply_linears
         self.gate_proj = nn.Linear(hidden, ffn, bias=False)
         self.up_proj = nn.Linear(hidden, ffn, bias=False)
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x):  # (batch, seq, hidden) -> (batch, seq, hidden)
-        gate, up = self.project(x, (self.gate_proj, self.up_proj))  # (batch, seq, ffn) each
+        gate, up = self.apply_linears(x, (self.gate_proj, self.up_proj))  # (batch, seq, ffn) each
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
 class Decoder(nn.Module):
     """Layers `first` to `last` (not included) of the model: with the embedding if it starts at layer 0, with the final
-    norm and the head if it ends at the last. Built on the meta device; `parameter.materialise` gives it values.
+    norm and the head if it ends at the last. Built on the meta device; `initialisation.materialise` gives it values.
 
     Input: token ids (batch, seq) int64 where there is an embedding, else hidden states (batch, seq, hidden).
     Output: logits (batch, seq, vocab) where there is a head, else hidden states.
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
         # (Takase et al., "Spike No More", arXiv:2312.16903).
         residual = 0.02 / math.sqrt(2 * config.layers)
         stds = {"norm.weight": None, "o_proj.weight": residual, "down_proj.weight": residual}
-        describe(self, stds | {"embedding.weight": 0.02 if config.tie_embeddings else 1.0, "": 0.02})
+        attach_specs(self, stds | {"embedding.weight": 0.02 if config.tie_embeddings else 1.0, "": 0.02})
         if config.tie_embeddings and self.has_head:
             self.head.weight.spec.name = "embedding.weight"  # also where the head is alone on the last stage
 
@@ -185,4 +185,4 @@ class Decoder(nn.Module):
 def cross_entropy_sum(logits, targets):
     """Sum over tokens of -log p(target): logits (batch, seq, vocab), targets (batch, seq) -> () of at least float32."""
     flat = logits.flatten(0, 1)
-    return F.cross_entropy(flat.to(wide(flat.dtype)), targets.flatten(), reduction="sum")
+    return F.cross_entropy(flat.to(at_least_float32(flat.dtype)), targets.flatten(), reduction="sum")

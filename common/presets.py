@@ -10,7 +10,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from common.config import ModelConfig, RopeScaling, UsageError
+from common.errors import UsageError
+from common.model_config import ModelConfig, RopeScaling
 
 _LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _LLAMA_32 = replace(_LLAMA_31, factor=32.0)

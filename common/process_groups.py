@@ -12,15 +12,13 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from common.config import TrainConfig, UsageError
-
-
-class CommunicationError(RuntimeError):
-    """A collective failed because another rank is gone or did not answer in time."""
+from common.config import TrainConfig
+from common.errors import CommunicationError, UsageError, first_line
 
 
 @dataclass(frozen=True)
@@ -173,15 +171,21 @@ class Mesh:
         return self.world.rank
 
 
-def environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as the launcher set them; (0, 1, 0) for plain `python train.py`."""
-    return tuple(int(os.environ.get(name, default)) for name, default in _LAUNCHER)
+class Environment(NamedTuple):
+    """This process among those that the launcher started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
 
 
-_LAUNCHER = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+def environment() -> Environment:
+    """What torchrun has set; (0, 1, 0) for plain `python train.py`."""
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    return Environment(*(int(os.environ.get(name, default)) for name, default in names.items()))
 
 
-def initialise(device: str = "auto", timeout: float = 600.0, init_method: str = "env://") -> torch.device:
+def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: str = "env://") -> torch.device:
     """Choose this rank's device and start torch.distributed. A world of one rank does without it.
 
     NCCL where every local rank has a GPU of its own, else gloo (also for ranks that share a GPU: `collectives` then
@@ -284,8 +288,3 @@ def _meet() -> None:
     that ended right then would look to them like one that crashed. (A CPU tensor, since it is gloo that connects.)
     """
     dist.all_reduce(torch.zeros(1))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a C++ stack."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

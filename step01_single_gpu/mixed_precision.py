@@ -1,7 +1,7 @@
 """Gradient accumulation and mixed precision by hand (Micikevicius et al., arXiv:1710.03740).
 
 Parameters and activations have the training type. In bfloat16 and float16
-  - gradients of micro-batches are added up in float32 (`Gradients`),
+  - gradients of micro-batches are added up in float32 (`GradientSums`),
   - the optimizer updates float32 master weights and hands copies to the model (`Optimizer`): an update smaller than
     half a bfloat16 step would vanish if it were added to the bfloat16 weight itself,
   - float16 scales the loss up, so that small gradients do not flush to zero, and skips steps that overflow
@@ -14,12 +14,12 @@ import math
 import torch
 from torch import nn
 
-from common.checkpoint import Slice
+from common.checkpoints.boxes import SavedBox
 from common.config import TrainConfig
-from common.model import wide
+from common.model import at_least_float32
 
 
-class Gradients:
+class GradientSums:
     """Adds up the gradients of a step's micro-batches in at least float32.
 
     A hook takes every gradient away from autograd as soon as it is complete, so that only one parameter's narrow
@@ -42,14 +42,14 @@ class Gradients:
         if parameter in self.sums:
             self.sums[parameter].add_(gradient)
         else:
-            self.sums[parameter] = gradient.to(wide(gradient.dtype))
+            self.sums[parameter] = gradient.to(at_least_float32(gradient.dtype))
 
     def finish(self) -> list[torch.Tensor]:
         """The step's gradients, one for each parameter (zeros for one that was not used); starts over."""
         sums, self.sums = self.sums, {}
         return [
-            sums[parameter] if parameter in sums else torch.zeros_like(parameter, dtype=wide(parameter.dtype))
-            for parameter in self.parameters
+            sums[each] if each in sums else torch.zeros_like(each, dtype=at_least_float32(each.dtype))
+            for each in self.parameters
         ]
 
 
@@ -92,7 +92,7 @@ class Optimizer:
     def __init__(self, parameters: list[nn.Parameter], config: TrainConfig):
         self.parameters, self.updates = parameters, 0
         # in float32 and float64 .to() gives the weight itself, else a copy
-        self.masters = [parameter.detach().to(wide(parameter.dtype)) for parameter in parameters]
+        self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
         others = [master for p, master in zip(parameters, self.masters, strict=True) if not p.spec.decay]
         groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -120,7 +120,7 @@ class Optimizer:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> list[SavedBox]:
         """Master weights and moments for `checkpoint.save`, or to be filled by `checkpoint.load`."""
         result = []
         for parameter, master in zip(self.parameters, self.masters, strict=True):
@@ -130,7 +130,7 @@ class Optimizer:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
             tensors = {"parameter": master} | {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
             for kind, tensor in tensors.items():
-                result += Slice.of(kind, spec, tensor)
+                result += SavedBox.of(kind, spec, tensor)
         return result
 
     @torch.no_grad()

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 import torch
 
 from common.command_line import OneLineParser
-from common.config import DTYPES, ModelConfig, UsageError
+from common.config import DTYPES
 from common.counts import count_parameters
+from common.errors import UsageError
+from common.model_config import ModelConfig
 from common.presets import resolve
-from step01_single_gpu.memory import states
-from step01_single_gpu.peak_memory import predict_peak
+from step01_single_gpu.memory_model.peak import predict_peak
+from step01_single_gpu.memory_model.prediction import states
 
 H100_TFLOPS = 989.0  # dense bfloat16, NVIDIA's data sheet
 

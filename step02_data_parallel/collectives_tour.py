@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from common import collectives
-from common.config import UsageError
+from common.errors import UsageError
 from common.launch import end_cleanly
-from common.process_groups import Degrees, Group, build_mesh, environment, initialise
+from common.process_groups import Degrees, Group, build_mesh, environment, init_distributed
 
 NAP = 0.2  # seconds: at the barrier rank r comes this many times r late
 
@@ -236,7 +236,7 @@ def main() -> None:
     _, world_size, _ = environment()
     if world_size < 2:
         raise UsageError(f"the tour needs ranks that talk to each other: {command}")
-    device = initialise()
+    device = init_distributed()
     world = build_mesh(Degrees(dp=world_size), device).world
     tour(world, device if world.backend == "nccl" else torch.device("cpu"))
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from common import collectives
-from common.model import wide
+from common.model import at_least_float32
 from common.process_groups import Group
 
 
@@ -29,7 +29,7 @@ class Bucket:
     """Gradients of some parameters in one flat buffer."""
 
     def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters, dtype = parameters, wide(parameters[0].dtype)
+        self.parameters, dtype = parameters, at_least_float32(parameters[0].dtype)
         self.flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device)
         parts = self.flat.split([p.numel() for p in parameters])
         self.views = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
@@ -130,7 +130,8 @@ def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) ->
     limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
     buckets, room = [], 0.0
     for parameter in reversed(parameters):
-        size, alone = parameter.numel() * wide(parameter.dtype).itemsize, "embed" in parameter.spec.extra_groups
+        size = parameter.numel() * at_least_float32(parameter.dtype).itemsize
+        alone = "embed" in parameter.spec.extra_groups
         if not buckets or size > room or alone:
             buckets.append([])
             room = 0.0 if alone else limit

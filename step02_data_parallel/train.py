@@ -12,61 +12,65 @@ import torch
 
 from common import collectives
 from common.config import TrainConfig
-from common.data import load_batches
+from common.data.batches import load_batches
+from common.initialisation import initial_values, materialise
 from common.launch import run
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
-from common.parameter import gradient_norm, materialise
 from common.process_groups import Mesh
-from common.run_record import TrainingRecord
-from common.tracer import Tracer
-from step01_single_gpu.checkpointing import Checkpoints
+from common.record.run_record import RunRecord
+from common.reductions import gradient_norm
+from common.tracing.tracer import Tracer
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
+from step01_single_gpu.save_resume import Checkpoints
 from step02_data_parallel.data_parallel import DataParallel
 
 
-def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
-    collectives.link = config.link_model
-    batches = load_batches(config)
-
-    # ---- model, gradients, optimizer ----
+def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, DataParallel, Optimizer]:
+    """The model with its initial weights, the sums of its gradients over all ranks, and the optimizer."""
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
-    materialise(model, config.seed, config.torch_dtype, mesh.device, config.init_from)
+    materialise(model, config.torch_dtype, mesh.device, initial_values(config))
     apply_recompute(model, config.recompute)
     parameters = list(model.parameters())
-    # dp_cp: the data-parallel ranks (and from step 6 on those that share a sequence)
-    gradients = DataParallel(parameters, mesh.dp_cp, config.dp_mode, config.bucket_mb)
-    optimizer, scaler = Optimizer(parameters, config), LossScaler(config.torch_dtype)
+    data_parallel = DataParallel(parameters, mesh.dp_cp, config.dp_mode, config.bucket_mb)
+    return model, data_parallel, Optimizer(parameters, config)
+
+
+def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
+    """Take the configured number of steps. Returns the tensors that this rank updates."""
+    collectives.link = config.link_model
+    batches = load_batches(config)
+    model, data_parallel, optimizer = build(config, mesh)
+    scaler = LossScaler(config.torch_dtype)
 
     checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
     first_step = checkpoints.resume()
-    record = TrainingRecord(config, mesh, batches, first_step)
+    record = RunRecord(config, mesh, batches, first_step)
     tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
 
-    accumulation = config.accumulation_steps(config.dp)
     for step in range(first_step, config.steps):
         with record.step(step) as measured, tracer.step(step):
             loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
             # ---- gradients of the global batch, a micro-batch at a time ----
-            for index in range(accumulation):
+            for index in range(config.accumulation_steps):
                 tokens, targets = batches.micro_batch(
                     step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device
                 )
                 with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
                     share = cross_entropy_sum(model(tokens), targets) / batches.target_tokens
-                with tracer.phase("backward"), gradients.no_sync(index < accumulation - 1):
+                with tracer.phase("backward"), data_parallel.no_sync(index < config.accumulation_steps - 1):
                     (share * scaler.scale).backward()
                 loss += share.detach()
 
             # ---- clip by the global norm, update ----
             with tracer.phase("optimizer"):
-                summed = gradients.finish()
+                gradients = data_parallel.finish()
                 # each element is counted by its owner only; unscaled before the clip
-                norm = gradient_norm(parameters, summed, mesh.world).item() / scaler.scale
+                norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
                 if scaler.accept(norm):  # float16 skips a step that overflowed
-                    optimizer.step(summed, lr, factor)  # empties the list
+                    optimizer.step(gradients, lr, factor)  # empties the list
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
 
@@ -74,7 +78,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     checkpoints.close()
     tracer.close()
     record.close()
-    return parameters
+    return optimizer.parameters
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
-from common.model import Decoder, wide
-from common.parameter import enough_memory, fill, place
+from common.initialisation import allocate_parameters, enough_memory, initial_values
+from common.model import Decoder, at_least_float32
 from common.process_groups import Group, Mesh
 from step02_data_parallel.data_parallel import DataParallel, fill_buckets
 
@@ -92,7 +92,7 @@ class Unit:
     # ---- gradients ----
 
     def allocate_gradient(self) -> None:
-        self.gradient = torch.empty_like(self.weights, dtype=wide(self.weights.dtype))
+        self.gradient = torch.empty_like(self.weights, dtype=at_least_float32(self.weights.dtype))
         self.views = {p: self.gradient[where].view(p.shape) for p, where in self.ranges.items()}
 
     def free_gradient(self) -> None:
@@ -153,7 +153,7 @@ class Zero(DataParallel):
         self.last_micro_batch, self.in_flight = True, deque()
         with enough_memory(model, mesh.device):
             like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
-            place(model, lambda parameter: like.expand(parameter.shape))  # shapes without memory: units bring it
+            allocate_parameters(model, lambda each: like.expand(each.shape))  # shapes without memory: units bring it
             self.regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
             self.regions += [Region(layer, layer) for layer in model.layers.values()]
             self.regions += [Region(model.norm, model.head)] if model.has_head else []
@@ -175,8 +175,8 @@ class Zero(DataParallel):
             for unit in units:
                 for where, parameter, piece in unit.pieces:
                     self.shards.append(unit.shard[where])
-                    self.shards[-1].spec = replace(parameter.spec, piece=piece)
-            fill(model, self.shards, config.seed, config.init_from)
+                    self.shards[-1].spec = replace(parameter.spec, flat_range=piece)
+            initial_values(config)(self.shards)
 
     # ---- weights: gathered when they are needed ----------------------------------------------------------------------
 

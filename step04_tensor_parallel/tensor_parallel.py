@@ -156,7 +156,7 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> No
         _cut(mlp.gate_proj, 0, _part(shape.ffn, tp))
         _cut(mlp.up_proj, 0, _part(shape.ffn, tp))
         _cut(mlp.down_proj, 1, _part(shape.ffn, tp))
-        attention.project = mlp.project = split.column
+        attention.apply_linears = mlp.apply_linears = split.column
         for linear in (attention.o_proj, mlp.down_proj):
             linear.forward = partial(_row, split, linear)
     rows = _part(-(-shape.vocab // tp.size) * tp.size, tp)  # padded

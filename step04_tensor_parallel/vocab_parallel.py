@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import collectives
-from common.model import wide
+from common.model import at_least_float32
 from common.process_groups import Group
 
 
@@ -30,7 +30,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, first, vocab, group):  # (tokens, vocab/tp), (tokens,)
-        scores = logits.to(wide(logits.dtype), copy=True)
+        scores = logits.to(at_least_float32(logits.dtype), copy=True)
         scores[:, max(0, vocab - first) :] = -math.inf  # columns that pad the vocabulary
         largest = scores.amax(-1)  # (tokens,)
         collectives.all_reduce(largest, group, op="max")

@@ -19,11 +19,11 @@ from common import collectives, weight_gradients
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Mesh
-from common.tracer import Tracer
+from common.tracing.tracer import Tracer
 from step03_zero.zero import Zero
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
-from step05_pipeline.actions import Action, Output, Schedule
-from step05_pipeline.messages import Message, Receive, place_messages
+from step05_pipeline.schedules.actions import Action, Output, Schedule
+from step05_pipeline.schedules.messages import Message, Receive, place_messages
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 DELAYS = {"F": 1, "B": 2, "I": 1, "W": 1}  # --layer-delay: how many of them a layer takes
@@ -33,21 +33,19 @@ class Pipeline:
     """Runs one rank's part of a schedule.
 
     Args:
-        stages: this rank's, in the order of its chunks; `zeros` take their gradients.
+        stages: this rank's, in the order of its chunks; `zero_wrappers` take their gradients.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         stages: list[Decoder],
-        zeros: list[Zero],
+        zero_wrappers: list[Zero],
         config: TrainConfig,
         mesh: Mesh,
-        tracer: Tracer | None = None,
     ):
         self.schedule, self.rank = schedule, mesh.pp_forward.rank
-        self.config, self.mesh, self.stages, self.zeros = config, mesh, stages, zeros
-        self.tracer = tracer or Tracer(None, mesh, None)
+        self.config, self.mesh, self.stages, self.zero_wrappers = config, mesh, stages, zero_wrappers
         self.program = place_messages(schedule)[self.rank]
         self.stage = [schedule.stage_of(self.rank, chunk)[1] for chunk in range(len(stages))]  # of each chunk
         # After the last one of a chunk its gradients are complete
@@ -57,7 +55,9 @@ class Pipeline:
         self.positions = torch.arange(config.seq_len, device=mesh.device)
         self.peak_alive = 0  # micro-batches between F and B (or I), over all chunks; of the last step
 
-    def run(self, micro_batch: Callable[[int], tuple], target_tokens: int, scale: float = 1.0) -> torch.Tensor:
+    def run(
+        self, micro_batch: Callable[[int], tuple], target_tokens: int, scale: float = 1.0, tracer: Tracer | None = None
+    ) -> torch.Tensor:
         """Forward and backward of all micro-batches of a step. This rank's share of the loss, 0-d float64.
 
         Args:
@@ -66,6 +66,7 @@ class Pipeline:
             scale: what losses are multiplied with before the backward.
         """
         self.micro_batch, self.target_tokens, self.scale = micro_batch, target_tokens, scale
+        self.tracer = tracer or Tracer(None, self.mesh, None)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         self.alive: dict[tuple[int, int], tuple] = {}  # (chunk, micro-batch): input and output of its forward
         self.put_off: dict[tuple[int, int], list] = {}  # the same: weights' gradients between I and W
@@ -75,7 +76,7 @@ class Pipeline:
         self.leaving: dict[str, tuple[torch.Tensor, collectives.Work]] = {}  # by direction: the send under way
         self.peak_alive = 0
         with self.tracer.phase("forward"):
-            for zero in self.zeros:
+            for zero in self.zero_wrappers:
                 zero.gather()
         for item in self.program:
             if isinstance(item, Action):
@@ -87,6 +88,10 @@ class Pipeline:
         for direction in list(self.leaving):
             self._sent(direction)
         return self.loss
+
+    def finish(self) -> list[torch.Tensor]:
+        """After `run`: the summed gradients, one for each shard of each stage."""
+        return [gradient for zero in self.zero_wrappers for gradient in zero.finish()]
 
     # ---- actions -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +131,7 @@ class Pipeline:
             with self._gradients_complete(action):
                 torch.autograd.backward(y, gradient)
         else:
-            with self.zeros[action.chunk].hold(), weight_gradients.put_off() as later:
+            with self.zero_wrappers[action.chunk].hold(), weight_gradients.put_off() as later:
                 torch.autograd.backward(y, gradient)
             self.put_off[action.chunk, action.micro_batch] = later
         if self.stage[action.chunk] > 0:
@@ -137,7 +142,7 @@ class Pipeline:
         later = self.put_off.pop((action.chunk, action.micro_batch))
         with self._gradients_complete(action):
             for weight, gradient in weight_gradients.compute(later):
-                self.zeros[action.chunk].accumulate(weight, gradient)
+                self.zero_wrappers[action.chunk].accumulate(weight, gradient)
 
     @contextmanager
     def _gradients_complete(self, action: Action) -> Iterator[None]:
@@ -145,7 +150,7 @@ class Pipeline:
 
         After the last one they are reduced at once, while the rest of the pipeline still works.
         """
-        zero, last = self.zeros[action.chunk], action == self.last_actions[action.chunk]
+        zero, last = self.zero_wrappers[action.chunk], action == self.last_actions[action.chunk]
         with zero.no_sync(not last):
             yield
         if last and not zero.each_micro_batch:

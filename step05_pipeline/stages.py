@@ -5,17 +5,19 @@ from dataclasses import replace
 from torch import nn
 
 from common import weight_gradients
-from common.config import ModelConfig, TrainConfig, UsageError
+from common.config import TrainConfig
 from common.counts import count_flops
+from common.errors import UsageError
 from common.model import ATTENTION_CORES, Decoder
+from common.model_config import ModelConfig
 from common.process_groups import Mesh
-from step05_pipeline.messages import check
-from step05_pipeline.schedules import Schedule, build, read
+from step05_pipeline.schedules.messages import check
+from step05_pipeline.schedules.standard import Schedule, build, read
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
     """The schedule that a validated configuration asks for. Raises UsageError when there is none, or it cannot run."""
-    micro_batches = config.accumulation_steps(config.dp)
+    micro_batches = config.accumulation_steps
     if config.schedule_file:
         if config.schedule != TrainConfig.schedule or config.consecutive:
             raise UsageError("--schedule-file stands in the place of --schedule and --consecutive; leave them out")

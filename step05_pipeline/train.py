@@ -11,27 +11,24 @@ import torch
 
 from common import collectives
 from common.config import TrainConfig
-from common.data import load_batches
+from common.data.batches import load_batches
 from common.launch import run
-from common.parameter import gradient_norm, sum_extra_groups
 from common.process_groups import Mesh, place_stages
-from common.run_record import TrainingRecord
-from common.tracer import Tracer
-from step01_single_gpu.checkpointing import Checkpoints
+from common.record.run_record import RunRecord
+from common.reductions import gradient_norm, sum_extra_groups
+from common.tracing.tracer import Tracer
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
+from step01_single_gpu.save_resume import Checkpoints
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters, split_backward
 
 
-def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
-    collectives.link = config.link_model
-    batches = load_batches(config)
-
-    # ---- model, gradients, optimizer ----
-    schedule = schedule_of(config)  # what every rank does, in order
+def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
+    """What runs this rank's stages of the model in the order of the schedule, and the optimizer of their shards."""
+    schedule = schedule_of(config)
     mesh = place_stages(mesh, schedule.placement, config.timeout)
     stages = build_stages(config, schedule, mesh)  # one or several models of some layers each
     for stage in stages:
@@ -39,33 +36,42 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
         apply_recompute(stage, config.recompute)
     split_backward(stages, schedule, mesh)
     share_parameters(stages, schedule, mesh)
-    zeros = [Zero(stage, config, mesh) for stage in stages]
-    parameters = [shard for zero in zeros for shard in zero.shards]  # from here on, a rank knows only its own
-    optimizer, scaler = Optimizer(parameters, config), LossScaler(config.torch_dtype)
+    zero_wrappers = [Zero(stage, config, mesh) for stage in stages]
+    optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)
+    return Pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer
+
+
+def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
+    """Take the configured number of steps. Returns the tensors that this rank updates."""
+    collectives.link = config.link_model
+    batches = load_batches(config)
+    pipeline, optimizer = build(config, mesh)
+    mesh = pipeline.mesh  # with the groups of stages that share parameters
+    scaler = LossScaler(config.torch_dtype)
 
     checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
     first_step = checkpoints.resume()
-    record = TrainingRecord(config, mesh, batches, first_step)
+    record = RunRecord(config, mesh, batches, first_step)
     tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
 
-    pipeline = Pipeline(schedule, stages, zeros, config, mesh, tracer)
     for step in range(first_step, config.steps):
         with record.step(step) as measured, tracer.step(step):
             # ---- gradients of the global batch: its micro-batches go through the stages and back ----
             def micro_batch(index: int, step: int = step) -> tuple[torch.Tensor, torch.Tensor]:
                 return batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device)
 
-            loss = pipeline.run(micro_batch, batches.target_tokens, scaler.scale)
+            loss = pipeline.run(micro_batch, batches.target_tokens, scaler.scale, tracer)
 
             # ---- clip by the global norm, update ----
             with tracer.phase("optimizer"):
-                summed = [gradient for zero in zeros for gradient in zero.finish()]
-                sum_extra_groups(parameters, summed, mesh)  # partial sums on tp ranks and in stages that share weights
+                gradients = pipeline.finish()
+                # partial sums on tp ranks, and in stages that share a parameter
+                sum_extra_groups(optimizer.parameters, gradients, mesh)
                 # each element is counted by its owner only; unscaled before the clip
-                norm = gradient_norm(parameters, summed, mesh.world).item() / scaler.scale
+                norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
                 if scaler.accept(norm):  # float16 skips a step that overflowed
-                    optimizer.step(summed, lr, factor)  # empties the list
+                    optimizer.step(gradients, lr, factor)  # empties the list
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
                 collectives.all_reduce(loss, mesh.pp_forward)  # of which the last stage alone has some
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
@@ -74,7 +80,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     checkpoints.close()
     tracer.close()
     record.close()
-    return parameters
+    return optimizer.parameters
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 
-from tests.harness import stop_fork_server
+from tests.harness.ranks import stop_fork_server
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 

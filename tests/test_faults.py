@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_command, torchrun
+from tests.harness.ranks import ROOT, run_command, torchrun
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic --device cpu".split()
 SCRIPT = "step03_zero/train.py"

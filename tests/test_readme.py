@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_command
+from tests.harness.ranks import ROOT, run_command
 
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("step*/README.md"))]
 BY_HAND = ("make ", "git ", "source ", "cd ")  # `make test` runs this test; the others set up what runs it

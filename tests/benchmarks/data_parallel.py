@@ -18,15 +18,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common import collectives
-from common.config import ModelConfig, TrainConfig
+from common.config import TrainConfig
+from common.initialisation import materialise, random_values
 from common.model import Decoder, cross_entropy_sum
-from common.parameter import gradient_norm, materialise
+from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
-from common.tracer import Tracer
+from common.reductions import gradient_norm
+from common.tracing.tracer import Tracer
 from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step02_data_parallel.data_parallel import DataParallel
 from tests.benchmarks.paired import keep, summarise, time_pairs
-from tests.harness import run_ranks
+from tests.harness.ranks import run_ranks
 
 # Against DDP: 58 MB of gradients, so three buckets. For the tracer: short steps, in which its calls weigh most.
 MODELS = {
@@ -50,7 +52,7 @@ def build(world: int, config: ModelConfig):
     """The mesh, and a fresh model with its parameters."""
     mesh = build_mesh(Degrees(dp=world), torch.device("cpu"))
     model = Decoder(config)
-    materialise(model, 0, torch.float32, mesh.device)
+    materialise(model, torch.float32, mesh.device, random_values(0))
     return mesh, model, list(model.parameters())
 
 

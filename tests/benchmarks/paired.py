@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.memory import MemoryMeter
-from tests.harness import run_ranks
+from common.measure.allocator import MemoryMeter
+from tests.harness.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
 MEMORY_WARMUP, MEMORY_STEPS = 2, 5

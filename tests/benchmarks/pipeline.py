@@ -16,17 +16,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common import collectives
-from common.config import ModelConfig, TrainConfig
+from common.config import TrainConfig
+from common.initialisation import materialise, random_values
 from common.model import Decoder
-from common.parameter import gradient_norm, materialise
+from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
+from common.reductions import gradient_norm
 from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step03_zero.zero import Zero
-from step05_pipeline.experiments_bubble import DELAY, play
+from step05_pipeline.experiments.bubble import DELAY, play
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters, split_backward, split_layers
 from tests.benchmarks.paired import compare, keep, measure_steps
-from tests.harness import run_ranks
+from tests.harness.ranks import run_ranks
 
 # 15 M parameters; a small vocabulary, so that stages are alike
 MODEL = ModelConfig(vocab=384, hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, tie_embeddings=False)
@@ -82,7 +84,7 @@ def peer_step(name: str, mesh):
     for chunk in range(schedule.chunks(rank)):
         _, number = schedule.stage_of(rank, chunk)
         model = Decoder(MODEL, first=ranges[number][0], last=ranges[number][1])
-        materialise(model, 0, torch.float32, mesh.device)
+        materialise(model, torch.float32, mesh.device, random_values(0))
         stages.append(pipelining.PipelineStage(model, number, schedule.stages, mesh.device))
     for stage in stages:
 

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common.config import ModelConfig, TrainConfig
+from common.config import TrainConfig
+from common.initialisation import materialise, random_values
 from common.model import Decoder
-from common.parameter import gradient_norm, materialise, sum_extra_groups
+from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
-from step01_single_gpu.mixed_precision import Gradients, Optimizer, clip_factor
+from common.reductions import gradient_norm, sum_extra_groups
+from step01_single_gpu.mixed_precision import GradientSums, Optimizer, clip_factor
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.benchmarks.paired import compare, keep, measure_steps
@@ -35,9 +37,9 @@ def our_step(mode: str, mesh, tokens, targets):
     config.__dict__["model_config"] = MODEL
     model = Decoder(MODEL)
     apply_tensor_parallel(model, config, mesh)
-    materialise(model, 0, torch.float32, mesh.device)
+    materialise(model, torch.float32, mesh.device, random_values(0))
     parameters = list(model.parameters())
-    gradients, optimizer = Gradients(parameters), Optimizer(parameters, config)
+    gradients, optimizer = GradientSums(parameters), Optimizer(parameters, config)
 
     def step():
         loss = vocab_parallel_cross_entropy_sum(model(tokens), targets, MODEL.vocab, mesh.tp) / targets.numel()
@@ -65,7 +67,7 @@ def peer_step(mode: str, mesh, tokens, targets):
     )
 
     config, model = TrainConfig(), Decoder(MODEL)
-    materialise(model, 0, torch.float32, mesh.device)
+    materialise(model, torch.float32, mesh.device, random_values(0))
     ranks = init_device_mesh(mesh.device.type, (mesh.tp.size,))
     ends = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

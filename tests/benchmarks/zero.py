@@ -17,10 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common import collectives
-from common.config import ModelConfig, TrainConfig
+from common.config import TrainConfig
+from common.initialisation import materialise, random_values
 from common.model import Decoder, cross_entropy_sum
-from common.parameter import gradient_norm, materialise
+from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
+from common.reductions import gradient_norm
 from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step03_zero.zero import Zero
 from tests.benchmarks.paired import compare, keep, measure_steps
@@ -56,7 +58,7 @@ def our_step(stage: int, mesh, tokens, targets):
 def peer_step(stage: int, mesh, tokens, targets):
     """The same with PyTorch's classes, used as their documentation shows."""
     config, model = TrainConfig(), Decoder(MODEL)
-    materialise(model, 0, torch.float32, mesh.device)
+    materialise(model, torch.float32, mesh.device, random_values(0))
     if stage == 1:
         model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
     else:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from common import collectives
-from common.data import Batches
+from common.data.batches import Batches
 from step02_data_parallel.data_parallel import DataParallel
 from tests.mutants import patches_step03, patches_step04, patches_step05
 

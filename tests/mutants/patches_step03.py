@@ -65,7 +65,7 @@ def _decay_on_norms(stack):
 def _no_decay_of_flat_shards(stack):
     """Decay for tensors of two axes, of which there are none any more."""
     decay = ParameterSpec.decay.fget
-    _patch(stack, ParameterSpec, "decay", property(lambda self: self.piece is None and decay(self)))
+    _patch(stack, ParameterSpec, "decay", property(lambda self: self.flat_range is None and decay(self)))
 
 
 def _norm_of_the_local_shard(stack):
@@ -198,7 +198,7 @@ def _unsharded_optimizer(stack):
         self.shards = [parameter.data.view(-1) for parameter in self.parameters]
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
             owner = parameter.spec.owner and mesh.shard.rank == 0
-            shard.spec = replace(parameter.spec, piece=(0, shard.numel()), owner=owner)
+            shard.spec = replace(parameter.spec, flat_range=(0, shard.numel()), owner=owner)
 
     def whole(self):
         views, free = {}, Unit.free_gradient

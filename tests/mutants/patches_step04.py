@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import step04_tensor_parallel.train as step04
-from common import collectives, parameter
+from common import collectives, initialisation
 from common.model import cross_entropy_sum
 from step04_tensor_parallel import operators, ring, tensor_parallel, vocab_parallel
 from step04_tensor_parallel.tensor_parallel import Split
@@ -85,12 +85,12 @@ def _g_takes_its_slice(stack):
 
 def _same_weights_everywhere(stack):
     """Every rank draws its part as if it were the first: shards are equal, and stay so."""
-    real = parameter.draw
+    real = initialisation.random_box
 
     def wrong(spec, *rest):
         return real(replace(spec, box=tuple((0, stop - start) for start, stop in spec.box)), *rest)
 
-    swap(stack, parameter, "draw", wrong)
+    swap(stack, initialisation, "random_box", wrong)
 
 
 def _padding_not_masked(stack):
@@ -214,7 +214,7 @@ def full_logits(logits, targets, vocab, group):
 def _full_logits(stack):
     """Every rank gathers the logits of the whole vocabulary."""
     swap(stack, step04, "vocab_parallel_cross_entropy_sum", full_logits)
-    for module in ("tests.step04.test_activations", "tests.step04.test_operators"):
+    for module in ("tests.mechanisms.step04.test_activations", "tests.mechanisms.step04.test_operators"):
         stack.enter_context(mock.patch(f"{module}.vocab_parallel_cross_entropy_sum", full_logits))
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 import step05_pipeline.train as step05
-from common import collectives, parameter, weight_gradients
+from common import collectives, initialisation, weight_gradients
 from common.collectives import Work
 from step03_zero.zero import Unit, Zero
 from step05_pipeline import stages
@@ -49,7 +49,7 @@ def _reduced_too_early(stack):
 
     @contextmanager
     def wrong(self, action):
-        zero = self.zeros[action.chunk]
+        zero = self.zero_wrappers[action.chunk]
         with zero.no_sync():
             yield
         if action.micro_batch == 0:
@@ -73,7 +73,7 @@ def _w_before_its_i(stack):
         later = self.put_off.pop((action.chunk, action.micro_batch - 1), [])
         with self._gradients_complete(action):
             for weight, gradient in weight_gradients.compute(later):
-                self.zeros[action.chunk].accumulate(weight, gradient)
+                self.zero_wrappers[action.chunk].accumulate(weight, gradient)
 
     swap(stack, Pipeline, "_weight_gradients", wrong)
 
@@ -189,7 +189,7 @@ def _positions_of_the_slice(stack):
 
 def _layers_counted_from_zero(stack):
     """Every stage draws its layers as if they were the first ones of the model."""
-    real, decoder, offset = parameter.draw, stages.Decoder, [0]
+    real, decoder, offset = initialisation.random_box, stages.Decoder, [0]
 
     def build(config, core, first, last):
         offset[0] = first
@@ -200,7 +200,7 @@ def _layers_counted_from_zero(stack):
         return real(replace(spec, name=name), *rest)
 
     swap(stack, stages, "Decoder", build)
-    swap(stack, parameter, "draw", wrong)
+    swap(stack, initialisation, "random_box", wrong)
 
 
 def _weights_of_the_first_step(stack):
@@ -257,7 +257,7 @@ def _reduced_at_the_end(stack):
 
     @contextmanager
     def wrong(self, action):
-        with self.zeros[action.chunk].no_sync():
+        with self.zero_wrappers[action.chunk].no_sync():
             yield
 
     swap(stack, Pipeline, "_gradients_complete", wrong)
@@ -268,7 +268,7 @@ def _gathered_for_each_micro_batch(stack):
     forward = Pipeline._forward
 
     def wrong(self, action, given):
-        for unit in self.zeros[action.chunk].buckets:
+        for unit in self.zero_wrappers[action.chunk].buckets:
             unit.use()
             unit.free()
         forward(self, action, given)

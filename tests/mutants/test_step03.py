@@ -2,16 +2,16 @@
 
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step03 import checks
+from tests.mechanisms.step03.observe import observe_all
+from tests.mechanisms.step03.test_accounting import LARGE, SMALL, plan_of
+from tests.mechanisms.step03.test_model_state import DEEP, check_initial_peak, initial_peak
 from tests.mutants.patches import patched
 from tests.mutants.patches_step03 import MUTANTS
 from tests.parity.runs import assert_parity, differences, reference, run_cases
 from tests.parity.test_step03 import ADAMW, ODD, UNTIED, training_of
 from tests.parity.test_step03_precision import assert_narrow_parity
-from tests.step03 import checks
-from tests.step03.observe import observe_all
-from tests.step03.test_accounting import LARGE, SMALL, plan_of
-from tests.step03.test_model_state import DEEP, check_initial_peak, initial_peak
 
 TRAINING = f"{UNTIED} {ADAMW} --steps 5 --bucket-mb 0.02"
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step04 import test_accounting, test_activations, test_operators
 from tests.mutants.patches import patched
 from tests.mutants.patches_step04 import MUTANTS
 from tests.parity.runs import Result, assert_parity, differences, reference, run_cases
 from tests.parity.test_step04 import ADAMW, CHUNKED, ONE, PADDED, PLAIN, UNTIED, WHOLE_SEQUENCE, training_of
-from tests.step04 import test_accounting, test_activations, test_operators
 
 BASE = f"{UNTIED} {ADAMW} {ONE} --tp 2"
 WRONG_NUMBERS = {  # mutant: flags under which it shows

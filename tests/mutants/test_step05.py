@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.harness import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step05 import test_accounting
+from tests.mechanisms.step05.observe import Observation, observe_all
 from tests.mutants.patches_step05 import MUTANTS
 from tests.parity.runs import Result, assert_parity, differences, reference, run_cases
 from tests.parity.test_step05 import ADAMW, TIED, UNTIED, training_of
-from tests.step05 import test_accounting
-from tests.step05.observe import Observation, observe_all
 
 BASE = f"{UNTIED} {ADAMW} --steps 4 --micro-batch 3 --layers 4 --pp 2"  # 4 micro-batches on 2 ranks
 TIED_BASE = BASE.replace(UNTIED, TIED)

@@ -16,7 +16,7 @@ import torch
 
 from common.command_line import STEP_NAMES, parse
 from common.process_groups import Degrees, build_mesh, environment
-from tests.harness import run_ranks
+from tests.harness.ranks import run_ranks
 
 TOLERANCE = 1e-10
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu"
@@ -35,7 +35,7 @@ class Result:
 def train_here(step: int, flags: str) -> list[tuple]:
     """Train on this rank; (name, global shape, box, values) of all that it owns at the end."""
     config = parse(step, flags.split())
-    config.validate(environment()[1])
+    config.resolve_and_check(environment().world_size)
     mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
     boxes = []
     for tensor in importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh):
@@ -62,7 +62,7 @@ def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         with patched(mutant):
             boxes = train_here(step, f"{SMALL} {flags} --run-dir {folder}")
-        return {"curve": curve_of(folder) if environment()[0] == 0 else [], "boxes": boxes}
+        return {"curve": curve_of(folder) if environment().rank == 0 else [], "boxes": boxes}
 
 
 def cases_on_ranks(step: int, cases: list[str], mutants: list[str | None]) -> list[dict]:

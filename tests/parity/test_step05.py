@@ -2,7 +2,7 @@
 
 import pytest
 
-from step05_pipeline.schedules import SCHEDULES
+from step05_pipeline.schedules.standard import SCHEDULES
 from tests.parity.pairwise import pairwise
 from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
 from tests.parity.test_step03_precision import assert_narrow_parity

@@ -1,0 +1,130 @@
+"""Initial values: every rank draws exactly the boxes that it holds, and all layouts draw the same model."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from common.config import TrainConfig
+from common.errors import UsageError
+from common.huggingface import stored_values
+from common.parameter import ParameterSpec
+
+CHUNK = 1 << 22  # elements drawn at once, so that temporaries stay small however large the tensor is
+
+
+InitialValues = Callable[[Iterable[torch.Tensor]], None]  # fills tensors that have specs
+
+
+def initial_values(config: TrainConfig) -> InitialValues:
+    """Where a run's weights come from: Hugging Face weights with --init-from, else random numbers."""
+    if config.init_from is not None:
+        return stored_values(config.init_from, config.model_config)
+    return random_values(config.seed)
+
+
+def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, values: InitialValues) -> None:
+    """Give the parameters of a module that was built on the meta device memory and their initial values.
+
+    Each rank draws or reads the boxes that it holds and nothing else. Raises UsageError when they do not fit into
+    memory.
+    """
+    with enough_memory(module, device):
+        allocate_parameters(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+        values(list(module.parameters()))
+
+
+@contextmanager
+def enough_memory(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Turns an allocation of `module`'s parameters that fails in here into a UsageError."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the CPU's allocator has no type of its own
+        if "allocate" not in str(error):
+            raise
+        count = sum(parameter.numel() for parameter in module.parameters())
+        raise UsageError(f"the model's {count:,} parameters do not fit into the memory of {device}") from None
+
+
+def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    """Replace every parameter of a module built on the meta device by one that lies in `allocate(parameter)`.
+
+    A parameter that occurs twice (tied) stays one.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in module.parameters():
+        values = allocate(parameter)
+        made[parameter] = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device))
+        made[parameter].data = values
+        made[parameter].spec = parameter.spec
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                child._parameters[name] = made[parameter]
+
+
+def random_values(seed: int) -> InitialValues:
+    """Draws every tensor from the normal distribution that its spec asks for. Equal in all layouts."""
+
+    @torch.no_grad()
+    def fill(tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            for box, part in tensor.spec.boxes(tensor):
+                part.copy_(random_box(replace(tensor.spec, box=box, flat_range=None), seed, tensor.device))
+
+    return fill
+
+
+def random_box(spec: ParameterSpec, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Initial values of `spec.box` in float32, whatever slice it is and whatever the layout of the run.
+
+    Element i of a tensor is a function of (seed, name, i) alone: SplitMix64 (Steele, Lea, Flood 2014) turns the counter
+    i, started at a hash of seed and name, into 64 random bits, and the inverse normal distribution function into a
+    sample.
+    """
+    box_shape = tuple(stop - start for start, stop in spec.box)
+    inside = tuple(
+        max(0, min(stop, size) - start) for (start, stop), size in zip(spec.box, spec.global_shape, strict=True)
+    )
+    result = torch.zeros(box_shape, dtype=torch.float32, device=device)
+    if spec.init_std is None:
+        result[tuple(slice(size) for size in inside)] = 1.0
+        return result
+    digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little", signed=True)
+    columns = math.prod(inside[1:])
+    rows = max(1, CHUNK // max(1, columns))
+    for first in range(0, inside[0], rows):
+        last = min(first + rows, inside[0])
+        index = torch.zeros((1,) * len(inside), dtype=torch.int64, device=device)
+        for axis, ((start, _), size) in enumerate(zip(spec.box, inside, strict=True)):
+            low, high = (start + first, start + last) if axis == 0 else (start, start + size)
+            stride = math.prod(spec.global_shape[axis + 1 :])
+            positions = torch.arange(low, high, dtype=torch.int64, device=device) * stride
+            index = index + positions.view([-1 if other == axis else 1 for other in range(len(inside))])
+        result[(slice(first, last), *(slice(size) for size in inside[1:]))] = _normal(index, key) * spec.init_std
+    return result
+
+
+def _signed(value: int) -> int:
+    """A 64-bit constant as torch's int64 holds it."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift: torch's int64 has only the arithmetic one."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Standard normal samples (float32) for counters `index` (int64) under `key`."""
+    bits = (index + 1) * _signed(0x9E3779B97F4A7C15) + key  # int64 arithmetic wraps, as the generator wants it
+    bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
+    bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
+    bits = bits ^ _shift_right(bits, 31)
+    uniform = (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # exact, so never 0 or 1
+    return torch.special.ndtri(uniform).to(torch.float32)

@@ -1,0 +1,66 @@
+"""The shape of the model: `ModelConfig`, and the rules that its numbers must obey."""
+
+import math
+from dataclasses import dataclass
+
+from common.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the low RoPE frequencies (Llama 3.1 model card; formula in `model.rope_tables`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    tie_embeddings: bool
+    head_dim: int | None = None  # None: hidden / heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_positions: int = 8192
+    experts: int = 0  # routed experts of every layer after the first `dense_layers`
+    top_k: int = 0
+    shared_experts: int = 0
+    dense_layers: int = 0
+    expert_ffn: int = 0
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden // self.heads
+
+    def check(self) -> None:
+        """Raise UsageError unless the shapes fit together."""
+        for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise UsageError(f"--heads {self.heads} does not divide --hidden {self.hidden}")
+        if self.heads % self.kv_heads:
+            raise UsageError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
+        if self.head_width < 2:
+            raise UsageError(f"heads of width {self.head_width} are too narrow; rotary embeddings turn pairs")
+        if self.head_width % 2:
+            raise UsageError(
+                f"--hidden {self.hidden} over --heads {self.heads} gives heads of odd width {self.head_width}; "
+                "rotary embeddings turn pairs"
+            )
+        if self.experts and not 1 <= self.top_k <= self.experts:
+            raise UsageError(f"--top-k {self.top_k} must lie between 1 and --experts {self.experts}")
+        for name in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"the model's {name} {getattr(self, name)} must be positive")

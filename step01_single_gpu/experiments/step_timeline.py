@@ -1,0 +1,145 @@
+"""The memory of the first steps over time, by category, as in the playbook's figure of Llama 1B.
+
+The allocator tells when which bytes came and went, but not what they are. Tensors are therefore labelled while they
+live (parameters at the start, whatever autograd keeps, gradient sums, optimizer state), and a label goes to the
+allocation that was alive at its address. What nobody labelled is a temporary.
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import torch
+
+from common.measure.allocator import Allocation, MemoryMeter
+from step01_single_gpu.experiments.tools import MIB, Run
+
+CATEGORIES = ("parameters", "moments", "gradients", "activations", "temporaries")
+COLOURS = dict(zip(CATEGORIES, ("#4c72b0", "#8c8c8c", "#dd8452", "#c44e52", "#ccb974")))
+MARKER = 1_000_003  # bytes of an allocation whose time is known on both clocks
+SLACK = 2e-4  # seconds by which the two clocks may differ
+
+
+@dataclass
+class Timeline:
+    """Bytes alive by category: `points` holds (seconds, bytes of each of CATEGORIES); `phases` (name, start, end)."""
+
+    points: list[tuple[float, list[int]]]
+    phases: list[tuple[str, float, float]]
+    steps: list[tuple[float, float]]
+
+    def peak(self, step: int) -> tuple[float, list[int]]:
+        """The point of a step at which most bytes are alive."""
+        start, end = self.steps[step]
+        return max((point for point in self.points if start <= point[0] <= end), key=lambda point: sum(point[1]))
+
+
+def record(run: Run, steps: int) -> Timeline:
+    """Run `steps` steps, from the first one, and find out what lived when."""
+    labels: list[tuple[float, int, str]] = []  # seconds, address, category
+    phases, ends = [], []
+
+    def label(category: str, *tensors: torch.Tensor) -> None:
+        labels.extend((time.time(), each.untyped_storage().data_ptr(), category) for each in tensors)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        label("activations", tensor)
+        return tensor
+
+    @contextlib.contextmanager
+    def phase(name: str):
+        start = time.time()
+        yield
+        phases.append((name, start, time.time()))
+
+    for parameter in run.parameters:  # this hook comes after that of Gradients, which has put the sum in its place
+        parameter.register_post_accumulate_grad_hook(lambda p: label("gradients", run.gradients.sums[p]))
+    fixed = [*run.parameters, *run.optimizer.masters]
+    with _allocations(run.device, [*fixed, run.tokens, run.targets]) as recording:
+        begin = time.time()
+        for _ in range(steps):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                run.step(phase)
+            label("moments", *(value for state in run.optimizer.inner.state.values() for value in state.values()))
+            ends.append(time.time())
+    alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fixed}
+    points = [(seconds - begin, sizes) for seconds, sizes in _stack(recording.events, labels, alive)]
+    starts = [0.0, *(end - begin for end in ends)]
+    phases = [(name, start - begin, end - begin) for name, start, end in phases]
+    return Timeline(points, phases, list(zip(starts, starts[1:])))
+
+
+class _Recording:
+    events: list[Allocation]  # seconds as time.time() has them
+
+
+@contextlib.contextmanager
+def _allocations(device: torch.device, baseline: list[torch.Tensor]):
+    """All events of the allocator in the region. On CUDA from its history, whose times are those of time.time()."""
+    recording = _Recording()
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python", context=None)
+        yield recording
+        events = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        sign = {"alloc": 1, "free_completed": -1}
+        recording.events = [
+            Allocation(event["time_us"] * 1e-6, event["addr"], sign[event["action"]] * event["size"])
+            for event in events
+            if event["action"] in sign
+        ]
+    else:
+        with MemoryMeter(device).measure(baseline) as measured:
+            before = time.time()
+            marker = torch.empty(MARKER, dtype=torch.uint8)
+            del marker
+            yield recording
+        shift = before - next(event.seconds for event in measured.allocations if event.bytes == MARKER)
+        recording.events = [
+            Allocation(event.seconds + shift, event.address, event.bytes)
+            for event in measured.allocations
+            if abs(event.bytes) != MARKER
+        ]
+
+
+def _stack(events: list[Allocation], labels: list, alive: dict[int, int]) -> list[tuple[float, list[int]]]:
+    """Bytes alive by category after every event."""
+    allocations: dict[int, list[list]] = {}  # address -> [start, category], in order
+    for event in events:
+        if event.bytes > 0:
+            allocations.setdefault(event.address, []).append([event.seconds, "temporaries"])
+    for seconds, address, category in labels:
+        if address in alive:
+            continue  # a parameter that autograd keeps is no activation
+        candidates = [item for item in allocations.get(address, ()) if item[0] <= seconds + SLACK]
+        if candidates and (category != "activations" or candidates[-1][1] == "temporaries"):
+            candidates[-1][1] = category
+    sizes = dict.fromkeys(CATEGORIES, 0)
+    sizes["parameters"] = sum(alive.values())
+    category_at = dict.fromkeys(alive, "parameters")
+    points = []
+    for event in events:
+        if event.bytes > 0:
+            category_at[event.address] = allocations[event.address].pop(0)[1]
+        sizes[category_at.get(event.address, "temporaries")] += event.bytes
+        points.append((event.seconds, list(sizes.values())))
+    return points
+
+
+def draw(timeline: Timeline, predicted: list[int], axis) -> None:
+    """Stacked areas, the phases as shades, the predicted peak of every step as a line."""
+    xs = [seconds for seconds, _ in timeline.points]
+    ys = [[sizes[index] / MIB for _, sizes in timeline.points] for index in range(len(CATEGORIES))]
+    axis.stackplot(xs, ys, labels=CATEGORIES, colors=COLOURS.values(), step="post", lw=0)
+    top = max(predicted) / MIB
+    for name, start, end in timeline.phases:
+        short = {"forward": "FWD", "backward": "BWD", "optimizer": "OPT"}[name]
+        axis.axvline(start, color="black", lw=0.4, ls=":")
+        if end - start > 0.02 * xs[-1]:
+            axis.text((start + end) / 2, top * 1.06, short, ha="center", fontsize=7)
+    for index, ((start, end), peak) in enumerate(zip(timeline.steps, predicted)):
+        axis.hlines(peak / MIB, start, end, color="black", lw=1, label=None if index else "predicted peak")
+        axis.text((start + end) / 2, top * 1.16, f"training step {index + 1}", ha="center", fontsize=8)
+        axis.annotate("OPT", (end, 0), (end, -0.02 * top), ha="right", va="top", fontsize=6, annotation_clip=False)
+    axis.set(ylim=(0, top * 1.25), xlim=(0, xs[-1]), xlabel="seconds", ylabel="MiB alive")
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

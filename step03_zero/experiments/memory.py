@@ -1,0 +1,159 @@
+"""Bytes that a rank holds: parameters, gradients, optimizer state and activations, in each stage and type."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from common.config import TrainConfig
+from common.counts import count_parameters
+from common.experiments.local_ranks import on_ranks
+from common.measure.allocator import live_bytes
+from common.presets import PRESETS
+from common.process_groups import Mesh
+from step01_single_gpu.experiments.tools import table
+from step01_single_gpu.memory_model import prediction as step01_memory
+from step02_data_parallel.experiments.tools import against, finish_figure, new_figure
+from step03_zero.experiments import predictions
+from step03_zero.experiments.tools import COLOURS, MB, PARTS, SHAPE, STAGES, Run, units_of
+
+GIB = 2**30
+
+
+def memory(quick: bool) -> None:
+    """Parameters, gradients, optimizer state a rank in each stage: predicted, and the storages that there are."""
+    parameters, measured = units_of(SHAPE).parameters, {}
+    for ranks in (2,) if quick else (2, 4):
+        cases = [(dtype, stage) for dtype in predictions.OURS for stage in STAGES]
+        found = on_ranks(ranks, bytes_held, cases, title="memory", jobs=len(cases))
+        for number, (dtype, stage) in enumerate(cases):
+            measured[ranks, dtype, stage] = {
+                part: statistics.mean(rank[number][part] for rank in found) for part in (*PARTS, "activations")
+            }
+    for ranks, dtype in dict.fromkeys((ranks, dtype) for ranks, dtype, _ in measured):
+        rows = []
+        for stage in STAGES:
+            expected = predictions.held(parameters, stage, ranks, predictions.OURS[dtype])
+            sizes = measured[ranks, dtype, stage]
+            rows += [(f"{stage}: {part}", size / MB, sizes[part] / MB) for part, size in zip(PARTS, expected)]
+            rows.append((f"{stage}: sum", sum(expected) / MB, sum(sizes[part] for part in PARTS) / MB))
+        against(f"{dtype}, {ranks} ranks, {parameters:,} parameters: MB that a rank holds", "stage", rows, ",.3f")
+    print("  Measured: the storages behind the tensors, each once, mean over ranks. Units are padded to equal shards,")
+    print("  by less than N elements each; with these shapes by none.")
+
+    rows = []
+    for stage in STAGES:
+        columns = (predictions.OURS["float32"], predictions.OURS["bfloat16"], predictions.PAPER)
+        for_8 = [sum(predictions.held(1, stage, 8, widths)) for widths in (*columns, predictions.FLOAT32_SUMS)]
+        limits = [predictions.limit(stage, widths) for widths in columns]
+        shown = ["-" if stage == 0 else f"{value:.2f}" if value < 1e6 else "no limit" for value in limits]
+        rows.append((stage, *(f"{value:.2f}" for value in for_8), *shown))
+    header = ("stage", "float32 4+4+8", "bf16 2+4+12", "paper 2+2+12", "sums too 2+6+12")
+    header += ("limit, float32", "limit, bf16", "limit, paper")
+    table("predicted: bytes a parameter on 8 ranks, and how many times less for N -> infinity", header, rows)
+
+    rows, model = [], TrainConfig(**SHAPE).model_config
+    for dtype in predictions.OURS:
+        kept = step01_memory.saved_activations(model, SHAPE["micro_batch"], SHAPE["seq_len"], getattr(torch, dtype))
+        for stage in STAGES:
+            sizes = measured[2, dtype, stage]
+            rows.append((f"{dtype}, {stage}", step01_memory.total_bytes(kept), sizes["activations"]))
+    against("bytes of activations that a rank keeps for the backward, 2 ranks", "stage", rows)
+    draw_memory(parameters, measured)
+
+
+def bytes_held(mesh: Mesh, done: Callable, cases: list[tuple[str, int]]) -> list[dict[str, int]]:
+    """On a rank: what it holds in each case, after one step; and what autograd keeps of a forward."""
+    result = []
+    for dtype, stage in cases:
+        run = Run(mesh, **SHAPE, global_batch=mesh.world.size, dtype=dtype, zero=stage)
+        result.append(run.step(0) | {"activations": kept_for_backward(run)})
+        done()
+    return result
+
+
+def kept_for_backward(run: Run) -> int:
+    """Bytes that a forward leaves for the backward, without the weights among them."""
+    kept = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.detach())
+        return tensor
+
+    run.zero.gather()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        share = run.loss_share(0, 0)
+    weights = {unit.weights.untyped_storage().data_ptr() for unit in run.zero.buckets}
+    held = live_bytes(tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in weights)
+    del share
+    return held
+
+
+def draw_memory(parameters: int, measured: dict) -> None:
+    """Stacked bars, measured, with a mark where theory sees the end of each part."""
+    figure, axes = new_figure(columns=2, width=9.5)
+    for dtype, axis in zip(predictions.OURS, axes):
+        for number, ranks in enumerate(sorted({key[0] for key in measured})):
+            for stage in STAGES:
+                place, top, expected_top = stage + (number - 0.5) * 0.4, 0.0, 0.0
+                expected = predictions.held(parameters, stage, ranks, predictions.OURS[dtype])
+                for part, size in zip(PARTS, expected):
+                    height = measured[ranks, dtype, stage][part] / MB
+                    axis.bar(
+                        place, height, bottom=top, width=0.36, color=COLOURS[part], edgecolor="white", linewidth=0.5
+                    )
+                    top, expected_top = top + height, expected_top + size / MB
+                    axis.plot([place - 0.2, place + 0.2], [expected_top] * 2, color="black", linewidth=1)
+                axis.text(place, top + 1, f"N={ranks}", ha="center", va="bottom", fontsize=7)
+        axis.set_xticks(STAGES, [f"stage {stage}" for stage in STAGES])
+        total = sum(predictions.OURS[dtype])
+        axis.set_title(
+            f"{dtype}: {' + '.join(map(str, predictions.OURS[dtype]))} = {total} bytes", fontsize=10, loc="left"
+        )
+        axis.set_ylim(0, 1.08 * parameters * total / MB)
+    axes[0].set_ylabel("MB on a rank")
+    handles = [axes[0].bar(0, 0, color=COLOURS[part], label=part) for part in PARTS]
+    handles += axes[0].plot([], [], color="black", linewidth=1, label="predicted")
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    finish_figure("memory", figure)
+
+
+# ---- larger than this machine ---------------------------------------------------------------------------------------
+
+
+def llama(quick: bool) -> None:
+    """PREDICTED: 8 B parameters on 8 ranks in bfloat16, beside the published bars of the playbook."""
+    model, ranks = PRESETS["llama3-8b"], 8
+    count, rows = count_parameters(model).total, []
+    for stage in STAGES:
+        ours = predictions.held(count, stage, ranks, predictions.OURS["bfloat16"])
+        published = predictions.held(count, stage, ranks, predictions.PLOTTED)
+        cells = [" / ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in (published, ours)]
+        rows.append((stage, cells[0], cells[1], f"{sum(ours) / GIB:.1f}"))
+    header = ("stage", "2 + 2 + 8, as published", "2 + 4 + 12, as here", "sum")
+    table(f"{count / 1e9:.2f} B parameters, {ranks} ranks: GiB of parameters / gradients / optimizer", header, rows)
+
+    lengths = (1024, 4096, 16384)
+    figure, axes = new_figure(columns=3, width=9.5)
+    for axis, length in zip(axes, lengths):
+        saved = step01_memory.saved_activations(model, 1, length, torch.bfloat16, recompute="selective")
+        activations = step01_memory.total_bytes(saved) / GIB
+        for stage in STAGES:
+            sizes = predictions.held(count, stage, ranks, predictions.OURS["bfloat16"])
+            bottom = 0.0
+            for part, size in zip((*PARTS, "activations"), (*sizes, activations * GIB)):
+                colour = COLOURS.get(part, "#BBBBBB")
+                axis.bar(stage, size / GIB, bottom=bottom, color=colour, width=0.7, label=part if stage == 0 else None)
+                bottom += size / GIB
+            axis.text(stage, bottom + 2, f"{bottom:.0f}", ha="center", fontsize=8)
+        axis.axhline(80e9 / GIB, color="black", linewidth=1, linestyle="--")
+        axis.set_xticks(STAGES, STAGES)
+        axis.set_title(f"sequences of {length:,}", fontsize=10, loc="left")
+        print(f"  activations of {length:,} tokens: {activations:.2f} GiB")
+        axis.set_ylim(0, 260)
+    axes[0].set_ylabel("GiB on each GPU")
+    axes[1].set_xlabel("stage of ZeRO (dashed: 80 GB)")
+    figure.suptitle("predicted: llama3-8b on 8 GPUs, bfloat16, micro-batch 1, selective recomputation", fontsize=10)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    finish_figure("llama_memory", figure)

@@ -1,0 +1,171 @@
+"""How much communication hides behind computation: measured over a simulated link, and predicted for real hardware."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from common.config import TrainConfig
+from common.experiments.local_ranks import on_ranks
+from common.model import Decoder
+from common.process_groups import Mesh
+from common.tracing.report import Trace, read_trace
+from common.tracing.timeline_picture import draw_timelines
+from step01_single_gpu.experiments.tools import table
+from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, H100_TFLOPS, tokens_to_hide
+from step02_data_parallel.experiments import predictions as step02_predictions
+from step02_data_parallel.experiments.tools import (
+    BUCKET_MB,
+    MODEL,
+    against,
+    computation,
+    figure_path,
+    finish_figure,
+    new_figure,
+    quietest,
+    run_jobs,
+    tensor_sizes,
+)
+from step03_zero.experiments import predictions
+from step03_zero.experiments.tools import units_of
+from step03_zero.train import train
+from step03_zero.zero import Zero
+
+LINK = "2000,0.2"  # as in step 2: 2 ms a message, 0.2 GB/s
+VARIANTS = {  # name: flags, title in the figure
+    "0": ({"zero": 0}, ""),
+    "1": ({"zero": 1}, "stage 1: gathers before the forward needs them, reduce-scatters as buckets fill"),
+    "2": ({"zero": 2}, "stage 2: the same messages; each bucket's gradients are freed as they leave"),
+    "3": ({"zero": 3}, "stage 3: a unit is gathered while the one before it computes, twice"),
+    "3, no prefetch": ({"zero": 3}, "stage 3 without prefetch: each unit waits for its own gather"),
+}
+
+
+def overlap(quick: bool) -> None:
+    """Stages 1, 2 and 3 over a slow link: exposed communication, with and without prefetch, and their timelines."""
+    traces = traced_runs(quick)
+    rows = {name: quietest(trace) for name, trace in traces.items()}
+    times = {name: (computation(trace, "forward"), computation(trace, "backward")) for name, trace in traces.items()}
+    players = {name: play(name, times[name]) for name in traces}
+    shown = "; ".join(f"{name}: {1e3 * first:.0f} + {1e3 * then:.0f}" for name, (first, then) in times.items())
+    print(f"\n2 ranks, --link {LINK}. The predictions start from the forwards and backwards measured, ms:\n  {shown}")
+    communication = [(name, 1e3 * players[name].communication, 1e3 * rows[name].communication_s) for name in traces]
+    against("communication, ms a step", "stage", communication, ".1f")
+    exposed = [(name, 1e3 * players[name].blocked, 1e3 * rows[name].exposed_s) for name in traces]
+    against("exposed communication, ms a step", "stage", exposed, ".1f")
+    values = []
+    for name in traces:
+        predicted = rows[name].step_time_s - rows[name].exposed_s + players[name].blocked
+        values.append((name, 1e3 * predicted, 1e3 * rows[name].step_time_s))
+    against("step time, ms: its own computation and the predicted exposed communication", "stage", values)
+    table("overlap share", ("stage", "measured"), [(name, f"{row.overlap_share:.0%}") for name, row in rows.items()])
+
+    panels = [(VARIANTS[name][1], by_operation(trace)) for name, trace in traces.items() if VARIANTS[name][1]]
+    draw_timelines(panels, figure_path("timelines"), step=0)
+    finish_figure("timelines")
+
+
+def play(name: str, times: tuple[float, float]) -> predictions.Player:
+    """The alpha-beta model's step on two ranks over `LINK`, loss and gradient norm included."""
+    link = TrainConfig(link=LINK).link_model
+    sizes, costs = tensor_sizes()
+    player = predictions.Player(2, link)
+    if name == "0":
+        result = step02_predictions.overlap(sizes, costs, times[1], 2, link, "bucket", BUCKET_MB * 1e6)
+        player.communication, player.blocked = result.communication, result.exposed
+    elif name in ("1", "2"):
+        regions = {}
+        for index, (parameter, _) in enumerate(Decoder(TrainConfig(**MODEL).model_config).named_parameters()):
+            regions.setdefault(region_of(parameter), []).append(index)
+        buckets = step02_predictions.fill(sizes, BUCKET_MB * 1e6)
+        predictions.play_buckets(player, buckets, list(regions.values()), sizes, costs, times)
+    else:
+        units = units_of(MODEL).units
+        work = [0.0, *map(float, units[1:])]
+        predictions.play_units(player, [4 * unit for unit in units], work, times, prefetch=name == "3")
+    scalars = step02_predictions.Overlap(player.communication, player.blocked).with_scalars(2, link)
+    player.communication, player.blocked = scalars.communication, scalars.exposed
+    return player
+
+
+def region_of(parameter: str) -> str:
+    """embedding, layers.0, ..., norm and head: what of the model runs in one go."""
+    parts = parameter.split(".")
+    if parts[0] == "layers":
+        return ".".join(parts[:2])
+    return "embedding" if parts[0] == "embedding" else "norm and head"
+
+
+def traced_runs(quick: bool) -> dict[str, Trace]:
+    """One short traced run on two ranks over the slow link for each variant."""
+    steps = 5 if quick else 10
+    shape = MODEL | {"seq_len": 256, "micro_batch": 2, "global_batch": 4, "steps": steps, "trace": f"1:{steps - 1}"}
+    jobs = [(name, shape | {"link": LINK, "bucket_mb": BUCKET_MB} | flags) for name, (flags, _) in VARIANTS.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(2, run_variants, jobs, folder, title="overlap", jobs=len(jobs))
+        return {name: read_trace(Path(folder, name)) for name, _ in jobs}
+
+
+def run_variants(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str) -> None:
+    """On a rank: each run, those without prefetch with that line of `Zero` taken out."""
+    fetch = Zero._fetch
+    for name, flags in jobs:
+        if "no prefetch" in name:
+            Zero._fetch = lambda *arguments, **options: None
+        run_jobs(mesh, done, [(name, flags)], folder, train)
+        Zero._fetch = fetch
+
+
+def by_operation(trace: Trace) -> Trace:
+    """The shortest step of rank 0 alone, as step 0, with a lane for each collective, not for each group."""
+    names = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+    spans, step = [], quietest(trace).step
+    for span in trace.spans[0]:
+        arguments = span["args"] | {"step": 0}
+        if span["args"]["step"] != step:
+            continue
+        if span["cat"] == "communication":
+            arguments["group"] = names.get(arguments["op"], "scalars")
+        spans.append(span | {"args": arguments})
+    return Trace({0: spans}, trace.metadata | {"ranks": [0], "steps": [0]})
+
+
+def condition(quick: bool) -> None:
+    """PREDICTED: how many tokens a GPU hide stage 3's gathers, at the bandwidths that the playbook published."""
+    peak, rows, lines = H100_TFLOPS * 1e12, [], {}
+    for gpus, gather in predictions.ALL_GATHER_GB_PER_S.items():
+        scatter, reduce = predictions.REDUCE_SCATTER_GB_PER_S[gpus] * 1e9, ALL_REDUCE_GB_PER_S[gpus] * 1e9
+        both = (gpus, gather * 1e9, scatter, peak)
+        values = {
+            "step 2: 2": tokens_to_hide(gpus, reduce, peak, 2),
+            "step 2: 4": tokens_to_hide(gpus, reduce, peak, 4),
+            "forward: 2": predictions.tokens_to_hide_gather(gpus, gather * 1e9, peak),
+            "backward: 2 + 2": predictions.tokens_to_hide_backward(*both, (2, 2)),
+            "backward: 2 + 4": predictions.tokens_to_hide_backward(*both),
+        }
+        for name, value in values.items():
+            lines.setdefault(name, []).append(value)
+        rows.append((gpus, f"{gather:g}", f"{scatter / 1e9:g}", *(f"{value:,.0f}" for value in values.values())))
+    header = ("GPUs", "all-gather GB/s", "reduce-scatter", *lines)
+    table(
+        "tokens a GPU and micro-batch that hide communication of so many bytes a parameter; 989 TFLOP/s", header, rows
+    )
+    print("  The bandwidths are published (playbook, pp_comm_bandwidth). Step 2: one all-reduce of gradients in the")
+    print("  backward. Stage 3: an all-gather in the forward; in the backward another one and a reduce-scatter.")
+
+    figure, axes = new_figure(width=7.5, height=4)
+    gpus = list(predictions.ALL_GATHER_GB_PER_S)
+    labels = {
+        "backward: 2 + 4": ("stage 3, backward: all-gather of 2, reduce-scatter of 4 bytes", "#D55E00", "-"),
+        "forward: 2": ("stage 3, forward (and backward with 2 + 2 bytes)", "#0072B2", "-"),
+        "step 2: 4": ("step 2: all-reduce of 4 bytes", "#888888", "-"),
+        "step 2: 2": ("step 2: all-reduce of 2 bytes", "#888888", "--"),
+    }
+    for name, (label, colour, style) in labels.items():
+        axes.plot(gpus, lines[name], style, color=colour, marker="o", markersize=3, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens a GPU and micro-batch")
+    axes.set_xticks(gpus, gpus)
+    axes.minorticks_off()
+    axes.set_yticks([2e3, 5e3, 1e4, 2e4, 5e4, 1e5], ["2k", "5k", "10k", "20k", "50k", "100k"])
+    axes.set_title("predicted at full peak of an H100, from published bandwidths", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=9)
+    finish_figure("condition", figure)

@@ -1,0 +1,125 @@
+"""What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
+
+from common.counts import count_flops
+from common.presets import PRESETS
+from step01_single_gpu.experiments.tools import table
+from step02_data_parallel.batch_recipe import H100_TFLOPS
+from step02_data_parallel.experiments.tools import finish_figure, new_figure
+from step03_zero.experiments.predictions import ALL_GATHER_GB_PER_S
+from step04_tensor_parallel.experiments import predictions
+
+IN_A_NODE = 250e9  # bytes/s of an all-gather among 8 H100, rounded from the published 249.8
+HIDDEN = (2048, 4096, 8192, 16384)
+DEGREES = (2, 4, 8, 16, 32)
+
+# Tokens a second and GPU of a model of 3 B parameters, and the largest batch that fits, by tp. Measured by the authors
+# of the playbook on nodes of 8 H100, read off its figures "tp_scaling" and "tp_sp_scaling" (sequences of 4,096).
+PUBLISHED = {
+    "tp": {2: (13923, 3), 4: (12421, 8), 8: (10903, 12), 16: (6246, 16), 32: (2146, 20)},
+    "tp + SP": {2: (14167, 4), 4: (13460, 10), 8: (10889, 20), 16: (6159, 40), 32: (3610, 100)},
+}
+
+
+def bandwidth(tp: int) -> float:
+    """Bytes/s of an all-gather over `tp` GPUs: within a node the same for all, beyond it as published."""
+    return IN_A_NODE if tp <= 8 else ALL_GATHER_GB_PER_S[tp] * 1e9
+
+
+def condition(quick: bool) -> None:
+    """PREDICTED: an all-gather's time over that of the product behind it, for H100-like numbers."""
+    peak = H100_TFLOPS * 1e12
+    print(
+        f"\npeak {H100_TFLOPS:g} TFLOP/s, all-gather {IN_A_NODE / 1e9:g} GB/s in a node, published beyond it; 2 bytes"
+    )
+    grid = [[predictions.gather_ratio(tp, h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
+    whole = [[predictions.gather_ratio(tp, 12 * h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
+    for title, values in (("one matrix, h x h (A3, times beta)", grid), ("a block of 12 h^2 (cheatsheet)", whole)):
+        rows = [(f"tp {tp}", *(f"{value:.2f}" for value in line)) for tp, line in zip(DEGREES, values)]
+        table(f"predicted: all-gather / product, {title}", ("", *(f"h {h:,}" for h in HIDDEN)), rows)
+    rows = []
+    for name in ("llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"):
+        model = PRESETS[name]
+        widths = (model.hidden, (model.heads + 2 * model.kv_heads) * model.head_width, 2 * model.ffn)
+        ratios = [predictions.gather_ratio(8, width, peak, bandwidth(8)) for width in widths]
+        rows.append((name, f"{model.hidden:,}", *(f"{ratio:.2f}" for ratio in ratios)))
+    header = ("tp 8", "h", "alone, h columns", "q, k, v share one", "gate, up share one")
+    table("predicted: all-gather / the products that share it", header, rows)
+    rows = []
+    for tp in DEGREES:
+        least = predictions.gather_ratio(tp, 1, peak, bandwidth(tp))
+        rows.append((f"tp {tp}", f"{bandwidth(tp) / 1e9:g}", f"{least:,.0f}"))
+    table("predicted: columns that share a gather from which on it can hide", ("", "GB/s", "columns"), rows)
+    model, tokens, rows = PRESETS["llama3-8b"], 8192, []
+    flops = count_flops(model, tokens).model
+    for tp in DEGREES:
+        stream = 2 * tokens * model.hidden
+        sent = model.layers * sum(predictions.block_bytes(predictions.Way(), tp, stream).values())
+        times = sent / bandwidth(tp), flops / tp / peak
+        cells = (f"{sent / 1e9:.1f}", f"{1e3 * times[0]:.0f}", f"{1e3 * times[1]:.0f}", f"{times[0] / times[1]:.2f}")
+        rows.append((f"tp {tp}", *cells))
+    header = ("", "GB sent by the blocks", "ms at that bandwidth", "ms of computation at peak", "ratio")
+    table(f"predicted: llama3-8b, a micro-batch of {tokens:,} tokens, SP, overlap, bfloat16, a rank", header, rows)
+    draw_condition(grid, whole)
+
+
+def draw_condition(grid: list, whole: list) -> None:
+    """Both grids as heat maps: red cannot hide."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 3.9), dpi=120, layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    titles = ("behind one matrix, h x h", "behind a whole block, 12 h\u00b2")
+    for axis, values, title in zip(axes, (grid, whole), titles):
+        picture = axis.imshow(values, cmap="RdBu_r", norm=LogNorm(1 / 60, 60), aspect="auto")
+        for row, line in enumerate(values):
+            for column, value in enumerate(line):
+                colour = "white" if value > 12 or value < 1 / 12 else "black"
+                shown = f"{value:.2f}" if value < 10 else f"{value:.0f}"
+                axis.text(column, row, shown, ha="center", va="center", color=colour, fontsize=10)
+        axis.set_xticks(range(len(HIDDEN)), [f"{h:,}" for h in HIDDEN])
+        axis.set_yticks(range(len(DEGREES)), [f"tp {tp}" for tp in DEGREES])
+        axis.axhline(2.5, color="black", linewidth=1.5)
+        axis.set_xlabel("hidden width h")
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.tick_params(length=0)
+    axes[1].text(3.45, 2.47, "one node of 8", ha="right", va="bottom", fontsize=7.5)
+    figure.suptitle(
+        "predicted: time of an all-gather / time of the product (H100 peak, published bandwidths)", fontsize=10
+    )
+    bar = figure.colorbar(picture, ax=axes, ticks=[0.03, 0.1, 0.3, 1, 3, 10, 30], format="%g")
+    bar.minorticks_off()
+    finish_figure("condition", figure)
+
+
+def scaling(quick: bool) -> None:
+    """PUBLISHED: tokens a second and GPU against tp, measured by the playbook's authors on nodes of 8 H100."""
+    rows, changes = [], {}
+    for name, values in PUBLISHED.items():
+        before = None
+        for tp, (speed, batch) in values.items():
+            change = f"{speed / before - 1:+.1%}" if before else ""
+            changes[name, tp], before = change, speed
+            rows.append((f"{name} {tp}", f"{speed:,}", change, batch))
+    table("published: 3 B parameters", ("", "tokens/s/GPU", "against half the tp", "largest batch"), rows)
+
+    figure, axes = new_figure(columns=2, width=9.5)
+    places = range(len(DEGREES))
+    for number, (name, colour) in enumerate((("tp", "#E69F00"), ("tp + SP", "#0072B2"))):
+        offset = (number - 0.5) * 0.38
+        speeds, batches = zip(*PUBLISHED[name].values())
+        axes[0].bar([place + offset for place in places], speeds, width=0.36, color=colour, label=name)
+        axes[1].bar([place + offset for place in places], batches, width=0.36, color=colour, label=name)
+        for place, tp, speed, batch in zip(places, DEGREES, speeds, batches):
+            label = f"{float(changes[name, tp][:-1]):.0f}%" if changes[name, tp] else ""
+            axes[0].text(place + offset, speed + 150, label, ha="center", fontsize=7)
+            axes[1].text(place + offset, batch + 1, batch, ha="center", fontsize=7.5)
+    for axis, title in zip(axes, ("tokens a second and GPU", "largest batch that fits, sequences")):
+        axis.axvline(2.5, color="black", linewidth=1, linestyle="--")
+        axis.set_xticks(places, [f"tp {tp}" for tp in DEGREES])
+        axis.set_title(f"published: {title}", fontsize=10, loc="left")
+        axis.grid(visible=False, axis="x")
+    axes[0].text(2.54, 14000, "more than one node", fontsize=8)
+    axes[0].yaxis.set_major_formatter("{x:,.0f}")
+    axes[1].legend(frameon=False, loc="upper left")
+    finish_figure("scaling", figure)

@@ -1,0 +1,124 @@
+"""How much of tensor parallelism's communication hides behind products, over a simulated link."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.config import TrainConfig
+from common.experiments.local_ranks import on_ranks
+from common.process_groups import Mesh
+from common.tracing.report import Trace, read_trace
+from common.tracing.timeline_picture import draw_timelines
+from step01_single_gpu.experiments.tools import table
+from step02_data_parallel.experiments.tools import against, figure_path, finish_figure, quietest, run_jobs
+from step03_zero.experiments.predictions import Player
+from step04_tensor_parallel.experiments import predictions
+from step04_tensor_parallel.experiments.collectives import way_of
+from step04_tensor_parallel.experiments.tools import WAYS
+from step04_tensor_parallel.train import train
+
+MODEL = {"layers": 1, "hidden": 512, "ffn": 1536, "heads": 8, "kv_heads": 8, "data": "synthetic", "warmup": 1}
+MODEL |= {"seq_len": 256, "micro_batch": 2, "global_batch": 2, "tp": 2}
+LINK = "200,0.15"  # 0.2 ms a message, 0.15 GB/s: to these products what a network between nodes is to real ones
+
+PANELS = {
+    "no SP, plain": "no sequence parallelism, plain: all-reduces, a rank waits for each",
+    "SP, plain": "sequence parallelism, plain: the same bytes in twice as many messages",
+    "SP, overlap": "overlap: in the backward a second gather, and the reduce-scatter, behind products",
+    "SP, chunked": "chunked: the forward's, too, in a ring of chunks",
+}
+
+
+def overlap(quick: bool) -> None:
+    """Plain, overlap and chunked over a slow link: exposed communication, step time, and timelines."""
+    times = on_ranks(2, product_times, title="products")[0]
+    shown = ", ".join(f"{name} " + " / ".join(f"{1e3 * each:.1f}" for each in three) for name, three in times.items())
+    print(f"\n2 ranks, --link {LINK}. The predictions start from the products' times (forward / input's gradient /")
+    print(f"weight's gradient), measured alone, ms: {shown}")
+    traces = traced_runs(quick)
+    rows, players = {name: quietest(trace) for name, trace in traces.items()}, {}
+    for name in traces:
+        players[name] = play(name, times)
+    for title, predicted, measured in (
+        ("communication, ms a step", "communication", "communication_s"),
+        ("exposed communication, ms a step", "blocked", "exposed_s"),
+    ):
+        values = [(n, 1e3 * getattr(players[n], predicted), 1e3 * getattr(row, measured)) for n, row in rows.items()]
+        against(title, "way", values, ".1f")
+    cells = []
+    for name, row in rows.items():
+        share = 1 - players[name].blocked / players[name].communication
+        cells.append((name, f"{share:.0%}", f"{row.overlap_share:.0%}", f"{1e3 * row.step_time_s:.0f}"))
+    table("overlap share and step time", ("way", "share: predicted", "measured", "step, ms"), cells)
+    panels = [(title, by_operation(traces[name])) for name, title in PANELS.items()]
+    draw_timelines(panels, figure_path("timelines"), 0)
+    finish_figure("timelines")
+
+
+def traced_runs(quick: bool) -> dict[str, Trace]:
+    """Short traced runs on two ranks over the slow link; of each way the one with the quietest step.
+
+    Several rounds: whatever else the machine does hits some of them, and no way in all.
+    """
+    steps, rounds = (12, range(1)) if quick else (40, range(4))
+    shape = MODEL | {"steps": steps, "trace": f"1:{steps - 1}", "link": LINK}
+    jobs = [(f"{name} {number}", shape | flags) for number in rounds for name, flags in WAYS.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(2, run_jobs, jobs, folder, train, title="overlap", jobs=len(jobs))
+        traces = {name: [read_trace(Path(folder, f"{name} {number}")) for number in rounds] for name in WAYS}
+    return {name: min(several, key=lambda trace: quietest(trace).step_time_s) for name, several in traces.items()}
+
+
+def play(name: str, times: dict) -> Player:
+    """The alpha-beta model's step of this way over `LINK`."""
+    config = TrainConfig(**MODEL | WAYS[name])
+    model, tokens = config.model_config, config.micro_batch * config.seq_len
+    player, norms = Player(2, TrainConfig(link=LINK).link_model), 4 * (2 * model.layers + 1) * model.hidden
+    predictions.play_step(way_of(WAYS[name]), player, model.layers, 4 * tokens * model.hidden, tokens, norms, times)
+    return player
+
+
+def product_times(mesh: Mesh, done: Callable) -> dict[str, tuple[float, float, float]]:
+    """On a rank, while the other does the same: seconds of each layer's three products, least of many."""
+    model, tokens = TrainConfig(**MODEL).model_config, MODEL["micro_batch"] * MODEL["seq_len"]
+    heads, ffn, vocab = model.heads * model.head_width // 2, model.ffn // 2, model.vocab // 2
+    shapes = {"qkv": [(heads, model.hidden)] * 3, "o": [(model.hidden, heads)], "gate_up": [(ffn, model.hidden)] * 2}
+    shapes |= {"down": [(model.hidden, ffn)], "head": [(vocab, model.hidden)]}
+    result = {}
+    for name, weights in shapes.items():
+        alone = [_products(torch.randn(tokens, inside), torch.randn(out, inside)) for out, inside in weights]
+        result[name] = tuple(map(sum, zip(*alone)))
+    return result
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor) -> list[float]:
+    """Seconds of x W', dy W and dy' x."""
+    gradient, seconds = torch.randn(x.shape[0], weight.shape[0]), []
+    for product in (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x):
+        dist.barrier()
+        trials = []
+        for _ in range(20):
+            start = time.perf_counter()
+            product()
+            trials.append(time.perf_counter() - start)
+        seconds.append(min(trials))
+    return seconds
+
+
+def by_operation(trace: Trace) -> Trace:
+    """Rank 0's quietest step, as step 0, with a lane for each kind of collective in the place of one for each group."""
+    names = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "send": "ring"}
+    step, spans = quietest(trace).step, []
+    for span in trace.spans[0]:
+        arguments = span["args"] | {"step": 0}
+        if span["args"]["step"] != step or arguments.get("op") == "receive":  # at the same time as the send
+            continue
+        if span["cat"] == "communication":
+            arguments.pop("peer", None)
+            arguments["group"] = names[arguments["op"]]
+        spans.append(span | {"args": arguments})
+    return Trace({0: spans}, trace.metadata | {"ranks": [0]})

@@ -1,0 +1,189 @@
+"""What a rank keeps: activations of the micro-batches in flight, and parameters of its stages."""
+
+import functools
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import contextmanager
+
+import torch
+
+from common.config import TrainConfig
+from common.counts import count_flops, count_parameters
+from common.experiments.local_ranks import on_ranks
+from common.measure.allocator import MemoryMeter
+from common.model_config import ModelConfig
+from common.presets import PRESETS
+from common.process_groups import Mesh
+from step01_single_gpu.experiments.tools import compared, table
+from step02_data_parallel.experiments.tools import finish_figure, new_figure
+from step05_pipeline.experiments import predictions
+from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case
+from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.schedules.simulator import Costs, simulate
+from step05_pipeline.schedules.standard import build
+from step05_pipeline.stages import schedule_of, split_layers
+
+COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00")  # of ranks
+
+
+def activations(quick: bool) -> None:
+    """Peak bytes that a rank keeps for backwards and weight gradients: micro-batches in flight, times one of them."""
+    ranks, micro_batches = (2, 4) if quick else (4, 8)
+    shape = SHAPE | {"layers": 2 * ranks, "seq_len": 128, "global_batch": micro_batches}
+    flags = [shape | {"pp": ranks, "dp": 1, "schedule": name} for name in ORDER]
+    found = on_ranks(ranks, on_every_case, keep, flags, title="activations", jobs=len(flags))
+    one = on_ranks(1, on_every_case, keep, [shape | {"schedule": "1f1b"}])[0][0]["kept"]
+    model, size = TrainConfig(**shape).model_config, (shape["micro_batch"], shape["seq_len"], torch.float32)
+    whole = predictions.stage_activations(model, 0, model.layers, *size)
+    rows = [("one rank", "1", *compared(whole, one))]
+    figures = {}
+    for index, (name, case) in enumerate(zip(ORDER, flags)):
+        schedule = schedule_of(TrainConfig(**case))
+        stages = split_layers(model, schedule.stages, shape["seq_len"])
+        kept = [predictions.stage_activations(model, *each, *size) for each in stages]
+        stored = [predictions.stage_store(model, *each, *size) for each in stages]
+        in_flight = simulate(schedule).in_flight
+        measured = [found[rank][index]["kept"] for rank in range(ranks)]
+        alive = [found[rank][index]["alive"] for rank in range(ranks)]
+        expected = [predictions.peak_kept(schedule, rank, kept, stored) for rank in range(ranks)]
+        assert alive == in_flight, f"{name}: {alive} micro-batches were in flight, not {in_flight}"
+        for rank in range(ranks):
+            rows.append((f"{name}, rank {rank}", in_flight[rank], *compared(expected[rank], measured[rank])))
+        figures[name] = [each / whole for each in measured]
+    header = ("", "in flight", "predicted", "measured", "ratio")
+    table(f"{ranks} ranks, {micro_batches} micro-batches: peak bytes kept for the backward", header, rows)
+    cells = []
+    for index, name in enumerate(ORDER):
+        peaks = [found[rank][index]["allocated"] for rank in range(ranks)]
+        cells.append((name, *(f"{each:,}" for each in peaks), f"{max(figures[name]):.2f}"))
+    header = ("", *(f"rank {rank}" for rank in range(ranks)), "fullest, kept / one rank's")
+    table("peak of the allocator in a step: activations, gradients, messages, temporaries, bytes", header, cells)
+    draw_activations(figures, ranks, micro_batches)
+
+
+def keep(mesh: Mesh, flags: dict) -> dict[str, int]:
+    """On a rank, of one step: peak bytes kept for the backward, micro-batches in flight, the allocator's peak."""
+    watcher = Watcher()
+    run = Run(mesh, observer=watcher, **flags)
+    watcher.of(run)
+    with watcher.hooks():
+        run.accumulate()
+    alive = run.pipeline.peak_alive
+    run.finish()
+    run = Run(mesh, **flags)  # once more without hooks, which keep things longer
+    gc.collect()  # what the first one leaves is not to be freed in the region
+    with MemoryMeter("cpu").measure() as measured:
+        run.accumulate()
+    run.finish()
+    return {"kept": watcher.peak, "alive": alive, "allocated": measured.peak_bytes}
+
+
+class _Kept:
+    """A tensor that autograd keeps, for as long as it does."""
+
+    __slots__ = ("_watcher", "tensor")
+
+    def __init__(self, watcher: "Watcher", tensor: torch.Tensor):
+        self._watcher, self.tensor = watcher, tensor
+        watcher.saved[_place(tensor)] += 1
+
+    def __del__(self):
+        place = _place(self.tensor)
+        self._watcher.saved[place] -= 1
+        if not self._watcher.saved[place]:
+            del self._watcher.saved[place]
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """(address, bytes) of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _accumulate(accumulate, by_address: dict, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    accumulate(by_address[weight.data_ptr()], gradient)
+
+
+class Watcher:
+    """In the place of the pipeline's tracer: after each action it adds up the storages that are kept for a backward.
+
+    Kept is what autograd has saved, and what lies between I and W, each storage once, parameters not at all.
+    """
+
+    def __init__(self):
+        self.peak, self.saved, self._pipeline, self._parameters = 0, Counter(), None, set()
+
+    def of(self, run: Run) -> None:
+        self._pipeline: Pipeline = run.pipeline
+        self._parameters = {_place(unit.weights) for zero in run.zeros for unit in zero.buckets}
+        for zero, stage in zip(run.zeros, run.stages):  # hooks give weights back as other tensors of the same memory
+            by_address = {parameter.data_ptr(): parameter for parameter in stage.parameters()}
+            zero.accumulate = functools.partial(_accumulate, zero.accumulate, by_address)
+
+    def hooks(self):
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor)
+
+    @contextmanager
+    def phase(self, name: str, **arguments):
+        yield
+        if self._pipeline:
+            put_off: Iterable = self._pipeline.put_off.values()
+            stored = {_place(tensor) for each in put_off for _, *tensors in each for tensor in tensors}
+            self.peak = max(self.peak, sum(size for _, size in (self.saved.keys() | stored) - self._parameters))
+
+
+def draw_activations(shares: dict[str, list[float]], ranks: int, micro_batches: int) -> None:
+    """Bars for each schedule and rank, in units of what one process keeps of one micro-batch of the whole model."""
+    figure, axis = new_figure(width=9.5, height=3.6)
+    for rank in range(ranks):
+        places = [place + (rank - (ranks - 1) / 2) * 0.8 / ranks for place in range(len(shares))]
+        heights = [each[rank] for each in shares.values()]
+        axis.bar(places, heights, width=0.76 / ranks, color=COLOURS[rank], label=f"rank {rank}")
+    axis.axhline(1, color="black", linewidth=1, linestyle="--", label="one process, one micro-batch")
+    axis.set_xticks(range(len(shares)), shares, fontsize=8)
+    axis.set_ylabel("bytes / those of one process")
+    title = f"measured: activations at the peak of a step of {micro_batches} micro-batches, {ranks} ranks; "
+    axis.set_title(title + "1 is what one process keeps of one micro-batch", fontsize=9.5, loc="left")
+    axis.grid(visible=False, axis="x")
+    axis.legend(frameon=False, fontsize=8, ncols=2)
+    finish_figure("activations", figure)
+
+
+# ---- parameters, and who gets how many layers ------------------------------------------------------------------------
+
+
+def balance(quick: bool) -> None:
+    """PREDICTED: layers, parameters and work of each stage of Llama 3, with and without counting the head."""
+    for name, ranks in (("llama3-8b", 8), ("llama3-1b", 4), ("llama3-70b", 16)):
+        model, seq, m = PRESETS[name], 8192, 4 * ranks
+        head = head_in_layers(model, seq)
+        even = [(model.layers * i // ranks, model.layers * (i + 1) // ranks) for i in range(ranks)]
+        rows = []
+        for label, stages in (("as many layers each", even), ("head counted", split_layers(model, ranks, seq))):
+            work = [last - first for first, last in stages]
+            work[-1] += head
+            line = simulate(build("1f1b", ranks, m), Costs(F=1, I=1, W=1, stages=tuple(work)))
+            layers = " ".join(str(last - first) for first, last in stages)
+            worst = max(predictions.stage_parameters(model, *each) for each in stages) * 2 / 2**30
+            slowest = max(work) * ranks / sum(work)
+            cells = (layers, f"{work[-1]:.2f}", f"{slowest:.3f}", f"{line.efficiency:.1%}", f"{worst:.2f}")
+            rows.append((label, *cells))
+        ideal = simulate(build("1f1b", ranks, m)).efficiency
+        rows.append(("equal stages, if there were", "", "", "1.000", f"{ideal:.1%}", ""))
+        header = ("", "layers", "work of the last", "slowest / mean", "efficiency, 1f1b", "GiB of the fullest")
+        title = f"predicted: {name}, pp {ranks}, {seq:,} tokens, {m} micro-batches; the head is worth {head:.2f} layers"
+        table(title, header, rows)
+    model, (whole, worst) = PRESETS["llama3-8b"], predictions.PUBLISHED_8B.values()
+    rows = []
+    for label, published, first, last in (("one GPU", whole, 0, 32), ("pp 8, stage 0 of 4 layers", worst, 0, 4)):
+        size = 2 * predictions.stage_parameters(model, first, last) / 2**30
+        rows.append((label, f"{published:.2f}", f"{size:.2f}"))
+    rows.append(("an eighth of all", "", f"{2 * count_parameters(model).total / 2**30 / 8:.2f}"))
+    table("GiB of parameters", ("llama3-8b, bfloat16", "published", "predicted"), rows)
+
+
+def head_in_layers(model: ModelConfig, seq: int) -> float:
+    """The head's FLOPs in layers."""
+    flops = count_flops(model, seq)
+    return flops.head * model.layers / (flops.linear + flops.attention_core)

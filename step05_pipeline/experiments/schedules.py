@@ -1,0 +1,193 @@
+"""What schedules cost, by simulation alone: time lines, bubbles, micro-batches in flight, against the formulas."""
+
+from step01_single_gpu.experiments.tools import compared, table
+from step02_data_parallel.experiments.tools import figure_path, finish_figure, new_figure
+from step05_pipeline.experiments import predictions
+from step05_pipeline.experiments.tools import ORDER, pipeline_of
+from step05_pipeline.schedules.messages import check
+from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
+from step05_pipeline.schedules.standard import SCHEDULES, build
+from step05_pipeline.schedules.timeline import draw
+
+UNIT = "time; 1 is the forward of a quarter of the model"
+LLAMA3 = "llama3 with N = 8"
+FAMILIES = {  # of the pictures in the lesson
+    "one_stage": ("afab", "1f1b"),
+    "several_stages": ("interleaved", "breadth-first"),
+    "split_backward": ("zb-h1", "zb-h2", "zbv"),
+}
+
+
+def played(name: str, ranks: int = 4, micro_batches: int = 8, chunks: int | None = None) -> Timeline:
+    """The checked schedule, in comparable units."""
+    schedule, costs = pipeline_of(name, ranks, micro_batches, chunks)
+    check(schedule)
+    return simulate(schedule, costs)
+
+
+def title_of(label: str, timeline: Timeline) -> str:
+    """`1f1b: 33 units, of them bubble 9; in flight 4/3/2/1`. A label begins with the name of its schedule."""
+    lost = f"{timeline.makespan:g} units, of them bubble {timeline.bubble:g}"
+    return f"{label}: {lost}; in flight {in_flight(label, timeline)}"
+
+
+def in_flight(label: str, timeline: Timeline) -> str:
+    """`11/9/7/5 halves`, of what a rank holds (of one copy of the model), where that is two stages."""
+    halves = SCHEDULES[label.replace(",", " ").split()[0]].chunks != 1
+    return "/".join(map(str, timeline.in_flight)) + (" halves" if halves else "")
+
+
+def beside(title: str, rows: list[tuple[str, float, float]]) -> None:
+    """Print what a formula says and what was simulated."""
+    cells = [(name, *compared(formula, simulated, "g")) for name, formula, simulated in rows]
+    table(title, ("", "formula", "simulated", "ratio"), cells)
+
+
+def schedules(quick: bool) -> None:
+    """SIMULATED: every schedule on 4 ranks with 8 micro-batches: makespan, bubble, what is kept; drawn."""
+    lines = {name: played(name) for name in ORDER}
+    lines[LLAMA3] = simulate(build("llama3", 4, 8, 2, consecutive=8), Costs(F=0.5, I=0.5, W=0.5))
+    rows = []
+    for name, line in lines.items():
+        lost = f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.1%}", f"{line.efficiency:.1%}"
+        numbers = ["/".join(map(str, each)) for each in (line.stores, line.unfinished)]
+        rows.append((name, *lost, f"{line.span:g}", in_flight(name, line), *numbers))
+    header = ("schedule", "makespan", "bubble", "r", "efficiency", "within a rank", "in flight", "I to W", "unfinished")
+    table("p 4, m 8, F = I = W = 1 (of a quarter of the model), B = 2; 24 units of work on each rank", header, rows)
+    for figure, names in FAMILIES.items():
+        draw({title_of(name, lines[name]): lines[name] for name in names}, figure_path(figure), UNIT)
+        finish_figure(figure)
+    del lines["naive"]  # as long as three of the others
+    lines["llama3"] = lines.pop(LLAMA3)  # with N = 4 it is interleaved
+    labels = {name: LLAMA3 if name == "llama3" else name for name in lines}
+    draw({title_of(labels[name], line): line for name, line in lines.items()}, figure_path("gallery"), UNIT)
+    finish_figure("gallery")
+    draw_both_ends()
+
+
+def draw_both_ends() -> None:
+    """DualPipe as in DeepSeek-V3's figure 5, and its half."""
+    whole, half = played("dualpipe", 8, 20), simulate(build("dualpipev", 4, 10), Costs())
+    titles = (
+        title_of("dualpipe, 8 ranks, 20 micro-batches", whole),
+        title_of("dualpipev, 4 ranks, 10 micro-batches", half),
+    )
+    unit = "time; 1 is the forward of a stage, here an eighth of the model"
+    draw(dict(zip(titles, (whole, half))), figure_path("both_ends"), unit)
+    finish_figure("both_ends")
+
+
+def naive(quick: bool) -> None:
+    """SIMULATED: one whole batch through 4 ranks: 12 units where 3 would do; and cut into micro-batches."""
+    rows, lines = [], {}
+    for name, micro_batches in (("naive", 1), ("afab", 4), ("afab", 8), ("afab", 32)):
+        unit = 1 / micro_batches
+        line = simulate(build(name, 4, micro_batches), Costs(F=unit, I=unit, W=unit))
+        label = "one batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+        r = predictions.bubble_ratio(4, micro_batches)
+        rows.append((label, f"{line.makespan:g}", f"{line.ideal:g}", f"{r:.4f}", f"{line.bubble_ratio:.4f}"))
+        if micro_batches < 32:
+            lines[f"{label}: {line.makespan:g} units, bubble {line.bubble:g}"] = line
+    header = ("4 ranks", "makespan", "ideal", "(p - 1)/m", "simulated r")
+    table("one batch; a rank's forward of it takes 1, its backward 2", header, rows)
+    draw(lines, figure_path("naive"), "time; 1 is a rank's forward of the whole batch")
+    finish_figure("naive")
+
+
+# ---- interleaving ----------------------------------------------------------------------------------------------------
+
+MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8)
+
+
+def bubbles(quick: bool) -> None:
+    """SIMULATED: the bubble of 8 ranks over m and v, beside (p - 1)/(v m), which holds from m = p on."""
+    ranks, rows, ratios = 8, [], {}
+    for m in MICRO_BATCHES:
+        cells = []
+        for v in CHUNKS:
+            line = played("llama3", ranks, m, v)  # interleaved, but for any number of micro-batches
+            ratios[m, v] = predictions.bubble_ratio(ranks, m, v), line.bubble_ratio
+            formula, simulated = ratios[m, v]
+            cells.append(f"{formula:.2f}" + (f" -> {simulated:.2f}" if abs(simulated - formula) > 1e-9 else ""))
+        rows.append((m, *cells, f"{predictions.smallest_ratio(ranks, m):.2f}"))
+    header = ("m", *(f"v = {v}" for v in CHUNKS), "p/m - 1")
+    table(
+        "r of 8 ranks: (p - 1)/(v m), and what was simulated where that differs; no order of these gets below p/m - 1",
+        header,
+        rows,
+    )
+
+    figure, axis = new_figure(width=9.0, height=3.8)
+    colours = ("#0072B2", "#56B4E9", "#009E73", "#E69F00")
+    for number, (v, colour) in enumerate(zip(CHUNKS, colours)):
+        places = [place + (number - 1.5) * 0.2 for place in range(len(MICRO_BATCHES))]
+        formulas, simulated = zip(*(ratios[m, v] for m in MICRO_BATCHES))
+        axis.plot(places, simulated, "o", color=colour, markersize=5, label=f"v = {v}")
+        for place, ratio in zip(places, simulated):
+            axis.text(place, ratio * 1.15, f"{ratio:.2f}", ha="center", fontsize=6.5)
+        cut = [(place, each) for place, each, real in zip(places, formulas, simulated) if real > each + 1e-9]
+        axis.plot(*zip(*cut), "_", color="black", markersize=11) if cut else None
+    axis.plot([], [], "_", color="black", markersize=11, label="(p - 1)/(v m), where it is less")
+    axis.set(yscale="log", ylim=(0.02, 14), ylabel="r = bubble / ideal")
+    axis.set_yticks([0.03, 0.1, 0.3, 1, 3, 10], [0.03, 0.1, 0.3, 1, 3, 10])
+    axis.set_xticks(range(len(MICRO_BATCHES)), [f"m = {m}" for m in MICRO_BATCHES])
+    axis.grid(visible=False, axis="x")
+    axis.set_title("8 ranks, m micro-batches, v stages on each rank: simulated", fontsize=10, loc="left")
+    axis.legend(frameon=False, fontsize=9)
+    finish_figure("bubbles", figure)
+
+
+def llama3(quick: bool) -> None:
+    """SIMULATED: Llama 3's figure 6, 4 ranks with 2 stages each, 10 micro-batches, N of them in a row."""
+    rows, lines = [], {}
+    for n in (4, 5, 7, 10):
+        schedule = build("llama3", 4, 10, 2, consecutive=n)
+        check(schedule)
+        line = simulate(schedule, Costs(F=0.5, I=0.5, W=0.5))
+        kept = in_flight("llama3", line)
+        rows.append((n, f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.3f}", kept))
+        lines[f"N = {n}: {line.makespan:g} units; in flight {kept}"] = line
+    table("p 4, v 2, M 10; half a unit is a stage's forward", ("N", "makespan", "bubble", "r", "in flight"), rows)
+    del lines[next(title for title in lines if title.startswith("N = 7"))]
+    draw(lines, figure_path("llama3"), UNIT)
+    finish_figure("llama3")
+
+
+# ---- split backwards -------------------------------------------------------------------------------------------------
+
+
+def split_backward(quick: bool) -> None:
+    """SIMULATED: bubbles of zero-bubble schedules and of DualPipe against their formulas, for several F, I, W."""
+    rows = []
+    for p in (4, 8):
+        for F, I, W in ((1, 1, 1), (10, 13, 8)):  # noqa: E741
+            where = f"p {p}, F {F}, I {I}, W {W}"
+            for name, formula in predictions.BUBBLES.items():
+                if name == "dualpipev" and F != I:
+                    continue  # its formula, as DualPipe's without F&B, is for F = I
+                line = _with_times(name, p, F, I, W)
+                staggered = name in ("zb-h2", "zbv")
+                bubble = (line.span if staggered else line.makespan) - line.ideal
+                rows.append(
+                    (f"{name}{', within a rank' if staggered else ''}: {where}", formula(p, F, I + W, W), bubble)
+                )
+            both = F + I + W
+            line = _with_times("dualpipe", p, F, I, W, FB=both)
+            predicted = predictions.dualpipe_bubble(p, both, I + W, W)
+            rows.append((f"dualpipe, F&B as one of {both}: {where}", predicted, line.bubble))
+    beside("bubble, 4p micro-batches", rows)
+    rows = []
+    for name in ("1f1b", "zb-h1", "zb-h2", "zbv", "dualpipe", "dualpipev"):
+        cells = []
+        for F, I, W in ((1, 1, 1), (10, 13, 8), (10, 14, 6)):  # noqa: E741
+            line = _with_times(name, 8, F, I, W)
+            within = (line.span - line.ideal) / line.ideal
+            cells.append(f"{line.bubble_ratio:.1%}" + (f" ({within:.1%})" if line.makespan - line.span > 1e-9 else ""))
+        rows.append((name, *cells))
+    header = ("r (within a rank)", "F = I = W", "F 10, I 13, W 8", "F 10, I 14, W 6")
+    table("8 ranks, 32 micro-batches: the less W there is, the less can be filled", header, rows)
+
+
+def _with_times(name: str, p: int, F: float, I: float, W: float, **more) -> Timeline:  # noqa: E741
+    schedule, costs = pipeline_of(name, p, 4 * p)
+    return simulate(schedule, Costs(F=F * costs.F, I=I * costs.I, W=W * costs.W, **more))

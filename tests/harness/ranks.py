@@ -1,0 +1,247 @@
+"""Run a function on several ranks, or a command line: nothing stays behind, and a failure shows everything.
+
+    def ranks_sum(value):  # at the top level of a test module
+        tensor = torch.tensor([value + dist.get_rank()])
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def test_sum():
+        assert run_ranks(4, ranks_sum, 10) == [46] * 4
+
+Starting a world costs little but not nothing: let one function go through many cases. In a rank `assert` is
+plain Python's: give it a message, or return values and compare them in the test. The fork server imports
+the test module: what starts threads (datasets, transformers) is to be imported inside functions.
+"""
+
+import atexit
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.harness.fork_server import MARGIN
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SERVER_TIME = 120.0  # seconds that the fork server may take for its own start and imports
+SHOWN_OUTPUT = 4000  # characters of what a failed rank printed, from its end
+
+
+class RankFailure(Exception):
+    """Ranks failed. `failures` tells what became of each, first failure first; the message has all of it."""
+
+    def __init__(self, headline: str, failures: dict[int, str]):
+        super().__init__("\n".join([headline, *failures.values()]))
+        self.failures = failures
+
+
+class CommandTimeout(Exception):
+    """A command ran past its timeout and was killed. The message has what it had written."""
+
+
+def run_ranks(world: int, function: Callable, *args, timeout: float = 120, **kwargs) -> list:
+    """Call `function(*args, **kwargs)` on `world` new ranks (gloo, CPU, one thread each); results by rank.
+
+    The ranks have the caller's environment variables and directory, besides RANK, WORLD_SIZE and so on, and
+    all start with the same state of the random generators. The function goes to them by name, arguments and
+    results as pickled copies, so a monkeypatch of the test does not reach them. What they print is printed
+    here, for pytest to show.
+
+    Args:
+        timeout: seconds; ranks that still run are then ended, and their stacks shown.
+
+    Raises:
+        RankFailure: a rank raised, died or ran into the timeout. After a failure the others have a few
+            seconds to end by themselves.
+        TypeError: `function` does not stand at the top level of a module, or an argument cannot be pickled.
+    """
+    call = _pickled(function, args, kwargs)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        request = {
+            "world": world,
+            "timeout": timeout,
+            "call": call,
+            "module": function.__module__,
+            "folder": folder,
+            "environment": dict(os.environ),
+            "directory": os.getcwd(),
+        }
+        outcome = _ask_server(request)
+        ranks = [_read_rank(Path(folder), rank, *outcome[rank]) for rank in range(world)]
+    if all("result" in rank for rank in ranks):
+        for rank, report in enumerate(ranks):
+            for line in report["output"]:
+                print(f"[rank {rank}] {line}")
+        return [pickle.loads(report["result"]) for report in ranks]
+
+    failed = [rank for rank in range(world) if "result" not in ranks[rank]]
+    failed.sort(key=lambda rank: ranks[rank]["order"])
+    failures = {rank: _describe(rank, ranks[rank]) for rank in failed}
+    why = f"timeout after {timeout:g} s" if ranks[failed[0]]["hung"] else "first failure first"
+    name = f"{function.__module__}.{function.__qualname__}"
+    raise RankFailure(f"{len(failed)} of {world} ranks failed in {name} ({why})", failures)
+
+
+def run_command(
+    args: list, timeout: float = 120, env: dict | None = None, cwd: Path = ROOT
+) -> subprocess.CompletedProcess:
+    """Run a command line, without input. Returns a CompletedProcess with text in `stdout` and `stderr`.
+
+    Args:
+        timeout: seconds; then the command and everything that it started are killed.
+        env: variables added to those of this process. OMP_NUM_THREADS is 1 unless given here.
+
+    Raises CommandTimeout, with what the command had written.
+    """
+    mark = "STARTED_BY_TEST", str(uuid.uuid4())
+    process = subprocess.Popen(
+        [str(each) for each in args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}) | dict([mark]),
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill(process, mark)
+        stdout, stderr = process.communicate()
+        command = " ".join(process.args)
+        raise CommandTimeout(f"after {timeout:g} s: {command}\n{stdout}\n--- stderr:\n{stderr}") from None
+    finally:
+        _kill(process, mark)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def torchrun(nproc: int, script: str | Path, *flags, **options) -> subprocess.CompletedProcess:
+    """torchrun with this Python, `nproc` ranks and a free port. `options` are those of `run_command`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", nproc]
+    return run_command([*launcher, script, *flags], **options)
+
+
+def stop_fork_server() -> None:
+    """End the fork server and whatever it has started. The next `run_ranks` starts a new one."""
+    global _server
+    if _server is None:
+        return
+    (process, *files), _server = _server, None
+    os.killpg(process.pid, signal.SIGKILL)  # it leads the group, whose number nobody else can have before wait()
+    process.wait()
+    for file in files:
+        file.close()
+
+
+_server = None  # (process, connection to it, connection from it, file with what it prints)
+atexit.register(stop_fork_server)
+
+
+def _start_server() -> None:
+    global _server
+    requests_out, requests_in = os.pipe()
+    replies_out, replies_in = os.pipe()
+    log = tempfile.TemporaryFile()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.harness.fork_server", str(requests_out), str(replies_in)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(requests_out, replies_in),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    os.close(requests_out)
+    os.close(replies_in)
+    _server = process, Connection(requests_in, readable=False), Connection(replies_out, writable=False), log
+
+
+def _ask_server(request: dict) -> dict[int, tuple[int, float, bool]]:
+    if _server is None:
+        _start_server()
+    _, requests, replies, log = _server
+    try:
+        requests.send(request)
+        if not replies.poll(request["timeout"] + MARGIN + SERVER_TIME):
+            raise EOFError
+        return replies.recv()
+    except (EOFError, OSError):
+        log.seek(0)
+        printed = log.read().decode(errors="replace")
+        stop_fork_server()
+        raise RuntimeError(f"the fork server died or does not answer; it had printed:\n{printed}") from None
+    except BaseException:  # Ctrl-C
+        stop_fork_server()
+        raise
+
+
+def _pickled(function: Callable, args: tuple, kwargs: dict) -> bytes:
+    name = getattr(function, "__qualname__", repr(function))
+    if "." in name or "<" in name or function.__module__ == "__main__":
+        raise TypeError(
+            f"run_ranks got {name}: the ranks find the function by name, so it must stand at the top level"
+            " of a module that can be imported (no lambda, no inner function, no script)"
+        )
+    try:
+        return pickle.dumps((function, args, kwargs))
+    except Exception as error:
+        raise TypeError(f"an argument of {name} cannot be sent to the ranks: {error}") from error
+
+
+def _read_rank(folder: Path, rank: int, code: int, ended_at: float, was_ended: bool) -> dict:
+    """What a rank left: `result` or `traceback`, `output`, `stacks`, and its `order` among failures."""
+    texts = {}
+    for name in ("output", "stacks"):
+        path = folder / f"{rank}.{name}"
+        texts[name] = path.read_text(errors="replace") if path.exists() else ""
+    try:
+        report = pickle.loads((folder / f"{rank}.report").read_bytes())
+    except (OSError, EOFError, pickle.UnpicklingError):  # it ended before it wrote, or while it did
+        report = {}
+    # A rank that was killed comes first: its peers may have noticed sooner than the fork server.
+    killed = code < 0 and code != -signal.SIGABRT and not was_ended
+    report["order"] = not killed, math.inf if was_ended else report.get("failed_at", ended_at)
+    report["code"], report["hung"] = code, was_ended
+    below = ("/tests/harness/fork_server.py", "<frozen runpy>")  # frames that are the same in every stack
+    stack = [line for line in texts["stacks"].splitlines() if not any(name in line for name in below)]
+    report["stacks"] = "\n".join(stack)
+    # Without gloo's word on every group that it connects.
+    report["output"] = [line for line in texts["output"].splitlines() if not line.startswith("[Gloo] Rank ")]
+    return report
+
+
+def _describe(rank: int, report: dict) -> str:
+    code = report["code"]
+    if report["hung"]:
+        what = "did not end by itself; where it was:"
+    elif "traceback" in report:
+        what = "raised:"
+    else:
+        what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    parts = [f"--- rank {rank} {what}", report["stacks"], report.get("traceback", "")]
+    if report["output"]:
+        parts += [f"--- rank {rank} had printed:", "\n".join(report["output"])[-SHOWN_OUTPUT:]]
+    return "\n".join(part.rstrip() for part in parts if part)
+
+
+def _kill(process: subprocess.Popen, mark: tuple[str, str]) -> None:
+    """Kill a command and what it started: its group, and every process with `mark` in its environment.
+
+    torchrun gives each rank a session of its own, out of reach for the first; the second needs /proc.
+    """
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if "=".join(mark).encode() in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+        except OSError:  # it ended meanwhile, or is another user's
+            continue

@@ -1,0 +1,238 @@
+"""Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.command_line import parse
+from common.config import TrainConfig
+from common.counts import count_parameters
+from common.measure.allocator import MemoryMeter, live_bytes
+from common.model import cross_entropy_sum
+from common.model_config import ModelConfig
+from common.presets import PRESETS
+from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.experiments import step_timeline as timeline
+from step01_single_gpu.experiments.gpt_block import GptBlock
+from step01_single_gpu.experiments.tools import Run, build
+from step01_single_gpu.memory_model import gpt as gpt_memory
+from step01_single_gpu.memory_model import prediction as memory
+from step01_single_gpu.memory_model.gpt import GptShape
+from step01_single_gpu.memory_model.peak import predict_peak
+from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, states, total_bytes
+from step01_single_gpu.train import train
+from tests.harness.ranks import run_ranks
+
+MODES = ("none", "selective", "full")
+GIB = 2**30
+
+
+def tiny(kv_heads: int = 2, tie: bool = False) -> ModelConfig:
+    return ModelConfig(96, 48, 2, 6, kv_heads, 80, tie)
+
+
+def measured(model_config: ModelConfig, config: TrainConfig, batch: int, seq: int) -> SavedTensors:
+    model = build(model_config, config)
+    tokens, targets = (torch.randint(model_config.vocab, (batch, seq)) for _ in range(2))
+    with SavedTensors(model) as saved:
+        loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
+    assert loss.requires_grad
+    return saved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("attention", ["naive", "fused"])
+def test_saved_activations_are_predicted_to_the_byte(attention, dtype):
+    heads_and_tying = ((2, False), (6, True), (1, True))
+    for (kv_heads, tie), mode in itertools.product(heads_and_tying, MODES):
+        model = tiny(kv_heads, tie)
+        config = TrainConfig(attention=attention, recompute=mode, dtype=dtype)
+        for batch, seq in ((1, 2), (1, 24), (3, 7), (2, 24)):
+            predicted = saved_activations(model, batch, seq, config.torch_dtype, attention, mode)
+            found = measured(model, config, batch, seq)
+            case = (kv_heads, mode, batch, seq)
+            assert total_bytes(predicted) == found.bytes, case
+            assert len(predicted) == len(found.tensors), case
+            sizes = sorted(saved.bytes for saved in predicted)
+            assert sizes == sorted(each.untyped_storage().nbytes() for each in found.tensors), case
+
+
+@pytest.mark.parametrize("heads, head_dim", [(6, 16), (6, 4)])
+def test_a_head_width_of_its_own(heads, head_dim):
+    model = ModelConfig(96, 48, 1, heads, 3, 80, False, head_dim=head_dim)
+    for attention, mode in itertools.product(("naive", "fused"), MODES):
+        config = TrainConfig(attention=attention, recompute=mode)
+        predicted = saved_activations(model, 2, 9, torch.float32, attention, mode)
+        assert total_bytes(predicted) == measured(model, config, 2, 9).bytes, (attention, mode)
+
+
+def test_selective_keeps_no_scores_and_full_only_layer_inputs():
+    model, batch, seq = tiny(), 2, 64
+    found = {
+        mode: measured(model, TrainConfig(attention="naive", recompute=mode), batch, seq).tensors for mode in MODES
+    }
+    square = {mode: sum(t.numel() for t in tensors if t.shape[-2:] == (seq, seq)) for mode, tensors in found.items()}
+    assert square == {"none": model.layers * (6 * batch + 1) * seq**2, "selective": 0, "full": 0}  # and a mask
+    wide = [tensor for tensor in found["full"] if model.ffn in tensor.shape]
+    assert not wide
+    residual = [t for t in found["full"] if t.untyped_storage().nbytes() == batch * seq * model.hidden * 4]
+    assert len(residual) == model.layers + 3  # layer inputs; input, normalised and gain times that of the head
+
+
+@pytest.mark.parametrize("dtype, each", [("float32", 16), ("float64", 32), ("bfloat16", 18), ("float16", 18)])
+def test_states_are_the_live_tensors(dtype, each):
+    run = Run(TrainConfig(dtype=dtype, seq_len=8, micro_batch=1, global_batch=1, layers=1))
+    run.step()
+    run.accumulate()
+    held = live_bytes([*run.state(), *run.gradients.sums.values()]) - live_bytes([run.tokens, run.targets])
+    model = run.config.model_config
+    assert held == sum(states(model, run.config.torch_dtype).values())
+    assert abs(held / count_parameters(model).total - each) < 0.01
+    assert len(run.parameters) == memory.tensor_count(model)
+    assert all(parameter.grad is None for parameter in run.parameters)  # no narrow gradient stays
+
+
+def test_gradients_are_gone_between_steps():
+    run = Run(TrainConfig(seq_len=8, micro_batch=1, global_batch=1))
+    run.accumulate()
+    total = run.gradients.finish()
+    run.optimizer.step(total, 1e-3)
+    assert total == [] and not run.gradients.sums
+    assert all(master.grad is None for master in run.optimizer.masters)
+
+
+@pytest.mark.parametrize("attention", ["naive", "fused"])
+@pytest.mark.parametrize("mode", MODES)
+def test_peak_of_a_step_is_predicted(attention, mode):
+    shape = {"hidden": 128, "layers": 4, "ffn": 384, "seq_len": 128, "attention": attention, "recompute": mode}
+    for dtype, accumulation, vocab in (("float32", 1, 2048), ("float32", 2, 128), ("bfloat16", 1, 128)):
+        config = TrainConfig(**shape, dtype=dtype, vocab=vocab, micro_batch=2, global_batch=2 * accumulation)
+        run = Run(config)
+        for first in (True, False):
+            with MemoryMeter("cpu").measure(run.state()) as found:
+                run.step()
+            case = (config.model_config, 2, 128, config.torch_dtype, attention, mode, "adamw", accumulation, first)
+            ratio = predict_peak(*case).peak / found.peak_bytes
+            assert abs(ratio - 1) < (0.005 if vocab == 2048 else 0.06), (dtype, accumulation, first, ratio)
+
+
+def test_timeline_knows_what_is_what():
+    config = TrainConfig(layers=2, vocab=2048, seq_len=64, micro_batch=2, global_batch=2)
+    result = timeline.record(Run(config), 2)
+    held = states(config.model_config, torch.float32)
+    at = {name: index for index, name in enumerate(timeline.CATEGORIES)}
+    most = [max(sizes[index] for _, sizes in result.points) for index in range(len(at))]
+    assert most[at["parameters"]] == held["parameters"]
+    assert most[at["gradients"]] == held["gradients"]
+    assert most[at["moments"]] == held["moments"]
+    saved = saved_activations(config.model_config, 2, 64, torch.float32)
+    inputs = [each for each in saved if each.name in ("tokens", "targets")]  # they live all the time
+    assert most[at["activations"]] == total_bytes(saved) - total_bytes(inputs)
+    last = result.points[-1][1]
+    assert last[at["gradients"]] == 0 and last[at["activations"]] == 0
+    first_update = next(start for name, start, _ in result.phases if name == "optimizer")
+    early = [sizes[at["moments"]] for seconds, sizes in result.points if seconds < first_update - timeline.SLACK]
+    assert max(early) == 0 and last[at["moments"]] == held["moments"]
+
+
+def peaks_of_training(flags: str) -> tuple[TrainConfig, list[int]]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse(1, [*flags.split(), "--measure-memory", "--run-dir", folder])
+        config.resolve_and_check(1)
+        train(config, build_mesh(Degrees(), torch.device("cpu")))
+        lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return config, [line["peak_memory_bytes"] for line in lines]
+
+
+@pytest.mark.parametrize("dtype, mode", [("float32", "none"), ("bfloat16", "full")])
+def test_train_peaks_where_the_calculator_says(dtype, mode):
+    """train.py as it is: a name in its loop that kept gradients or a graph alive would show."""
+    flags = f"--data synthetic --steps 3 --device cpu --seq-len 128 --vocab 1024 --dtype {dtype} --recompute {mode}"
+    [(config, peaks)] = run_ranks(1, peaks_of_training, flags)  # a process of its own: nothing else is alive there
+    shape = (config.model_config, config.micro_batch, 128, config.torch_dtype, "fused", mode, "adamw", 4)
+    for peak, first in zip(peaks, (True, False, False), strict=True):
+        assert abs(predict_peak(*shape, first_step=first).peak / peak - 1) < 0.001
+
+
+# ---- the playbook's own form ----------------------------------------------------------------------------------
+
+
+def test_layer_formula_and_its_parts():
+    shape = GptShape(vocab=0, hidden=64, layers=1, heads=4)
+    sbh, as2b = 16 * 2 * 64, 4 * 16**2 * 2
+    parts = gpt_memory.layer_activations(shape, 2, 16)
+    assert parts == {"attention": 11 * sbh, "scores": 5 * as2b, "mlp": 19 * sbh, "norms": 4 * sbh}
+    for mode in MODES:
+        widget = sum(gpt_memory.layer_activations(shape, 2, 16, recompute=mode).values())
+        assert widget == gpt_memory.text_activations(shape, 2, 16, mode), mode
+    float32 = gpt_memory.layer_activations(shape, 2, 16, mixed=False)
+    assert float32 == {"attention": 21 * sbh, "scores": 9 * as2b, "mlp": 37 * sbh, "norms": 8 * sbh}
+    mlp = {kind: gpt_memory.layer_activations(shape, 2, 16, mlp=kind)["mlp"] // sbh for kind in gpt_memory.MLP_KINDS}
+    assert mlp == {"gelu": 19, "relu": 11, "swiglu": 35}
+
+
+def test_a_built_gpt_layer_keeps_what_the_formula_says():
+    for hidden, heads, batch, seq in ((64, 4, 2, 64), (128, 2, 1, 96)):
+        block = GptBlock(hidden, heads).to(torch.bfloat16)
+        x = torch.randn(batch, seq, hidden, dtype=torch.bfloat16, requires_grad=True)
+        with SavedTensors(block) as saved:
+            result = block(x)
+        formula = gpt_memory.text_activations(GptShape(0, hidden, 1, heads), batch, seq)
+        assert result.requires_grad
+        assert abs(saved.bytes / formula - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    "name, seq, mode, gib",
+    [
+        *(("llama3-8b", 1024 * 2**i, "none", size) for i, size in enumerate((9.25, 28.5, 97.0, 354.0, 1348))),
+        *(("llama3-70b", 1024 * 2**i, "none", size) for i, size in enumerate((46.3, 142.5, 485, 1770, 6740))),
+        *(("llama3-405b", 1024 * 2**i, "none", size) for i, size in enumerate((145.7, 448.9, 1527.8, 5575.6, 21231))),
+        *(("llama3-1b", 4096, mode, size) for mode, size in zip(MODES, (44.3, 4.26, 0.258))),
+        *(("llama3-8b", 4096, mode, size) for mode, size in zip(MODES, (97.0, 17.0, 1.02))),
+        *(("llama3-70b", 4096, mode, size) for mode, size in zip(MODES, (485, 85, 5.03))),
+        *(("llama3-405b", 4096, mode, size) for mode, size in zip(MODES, (1528, 268, 15.8))),
+    ],
+)
+def test_activations_of_the_playbooks_plots(name, seq, mode, gib):
+    size = gpt_memory.text_activations(gpt_memory.from_model(PRESETS[name]), 1, seq, mode) / GIB
+    assert abs(size / gib - 1) < (0.002 if mode == "none" else 0.04)  # as read off the plots
+
+
+def test_states_of_the_playbooks_tables():
+    parameters = gpt_memory.from_model(PRESETS["llama3-8b"]).parameters
+    held = gpt_memory.states(parameters, mixed=False)
+    assert [round(size / GIB) for size in held.values()] == [26, 26, 52]
+    for billions, plain, wide in ((1, 16, 20), (7, 112, 140), (70, 1120, 1400), (405, 6480, 8100)):
+        count = billions * 10**9
+        assert sum(gpt_memory.states(count, True, False).values()) == plain * 10**9
+        assert sum(gpt_memory.states(count, False).values()) == plain * 10**9
+        assert sum(gpt_memory.states(count).values()) == wide * 10**9
+
+
+def test_selective_recomputation_of_gpt3():
+    gpt3 = GptShape(50257, 12288, 96, 96)
+    assert round(gpt_memory.selective_saving(gpt3, 2048), 3) == 0.702
+    overhead = gpt_memory.selective_overhead(gpt3, 2048)
+    assert round(overhead["core"], 4) == 0.009 and round(overhead["paper"], 4) == 0.0278
+
+
+def test_calculator(capsys):
+    assert memory.main("--model llama3-8b --seq-len 4096 --micro-batch 1 --dtype bfloat16".split()) == 0
+    shown = capsys.readouterr().out
+    assert "8,030,261,248" in shown and "18.00" in shown and "20.00" in shown
+    for size in ("3", "12"):  # neither divides the default global batch
+        assert memory.main(["--micro-batch", size]) == 0
+    for wrong in (
+        ["--model", "mixtral-8x7b"],
+        ["--heads", "7"],
+        ["--what"],
+        ["--seq-len", "0"],
+        ["--micro-batch", "0"],
+    ):
+        assert memory.main(wrong) == 2
+        assert capsys.readouterr().err.count("error: ") == 1

@@ -1,0 +1,101 @@
+"""The tour of collectives: its own assertions hold, its output shows what it claims, a wrong result is noticed."""
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+
+from common import collectives
+from common.process_groups import Degrees, Group, build_mesh
+from step02_data_parallel import collectives_tour
+from tests.harness.ranks import RankFailure, run_command, run_ranks, torchrun
+
+SCRIPT = "step02_data_parallel/collectives_tour.py"
+
+
+def world_group() -> Group:
+    return build_mesh(Degrees(dp=int(os.environ["WORLD_SIZE"])), torch.device("cpu")).world
+
+
+def ranks_tour():
+    collectives_tour.NAP = 0.02
+    collectives_tour.tour(world_group(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_every_stop_on(world, capsys):
+    run_ranks(world, ranks_tour)
+    printed = capsys.readouterr().out
+    for name in ("broadcast", "reduce to", "all-reduce", "gather to", "all-gather", "scatter from", "reduce-scatter"):
+        assert f"\n[rank 0] {name}" in printed, name
+    for name in ("all-to-all", "send and receive", "ring all-reduce by hand", "barrier"):
+        assert f"\n[rank 0] {name}" in printed, name
+    assert f"All 11 results are as asserted, on {world} ranks." in printed
+    assert "[rank 1]" not in printed, "rank 0 prints for all, so the lines are in order"
+    assert printed.count("reduce-scatter ") >= world - 1 and printed.count("all-gather  ") >= world - 1
+
+
+def test_the_command_prints_before_and_after():
+    result = torchrun(3, SCRIPT)
+    assert result.returncode == 0, result.stderr
+    stops = dict(re.findall(r"^(\S[^\n]*)\n((?:  .*\n)+)", result.stdout, re.MULTILINE))
+    after = {
+        title: [line.split("->")[1].strip() for line in text.splitlines() if "->" in line]
+        for title, text in stops.items()
+    }
+    assert after["broadcast from rank 0"] == ["[1 2 3 4 5]"] * 3
+    assert after["reduce to rank 0"][0] == "[6 6 6 6 6]  (the sum)"
+    assert all(text.endswith("(not defined)") for text in after["reduce to rank 0"][1:])
+    assert after["all-reduce"] == ["[6 6 6 6 6]"] * 3
+    assert after["gather to rank 0"] == ["[1 1] [2 2] [3 3]", "-", "-"]
+    assert after["all-gather"] == ["[1 1 2 2 3 3]"] * 3
+    assert after["scatter from rank 0"] == ["[10 10]", "[20 20]", "[30 30]"]
+    assert after["reduce-scatter"] == ["[6 12]", "[14 56]", "[36 288]"], "the playbook's numbers"
+    assert after["all-to-all"] == ["[11 21 31]", "[12 22 32]", "[13 23 33]"]
+    assert after["send and receive"] == ["[3 3]", "[1 1]", "[2 2]"]
+    ring = stops["ring all-reduce by hand: reduce-scatter, then all-gather"]
+    ring = [" ".join(line.split()) for line in ring.splitlines()]
+    assert "reduce-scatter 2/2 001 222 303 011 020 333 111 220 300" in ring
+    assert "all-gather 2/2 111 222 333 111 222 333 111 222 333" in ring
+    assert "each rank sent 4 messages of K/N = 16 bytes, 64 in all = 2(N-1)/N K for K = 48" in ring
+
+
+def test_one_process_is_told_what_to_do():
+    result = run_command([sys.executable, SCRIPT])
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and "torchrun --nproc_per_node 3" in result.stderr
+    assert len(result.stderr.splitlines()) == 1, "no traceback"
+
+
+def ranks_ring():
+    """The ring against the library on values for which every order of additions rounds differently."""
+    group = world_group()
+    for elements in (group.size, 12 * group.size):
+        tensor = torch.randn(elements, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank))
+        library = tensor.clone()
+        collectives.all_reduce(library, group)
+        steps = []
+        collectives_tour.ring_all_reduce(tensor, group, lambda phase, step, steps=steps: steps.append((phase, step)))
+        torch.testing.assert_close(tensor, library, rtol=1e-13, atol=1e-13)
+        expected = [(phase, step) for phase in ("reduce-scatter", "all-gather") for step in range(group.size - 1)]
+        assert steps == expected, steps
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ring_all_reduce(world):
+    run_ranks(world, ranks_ring)
+
+
+def ranks_wrong_sum():
+    def no_sum(tensor, group, async_op=False, op="sum"):
+        return collectives.broadcast(tensor, 0, group, async_op)
+
+    collectives.all_reduce = no_sum
+    collectives_tour.all_reduce(world_group(), torch.device("cpu"))
+
+
+def test_a_wrong_result_is_noticed():
+    with pytest.raises(RankFailure, match="all-reduce"):
+        run_ranks(2, ranks_wrong_sum)

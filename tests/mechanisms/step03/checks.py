@@ -1,0 +1,267 @@
+"""What a step of ZeRO must hold, send and do, and when: formulas, and checks of an `Observation` against them.
+
+Nothing here asks the mechanism: sizes follow from the shape of the model, units from the rules of the design (buckets
+of so many MB, in stage 3 a region each). Each check raises AssertionError with a message that begins with its name.
+`test_accounting.py` runs all of them on the mechanism, `tests/mutants/test_step03.py` on known-wrong variants of it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from common.config import TrainConfig
+from tests.mechanisms.step03.observe import OTHERS, Observation
+
+
+@dataclass(frozen=True)
+class FormulaUnit:
+    """Parameters that are reduced together."""
+
+    names: tuple[str, ...]
+    elements: int
+    share: int  # elements of one rank, padding included
+
+
+@dataclass
+class Plan:
+    """What one configuration means on `world` ranks."""
+
+    config: TrainConfig
+    world: int
+
+    def __post_init__(self):
+        config, model = self.config, self.config.model_config
+        self.stage, self.layers = config.zero, model.layers
+        self.replicas = config.zero_replicas if self.stage else self.world
+        self.ranks = self.world // self.replicas  # over which ZeRO shards
+        self.itemsize, self.wide = config.torch_dtype.itemsize, max(4, config.torch_dtype.itemsize)
+        self.micro_batches = config.accumulation_steps
+        h, d, kv = model.hidden, model.heads * model.head_width, model.kv_heads * model.head_width
+        layer = {"attention_norm": h, "q": h * d, "k": h * kv, "v": h * kv, "o": d * h, "mlp_norm": h}
+        layer |= dict.fromkeys(("gate", "up", "down"), h * model.ffn)
+        head = "embedding" if model.tie_embeddings else "head"
+        self.sizes = {"embedding": model.vocab * h}  # in the order of the forward
+        self.regions = [["embedding"]]
+        for index in range(model.layers):
+            self.sizes |= {f"{index}.{name}": size for name, size in layer.items()}
+            self.regions.append([f"{index}.{name}" for name in layer])
+        self.sizes |= {"norm": h, head: model.vocab * h}
+        self.regions.append(["norm", head])
+        self.parameters = sum(self.sizes.values())
+        self.units = [self._unit(names) for names in self._groups()]  # in the order of their reduction
+
+    def _unit(self, names: list[str]) -> FormulaUnit:
+        elements = sum(self.sizes[name] for name in names)
+        return FormulaUnit(tuple(names), elements, math.ceil(elements / self.ranks))
+
+    def _groups(self) -> list[list[str]]:
+        if self.stage == 3:  # the region that needs a parameter first has it
+            own, seen = [], set()
+            for region in self.regions:
+                own.append([name for name in region if name not in seen])
+                seen.update(region)
+            return own[::-1]
+        groups, limit = [], self.config.bucket_mb * 1e6 / self.wide
+        for name in reversed(self.sizes):
+            if groups and sum(self.sizes[each] for each in groups[-1]) + self.sizes[name] <= limit:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+        return groups
+
+    def units_of(self, region: int) -> list[FormulaUnit]:
+        return [unit for unit in self.units if set(unit.names) & set(self.regions[region])]
+
+    @property
+    def padded(self) -> int:
+        return sum(unit.share for unit in self.units) * self.ranks
+
+    @property
+    def reductions(self) -> int:
+        """Reduce-scatters of each unit in a step."""
+        return self.micro_batches if self.stage >= 2 and self.config.zero_reduce == "micro-batch" else 1
+
+    def gathers(self) -> list[tuple[str, int, FormulaUnit]]:
+        """Those of one micro-batch (stages 1 and 2: of a step) in order: what waits for it ("forward" or "backward" of
+        which region), and what it brings."""
+        if self.ranks == 1:
+            return []
+        if self.stage < 3:
+            found = []
+            for unit in reversed(self.units):
+                first = min(index for index, names in enumerate(self.regions) if set(names) & set(unit.names))
+                found.append(("forward", first, unit))
+            return found
+        # The last region stays until its backward, and the backward of the embedding needs no weights
+        forward = [("forward", i, unit) for i in range(len(self.regions)) for unit in self.units_of(i)]
+        return forward + [("backward", i, unit) for i in range(self.layers, 0, -1) for unit in self.units_of(i)]
+
+    def calls(self) -> dict[str, list[tuple]]:
+        """(group, elements, dtype, bytes sent) of each operation in a step, in order."""
+        narrow, n, r = self.config.dtype, self.ranks, self.replicas
+        wide = narrow if self.wide == self.itemsize else "float32"
+        gathers = [("shard", unit.share, narrow, (n - 1) * unit.share * self.itemsize) for _, _, unit in self.gathers()]
+        scatters = [("shard", n * unit.share, wide, (n - 1) * unit.share * self.wide) for unit in self.units]
+        sums = [("replica", unit.share, wide, 2 * (unit.share * self.wide * (r - 1) // r)) for unit in self.units]
+        # The gradient norm, then the loss: one float64 each
+        last = [(group, 1, "float64", 2 * (8 * (self.world - 1) // self.world)) for group in ("world", "dp_cp")]
+        return {
+            "all_gather": gathers * (self.micro_batches if self.stage == 3 else 1),
+            "reduce_scatter": scatters * self.reductions if n > 1 else [],
+            "all_reduce": (sums if r > 1 else []) + last,
+        }
+
+    def bytes_sent(self) -> int:
+        return sum(call[3] for calls in self.calls().values() for call in calls)
+
+
+# ---- checks of one rank ----------------------------------------------------------------------------------------------
+
+
+def check_calls(seen: Observation, plan: Plan) -> None:
+    """Operations, groups, number, sizes and bytes, in order."""
+    expected = plan.calls()
+    assert {call[0] for call in seen.calls} <= expected.keys(), f"calls: {sorted({call[0] for call in seen.calls})}"
+    for op, wanted in expected.items():
+        found = [call[1:5] for call in seen.of(op)]
+        assert len(found) == len(wanted), f"calls: {len(found)} x {op} instead of {len(wanted)}"
+        assert found == wanted, f"calls: {op} {found} instead of {wanted}"
+
+
+def check_wire(seen: Observation, plan: Plan) -> None:
+    """Bytes that the kernel counted on this rank's sockets."""
+    if seen.on_wire is not None:
+        ratio = seen.on_wire / plan.bytes_sent()
+        assert abs(ratio - 1) < 0.02, f"wire: {seen.on_wire} bytes, {ratio:.3f} of the formula"
+
+
+def check_bytes_held(seen: Observation, plan: Plan) -> None:
+    """Parameters, gradients and optimizer state, right before the update and after the step."""
+    whole, shard = plan.padded, plan.padded // plan.ranks
+    parameters = (shard if plan.stage == 3 else whole) * plan.itemsize
+    gradients = (shard if plan.stage >= 2 else whole) * plan.wide
+    states = 2 * plan.wide + (plan.wide if plan.wide != plan.itemsize else 0)  # moments; a master copy
+    most = shard * states + 4 * len(plan.sizes)  # and a step counter for each tensor
+    for moment, held in seen.held.items():
+        assert held["parameters"] == parameters, f"bytes held: {held['parameters']} of parameters, not {parameters}"
+        expected = gradients if moment == "before the update" else 0
+        assert held["gradients"] == expected, f"bytes held: {held['gradients']} of gradients, not {expected}, {moment}"
+        assert held["optimizer"] <= most, f"bytes held: {held['optimizer']} of optimizer state, not {most}"
+        assert held["others"] < OTHERS, f"bytes held: {held['others']} that are none of these, {moment}"
+
+
+def check_residency(seen: Observation, plan: Plan) -> None:
+    """Stage 3 holds at most two neighbouring regions beyond the shards; the others hold everything all the time."""
+    found = [sample.resident for sample in seen.samples]
+    if plan.stage < 3:
+        assert set(found) == {plan.padded * plan.itemsize}, f"residency: {sorted(set(found))}"
+        return
+    sizes = [sum(u.share * plan.ranks * plan.itemsize for u in plan.units_of(i)) for i in range(len(plan.regions))]
+    most = max(one + other for one, other in zip(sizes, sizes[1:], strict=False))
+    assert max(found) == most, f"residency: {max(found)} bytes at the peak, not two units: {most}"
+    assert found[-1] == 0, f"residency: {found[-1]} bytes after the backward"
+
+
+def check_gathers_overlap(seen: Observation, plan: Plan) -> None:
+    """Stages 1 and 2 begin to gather everything before the first layer runs, and wait for it region by region.
+    Stage 3 begins to gather what comes next right before it computes, and nothing earlier than that."""
+    calls, gathers = seen.of("all_gather"), plan.gathers()
+    assert len(calls) == len(gathers), "order of gathers: there are others than expected"
+    for (*_, issue, wait), (direction, region, _) in zip(calls, gathers, strict=True):
+        name = f"order of gathers: that for the {direction} of region {region}"
+        assert wait == seen.position(f"{direction} {region}"), f"{name} is waited for elsewhere than right before it"
+        if plan.stage < 3 or (direction, region) == ("forward", 0):
+            assert issue == seen.position("forward 0"), f"{name} does not begin with the step"
+            continue
+        step = -1 if direction == "forward" else 1
+        before = seen.position(f"{direction} {region + step}")
+        assert issue <= before, f"{name} begins after the region before it: no prefetch"
+        if region + 2 * step in range(len(plan.regions)):
+            earlier = seen.position(f"{direction} {region + 2 * step}")
+            assert issue > earlier, f"{name} begins two regions ahead"
+
+
+def check_reductions_overlap(seen: Observation, plan: Plan) -> None:
+    """Reduce-scatters begin during the backward, each as soon as its gradients are there (stage 3: as its region is
+    done), those of a step in one order."""
+    calls, done, total = seen.of("reduce_scatter" if plan.ranks > 1 else "all_reduce"), 0, len(plan.sizes)
+    assert seen.events.count("gradient") == total, "order of reductions: a parameter has not one gradient"
+    for index, (unit, call) in enumerate(zip(plan.units, calls, strict=False)):
+        issue, done, name = call[5], done + len(unit.names), f"order of reductions: that of unit {index}"
+        so_far = seen.events[:issue].count("gradient")
+        if plan.stage < 3:  # the hook that launches runs before the one that counts its gradient
+            # The backward meets the parameters of one layer in an order of its own; a layer has nine
+            assert done - 1 <= so_far <= done - 1 + 8, f"{name} begins after {so_far} of {total} gradients"
+        else:
+            region = len(plan.regions) - 1 - index
+            assert issue > seen.position(f"backward {region}"), f"{name} begins before its backward"
+            late = len(seen.events) if region == 0 else seen.position(f"backward {region - 1}")
+            assert issue <= late, f"{name} begins after {so_far} of {total} gradients"
+
+
+def check_gradient_memory(seen: Observation, plan: Plan) -> None:
+    """Stages 2 and 3 hold the whole gradients of three units at most: one is under way, one fills, and the next may
+    begin early where the backward meets parameters in another order. Each is gone when the next but one is launched.
+    """
+    sizes, peak = [unit.share * plan.ranks * plan.wide for unit in plan.units], 0
+    for sample in seen.samples:
+        peak = max(peak, sum(sample.gradients))
+        assert all(size in (0, whole) for size, whole in zip(sample.gradients, sizes)), "gradient memory: other sizes"
+    if plan.stage < 2:
+        assert peak == sum(sizes), f"gradient memory: {peak} bytes"
+        return
+    assert sum(seen.samples[-1].gradients) == 0, "gradient memory: some is left after the backward"
+    if plan.reductions < plan.micro_batches:
+        assert peak > sum(sizes) / 2, f"gradient memory: {peak} bytes, though all micro-batches are summed first"
+        return
+    count = len(sizes) - plan.config.model_config.tie_embeddings  # a tied embedding, the last, fills all along
+    for sample in seen.samples:
+        alive = [index for index in range(count) if sample.gradients[index]]
+        assert not alive or alive[-1] - alive[0] < 3, f"gradient memory: units {alive} at once"
+    if plan.ranks > 1:
+        scatters = [sample for call, sample in zip(seen.calls, seen.at_issue) if call[0] == "reduce_scatter"]
+        for index, sample in enumerate(scatters):
+            before = sample.gradients[: max(0, index % len(sizes) - 1)]
+            assert not any(before), f"gradient memory: {before} are there while unit {index % len(sizes)} is launched"
+
+
+def check_reduced_once(seen: Observation, plan: Plan) -> None:
+    """Where all micro-batches are summed first, nothing is reduced before the last one's backward."""
+    last = len(seen.events) - 1 - seen.events[::-1].index("forward 0")
+    for call in seen.of("reduce_scatter"):
+        assert call[5] > last, "reduced once: a reduce-scatter begins before the last micro-batch"
+
+
+# ---- checks of all ranks together ------------------------------------------------------------------------------------
+
+
+def check_same_order(ranks: list[Observation]) -> None:
+    """Every rank issues the same collectives in the same order: NCCL would hang otherwise."""
+    for rank, seen in enumerate(ranks):
+        for mine, others in zip(seen.calls, ranks[0].calls, strict=False):
+            assert mine[:5] == others[:5], f"same order: rank {rank} issues {mine[:5]} where rank 0 has {others[:5]}"
+        assert len(seen.calls) == len(ranks[0].calls), f"same order: rank {rank} issues another number"
+
+
+def check_optimizer_in_sum(ranks: list[Observation], plan: Plan) -> None:
+    """All ranks together hold state for each parameter once a replica, and no padding."""
+    states = 2 * plan.wide + (plan.wide if plan.wide != plan.itemsize else 0)
+    held = sum(seen.held["after the step"]["optimizer"] for seen in ranks)
+    counters = held - plan.replicas * plan.parameters * states
+    least, most = plan.replicas * len(plan.sizes), plan.replicas * (len(plan.sizes) + len(plan.units) * plan.ranks)
+    assert 4 * least <= counters <= 4 * most, f"optimizer in sum: {held} bytes"
+
+
+def check(ranks: list[Observation], plan: Plan) -> None:
+    """All of them, but the wire: its 2% want a large model."""
+    check_same_order(ranks)
+    for seen in ranks:
+        check_calls(seen, plan)
+        check_bytes_held(seen, plan)
+        check_residency(seen, plan)
+        check_gradient_memory(seen, plan)
+        if plan.micro_batches == 1:  # or every event has happened several times
+            check_gathers_overlap(seen, plan)
+            check_reductions_overlap(seen, plan)
+        if plan.reductions == 1:
+            check_reduced_once(seen, plan)
+    check_optimizer_in_sum(ranks, plan)

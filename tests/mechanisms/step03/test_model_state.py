@@ -1,0 +1,147 @@
+"""Initial weights, activations, and parameters that not every rank uses: what sharding must not change."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from common.initialisation import materialise, random_values
+from common.measure.allocator import MemoryMeter
+from common.model import Decoder, SwiGLU, cross_entropy_sum
+from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
+from step01_single_gpu.recompute import apply_recompute
+from step03_zero.zero import Zero
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step03.checks import check_calls, check_same_order
+from tests.mechanisms.step03.observe import Observation, observe, prepare
+from tests.mechanisms.step03.test_accounting import SMALL, plan_of
+from tests.parity.runs import assemble, assert_parity, train_case
+
+DEEP = "--layers 24 --hidden 64 --ffn 96 --vocab 256"  # many layers: one is little of the whole
+
+
+# ---- initial weights -------------------------------------------------------------------------------------------------
+
+
+def ranks_initial_weights(cases: list[str]) -> list[bool]:
+    """Whether this rank's shards are those of step 1's weights, bit for bit."""
+    equal = []
+    for flags in cases:
+        config, mesh = prepare(flags)
+        alone = Decoder(config.model_config)
+        materialise(alone, config.torch_dtype, mesh.device, random_values(config.seed))
+        whole = {parameter.spec.name: parameter.detach() for parameter in alone.parameters()}
+        zero = Zero(Decoder(config.model_config), config, mesh)
+        pieces = [whole[shard.spec.name].flatten()[slice(*shard.spec.flat_range)] for shard in zero.shards]
+        equal.append(len(pieces) > 0 and all(map(torch.equal, zero.shards, pieces)))
+        zero.gather()
+        for unit in zero.buckets:
+            unit.use()
+        equal.append(all(torch.equal(whole[p.spec.name], p) for p in zero.parameters))
+    return equal
+
+
+def test_initial_weights_are_those_of_one_process():
+    cases = [
+        f"--zero {stage} {SMALL} {tied} --dtype {dtype} --micro-batch 1"
+        for stage in range(4)
+        for tied, dtype in (("--tie-embeddings", "bfloat16"), ("--no-tie-embeddings", "float32"))
+    ]
+    assert run_ranks(3, ranks_initial_weights, cases) == [[True] * 2 * len(cases)] * 3
+
+
+def initial_peak() -> tuple[int, int, int]:
+    """Bytes at the peak while `Zero` makes stage 3 of a deep model, and those of its shards and of its largest unit."""
+    config, mesh = prepare(f"{DEEP} --zero 3 --micro-batch 1")
+    model = Decoder(config.model_config)
+    with MemoryMeter("cpu").measure() as found:
+        zero = Zero(model, config, mesh)
+    return (
+        found.peak_bytes,
+        sum(unit.shard.nbytes for unit in zero.buckets),
+        max(u.weights.nbytes for u in zero.buckets),
+    )
+
+
+def check_initial_peak(peak: int, shards: int, unit: int, whole: int) -> None:
+    """One unit at a time and what drawing a piece takes beside the shards, far from the whole model."""
+    assert peak <= shards + unit + 300_000, f"initial peak: {peak} bytes for shards of {shards}"
+    assert peak < whole / 2, f"initial peak: {peak} of the whole model's {whole} bytes"
+
+
+def test_no_rank_ever_holds_the_whole_model():
+    whole = 4 * plan_of(f"{DEEP} --zero 3 --micro-batch 1", 4).parameters
+    for peak, shards, unit in run_ranks(4, initial_peak):
+        assert shards == pytest.approx(whole / 4, rel=0.001)
+        check_initial_peak(peak, shards, unit, whole)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def ranks_saved_activations(cases: list[str]) -> list[int]:
+    """Bytes that autograd keeps for the backward of one micro-batch: storages other than the parameters'."""
+    result = []
+    for flags in cases:
+        config, mesh = prepare(flags)
+        model = Decoder(config.model_config)
+        apply_recompute(model, config.recompute)
+        zero, kept = Zero(model, config, mesh), {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage()._cdata] = tensor.detach()  # not by address: stage 3 frees and fills
+            return tensor
+
+        zero.gather()
+        tokens, targets = (torch.randint(config.model_config.vocab, (2, config.seq_len)) for _ in range(2))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
+        for parameter in zero.parameters:
+            kept.pop(parameter.untyped_storage()._cdata, None)
+        result.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+        with zero.no_sync(False):
+            loss.backward()
+        zero.finish()
+    return result
+
+
+def test_activations_are_the_same_in_every_stage():
+    modes = ("none", "selective", "full")
+    cases = [f"--zero {stage} --recompute {mode} {SMALL} --micro-batch 2" for stage in range(4) for mode in modes]
+    config = plan_of(cases[0], 2).config
+    predicted = [
+        total_bytes(saved_activations(config.model_config, 2, config.seq_len, torch.float32, "fused", mode))
+        for mode in modes
+    ]
+    assert run_ranks(2, ranks_saved_activations, cases) == [predicted * 4] * 2
+
+
+# ---- parameters that not every rank uses -----------------------------------------------------------------------------
+
+
+def ranks_unused(cases: list[str]) -> list[tuple[Observation, dict]]:
+    """The last rank never uses the gates."""
+
+    def without_gate(self, x):
+        return self.down_proj(self.up_proj(x))
+
+    result, last = [], os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    with mock.patch.object(SwiGLU, "forward", without_gate if last else SwiGLU.forward):
+        for flags in cases:
+            result.append((observe(flags), train_case(3, f"{flags} --steps 3")))
+    return result
+
+
+def test_a_parameter_unused_on_one_rank_changes_no_order():
+    cases = [f"--zero {stage} {SMALL} --micro-batch {size}" for stage in range(4) for size in (1, 4)]
+    cases += [f"--zero 3 --recompute full --micro-batch {size}" for size in (1, 4)]
+    cases += [f"--zero {stage} --zero-reduce step {SMALL} --micro-batch 1" for stage in (2, 3)]
+    ranks, results = run_ranks(3, ranks_unused, cases), {}
+    for case, parts in zip(cases, zip(*ranks, strict=True), strict=True):
+        check_same_order([seen for seen, _ in parts])
+        check_calls(parts[-1][0], plan_of(case, 3))
+        results[case] = assemble([part for _, part in parts])
+    for case in cases:  # with step 2's sums, which its own tests compare with one process
+        size = 4 if case.endswith("4") else 1  # which decides who has which samples
+        assert_parity(results[case], results[f"--zero 0 {SMALL} --micro-batch {size}"], case)

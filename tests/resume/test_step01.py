@@ -1,0 +1,132 @@
+"""A run goes on from its checkpoints on the same curve, whichever way they were written and whatever became of them."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from common.command_line import parse
+from common.errors import UsageError
+from common.process_groups import Degrees, build_mesh
+from step01_single_gpu import train as train_module
+from tests.harness.ranks import ROOT
+
+FLAGS = "--layers 1 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --seed 3"
+FLAGS += " --global-batch 4 --micro-batch 2 --steps 12 --save-every 4"
+
+
+def train(run_dir, flags: str = "") -> None:
+    config = parse(1, [*FLAGS.split(), *flags.split(), "--run-dir", str(run_dir)])
+    config.resolve_and_check(1)
+    train_module.train(config, build_mesh(Degrees(), torch.device("cpu")))
+
+
+def curve(run_dir) -> list[tuple]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+def names(run_dir) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def flip_a_bit(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed run with checkpoints of steps 4, 8 and 12."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    train(run_dir)
+    return run_dir
+
+
+def test_saving_in_the_background_changes_nothing(whole, tmp_path, monkeypatch):
+    """A file is not begun before three more steps are done, which must not be seen in it."""
+    write_data, steps_before = dcp.FileSystemWriter.write_data, []
+
+    def write_late(writer, *args):
+        step, end = int(writer.path.name[len("step-") : len("step-00000000")]), time.monotonic() + 60
+        while len(curve(tmp_path)) < min(step + 3, 12):
+            assert time.monotonic() < end, "training waits for the checkpoint"
+            time.sleep(0.005)
+        steps_before.append(len(curve(tmp_path)) - step)
+        return write_data(writer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp.FileSystemWriter, "write_data", write_late)
+        train(tmp_path, "--async-save")
+    assert min(steps_before[:2]) >= 3 and len(steps_before) == 3
+    assert curve(tmp_path) == curve(whole)
+    assert names(tmp_path) == names(whole) == ["step-00000004", "step-00000008", "step-00000012"]
+    for name in names(whole):
+        for file in ("__0_0.distcp", "extra.json"):
+            ours, theirs = (run / "checkpoints" / name / file for run in (tmp_path, whole))
+            assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("flags", ["", "--async-save"])
+def test_keep(whole, tmp_path, flags):
+    train(tmp_path, f"--save-every 2 --keep 2 {flags}")
+    assert names(tmp_path) == ["step-00000010", "step-00000012"]
+    assert curve(tmp_path) == curve(whole)
+
+
+def test_resume_passes_over_a_damaged_checkpoint(whole, tmp_path, capsys):
+    train(tmp_path, "--steps 8")
+    damaged = tmp_path / "checkpoints/step-00000008"
+    flip_a_bit(damaged / "__0_0.distcp")
+    with pytest.raises(UsageError, match=f"cannot load {damaged}: __0_0.distcp is corrupt"):
+        train(tmp_path, f"--resume {damaged}")  # a path means this one
+    assert names(tmp_path) == ["step-00000004", "step-00000008"]
+
+    capsys.readouterr()
+    train(tmp_path, "--resume auto")
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"cannot load {damaged}: __0_0.distcp is corrupt")
+    assert line.endswith("; renamed to step-00000008.damaged, going on from step-00000004")
+    assert names(tmp_path) == ["step-00000004", "step-00000008", "step-00000008.damaged", "step-00000012"]
+    assert curve(tmp_path) == curve(whole), "bit for bit, each step once"
+
+    for step in (4, 8, 12):
+        flip_a_bit(tmp_path / f"checkpoints/step-{step:08d}/extra.json")
+    with pytest.raises(UsageError, match="12: extra.json is .*08: extra.json is .*04: extra.json is "):
+        train(tmp_path, "--resume auto")
+
+
+def test_all_fields_that_differ_are_named(whole, tmp_path):
+    start = f"--resume {whole}/checkpoints/step-00000008 --run-dir {tmp_path}"
+    other = "--layers 2 --vocab 384 --seq-len 8 --global-batch 8 --seed 4 --lr 1 --clip 2 --warmup 3 --optimizer sgd"
+    with pytest.raises(UsageError) as caught:
+        train(tmp_path, f"{start} {other} --weight-decay 0 --tie-embeddings --data {ROOT / 'README.md'}")
+    fields = [part.split(" is ")[0].split()[-1] for part in str(caught.value).split("; ")]
+    assert fields == [
+        *("clip", "corpus", "global_batch", "lr", "model.layers", "model.tie_embeddings", "model.vocab", "optimizer"),
+        *("seed", "seq_len", "warmup", "weight_decay"),
+    ]
+    free = "--micro-batch 1 --steps 10 --recompute full --attention naive --save-every 5 --keep 1 --async-save"
+    train(tmp_path, f"{start} {free}")
+    assert [step for step, _, _ in curve(tmp_path)] == [8, 9]
+    for ours, theirs in zip(curve(tmp_path), curve(whole)[8:]):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_only_float16_takes_up_a_loss_scale(whole, tmp_path):
+    """Scale 1, which other types have, would flush most gradients of float16 to zero."""
+
+    def scale(run_dir) -> float | None:
+        extra = json.loads((run_dir / "checkpoints" / "step-00000012" / "extra.json").read_text())
+        return extra["loss_scale"]
+
+    start = str(whole / "checkpoints" / "step-00000008")
+    train(tmp_path / "half", f"--dtype float16 --resume {start}")
+    train(
+        tmp_path / "full", f"--dtype float32 --resume {tmp_path / 'half' / 'checkpoints' / 'step-00000012'} --steps 16"
+    )
+    assert scale(whole) is None and scale(tmp_path / "half") == 2.0**16
+    assert json.loads((tmp_path / "full/checkpoints/step-00000016/extra.json").read_text())["loss_scale"] is None
