@@ -19,7 +19,7 @@ def sum_extra_groups(parameters: list[torch.Tensor], gradients: list[torch.Tenso
         held: dict[tuple, list[torch.Tensor]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if name in parameter.spec.extra_groups:
-                held.setdefault((parameter.spec.name, parameter.spec.piece or ()), []).append(gradient)
+                held.setdefault((parameter.spec.name, parameter.spec.flat_range or ()), []).append(gradient)
         partial = [held[key] for key in sorted(held)]
         joined = torch.cat([sum(copies[1:], copies[0]).flatten() for copies in partial])
         collectives.all_reduce(joined, getattr(mesh, name))
