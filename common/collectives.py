@@ -10,8 +10,9 @@ Gropp 2005): all-reduce 2(N-1)/N K, reduce-scatter, all-gather and all-to-all (N
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ _link_free: dict[str, float] = defaultdict(float)  # when the simulated link of 
 
 @dataclass
 class Call:
-    """One recorded collective. Times are the recorder's clock marks: nanoseconds on CPU, events on CUDA."""
+    """One recorded collective. The four times are marks of the recording's clock; None: it has not come so far."""
 
     op: str
     group: str
@@ -51,6 +52,42 @@ class Call:
     wait_start: object = None
     wait_end: object = None
     completion: object = None
+    clock: Callable = field(default=time.perf_counter_ns, repr=False, compare=False)  # of its recording
+
+
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    calls: list[Call]
+    clock: Callable
+    launched: Callable | None
+
+
+_recordings: list[_Recording] = []  # those under way, the innermost last
+
+
+@contextmanager
+def record(clock: Callable = time.perf_counter_ns, launched: Callable | None = None) -> Iterator[list[Call]]:
+    """Record every collective that this rank issues in the block: a list of `Call`s that grows as it runs.
+
+        with collectives.record() as calls:
+            ...
+        print([(call.op, call.group, call.bytes) for call in calls])
+
+    A message is one `Call` for its sender ("send") and one for its receiver. Groups of one rank communicate nothing
+    and leave no call. The marks of a wait are also set if it comes after the block. Recordings may be nested.
+
+    Args:
+        clock: gives the marks `issue`, `wait_start`, `wait_end` and, unless `launched` sets it, `completion`.
+        launched: called as `launched(handle, calls, done_at)` right after each launch of one collective or one batch
+            of messages, with torch's handle, the `Call`s of this launch, and the time (of `time.perf_counter`) before
+            which the simulated link does not complete it, 0.0 without one.
+    """
+    recording = _Recording([], clock, launched)
+    _recordings.append(recording)
+    try:
+        yield recording.calls
+    finally:
+        _recordings.remove(recording)
 
 
 class Work:
@@ -73,7 +110,7 @@ class Work:
         if self._handles is None:
             return
         for call in self._calls:
-            call.wait_start = recorder.clock() if recorder else None
+            call.wait_start = call.clock()
         try:
             for handle in self._handles:
                 handle.wait()
@@ -84,7 +121,7 @@ class Work:
         if self._done_at:
             time.sleep(max(0.0, self._done_at - time.perf_counter()))
         for call in self._calls:
-            call.wait_end = recorder.clock() if recorder else None
+            call.wait_end = call.clock()
             if call.completion is None:
                 call.completion = call.wait_end
         self._handles = self._finish = self._keep = None
@@ -250,6 +287,18 @@ def exchange(
     )
 
 
+def all_gather_objects(value, group: Group) -> list:
+    """Return the `value` of every rank of the group, in rank order. Values travel pickled; they are not recorded."""
+    if group.size == 1:
+        return [value]
+    values = [None] * group.size
+    try:
+        dist.all_gather_object(values, value, group=group.handle)
+    except RuntimeError as error:
+        raise as_communication_error(error) from error
+    return values
+
+
 def barrier(group: Group) -> None:
     """Return when every rank of the group has come here."""
     if group.size > 1:
@@ -265,19 +314,24 @@ def barrier(group: Group) -> None:
 def _issue(op, group, tensor, hops, sent, async_op, finish, launch, messages=None, transfer=None) -> Work:
     """Count, record, launch, and wait unless `async_op`. `hops` and `transfer` bytes give the simulated link's time."""
     sent_bytes[group.name] += sent
-    calls = ()
+    recordings = list(_recordings)
     if recorder is not None:
+        recordings.append(_Recording(recorder.calls, lambda: recorder.clock() if recorder else None, recorder.watch))
+    launches = []  # by recording, its calls
+    for recording in recordings:
         described = messages or [(op, tensor, None, sent)]
         calls = [
             Call(
                 *(name, group.name, group.size, str(each.dtype).removeprefix("torch.")),
                 *(each.numel(), size, phase, peer),
+                clock=recording.clock,
             )
             for name, each, peer, size in described
         ]
         for call in calls:
-            call.issue = recorder.clock()
-        recorder.calls.extend(calls)
+            call.issue = call.clock()
+        recording.calls.extend(calls)
+        launches.append(calls)
     done_at = 0.0
     if link is not None:
         start = max(time.perf_counter(), _link_free[group.name])
@@ -287,9 +341,11 @@ def _issue(op, group, tensor, hops, sent, async_op, finish, launch, messages=Non
         handles = launch()
     except RuntimeError as error:
         raise as_communication_error(error) from error
-    if calls:
-        recorder.watch(handles[-1], calls, done_at)
-    work = Work(handles, finish, calls, done_at, launch)  # launch refers to every tensor in flight
+    for recording, calls in zip(recordings, launches, strict=True):
+        if recording.launched is not None:
+            recording.launched(handles[-1], calls, done_at)
+    every_call = [call for calls in launches for call in calls]
+    work = Work(handles, finish, every_call, done_at, launch)  # launch refers to every tensor in flight
     if not async_op:
         work.wait()
     return work

@@ -181,10 +181,7 @@ def on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
         value = function() if function else None
     except (UsageError, OSError) as caught:
         error = str(caught)
-    results = [(value, error)]
-    if mesh.world.size > 1:
-        results = [None] * mesh.world.size
-        dist.all_gather_object(results, (value, error), group=mesh.world.handle)
+    results = collectives.all_gather_objects((value, error), mesh.world)
     for _, error in results:
         if error:
             raise UsageError(error)
