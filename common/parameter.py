@@ -27,6 +27,7 @@ class ParameterSpec:
     owner: this rank counts and saves the elements (the lowest rank of every set of replicas).
     flat_range: [start, stop) of the flattened box, for a one-dimensional tensor that holds these elements and no
         others (as shards do); None: the whole box, in its shape.
+    own_bucket: a gradient bucket holds this parameter alone.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterSpec:
     extra_groups: tuple[str, ...] = ()
     owner: bool = True
     flat_range: tuple[int, int] | None = None
+    own_bucket: bool = False
 
     def boxes(self, tensor: torch.Tensor) -> list[tuple["Box", torch.Tensor]]:
         """The boxes of the whole tensor that `tensor`, which this spec describes, consists of, with views of them."""

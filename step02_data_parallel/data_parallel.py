@@ -123,15 +123,16 @@ class DataParallel:
 
 
 def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order of the forward, cut into buckets of at most `bucket_mb` (or one parameter).
+    """Group the parameters, in reverse order of the forward, into buckets of at most `bucket_mb` each.
 
-    One of which other ranks hold copies has a bucket of its own: whoever shards it, cuts it there as they do.
+    A larger parameter gets a bucket to itself, and so does one whose spec asks for it (`own_bucket`). In modes naive
+    and overlap every parameter does.
     """
     limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
     buckets, room = [], 0.0
     for parameter in reversed(parameters):
         size = parameter.numel() * at_least_float32(parameter.dtype).itemsize
-        alone = "embed" in parameter.spec.extra_groups
+        alone = parameter.spec.own_bucket
         if not buckets or size > room or alone:
             buckets.append([])
             room = 0.0 if alone else limit

@@ -141,14 +141,15 @@ class Zero(DataParallel):
     Of the attributes of step 2, `buckets` are units here, and `group` is the replica group: one rank, and so nothing to
     do, except in hybrid sharding and in stage 0, where it is all ranks.
 
+    With `keep_gathered`, stage 3 gathers all weights once a step and keeps them until the update, instead of gathering
+    and freeing them layer by layer in every micro-batch.
+
     An exception in the middle of a backward leaves it with half-summed gradients: end the run, or make a new one.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):
+    def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh, keep_gathered: bool = False):
         self.stage = config.zero
-        # Stage 3 gathers and frees layer by layer, but in a pipeline (step 5) once a step: there a layer runs for one
-        # micro-batch after the other, and gathering it anew for each would take longer than the work on it
-        self.by_layer = self.stage == 3 and config.pp == 1
+        self.by_layer = self.stage == 3 and not keep_gathered
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
         self.last_micro_batch, self.in_flight = True, deque()
         with enough_memory(model, mesh.device):
@@ -246,8 +247,10 @@ class Zero(DataParallel):
                 self._end_of_backward()
         self.last_micro_batch = True
 
-    def hold(self):
-        """Gradients of a backward in here only accumulate: another part of the same micro-batch's follows (step 5)."""
+    def only_accumulate(self):
+        """Backward passes in here add up gradients and start no communication, because the rest of this micro-batch's
+        gradients will be added later.
+        """
         return super().no_sync()
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:

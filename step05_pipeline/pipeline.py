@@ -131,7 +131,7 @@ class Pipeline:
             with self._gradients_complete(action):
                 torch.autograd.backward(y, gradient)
         else:
-            with self.zero_wrappers[action.chunk].hold(), weight_gradients.put_off() as later:
+            with self.zero_wrappers[action.chunk].only_accumulate(), weight_gradients.put_off() as later:
                 torch.autograd.backward(y, gradient)
             self.put_off[action.chunk, action.micro_batch] = later
         if self.stage[action.chunk] > 0:

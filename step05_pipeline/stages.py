@@ -91,7 +91,10 @@ def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> N
             others = ("embed",) if tied and schedule.stages > 1 else ("mirror",) if len(schedule.placement) > 1 else ()
             spec = parameter.spec
             owner = spec.owner and copy == 0 and (stage == 0 or not tied)
-            parameter.spec = replace(spec, extra_groups=(*spec.extra_groups, *others), owner=owner)
+            # Both holders of a tied matrix cut it into the same shards, whatever their other parameters are
+            alone = "embed" in others
+            groups = (*spec.extra_groups, *others)
+            parameter.spec = replace(spec, extra_groups=groups, owner=owner, own_bucket=alone)
 
 
 def split_backward(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:

@@ -36,7 +36,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
         apply_recompute(stage, config.recompute)
     split_backward(stages, schedule, mesh)
     share_parameters(stages, schedule, mesh)
-    zero_wrappers = [Zero(stage, config, mesh) for stage in stages]
+    zero_wrappers = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)
     return Pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer
 

@@ -61,7 +61,7 @@ class Run:
             apply_recompute(stage, config.recompute)
         split_backward(self.stages, self.schedule, self.mesh)
         share_parameters(self.stages, self.schedule, self.mesh)
-        self.zeros = [Zero(stage, config, self.mesh) for stage in self.stages]
+        self.zeros = [Zero(stage, config, self.mesh, keep_gathered=config.pp > 1) for stage in self.stages]
         self.shards = [shard for zero in self.zeros for shard in zero.shards]
         observer = observer or Tracer(None, self.mesh, None)
         self.pipeline = Pipeline(self.schedule, self.stages, self.zeros, config, self.mesh, observer)

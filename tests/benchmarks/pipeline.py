@@ -59,7 +59,7 @@ def our_step(name: str, mesh):
     stages = build_stages(config, schedule, mesh)
     split_backward(stages, schedule, mesh)
     share_parameters(stages, schedule, mesh)
-    zeros = [Zero(stage, config, mesh) for stage in stages]
+    zeros = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
     parameters = [shard for zero in zeros for shard in zero.shards]
     optimizer, pipeline = Optimizer(parameters, config), Pipeline(schedule, stages, zeros, config, mesh)
     tokens, targets = batch()

@@ -100,7 +100,7 @@ def _norms_forgotten(stack):
         with mock.patch.object(self, "accumulate", lambda *_: None):
             yield
 
-    swap(stack, Zero, "hold", wrong)
+    swap(stack, Zero, "only_accumulate", wrong)
 
 
 def _stale_tied_gradient(stack):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.parity.pairwise import pairwise
+from tests.parity.pairwise import pairwise, thin
 
 FACTORS = {
     "stage": [0, 1, 2, 3],
@@ -57,6 +57,16 @@ def test_many_factors_need_few_cases():
 def test_the_same_every_time():
     assert pairwise(FACTORS, FORBIDDEN) == pairwise(FACTORS, FORBIDDEN)
     assert pairwise({"a": [1, 2], "b": [3]}) == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
+
+
+def test_a_thin_array_still_has_every_value(monkeypatch):
+    cases = pairwise(FACTORS, FORBIDDEN)
+    monkeypatch.setenv("TEST_ALL", "1")
+    assert thin(cases) == cases
+    monkeypatch.delenv("TEST_ALL")
+    few = thin(cases)
+    assert len(few) <= 5 and all(case in cases for case in few)
+    assert {item for case in few for item in case.items()} == {(f, v) for f, values in FACTORS.items() for v in values}
 
 
 def test_a_value_without_any_case_is_an_error():
