@@ -126,7 +126,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    `compute` is the whole layer as a function of tensors. It may be replaced by a wrapper of itself.
+    """
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
@@ -136,7 +139,10 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
     def forward(self, x, rope):  # (batch, seq, hidden) -> (batch, seq, hidden)
-        x = x + self.attention(self.attention_norm(x), rope)
+        return self.compute(x, *rope)
+
+    def compute(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), (cos, sin))
         return x + self.mlp(self.mlp_norm(x))
 
 

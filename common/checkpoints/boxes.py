@@ -8,8 +8,9 @@ import math
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,12 +107,16 @@ def write(folder: Path, slices: Iterable[SavedBox], mesh: Mesh, background: bool
         future = dcp.async_save({"boxes": tensors}, async_stager=BlockingAsyncStager(), **where)
         future.add_done_callback(lambda _: bar.close())
         return future
-    with bar:
+    with bar, one_error():
         dcp.save({"boxes": tensors}, **where)
 
 
-def read(folder: Path, slices: Iterable[SavedBox], mesh: Mesh) -> None:
-    """Every rank reads, from whichever files, the parts of saved boxes that overlap with its own."""
+def read(reader, slices: Iterable[SavedBox], mesh: Mesh | None = None) -> None:
+    """Fill the tensors of `slices` with what DCP's storage `reader` finds of them, in whichever files.
+
+    All ranks of `mesh` call it together; without a mesh, each process reads on its own. Raises UsageError when a
+    tensor is missing or has another shape or a file cannot be read (with a mesh, on all ranks).
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import LoadPlan
@@ -144,10 +149,25 @@ def read(folder: Path, slices: Iterable[SavedBox], mesh: Mesh) -> None:
         def lookup_tensor(self, index):
             return tensors[index.fqn][index.index]
 
-    dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=Planner(), **_ranks(mesh))
+    with one_error():
+        dcp.load({}, storage_reader=reader, planner=Planner(), **_ranks(mesh))
 
 
-def _ranks(mesh: Mesh) -> dict:
+@contextmanager
+def one_error() -> Iterator[None]:
+    """Of the errors that DCP collects from all ranks, raise the lowest rank's. An OSError becomes a UsageError."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as collected:
+        _, (error, _) = min(collected.failures.items())
+        raise (UsageError(str(error)) if isinstance(error, OSError) else error) from collected
+
+
+def _ranks(mesh: Mesh | None) -> dict:
     """Which ranks save or load together, as DCP wants to be told."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is with one rank
-    return {"process_group": mesh.world.handle, "no_dist": mesh.world.size == 1}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns of it where a process is alone
+    if mesh is None or mesh.world.size == 1:
+        return {"no_dist": True}
+    return {"process_group": mesh.world.handle}

@@ -114,6 +114,8 @@ def load(folder: str | Path, slices: Iterable[SavedBox], mesh: Mesh, identity: d
     is loaded, a share of the files by each rank); UsageError, a slice is not in the checkpoint, or its tensor has
     another shape there, or the identity differs.
     """
+    import torch.distributed.checkpoint as dcp
+
     folder = Path(folder)
     with _clear_errors(f"cannot load {folder}"):
         verdicts = on_all_ranks(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
@@ -124,7 +126,7 @@ def load(folder: str | Path, slices: Iterable[SavedBox], mesh: Mesh, identity: d
         extra = json.loads((folder / files.EXTRA).read_text())
         if identity is not None:
             check_compatible(extra.get("identity", {}), identity)
-        boxes.read(folder, slices, mesh)
+        boxes.read(dcp.FileSystemReader(folder), slices, mesh)
         return extra
 
 
@@ -195,15 +197,10 @@ def from_rank_0(mesh: Mesh, function: Callable):
 
 @contextmanager
 def _clear_errors(what: str) -> Iterator[None]:
-    """A UsageError says that it was `what`; of the errors that DCP collects, the lowest rank's is raised."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
+    """A UsageError in here gets `what` before its line, and a lost rank becomes a CommunicationError."""
     try:
-        try:
+        with boxes.one_error():
             yield
-        except CheckpointException as collected:
-            _, (error, _) = min(collected.failures.items())
-            raise (UsageError(str(error)) if isinstance(error, OSError) else error) from collected
     except UsageError as error:
         raise type(error)(f"{what}: {error}") from error
     except RuntimeError as error:
