@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from common.config import Link
 from common.errors import CommunicationError, first_line
+from common.link import Link
 from common.process_groups import Group
 
 # torch 2.13 renamed two collectives and warns about the old names, which are the only ones that 2.11 has

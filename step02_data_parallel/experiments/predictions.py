@@ -7,7 +7,7 @@ predictions can be checked.
 
 from dataclasses import dataclass
 
-from common.config import Link
+from common.link import Link
 from step02_data_parallel.batch_recipe import all_reduce_bandwidth, exposed_share, tokens_to_hide
 
 

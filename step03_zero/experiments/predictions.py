@@ -6,7 +6,7 @@ layer each; the embedding; the final norm with the head). The link is step 2's a
 
 from dataclasses import dataclass
 
-from common.config import Link
+from common.link import Link
 
 # Bytes a parameter: parameters, gradients, optimizer (master weights and Adam's two moments).
 OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients only ever lie in buckets of at least float32

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from common import collectives
-from common.config import Link
 from common.errors import CommunicationError
+from common.link import Link
 from common.measure import tcp_bytes as wire
 from common.process_groups import Degrees, Group, build_mesh
 from tests.harness.ranks import run_ranks

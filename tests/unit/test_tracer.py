@@ -21,8 +21,8 @@ from common.collectives import (
     reduce_scatter,
     send,
 )
-from common.config import Link
 from common.errors import UsageError
+from common.link import Link
 from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh, build_mesh
 from common.tracing import report as trace_report
 from common.tracing.chrome_trace import merge, read_trace

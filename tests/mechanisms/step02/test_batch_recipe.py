@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.config import Link
+from common.link import Link
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.peak import predict_peak
 from step02_data_parallel import batch_recipe
