@@ -1,10 +1,10 @@
-"""What a run's checkpoints hold, when they are written, and what must agree for a run to go on from one."""
+"""When a run saves a checkpoint, what the checkpoint holds, and which checkpoint a run may resume from."""
 
 import dataclasses
 
-from common.checkpoints import checkpoint
-from common.checkpoints import files as checkpoint_files
-from common.config import TrainConfig
+from common.all_ranks import from_rank_0
+from common.checkpoints import checkpoint, files
+from common.config import TrainConfig, flag_names
 from common.data.batches import Batches
 from common.errors import UsageError
 from common.process_groups import Mesh
@@ -20,57 +20,54 @@ class Checkpoints:
         self.background = checkpoint.BackgroundSaves(mesh, config.timeout) if config.async_save else None
 
     def identity(self) -> dict:
-        """The fields that make the curve what it is: model, data and update rule. Layout, steps, logging are free."""
-        names = ("seq_len", "global_batch", "seed", "tokenizer")
-        names += ("optimizer", "lr", "warmup", "weight_decay", "clip")
-        model = {f"model.{name}": value for name, value in dataclasses.asdict(self.config.model_config).items()}
-        return model | {name: getattr(self.config, name) for name in names} | {"corpus": self.batches.corpus.sha256}
+        """What must be equal for the curve to go on: the model's shape, the data and the update rule.
+
+        The data are equal if the text is, wherever it was read from. Layout, numbers of steps and logging are free.
+        """
+        shape = {f"model.{name}": value for name, value in dataclasses.asdict(self.config.model_config).items()}
+        flags = {name: getattr(self.config, name) for name in flag_names("data", "update") if name != "data"}
+        return shape | flags | {"corpus": self.batches.corpus.sha256}
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of the run after `step` steps, when --save-every asks for one."""
+        """Save the run after `step` steps if --save-every asks for it, in the background with --async-save."""
         config = self.config
         if config.save_every and (step % config.save_every == 0 or step == config.steps):
             extra = {"identity": self.identity(), "updates": self.optimizer.updates}
             extra |= {"loss_scale": self.scaler.scale if self.scaler.dynamic else None}  # float16 alone has one
             extra |= {"good_steps": self.scaler.good_steps}
-            what = config.run_dir, step, self.optimizer.slices(), extra
+            arguments = config.run_dir, step, self.optimizer.slices(), extra
             if self.background:
-                self.background.save(*what, keep=config.keep)
+                self.background.save(*arguments, keep=config.keep)
             else:
-                checkpoint.save(*what, self.mesh, keep=config.keep)
+                checkpoint.save(*arguments, self.mesh, keep=config.keep)
 
     def close(self) -> None:
-        """Return when the last checkpoint is complete. Raises UsageError when it cannot be."""
+        """Return when the last checkpoint is complete. Raises UsageError when it cannot be written."""
         if self.background:
             self.background.wait()
 
     def resume(self) -> int:
-        """Load the checkpoint that --resume names, if any. The step to go on with: data need nothing else.
+        """Load the checkpoint that --resume names, if any, and return the step to continue with.
 
-        Raises UsageError when the checkpoint is not one, is damaged or belongs to another run, and when --run-dir
-        holds checkpoints that this run would leave behind as its own. Rank 0 looks for all, so that ranks to which a
-        shared storage shows something else agree.
+        Raises UsageError when there is no intact checkpoint, when it belongs to another run or to a step after the
+        last, and when --run-dir holds a later one. Rank 0 looks for all ranks, since a shared storage may show them
+        different things.
         """
         config, mesh, first_step = self.config, self.mesh, 0
-        found = config.resume and checkpoint.from_rank_0(
-            mesh, lambda: checkpoint_files.candidates(config.resume, config.run_dir)
-        )
-        if found:
-            folder, extra = checkpoint.load_intact(found, self.optimizer.slices(), mesh, self.identity())
-            self.optimizer.loaded(extra["updates"])
-            if self.scaler.dynamic and extra["loss_scale"] is not None:
-                self.scaler.scale, self.scaler.good_steps = extra["loss_scale"], extra["good_steps"]
-            first_step = extra["step"]
-            if first_step > config.steps:
-                raise UsageError(
-                    f"--resume: {folder} is after step {first_step}, and --steps {config.steps} ends before"
-                )
-            if first_step == config.steps and mesh.rank == 0:
-                print(f"{folder} is after the last of --steps {config.steps}: nothing is left to train")
-        newest = config.run_dir and checkpoint.from_rank_0(mesh, lambda: checkpoint_files.newest(config.run_dir))
-        if newest and checkpoint_files.step_of(newest) > first_step:
-            raise UsageError(  # its steps would be written anew, but a later --resume auto would take that checkpoint
-                f"--run-dir {config.run_dir} holds {newest.name} of an earlier run: add --resume auto to go on from "
-                "there, or take another folder"
-            )
+        if config.resume:
+            found = from_rank_0(mesh, lambda: files.candidates(config.resume, config.run_dir))
+            if found:  # "auto" also starts a run
+                folder, extra = checkpoint.load_intact(found, self.optimizer.slices(), mesh, self.identity())
+                self.optimizer.loaded(extra["updates"])
+                if self.scaler.dynamic and extra["loss_scale"] is not None:
+                    self.scaler.scale, self.scaler.good_steps = extra["loss_scale"], extra["good_steps"]
+                first_step = extra["step"]
+        if first_step > config.steps:
+            raise UsageError(f"--resume: {folder} is after step {first_step}, and --steps {config.steps} ends before")
+        if first_step and first_step == config.steps and mesh.rank == 0:
+            print(f"{folder} is after the last of --steps {config.steps}: nothing is left to train")
+        later = config.run_dir and from_rank_0(mesh, lambda: files.complete(config.run_dir, after=first_step))
+        if later:  # this run would write its steps once more, but a later --resume auto would take that checkpoint
+            there = f"--run-dir {config.run_dir} holds {later[0].name} of an earlier run"
+            raise UsageError(f"{there}: add --resume auto to go on from there, or take another folder")
         return first_step

@@ -1,182 +1,130 @@
-"""The files of checkpoints: where they are, which are complete, whether they are still what was written.
+"""The files of checkpoints: where they are, which checkpoints are complete, and whether a file was damaged.
 
     RUN_DIR/checkpoints/step-00000040/
-        __0_0.distcp, __1_0.distcp ...  what each rank wrote
-        .metadata                       where each box lies (a pickle: load only checkpoints that you trust)
-        extra.json                      step, loss scale, configuration ...
-        manifest.json                   size and SHA-256 of all of them
+        __0_0.distcp, __1_0.distcp ...  the boxes that each rank wrote
+        .metadata                       which box is in which file (a pickle: load only checkpoints that you trust)
+        extra.json                      step, loss scale, what makes it the same run
+        manifest.json                   size and SHA-256 of all other files, since DCP loads a flipped bit silently
 
-A checkpoint grows in `step-00000040.tmp` and gets its name in one rename, when everything is on the disk. One that
-goes away becomes a `.tmp` first. So a folder with a name of its own is complete, whenever a process dies; what is
-left in `.tmp` disappears with the next save. `step-00000040.damaged` was found to be so and is nobody's any more.
+Ranks write into `step-00000040.tmp`. When the manifest is on the disk too, one rename gives the folder its name. So a
+folder of that name is complete, whenever a process dies, and the next save removes what is left in `.tmp`. A folder
+called `step-00000040.damaged` is a checkpoint that was found damaged; no run looks at it any more.
 """
 
 import hashlib
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
 from common.errors import UsageError
 
 MANIFEST, EXTRA, METADATA = "manifest.json", "extra.json", ".metadata"
-PIECE = 1 << 22  # bytes hashed at once
-_NAME = re.compile(r"step-(\d{8,})")
 
 
-# ---- which there are ---------------------------------------------------------------------------------------
+class DamagedCheckpoint(UsageError):
+    """A file of a checkpoint is not what was written."""
 
 
-def folder_of(run_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps lies."""
-    return Path(run_dir) / "checkpoints" / f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int:
-    """After how many optimizer steps a complete checkpoint was written."""
-    return int(_NAME.fullmatch(folder.name)[1])
-
-
-def complete(run_dir: str | Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+def complete(run_dir: str | Path, after: int = -1) -> list[Path]:
+    """The complete checkpoints of a run that were saved after step `after`, newest first."""
     folders = [manifest.parent for manifest in Path(run_dir).glob(f"checkpoints/step-*/{MANIFEST}")]
-    return sorted((folder for folder in folders if _NAME.fullmatch(folder.name)), key=step_of)
+    steps = {int(folder.name.removeprefix("step-")): folder for folder in folders if not folder.suffix}
+    return [steps[step] for step in sorted(steps, reverse=True) if step > after]
 
 
-def newest(run_dir: str | Path) -> Path | None:
-    """The complete checkpoint of the highest step in `run_dir`, or None."""
-    return max(complete(run_dir), key=step_of, default=None)
+def candidates(resume: str, run_dir: str | Path) -> list[Path]:
+    """The checkpoints that `--resume` allows, best first.
 
-
-def candidates(resume: str, run_dir: str | Path | None) -> list[Path]:
-    """The checkpoints that `--resume` means, best first. "auto": all of `run_dir`, the newest first, or none.
-
-    Anything else is the path of a checkpoint, or of a run folder, which means its newest: that one and no other.
-    Raises UsageError when there is none.
+    "auto" allows all complete ones of `run_dir`, which may be none. Anything else is the path of a checkpoint, or of a
+    run folder, whose newest one is meant. Raises UsageError when there is none at that path.
     """
     if resume == "auto":
-        return complete(run_dir)[::-1] if run_dir is not None else []
+        return complete(run_dir)
     path = Path(resume)
-    if not path.is_dir():
-        raise UsageError(f"--resume {resume}: there is no such folder")
-    found = path if (path / MANIFEST).is_file() else newest(path)
-    if found is None:
-        raise UsageError(f"--resume {resume}: no complete checkpoint, nor a run folder that holds one")
-    return [found]
+    found = [path] if (path / MANIFEST).is_file() else complete(path)[:1]
+    if not found:
+        raise UsageError(f"--resume {resume}: there is no complete checkpoint, nor a run folder that holds one")
+    return found
 
 
-# ---- how one comes and goes --------------------------------------------------------------------------------
-
-
-def growing(folder: Path) -> Path:
-    """Where a checkpoint lies until it is complete."""
-    return folder.with_suffix(".tmp")
-
-
-def begin(folder: Path, extra: dict) -> None:
-    """Make the folder in which a checkpoint grows, and remove what dead runs have left."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def begin(folder: Path, extra: dict) -> Path:
+    """Make the temporary folder of a checkpoint, with `extra` in it, and remove what processes that died have left."""
     for leftover in folder.parent.glob("step-*.tmp"):
         shutil.rmtree(leftover)
-    growing(folder).mkdir()
-    _write(growing(folder) / EXTRA, extra)
+    temporary = folder.with_suffix(".tmp")
+    temporary.mkdir(parents=True)
+    _write(temporary / EXTRA, extra)
+    return temporary
 
 
-def describe(folder: Path, rank: int) -> dict[str, dict]:
-    """Size and SHA-256 of the files that this rank has written."""
-    mine = list(growing(folder).glob(f"__{rank}_*"))
-    if rank == 0:
-        mine += [growing(folder) / METADATA, growing(folder) / EXTRA]
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in mine}
+def describe(temporary: Path, rank: int) -> dict[str, dict]:
+    """Size and SHA-256 of the files that this rank has written, by name."""
+    mine = [*temporary.glob(f"__{rank}_*"), *([temporary / METADATA, temporary / EXTRA] if rank == 0 else [])]
+    return {path.name: _describe(path) for path in mine}
 
 
-def finish(folder: Path, written: dict[str, dict], keep: int = 0) -> None:
-    """Complete a checkpoint of which all ranks have `written` their files; then let go of all but the newest `keep`.
-
-    0 keeps all. Raises UsageError when a file is not there.
-    """
-    for name, file in written.items():
-        path = growing(folder) / name
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
+def finish(temporary: Path, written: dict[str, dict], keep: int) -> None:
+    """Complete a checkpoint that consists of the files `written`, then remove all but the newest `keep` (0: none)."""
+    for name in written:
+        if not (temporary / name).is_file():
             raise UsageError(f"rank 0 does not see {name}; all ranks must share the storage of --run-dir")
-    _write(growing(folder) / MANIFEST, written)
-    _flush(growing(folder))
-    replaced = folder.with_suffix(".old.tmp")
-    if folder.exists():
-        folder.rename(replaced)
-    growing(folder).rename(folder)
+    _write(temporary / MANIFEST, written)
+    _flush(temporary)
+    folder = temporary.with_suffix("")
+    if folder.exists():  # this step was saved before; the next save removes it
+        folder.rename(folder.with_suffix(".old.tmp"))
+    temporary.rename(folder)
     _flush(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    others = [each for each in complete(folder.parent.parent)[::-1] if each != folder]
-    for old in others[keep - 1 :] if keep else []:
-        shutil.rmtree(old.rename(growing(old)), ignore_errors=True)
+    for old in complete(folder.parent.parent)[keep:] if keep else []:
+        shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that no run takes it for one and its step can be saved again."""
-    aside, count = folder.with_suffix(".damaged"), 1
-    while aside.exists():
-        count += 1
-        aside = folder.with_suffix(f".damaged-{count}")
+    """Rename a damaged checkpoint, so that its step can be saved again, and return its new path."""
+    aside = folder.with_suffix(".damaged")
+    shutil.rmtree(aside, ignore_errors=True)  # an older one of the same step
     return folder.rename(aside)
 
 
-# ---- whether one is what was written -----------------------------------------------------------------------
+def verify(folder: Path, rank: int, world: int) -> None:
+    """Check this rank's share of the files, every `world`-th one, against the manifest.
 
-
-def verify(folder: Path, rank: int, world: int) -> tuple[str | None, list[str]]:
-    """Check a rank's share of the files. Returns the manifest's SHA-256 and a line for each damaged file."""
+    Raises DamagedCheckpoint, naming a file that is missing, truncated or corrupt; UsageError without a manifest, since
+    this rank may look at another storage.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise UsageError(f"rank {rank} sees no {MANIFEST} there; all ranks must share the storage of --run-dir")
     try:
-        text = (folder / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        return None, [f"{MANIFEST} is missing, so it is no complete checkpoint"]
-    except OSError as error:
-        return None, [f"{MANIFEST} cannot be read: {error.strerror}"]
-    digest = hashlib.sha256(text).hexdigest()
-    try:
-        content = json.loads(text)
-        files = sorted((file["bytes"], name, file["sha256"]) for name, file in content.items())
-        if not content.keys() >= {EXTRA, METADATA}:
-            raise KeyError
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return digest, [f"{MANIFEST} is corrupt"]
-    lines = [_damage(folder / name, size, sha256) for size, name, sha256 in files[rank::world]]
-    return digest, [line for line in lines if line]
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if EXTRA not in manifest or METADATA not in manifest:
+            raise ValueError
+    except (ValueError, TypeError):
+        raise DamagedCheckpoint(f"{MANIFEST} is corrupt") from None
+    for name in sorted(manifest)[rank::world]:
+        try:
+            intact = _describe(folder / name) == manifest[name]
+        except OSError as error:
+            raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from None
+        if not intact:
+            raise DamagedCheckpoint(f"{name} is corrupt: its size or SHA-256 is not that of {MANIFEST}")
 
 
-def _damage(path: Path, size: int, sha256: str) -> str | None:
-    """What is wrong with a file, or None."""
-    try:
-        if path.stat().st_size != size:
-            return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
-        if _sha256(path) != sha256:
-            return f"{path.name} is corrupt: its SHA-256 is not that of {MANIFEST}"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
-    return None
-
-
-def _sha256(path: Path) -> str:
+def _describe(path: Path) -> dict:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        while content := file.read(1 << 22):
+            digest.update(content)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _write(path: Path, content: dict) -> None:
-    """Write JSON; it is on the disk when this returns."""
-    with open(path, "w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(content, indent=1))
+    _flush(path)
 
 
-def _flush(folder: Path) -> None:
-    """The names in `folder` are on the disk when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Return when a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

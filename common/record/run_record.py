@@ -7,7 +7,7 @@ import gc
 import torch
 
 from common import collectives
-from common.checkpoints.checkpoint import on_all_ranks
+from common.all_ranks import on_all_ranks
 from common.config import TrainConfig
 from common.counts import count_flops
 from common.data.batches import Batches
