@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo demo-all test test-all lint clean
 
 ifeq ($(origin PY),command line) # an environment that the user has prepared: install nothing
 READY :=
@@ -28,8 +28,10 @@ ranks_step05 := 2
 flags_step05 := --pp 2
 
 help:
-	@echo 'make demo      train every step on the default corpus, draw the curves on top of each other, print the differences'
+	@echo 'make demo      train one run of each step on the default corpus, draw all curves, print the differences'
+	@echo 'make demo-all  the same with more layouts of each step'
 	@echo 'make test      ruff, then pytest'
+	@echo 'make test-all  the same with every combination of flags in the parity tests'
 	@echo 'make lint      ruff only'
 	@echo 'make stepNN    run the default command of one step and print it first ($(STEP_TARGETS))'
 	@echo '               add flags with FLAGS="--steps 20"'
@@ -43,8 +45,14 @@ help:
 demo: $(READY)
 	$(PY) -m common.demo
 
+demo-all: $(READY)
+	$(PY) -m common.demo --all
+
 test: lint
 	$(PY) -m pytest -q
+
+test-all: lint
+	TEST_ALL=1 $(PY) -m pytest -q
 
 lint: $(READY)
 	$(PY) -m ruff check .

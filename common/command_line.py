@@ -6,17 +6,18 @@ import os
 import sys
 import typing
 
-from common.config import TrainConfig
+from common.config import TrainConfig, spelled
 from common.errors import UsageError
 
 STEP_NAMES = (
     *("step01_single_gpu", "step02_data_parallel", "step03_zero", "step04_tensor_parallel"),
     *("step05_pipeline", "step06_context_parallel", "step07_expert_parallel", "step08_5d"),
 )
+FLAGS = [item for item in dataclasses.fields(TrainConfig) if item.metadata]
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that answers bad arguments by UsageError, where argparse prints its usage and exits, on every rank."""
+    """A parser that raises UsageError for bad arguments; argparse would print its usage on every rank and exit."""
 
     def error(self, message):
         raise UsageError(message)
@@ -29,47 +30,34 @@ class OneLineParser(argparse.ArgumentParser):
             self.exit(2, f"error: {error}\n")
 
 
-def _type_of(annotation) -> type:
-    """int for `int | None`, bool for `bool`, ..."""
-    options = [option for option in typing.get_args(annotation) if option is not type(None)]
-    return options[0] if options else annotation
-
-
 def parser(step: int) -> argparse.ArgumentParser:
-    """The parser of step number `step` (1 to 8): flags of this and earlier steps."""
-    result = OneLineParser(
-        prog=f"{STEP_NAMES[step - 1]}/train.py",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for item in dataclasses.fields(TrainConfig):
-        if item.metadata.get("step", step + 1) > step:
-            continue
-        name, kind = "--" + item.name.replace("_", "-"), _type_of(item.type)
+    """The parser of step number `step` (1 to 8), which knows the flags of this step and of all earlier ones."""
+    result = OneLineParser(prog=f"{STEP_NAMES[step - 1]}/train.py", allow_abbrev=False)
+    for item in FLAGS:
+        kind, choices = (typing.get_args(item.type) or [item.type])[0], item.metadata["choices"]  # int of `int | None`
         options = {"default": item.default, "help": item.metadata["help"]}
-        if kind is bool and item.default is False:
-            options |= {"action": "store_true"}
-        elif kind is bool:
-            options |= {"action": argparse.BooleanOptionalAction}
+        if item.default is not None and kind is not bool:
+            options["help"] += " (default: %(default)s)"
+        if kind is bool:
+            options["action"] = "store_true" if item.default is False else argparse.BooleanOptionalAction
+        elif choices:
+            options |= {"type": kind, "choices": choices}
         else:
-            options |= {"type": kind, "choices": item.metadata["choices"] or None}
-            if not item.metadata["choices"]:
-                options |= {"metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
-        result.add_argument(name, **options)
+            options |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+        if item.metadata["step"] <= step:
+            result.add_argument(spelled(item.name), **options)
     return result
 
 
 def parse(step: int, argv: list[str] | None = None) -> TrainConfig:
-    """The configuration that the command line of step `step` asks for. Raises UsageError for what it does not know."""
+    """The configuration that the command line of step number `step` describes. Raises UsageError for unknown flags."""
     argv = sys.argv[1:] if argv is None else argv
-    first = parser(step)
-    if os.environ.get("RANK", "0") != "0" and any(flag in ("-h", "--help") for flag in argv):
+    if os.environ.get("RANK", "0") != "0" and not {"-h", "--help"}.isdisjoint(argv):
         raise SystemExit(0)  # rank 0 prints the help
-    known, unknown = first.parse_known_args(argv)
+    known, unknown = parser(step).parse_known_args(argv)
     if unknown:
-        flags = [item for item in dataclasses.fields(TrainConfig) if item.metadata]
-        later = {"--" + item.name.replace("_", "-"): item.metadata["step"] for item in flags}
         name = unknown[0].partition("=")[0]
-        where = f"; it comes with {STEP_NAMES[later[name] - 1]}" if name in later else ""
+        later = [STEP_NAMES[item.metadata["step"] - 1] for item in FLAGS if spelled(item.name) == name]
+        where = "".join(f"; {step_name} introduces it" for step_name in later)
         raise UsageError(f"{name} is not a flag of {STEP_NAMES[step - 1]}{where}")
     return TrainConfig(step_name=STEP_NAMES[step - 1], **vars(known))

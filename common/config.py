@@ -59,7 +59,7 @@ class TrainConfig:
     dtype: str = flag("float32", 1, "model", "type of parameters and activations", DTYPES)
 
     data: str | None = flag(
-        None, 1, "data", "text file or folder, Hub dataset, 'synthetic' (default: CPython's source)"
+        None, 1, "data", "path (text, JSONL, parquet), Hub name or 'synthetic' (default: Python's library)"
     )
     tokenizer: str | None = flag(None, 1, "data", "Hugging Face tokenizer, name or path (default: bytes, as ByT5)")
     seq_len: int = flag(256, 1, "data", "tokens per sequence")
@@ -74,7 +74,7 @@ class TrainConfig:
 
     micro_batch: int = flag(2, 1, "layout", "sequences per forward pass of one rank")
     attention: str = flag("fused", 1, "layout", "attention core; only naive keeps the scores", ("fused", "naive"))
-    recompute: str = flag("none", 1, "layout", "activations to compute twice", ("none", "selective", "full"))
+    recompute: str = flag("none", 1, "layout", "what the backward computes again", ("none", "selective", "full"))
 
     steps: int = flag(100, 1, "logging", "optimizer steps")
     device: str = flag("auto", 1, "logging", "auto takes CUDA if there is a GPU", ("auto", "cpu", "cuda"))
@@ -95,12 +95,12 @@ class TrainConfig:
     dp_mode: str = flag("bucket", 2, "layout", "when gradients are reduced", ("naive", "overlap", "bucket"))
     bucket_mb: float = flag(25.0, 2, "layout", "MB (10^6 bytes) of a gradient bucket (ZeRO stage 3: it is a layer)")
 
-    zero: int = flag(0, 3, "layout", "ZeRO: shard optimizer states (1), gradients (2), weights (3) too", (0, 1, 2, 3))
+    zero: int = flag(0, 3, "layout", "ZeRO: 1 shards optimizer states, 2 gradients too, 3 weights too", (0, 1, 2, 3))
     zero_replicas: int = flag(1, 3, "layout", "hybrid sharding: so many copies, each sharded over dp / copies ranks")
-    zero_reduce: str = flag("micro-batch", 3, "layout", "when stages 2, 3 reduce gradients", ("micro-batch", "step"))
+    zero_reduce: str = flag("micro-batch", 3, "layout", "when stages 2 and 3 reduce gradients", ("micro-batch", "step"))
 
     tp: int = flag(1, 4, "layout", "tensor parallelism: ranks that share every layer")
-    sequence_parallel: bool = flag(True, 4, "layout", "with --tp: split norms and residuals along the sequence")
+    sequence_parallel: bool = flag(True, 4, "layout", "with --tp: split norms and residuals by position (default)")
     tp_mode: str = flag("overlap", 4, "layout", "collectives: on their own, behind matmuls or in chunks", TP_MODES)
 
     pp: int = flag(1, 5, "layout", "pipeline parallelism: ranks that the layers are divided among")

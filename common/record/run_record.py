@@ -1,8 +1,14 @@
-"""The record of a training run: `metrics.RunRecord` with all that follows from its configuration filled in."""
+"""The record of a training run: `config.json`, `metrics.jsonl` and the progress on the screen."""
 
 import contextlib
 import dataclasses
 import gc
+import json
+import math
+import os
+import platform
+import time
+from pathlib import Path
 
 import torch
 
@@ -14,60 +20,120 @@ from common.data.batches import Batches
 from common.errors import UsageError
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Mesh
-from common.record.metrics import StepLog, peak_flops
+from common.record.hardware import peak_flops, utilisation
+
+SILENCE = 10.0  # seconds after which the next step is shown in any case
 
 
-class RunRecord(StepLog):
-    """Times and records the steps of a training run; rank 0 writes.
+class RunRecord:
+    """Times every step of a run. Rank 0 shows the progress and, with --run-dir, writes the record.
 
-    `comm_bytes` are model bytes that rank 0 sent, by group. `peak_memory_bytes` is rank 0's allocator peak; on the CPU
-    it is known only with --measure-memory, since reading the allocator's events slows a step down.
+    `config.json` holds everything needed to repeat the run, and `metrics.jsonl` one object per step. A run that starts
+    at step 0 replaces an earlier record; one that resumes at `first_step` first drops the records of that step and of
+    later ones. All numbers describe the whole run, except that `comm_bytes` (model bytes sent, by group) and
+    `peak_memory_bytes` are those of rank 0. On the CPU the peak is measured only with --measure-memory, because reading
+    the allocator's events slows a step down. Python's json writes NaN and Infinity, and reads them back.
+
+    Raises UsageError on all ranks if --run-dir cannot be written, or if its record cannot be continued.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, first_step: int):
-        flops = count_flops(config.model_config, config.seq_len)
-        collectives.barrier(mesh.world)  # CPUs are measured by all ranks at once, so that each sees its own share
+        self.config, self.mesh, self.file, self.shown = config, mesh, None, 0.0
+        self.meter = MemoryMeter(mesh.device, on_cpu=config.measure_memory)
+        flops, corpus = count_flops(config.model_config, config.seq_len), batches.corpus
+        collectives.barrier(mesh.world)  # so that all ranks measure at once, and each sees its own share of a CPU
         peak, source = peak_flops(mesh.device, config.torch_dtype, config.peak_tflops)
-        described = dataclasses.asdict(config) | {
+        self.facts = dataclasses.asdict(config) | {
             "model_config": dataclasses.asdict(config.model_config),
             "degrees": dataclasses.asdict(mesh.degrees),
-            "corpus": batches.corpus.name,
-            "corpus_sha256": batches.corpus.sha256,
-            "corpus_tokens": len(batches.corpus.tokens),
-        }
-        numbers = {
-            "total_steps": config.steps,
-            "first_step": first_step,
+            "world_size": mesh.world.size,
+            "corpus": corpus.name,
+            "corpus_sha256": corpus.sha256,
+            "corpus_tokens": len(corpus.tokens),
             "tokens_per_step": batches.target_tokens,
             "model_flops_per_step": flops.model * config.global_batch,
             "hardware_flops_per_step": flops.hardware(config.recompute) * config.global_batch,
             "peak_flops": peak,
             "peak_source": source,
+            "torch_version": torch.__version__,
+            "python_version": platform.python_version(),
         }
-        place = {"writer": mesh.rank == 0, "world_size": mesh.world.size, "device": mesh.device}
-
-        def start() -> None:
-            try:
-                StepLog.__init__(self, config.run_dir, described, **numbers, **place)
-            except OSError as error:
-                raise UsageError(f"--run-dir {config.run_dir} cannot be written: {error.strerror}") from None
-
-        on_all_ranks(mesh, start)
-        self.meter = MemoryMeter(mesh.device, on_cpu=config.measure_memory)
-        self.measure_on_cpu = config.measure_memory and mesh.device.type == "cpu"
+        on_all_ranks(mesh, lambda: self._open(first_step) if mesh.rank == 0 and config.run_dir is not None else None)
 
     @contextlib.contextmanager
     def step(self, step: int):
-        """Time one step; the block puts loss, grad_norm and lr into the dictionary that it is given."""
+        """Time one step. The block puts loss, grad_norm, lr and, if there is one, aux_loss into the dict it receives.
+
+        On CUDA the clock starts when the device has finished all earlier work, and stops when it has finished the step.
+        """
         collectives.reset_bytes()
-        measured = {}
-        self.begin_step()
+        measured = {"loss": math.nan, "aux_loss": 0.0}
+        self._synchronize()
+        began = time.perf_counter()
         with self.meter.measure(self._alive()) as memory:
             yield measured
-        bytes_by_group = dict(collectives.sent_bytes)
-        self.end_step(step, **measured, peak_memory_bytes=memory.peak_bytes, comm_bytes=bytes_by_group)
+        self._synchronize()
+        seconds = time.perf_counter() - began
+        measured |= {"peak_memory_bytes": memory.peak_bytes, "comm_bytes": dict(collectives.sent_bytes)}
+        self.end_step(step, seconds, measured)
+
+    def end_step(self, step: int, seconds: float, measured: dict) -> None:
+        """Write and show the record of a step that took `seconds`. From then on it survives the end of the process."""
+        tokens, devices = self.facts["tokens_per_step"], (self.mesh.world.size, self.facts["peak_flops"])
+        timed = {"tokens": (step + 1) * tokens, "step_time_s": seconds, "tokens_per_s": tokens / seconds}
+        for name, flops in (("mfu", "model_flops_per_step"), ("hfu", "hardware_flops_per_step")):
+            timed[name] = utilisation(self.facts[flops], seconds, *devices)
+        if self.file is not None:
+            self.file.write(json.dumps({"step": step} | measured | timed) + "\n")
+            self.file.flush()
+        steps, now = self.config.steps, time.monotonic()
+        worth_a_line = step % max(1, steps // 20) == 0 or step == steps - 1 or now - self.shown > SILENCE
+        if self.mesh.rank == 0 and worth_a_line:
+            self.shown, speed = now, f"{timed['tokens_per_s']:,.0f} tokens/s"
+            text = f"loss {measured['loss']:.4f}  grad norm {measured['grad_norm']:.4f}  {speed}"
+            print(f"step {step:>{len(str(steps))}}/{steps}  {text}", flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+
+    def _open(self, first_step: int) -> None:
+        folder = Path(self.config.run_dir)
+        path, rewritten = folder / "metrics.jsonl", folder / "metrics.jsonl.new"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            earlier = read_metrics(path)[0] if first_step and path.exists() else []
+            (folder / "config.json").write_text(json.dumps(self.facts, indent=2, sort_keys=True) + "\n")
+            rewritten.write_text("".join(json.dumps(each) + "\n" for each in earlier if each["step"] < first_step))
+            os.replace(rewritten, path)  # a kill leaves the old file or the new one
+            self.file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--run-dir {folder} cannot be written: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(f"--run-dir {folder} cannot be continued: {error}") from None
+
+    def _synchronize(self) -> None:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
 
     def _alive(self):
         """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""
-        if self.measure_on_cpu:
+        if self.config.measure_memory and self.mesh.device.type == "cpu":
             yield from (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_cuda)
+
+
+def read_metrics(path: Path) -> tuple[list[dict], bool]:
+    """The steps of a `metrics.jsonl`, and whether its last line is half written, as a run that was killed leaves it.
+
+    Raises ValueError with the number of the first other line that is not the record of a step.
+    """
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+            int(records[-1]["step"])  # what is no object or has no step is no record either
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path.name}, line {number} is not the record of a step: {line[:60]!r}") from None
+    return records, rest != ""

@@ -10,7 +10,7 @@ import torch
 from common.config import TrainConfig
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
-from common.record.metrics import read_metrics
+from common.record.run_record import read_metrics
 from step01_single_gpu.experiments.tools import table
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 from step02_data_parallel.experiments.tools import BUCKET_MB, against, finish_figure, new_figure, run_jobs

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from common.record.metrics import StepLog
+from common.record.run_record import RunRecord
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler, Optimizer
 from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
@@ -47,7 +47,7 @@ def overflow_case(step: int, flags: str) -> tuple[dict, list]:
     """Train; in step `OVERFLOW` the gradients of the last rank are infinite. What this rank knows of the result, and
     after each step its number of updates and its loss scale."""
     taker, made, states = GradientSums if step == 1 else Zero, {}, []
-    accumulate, end_step = taker.accumulate, StepLog.end_step
+    accumulate, end_step = taker.accumulate, RunRecord.end_step
     last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
 
     def overflowing(self, parameter, gradient):
@@ -70,7 +70,7 @@ def overflow_case(step: int, flags: str) -> tuple[dict, list]:
         for owner in (Optimizer, LossScaler):
             stack.enter_context(kept(owner, owner.__init__))
         stack.enter_context(mock.patch.object(taker, "accumulate", overflowing))
-        stack.enter_context(mock.patch.object(StepLog, "end_step", note))
+        stack.enter_context(mock.patch.object(RunRecord, "end_step", note))
         return train_case(step, flags), states
 
 

@@ -1,6 +1,5 @@
-"""The run record, the progress line and the utilisation figures."""
+"""The run record: what a run leaves on disk and shows, how it is continued, and how much of the hardware it used."""
 
-import io
 import json
 import math
 from types import SimpleNamespace
@@ -8,73 +7,62 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.record import metrics
-from common.record.metrics import KEYS, StepLog, hfu, mfu, peak_flops, read_metrics
+from common import collectives
+from common.config import TrainConfig
+from common.counts import count_flops
+from common.errors import UsageError
+from common.process_groups import Degrees, build_mesh, environment
+from common.record import hardware, run_record
+from common.record.hardware import peak_flops, vendor_tflops
+from common.record.run_record import RunRecord, read_metrics
+from tests.harness.ranks import run_ranks
+
+KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}
+KEYS |= {"peak_memory_bytes", "comm_bytes"}
+TOKENS = 512  # per step
 
 
-def record_of(run_dir, **changes):
-    settings = {
-        "writer": True,
-        "total_steps": 10,
-        "tokens_per_step": 512,
-        "model_flops_per_step": 3e9,
-        "hardware_flops_per_step": 4e9,
-        "peak_flops": 1e12,
-    }
-    return StepLog(run_dir, {"lr": 1e-3, "corpus_sha256": "abc", "vocab": None}, **(settings | changes))
+def record_of(run_dir, first_step=0, device="cpu", **flags) -> RunRecord:
+    """The record of one rank of a run of ten steps."""
+    world, flags = environment().world_size, {"steps": 10, "peak_tflops": 1.0} | flags
+    config = TrainConfig(run_dir=run_dir and str(run_dir), **flags)
+    config.resolve_and_check(world)
+    mesh = build_mesh(Degrees(dp=world), torch.device(device), config.model_config.kv_heads)
+    corpus = SimpleNamespace(name="none", sha256="abc", tokens=range(1000))
+    return RunRecord(config, mesh, SimpleNamespace(corpus=corpus, target_tokens=TOKENS), first_step)
 
 
 def write_steps(record, steps, loss=1.0):
     for step in steps:
-        record.begin_step()
-        record.end_step(step, loss=loss / (step + 1), grad_norm=0.1, lr=1e-3)
+        with record.step(step) as measured:
+            measured.update(loss=loss / (step + 1), grad_norm=0.1, lr=1e-3)
     record.close()
+
+
+# ---- on disk ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_object_a_step_with_every_key_at_full_precision(tmp_path):
     record = record_of(tmp_path / "new" / "folder")
-    loss, norm = 0.1 + 0.2, torch.tensor(1 / 3, dtype=torch.float64)
-    record.begin_step()
-    sent = {"dp_cp": 12345678901234567890}
-    written = record.end_step(0, loss=loss, grad_norm=norm, lr=1e-3, peak_memory_bytes=7, comm_bytes=sent)
-    record.begin_step()
-    record.end_step(1, loss=torch.tensor(2.5), grad_norm=None, lr=1e-3, aux_loss=0.25)
-
-    path = tmp_path / "new" / "folder" / "metrics.jsonl"  # read before close(): every line is on its way to the disk
-    records, cut_off = read_metrics(path)
-    assert not cut_off
-    assert [list(r) for r in records] == [list(KEYS)] * 2 and records[0] == written
-    assert records[0]["loss"] == loss and records[0]["grad_norm"] == norm.item()
-    assert records[0]["comm_bytes"] == sent and records[0]["peak_memory_bytes"] == 7
-    assert [r["tokens"] for r in records] == [512, 1024]
-    assert records[1]["grad_norm"] is None and records[1]["aux_loss"] == 0.25
-    assert len(path.read_text().splitlines()) == 2
+    for step, loss in enumerate((0.1 + 0.2, math.nan, math.inf, -math.inf)):
+        with record.step(step) as measured:
+            measured.update(loss=loss, grad_norm=1 / 3, lr=1e-3)
+    with record.step(4) as measured:
+        measured.update(loss=1.0, grad_norm=1.0, lr=1e-3, aux_loss=0.25)
+    records, cut_off = read_metrics(tmp_path / "new" / "folder" / "metrics.jsonl")  # before close(): a kill loses none
+    assert not cut_off and all(each.keys() == KEYS for each in records)
+    losses = [each["loss"] for each in records]
+    assert losses[0] == 0.1 + 0.2 and math.isnan(losses[1]) and losses[2:] == [math.inf, -math.inf, 1.0]
+    assert [each["tokens"] for each in records] == [TOKENS * (step + 1) for step in range(5)]
+    assert [each["aux_loss"] for each in records] == [0.0] * 4 + [0.25] and records[0]["grad_norm"] == 1 / 3
     record.close()
-
-
-def test_nan_and_infinity_stay_valid_json_and_come_back(tmp_path):
-    record = record_of(tmp_path)
-    for step, value in enumerate((math.nan, math.inf, -math.inf)):
-        record.begin_step()
-        record.end_step(step, loss=torch.tensor(value), grad_norm=value, lr=1e-3)
-    record.close()
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line, parse_constant=refuse)["loss"] for line in lines] == ["nan", "inf", "-inf"]
-    losses = [r["loss"] for r in read_metrics(tmp_path / "metrics.jsonl")[0]]
-    assert math.isnan(losses[0]) and losses[1:] == [math.inf, -math.inf]
 
 
 def test_config_holds_what_repeats_the_run(tmp_path):
-    record_of(tmp_path, world_size=4, peak_source="given").close()
-    text = (tmp_path / "config.json").read_text()
-    config = json.loads(text)
-    assert list(config) == sorted(config)
-    assert config["corpus_sha256"] == "abc" and config["vocab"] is None and config["world_size"] == 4
-    assert config["torch_version"] == torch.__version__ and config["python_version"].startswith("3.")
+    record_of(tmp_path, lr=3e-4, layers=2).close()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["lr"], config["dp"], config["world_size"], config["corpus_sha256"]) == (3e-4, 1, 1, "abc")
+    assert config["model_config"]["layers"] == 2 and config["torch_version"] == torch.__version__
 
 
 def test_resuming_drops_later_and_half_written_lines(tmp_path):
@@ -84,93 +72,85 @@ def test_resuming_drops_later_and_half_written_lines(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 3, "lo')  # killed here
     assert read_metrics(path)[1]
-
     write_steps(record_of(tmp_path, first_step=4), range(4, 10), loss=2.0)
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert lines[:4] == kept
+    assert path.read_bytes().splitlines(keepends=True)[:4] == kept
     records, cut_off = read_metrics(path)
-    assert [r["step"] for r in records] == list(range(10)) and not cut_off
-    assert records[4]["loss"] == 2.0 / 5
+    assert [each["step"] for each in records] == list(range(10)) and not cut_off and records[4]["loss"] == 2.0 / 5
     assert {file.name for file in tmp_path.iterdir()} == {"config.json", "metrics.jsonl"}
+    write_steps(record_of(tmp_path), range(2))  # a fresh run replaces it
+    assert [each["step"] for each in read_metrics(path)[0]] == [0, 1]
 
 
-def test_resuming_tells_of_lines_it_cannot_read(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\nrubbish\n[1]\n{"step": 1}\n{"step": 2}')
-    record_of(tmp_path, first_step=2).close()
-    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
-    assert capsys.readouterr().err.count("dropped a line") == 2
+@pytest.mark.parametrize("line", ["rubbish", "[1]", '{"loss": 1.0}', '{"step": null}'])
+def test_a_damaged_record_is_neither_continued_nor_changed(tmp_path, line):
+    text = f'{{"step": 0}}\n{line}\n{{"step": 1}}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UsageError, match="--run-dir .* line 2"):
+        record_of(tmp_path, first_step=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == text
 
 
-def test_resuming_without_an_earlier_record(tmp_path):
-    write_steps(record_of(tmp_path, first_step=3), range(3, 5))
-    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")[0]] == [3, 4]
-
-
-def test_a_fresh_run_replaces_an_old_record(tmp_path):
-    write_steps(record_of(tmp_path), range(5))
-    write_steps(record_of(tmp_path), range(2))
-    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")[0]] == [0, 1]
-
-
-def test_only_the_writer_writes_and_prints(tmp_path, capsys):
-    record = record_of(tmp_path / "run", writer=False)
-    record.begin_step()
-    assert record.end_step(0, loss=1.0, grad_norm=1.0, lr=1e-3)["tokens_per_s"] > 0
-    record.close()
-    assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+def test_a_run_dir_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--run-dir .*file.* cannot be written"):
+        record_of(tmp_path / "file")
 
 
 @pytest.mark.parametrize(("total", "lines"), [(100, 21), (7, 7), (50, 26)])
-def test_plain_progress(total, lines, capsys):
-    write_steps(record_of(None, total_steps=total), range(total))
+def test_progress(total, lines, capsys):
+    write_steps(record_of(None, steps=total), range(total))
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == lines  # every max(1, total // 20) steps and the last
-    assert printed[0].split()[:4] == ["step", f"0/{total}", "loss", "1.0000"]
-    assert f"{total - 1}/{total}" in printed[-1] and "tokens/s" in printed[-1] and "grad norm" in printed[-1]
+    assert printed[0].split()[:4] == ["step", f"0/{total}", "loss", "1.0000"] and f"{total - 1}/{total}" in printed[-1]
 
 
-def test_bar_on_a_terminal(capsys, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr("sys.stderr", Terminal())
-    record = record_of(None, total_steps=10, first_step=4)
-    terminal = metrics.sys.stderr
-    write_steps(record, range(4, 10))
-    assert "10/10" in terminal.getvalue() and "grad norm 0.1000" in terminal.getvalue()
-    assert capsys.readouterr().out == ""
+# ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def test_time_throughput_and_utilisation(monkeypatch):
+def train_on_ranks(folder) -> dict | None:
+    """Two steps with an all-reduce of 10 and then of 1,000 float32; the records, on rank 0."""
+    record = record_of(folder)
+    for step, elements in enumerate((10, 1000)):
+        with record.step(step) as measured:
+            collectives.all_reduce(torch.ones(elements), record.mesh.dp)
+            measured.update(loss=1.0, grad_norm=1.0, lr=1.0)
+    record.close()
+    return read_metrics(folder / "metrics.jsonl")[0] if record.mesh.rank == 0 else None
+
+
+def test_comm_bytes_are_those_of_the_step(tmp_path):
+    """A ring all-reduce of n bytes on 2 ranks sends n bytes from each; only rank 0 writes."""
+    records, nothing = run_ranks(2, train_on_ranks, tmp_path)
+    assert [sum(each["comm_bytes"].values()) for each in records] == [40, 4000] and nothing is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_utilisation_counts_recomputation_in_hfu_only(tmp_path, monkeypatch, recompute):
+    record = record_of(tmp_path, recompute=recompute, global_batch=8)
     clock = iter([10.0, 12.0])
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
-    record = record_of(None, writer=False, world_size=4, peak_flops=1e9)
-    record.begin_step()
-    result = record.end_step(0, loss=1.0, grad_norm=1.0, lr=1e-3)
-    assert (result["step_time_s"], result["tokens_per_s"]) == (2.0, 256.0)
-    assert result["mfu"] == mfu(3e9, 2.0, 4, 1e9) == 3e9 / (2.0 * 4 * 1e9)
-    assert result["hfu"] == hfu(4e9, 2.0, 4, 1e9) == 0.5
+    monkeypatch.setattr(run_record.time, "perf_counter", lambda: next(clock))
+    write_steps(record, [0])
+    flops, (result,) = (
+        count_flops(record.config.model_config, record.config.seq_len),
+        read_metrics(tmp_path / "metrics.jsonl")[0],
+    )
+    again = {"none": 0, "selective": flops.attention_core, "full": flops.forward - flops.head}[recompute]
+    assert (result["step_time_s"], result["tokens_per_s"]) == (2.0, TOKENS / 2)
+    assert result["mfu"] == pytest.approx(8 * 3 * flops.forward / 2 / 1e12, rel=1e-12)
+    assert result["hfu"] == pytest.approx(8 * (3 * flops.forward + again) / 2 / 1e12, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "tflops"),
-    [
+def test_vendors_numbers():
+    for name, kind, tflops in (
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
         ("NVIDIA H100 PCIe", "bfloat16", 756),
         ("NVIDIA H100 NVL", "float16", 835),
         ("NVIDIA H200", "tf32", 494),
         ("NVIDIA B200", "bfloat16", 2250),
-        ("NVIDIA L4", "bfloat16", 121),
-        ("NVIDIA L40S", "bfloat16", 362),
-        ("NVIDIA A10", "bfloat16", 125),
         ("Tesla V100-PCIE-16GB", "float16", 112),
         ("Tesla V100-SXM2-32GB", "float32", 15.7),
-        ("NVIDIA GeForce RTX 3090", "bfloat16", 71),
         ("NVIDIA GeForce RTX 4090", "float32", 82.6),
-        ("AMD Instinct MI250X", "bfloat16", 191.5),
         ("AMD Instinct MI300X", "bfloat16", 1307.4),
         # no number: measured
         ("Tesla V100-SXM2-16GB", "bfloat16", None),
@@ -180,19 +160,19 @@ def test_time_throughput_and_utilisation(monkeypatch):
         ("NVIDIA A10G", "bfloat16", None),
         ("NVIDIA L40", "bfloat16", None),
         ("NVIDIA L4", "float64", None),
-    ],
-)
-def test_vendors_numbers(name, kind, tflops):
-    assert metrics._vendor_tflops(name, kind) == tflops
+    ):
+        assert vendor_tflops(name, kind) == tflops, name
 
 
 def test_peak_flops_says_where_it_comes_from(monkeypatch):
     assert peak_flops("cpu", torch.float32, 0.5) == (0.5e12, "given by --peak-tflops")
-    monkeypatch.setattr(metrics, "_measured", {})
-    monkeypatch.setattr(metrics, "_measure_matmul", lambda device, dtype: 42.0)
+    flops, source = peak_flops("cpu", torch.float32)
+    assert flops > 1e8 and "measured" in source
+    assert peak_flops("cpu", torch.float32) == (flops, source)  # not measured again: two would differ
+    monkeypatch.setattr(hardware, "_measured", {})
+    monkeypatch.setattr(hardware, "_measure_matmul", lambda device, dtype: 42.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops("cuda", torch.bfloat16)[0] == 989e12
-    assert peak_flops("cuda", torch.float32)[0] == 67e12
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
     assert peak_flops("cuda", torch.float32)[0] == 494e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some New GPU")
@@ -200,20 +180,13 @@ def test_peak_flops_says_where_it_comes_from(monkeypatch):
     assert flops == 42.0 and "Some New GPU" in source and "measured" in source
 
 
-def test_peak_flops_of_a_cpu_is_measured_once(monkeypatch):
-    monkeypatch.setattr(metrics, "_measured", {})
-    flops, source = peak_flops("cpu", torch.float32)
-    assert flops > 1e8 and "measured" in source
-    assert peak_flops("cpu", torch.float32) == (flops, source)  # not measured again: two would differ
-
-
 @pytest.mark.gpu
-def test_a_step_on_cuda_includes_the_work_still_queued():
+def test_a_step_on_cuda_includes_the_work_still_queued(tmp_path):
     flops, _ = peak_flops("cuda", torch.float32)
-    record = record_of(None, writer=False, device="cuda", peak_flops=flops)
-    a = torch.randn(8192, 8192, device="cuda")
-    record.begin_step()
-    for _ in range(10):
-        a = a @ a / 8192
-    seconds = record.end_step(0, loss=0.0, grad_norm=0.0, lr=0.0)["step_time_s"]
-    assert seconds > 10 * 2 * 8192**3 / flops  # no faster than the hardware
+    record, a = record_of(tmp_path, device="cuda"), torch.randn(8192, 8192, device="cuda")
+    with record.step(0) as measured:
+        for _ in range(10):
+            a = a @ a / 8192
+        measured.update(loss=0.0, grad_norm=0.0, lr=0.0)
+    record.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0][0]["step_time_s"] > 10 * 2 * 8192**3 / flops

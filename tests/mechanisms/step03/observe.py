@@ -20,7 +20,7 @@ from common.config import TrainConfig
 from common.measure import tcp_bytes as wire
 from common.measure.allocator import live_bytes
 from common.process_groups import Degrees, Mesh, build_mesh, environment
-from common.record.metrics import StepLog
+from common.record.run_record import RunRecord
 from step01_single_gpu.mixed_precision import Optimizer
 from step03_zero.zero import Zero
 from tests.mutants.patches import patched
@@ -159,7 +159,7 @@ class Watch:
 @contextmanager
 def watched(watch: Watch):
     """Watch what happens in here: one run of step 3's train()."""
-    real = {"__init__": Zero.__init__, "gather": Zero.gather, "step": Optimizer.step, "end_step": StepLog.end_step}
+    real = {"__init__": Zero.__init__, "gather": Zero.gather, "step": Optimizer.step, "end_step": RunRecord.end_step}
 
     def initialise(self, model, config, mesh):
         real["__init__"](self, model, config, mesh)
@@ -184,7 +184,7 @@ def watched(watch: Watch):
             (Zero, "__init__", initialise),
             (Zero, "gather", gather),
             (Optimizer, "step", step),
-            (StepLog, "end_step", end_step),
+            (RunRecord, "end_step", end_step),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield

@@ -17,7 +17,7 @@ from common.command_line import parse
 from common.config import TrainConfig
 from common.measure import tcp_bytes as wire
 from common.process_groups import Degrees, build_mesh, environment
-from common.record.metrics import StepLog
+from common.record.run_record import RunRecord
 from step05_pipeline.pipeline import Pipeline
 from tests.mutants.patches import patched
 
@@ -196,7 +196,7 @@ def watched(watch: Watch):
     with ExitStack() as stack:
         _wrap(stack, Pipeline, "run", watch.run)
         _wrap(stack, Pipeline, "_act", act)
-        _wrap(stack, StepLog, "end_step", end_step)
+        _wrap(stack, RunRecord, "end_step", end_step)
         yield
 
 
