@@ -52,8 +52,8 @@ class SavedBox:
 def write(folder: Path, boxes: Iterable[SavedBox], mesh: Mesh) -> None:
     """Each rank writes the boxes that it owns into one file, and rank 0 writes the index `.metadata`.
 
-    All ranks of `mesh` call it together, within `clear_errors`. Raises UsageError when a rank cannot write, and
-    ValueError when owned boxes overlap or, with several ranks, leave holes.
+    All ranks of `mesh` call it together. On all of them it raises UsageError when one cannot write, and ValueError
+    when owned boxes overlap or, with several ranks, leave holes.
     """
     import torch.distributed.checkpoint as dcp  # not above: it takes long, and most runs save nothing
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -74,16 +74,16 @@ def write(folder: Path, boxes: Iterable[SavedBox], mesh: Mesh) -> None:
         def resolve_data(self, item):
             return tensors[item.index]
 
-    planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    group = mesh.world.handle
-    dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=planner, process_group=group, no_dist=not group)
+    writer, planner, group = dcp.FileSystemWriter(folder), Planner(flatten_state_dict=False), mesh.world.handle
+    with clear_errors():
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not group)
 
 
 def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> None:
     """Fill the tensors of `boxes` with what DCP's storage `reader` finds of them, whichever boxes were written.
 
-    All ranks of `mesh` call it together, within `clear_errors`; without a mesh, each process reads on its own. Raises
-    UsageError when a tensor is missing, incomplete or of another shape, or a file cannot be read.
+    All ranks of `mesh` call it together; without a mesh, each process reads on its own. Raises UsageError when a tensor
+    is missing, incomplete or of another shape, or a file cannot be read.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.planner import LoadPlan
@@ -113,7 +113,8 @@ def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> None:
             return wanted[index.fqn][index.index][2]
 
     group = mesh.world.handle if mesh else None
-    dcp.load({}, storage_reader=reader, planner=Planner(), process_group=group, no_dist=not group)
+    with clear_errors():
+        dcp.load({}, storage_reader=reader, planner=Planner(), process_group=group, no_dist=not group)
 
 
 def _chunks(boxes: Iterable[SavedBox]) -> Iterator[tuple]:
@@ -129,23 +130,20 @@ def _chunks(boxes: Iterable[SavedBox]) -> Iterator[tuple]:
 
 
 @contextmanager
-def clear_errors(what: str) -> Iterator[None]:
-    """Turn what goes wrong in here into a UsageError of one line that begins with `what`, or a CommunicationError.
-
-    DCP collects the errors of all ranks; all raise the lowest rank's.
-    """
+def clear_errors(what: str = "") -> Iterator[None]:
+    """Turn what goes wrong in here into a UsageError of one line that begins with `what`, or a CommunicationError."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns a process that is alone
     try:
         try:
             yield
-        except CheckpointException as collected:
+        except CheckpointException as collected:  # from all ranks; every rank raises the lowest one's
             _, (error, _) = min(collected.failures.items())
             raise error from collected
     except (UsageError, OSError) as error:
-        raise (type(error) if isinstance(error, UsageError) else UsageError)(f"{what}: {error}") from error
+        raise (type(error) if isinstance(error, UsageError) else UsageError)(f"{what}{error}") from error
     except RuntimeError as error:
         if "unexpected pos" in str(error):  # torch.save's words for a write that the operating system refused
-            raise UsageError(f"{what}: a file could not be written; is the disk full?") from error
+            raise UsageError(f"{what}a file could not be written; is the disk full?") from error
         raise collectives.as_communication_error(error) from error

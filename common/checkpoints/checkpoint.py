@@ -29,7 +29,7 @@ def save(run_dir: str | Path, step: int, held: Iterable[SavedBox], extra: dict, 
     is still the newest. Errors are those of `boxes.write`, the same on all ranks.
     """
     folder = Path(run_dir, "checkpoints", f"step-{step:08d}")
-    with boxes.clear_errors(f"cannot save {folder}"):
+    with boxes.clear_errors(f"cannot save {folder}: "):
         temporary = from_rank_0(mesh, lambda: files.begin(folder, {**extra, "step": step}))
         boxes.write(temporary, held, mesh)
         described = on_all_ranks(mesh, lambda: files.describe(temporary, mesh.rank))
@@ -76,7 +76,7 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
     """
     import torch.distributed.checkpoint as dcp
 
-    with boxes.clear_errors(f"cannot load {folder}"):
+    with boxes.clear_errors(f"cannot load {folder}: "):
         on_all_ranks(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
         extra = json.loads((folder / files.EXTRA).read_text())
         if identity is not None:
