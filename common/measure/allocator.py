@@ -1,9 +1,7 @@
 """Peak memory of a region of code: the CUDA allocator's counters on a GPU, allocator events on the CPU.
 
-On the CPU torch keeps no counters, but with `profile_memory=True` its profiler logs every allocation and
-release of tensor storage. Asked for these alone, without the operators, the log costs about 5 microseconds an
-event (20 ms for the 4,300 events of a 200 ms training step); the profiler's usual result would cost 20 times
-that. The resident set size of the process is no substitute: it counts touched pages, caches and code.
+On the CPU torch's profiler can log each allocation and release of a storage, for about 5 microseconds. The resident
+set size of the process is no substitute: it counts touched pages, caches and code.
 """
 
 import bisect
@@ -15,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch._C import _autograd, _profiler
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch 2.13 prints two lines whenever its profiler runs
 
 
 class Allocation(NamedTuple):
@@ -27,56 +28,33 @@ class Allocation(NamedTuple):
 
 @dataclass
 class Measurement:
-    """What `MemoryMeter.measure` found; filled in when the region ends.
+    """What `MemoryMeter.measure` found; filled in when the region ends."""
 
-    peak_bytes: highest number of bytes alive. On CUDA everything the allocator holds; on the CPU
-        `baseline_bytes` plus what the region allocated. None where nothing was measured.
-    baseline_bytes: bytes alive at entry, as far as known: CUDA's counter, or the storages of the `baseline`.
-    allocations: events of the CPU allocator in order; empty on CUDA. Releases of what is neither baseline nor
-        allocated inside are left out.
-    """
-
-    peak_bytes: int | None = None
-    baseline_bytes: int = 0
-    allocations: list[Allocation] = field(default_factory=list)
-
-    @property
-    def timeline(self) -> list[tuple[float, int]]:
-        """(seconds after entry, bytes alive from then on), starting with the baseline."""
-        alive, points = self.baseline_bytes, [(0.0, self.baseline_bytes)]
-        for event in self.allocations:
-            alive += event.bytes
-            points.append((event.seconds, alive))
-        return points
+    peak_bytes: int | None = None  # on CUDA of everything, on the CPU of the baseline and what the region allocated
+    baseline_bytes: int = 0  # alive at entry
+    allocations: list[Allocation] = field(default_factory=list)  # on the CPU: the events of baseline and region
 
 
 class MemoryMeter:
     """Measures peak memory on `device`. With `on_cpu=False` a CPU region is not measured and costs nothing.
 
-    Two limits on the CPU. The allocator reports a release only if it reported the allocation, so a tensor
-    made outside any measured region and freed inside one still counts (torch warns: "Memory block of unknown
-    size"); enter with what the region frees, such as old gradients, already gone. And only the entering thread
-    is seen, with the backward passes it runs. Where gloo's thread happens to drop the last reference to a
-    message, the release shows only once the memory is used again: with several ranks a peak may come out high.
+    The CPU's allocator reports a release only if it reported the allocation, so free old gradients before you enter.
+    Only the entering thread and its backward passes are seen: a message that gloo's thread frees may raise a peak.
     """
 
     def __init__(self, device: torch.device | str, on_cpu: bool = True):
-        self.device = torch.device(device)
-        self.on_cpu = on_cpu
+        self.device, self.on_cpu = torch.device(device), on_cpu
 
     @contextlib.contextmanager
     def measure(self, baseline: Iterable[torch.Tensor] = ()) -> Iterator[Measurement]:
-        """Measure the region; `baseline` are tensors alive at entry (used on the CPU only).
-
-        Where torch's profiler runs already (it cannot be nested), `peak_bytes` stays None.
-        """
+        """Measure the region; inside another profiler nothing is measured. `baseline`: tensors alive at entry (CPU)."""
         result = Measurement()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             result.baseline_bytes = torch.cuda.memory_allocated(self.device)
             yield result
             result.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        elif not self.on_cpu or torch._C._autograd._profiler_enabled():
+        elif not self.on_cpu or _autograd._profiler_enabled():
             yield result
         else:
             storages = _storages(baseline)
@@ -90,67 +68,48 @@ class MemoryMeter:
 
 
 def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each storage once however many views of it there are."""
+    """Return the bytes of the storages behind `tensors`, each storage once, however many views of it there are."""
     return sum(_storages(tensors).values())
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes. Storage without memory (meta tensors, freed parameters of ZeRO-3) has address 0."""
+    """Address -> bytes. Storage without memory (meta tensors, released parameters) has address 0."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr()}
 
 
 @contextlib.contextmanager
 def _allocator_events() -> Iterator[list[Allocation]]:
-    """Fill the list with the CPU allocator's events of the region (empty if it raises).
-
-    `torch.profiler` would log every operator as well, so this asks the layer below it for a kind of operator
-    that never runs (scope KERNEL_FUNCTION_DTYPE exists to trace builds for phones).
-    """
-    from torch._C import _autograd, _profiler
-
-    # Without this, torch 2.13 prints "USDT: profiler_start" and "profiler_stop" for each region.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # Positions: shapes, memory, stacks, FLOPs, modules.
-    flags = False, True, False, False, False
-    config = _profiler.ProfilerConfig(_profiler.ProfilerState.KINETO, *flags, _profiler._ExperimentalConfig())
-    activities, events = {_profiler.ProfilerActivity.CPU}, []
-    _autograd._prepare_profiler(config, activities)
-    _autograd._enable_profiler(config, activities, {_profiler.RecordScope.KERNEL_FUNCTION_DTYPE})
+    """Fill the list with the CPU allocator's events of the region."""
+    flags = False, True, False, False, False, _profiler._ExperimentalConfig()  # shapes, memory, stacks, FLOPs, modules
+    options = _profiler.ProfilerConfig(_profiler.ProfilerState.KINETO, *flags), {_profiler.ProfilerActivity.CPU}
+    _autograd._prepare_profiler(*options)
+    # torch.profiler would log every operator, at 20 times the cost; this kind only runs in traced builds for phones.
+    _autograd._enable_profiler(*options, {_profiler.RecordScope.KERNEL_FUNCTION_DTYPE})
+    events = []
     try:
         yield events
     finally:
         logged = _autograd._disable_profiler()
     start = logged.trace_start_ns()
-    for event in logged.experimental_event_tree():
-        fields = event.extra_fields
-        if fields.device.type == "cpu":
-            events.append(Allocation((event.start_time_ns - start) * 1e-9, fields.ptr, fields.alloc_size))
+    tree = [((event.start_time_ns - start) * 1e-9, event.extra_fields) for event in logged.experimental_event_tree()]
+    events += [Allocation(seconds, it.ptr, it.alloc_size) for seconds, it in tree if it.device.type == "cpu"]
 
 
 def _known(events: list[Allocation], alive: dict[int, int]) -> list[Allocation]:
-    """Only the events whose size is sure: a release takes what an event, or `alive`, put at its address.
+    """Only the events whose size is sure: an event releases what `alive` or an earlier event has put at its place.
 
-    The allocator's own size may be stale: it forgets releases outside measured regions, so an address used
-    again there keeps the size that it had in the last measured region. And some releases are not reported (see
-    `MemoryMeter`): those of blocks that a new one overlaps are put just before it.
+    The allocator's own size of a release may be out of date, since it does not see what happens between regions, and
+    a release that was not reported (see `MemoryMeter`) shows only when a new block overlaps the old one.
     """
-    alive, known = dict(alive), []
-    addresses = sorted(alive)  # of the blocks in `alive`, which never overlap
-
-    def release(seconds: float, address: int) -> None:
-        known.append(Allocation(seconds, address, -alive.pop(address)))
-        del addresses[bisect.bisect_left(addresses, address)]
-
+    alive, addresses, known = dict(alive), sorted(alive), []
     for event in events:
+        first = last = bisect.bisect_left(addresses, event.address + max(event.bytes, 1))
+        while first and addresses[first - 1] + alive[addresses[first - 1]] > event.address:
+            first -= 1
+        known += [Allocation(event.seconds, address, -alive.pop(address)) for address in addresses[first:last]]
+        addresses[first:last] = [event.address] if event.bytes > 0 else []
         if event.bytes > 0:
-            place = bisect.bisect_left(addresses, event.address + event.bytes)
-            while place and addresses[place - 1] + alive[addresses[place - 1]] > event.address:
-                place -= 1
-                release(event.seconds, addresses[place])
             alive[event.address] = event.bytes
-            addresses.insert(place, event.address)
             known.append(event)
-        elif event.address in alive:
-            release(event.seconds, event.address)
     return known

@@ -1,141 +1,109 @@
-"""RUN_DIR/trace.json: made from what every rank recorded; the report and Perfetto read it.
+"""RUN_DIR/trace.json: what every rank recorded, in Chrome's Trace Event Format, for the report and for Perfetto.
 
-It is in Chrome's Trace Event Format (JSON object form). Complete events ("X") have one of these categories:
-`step`, `phase`, `span`, `issue` and `wait` on the compute lane (thread 0), `communication` on the lane of a
-group. The top-level `metadata` holds what else the report needs: ranks, steps, degrees, groups, clock.
+A rank is a process of the trace, a lane a thread. Complete events ("X") on the compute lane (thread 0) have the
+category `step`, `phase`, `issue` or `wait`; on the lane of a group, and for messages on its send and its receive lane,
+it is `communication`.
 """
 
+import hashlib
 import json
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.errors import UsageError
 
 COMPUTE = "compute"
 
 
-def merge(parts: list[dict]) -> dict:
-    """One trace from the parts that the ranks recorded. Times become microseconds since the first event."""
-    everything = [event for part in parts for event in part["events"]]
-    start = min((event["start"] for event in everything), default=0)
-    lanes = dict.fromkeys([COMPUTE] + [event["lane"] for event in everything])  # in order of appearance
-    threads = {lane: number for number, lane in enumerate(lanes)}
+class Event(NamedTuple):
+    """A span of one rank. `start` and `end` are marks of the tracer's clock at first, then nanoseconds."""
 
-    def microseconds(nanoseconds: int) -> float:
-        return (nanoseconds - start) / 1000
-
-    result = []
-    for part in parts:
-        rank = part["rank"]
-        used = dict.fromkeys([COMPUTE] + [event["lane"] for event in part["events"]])
-        result += _names(rank, part["place"], {lane: threads[lane] for lane in used})
-        for event in sorted(part["events"], key=lambda event: (event["start"], -event["end"])):
-            made = {
-                "name": event["name"],
-                "cat": event["cat"],
-                "ph": "X",
-                "pid": rank,
-                "tid": threads[event["lane"]],
-            }
-            begin, end = event["start"], event["end"]
-            arguments = dict(event["args"])
-            if event["cat"] == "communication":
-                arguments |= {"issue_us": microseconds(begin), "completion_us": microseconds(end)}
-                begin = max(begin, used[event["lane"]] or begin)  # until now the lane shows the one issued before
-                used[event["lane"]] = end = max(begin, end)
-            made |= {"ts": microseconds(begin), "dur": (end - begin) / 1000, "args": arguments}
-            result.append(made)
-    arrows, unpaired = _arrows(parts, microseconds)
-    metadata = {
-        "ranks": [part["rank"] for part in parts],
-        "steps": sorted({event["args"]["step"] for event in everything}),
-        "clock": parts[0]["clock"],
-        "degrees": parts[0]["degrees"],
-        "groups": {str(part["rank"]): part["groups"] for part in parts},
-        "start_ns": start,
-        "unpaired_messages": unpaired,
-    }
-    return {"traceEvents": result + arrows, "displayTimeUnit": "ms", "metadata": metadata}
+    step: int
+    name: str
+    category: str
+    lane: str
+    start: int
+    end: int
+    arguments: dict
 
 
-def _names(rank: int, place: dict[str, int], threads: dict[str, int]) -> list[dict]:
-    """Names and order of a rank's process and of its lanes."""
-    where = ", ".join(f"{axis} {index}" for axis, index in place.items())
-    values = [("process_name", 0, {"name": f"rank {rank} ({where})" if where else f"rank {rank}"})]
-    values += [("process_sort_index", 0, {"sort_index": rank})]
-    for lane, thread in threads.items():
-        values += [
-            ("thread_name", thread, {"name": lane}),
-            ("thread_sort_index", thread, {"sort_index": thread}),
-        ]
-    return [{"name": name, "ph": "M", "pid": rank, "tid": thread, "args": value} for name, thread, value in values]
+def chrome_events(rank: int, name: str, events: list[Event], origin: int) -> list[dict]:
+    """Return one rank's events (in order of issue) in Chrome's format, in microseconds since `origin`.
 
-
-def _arrows(parts: list[dict], microseconds) -> tuple[list[dict], int]:
-    """Flow events, and how many messages lack one end (it lies outside the traced steps).
-
-    The n-th message that a rank sent to another over a group in a step is the n-th that the other received.
-    An arrow leads from the sender's compute lane at the issue to the receiver's at the end of its wait.
+    On the lane of a group collectives follow each other as on an NCCL stream: each is drawn from the completion of the
+    previous one. `issue_us` and `completion_us` in its arguments are the measured times.
     """
-    sent, received = defaultdict(list), defaultdict(list)
-    for part in parts:
-        rank = part["rank"]
-        for event in sorted(part["events"], key=lambda event: event["start"]):
-            arguments = event["args"]
-            if event["cat"] == "communication" and "peer" in arguments:
-                step, group, peer = arguments["step"], arguments["group"], arguments["peer"]
-                if arguments["op"] == "send":
-                    sent[step, group, rank, peer].append(event["start"])
-                else:
-                    received[step, group, peer, rank].append(event["ready"])
-    result, unpaired = [], 0
-    for key in sent | received:
-        step, group, source, target = key
-        unpaired += abs(len(sent[key]) - len(received[key]))
-        for begin, end in zip(sent[key], received[key]):
-            shared = {"name": f"{group} message", "cat": "message", "id": len(result) // 2 + 1, "tid": 0}
-            begin, end = (
-                microseconds(begin),
-                microseconds(end) - 0.001,
-            )  # a nanosecond before: still within the wait
-            result.append(shared | {"ph": "s", "pid": source, "ts": begin, "args": {"step": step}})
-            result.append(shared | {"ph": "f", "pid": target, "ts": end, "bp": "e", "args": {"step": step}})
-    return result, unpaired
+    events = [event._replace(start=(event.start - origin) / 1000, end=(event.end - origin) / 1000) for event in events]
+    result, threads, free_at = _arrow_ends(rank, events), {COMPUTE: 0}, {}
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
+        begin, end, arguments = event.start, event.end, {"step": event.step} | event.arguments
+        if event.category == "communication":
+            arguments |= {"issue_us": begin, "completion_us": end}
+            begin = max(begin, free_at.get(event.lane, begin))
+            free_at[event.lane] = end = max(begin, end)
+        place = {"pid": rank, "tid": threads.setdefault(event.lane, len(threads)), "ts": begin, "dur": end - begin}
+        result.append({"name": event.name, "cat": event.category, "ph": "X", "args": arguments} | place)
+    names = [("process_name", 0, {"name": name}), ("process_sort_index", 0, {"sort_index": rank})]
+    for lane, thread in threads.items():
+        names += [("thread_name", thread, {"name": lane}), ("thread_sort_index", thread, {"sort_index": thread})]
+    return result + [{"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": args} for kind, tid, args in names]
+
+
+def _arrow_ends(rank: int, events: list[Event]) -> list[dict]:
+    """This rank's ends of the arrows (flow events) that lead from each sent message to where it was received.
+
+    An arrow begins on the sender's compute lane at the issue, and ends on the receiver's at the completion, which on
+    gloo is the end of its wait. Messages between two ranks over a group keep their order, so the n-th one sent in a
+    step is the n-th one received: both ranks compute the same id without asking each other.
+    """
+    result, count = [], Counter()
+    for event in events:
+        if "peer" in event.arguments:
+            group, peer, sends = event.arguments["group"], event.arguments["peer"], event.arguments["op"] == "send"
+            key = (event.step, group, *((rank, peer) if sends else (peer, rank)))
+            count[key] += 1
+            digest = hashlib.blake2b(repr((key, count[key])).encode(), digest_size=6).digest()
+            arrow = {"name": f"{group} message", "cat": "message", "id": int.from_bytes(digest, "big")}
+            if sends:
+                arrow |= {"ph": "s", "ts": event.start}
+            else:  # Perfetto attaches an end to the span around it: a nanosecond earlier this is still the wait
+                arrow |= {"ph": "f", "ts": event.end - 0.001, "bp": "e"}
+            result.append(arrow | {"pid": rank, "tid": 0})
+    return result
 
 
 @dataclass
 class Trace:
-    """A trace as read: `spans` are the complete events by rank, `metadata` is as `merge` wrote it."""
+    """A trace as read: the complete events of each rank, the traced steps, and the degrees of the mesh."""
 
     spans: dict[int, list[dict]]
-    metadata: dict
-
-    @property
-    def steps(self) -> list[int]:
-        """Numbers of the traced steps."""
-        return self.metadata["steps"]
+    steps: list[int]
+    degrees: dict[str, int]
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that it holds."""
-        return self.metadata["ranks"]
+        """The ranks in the trace."""
+        return list(self.spans)
 
     def intervals(self, rank: int, *categories: str) -> list[tuple[float, float]]:
-        """(start, end) in microseconds of all spans of these categories on the compute lane.
-
-        `communication`, on the lanes of the groups, counts from issue to completion.
-        """
+        """(start, end) in microseconds of all spans of these categories: `communication` from issue to completion."""
         result = []
         for span in self.spans[rank]:
-            if span["cat"] == "communication" and "communication" in categories:
-                result.append((span["args"]["issue_us"], span["args"]["completion_us"]))
-            elif span["cat"] in categories and span["tid"] == 0:
-                result.append((span["ts"], span["ts"] + span["dur"]))
+            if span["cat"] in categories:
+                times = span["ts"], span["ts"] + span["dur"]
+                if span["cat"] == "communication":
+                    times = span["args"]["issue_us"], span["args"]["completion_us"]
+                result.append(times)
         return result
 
+    def calls(self, rank: int) -> list[dict]:
+        """The arguments of every collective and message of a rank: op, group, elements, bytes, step and so on."""
+        return [span["args"] for span in self.spans[rank] if span["cat"] == "communication"]
+
     def window(self, rank: int, step: int) -> tuple[float, float]:
-        """Start and end of a step in microseconds. Raises UsageError when it was not traced."""
+        """Start and end of a step in microseconds. Raises UsageError if the step was not traced."""
         for span in self.spans[rank]:
             if span["cat"] == "step" and span["args"]["step"] == step:
                 return span["ts"], span["ts"] + span["dur"]
@@ -143,7 +111,7 @@ class Trace:
 
 
 def read_trace(run_dir: str | Path) -> Trace:
-    """The trace of a run. Raises UsageError when RUN_DIR/trace.json is missing or something else."""
+    """Read the trace of a run. Raises UsageError if RUN_DIR/trace.json is missing or is no trace of this project."""
     path = Path(run_dir) / "trace.json"
     try:
         content = json.loads(path.read_text())
@@ -152,10 +120,8 @@ def read_trace(run_dir: str | Path) -> Trace:
         for event in content["traceEvents"]:
             if event["ph"] == "X":
                 spans[event["pid"]].append(event)
-    except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; --trace FIRST:LAST with --run-dir writes it") from None
+        return Trace(spans, metadata["steps"], metadata["degrees"])
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    except (RecursionError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: {error.strerror}; --trace FIRST:LAST with --run-dir writes it") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a trace of this project: {type(error).__name__}: {error}") from None
-    return Trace(spans, metadata)

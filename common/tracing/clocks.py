@@ -1,7 +1,7 @@
-"""The tracer's clocks: where a point in time comes from, and when a collective has completed.
+"""The tracer's two clocks: how a point in time is noted during a run, and when a collective has completed.
 
-A mark is what a clock notes on the way; `resolve` turns it into wall-clock time after the run. Ranks on one
-machine agree on it closely, nodes as well as their system clocks do.
+A clock notes a *mark*, which is cheap, and turns it into wall-clock time after the run. Ranks of one machine then agree
+closely; ranks of different machines agree as well as the system clocks of these machines do.
 """
 
 import time
@@ -12,88 +12,71 @@ from common.process_groups import Mesh
 
 
 class CpuClock:
-    """Marks are `time.perf_counter_ns()`, which all processes of a machine share."""
+    """Marks are readings of `time.perf_counter_ns`, a monotonic clock that all processes of a machine share."""
 
     name = "cpu"
     mark = staticmethod(time.perf_counter_ns)
 
     def __init__(self):
         readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(20)]
-        before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])  # the least disturbed
+        before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])  # the least disturbed one
         self._offset = wall - (before + after) // 2
 
-    def anchor(self) -> None:
-        """Called at the start of a traced step; what it returns goes into `resolve`."""
+    def begin_step(self) -> None:
+        """Called at the start of each traced step."""
 
-    def settle(self) -> None:
-        """Called once before the first `resolve`."""
-
-    def resolve(self, mark: int, anchor: None) -> int:
-        """Nanoseconds since the epoch."""
+    def resolve(self, mark: int) -> int:
+        """Return the mark's time in nanoseconds since the epoch."""
         return mark + self._offset
 
     def watch(self, handle, calls: list, done_at: float) -> None:
-        """Set the calls' completion when the handle's future comes, and no earlier than `done_at`.
+        """Let the future of a collective set its completion, or the simulated link where that is later."""
 
-        `done_at` is when the simulated link is through, in seconds of `time.perf_counter`.
-        """
-        if calls[0].op in ("send", "receive"):
-            return  # gloo's messages have no future: Work.wait sets the completion
-
-        def done(_) -> None:  # on gloo's thread, before its wait returns
-            now = max(time.perf_counter_ns(), int(done_at * 1e9))
+        def set_completion(_) -> None:  # gloo's thread runs this before the wait returns
             for call in calls:
-                call.completion = now
+                call.completion = max(time.perf_counter_ns(), int(done_at * 1e9))
 
-        handle.get_future().add_done_callback(done)
-
-    def push(self, name: str) -> None:
-        """A range for an outer profiler begins."""
-
-    def pop(self) -> None:
-        """It ends."""
+        if calls[0].peer is None:  # gloo's messages have no future: `Work.wait` sets their completion when it returns
+            handle.get_future().add_done_callback(set_completion)
 
 
 class CudaClock:
-    """Marks are CUDA events, recorded on the current stream and read when the run is over."""
+    """Marks are CUDA events on the current stream: a span says what the GPU did, not when Python launched it.
+
+    An event only knows the time to another event, in 32-bit milliseconds. So each step begins with an event whose
+    wall-clock time is known, and a mark is a pair of an event and that of its step.
+    """
 
     name = "cuda"
 
     def __init__(self, mesh: Mesh, cuda=torch.cuda):
         self._backend, self._cuda = mesh.world.backend, cuda
-        self._streams = {}  # by group: a side stream that does nothing but wait for the group's collectives
-        self.push, self.pop = cuda.nvtx.range_push, cuda.nvtx.range_pop
+        self._streams = {}  # group -> a stream that only waits for the collectives of this group
+        self._anchor = None  # (event, its wall-clock time in ns)
 
-    def mark(self):
+    def mark(self) -> tuple:
         event = self._cuda.Event(enable_timing=True)
         event.record()
-        return event
+        return event, self._anchor
 
-    def anchor(self) -> tuple:
-        """An event and the wall time at which it took place: the step starts with an idle GPU."""
-        self._cuda.synchronize()
-        readings = []
-        for _ in range(5):
-            before, event = time.time_ns(), self.mark()
-            event.synchronize()
-            after = time.time_ns()
-            readings.append((after - before, event, (before + after) // 2))
-        return min(readings, key=lambda reading: reading[0])[1:]
+    def begin_step(self) -> None:
+        self._cuda.synchronize()  # on an idle GPU an event takes place as soon as it is recorded
+        before, (event, _) = time.time_ns(), self.mark()
+        event.synchronize()
+        self._anchor = event, (before + time.time_ns()) // 2
 
-    def settle(self) -> None:
-        self._cuda.synchronize()  # every event has taken place
-
-    def resolve(self, mark, anchor: tuple) -> int:
-        event, wall = anchor
-        return wall + round(event.elapsed_time(mark) * 1e6)  # elapsed_time is in milliseconds
+    def resolve(self, mark: tuple) -> int:
+        event, (start, wall) = mark
+        event.synchronize()
+        return wall + round(start.elapsed_time(event) * 1e6)
 
     def watch(self, handle, calls: list, done_at: float) -> None:
-        """Let a side stream wait for the collective, and record there when that is over.
+        """Let a side stream wait for the collective and record an event there: its completion.
 
-        The first wait on a handle makes torch let go of the tensors in flight; `collectives.Work` holds them.
+        The first wait on a handle makes torch release the tensors in flight, but `collectives.Work` still holds them.
         """
         if self._backend != "nccl":
-            return  # gloo, staged through the CPU: the wait blocks the host and sets the completion
+            return  # with gloo the host itself waits, and `Work.wait` sets the completion
         group = calls[0].group
         if group not in self._streams:
             self._streams[group] = self._cuda.Stream()

@@ -1,119 +1,86 @@
-"""Pictures of traces: what each rank does during a step, one row a lane, in milliseconds."""
+"""Pictures of traces: what each rank does during a step, one row per lane, in milliseconds."""
 
 from pathlib import Path
 
-from common.errors import UsageError
-from common.process_groups import GROUP_NAMES
+from common.experiments.figures import COLOURS, new_figure, write_png
 from common.tracing.chrome_trace import Trace
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart
-PHASES = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
-OTHER = "#BBBBBB"
-GROUPS = ("#E69F00", "#CC79A7", "#D55E00", "#F0E442")
 WAITING = {"facecolor": "white", "edgecolor": "#555555", "hatch": "/////", "linewidth": 0.5}
-
-LABEL_SHARE = 0.02  # of the axis: a phase at least this wide shows the number of its micro-batch
-ISSUE_SHARE = 0.003  # of the axis: issuing a collective is drawn only if it took this long
-HEIGHTS = {"compute": 1.0, "communication": 0.55}
-
-
-def draw_timeline(trace: Trace, path: str | Path, step: int | None = None) -> Path:
-    """Draw one step (default: the last traced one) of every rank as PNG. Returns the path."""
-    return draw_timelines([("", trace)], path, step)
+LABEL_SHARE = 0.02  # a phase that fills at least this share of the axis shows the number of its micro-batch
+ISSUE_SHARE = 0.003  # issuing a collective is drawn only if it fills this share of the axis
 
 
 def draw_timelines(runs: list[tuple[str, Trace]], path: str | Path, step: int | None = None) -> Path:
-    """Draw one step (default: the last traced one) of several runs above each other, on one axis of time.
+    """Draw one step (default: the last traced one) of one or several runs as PNG, above each other. Returns the path.
 
     Args:
-        runs: (title, trace) of each. Zero is where its first rank begins the step.
+        runs: (title, trace) of each; an empty title stands for the step. Time zero is where the first rank begins it.
 
-    Raises UsageError for a step that a run did not trace, and where `path` cannot be written.
+    Raises UsageError for a step that a run did not trace, and if `path` cannot be written.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    numbers = [trace.steps[-1] if step is None and trace.steps else step for _, trace in runs]
-    windows = [
-        [trace.window(rank, number) for rank in trace.ranks] for (_, trace), number in zip(runs, numbers, strict=True)
-    ]
-    lanes = [_lanes(trace, number) for (_, trace), number in zip(runs, numbers)]
-    duration = max(max(end for _, end in each) - min(start for start, _ in each) for each in windows) / 1000
-    used = {lane.partition(" ")[0] for each in lanes for _, lane, _ in each if lane}
-    groups = [name for name in GROUP_NAMES if name in used] + sorted(used - set(GROUP_NAMES))
-    colours = PHASES | {name: GROUPS[index % len(GROUPS)] for index, name in enumerate(groups)}
+    panels, longest = [], 0.0
+    for title, trace in runs:
+        number = trace.steps[-1] if step is None and trace.steps else step
+        windows = [trace.window(rank, number) for rank in trace.ranks]
+        origin = min(start for start, _ in windows)
+        longest = max(longest, (max(end for _, end in windows) - origin) / 1000)
+        panels.append((title or f"step {number}", _rows(trace, number), origin))
 
-    heights = [sum(HEIGHTS["communication" if lane else "compute"] for _, lane, _ in each) for each in lanes]
-    figure = Figure(figsize=(10, 0.33 * sum(heights) + 0.45 * len(runs) + 0.8), layout="constrained")
-    axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    heights = [sum(height for _, height, _ in rows) for _, rows, _ in panels]
+    height = 0.33 * sum(heights) + 0.45 * len(runs) + 0.8
+    figure, _ = new_figure(len(runs), width=10, height=height, sharex=True, height_ratios=heights)
     drawn = set()
-    for axis, (title, _), number, window, rows in zip(axes, runs, numbers, windows, lanes):
-        drawn |= _draw(axis, rows, min(start for start, _ in window), duration, colours)
-        axis.set_title(title or f"step {number}", loc="left", fontsize=10)
-    axes[-1].set_xlim(0, duration)
-    axes[-1].set_xlabel("ms since the start of the step", fontsize=9)
-    handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items() if name in drawn]
-    if "other" in drawn:
-        handles.append(Patch(facecolor=OTHER, label="other"))
-    if "wait" in drawn:
-        handles.append(Patch(**WAITING, label="blocked"))
+    for axis, (title, rows, origin) in zip(figure.axes, panels):
+        drawn |= _draw(axis, rows, origin, longest)
+        axis.set_title(title, loc="left", fontsize=10)
+    axis.set(xlim=(0, longest), xlabel="ms since the start of the step")
+    looks = {name: {"facecolor": colour} for name, colour in COLOURS.items()} | {"blocked": WAITING}
+    handles = [Patch(label=name.replace("_", "-"), **look) for name, look in looks.items() if name in drawn]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9, frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # no such folder, or a format that matplotlib does not know
-        raise UsageError(f"cannot draw {path}: {error}") from None
-    return Path(path)
+    return write_png(figure, path)
 
 
-def _lanes(trace: Trace, step: int) -> list[tuple[int, str, list[dict]]]:
-    """(rank, lane, spans) of every row of the picture. Lane "" is the compute lane."""
+def _rows(trace: Trace, step: int) -> list[tuple[str, float, list[dict]]]:
+    """(label, height, spans): a high row for each rank's compute lane, and low ones for its lanes of communication."""
     result = []
     for rank in trace.ranks:
-        lanes = {"": []}
+        lanes = {f"rank {rank}": []}
         for span in trace.spans[rank]:
-            arguments = span["args"]
-            if arguments["step"] != step:
-                continue
+            lane, arguments = f"rank {rank}", span["args"]
             if span["cat"] == "communication":
-                message = "peer" in arguments
-                lane = f"{arguments['group']} {arguments['op']}" if message else arguments["group"]
+                lane = arguments["group"] + (f" {arguments['op']}" if "peer" in arguments else "")
+            if arguments["step"] == step and span["cat"] != "step":
                 lanes.setdefault(lane, []).append(span)
-            elif span["tid"] == 0:
-                lanes[""].append(span)
-        result += [(rank, lane, spans) for lane, spans in lanes.items()]
+        result += [(lane, 1.0 if lane == f"rank {rank}" else 0.55, spans) for lane, spans in lanes.items()]
     return result
 
 
-def _draw(axis, rows, origin: float, duration: float, colours: dict[str, str]) -> set[str]:
-    """Draw one run. Returns what was drawn, for the legend."""
-    top, ticks, drawn = 0.0, [], set()
-    for rank, lane, spans in rows:
-        height = HEIGHTS["communication" if lane else "compute"]
-        ticks.append((top + height / 2, lane or f"rank {rank}"))
-        if not lane and rank:
+def _draw(axis, rows: list[tuple[str, float, list[dict]]], origin: float, longest: float) -> set[str]:
+    """Draw the rows of one run. Returns the names of what was drawn, for the legend."""
+    top, places, drawn = 0.0, [], set()
+    for _, height, spans in rows:
+        places.append(top + height / 2)
+        if height == 1.0 and top:
             axis.axhline(top - 0.04, color="#999999", linewidth=0.6)
         for span in spans:
             start, width = (span["ts"] - origin) / 1000, span["dur"] / 1000
-            box = {"xranges": [(start, width)], "yrange": (top + 0.06, height - 0.12)}
-            if lane:
-                group = span["args"]["group"]
-                axis.broken_barh(**box, facecolor=colours[group], edgecolor="white", linewidth=0.4)
-                drawn.add(group)
-            elif span["cat"] == "wait" or (span["cat"] == "issue" and width > ISSUE_SHARE * duration):
-                axis.broken_barh(**box, **WAITING)
-                drawn.add("wait")
-            elif span["cat"] in ("phase", "span"):
-                kind = span["name"] if span["name"] in PHASES else "other"
-                axis.broken_barh(**box, facecolor=colours.get(kind, OTHER), edgecolor="white", linewidth=0.4)
-                drawn.add(kind)
-                if "micro_batch" in span["args"] and width > LABEL_SHARE * duration:
-                    x, y = start + width / 2, top + height / 2
-                    axis.text(x, y, span["args"]["micro_batch"], ha="center", va="center", fontsize=7, color="white")
+            if span["cat"] == "issue" and width < ISSUE_SHARE * longest:
+                continue
+            name, look = "blocked", WAITING
+            if span["cat"] in ("phase", "communication"):
+                name = span["name"] if span["name"] in COLOURS else "other"
+                look = {"facecolor": COLOURS[name], "edgecolor": "white", "linewidth": 0.4}
+            axis.broken_barh([(start, width)], (top + 0.06, height - 0.12), **look)
+            drawn.add(name)
+            if span["cat"] == "phase" and "micro_batch" in span["args"] and width > LABEL_SHARE * longest:
+                label = start + width / 2, top + height / 2, span["args"]["micro_batch"]
+                axis.text(*label, ha="center", va="center", fontsize=7, color="white")
         top += height
     axis.set_ylim(top, 0)
-    axis.set_yticks([place for place, _ in ticks], [name for _, name in ticks], fontsize=8)
+    axis.set_yticks(places, [label for label, _, _ in rows], fontsize=8)
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.grid(axis="x", color="#DDDDDD", linewidth=0.5)
-    axis.set_axisbelow(True)
+    axis.grid(visible=False, axis="y")
     return drawn

@@ -4,292 +4,127 @@
     for step in range(...):
         with tracer.step(step):
             with tracer.phase("forward", micro_batch=0): ...
-    tracer.close()  # RUN_DIR/trace.json, for ui.perfetto.dev or chrome://tracing
+    tracer.close()  # RUN_DIR/trace.json, for ui.perfetto.dev; `python -m common.tracer RUN_DIR` reports and draws it
 
-`python -m common.tracer RUN_DIR` prints the report of `trace_report.py` and draws RUN_DIR/timeline.png.
-
-A trace has a process a rank and a thread a lane. The compute lane nests step > phase > what the rank does for
-communication: `issue` (start a collective) and `wait` (blocked until it has completed). Each group that
-communicates has a lane of its own, and for messages two, send and receive. On such a lane collectives follow
-each other as on an NCCL stream: one is drawn from the completion of the one issued before it; `issue_us` and
-`completion_us` in its arguments say what was measured. Arrows lead from where a message was sent to where its
-receiver was done waiting for it.
-
-On CPU the times are those of a monotonic clock. A collective has completed when its future says so, a message
-(gloo has no future there) when its wait returns. On CUDA the times are those of events on the streams, read
-when the run is over: a span is what the GPU did, not when Python launched it.
+Every rank has a compute lane with its steps, phases, and what it does for collectives: `issue` (start one) and `wait`
+(blocked until it has completed). On the lane of its group a collective lasts from its issue to its completion.
 """
 
 import contextlib
 import json
-import sys
-import warnings
 from pathlib import Path
 
 import torch
 
 from common import collectives
-from common.errors import UsageError
-from common.process_groups import GROUP_NAMES, Mesh, coordinates
-from common.tracing.chrome_trace import merge
+from common.process_groups import Mesh, coordinates
+from common.tracing.chrome_trace import COMPUTE, Event, chrome_events
 from common.tracing.clocks import CpuClock, CudaClock
-
-SNAPSHOT_EVENTS = 200_000  # allocations and frees that the memory snapshot holds at most
-
-
-class _Phase:
-    """A phase while nothing is recorded: only `collectives.phase` changes."""
-
-    __slots__ = ("_before", "_name")
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __enter__(self):
-        self._before, collectives.phase = collectives.phase, self._name
-
-    def __exit__(self, *_):
-        collectives.phase = self._before
-
-
-class _Span:
-    """A recorded span."""
-
-    __slots__ = ("_annotation", "_arguments", "_category", "_lane", "_name", "_phase", "_start", "_tracer")
-
-    def __init__(self, tracer: "Tracer", name: str, category: str, lane: str, arguments: dict):
-        self._tracer, self._name, self._category = tracer, name, category
-        self._lane, self._arguments = lane, arguments
-        self._phase = _Phase(name) if category == "phase" else None
-        self._annotation = torch.profiler.record_function(name) if tracer.profiler is not None else None
-
-    def __enter__(self):
-        if self._phase:
-            self._phase.__enter__()
-        self._tracer.time_source.push(" ".join([self._name, *map(str, self._arguments.values())]))
-        if self._annotation:
-            self._annotation.__enter__()
-        self._start = self._tracer.clock()
-
-    def __exit__(self, *_):
-        end = self._tracer.clock()
-        if self._annotation:
-            self._annotation.__exit__(None, None, None)
-        self._tracer.time_source.pop()
-        if self._phase:
-            self._phase.__exit__()
-        self._tracer.add_span(self._name, self._category, self._lane, self._start, end, self._arguments)
-
-
-_NOTHING = contextlib.nullcontext()
+from common.tracing.profilers import Profilers
 
 
 class Tracer:
-    """Records the steps `first_last` (both included; None: none) of this rank and writes RUN_DIR/trace.json.
+    """Records the steps `first_last` (both included; None: no step) of this rank and writes RUN_DIR/trace.json.
 
     Args:
         run_dir: a folder that all ranks see.
-        profile: run torch.profiler over the same steps (the step before them warms it up), one Kineto trace a
-            rank in RUN_DIR/profile/. It slows Python down, so the spans of such a run are longer.
-        memory_snapshot: CUDA only: write the allocator's history of these steps to
-            RUN_DIR/memory-rank-N.pickle, for pytorch.org/memory_viz.
-        time_source: a clock such as `CpuClock`; default: that of the mesh's device.
-
-    While a step is recorded this object is `collectives.recorder`.
+        profile: also run torch.profiler over these steps. It slows Python down, so the spans get longer.
+        memory_snapshot: also write the history of the CUDA allocator during these steps.
+        clock: default: the clock of the mesh's device.
     """
 
     def __init__(
-        self,
-        first_last: tuple[int, int] | None,
-        mesh: Mesh,
-        run_dir: str | Path | None,
-        profile: bool = False,
-        memory_snapshot: bool = False,
-        time_source=None,
+        self, first_last: tuple[int, int] | None, mesh: Mesh, run_dir, profile=False, memory_snapshot=False, clock=None
     ):
-        self.calls = []  # collectives.Call of the step under way, in order of issue
-        self.profiler = None  # torch.profiler.profile while it runs
-        self.recording = False
-        if first_last is None:
-            self.first, self.last, self._from = 0, -1, 0
-            return
-        self.first, self.last = first_last
-        self._from = self.first - 1 if profile else self.first
-        self._mesh, self._run_dir = mesh, Path(run_dir)
-        self._profile, self._memory_snapshot, self._remembers = profile, memory_snapshot, False
-        self.time_source = time_source or (CudaClock(mesh) if mesh.device.type == "cuda" else CpuClock())
-        self.clock = self.time_source.mark
-        self._number, self._anchor = None, None  # of the step under way
-        self._spans, self._works = [], []  # with marks, which become times in `close`
+        self._first, self._last = first_last or (0, -1)
+        self._mesh, self._run_dir = mesh, Path(run_dir or ".")
+        self._clock = clock or (CudaClock(mesh) if mesh.device.type == "cuda" else CpuClock())
+        self.profilers = Profilers(self._first, self._last, self._run_dir, mesh.rank, profile, memory_snapshot)
+        self._step = None  # number of the traced step in progress
+        self._events: list[Event] = []
+        self._launches = []  # (step, calls of one launch, mark of its return)
 
+    @contextlib.contextmanager
     def step(self, number: int):
         """Context manager around optimizer step `number`."""
-        return self._step(number) if self._from <= number <= self.last else _NOTHING
+        self.profilers.before_step(number)
+        if self._first <= number <= self._last:
+            self._clock.begin_step()
+            self._step = number
+            try:
+                with collectives.record(self._clock.mark, self._launched), self._span(f"step {number}", "step"):
+                    yield
+            finally:
+                self._step = None
+        else:
+            yield
+        self.profilers.after_step(number)
 
+    @contextlib.contextmanager
     def phase(self, name: str, **arguments):
-        """Context manager: forward, backward or optimizer. `arguments`, such as micro_batch, are recorded."""
-        return _Span(self, name, "phase", "compute", arguments) if self.recording else _Phase(name)
+        """Context manager for forward, backward or optimizer. `arguments`, such as micro_batch, go into the trace."""
+        outer, collectives.phase = collectives.phase, name
+        try:
+            with self._span(name, "phase", **arguments):
+                yield
+        finally:
+            collectives.phase = outer
 
-    def span(self, name: str, lane: str = "compute", **arguments):
-        """Context manager: something else worth seeing. On the compute lane it counts as compute."""
-        return _Span(self, name, "span", lane, arguments) if self.recording else _NOTHING
+    @contextlib.contextmanager
+    def _span(self, name: str, category: str, **arguments):
+        if self._step is None:
+            yield
+            return
+        with torch.profiler.record_function(name) if self.profilers.profiler else contextlib.nullcontext():
+            start = self._clock.mark()
+            yield
+            self._events.append(Event(self._step, name, category, COMPUTE, start, self._clock.mark(), arguments))
+
+    def _launched(self, handle, calls: list[collectives.Call], done_at: float) -> None:
+        """`collectives` has launched one collective, or one batch of messages."""
+        self._launches.append((self._step, calls, self._clock.mark()))
+        self._clock.watch(handle, calls, done_at)
 
     def close(self) -> Path | None:
-        """Write the trace; all ranks call it together. Returns its path, or None when none was asked for."""
-        if self.last < self.first:
+        """Write the trace; all ranks call this together. Returns its path, or None if no step was to be traced."""
+        if self._last < self._first:
             return None
-        self._finish_profiles()
-        rank = self._mesh.rank
-        place = coordinates(rank, self._mesh.degrees) | {"ep": self._mesh.ep.rank}
-        groups = {name: getattr(self._mesh, name).ranks for name in GROUP_NAMES}
-        part = {
-            "rank": rank,
-            "clock": self.time_source.name,
-            "degrees": vars(self._mesh.degrees),
-            "place": {axis: index for axis, index in place.items() if getattr(self._mesh.degrees, axis) > 1},
-            "groups": {name: ranks for name, ranks in groups.items() if len(ranks) > 1},
-            "events": self._events(),
-        }
+        self.profilers.close()
+        for launch in self._launches:
+            self._add_calls(*launch)
+        resolve = self._clock.resolve
+        events = [event._replace(start=resolve(event.start), end=resolve(event.end)) for event in self._events]
+        mesh, degrees = self._mesh, self._mesh.degrees
+        indices = coordinates(mesh.rank, degrees) | {"ep": mesh.ep.rank}
+        place = "".join(f", {axis} {index}" for axis, index in indices.items() if getattr(degrees, axis) > 1)
+        origin = min(collectives.all_gather_objects(min((event.start for event in events), default=0), mesh.world))
+        paths = {rank: self._run_dir / f"trace-rank-{rank}.json" for rank in mesh.world.ranks}
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        paths = [self._run_dir / f"trace-rank-{each}.json" for each in self._mesh.world.ranks]
-        paths[rank].write_text(json.dumps(part))
-        collectives.barrier(self._mesh.world)  # every part is written
-        result, self.last = self._run_dir / "trace.json", self.first - 1
-        if rank == 0:
-            seen = [path for path in paths if path.exists()]
-            if len(seen) < len(paths):
-                print(f"warning: {result} lacks ranks whose {self._run_dir} is another folder", file=sys.stderr)
-            result.write_text(json.dumps(merge([json.loads(path.read_text()) for path in seen])))
-            for path in seen:
+        paths[mesh.rank].write_text(json.dumps(chrome_events(mesh.rank, f"rank {mesh.rank}{place}", events, origin)))
+        collectives.barrier(mesh.world)  # every rank has written its events
+        result = self._run_dir / "trace.json"
+        if mesh.rank == 0:
+            seen = {rank: path for rank, path in paths.items() if path.exists()}  # all, if all see the same folder
+            metadata = {"ranks": list(seen), "steps": sorted({event.step for event in events})}
+            metadata |= {"degrees": vars(degrees), "clock": self._clock.name}
+            events = [event for path in seen.values() for event in json.loads(path.read_text())]
+            result.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "metadata": metadata}))
+            for path in seen.values():
                 path.unlink()
         return result
 
-    # ---- the recorder of `collectives` ---------------------------------------------------------------------
-
-    def watch(self, handle, calls: list, done_at: float) -> None:
-        """`collectives` has launched `calls` (one collective, or a batch of messages) with `handle`."""
-        self._works.append((calls, self.clock(), self._number, self._anchor))
-        self.time_source.watch(handle, calls, done_at)
-
-    # ---- recording -----------------------------------------------------------------------------------------
-
-    def add_span(self, *span) -> None:
-        """(name, category, lane, start mark, end mark, arguments) of the step under way."""
-        self._spans.append((*span, self._number, self._anchor))
-
-    @contextlib.contextmanager
-    def _step(self, number: int):
-        if self._profile and self.profiler is None:
-            self._start_profiler(number)
-        if number >= self.first:
-            if self._memory_snapshot and not self._remembers:
-                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
-                self._remembers = True
-            self.calls.clear()
-            self._number, self._anchor = number, self.time_source.anchor()
-            self.recording, collectives.recorder = True, self
-            try:
-                with _Span(self, f"step {number}", "step", "compute", {}):
-                    yield
-            finally:
-                self.recording, collectives.recorder = False, None
-        else:
-            yield
-        if self.profiler is not None:
-            self.profiler.step()
-        if number == self.last:
-            self._finish_profiles()
-
-    def _events(self) -> list[dict]:
-        """All spans and collectives, with times in nanoseconds since the epoch."""
-        self.time_source.settle()
-        events = []
-
-        def add(name, category, lane, start, end, arguments, number, anchor) -> None:
-            start, end = (self.time_source.resolve(mark, anchor) for mark in (start, end))
-            event = {"name": name, "cat": category, "lane": lane, "start": start, "end": max(start, end)}
-            events.append(event | {"args": {"step": number} | arguments})
-
-        for span in self._spans:
-            add(*span)
-        for calls, launched, *step in self._works:
-            group = calls[0].group
-            shared = {"group": group, "phase": calls[0].phase}
-            what = calls[0].op if len(calls) == 1 else "exchange"
-            add(f"issue {what}", "issue", "compute", calls[0].issue, launched, shared, *step)
-            waited = calls[0].wait_start is not None and calls[-1].wait_end is not None
-            if waited:
-                marks = calls[0].wait_start, calls[-1].wait_end
-                add(f"wait {what}", "wait", "compute", *marks, shared, *step)
-            for call in calls:
-                details = {"op": call.op, "group_size": call.group_size, "bytes": call.bytes}
-                details |= {"elements": call.elements, "dtype": call.dtype}
-                end, lane = call.completion, group
-                if end is None:  # a message for which nobody waited in a traced step
-                    end, details["unfinished"] = launched, True
-                if call.peer is not None:
-                    lane, details["peer"] = f"{group} {call.op}", call.peer
-                add(call.op, "communication", lane, call.issue, end, shared | details, *step)
-                if call.op == "receive":  # where its arrow ends
-                    events[-1]["ready"] = self.time_source.resolve(call.wait_end if waited else end, step[1])
-        return events
-
-    # ---- other profilers -----------------------------------------------------------------------------------
-
-    def _start_profiler(self, number: int) -> None:
-        path = self._run_dir / "profile" / f"rank-{self._mesh.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():  # a run may start at the first traced step: no warm-up then
-            warnings.simplefilter("ignore")
-            schedule = torch.profiler.schedule(
-                wait=0,
-                warmup=max(0, self.first - number),
-                active=self.last - max(self.first, number) + 1,
-                repeat=1,
-            )
-        self.profiler = torch.profiler.profile(
-            schedule=schedule,  # its wait is over: the steps before the warm-up run without a profiler
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-            record_shapes=True,
-            profile_memory=True,
-            with_stack=True,
-        )
-        self.profiler.start()
-
-    def _finish_profiles(self) -> None:
-        """Write what is not written yet: after the last traced step, or when the run ends before it."""
-        if self.profiler is not None:
-            self.profiler.stop()
-            self.profiler = None
-        if self._remembers:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self._run_dir / f"memory-rank-{self._mesh.rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            self._remembers = False
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m common.tracer RUN_DIR`: the report as text, the timeline as PNG."""
-    from common.command_line import OneLineParser
-    from common.tracing.report import print_kernels, print_report, read_trace
-    from common.tracing.timeline_picture import draw_timeline
-
-    parser = OneLineParser(prog="python -m common.tracer", description=main.__doc__)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--step", type=int, metavar="K", help="only this step (default: report all, draw the last)")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="where to draw (default: RUN_DIR/timeline.png)")
-    options = parser.parse_or_exit(argv)
-    try:
-        trace = read_trace(options.run_dir)
-        print_report(trace, options.step)
-        print_kernels(options.run_dir)
-        path = draw_timeline(trace, options.out or options.run_dir / "timeline.png", options.step)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"\ntimeline: {path}\ntrace: {options.run_dir / 'trace.json'} (open it in ui.perfetto.dev)")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def _add_calls(self, step: int, calls: list[collectives.Call], launched) -> None:
+        """Turn what is known of one launch into events: its issue and wait, and each collective or message."""
+        first, last = calls[0], calls[-1]
+        shared = {"group": first.group, "phase": first.phase}
+        name = first.op if len(calls) == 1 else "exchange"
+        for kind, start, end in (("issue", first.issue, launched), ("wait", first.wait_start, last.wait_end)):
+            if end is not None:
+                self._events.append(Event(step, f"{kind} {name}", kind, COMPUTE, start, end, shared))
+        for call in calls:
+            details = {name: getattr(call, name) for name in ("op", "group_size", "bytes", "elements", "dtype")}
+            lane = call.group
+            if call.peer is not None:
+                lane, details["peer"] = f"{call.group} {call.op}", call.peer
+            end = call.completion or launched  # nobody waited for this message
+            self._events.append(Event(step, call.op, "communication", lane, call.issue, end, shared | details))

@@ -159,14 +159,14 @@ def utilisation(quick: bool) -> None:
 def profile(quick: bool) -> None:
     """Three steps through the tracer, and through torch.profiler."""
     from common.tracing.report import print_report, read_trace
-    from common.tracing.timeline_picture import draw_timeline
+    from common.tracing.timeline_picture import draw_timelines
 
     with tempfile.TemporaryDirectory() as folder:
         train("--data synthetic --steps 5 --micro-batch 2 --global-batch 4 --trace 2:4", folder)
         trace = read_trace(Path(folder))
         print("\nThe tracer's report of three steps (python -m common.tracer RUN_DIR)")
         print_report(trace)
-        draw_timeline(trace, figure_path("step_timeline"))
+        draw_timelines([("", trace)], figure_path("step_timeline"))
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(TrainConfig(micro_batch=2, global_batch=2), device)

@@ -18,7 +18,8 @@ from common.measure import tcp_bytes as wire
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from common.record import compare
-from common.tracing.report import StepRow, Trace, difference, length, mean, report
+from common.tracing.intervals import time_by_state
+from common.tracing.report import StepRow, Trace, mean, report
 from step01_single_gpu.experiments.tools import compared, table
 from step02_data_parallel.train import train
 
@@ -146,7 +147,7 @@ def computation(trace: Trace, phase: str) -> float:
     for rank in trace.ranks:
         spans = [span for span in trace.spans[rank] if span["name"] == phase and span["args"]["step"] == step]
         phases = [(span["ts"], span["ts"] + span["dur"]) for span in spans]
-        lengths.append(1e-6 * length(difference(phases, trace.intervals(rank, "issue", "wait"))))
+        lengths.append(1e-6 * time_by_state(phases, trace.intervals(rank, "issue", "wait"))[True, False])
     return statistics.mean(lengths)
 
 

@@ -126,7 +126,7 @@ def by_operation(trace: Trace) -> Trace:
         if span["cat"] == "communication":
             arguments["group"] = names.get(arguments["op"], "scalars")
         spans.append(span | {"args": arguments})
-    return Trace({0: spans}, trace.metadata | {"ranks": [0], "steps": [0]})
+    return Trace({0: spans}, [0], trace.degrees)
 
 
 def condition(quick: bool) -> None:

@@ -121,4 +121,4 @@ def by_operation(trace: Trace) -> Trace:
             arguments.pop("peer", None)
             arguments["group"] = names[arguments["op"]]
         spans.append(span | {"args": arguments})
-    return Trace({0: spans}, trace.metadata | {"ranks": [0]})
+    return Trace({0: spans}, trace.steps, trace.degrees)

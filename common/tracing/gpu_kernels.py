@@ -1,0 +1,69 @@
+"""What the GPU did between its kernels' starts and ends: a table from the trace of torch.profiler (`--profile`).
+
+The tracer's spans count a phase as compute even while the GPU waits for Python. This table shows such gaps.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from common.experiments.tables import print_table
+from common.tracing.intervals import time_by_state
+
+
+class Now(NamedTuple):
+    """What happens at a moment between the first and the last activity of a GPU."""
+
+    span: bool
+    nccl: bool  # a kernel of NCCL runs
+    compute: bool  # some other kernel runs
+    copies: bool  # a memcpy or memset runs
+    queued: bool  # a launch has returned whose kernel has not started
+
+
+TIMES = {  # span = compute + exposed + copies + idle
+    "span": lambda now: now.span,
+    "compute": lambda now: now.compute,
+    "exposed": lambda now: now.nccl and not now.compute,
+    "copies": lambda now: now.copies and not (now.nccl or now.compute),
+    "idle": lambda now: now.span and not (now.nccl or now.compute or now.copies),
+    "communication": lambda now: now.nccl,
+    "overlapped": lambda now: now.nccl and now.compute,
+    "starved": lambda now: now.span and not any(now[1:]),  # idle because Python has launched nothing
+}
+
+
+def classify_kernels(kineto_events: list[dict]) -> dict[str, float]:
+    """Return the seconds of each of `TIMES` from the `traceEvents` of a Kineto trace; {} if no GPU was used."""
+    intervals = {name: [] for name in Now._fields}
+    complete = [event for event in kineto_events if event.get("ph") == "X"]
+    launches = {
+        event.get("args", {}).get("correlation"): event["ts"] + event["dur"]
+        for event in complete
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    for event in complete:
+        kernel = "nccl" if "nccl" in event["name"].lower() else "compute"
+        kind = {"kernel": kernel, "gpu_memcpy": "copies", "gpu_memset": "copies"}.get(event.get("cat"))
+        if kind:
+            start, end = event["ts"], event["ts"] + event["dur"]
+            intervals[kind].append((start, end))
+            launched = launches.get(event.get("args", {}).get("correlation"), start)
+            intervals["queued"].append((min(launched, start), start))
+    activities = intervals["nccl"] + intervals["compute"] + intervals["copies"]
+    if not activities:
+        return {}
+    intervals["span"] = [(min(start for start, _ in activities), max(end for _, end in activities))]
+    states = [(Now(*state), 1e-6 * time) for state, time in time_by_state(*intervals.values()).items()]
+    return {name: sum(time for now, time in states if holds(now)) for name, holds in TIMES.items()}
+
+
+def print_kernels(run_dir: str | Path) -> None:
+    """Print `classify_kernels` of each RUN_DIR/profile/rank-N.json as a table; nothing if no GPU was profiled."""
+    rows = []
+    for path in sorted((Path(run_dir) / "profile").glob("rank-*.json"), key=lambda path: (len(path.name), path.name)):
+        if times := classify_kernels(json.loads(path.read_text())["traceEvents"]):
+            rows.append((path.stem, *(f"{1e3 * seconds:.3f}" for seconds in times.values())))
+    if rows:
+        title = "GPU kernels of all profiled steps, in ms: span = compute + exposed + copies + idle"
+        print_table(title, ("", *TIMES), rows)

@@ -1,0 +1,53 @@
+"""PyTorch's own profilers over the traced steps: torch.profiler, and the history of the CUDA allocator."""
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+
+class Profilers:
+    """Runs what `--profile` and `--memory-snapshot` ask for, during the steps from `first` to `last`.
+
+    RUN_DIR/profile/rank-N.json receives Kineto's trace, RUN_DIR/memory-rank-N.pickle the history of the allocator for
+    pytorch.org/memory_viz. torch.profiler warms up during the step before `first`, if the run has one.
+    """
+
+    def __init__(self, first: int, last: int, run_dir: Path, rank: int, profile: bool, memory_snapshot: bool):
+        self._first, self._last, self._run_dir, self._rank = first, last, run_dir, rank
+        self._profile, self._memory_snapshot = profile, memory_snapshot  # what is still to be started
+        self._running = contextlib.ExitStack()
+        self.profiler = None  # torch.profiler.profile while it runs
+
+    def before_step(self, number: int) -> None:
+        """Start what begins with this step."""
+        if self._profile and self._first - 1 <= number <= self._last:
+            active = self._last - max(self._first, number) + 1
+            schedule = torch.profiler.schedule(wait=0, warmup=int(number < self._first), active=active, repeat=1)
+            path = self._run_dir / "profile" / f"rank-{self._rank}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            options = {"record_shapes": True, "profile_memory": True, "with_stack": True}
+            options["on_trace_ready"] = lambda profiler: profiler.export_chrome_trace(str(path))
+            self.profiler = self._running.enter_context(torch.profiler.profile(schedule=schedule, **options))
+            self._profile = False
+        if self._memory_snapshot and self._first <= number <= self._last:
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+            self._running.callback(self._write_snapshot)
+            self._memory_snapshot = False
+
+    def _write_snapshot(self) -> None:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(self._run_dir / f"memory-rank-{self._rank}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def after_step(self, number: int) -> None:
+        """Tell torch.profiler that the step is over; after the last traced step stop and write everything."""
+        if self.profiler:
+            self.profiler.step()
+        if number == self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Stop what still runs and write its file. Called again when the run ends, perhaps before the last step."""
+        self._running.close()
+        self.profiler = None
