@@ -1,25 +1,28 @@
-"""The conjugate operators of tensor and sequence parallelism: what one does in the forward, its partner does in the
-backward (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3; Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2). A sublayer is attention or the MLP.
+"""The four conjugate operators of tensor and sequence parallelism: what one does in the forward, its partner does in
+the backward. A sublayer (attention or the MLP) begins with one of them and ends with its partner.
 
-           forward                             backward
-  f        nothing                             all-reduce         where a sublayer begins, without sequence parallelism
-  f_star   all-reduce                          nothing            where it ends
-  g        all-gather along the sequence       reduce-scatter     where a sublayer begins, with sequence parallelism
-  g_star   reduce-scatter along the sequence   all-gather         where it ends
+    operator                 playbook  forward         backward
+    copy_to_ranks            f         nothing         all-reduce      begins a sublayer
+    sum_over_ranks           f*        all-reduce      nothing         ends it
+    gather_sequence          g         all-gather      reduce-scatter  begins a sublayer, with sequence parallelism
+    reduce_scatter_sequence  g*        reduce-scatter  all-gather      ends it
+
+Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, section 3), call f* g. Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4.2), add the two that divide the sequence.
 """
+
+from dataclasses import dataclass
 
 import torch
 
 from common import collectives
-from common.collectives import Work
 from common.process_groups import Group
 
 
-def all_gather_sequence(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
-    """Begin to gather x (batch, seq/tp, ...) as (tp, batch, seq/tp, ...): `join_sequence` makes one sequence of it."""
-    gathered = x.new_empty((group.size, *x.shape))
-    return gathered, collectives.all_gather(gathered, x.contiguous(), group, async_op=True)
+def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, collectives.Work]:
+    """Begin to gather x (batch, seq/tp, ...) into (tp, batch, seq/tp, ...); after the wait, `join_sequence` it."""
+    parts = x.new_empty((group.size, *x.shape))
+    return parts, collectives.all_gather(parts, x.contiguous(), group, async_op=True)
 
 
 def join_sequence(parts: torch.Tensor) -> torch.Tensor:
@@ -27,75 +30,67 @@ def join_sequence(parts: torch.Tensor) -> torch.Tensor:
     return parts.transpose(0, 1).flatten(1, 2)
 
 
-def reduce_scatter_sequence(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Work]:
-    """Begin to sum x (batch, seq, ...) over the group; this rank's part of the sequence: (batch, seq/tp, ...)."""
+def start_reduce_scatter(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, collectives.Work]:
+    """Begin to sum x (batch, seq, ...) over the group into this rank's part of the sequence, (batch, seq/tp, ...)."""
     parts = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()  # (tp, batch, seq/tp, ...)
     mine = torch.empty_like(parts[0])
     return mine, collectives.reduce_scatter(mine, parts, group, async_op=True)
 
 
-def gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """(batch, seq/tp, ...) -> (batch, seq, ...)"""
-    parts, work = all_gather_sequence(x, group)
-    work.wait()
-    return join_sequence(parts)
+def _nothing(x, group):
+    return x.view_as(x)
 
 
-def scatter_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """(batch, seq, ...), a summand on each rank -> (batch, seq/tp, ...), this rank's part of the sum"""
-    mine, work = reduce_scatter_sequence(x, group)
-    work.wait()
-    return mine
-
-
-def sum_over(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over the group, in a tensor of its own."""
+def _all_reduce(x, group):
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, group)
     return total
 
 
-class _F(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return sum_over(gradient, ctx.group), None
+def _all_gather(x, group):
+    parts, work = start_all_gather(x, group)
+    work.wait()
+    return join_sequence(parts)
 
 
-class _FStar(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return sum_over(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+def _reduce_scatter(x, group):
+    mine, work = start_reduce_scatter(x, group)
+    work.wait()
+    return mine
 
 
-class _G(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gather_sequence(x, group)
+def _operator(in_forward, in_backward):
+    """Return an autograd function of (x, group)."""
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return scatter_sequence(gradient, ctx.group), None
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            ctx.group = group
+            return in_forward(x, group)
 
+        @staticmethod
+        def backward(ctx, gradient):
+            return in_backward(gradient, ctx.group), None
 
-class _GStar(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return scatter_sequence(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gather_sequence(gradient, ctx.group), None
+    return Operator.apply
 
 
-f, f_star, g, g_star = _F.apply, _FStar.apply, _G.apply, _GStar.apply
+copy_to_ranks = _operator(_nothing, _all_reduce)
+sum_over_ranks = _operator(_all_reduce, _nothing)
+gather_sequence = _operator(_all_gather, _reduce_scatter)  # (batch, seq/tp, ...) -> (batch, seq, ...)
+reduce_scatter_sequence = _operator(_reduce_scatter, _all_gather)  # (batch, seq, ...) -> (batch, seq/tp, ...)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a run divides its layers: over which group, whether along the sequence too, and in which `--tp-mode`."""
+
+    group: Group
+    sequence_parallel: bool
+    mode: str
+
+    def begin_sublayer(self, x: torch.Tensor) -> torch.Tensor:
+        return (gather_sequence if self.sequence_parallel else copy_to_ranks)(x, self.group)
+
+    def end_sublayer(self, summand: torch.Tensor) -> torch.Tensor:
+        return (reduce_scatter_sequence if self.sequence_parallel else sum_over_ranks)(summand, self.group)

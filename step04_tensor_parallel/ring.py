@@ -1,8 +1,8 @@
-"""Communication and multiplication in chunks: what asynchronous tensor parallelism means (Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition", ASPLOS 2023).
+"""A collective and a matrix product cut into chunks, so that one overlaps the other: asynchronous tensor parallelism
+(Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
 
-A gather followed by a multiplication is a ring of tp steps, each of which multiplies the part of the sequence that it
-has while the next part is on its way; a multiplication followed by a reduce-scatter is the same ring backwards.
+An all-gather followed by a product becomes a ring of tp steps: a rank multiplies the part of the sequence that it has
+while the next part is in flight. A product followed by a reduce-scatter is the same ring in the other direction.
 """
 
 import torch
@@ -13,36 +13,44 @@ from common.process_groups import Group
 
 
 def gather_and_multiply(x: torch.Tensor, weights: tuple[torch.Tensor, ...], group: Group) -> list[torch.Tensor]:
-    """x (batch, seq/tp, hidden) -> (batch, seq, width) for each weight (width, hidden): gather, then F.linear."""
+    """Return the gathered sequence times each weight: x (batch, seq/tp, in), weight (out, in) -> (batch, seq, out)."""
     batch, part, _ = x.shape
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     results = [x.new_empty(batch, part * group.size, weight.shape[0]) for weight in weights]
     chunk = x.contiguous()
-    for hop in range(group.size):
-        source = (group.rank + hop) % group.size  # whose part this chunk is
-        if hop < group.size - 1:
-            coming = torch.empty_like(chunk)
-            to, origin = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-            work = collectives.exchange([(chunk, to)], [(coming, origin)], group, async_op=True)
+
+    def multiply(source: int) -> None:
+        """Multiply `chunk`, the part of the sequence that rank `source` holds."""
         for result, weight in zip(results, weights, strict=True):
             result[:, source * part : (source + 1) * part] = F.linear(chunk, weight)
-        if hop < group.size - 1:
-            work.wait()
-            chunk = coming
+
+    for hop in range(group.size - 1):
+        received = torch.empty_like(chunk)
+        work = collectives.exchange([(chunk, left)], [(received, right)], group, async_op=True)
+        multiply((group.rank + hop) % group.size)
+        work.wait()
+        chunk = received
+    multiply(left)  # what arrived last
     return results
 
 
 def multiply_and_scatter(x: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
-    """x (batch, seq, width/tp) -> (batch, seq/tp, hidden): F.linear, then reduce-scatter: sums go round the ring."""
+    """Return this rank's part of the sum: x (batch, seq, in/tp), weight (out, in/tp) -> (batch, seq/tp, out).
+
+    Partial sums travel round the ring: each rank adds its own summand to what it has received, and sends it on.
+    """
     part = x.shape[1] // group.size
-    work = coming = None
-    for hop in range(group.size):
-        target = (group.rank - 1 - hop) % group.size  # whose part is being summed here
-        total = F.linear(x[:, target * part : (target + 1) * part], weight)
-        if work is not None:
-            work.wait()
-            total += coming
-        if hop < group.size - 1:
-            coming = torch.empty_like(total)
-            to, origin = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-            work = collectives.exchange([(total, to)], [(coming, origin)], group, async_op=True)
+    left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+
+    def summand(target: int) -> torch.Tensor:
+        """What this rank adds to the part of the sequence that rank `target` keeps."""
+        return F.linear(x[:, target * part : (target + 1) * part], weight)
+
+    total = summand(left)
+    for hop in range(1, group.size):
+        received = torch.empty_like(total)
+        work = collectives.exchange([(total, right)], [(received, left)], group, async_op=True)
+        total = summand((left - hop) % group.size)
+        work.wait()
+        total += received
     return total

@@ -1,22 +1,17 @@
 """Tensor parallelism by hand: every rank holds a part of every matrix (Shoeybi et al., arXiv:1909.08053).
 
-A sublayer, attention or MLP, multiplies by a matrix that is cut into columns, works on what it got (some heads, or a
-part of the MLP's width) without talking to anybody, and multiplies by one that is cut into rows: the results are
-summands of its output.
-
-With sequence parallelism (Korthikanti et al., arXiv:2205.05198) norms and the residual stream, between sublayers, are
-cut along the sequence: the sum that ends a sublayer is a reduce-scatter, and an all-gather begins the next.
-
-Three ways to do the same, `--tp-mode`:
-  plain    the operators of `operators.py` around ordinary linear layers: what they gathered is kept for the backward
-  overlap  one function for gather and multiplication: it keeps this rank's part of the sequence only and gathers again
-           in the backward; there the input's gradient travels while that of the weight is computed
-  chunked  also the forward overlaps: the gather goes round a ring, a multiplication for each chunk that arrives
+A sublayer, attention or the MLP, multiplies by a matrix that is divided by columns, works on the result (some heads, or
+a part of the MLP's width) without any communication, and multiplies by a matrix that is divided by rows. Each rank then
+has one summand of the sublayer's output. With sequence parallelism (Korthikanti et al., arXiv:2205.05198) the norms and
+the residual stream between sublayers are divided along the sequence. `--tp-mode` offers three ways to do the same:
+  plain    the operators of `operators.py` around ordinary linear layers; gathered inputs are kept for the backward
+  overlap  one autograd function for communication and product. It keeps only this rank's part of the sequence and
+           gathers again in the backward, where the input's gradient is sent while the weight's is computed
+  chunked  overlaps the forward too: gathers and reduce-scatters go round a ring, chunk by chunk
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -27,148 +22,138 @@ from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Group, Mesh
 from common.weight_gradients import weight_gradient
-from step04_tensor_parallel.operators import (
-    all_gather_sequence,
-    f,
-    f_star,
-    g,
-    g_star,
-    gather_sequence,
-    join_sequence,
-    reduce_scatter_sequence,
-    scatter_sequence,
-)
+from step04_tensor_parallel.operators import Split, join_sequence, start_all_gather, start_reduce_scatter
 from step04_tensor_parallel.ring import gather_and_multiply, multiply_and_scatter
-from step04_tensor_parallel.vocab_parallel import embed
+from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
+
+# ---- the divided linear layers ---------------------------------------------------------------------------------------
 
 
-class ColumnParallel(torch.autograd.Function):
-    """[x W1', x W2', ...] for weights cut into columns of the output, and one x: f or g, and the linear layers, in one.
+class _ParallelLinear(nn.Linear):
+    """A linear layer without bias that holds a part of the weight."""
 
-    x (batch, seq/tp, hidden), without sequence parallelism (batch, seq, hidden) -> (batch, seq, width / tp) each.
+    def __init__(self, weight: nn.Parameter, split: Split):
+        super().__init__(*reversed(weight.shape), bias=False, device="meta")
+        self.weight, self.split = weight, split
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Computes out/tp columns of the output: weight (out/tp, in).
+
+    Input: (batch, seq/tp, in), without sequence parallelism (batch, seq, in). Output: (batch, seq, out/tp).
     """
 
+    def forward(self, x):
+        return apply_column_parallel(x, [self])[0]
+
+
+def apply_column_parallel(x: torch.Tensor, linears: Sequence[ColumnParallelLinear]) -> Sequence[torch.Tensor]:
+    """Return the outputs of several column-parallel layers of one input, which is communicated once for all of them."""
+    split, weights = linears[0].split, [linear.weight for linear in linears]
+    if split.mode == "plain":
+        x = split.begin_sublayer(x)
+        return [weight_gradients.linear(x, weight) for weight in weights]
+    return _OverlappedColumnLinears.apply(x, split, *weights)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Multiplies in/tp columns of the input, and adds up the products of all ranks: weight (out, in/tp).
+
+    Input: (batch, seq, in/tp). Output: (batch, seq/tp, out), without sequence parallelism (batch, seq, out).
+    """
+
+    def forward(self, x):
+        if self.split.mode == "plain":
+            return self.split.end_sublayer(weight_gradients.linear(x, self.weight))
+        return _OverlappedRowLinear.apply(x, self.split, self.weight)
+
+
+class _OverlappedColumnLinears(torch.autograd.Function):
+    """`begin_sublayer` and the linear layers behind it, in one function."""
+
     @staticmethod
-    def forward(ctx, x, group, sequence_parallel, chunked, *weights):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        ctx.save_for_backward(x, *weights)  # not the gathered sequence: it is tp times as large
-        if sequence_parallel and chunked:
-            return tuple(gather_and_multiply(x, weights, group))
-        whole = gather_sequence(x, group) if sequence_parallel else x
+    def forward(ctx, x, split, *weights):
+        ctx.split = split
+        ctx.save_for_backward(x, *weights)  # not the gathered sequence, which is tp times as large
+        if split.mode == "chunked":
+            return tuple(gather_and_multiply(x, weights, split.group))
+        whole = split.begin_sublayer(x)
         return tuple(F.linear(whole, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *gradients):
-        x, *weights = ctx.saved_tensors
-        if ctx.sequence_parallel:  # once more, meanwhile the input's gradient is computed, which does not need it
-            parts, gathering = all_gather_sequence(x, ctx.group)
+        split, (x, *weights) = ctx.split, ctx.saved_tensors
+        if split.sequence_parallel:  # gather again, while we compute the input's gradient, which does not need it
+            parts, gathering = start_all_gather(x, split.group)
         dx = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             dx += gradient @ weight
-        if ctx.sequence_parallel:
-            dx, reducing = reduce_scatter_sequence(dx, ctx.group)
+        if split.sequence_parallel:
+            dx, reducing = start_reduce_scatter(dx, split.group)
             gathering.wait()
             x = join_sequence(parts)
         else:
-            reducing = collectives.all_reduce(dx, ctx.group, async_op=True)
-        # while dx is on its way
+            reducing = collectives.all_reduce(dx, split.group, async_op=True)
+        # dx is in flight
         dws = [weight_gradient(weight, gradient, x) for weight, gradient in zip(weights, gradients, strict=True)]
         reducing.wait()
-        return dx, None, None, None, *dws
+        return dx, None, *dws
 
 
-class RowParallel(torch.autograd.Function):
-    """x W' for a weight cut into rows of the input: the linear layer, and f_star or g_star, in one.
-
-    x (batch, seq, width / tp) -> (batch, seq/tp, hidden), without sequence parallelism (batch, seq, hidden).
-    """
+class _OverlappedRowLinear(torch.autograd.Function):
+    """A linear layer and `end_sublayer`, in one function."""
 
     @staticmethod
-    def forward(ctx, x, group, sequence_parallel, chunked, weight):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+    def forward(ctx, x, split, weight):
+        ctx.split = split
         ctx.save_for_backward(x, weight)
-        if sequence_parallel and chunked:
-            return multiply_and_scatter(x, weight, group)
+        if split.mode == "chunked":
+            return multiply_and_scatter(x, weight, split.group)
         summand = F.linear(x, weight)
-        if sequence_parallel:
-            return scatter_sequence(summand, group)
-        collectives.all_reduce(summand, group)
+        if split.sequence_parallel:
+            return split.end_sublayer(summand)
+        collectives.all_reduce(summand, split.group)  # in place
         return summand
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            gradient = gather_sequence(gradient, ctx.group)
-        return gradient @ weight, None, None, None, weight_gradient(weight, gradient, x)
+        gradient = ctx.split.begin_sublayer(gradient)  # the conjugate of `end_sublayer`
+        return gradient @ weight, None, weight_gradient(weight, gradient, x)
 
 
-# ---- the same operations in the plain and in the joined form ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a run splits: the group, whether the residual stream is cut along the sequence, and the mode."""
-
-    group: Group
-    sequence_parallel: bool
-    mode: str
-
-    def column(self, x: torch.Tensor, linears: Sequence[nn.Linear]) -> Sequence[torch.Tensor]:
-        """Linear layers of one input, cut into columns. The input is communicated once for all of them."""
-        weights = [linear.weight for linear in linears]
-        if self.mode == "plain":
-            x = g(x, self.group) if self.sequence_parallel else f(x, self.group)
-            return [weight_gradients.linear(x, weight) for weight in weights]
-        return ColumnParallel.apply(x, self.group, self.sequence_parallel, self.mode == "chunked", *weights)
-
-    def row(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """A linear layer cut into rows."""
-        if self.mode == "plain":
-            return self.sum(weight_gradients.linear(x, weight))
-        return RowParallel.apply(x, self.group, self.sequence_parallel, self.mode == "chunked", weight)
-
-    def sum(self, summand: torch.Tensor) -> torch.Tensor:
-        """The end of a sublayer: the sum over ranks, of which sequence parallelism keeps a part."""
-        return g_star(summand, self.group) if self.sequence_parallel else f_star(summand, self.group)
-
-
-# ---- cutting the model -----------------------------------------------------------------------------------------------
+# ---- dividing the model ----------------------------------------------------------------------------------------------
 
 
 def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
-    """Cut a `Decoder` on the meta device: its parameters become this rank's parts, their specs say which parts."""
-    tp = mesh.tp
+    """Replace the layers of a `Decoder` on the meta device by parallel ones that hold this rank's part of the weights.
+
+    The spec of every parameter says which part that is, and over which groups its gradient is a partial sum.
+    """
+    tp, shape = mesh.tp, config.model_config
     if tp.size == 1:
         return
-    split, shape = Split(tp, config.sequence_parallel, config.tp_mode), config.model_config
+    split = Split(tp, config.sequence_parallel, config.tp_mode)
+    queries, keys = (_part(heads, tp, shape.head_width) for heads in (shape.heads, shape.kv_heads))
+    ffn, vocab = _part(shape.ffn, tp), _part(-(-shape.vocab // tp.size) * tp.size, tp)  # vocab: padded
+    shared = {}
+    if shape.kv_heads < tp.size:  # ranks that share a K/V head hold copies; each sees the gradient of its own queries
+        shared = {"extra_groups": ("kv_replica",), "owner": mesh.kv_replica.rank == 0}
     for layer in model.layers.values():
         attention, mlp = layer.attention, layer.mlp
-        _cut(attention.q_proj, 0, _part(shape.heads * shape.head_width, tp))
-        _cut(attention.o_proj, 1, _part(shape.heads * shape.head_width, tp))
-        if shape.kv_heads >= tp.size:
-            heads, replicas = _part(shape.kv_heads, tp), {}
-        else:  # fewer K/V heads than ranks: those that share one hold copies, each sees the gradient of its own queries
-            head = tp.rank * shape.kv_heads // tp.size
-            heads, replicas = (head, head + 1), {"extra_groups": ("kv_replica",), "owner": mesh.kv_replica.rank == 0}
-        for linear in (attention.k_proj, attention.v_proj):
-            _cut(linear, 0, tuple(head * shape.head_width for head in heads), **replicas)
-        _cut(mlp.gate_proj, 0, _part(shape.ffn, tp))
-        _cut(mlp.up_proj, 0, _part(shape.ffn, tp))
-        _cut(mlp.down_proj, 1, _part(shape.ffn, tp))
-        attention.apply_linears = mlp.apply_linears = split.column
-        for linear in (attention.o_proj, mlp.down_proj):
-            linear.forward = partial(_row, split, linear)
-    rows = _part(-(-shape.vocab // tp.size) * tp.size, tp)  # padded
+        attention.q_proj = ColumnParallelLinear(_cut(attention.q_proj, 0, queries), split)
+        attention.k_proj = ColumnParallelLinear(_cut(attention.k_proj, 0, keys, **shared), split)
+        attention.v_proj = ColumnParallelLinear(_cut(attention.v_proj, 0, keys, **shared), split)
+        attention.o_proj = RowParallelLinear(_cut(attention.o_proj, 1, queries), split)
+        mlp.gate_proj = ColumnParallelLinear(_cut(mlp.gate_proj, 0, ffn), split)
+        mlp.up_proj = ColumnParallelLinear(_cut(mlp.up_proj, 0, ffn), split)
+        mlp.down_proj = RowParallelLinear(_cut(mlp.down_proj, 1, ffn), split)
+        attention.apply_linears = mlp.apply_linears = apply_column_parallel
     if model.has_embedding:
-        _cut(model.embedding, 0, rows)
-        model.embedding.forward = lambda tokens: split.sum(embed(model.embedding, tokens, rows[0]))
+        model.embedding = VocabParallelEmbedding(_cut(model.embedding, 0, vocab), vocab[0], split)
     if model.has_head:
-        if model.has_embedding and shape.tie_embeddings:
-            model.head.weight = model.embedding.weight
-        else:
-            _cut(model.head, 0, rows)
-        model.head.forward = lambda x: split.column(x, [model.head])[0]
+        tied = model.has_embedding and shape.tie_embeddings
+        model.head = ColumnParallelLinear(model.embedding.weight if tied else _cut(model.head, 0, vocab), split)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # whole on every rank
             parameter.spec.owner = tp.rank == 0
@@ -176,18 +161,16 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> No
                 parameter.spec.extra_groups = ("tp",)
 
 
-def _row(split: Split, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return split.row(linear.weight, x)  # the weight of that moment: parameters are still replaced after the cut
+def _part(count: int, group: Group, width: int = 1) -> tuple[int, int]:
+    """[start, stop) of this rank's part of `count` heads or rows, each `width` wide. Every rank has at least one."""
+    start = count * group.rank // group.size
+    return start * width, max(start + 1, count * (group.rank + 1) // group.size) * width
 
 
-def _part(size: int, group: Group) -> tuple[int, int]:
-    """[start, stop) of this rank's part."""
-    return size * group.rank // group.size, size * (group.rank + 1) // group.size
-
-
-def _cut(module: nn.Module, axis: int, bounds: tuple[int, int], **changes) -> None:
-    """Keep [start, stop) of the weight along `axis`."""
+def _cut(module: nn.Module, axis: int, part: tuple[int, int], **changes) -> nn.Parameter:
+    """Return [start, stop) of a layer's weight along `axis`, with `changes` to its spec."""
     spec = module.weight.spec
-    box = tuple(bounds if index == axis else old for index, old in enumerate(spec.box))
-    module.weight = nn.Parameter(torch.empty([stop - start for start, stop in box], device="meta"))
-    module.weight.spec = replace(spec, box=box, **changes)
+    box = tuple(part if index == axis else whole for index, whole in enumerate(spec.box))
+    weight = nn.Parameter(torch.empty([stop - start for start, stop in box], device="meta"))
+    weight.spec = replace(spec, box=box, **changes)
+    return weight

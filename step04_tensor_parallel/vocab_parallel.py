@@ -1,7 +1,7 @@
-"""The two ends of the model, cut along the vocabulary: no rank ever holds the whole embedding or the whole logits.
+"""The two ends of the model, divided along the vocabulary: no rank ever holds the whole embedding or all logits.
 
-Every rank holds vocabulary/tp rows of the embedding and of the head. A vocabulary that tp does not divide is padded:
-rows beyond it belong to no token, their logits are -inf, and nobody saves or counts them.
+Every rank holds vocabulary / tp rows of the embedding and of the head. A vocabulary that tp does not divide is padded:
+rows beyond it belong to no token, their logits count as -inf, and they are neither saved nor counted.
 """
 
 import math
@@ -13,19 +13,32 @@ from torch import nn
 from common import collectives
 from common.model import at_least_float32
 from common.process_groups import Group
+from step04_tensor_parallel.operators import Split
 
 
-def embed(embedding: nn.Embedding, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """This rank's summand of the embedded tokens (batch, seq, hidden): its own rows, zero for those of other ranks."""
-    local = tokens - first
-    elsewhere = (local < 0) | (local >= embedding.weight.shape[0])
-    rows = F.embedding(local.masked_fill(elsewhere, 0), embedding.weight)
-    return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding of which this rank holds the rows from `first` on; what the ranks look up is added.
+
+    Input: token ids (batch, seq). Output: (batch, seq/tp, hidden), without sequence parallelism (batch, seq, hidden).
+    """
+
+    def __init__(self, weight: nn.Parameter, first: int, split: Split):
+        super().__init__(*weight.shape, device="meta")
+        self.weight, self.first, self.split = weight, first, split
+
+    def forward(self, tokens):
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.split.end_sublayer(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target], of which every rank holds vocab/tp columns. Three numbers a token cross the wire:
-    its largest logit, and in one message its sum of exponentials and its target's logit (Shoeybi et al., section 3).
+    """-log softmax(logits)[target], where every rank holds vocabulary / tp columns of the logits.
+
+    Three numbers per token are exchanged: its largest logit, and then in one message its sum of exponentials and its
+    target's logit (Shoeybi et al., section 3). All that follows the one copy of the logits happens in place, also in
+    the backward: there is no larger tensor.
     """
 
     @staticmethod
@@ -48,16 +61,15 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return sums[0].log() - sums[1]  # (tokens,)
 
     @staticmethod
-    def backward(ctx, gradient):  # softmax minus one at the target
+    def backward(ctx, gradient):  # the probabilities, minus one at the target
         probabilities, local, elsewhere = ctx.saved_tensors
         one = (~elsewhere).to(probabilities.dtype).unsqueeze(-1)
-        # in place: it is the largest tensor there is
         probabilities.scatter_add_(-1, local, -one).mul_(gradient.unsqueeze(-1))
         return probabilities.to(ctx.dtype), None, None, None, None
 
 
-def vocab_parallel_cross_entropy_sum(logits, targets, vocab: int, group: Group):
-    """Sum over tokens of -log p(target), the same on all ranks of the group.
+def vocab_parallel_cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, vocab: int, group: Group):
+    """Return the sum over tokens of -log p(target), the same on all ranks of the group.
 
     Args:
         logits: (batch, seq, padded vocabulary / tp), this rank's columns.
@@ -65,5 +77,4 @@ def vocab_parallel_cross_entropy_sum(logits, targets, vocab: int, group: Group):
         vocab: size of the whole vocabulary, without padding.
     """
     flat = logits.flatten(0, 1)
-    first = group.rank * flat.shape[1]
-    return _VocabParallelCrossEntropy.apply(flat, targets.flatten(), first, vocab, group).sum()
+    return _VocabParallelCrossEntropy.apply(flat, targets.flatten(), group.rank * flat.shape[1], vocab, group).sum()
