@@ -1,10 +1,10 @@
-"""What the tests of step 4 watch: divided models, and the collectives that they issue."""
+"""What the tests of step 4 share: divided models, what enters them, and the log of their collectives."""
 
 import os
 
 import torch
 
-from common import collectives
+from common.collectives import Call
 from common.config import TrainConfig
 from common.initialisation import materialise, random_values
 from common.model import Decoder
@@ -18,28 +18,8 @@ BATCH, SEQ = 3, 16
 FORMS = [(True, "plain"), (True, "overlap"), (True, "chunked"), (False, "plain"), (False, "overlap")]
 
 
-class Recorder:
-    """Keeps the calls, and of each the number of things that had happened when it was issued and waited for."""
-
-    def __init__(self, events=()):
-        self.calls, self.events = [], events
-
-    def clock(self) -> int:
-        return len(self.events)
-
-    def watch(self, handle, calls, done_at) -> None:
-        pass
-
-    def __enter__(self):
-        collectives.recorder = self
-        return self
-
-    def __exit__(self, *error):
-        collectives.recorder = None
-
-    @property
-    def log(self) -> list[tuple]:
-        return [(call.op, call.group, call.elements, call.dtype, call.bytes) for call in self.calls]
+def log_of(calls: list[Call]) -> list[tuple]:
+    return [(call.op, call.group, call.elements, call.dtype, call.bytes) for call in calls]
 
 
 def tp_mesh() -> Mesh:
@@ -49,7 +29,7 @@ def tp_mesh() -> Mesh:
 def decoder(mesh: Mesh, model_config: ModelConfig, form: tuple, dtype=torch.float32, recompute="none") -> Decoder:
     sequence_parallel, mode = form
     config = TrainConfig(tp=mesh.tp.size, sequence_parallel=sequence_parallel, tp_mode=mode)
-    config.model_config = model_config  # instead of that of a preset
+    config.model_config = model_config  # instead of a preset's
     model = Decoder(model_config)
     apply_tensor_parallel(model, config, mesh)
     apply_recompute(model, recompute)

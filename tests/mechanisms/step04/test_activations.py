@@ -1,51 +1,45 @@
-"""Which activations a rank keeps, to the byte, with and without sequence parallelism and in every mode."""
+"""Which activations a rank keeps, to the byte, in every form; and that the loss works in one copy of the logits."""
 
 import itertools
 
 import pytest
 import torch
 
+from common.measure.allocator import MemoryMeter
 from common.model import rope_tables
 from common.model_config import ModelConfig
 from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, total_bytes
+from step04_tensor_parallel.experiments.predictions import Way, block_activations, loss_bytes
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, decoder, stream, tp_mesh
 
-
-def kept_by_block(model: ModelConfig, form: tuple, world: int, dtype: torch.dtype) -> int:
-    """Bytes of activations that one rank keeps of one block, with fused attention."""
-    sequence_parallel, mode = form
-    size, wide, tokens = dtype.itemsize, max(4, dtype.itemsize), BATCH * SEQ
-    mine = tokens // world if sequence_parallel else tokens  # tokens of the stream
-    gathered = tokens if mode == "plain" else mine  # of what was communicated: plain keeps it
-    norm = mine * model.hidden * wide + mine * wide + mine * model.hidden * size  # input, its 1/rms, normalised
-    column_input = gathered * model.hidden * size
-    heads, kv_heads = model.heads // world, max(1, model.kv_heads // world)
-    attention = tokens * (2 * heads + 2 * kv_heads) * model.head_width * size  # q, output, k, v
-    attention += tokens * heads * wide  # log-sum-exp
-    mlp = 4 * tokens * model.ffn // world * size  # gate, silu(gate), up, their product
-    return 2 * norm + 2 * column_input + attention + mlp
+KINDS = list(itertools.product(FORMS, (torch.float32, torch.bfloat16)))
 
 
-def kept_by_model(model: ModelConfig, form: tuple, world: int, dtype: torch.dtype) -> int:
+def kept_by_block(form: tuple, world: int, dtype: torch.dtype) -> int:
+    """The lesson's formula."""
+    return sum(block_activations(MODEL, BATCH, SEQ, dtype, world, Way(*form)).values())
+
+
+def kept_by_model(form: tuple, world: int, dtype: torch.dtype) -> int:
     """The same of the whole model and its loss."""
     sequence_parallel, mode = form
-    size, wide, tokens = dtype.itemsize, max(4, dtype.itemsize), BATCH * SEQ
+    size, tokens = dtype.itemsize, BATCH * SEQ
     mine = tokens // world if sequence_parallel else tokens
-    gathered = tokens if mode == "plain" else mine
-    embedding = 2 * SEQ * model.head_width * wide  # cos and sin
-    norm = mine * model.hidden * wide + mine * wide + mine * model.hidden * size
-    head = gathered * model.hidden * size
-    loss = tokens * -(-model.vocab // world) * wide  # probabilities
-    places = 2 * tokens * (8 + 1)  # in embedding and loss: which row of mine, and whether it is mine at all
-    return model.layers * kept_by_block(model, form, world, dtype) + embedding + norm + head + loss + places
+    tables = 2 * SEQ * MODEL.head_width * 4  # cos and sin
+    embedding = tokens * (8 + 1)  # which row of mine, and whether it is mine at all
+    norm = mine * (MODEL.hidden * (4 + size) + 4)
+    head = (tokens if mode == "plain" else mine) * MODEL.hidden * size  # its input, in mode plain gathered
+    return MODEL.layers * kept_by_block(form, world, dtype) + sum(
+        (tables, embedding, norm, head, loss_bytes(tokens, MODEL.vocab, world))
+    )
 
 
 def ranks_saved():
-    mesh, result = tp_mesh(), {}
+    mesh, result = tp_mesh(), []
     tokens = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
-    for form, dtype in itertools.product(FORMS, (torch.float32, torch.bfloat16)):
+    for form, dtype in KINDS:
         model, x = decoder(mesh, MODEL, form, dtype), stream(mesh, MODEL, form, dtype)
         rope = rope_tables(MODEL, torch.arange(SEQ), dtype)
         with SavedTensors(model) as block:
@@ -53,17 +47,15 @@ def ranks_saved():
         tables = sum(table.untyped_storage().nbytes() for table in rope)  # shared by all blocks
         with SavedTensors(model) as whole:
             loss = vocab_parallel_cross_entropy_sum(model(tokens), tokens, MODEL.vocab, mesh.tp)
-        result[form, str(dtype).removeprefix("torch.")] = block.bytes - tables, whole.bytes
+        result.append((block.bytes - tables, whole.bytes))
         assert y.requires_grad and loss.requires_grad, "the graphs are alive"
     return result
 
 
-def check_saved(ranks: list[dict]) -> None:
-    for rank in ranks:
-        for (form, dtype), (block, whole) in rank.items():
-            kind = getattr(torch, dtype)
-            assert block == kept_by_block(MODEL, form, len(ranks), kind), (form, dtype)
-            assert whole == kept_by_model(MODEL, form, len(ranks), kind), (form, dtype)
+def check_saved(ranks: list[list]) -> None:
+    for found, (form, dtype) in itertools.chain(*(zip(rank, KINDS, strict=True) for rank in ranks)):
+        expected = tuple(kept(form, len(ranks), dtype) for kept in (kept_by_block, kept_by_model))
+        assert found == expected, (form, dtype)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -77,10 +69,48 @@ def test_sequence_parallelism_divides_all_of_it():
     dense = saved_activations(MODEL, BATCH, SEQ, torch.float32)
     whole = total_bytes(saved for saved in dense if saved.name.startswith("layers.0."))
     stream_bytes = BATCH * SEQ * MODEL.hidden * 4
-    norms = 2 * (2 * stream_bytes + BATCH * SEQ * 4)
+    undivided = 2 * (2 * stream_bytes + BATCH * SEQ * 4) + 2 * stream_bytes  # norms, then inputs
     for world in (1, 2, 4):
-        kept = {form: kept_by_block(MODEL, form, world, torch.float32) for form in FORMS}
+        kept = {form: kept_by_block(form, world, torch.float32) for form in FORMS}
         assert kept[True, "overlap"] == kept[True, "chunked"] == whole // world
         assert kept[True, "plain"] == whole // world + 2 * (stream_bytes - stream_bytes // world)
-        undivided = norms + 2 * stream_bytes
         assert kept[False, "plain"] == kept[False, "overlap"] == undivided + (whole - undivided) // world
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+MOSTLY_LOGITS = ModelConfig(vocab=12_001, hidden=8, layers=1, heads=4, kv_heads=4, ffn=8, tie_embeddings=False)
+MARK = 123_457  # bytes of an allocation between forward and backward
+
+
+def ranks_loss_memory():
+    """Of a model that is nearly all vocabulary: what the forward allocates at most, what is left of it when the
+    backward begins, and what is alive in the backward at most, as multiples of a rank's logits in float32."""
+    mesh, result = tp_mesh(), []
+    tokens = torch.arange(384).view(2, 192)
+    for form, dtype in KINDS:
+        model = decoder(mesh, MOSTLY_LOGITS, form, dtype)
+        with MemoryMeter("cpu").measure() as measured:
+            loss = vocab_parallel_cross_entropy_sum(model(tokens), tokens, MOSTLY_LOGITS.vocab, mesh.tp)
+            torch.empty(MARK, dtype=torch.uint8)
+            loss.backward()
+        mark = next(index for index, event in enumerate(measured.allocations) if event.bytes == MARK)
+        alive = [bytes for _, bytes in measured.timeline]
+        unit = 4 * tokens.numel() * -(-MOSTLY_LOGITS.vocab // mesh.tp.size)
+        result.append([each / unit for each in (max(alive[: mark + 1]), alive[mark], max(alive[mark + 2 :]))])
+    return result
+
+
+def check_loss_memory(ranks: list[list]) -> None:
+    """The logits and one copy of them in float32; then the copy alone; its gradient takes its place, in bfloat16 that
+    is a tensor of half the size. A fifth is for whatever else the model allocates."""
+    for (forward, between, backward), (form, dtype) in itertools.chain(*(zip(rank, KINDS) for rank in ranks)):
+        half = dtype.itemsize / 4
+        assert 1 + half <= forward < 1.2 + half, (form, dtype)
+        assert 1 <= between < 1.2, (form, dtype)
+        assert 1 <= backward < (1.2 if dtype == torch.float32 else 1.7), (form, dtype)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_loss_works_in_one_copy_of_a_ranks_logits(world):
+    check_loss_memory(run_ranks(world, ranks_loss_memory))

@@ -1,20 +1,16 @@
 """Who holds what: parts that differ, and copies that stay equal to the bit; training in the narrow types."""
 
-import itertools
-import tempfile
-
 import pytest
 import torch
 
 import step04_tensor_parallel.train as step04
 from common.command_line import parse
-from common.config import TrainConfig
 from common.initialisation import materialise, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh, environment
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from tests.harness.ranks import run_ranks
+from tests.mechanisms.step04.blocks import decoder
 from tests.parity.runs import SMALL, differences, reference, run_cases
 from tests.parity.test_step03_precision import overflow_case
 from tests.parity.test_step04 import ADAMW, ONE, TIED, UNTIED, WHOLE_SEQUENCE, training_of
@@ -29,16 +25,11 @@ MODELS = {  # heads 12, so that 2, 3 and 4 ranks divide them
 
 
 def ranks_initial():
-    """(name, box, owner, padding, values) of every parameter, for every model."""
-    world = environment().world_size
+    """(name, box, owner, values) of every parameter, for every model."""
     found = {}
     for name, model_config in MODELS.items():
-        mesh = build_mesh(Degrees(tp=world), torch.device("cpu"), model_config.kv_heads)
-        config = TrainConfig(tp=world)
-        config.model_config = model_config
-        model = Decoder(model_config)
-        apply_tensor_parallel(model, config, mesh)
-        materialise(model, torch.float32, mesh.device, random_values(0))
+        mesh = build_mesh(Degrees(tp=environment().world_size), torch.device("cpu"), model_config.kv_heads)
+        model = decoder(mesh, model_config, (True, "overlap"))
         found[name] = [(p.spec.name, p.spec.box, p.spec.owner, p.detach()) for p in model.parameters()]
     return found
 
@@ -50,68 +41,56 @@ def test_every_rank_holds_its_own_part_of_the_one_model(world):
         whole = Decoder(model_config)
         materialise(whole, torch.float32, torch.device("cpu"), random_values(0))
         for index, parameter in enumerate(whole.parameters()):
-            owned = torch.zeros(parameter.shape)
-            parts = [rank[name][index] for rank in ranks]
+            owned, parts = torch.zeros(parameter.shape), [rank[name][index] for rank in ranks]
             for same, box, owner, values in parts:
                 case, inside = (name, same, box), tuple(slice(start, stop) for start, stop in box)
                 expected = parameter.detach()[inside]
                 assert same == parameter.spec.name
                 assert torch.equal(values[: len(expected)], expected), case
                 assert not values[len(expected) :].any(), f"{case}: padding is zero"
-                if owner:
-                    owned[inside] += 1
+                owned[inside] += owner
             assert (owned == 1).all(), f"{name}, {parameter.spec.name}: every element has one owner"
-            if parameter.dim() == 1:
-                continue
-            for one, other in itertools.combinations(parts, 2):  # every rank seeded alike would have drawn the same
-                if one[1] != other[1] and one[3].any():
-                    assert not torch.equal(one[3], other[3]), f"{name}, {one[0]}: {one[1]} and {other[1]}"
-            ways = world
-            if "k_proj" in parameter.spec.name or "v_proj" in parameter.spec.name:
-                ways = min(model_config.kv_heads, world)
-            cut = 1 if parameter.spec.name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-            share = -(-parameter.shape[cut] // ways) * parameter.shape[1 - cut]
-            assert {values.numel() for *_, values in parts} == {share}, f"{name}, {parameter.spec.name}"
+            if parameter.dim() > 1:  # norms are whole
+                ways = min(model_config.kv_heads, world) if "k_proj" in same or "v_proj" in same else world
+                cut = 1 if same.endswith(("o_proj.weight", "down_proj.weight")) else 0
+                share = -(-parameter.shape[cut] // ways) * parameter.shape[1 - cut]
+                assert {values.numel() for *_, values in parts} == {share}, f"{name}, {same}"
 
 
 # ---- after training --------------------------------------------------------------------------------------------------
 
 
 def ranks_trained(cases):
-    """Every tensor that this rank updates, owned or not, as (name, box, piece) -> values."""
+    """Every tensor that this rank updates, owned or not, as (name, box, flat range) -> values."""
     found = []
     for flags in cases:
-        with tempfile.TemporaryDirectory() as folder:
-            config = parse(4, [*SMALL.split(), *flags.split(), "--run-dir", folder])
-            config.resolve_and_check(environment().world_size)
-            mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
-            tensors = step04.train(config, mesh)
+        config = parse(4, [*SMALL.split(), *flags.split()])
+        config.resolve_and_check(environment().world_size)
+        mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+        tensors = step04.train(config, mesh)
         found.append({(t.spec.name, t.spec.box, t.spec.flat_range): t.detach().clone() for t in tensors})
     return found
 
 
 def test_replicas_stay_equal_to_the_bit():
-    """In every type and layout, norms and shared K/V heads are the same on all ranks after 10 steps."""
-    base = f"{UNTIED} {ADAMW} --micro-batch 6"
+    """In every type and layout, norms and shared K/V heads are the same on all ranks after 4 steps."""
+    base = f"{UNTIED} {ADAMW} --micro-batch 6 --steps 4"
     cases = [f"{base} --tp 4 --kv-heads 1", f"{base} --tp 4 --dtype float32 {WHOLE_SEQUENCE}"]
     cases += [f"{base} --tp 4 --kv-heads 2 --dtype bfloat16", f"{base} --tp 2 --kv-heads 1 --zero 3 --dtype float32"]
     cases += [f"{base} --tp 2 --kv-heads 1 {WHOLE_SEQUENCE} --tp-mode plain --zero 1"]
-    ranks = run_ranks(4, ranks_trained, cases, timeout=300)
-    for index, case in enumerate(cases):
+    for case, *ranks in zip(cases, *run_ranks(4, ranks_trained, cases, timeout=300), strict=True):
         holders = {}
-        for rank in ranks:
-            for key, values in rank[index].items():
-                holders.setdefault(key, []).append(values)
+        for key, values in (item for rank in ranks for item in rank.items()):
+            holders.setdefault(key, []).append(values)
         for key, copies in holders.items():
             assert all(torch.equal(copies[0], other) for other in copies[1:]), f"{case}: {key}"
         shared = {key[0].split(".", 2)[-1] for key, copies in holders.items() if len(copies) > 1}
-        assert {"attention_norm.weight", "mlp_norm.weight"} <= shared, case
-        if "--kv-heads" in case:
-            assert {"attention.k_proj.weight", "attention.v_proj.weight"} <= shared, case
+        kv_heads = {"attention.k_proj.weight", "attention.v_proj.weight"} if "--kv-heads" in case else set()
+        assert {"attention_norm.weight", "mlp_norm.weight"} | kv_heads <= shared, case
         assert not {"attention.q_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight"} & shared, case
 
 
-# ---- bfloat16 --------------------------------------------------------------------------------------------------------
+# ---- narrow types ----------------------------------------------------------------------------------------------------
 
 
 def test_bfloat16_agrees_with_one_process():
@@ -130,15 +109,12 @@ def test_bfloat16_agrees_with_one_process():
         assert 0 < max(found.values()) < max(rounding.values()) < 2**-8, case
 
 
-# ---- float16 ---------------------------------------------------------------------------------------------------------
-
-
 def overflow_cases(cases):
     return [overflow_case(4, flags) for flags in cases]
 
 
 def test_all_ranks_skip_a_step_in_which_one_of_them_overflowed():
-    """Though only one rank, which holds other parts than its peers, has seen it."""
+    """In float16, though only one rank, which holds other parts than its peers, has seen it."""
     training = f"{UNTIED} {ADAMW} --dtype float16 --steps 6"
     known, states = overflow_case(1, f"{training} {ONE}")
     for cases in run_ranks(2, overflow_cases, [f"{training} --tp 2 {ONE} {form}" for form in ("", WHOLE_SEQUENCE)]):
