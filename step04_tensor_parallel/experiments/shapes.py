@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from common import collectives
 from common.experiments.local_ranks import on_ranks
@@ -16,8 +17,8 @@ from step01_single_gpu.experiments.tools import table
 from step02_data_parallel.experiments.tools import against
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import SHAPE, Log, Run, on_every_case
-from step04_tensor_parallel.operators import f, f_star
-from step04_tensor_parallel.tensor_parallel import ColumnParallel, RowParallel
+from step04_tensor_parallel.operators import Split, copy_to_ranks, sum_over_ranks
+from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 # ---- columns and rows ------------------------------------------------------------------------------------------------
 
@@ -50,6 +51,7 @@ def worked(quick: bool) -> None:
 def multiply_by_parts(mesh: Mesh, done: Callable) -> list[str]:
     """On a rank: what it holds of X, W and Y at each moment, all ranks side by side."""
     group, lines = mesh.world, []
+    split = Split(group, sequence_parallel=False, mode="plain")
     mine = slice(group.rank, group.rank + 1)
 
     def show(title: str, tensor: torch.Tensor) -> None:
@@ -61,7 +63,7 @@ def multiply_by_parts(mesh: Mesh, done: Callable) -> list[str]:
     lines.append(f"Y = X W on {group.size} ranks{'':17}rank 0        rank 1")
     lines.append("by columns: every rank has all of X and a column of W")
     show("my column of W", W[:, mine])
-    (y,) = ColumnParallel.apply(X[None], group, False, False, W[:, mine].t().contiguous())
+    y = ColumnParallelLinear(nn.Parameter(W[:, mine].t()), split)(X[None]).detach()
     show("X times it: a column of Y", y[0])
     everybody = torch.empty(group.size, *y.shape)
     collectives.all_gather(everybody, y, group)
@@ -70,7 +72,7 @@ def multiply_by_parts(mesh: Mesh, done: Callable) -> list[str]:
     show("my column of X", X[:, mine])
     show("my row of W", W[mine])
     show("their product: a summand of Y", X[:, mine] @ W[mine])
-    y = RowParallel.apply(X[None, :, mine], group, False, False, W[mine].t().contiguous())
+    y = RowParallelLinear(nn.Parameter(W[mine].t()), split)(X[None, :, mine]).detach()
     show("all-reduce: Y", y[0])
     assert torch.equal(y[0], X @ W)
     return lines
@@ -88,11 +90,12 @@ def both_orders(mesh: Mesh, done: Callable) -> dict[str, dict]:
         return weight.chunk(group.size, axis)[group.rank].clone().requires_grad_()
 
     def column_then_row(x):
-        return f_star(F.linear(F.silu(F.linear(f(x, group), part(first, 0))), part(second, 1)), group)
+        hidden = F.silu(F.linear(copy_to_ranks(x, group), part(first, 0)))
+        return sum_over_ranks(F.linear(hidden, part(second, 1)), group)
 
-    def row_then_column(x, middle=f_star):
+    def row_then_column(x, middle=sum_over_ranks):
         summed = middle(F.linear(_my_columns(x, group), part(first, 1)), group)
-        return _all_columns(F.linear(f(F.silu(summed), group), part(second, 0)), group)
+        return _all_columns(F.linear(copy_to_ranks(F.silu(summed), group), part(second, 0)), group)
 
     def gradient_of(function) -> tuple[torch.Tensor, torch.Tensor]:
         given = x.clone().requires_grad_()

@@ -20,8 +20,8 @@ from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm, sum_extra_groups
-from step01_single_gpu.mixed_precision import GradientSums, Optimizer, clip_factor
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step01_single_gpu.mixed_precision import clip_factor
+from step04_tensor_parallel.train import build
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.benchmarks.paired import compare, keep, measure_steps
 
@@ -34,20 +34,17 @@ MODES = ("plain", "overlap", "chunked")
 def our_step(mode: str, mesh, tokens, targets):
     """One training step of step 4 as a function without arguments."""
     config = TrainConfig(tp=mesh.tp.size, dp=1, tp_mode=mode)
-    config.__dict__["model_config"] = MODEL
-    model = Decoder(MODEL)
-    apply_tensor_parallel(model, config, mesh)
-    materialise(model, torch.float32, mesh.device, random_values(0))
-    parameters = list(model.parameters())
-    gradients, optimizer = GradientSums(parameters), Optimizer(parameters, config)
+    config.model_config = MODEL
+    model, zero, optimizer = build(config, mesh)
 
     def step():
+        zero.gather()
         loss = vocab_parallel_cross_entropy_sum(model(tokens), targets, MODEL.vocab, mesh.tp) / targets.numel()
         loss.backward()
-        summed = gradients.finish()
-        sum_extra_groups(parameters, summed, mesh)
-        norm = gradient_norm(parameters, summed, mesh.world).item()
-        optimizer.step(summed, config.lr, clip_factor(norm, config.clip))
+        gradients = zero.finish()
+        sum_extra_groups(optimizer.parameters, gradients, mesh)
+        norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item()
+        optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
         return loss.item()
 
     return step

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import step04_tensor_parallel.train as step04
-from common import collectives, initialisation
+from common import collectives, initialisation, weight_gradients
 from common.model import cross_entropy_sum
 from step04_tensor_parallel import operators, ring, tensor_parallel, vocab_parallel
-from step04_tensor_parallel.tensor_parallel import Split
+from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear
+from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding, _VocabParallelCrossEntropy
+
+LOSS = "vocab_parallel_cross_entropy_sum"
 
 
 def swap(stack, owner, name: str, wrong) -> None:
@@ -35,7 +38,7 @@ def without_group(stack, step, group: str):
     swap(stack, step, "sum_extra_groups", wrong)
 
 
-def _norms_not_summed(stack):
+def _norm_gradients_not_summed(stack):
     """Under sequence parallelism each rank updates its norms by the gradient of its own part of the sequence."""
     without_group(stack, step04, "tp")
 
@@ -45,25 +48,25 @@ def _kv_replicas_drift(stack):
     without_group(stack, step04, "kv_replica")
 
 
-def _embedding_off_by_one(stack):
+def _embedding_mask_off_by_one(stack):
     """The last row of every rank is taken for one of the next rank."""
+    real = VocabParallelEmbedding.forward
 
-    def wrong(embedding, tokens, first):
-        local = tokens - first
-        elsewhere = (local < 0) | (local >= embedding.weight.shape[0] - 1)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), embedding.weight)
-        return rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+    def wrong(self, tokens):
+        with mock.patch.object(self, "num_embeddings", self.num_embeddings - 1):
+            return real(self, tokens)
 
-    swap(stack, tensor_parallel, "embed", wrong)
+    swap(stack, VocabParallelEmbedding, "forward", wrong)
 
 
 def _f_and_f_star_swapped(stack):
     """The all-reduce of the backward happens in the forward, and the other way round."""
-    swap(stack, tensor_parallel, "f", operators.f_star)
-    swap(stack, tensor_parallel, "f_star", operators.f)
+    copy_to_ranks, sum_over_ranks = operators.copy_to_ranks, operators.sum_over_ranks
+    swap(stack, operators, "copy_to_ranks", sum_over_ranks)
+    swap(stack, operators, "sum_over_ranks", copy_to_ranks)
 
 
-def _loss_averaged(stack):
+def _loss_averaged_over_tp(stack):
     """All ranks have the same loss, so it is averaged over them: a right value, and gradients tp times too small."""
     real = step04.vocab_parallel_cross_entropy_sum
 
@@ -71,19 +74,19 @@ def _loss_averaged(stack):
         total = real(logits, targets, vocab, group)
         return total / group.size + (total - total / group.size).detach()
 
-    swap(stack, step04, "vocab_parallel_cross_entropy_sum", wrong)
+    swap(stack, step04, LOSS, wrong)
 
 
-def _g_takes_its_slice(stack):
+def _g_takes_its_slice_in_the_backward(stack):
     """The backward of the all-gather forgets that every rank has used the whole sequence."""
 
-    def wrong(ctx, gradient):
-        return gradient.chunk(ctx.group.size, 1)[ctx.group.rank].contiguous(), None
+    def wrong(gradient, group):
+        return gradient.chunk(group.size, 1)[group.rank].contiguous()
 
-    swap(stack, operators._G, "backward", staticmethod(wrong))
+    swap(stack, operators, "gather_sequence", operators._operator(operators._all_gather, wrong))
 
 
-def _same_weights_everywhere(stack):
+def _same_weights_on_all_ranks(stack):
     """Every rank draws its part as if it were the first: shards are equal, and stay so."""
     real = initialisation.random_box
 
@@ -96,14 +99,10 @@ def _same_weights_everywhere(stack):
 def _padding_not_masked(stack):
     """Columns that pad the vocabulary have logits of zero, and a part of the probability."""
     real = step04.vocab_parallel_cross_entropy_sum
-
-    def wrong(logits, targets, vocab, group):
-        return real(logits, targets, logits.shape[-1] * group.size, group)
-
-    swap(stack, step04, "vocab_parallel_cross_entropy_sum", wrong)
+    swap(stack, step04, LOSS, lambda z, targets, vocab, group: real(z, targets, z.shape[-1] * group.size, group))
 
 
-def _replicas_counted(stack):
+def _norms_counted_on_every_rank(stack):
     """Norms, which all ranks hold, are counted tp times in the gradient norm."""
     real = step04.gradient_norm
 
@@ -114,24 +113,15 @@ def _replicas_counted(stack):
     swap(stack, step04, "gradient_norm", wrong)
 
 
-def _sequences_mixed(stack):
+def _sequences_of_a_batch_mixed(stack):
     """Gathered parts are joined without looking at the batch, which is the axis before the sequence."""
-
-    def wrong(parts):
-        return parts.reshape(parts.shape[1], -1, parts.shape[3])
-
-    swap(stack, operators, "join_sequence", wrong)
-    swap(stack, tensor_parallel, "join_sequence", wrong)
+    for module in (operators, tensor_parallel):
+        swap(stack, module, "join_sequence", lambda parts: parts.reshape(parts.shape[1], -1, parts.shape[3]))
 
 
 def _no_f_before_the_head(stack):
-    """The head is cut as well, but its input's gradient is not summed: all below sees the columns of one rank."""
-    real = Split.column
-
-    def wrong(self, x, linears):
-        return real(self, x, linears) if len(linears) > 1 else [F.linear(x, linears[0].weight)]
-
-    swap(stack, Split, "column", wrong)
+    """The head is divided as well, but its input's gradient is not summed: all below sees the columns of one rank."""
+    swap(stack, ColumnParallelLinear, "forward", lambda self, x: F.linear(x, self.weight))
 
 
 def _own_largest_logit(stack):
@@ -146,29 +136,25 @@ def _own_largest_logit(stack):
 # ---- right results at a higher price ---------------------------------------------------------------------------------
 
 
-def _each_matrix_communicates(stack):
+def _each_matrix_communicates_for_itself(stack):
     """q, k, v, gate and up gather, or sum, each their own input: five collectives where two would do."""
-    real = Split.column
-
-    def wrong(self, x, linears):
-        return [real(self, x, [each])[0] for each in linears]
-
-    swap(stack, Split, "column", wrong)
+    real = tensor_parallel.apply_column_parallel
+    swap(stack, tensor_parallel, "apply_column_parallel", lambda x, linears: [real(x, [each])[0] for each in linears])
 
 
 def _gathered_inputs_kept(stack):
     """Mode overlap saves the second gather, and keeps tp times as much for it."""
-    real = Split.column
 
-    def wrong(self, x, linears):
-        return real(replace(self, mode="plain") if self.sequence_parallel else self, x, linears)
+    def wrong(x, linears):
+        x = linears[0].split.begin_sublayer(x)
+        return [weight_gradients.linear(x, linear.weight) for linear in linears]
 
-    swap(stack, Split, "column", wrong)
+    swap(stack, tensor_parallel, "apply_column_parallel", wrong)
 
 
 def _input_gradient_waited_for(stack):
     """The sum of the input's gradient is complete before that of the weight begins."""
-    real = tensor_parallel.reduce_scatter_sequence
+    real = tensor_parallel.start_reduce_scatter
 
     def scatter(x, group):
         mine, work = real(x, group)
@@ -178,11 +164,11 @@ def _input_gradient_waited_for(stack):
     def reduce(tensor, group, async_op=False):
         return collectives.all_reduce(tensor, group)
 
-    swap(stack, tensor_parallel, "reduce_scatter_sequence", scatter)
+    swap(stack, tensor_parallel, "start_reduce_scatter", scatter)
     swap(stack, tensor_parallel, "collectives", SimpleNamespace(all_reduce=reduce))
 
 
-def _rings_wait(stack):
+def _rings_wait_before_they_multiply(stack):
     """The next chunk is there before this one is multiplied: a slower gather."""
 
     def wrong(sends, receives, group, async_op=False):
@@ -191,49 +177,57 @@ def _rings_wait(stack):
     swap(stack, ring, "collectives", SimpleNamespace(exchange=wrong))
 
 
-class _GatherColumns(torch.autograd.Function):
-    """(..., columns / tp) -> (..., columns); the loss is computed on every rank, so the backward takes a slice."""
+def gather_columns(x, group):
+    parts = x.new_empty((group.size, *x.shape))
+    collectives.all_gather(parts, x.contiguous(), group)
+    return torch.cat(list(parts), -1)
 
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        parts = x.new_empty((group.size, *x.shape))
-        collectives.all_gather(parts, x.contiguous(), group)
-        return torch.cat(list(parts), -1)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.chunk(ctx.group.size, -1)[ctx.group.rank], None
+# The loss is computed on every rank, so the backward takes a slice
+all_columns = operators._operator(gather_columns, lambda gradient, group: gradient.chunk(group.size, -1)[group.rank])
 
 
 def full_logits(logits, targets, vocab, group):
     """The loss over gathered logits, as in codes without a vocabulary-parallel one."""
-    return cross_entropy_sum(_GatherColumns.apply(logits, group)[..., :vocab], targets)
+    return cross_entropy_sum(all_columns(logits, group)[..., :vocab], targets)
 
 
-def _full_logits(stack):
+def _full_logits_on_every_rank(stack):
     """Every rank gathers the logits of the whole vocabulary."""
-    swap(stack, step04, "vocab_parallel_cross_entropy_sum", full_logits)
-    for module in ("tests.mechanisms.step04.test_activations", "tests.mechanisms.step04.test_operators"):
-        stack.enter_context(mock.patch(f"{module}.vocab_parallel_cross_entropy_sum", full_logits))
+    swap(stack, step04, LOSS, full_logits)
+    stack.enter_context(mock.patch(f"tests.mechanisms.step04.test_activations.{LOSS}", full_logits))
+
+
+def _logits_kept_by_the_loss(stack):
+    """The loss holds on to the logits until the backward, which does not need them."""
+    real = _VocabParallelCrossEntropy.forward
+
+    def wrong(ctx, logits, *rest):
+        ctx.logits = logits
+        return real(ctx, logits, *rest)
+
+    swap(stack, _VocabParallelCrossEntropy, "forward", staticmethod(wrong))
+
+
+def _gradient_of_the_logits_copied(stack):
+    """The gradient of the logits is a new tensor beside the probabilities."""
+    real = _VocabParallelCrossEntropy.backward
+
+    def wrong(ctx, gradient):
+        of_logits, *rest = real(ctx, gradient)
+        return of_logits.clone(), *rest
+
+    swap(stack, _VocabParallelCrossEntropy, "backward", staticmethod(wrong))
 
 
 MUTANTS = {
-    "norm gradients not summed": _norms_not_summed,
-    "K/V replicas drift": _kv_replicas_drift,
-    "embedding mask off by one": _embedding_off_by_one,
-    "f and f* swapped": _f_and_f_star_swapped,
-    "loss averaged over tp": _loss_averaged,
-    "g takes its slice in the backward": _g_takes_its_slice,
-    "same weights on all ranks": _same_weights_everywhere,
-    "padding not masked": _padding_not_masked,
-    "norms counted on every rank": _replicas_counted,
-    "sequences of a batch mixed": _sequences_mixed,
-    "no f before the head": _no_f_before_the_head,
-    "own largest logit": _own_largest_logit,
-    "each matrix communicates for itself": _each_matrix_communicates,
-    "gathered inputs kept": _gathered_inputs_kept,
-    "input gradient waited for": _input_gradient_waited_for,
-    "rings wait before they multiply": _rings_wait,
-    "full logits on every rank": _full_logits,
+    function.__name__[1:].replace("_", " "): function
+    for function in (
+        *(_norm_gradients_not_summed, _kv_replicas_drift, _embedding_mask_off_by_one, _f_and_f_star_swapped),
+        *(_loss_averaged_over_tp, _g_takes_its_slice_in_the_backward, _same_weights_on_all_ranks),
+        *(_padding_not_masked, _norms_counted_on_every_rank, _sequences_of_a_batch_mixed, _no_f_before_the_head),
+        *(_own_largest_logit, _each_matrix_communicates_for_itself, _gathered_inputs_kept),
+        *(_input_gradient_waited_for, _rings_wait_before_they_multiply, _full_logits_on_every_rank),
+        *(_logits_kept_by_the_loss, _gradient_of_the_logits_copied),
+    )
 }

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from common.command_line import STEP_NAMES, parse
+from common.config import flag_names, spelled
 from common.process_groups import Degrees, build_mesh, environment
 from tests.harness.ranks import run_ranks
 
@@ -106,6 +107,19 @@ def assemble(parts: list[dict]) -> Result:
         assert (count == 1).all(), f"{name}: elements are owned by {count.min()} to {count.max()} ranks"
     losses, norms = zip(*parts[0]["curve"], strict=True)
     return Result(list(losses), list(norms), whole)
+
+
+def training_of(case: str) -> str:
+    """The case without flags of the layout, and with all samples of a step in one micro-batch: step 1's tests show that
+    their number does not matter. So one run of step 1 is the reference of all layouts."""
+    layout, kept, keeping = {spelled(name) for name in flag_names("layout")}, [], True
+    for word in case.split():
+        if word.startswith("--"):
+            keeping = word.replace("--no-", "--") not in layout
+        if keeping:
+            kept.append(word)
+    batch = kept[kept.index("--global-batch") + 1] if "--global-batch" in kept else 12
+    return " ".join([*kept, f"--micro-batch {batch}"])
 
 
 @functools.cache

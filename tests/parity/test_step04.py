@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.parity.pairwise import pairwise
-from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
+from tests.parity.pairwise import pairwise, thin
+from tests.parity.runs import assemble, assert_parity, reference, run_cases, train_case, training_of
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
@@ -14,24 +14,6 @@ PADDED = "--vocab 257"  # a prime
 ONE = "--micro-batch 12"  # all samples in one micro-batch
 NAIVE = "--attention naive"
 THREE = "--hidden 24 --layers 1"  # 3 and 6 heads divide it
-# Flags that change how a step is computed and not what: one run of step 1 is the reference of all of them.
-HOW = ("--tp", "--tp-mode", "--zero", "--zero-replicas", "--zero-reduce", "--dp-mode", "--bucket-mb", "--recompute")
-HOW += ("--micro-batch", "--attention")
-
-
-def training_of(case: str) -> str:
-    """The case without the flags of `HOW`, in one micro-batch: step 1's tests show that their number is no matter."""
-    words = iter(case.replace(WHOLE_SEQUENCE, "").split())
-    kept = [(next(words), "")[1] if word in HOW else word for word in words]
-    batch = kept[kept.index("--global-batch") + 1] if "--global-batch" in kept else 12
-    return " ".join(filter(None, [*kept, f"--micro-batch {batch}"]))
-
-
-def assert_step04_equals_step01(world: int, cases: list[str]) -> list[Result]:
-    results = run_cases(world, 4, cases)
-    for case, result in zip(cases, results, strict=True):
-        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
-    return results
 
 
 # ---- every pair of flags ---------------------------------------------------------------------------------------------
@@ -61,14 +43,7 @@ def factors(world: int) -> dict[str, list[str]]:
 
 def pairs_of_flags(world: int) -> list[str]:
     forbidden = [{"sequence": WHOLE_SEQUENCE, "mode": CHUNKED}]
-    return [" ".join(filter(None, case.values())) for case in pairwise(factors(world), forbidden)]
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_pair_of_flags(world):
-    cases = pairs_of_flags(world)
-    assert 12 <= len(cases) <= 18
-    assert_step04_equals_step01(world, cases)
+    return [" ".join(filter(None, case.values())) for case in thin(pairwise(factors(world), forbidden))]
 
 
 # ---- hard cases, by name ---------------------------------------------------------------------------------------------
@@ -111,13 +86,14 @@ HARD = {
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_hard_cases(world):
-    cases = [case for several in HARD.values() for ranks, case in several if ranks == world]
-    assert_step04_equals_step01(world, cases)
+def test_equals_one_process(world):
+    cases = pairs_of_flags(world) + [case for several in HARD.values() for ranks, case in several if ranks == world]
+    for case, result in zip(cases, run_cases(world, 4, cases), strict=True):
+        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
 
 
 def test_one_process():
-    """Without --tp nothing is cut, whatever the other flags say."""
+    """Without --tp nothing is divided, whatever the other flags say."""
     for flags in (f"{WHOLE_SEQUENCE} {PLAIN}", CHUNKED):
         case = f"{UNTIED} {ADAMW} {PADDED} {flags} {ONE} --zero 1"
         assert_parity(assemble([train_case(4, case)]), reference(training_of(case)), case)

@@ -137,8 +137,8 @@ def ranks_train(flags: list[str], folder: str | None = None) -> list[dict]:
 
 
 def ranks_some():
-    """What shows a mutant: one case."""
-    return ranks_train(["--tp 2 --micro-batch 2"])
+    """One case, for mutants."""
+    return ranks_train(cases(2)[2:3])
 
 
 def check_train(ranks: list[list[dict]]) -> None:
@@ -204,7 +204,7 @@ def ranks_order():
             ("row", lambda row=row, wide=wide: row(wide).sum()),
         ):
             forward, _, y = calls_among_products(layer)
-            result[*form, name] = forward, *calls_among_products(y.backward)[:2]
+            result[form, name] = forward, *calls_among_products(y.backward)[:2]
     return result
 
 
@@ -228,7 +228,7 @@ def check_order(ranks: list[dict]) -> None:
         (False, "overlap"): ([], [("all_reduce", 2, 4)], [("all_reduce", 1, 1)], []),
     }
     for rank, form in itertools.product(ranks, FORMS):
-        column, row = rank[*form, "column"], rank[*form, "row"]
+        column, row = rank[form, "column"], rank[form, "row"]
         assert (*column[:2], *row[:2]) == expected[form], form
         inputs, weights = 2 * [(tokens, MODEL.hidden)], [(width // world, MODEL.hidden) for width in (24, 40)]
         assert sorted(column[2]) == sorted(inputs + weights), form
