@@ -95,7 +95,7 @@ def ranks_loss_memory():
             torch.empty(MARK, dtype=torch.uint8)
             loss.backward()
         mark = next(index for index, event in enumerate(measured.allocations) if event.bytes == MARK)
-        alive = [bytes for _, bytes in measured.timeline]
+        alive = list(itertools.accumulate((event.bytes for event in measured.allocations), initial=0))
         unit = 4 * tokens.numel() * -(-MOSTLY_LOGITS.vocab // mesh.tp.size)
         result.append([each / unit for each in (max(alive[: mark + 1]), alive[mark], max(alive[mark + 2 :]))])
     return result
