@@ -1,4 +1,4 @@
-"""Initial values: every rank draws exactly the boxes that it holds, and all layouts draw the same model."""
+"""Initial values: every rank draws or reads just the boxes that it holds, and all layouts get the same model."""
 
 import hashlib
 import math
@@ -14,24 +14,21 @@ from common.errors import UsageError
 from common.huggingface import stored_values
 from common.parameter import ParameterSpec
 
-CHUNK = 1 << 22  # elements drawn at once, so that temporaries stay small however large the tensor is
-
-
+CHUNK = 1 << 22  # elements drawn at once, so that temporaries are small even for a large tensor
 InitialValues = Callable[[Iterable[torch.Tensor]], None]  # fills tensors that have specs
 
 
 def initial_values(config: TrainConfig) -> InitialValues:
-    """Where a run's weights come from: Hugging Face weights with --init-from, else random numbers."""
+    """The function that fills a run's parameters: with the weights of --init-from, else with random numbers."""
     if config.init_from is not None:
         return stored_values(config.init_from, config.model_config)
     return random_values(config.seed)
 
 
 def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, values: InitialValues) -> None:
-    """Give the parameters of a module that was built on the meta device memory and their initial values.
+    """Give memory and initial values to the parameters of a module that was built on the meta device.
 
-    Each rank draws or reads the boxes that it holds and nothing else. Raises UsageError when they do not fit into
-    memory.
+    Raises UsageError when they do not fit into the memory of `device`.
     """
     with enough_memory(module, device):
         allocate_parameters(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
@@ -40,7 +37,7 @@ def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, val
 
 @contextmanager
 def enough_memory(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Turns an allocation of `module`'s parameters that fails in here into a UsageError."""
+    """Turn an allocation of `module`'s parameters that fails in here into a UsageError."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the CPU's allocator has no type of its own
@@ -51,9 +48,9 @@ def enough_memory(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
-    """Replace every parameter of a module built on the meta device by one that lies in `allocate(parameter)`.
+    """Replace every parameter of a module on the meta device by one whose memory is the tensor `allocate(parameter)`.
 
-    A parameter that occurs twice (tied) stays one.
+    A parameter that two modules share (tied) is allocated once and still shared. Specs are kept.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in module.parameters():
@@ -68,7 +65,7 @@ def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], to
 
 
 def random_values(seed: int) -> InitialValues:
-    """Draws every tensor from the normal distribution that its spec asks for. Equal in all layouts."""
+    """A function that fills each tensor from the normal distribution that its spec asks for, alike in all layouts."""
 
     @torch.no_grad()
     def fill(tensors: Iterable[torch.Tensor]) -> None:
@@ -80,11 +77,11 @@ def random_values(seed: int) -> InitialValues:
 
 
 def random_box(spec: ParameterSpec, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Initial values of `spec.box` in float32, whatever slice it is and whatever the layout of the run.
+    """Initial values of `spec.box` in float32, the same in every layout.
 
-    Element i of a tensor is a function of (seed, name, i) alone: SplitMix64 (Steele, Lea, Flood 2014) turns the counter
-    i, started at a hash of seed and name, into 64 random bits, and the inverse normal distribution function into a
-    sample.
+    Element i of a tensor is a function of (seed, name, i) alone. SplitMix64 (Steele, Lea, Flood 2014) turns the counter
+    i, started at a hash of seed and name, into 64 random bits, and the inverse of the normal distribution function
+    turns these into a sample.
     """
     box_shape = tuple(stop - start for start, stop in spec.box)
     inside = tuple(
@@ -122,7 +119,7 @@ def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _normal(index: torch.Tensor, key: int) -> torch.Tensor:
     """Standard normal samples (float32) for counters `index` (int64) under `key`."""
-    bits = (index + 1) * _signed(0x9E3779B97F4A7C15) + key  # int64 arithmetic wraps, as the generator wants it
+    bits = (index + 1) * _signed(0x9E3779B97F4A7C15) + key  # int64 arithmetic wraps, as the generator requires
     bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
     bits = bits ^ _shift_right(bits, 31)

@@ -1,12 +1,11 @@
 """The Llama-style decoder that every step trains (Touvron et al., arXiv:2302.13971; Llama 3, arXiv:2407.21783).
 
 Pre-norm blocks of grouped-query attention (arXiv:2305.13245) with rotary embeddings (arXiv:2104.09864) and SwiGLU
-(arXiv:2002.05202), RMSNorm (arXiv:1910.07467), embedding tied to the head or not. It knows nothing of parallelism:
-  - it is built for a range of layers, so that a pipeline stage is the same class;
-  - attention takes its core, (q, k, v) -> output, as an argument, so that context parallelism can bring another;
-  - linear layers with a common input are called together (`apply_linears`), so that tensor parallelism can join them;
-  - stored weights are never fused, so that each one has a single box.
-What needs range is computed in `promote_types(dtype, float32)`: norm statistics, rotary tables, softmax, loss.
+(arXiv:2002.05202), RMSNorm (arXiv:1910.07467), embedding tied to the head or not. Norm statistics, rotary tables,
+softmax and loss are computed in at least float32.
+
+The model knows nothing about parallelism. It may be built for a range of layers, and three of its functions may be
+replaced from outside: the attention's `core`, a block's `compute`, and `apply_linears`.
 """
 
 import math
@@ -20,12 +19,12 @@ from common.parameter import attach_specs
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for the narrow types, float64 for float64: no float64 run passes through float32 anywhere."""
+    """float32 for the narrow types, and float64 for float64, so that no float64 run ever passes through float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis; statistics in at least float32."""
+    """x / rms(x) * weight over the last axis."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -41,8 +40,8 @@ class RMSNorm(nn.Module):
 def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, each (len(positions), head_width), of the rotation angles position / theta^(2i/d).
 
-    With `rope_scaling`, as in Llama 3.1: wavelengths longer than original/low_freq_factor are stretched by `factor`,
-    shorter than original/high_freq_factor are left alone, between them the two are blended.
+    `rope_scaling` is that of Llama 3.1: wavelengths longer than original/low_freq_factor are stretched by `factor`,
+    those shorter than original/high_freq_factor are kept, and between them the two frequencies are blended.
     """
     d = config.head_width
     exponents = torch.arange(0, d, 2, device=positions.device).to(at_least_float32(dtype)) / d
@@ -50,8 +49,7 @@ def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype
     scaling = config.rope_scaling
     if scaling is not None:
         turns = scaling.original_max_positions * frequency / (2 * math.pi)  # turns within the original context
-        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        blend = blend.clamp(0, 1)
+        blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
         frequency = frequency * blend + frequency / scaling.factor * (1 - blend)
     angles = torch.outer(positions.to(frequency.dtype), frequency)  # (seq, d/2)
     angles = torch.cat((angles, angles), dim=-1)  # (seq, d): the halves of a head turn together
@@ -59,7 +57,7 @@ def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (i, i + d/2) of each head: (batch, heads, seq, d) -> the same, computed in the tables' type."""
+    """Rotate the pairs (i, i + d/2) of each head of x (batch, heads, seq, d), computing in the tables' type."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -75,7 +73,7 @@ def naive_attention(q, k, v):
 
 
 def fused_attention(q, k, v):
-    """The same without materialised scores (FlashAttention, arXiv:2205.14135), by PyTorch's own kernel."""
+    """The same without materialised scores (FlashAttention, arXiv:2205.14135), by PyTorch's kernel."""
     if q.is_cuda and q.dtype == torch.float32:  # the only fused CUDA kernel for float32 has no grouped queries
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
@@ -86,12 +84,12 @@ ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
 
 
 def apply_linears(x, linears):
-    """Several linear layers of one input. A function of its own so that they can share what happens to the input."""
+    """The outputs of several linear layers for one input x; a replacement may prepare x once for all of them."""
     return [linear(x) for linear in linears]
 
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention around an exchangeable core."""
+    """Grouped-query causal self-attention. `core` maps q, k, v (batch, heads or kv_heads, seq, d) to the shape of q."""
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
@@ -126,10 +124,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
-
-    `compute` is the whole layer as a function of tensors. It may be replaced by a wrapper of itself.
-    """
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)). All of it is in `compute`."""
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
@@ -147,11 +142,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers `first` to `last` (not included) of the model: with the embedding if it starts at layer 0, with the final
-    norm and the head if it ends at the last. Built on the meta device; `initialisation.materialise` gives it values.
+    """Layers `first` to `last` (not included) of the model, on the meta device until `initialisation.materialise`.
 
-    Input: token ids (batch, seq) int64 where there is an embedding, else hidden states (batch, seq, hidden).
-    Output: logits (batch, seq, vocab) where there is a head, else hidden states.
+    With layer 0 it has the embedding and takes token ids (batch, seq) int64, else hidden states (batch, seq, hidden).
+    With the last layer it has the final norm and the head and returns logits (batch, seq, vocab), else hidden states.
     """
 
     def __init__(self, config: ModelConfig, core=fused_attention, first: int = 0, last: int | None = None):
@@ -167,17 +161,17 @@ class Decoder(nn.Module):
                 self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tie_embeddings and self.has_embedding and self.has_head:
             self.head.weight = self.embedding.weight
-        # GPT-2's initialisation: 0.02, and less for what adds to the residual stream, which 2 * layers terms reach. The
-        # embedding starts the stream at 1, unless it is also the head: small streams make RMSNorm's gradients spike
+        # GPT-2's initialisation: 0.02, and less for the 2 * layers matrices that add to the residual stream. The
+        # embedding has 1, unless it is the head too, since RMSNorm's gradients spike if the stream starts small
         # (Takase et al., "Spike No More", arXiv:2312.16903).
         residual = 0.02 / math.sqrt(2 * config.layers)
         stds = {"norm.weight": None, "o_proj.weight": residual, "down_proj.weight": residual}
         attach_specs(self, stds | {"embedding.weight": 0.02 if config.tie_embeddings else 1.0, "": 0.02})
         if config.tie_embeddings and self.has_head:
-            self.head.weight.spec.name = "embedding.weight"  # also where the head is alone on the last stage
+            self.head.weight.spec.name = "embedding.weight"  # even if these layers do not include the embedding
 
     def forward(self, x, positions=None):
-        """`positions`: (seq,) positions in the sequence of the tokens given, default 0, 1, 2, ..."""
+        """`positions` (seq,) are those of the tokens in their sequence, by default 0, 1, 2, ..."""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         if self.has_embedding:
@@ -189,6 +183,6 @@ class Decoder(nn.Module):
 
 
 def cross_entropy_sum(logits, targets):
-    """Sum over tokens of -log p(target): logits (batch, seq, vocab), targets (batch, seq) -> () of at least float32."""
+    """Sum over tokens of -log p(target): logits (batch, seq, vocab), targets (batch, seq) -> () in at least float32."""
     flat = logits.flatten(0, 1)
     return F.cross_entropy(flat.to(at_least_float32(flat.dtype)), targets.flatten(), reduction="sum")

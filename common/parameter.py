@@ -1,7 +1,6 @@
-"""ParameterSpec: one description that follows a parameter through initialisation, reduction, clipping, checkpoints,
-export.
+"""ParameterSpec: what each parameter is, and which part of it this rank holds.
 
-Each parallel technique edits the spec, and nothing else has to know the technique.
+Parallel techniques edit the specs. Initial values, gradient reduction and norm, checkpoints and export only read them.
 """
 
 import math
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-ROW = 1 << 14  # elements of a gradient whose squares are added up in one go on the CPU
-CHUNK = 1 << 22  # elements drawn at once, so that temporaries stay small however large the tensor is
+Box = tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -22,17 +20,16 @@ class ParameterSpec:
     global_shape: shape there. Rows of `box` beyond it are padding: zero, never saved, exported or counted.
     box: (start, stop) along each axis of the whole tensor: the slice that this rank holds.
     init_std: standard deviation of the initial normal distribution; None: ones.
-    shard_group: name of the mesh group over which its gradient is reduced (and over which ZeRO shards it).
+    shard_group: name of the mesh group over which its gradient is reduced.
     extra_groups: names of further groups over which its gradient is a partial sum.
-    owner: this rank counts and saves the elements (the lowest rank of every set of replicas).
-    flat_range: [start, stop) of the flattened box, for a one-dimensional tensor that holds these elements and no
-        others (as shards do); None: the whole box, in its shape.
+    owner: this rank counts and saves the elements, and no other rank does.
+    flat_range: [start, stop) of the flattened box, if the tensor is one-dimensional and holds only these elements.
     own_bucket: a gradient bucket holds this parameter alone.
     """
 
     name: str
     global_shape: tuple[int, ...]
-    box: tuple[tuple[int, int], ...]
+    box: Box
     init_std: float | None
     shard_group: str = "dp_cp"
     extra_groups: tuple[str, ...] = ()
@@ -40,8 +37,8 @@ class ParameterSpec:
     flat_range: tuple[int, int] | None = None
     own_bucket: bool = False
 
-    def boxes(self, tensor: torch.Tensor) -> list[tuple["Box", torch.Tensor]]:
-        """The boxes of the whole tensor that `tensor`, which this spec describes, consists of, with views of them."""
+    def boxes(self, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes of the whole tensor that `tensor`, which has this spec, consists of, each with a view of it."""
         if self.flat_range is None:
             return [(self.box, tensor)]
         origin, found, done = [start for start, _ in self.box], [], 0
@@ -58,11 +55,8 @@ class ParameterSpec:
         return len(self.global_shape) > 1
 
 
-Box = tuple[tuple[int, int], ...]
-
-
 def _flat_boxes(shape: list[int], start: int, stop: int) -> list[list[tuple[int, int]]]:
-    """Boxes, in order, that cover [start, stop) of a flattened tensor: at most 2 * len(shape) - 1 of them."""
+    """The boxes, in order, that cover [start, stop) of a flattened tensor: at most 2 * len(shape) - 1 of them."""
     if len(shape) == 1:
         return [[(start, stop)]] if start < stop else []
     row, found = math.prod(shape[1:]), []
@@ -79,7 +73,7 @@ def _flat_boxes(shape: list[int], start: int, stop: int) -> list[list[tuple[int,
 
 
 def attach_specs(module: nn.Module, init_std: dict[str, float | None]) -> None:
-    """Give every parameter of a single-process `module` its spec; `init_std` is looked up by the end of the name."""
+    """Give every parameter of a whole `module` its spec. `init_std` is looked up by the end of the parameter's name."""
     for name, parameter in module.named_parameters():
         shape = tuple(parameter.shape)
         std = next(value for suffix, value in init_std.items() if name.endswith(suffix))

@@ -1,6 +1,7 @@
-"""The decoder: parity with transformers' Llama, stages, precision, causality."""
+"""The decoder: parity with transformers' Llama, ranges of layers, precision, causality."""
 
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from common.huggingface import huggingface_name
 from common.initialisation import materialise, random_values
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum, rope_tables
 from common.model_config import ModelConfig, RopeScaling
+from tests.harness.ranks import run_command
 
 GQA = ModelConfig(vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, ffn=112, tie_embeddings=False)
 LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
@@ -35,12 +37,11 @@ def build(config: ModelConfig, dtype=torch.float64, core="fused", first=0, last=
 
 
 def liven(model: Decoder) -> Decoder:
-    """Larger weights than initially, gains other than 1: attention that picks, norms that matter."""
+    """Weights larger than the initial ones and gains other than 1: attention that selects, norms that matter."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        scale = 1.5 / math.sqrt(parameter.shape[-1])
-        parameter.data.copy_(1 + 0.3 * noise if parameter.dim() == 1 else scale * noise)
+        parameter.data.copy_(1 + 0.3 * noise if noise.dim() == 1 else 1.5 / math.sqrt(noise.shape[-1]) * noise)
     return model
 
 
@@ -54,9 +55,6 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-# ---- parity with transformers -------------------------------------------------------------------------
-
-
 def peer(model: Decoder, attention: str = "sdpa"):
     """transformers' LlamaForCausalLM with the same weights; its configuration is written a second time."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,60 +64,42 @@ def peer(model: Decoder, attention: str = "sdpa"):
     if config.rope_scaling is not None:
         rope |= {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope |= {"original_max_position_embeddings": 64}
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab,
-            hidden_size=config.hidden,
-            intermediate_size=config.ffn,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_width,
-            tie_word_embeddings=config.tie_embeddings,
-            rms_norm_eps=config.norm_eps,
-            max_position_embeddings=config.max_positions,
-            rope_parameters=rope,
-            attn_implementation=attention,
-        )
-    ).to(next(model.parameters()).dtype)
+    shape = {"vocab_size": config.vocab, "hidden_size": config.hidden, "intermediate_size": config.ffn}
+    shape |= {"num_hidden_layers": config.layers, "tie_word_embeddings": config.tie_embeddings}
+    shape |= {"num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads}
+    shape |= {"head_dim": config.head_width, "max_position_embeddings": config.max_positions}
+    shape |= {"rms_norm_eps": config.norm_eps, "rope_parameters": rope, "attn_implementation": attention}
+    theirs = LlamaForCausalLM(LlamaConfig(**shape)).to(next(model.parameters()).dtype)
     weights = dict(theirs.named_parameters())
     for parameter in model.parameters():
         weights[huggingface_name(parameter.spec.name)].data.copy_(parameter.detach())
     return theirs
 
 
-def worst_difference(model: Decoder, theirs, loss_of_peer) -> tuple[float, float, float]:
-    """Relative differences of logits, loss and the worst gradient of a parameter."""
+def worst_difference(model: Decoder, theirs) -> float:
+    """The largest relative difference of the logits, the loss and the gradients of all parameters."""
     tokens = tokens_of(model.config)
-    positions = torch.arange(30, 30 + tokens.shape[1])  # across the 64 that were there before the scaling
-    logits = model(tokens, positions)
+    positions = torch.arange(30, 30 + tokens.shape[1])  # beyond the 64 positions before the scaling
+    logits, their_logits = model(tokens, positions), theirs(tokens, position_ids=positions[None]).logits
     loss = cross_entropy_sum(logits[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
-    loss.backward()
-    output = theirs(tokens, position_ids=positions[None], labels=tokens)
-    their_loss = loss_of_peer(output, tokens)
-    their_loss.backward()
-    peers = dict(theirs.named_parameters())
-    parameters = list(model.parameters())
-    assert len(parameters) == len(peers)
-    worst = max(difference(p.grad, peers[huggingface_name(p.spec.name)].grad) for p in parameters)
-    return difference(logits, output.logits), difference(loss, their_loss), worst
+    their_loss = F.cross_entropy(their_logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    (loss + their_loss).backward()
+    pairs = [(logits, their_logits), (loss, their_loss)]
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    pairs += [(p.grad, gradients.pop(huggingface_name(p.spec.name))) for p in model.parameters()]
+    assert not gradients
+    return max(difference(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_transformers(case, core, monkeypatch):
-    """2e-6 as transformers is; 1e-12 in float64 once its own casts to float32 are patched away."""
+    """2e-6 with transformers as it is; 1e-12 in float64 when its casts to float32 are patched away."""
     model = liven(build(CASES[case], torch.float32, core))
-    theirs = peer(model, {"naive": "eager", "fused": "sdpa"}[core])
-    assert max(worst_difference(model, theirs, lambda output, _: output.loss)) < 2e-6
-
+    assert worst_difference(model, peer(model, {"naive": "eager", "fused": "sdpa"}[core])) < 2e-6
     remove_casts(monkeypatch)
     model = liven(build(CASES[case], torch.float64, core))
-
-    def loss(output, tokens):
-        return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-    assert max(worst_difference(model, peer(model), loss)) < 1e-12
+    assert worst_difference(model, peer(model)) < 1e-12
 
 
 def remove_casts(monkeypatch) -> None:
@@ -152,64 +132,29 @@ def remove_casts(monkeypatch) -> None:
 
 def test_llama3_scaling_has_its_three_regimes():
     """So that the parity above covers all of them: unchanged, blended and stretched frequencies."""
-    position = torch.tensor([1])
-    scaled, plain = (
-        rope_tables(replace(CASES["llama3"], rope_scaling=scaling), position, torch.float64)[1].asin()[0, :16]
-        for scaling in (LLAMA3, None)
-    )
+    configs = (replace(CASES["llama3"], rope_scaling=scaling) for scaling in (LLAMA3, None))
+    scaled, plain = (rope_tables(each, torch.tensor([1]), torch.float64)[1].asin()[0, :16] for each in configs)
     ratio = plain / scaled
-    assert torch.isclose(ratio, torch.tensor(1.0).double()).sum() >= 2
-    assert torch.isclose(ratio, torch.tensor(8.0).double()).sum() >= 2
+    assert (ratio < 1 + 1e-9).sum() >= 2 and (ratio > 8 - 1e-9).sum() >= 2
     assert ((ratio > 1.01) & (ratio < 7.99)).sum() >= 1
-
-
-# ---- a range of layers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("cuts", [(1,), (1, 3), (2, 3)])
 def test_stages_compose_to_the_whole(cuts, tied):
     config = replace(GQA, layers=4, tie_embeddings=tied)
-    whole = build(config)
-    edges = (0, *cuts, 4)
+    whole, edges = build(config), (0, *cuts, 4)
     stages = [build(config, first=a, last=b) for a, b in zip(edges, edges[1:])]
     x = tokens = tokens_of(config)
     for stage in stages:
         x = stage(x)
-    torch.testing.assert_close(x, whole(tokens), rtol=0, atol=0)
-
+    assert torch.equal(x, whole(tokens))
     values = {p.spec.name: p for p in whole.parameters()}
     held = [p for stage in stages for p in stage.parameters()]
     assert {p.spec.name for p in held} == values.keys()
-    for parameter in held:
-        assert torch.equal(parameter, values[parameter.spec.name])
-    if tied:  # the head alone on the last stage is the embedding of the first
-        head, embedding = stages[-1].head.weight, stages[0].embedding.weight
-        assert head.spec.name == embedding.spec.name == "embedding.weight"
-        assert torch.equal(head, embedding)
-
-
-def test_stage_backward_equals_the_whole():
-    config = replace(GQA, layers=2, tie_embeddings=True)
-    whole, first, last = build(config), build(config, last=1), build(config, first=1)
-    tokens = tokens_of(config)
-    for logits in (whole(tokens), last(first(tokens))):
-        cross_entropy_sum(logits, tokens).backward()
-    gradients = {}
-    for parameter in (*first.parameters(), *last.parameters()):  # a tied weight gets two parts
-        name = parameter.spec.name
-        gradients[name] = gradients.get(name, 0) + parameter.grad
-    for parameter in whole.parameters():
-        assert difference(gradients[parameter.spec.name], parameter.grad) < 1e-14
-
-
-def test_tied_parameter_is_one():
-    model = build(replace(GQA, tie_embeddings=True))
-    assert model.head.weight is model.embedding.weight
-    assert len(list(model.parameters())) == len({p.spec.name for p in model.parameters()}) == 2 * 9 + 2
-
-
-# ---- precision ----------------------------------------------------------------------------------------
+    assert all(torch.equal(parameter, values[parameter.spec.name]) for parameter in held)
+    if tied:  # the head of the last layers is the embedding of the first
+        assert stages[-1].head.weight.spec.name == "embedding.weight"
 
 
 class Only64(TorchDispatchMode):
@@ -243,37 +188,18 @@ def test_bfloat16_runs_near_float32(core):
     logits = narrow(tokens)
     loss = cross_entropy_sum(logits, tokens)
     assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    assert {table.dtype for table in rope_tables(config, torch.arange(5), torch.bfloat16)} == {torch.float32}
     loss.backward()
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in narrow.parameters())
     assert difference(logits, full(tokens)) < 0.03  # bf16 has 8 bits: 0.4% a rounding
-
-
-def test_bfloat16_rope_tables_are_float32():
-    for table in rope_tables(GQA, torch.arange(5), torch.bfloat16):
-        assert table.dtype == torch.float32
-
-
-# ---- attention ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", ["gqa", "mqa", "mha", "llama3"])
-def test_naive_and_fused_agree(case):
-    results = []
-    for core in CORES:
-        model, tokens = liven(build(CASES[case], core=core)), tokens_of(GQA)
-        logits = model(tokens)
-        cross_entropy_sum(logits, tokens).backward()
-        results.append([logits, *(p.grad for p in model.parameters())])
-    assert max(difference(a, b) for a, b in zip(*results, strict=True)) < 1e-12
 
 
 @pytest.mark.parametrize("core", CORES)
 def test_causality(core):
     model, tokens = liven(build(CASES["llama3"], core=core)), tokens_of(GQA)
     before = model(tokens)
-    changed = tokens.clone()
-    changed[:, 50] = (changed[:, 50] + 1) % GQA.vocab
-    after = model(changed)
+    tokens[:, 50] = (tokens[:, 50] + 1) % GQA.vocab
+    after = model(tokens)
     assert difference(after[:, :50], before[:, :50]) < 1e-14
     assert ((after - before)[:, 50:].abs().amax(-1) > 1e-6).all()  # it is not causal by ignoring everything
 
@@ -289,8 +215,16 @@ def test_logits_depend_on_distances_alone(core):
     assert difference(model(tokens, positions * 2), default) > 1e-3
 
 
-def test_cross_entropy_sum_is_a_sum():
-    logits = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    targets = torch.tensor([[0, 1, 2], [3, 4, 0]])
-    expected = -logits.log_softmax(-1).gather(-1, targets[..., None]).sum()
-    torch.testing.assert_close(cross_entropy_sum(logits, targets), expected)
+def test_compute_is_all_of_a_block():
+    """A wrapper of it sees every input of the layer, each a tensor, and what it returns is the layer's output."""
+    model, tokens, seen = build(GQA), tokens_of(GQA), []
+    for layer in model.layers.values():
+        layer.compute = lambda *inputs: seen.append(inputs) or inputs[0] + 1
+    x = model.embedding(tokens) + 1 + 1
+    assert torch.equal(model(tokens), model.head(model.norm(x))) and torch.equal(seen[1][0] + 1, x)
+    assert all(isinstance(each, torch.Tensor) for inputs in seen for each in inputs)
+
+
+def test_the_model_knows_nothing_of_ranks():
+    code = "import common.model, sys; sys.exit('common.process_groups' in sys.modules)"
+    assert run_command([sys.executable, "-c", code]).returncode == 0
