@@ -6,24 +6,23 @@ import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from common.errors import CommunicationError, UsageError, first_line
+from common.command_line import parse
+from common.errors import CommunicationError, UsageError
 from common.process_groups import Degrees, build_mesh, environment, init_distributed
 
-LINGER = 2.0  # seconds that survivors wait, so that the launcher sees the rank that really failed first
+LINGER = 2.0  # seconds that a rank outlives its error, so that the launcher sees the rank that failed first
 START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags
 INTERRUPT_GRACE = 1.0  # seconds that a rank has to leave a collective after Ctrl-C
 
 
 def run(step: int, main, check=None) -> None:
-    """Entry point of every train.py: parse the command line, start, call `main(config, mesh)`, end cleanly.
+    """Parse the command line of a train.py, start torch.distributed, call `main(config, mesh)`, and end cleanly.
 
-    `check(config)` raises UsageError for what the step alone can judge, before the process group starts.
+    Before the start `check(config)` raises UsageError for what the step alone can judge.
     """
-    from common.command_line import parse
 
     def train() -> None:
         config = parse(step)
@@ -39,25 +38,23 @@ def run(step: int, main, check=None) -> None:
 
 
 def end_cleanly(job) -> None:
-    """Call `job()`, which starts torch.distributed if it needs it, and end this process the way its end deserves.
+    """Call `job()`, which starts torch.distributed if it needs it, and end this process with a status that tells why.
 
-    Status 2 and one line for bad input, 130 after Ctrl-C, 1 for any other error. When another rank died the line says
-    so, and this rank lingers a moment so that the launcher blames the right one.
+    Status 2 and one line for bad input, 130 after Ctrl-C, 1 and one line for a lost rank, 1 for any other error.
     """
     rank, world_size, _ = environment()
-    _interrupts_reach_blocked_ranks()
-    status = 0
+    _let_interrupts_end_blocked_ranks()
     try:
         job()
         if dist.is_initialized():
-            dist.barrier()  # nobody tears down connections that a slower rank still uses
+            dist.barrier()  # no rank tears down connections that a slower rank still uses
+        status = 0
     except UsageError as error:
         status = 2
-        _report_once(f"error: {error}", rank, world_size)
+        _report(f"error: {error}\n", rank, world_size)
     except CommunicationError as error:
         status = 1
-        sys.stderr.write(f"rank {rank}: lost contact with another rank: {first_line(error)}\n")  # in one piece
-        sys.stderr.flush()
+        sys.stderr.write(f"rank {rank}: lost contact with another rank: {error}\n")  # in one piece
         time.sleep(LINGER)
     except KeyboardInterrupt:
         status = 130
@@ -70,45 +67,28 @@ def end_cleanly(job) -> None:
         # Not the regular exit. After an error it would wait for collectives that can no longer complete; after success
         # gloo's threads may still be releasing tensors, which aborts the process once the interpreter is gone.
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
 
 
-def _report_once(line: str, rank: int, world_size: int) -> None:
-    """Print `line` on the first rank that comes here, and return when all have come, so that all end with status 2.
+def _report(line: str, rank: int, world_size: int) -> None:
+    """Print bad input on rank 0. When rank 0 has ended, the launcher ends the others; they exit with status 2 as well.
 
-    The launcher ends the other ranks as soon as one has ended, which may be before they have started to read their
-    flags: so this rank ignores its signal, and waits a while for them. They count each other in the launcher's store.
+    What rank 0 does not notice (that another node lacks a file, say) is printed by the rank that does.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if world_size == 1:
-        print(line, file=sys.stderr, flush=True)
-        return
-    patience = LINGER if dist.is_initialized() else START_GRACE
-    counter = "usage_errors/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
-    try:
-        if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-        else:
-            hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(*address, world_size, rank == 0 and not hosted, timedelta(seconds=patience))
-        if store.add(counter, 1) == 1:
-            print(line, file=sys.stderr, flush=True)
-        end = time.monotonic() + patience
-        while store.add(counter, 0) < world_size and time.monotonic() < end:
-            time.sleep(0.02)
-        time.sleep(0.2)  # rank 0 may hold the store that the others are still reading
-    except (RuntimeError, KeyError, ValueError):  # no launcher to be reached: one rank speaks
-        if rank == 0:
-            print(line, file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+    if rank == 0:
+        sys.stderr.write(line)
+        time.sleep(LINGER if world_size > 1 else 0)  # the others may still be reading their flags
+    else:
+        time.sleep(START_GRACE)  # rank 0 may have started late, and must not be ended before it prints
+        sys.stderr.write(f"rank {rank}: {line}")
 
 
-def _interrupts_reach_blocked_ranks() -> None:
-    """Python runs signal handlers between bytecodes, so a rank blocked in a collective would not notice Ctrl-C.
+def _let_interrupts_end_blocked_ranks() -> None:
+    """Make Ctrl-C work in a collective: Python handles signals between bytecodes, which a blocked rank does not reach.
 
-    The C-level handler writes the signal's number into a pipe at once; a thread reads it there, leaves the main thread
-    a moment to end by KeyboardInterrupt, and then ends the process.
+    The C-level handler writes the signal's number into a pipe at once. A thread reads it there, leaves the main thread
+    a moment to raise KeyboardInterrupt, and then ends the process.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)

@@ -24,8 +24,7 @@ NAP = 0.2  # seconds: at the barrier rank r comes this many times r late
 
 def show(title: str, idea: str, before, after, group: Group) -> None:
     """Print one stop on rank 0: `before` and `after` (anything printable) of every rank, in rank order."""
-    lines = [None] * group.size if group.rank == 0 else None
-    dist.gather_object((_text(before), _text(after)), lines, dst=group.ranks[0], group=group.handle)
+    lines = collectives.all_gather_objects((_text(before), _text(after)), group)
     if group.rank == 0:
         width = max(len(text) for text, _ in lines)
         print(f"\n{title}\n  {idea}")
@@ -184,8 +183,7 @@ def ring(group: Group, device: torch.device) -> None:
 
     def look(phase: str, step: int) -> None:
         mine = " ".join(f"{int(value):0{n}d}" for value in tensor.view(n, -1)[:, 0]).ljust(width)
-        columns = [None] * n if group.rank == 0 else None
-        dist.gather_object(mine, columns, dst=group.ranks[0], group=group.handle)
+        columns = collectives.all_gather_objects(mine, group)
         if group.rank == 0:
             print(f"  {phase:15}{f'{step + 1}/{n - 1}' if step >= 0 else '':6}", "   ".join(columns))
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from common import collectives
 from common.errors import UsageError
+from common.gloo import communication_errors
 from common.parameter import ParameterSpec
 from common.process_groups import Mesh
 
@@ -136,14 +136,15 @@ def clear_errors(what: str = "") -> Iterator[None]:
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP warns a process that is alone
     try:
-        try:
-            yield
-        except CheckpointException as collected:  # from all ranks; every rank raises the lowest one's
-            _, (error, _) = min(collected.failures.items())
-            raise error from collected
+        with communication_errors():
+            try:
+                yield
+            except CheckpointException as collected:  # from all ranks; every rank raises the lowest one's
+                _, (error, _) = min(collected.failures.items())
+                raise error from collected
     except (UsageError, OSError) as error:
         raise (type(error) if isinstance(error, UsageError) else UsageError)(f"{what}{error}") from error
     except RuntimeError as error:
         if "unexpected pos" in str(error):  # torch.save's words for a write that the operating system refused
             raise UsageError(f"{what}a file could not be written; is the disk full?") from error
-        raise collectives.as_communication_error(error) from error
+        raise

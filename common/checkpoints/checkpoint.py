@@ -8,17 +8,14 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 from common.all_ranks import from_rank_0, on_all_ranks
 from common.checkpoints import boxes, files
 from common.checkpoints.boxes import SavedBox
 from common.checkpoints.files import DamagedCheckpoint
 from common.errors import UsageError
-from common.process_groups import Mesh
+from common.process_groups import Mesh, separate
 
 
 def save(run_dir: str | Path, step: int, held: Iterable[SavedBox], extra: dict, mesh: Mesh, keep: int = 0) -> Path:
@@ -46,9 +43,7 @@ class BackgroundSaves:
     """
 
     def __init__(self, mesh: Mesh, timeout: float = 600.0):
-        limit = timedelta(seconds=timeout)
-        handle = dist.new_group(timeout=limit, backend="gloo") if mesh.world.size > 1 else None
-        self.mesh = replace(mesh, world=replace(mesh.world, handle=handle, backend="gloo"))
+        self.mesh = replace(mesh, world=separate(mesh.world, timeout))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future | None = None
 

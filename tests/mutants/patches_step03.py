@@ -177,13 +177,10 @@ def _all_reduce_poses(stack):
 def _gloo_reduce_scatter(stack):
     """gloo's own reduce-scatter: the log calls it one, but inside it is an all-reduce."""
 
-    def wrong(output, input, group, async_op=False):
-        return collectives._issue(
-            *("reduce_scatter", group, input, group.size - 1, collectives._share(input, group), async_op, None),
-            lambda: [collectives._reduce_scatter(output, input.clone(), group=group.handle, async_op=True)],
-        )
+    def wrong(work, output, input, group):
+        work.launch(collectives._reduce_scatter, output, input.clone(), group=group.handle, async_op=True)
 
-    _patch(stack, collectives, "reduce_scatter", wrong)
+    _patch(stack, collectives.gloo, "reduce_scatter", wrong)
 
 
 def _unsharded_optimizer(stack):

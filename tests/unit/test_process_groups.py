@@ -1,80 +1,109 @@
-"""The mesh: who shares what, for every factorisation of 1 to 16 ranks, and as real communicators."""
+"""The mesh: who shares what, for every factorisation of 1 to 16 ranks and at 16,384, and as real communicators."""
 
-import dataclasses
 import itertools
 import subprocess
 import sys
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed import HashStore, TCPStore
 
 from common import collectives
 from common.config import TrainConfig
 from common.errors import UsageError
-from common.process_groups import GROUP_NAMES, Degrees, _part_of_this_start, build_mesh, coordinates, layout
+from common.process_groups import (
+    GROUP_NAMES,
+    Degrees,
+    _store_of_this_start,
+    all_groups,
+    build_mesh,
+    coordinates,
+    place_stages,
+    separate,
+)
 from tests.harness.ranks import ROOT, run_ranks
 
+CPU = torch.device("cpu")
 
-def factorisations(world: int):
-    """Every (tp, cp, pp, dp) with product `world`."""
-    for tp, cp, pp in itertools.product(range(1, world + 1), repeat=3):
+
+def divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def layouts(world: int):
+    """Every (tp, cp, pp, dp) with product `world`, with every ep and every number of ZeRO's copies."""
+    for tp, cp, pp in itertools.product(divisors(world), repeat=3):
         if world % (tp * cp * pp) == 0:
-            yield Degrees(tp, cp, pp, world // (tp * cp * pp))
+            dp = world // (tp * cp * pp)
+            for ep, copies in itertools.product(divisors(tp * cp * dp), divisors(dp * cp)):
+                yield Degrees(tp, cp, pp, dp, ep, copies)
+
+
+def by_definition(degrees: Degrees, kv_heads: int, placement) -> dict[str, set[tuple[int, ...]]]:
+    """Groups from what their members have in common. Two ranks share a group if all of that is equal."""
+    tp, cp, pp, dp, ep, copies = (getattr(degrees, name) for name in ("tp", "cp", "pp", "dp", "ep", "zero_replicas"))
+    groups = defaultdict(lambda: defaultdict(list))
+    for rank, (d, p, c, t) in enumerate(itertools.product(range(dp), range(pp), range(cp), range(tp))):
+        sample, place, shards = d * cp + c, (d * cp + c) * tp + t, dp * cp // copies
+        end = any(p in (row[0], row[-1]) for row in placement)
+        held = {stage for row in placement for stage, holder in enumerate(row) if holder == p}
+        common = {
+            "world": (),
+            "tp": (d, p, c),
+            "kv_replica": (d, p, c, t // max(1, tp // kv_heads)),
+            "cp": (d, p, t),
+            "pp_forward": (d, c, t),
+            "pp_backward": (d, c, t),
+            "dp": (p, c, t),
+            "dp_cp": (p, t),
+            "shard": (p, t, sample // shards),
+            "replica": (p, t, sample % shards),
+            "ep": (p, place // ep),
+            "edp": (p, place % ep),
+            "embed": (d, c, t, -1 if end else p),
+            "mirror": (d, c, t, min(row[stage] for row in placement for stage in held)),
+        }
+        for name, what in common.items():
+            groups[name][what].append(rank)
+    return {name: {tuple(ranks) for ranks in each.values()} for name, each in groups.items()}
 
 
 @pytest.mark.parametrize("world", range(1, 17))
-def test_every_group_partitions_the_world(world):
-    for degrees in factorisations(world):
-        stage = degrees.tp * degrees.cp * degrees.dp
-        for ep in [each for each in range(1, stage + 1) if stage % each == 0]:
-            folded = Degrees(degrees.tp, degrees.cp, degrees.pp, degrees.dp, ep)
-            layouts = [layout(rank, folded) for rank in range(world)]
-            sizes = {"world": world, "tp": degrees.tp, "cp": degrees.cp, "dp": degrees.dp, "ep": ep, "edp": stage // ep}
-            sizes |= {"pp_forward": degrees.pp, "pp_backward": degrees.pp, "dp_cp": degrees.dp * degrees.cp}
-            for name in GROUP_NAMES:
-                for rank, groups in enumerate(layouts):
-                    members = groups[name]
-                    assert rank in members and list(members) == sorted(set(members))
-                    assert all(layouts[other][name] == members for other in members), "members agree on the group"
-                    if name in sizes:
-                        assert len(members) == sizes[name]
-            for rank in range(world):  # one rank of the ep group and one of the edp group meet in exactly one place
-                assert set(layouts[rank]["ep"]) & set(layouts[rank]["edp"]) == {rank}
+def test_groups_are_what_their_members_have_in_common(world):
+    for number, degrees in enumerate(layouts(world)):
+        chain = tuple(range(degrees.pp))
+        placements = [(chain,), (chain + chain,), (chain + chain[::-1],), (chain, chain[::-1])]
+        placement, kv_heads = placements[number % 4], (1, 2, 4, 8, 16)[number % 5]
+        if degrees.tp % kv_heads and kv_heads % degrees.tp:
+            kv_heads = degrees.tp
+        groups, expected = all_groups(degrees, kv_heads, placement), by_definition(degrees, kv_heads, placement)
+        assert groups.keys() == expected.keys() == set(GROUP_NAMES)
+        for name in GROUP_NAMES:
+            assert len(groups[name]) == len(expected[name]) and set(groups[name]) == expected[name], (degrees, name)
+    assert all_groups(degrees)["embed"] == all_groups(degrees, placement=(chain,))["embed"]
 
 
-@pytest.mark.parametrize("world", [8, 12, 16])
-def test_groups_differ_in_their_own_axis_only(world):
-    axes = {"tp": ["tp"], "cp": ["cp"], "dp": ["dp"], "pp_forward": ["pp"], "dp_cp": ["dp", "cp"]}
-    for degrees in factorisations(world):
-        for rank, (name, own) in itertools.product(range(world), axes.items()):
-            places = [coordinates(member, degrees) for member in layout(rank, degrees)[name]]
-            for axis in ("tp", "cp", "pp", "dp"):
-                values = [place[axis] for place in places]
-                assert len(set(values)) == (getattr(degrees, axis) if axis in own else 1)
+def test_sixteen_ranks_are_laid_out_as_in_llama_3():
+    """Llama 3 (arXiv:2407.21783), figure 5: 16 GPUs, every degree 2, groups of [TP, CP, PP, DP]."""
+    groups = all_groups(Degrees(2, 2, 2, 2))
+    assert [groups[name][0] for name in ("tp", "cp", "pp_forward", "dp")] == [(0, 1), (0, 2), (0, 4), (0, 8)]
+    assert (12, 13) in groups["tp"] and (0, 2, 8, 10) in groups["dp_cp"]
+    assert coordinates(13, Degrees(2, 2, 2, 2)) == {"tp": 1, "cp": 0, "pp": 1, "dp": 1}
 
 
-@pytest.mark.parametrize("world", range(1, 17))
-def test_shards_and_replicas_cross_within_dp_cp(world):
-    """A shard group holds one copy of the model, a replica group the same part of each copy."""
-    for degrees in factorisations(world):
-        together = degrees.dp * degrees.cp
-        for copies in [each for each in range(1, together + 1) if together % each == 0]:
-            hybrid = dataclasses.replace(degrees, zero_replicas=copies)
-            layouts = [layout(rank, hybrid) for rank in range(world)]
-            for rank, groups in enumerate(layouts):
-                shard, replica, dp_cp = groups["shard"], groups["replica"], groups["dp_cp"]
-                assert (len(shard), len(replica)) == (together // copies, copies)
-                assert set(shard) & set(replica) == {rank}, "they cross exactly once"
-                assert {other for each in shard for other in layouts[each]["replica"]} == set(dp_cp), "and cover all"
-                for name in ("shard", "replica"):
-                    assert list(groups[name]) == sorted(groups[name])
-                    assert all(layouts[other][name] == groups[name] for other in groups[name]), "members agree"
-                parts = {layouts[other]["shard"].index(other) for other in replica}
-                assert parts == {shard.index(rank)}, "replicas hold the same part"
-                first = dp_cp.index(shard[0])
-                assert dp_cp[first : first + len(shard)] == shard, "neighbours share a model"
+def test_named_examples():
+    assert all_groups(Degrees(tp=8), kv_heads=2)["kv_replica"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert all_groups(Degrees(tp=4), kv_heads=8)["kv_replica"] == [(0,), (1,), (2,), (3,)]
+    hybrid = all_groups(Degrees(dp=4, zero_replicas=2))
+    assert hybrid["shard"] == [(0, 1), (2, 3)], "neighbours share a model"
+    assert hybrid["replica"] == [(0, 2), (1, 3)]
+    both_ways = all_groups(Degrees(pp=4), placement=((0, 1, 2, 3), (3, 2, 1, 0)))
+    assert both_ways["mirror"] == [(0, 3), (1, 2)] and (0, 3) in both_ways["embed"]
+    v_shaped = all_groups(Degrees(pp=4), placement=((0, 1, 2, 3, 3, 2, 1, 0),))
+    assert v_shaped["embed"] == [(0,), (1,), (2,), (3,)], "first and last stage on one rank"
 
 
 def test_degrees_of_a_configuration():
@@ -82,101 +111,111 @@ def test_degrees_of_a_configuration():
     assert Degrees.of(TrainConfig(dp=4)).zero_replicas == 4
     assert Degrees.of(TrainConfig(dp=4, zero=1)).zero_replicas == 1
     assert Degrees.of(TrainConfig(dp=4, zero=3, zero_replicas=2)).zero_replicas == 2
-    assert layout(2, Degrees(dp=4, zero_replicas=2))["shard"] == (2, 3)
-    assert layout(2, Degrees(dp=4, zero_replicas=2))["replica"] == (0, 2)
-    with pytest.raises(UsageError, match="--zero-replicas 3 does not divide dp x cp = 4"):
-        Degrees(dp=4, zero_replicas=3).check()
 
 
-def test_sixteen_ranks_are_laid_out_as_in_llama_3():
-    """Llama 3 (arXiv:2407.21783), figure 5: 16 GPUs, every degree 2, groups of [TP, CP, PP, DP]."""
-    groups = layout(0, Degrees(2, 2, 2, 2))
-    assert [groups[name] for name in ("tp", "cp", "pp_forward", "dp")] == [(0, 1), (0, 2), (0, 4), (0, 8)]
-    assert layout(13, Degrees(2, 2, 2, 2))["tp"] == (12, 13)
-    assert groups["dp_cp"] == (0, 2, 8, 10)
+def test_sixteen_thousand_ranks_take_work_in_proportion():
+    """A few calls for each rank and name. What looks at all pairs of ranks would make 268 million."""
+    degrees, calls = Degrees(tp=8, cp=4, pp=16, dp=32, ep=64, zero_replicas=4), 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+        assert calls < 20 * degrees.world, "too much work"
+
+    sys.setprofile(count)
+    try:
+        groups = all_groups(degrees, kv_heads=8)
+    finally:
+        sys.setprofile(None)
+    sizes = {"world": 16384, "tp": 8, "cp": 4, "pp_forward": 16, "dp": 32, "dp_cp": 128, "shard": 32, "replica": 4}
+    for name, size in (sizes | {"ep": 64, "edp": 16, "kv_replica": 1}).items():
+        assert {len(ranks) for ranks in groups[name]} == {size}, name
+    assert all(sum(map(len, groups[name])) == degrees.world for name in GROUP_NAMES)
 
 
-def test_kv_replicas_share_a_head():
-    for rank in range(8):
-        replicas = layout(rank, Degrees(tp=8), kv_heads=2)["kv_replica"]
-        assert replicas == ((0, 1, 2, 3) if rank < 4 else (4, 5, 6, 7))
-    assert layout(3, Degrees(tp=4), kv_heads=8)["kv_replica"] == (3,)
+# ---- communicators ---------------------------------------------------------------------------------------------------
 
 
-def test_embed_and_mirror_follow_the_placement():
-    degrees = Degrees(pp=4)
-    looped = ((0, 1, 2, 3, 0, 1, 2, 3),)
-    assert layout(0, degrees, placement=looped)["embed"] == (0, 3)
-    assert layout(1, degrees, placement=looped)["embed"] == (1,)
-    v_shaped = ((0, 1, 2, 3, 3, 2, 1, 0),)
-    assert layout(0, degrees, placement=v_shaped)["embed"] == (0,), "first and last stage on one rank"
-    both_ways = ((0, 1, 2, 3), (3, 2, 1, 0))
-    assert layout(1, degrees, placement=both_ways)["mirror"] == (1, 2)
-    assert layout(0, degrees, placement=both_ways)["embed"] == (0, 3)
-    assert layout(2, degrees)["mirror"] == (2,)
-
-
-def sum_over_every_group(cases: list[Degrees]) -> list[dict]:
+def ranks_use_every_group(cases: list[tuple[Degrees, tuple | None]]) -> list[dict]:
     results = []
-    for degrees in cases:
-        mesh = build_mesh(degrees, torch.device("cpu"), kv_heads=2)
-        sums = {}
-        for name in GROUP_NAMES:
-            group = getattr(mesh, name)
+    for degrees, placement in cases:
+        mesh = build_mesh(degrees, CPU, kv_heads=2)
+        if placement:
+            mesh = place_stages(mesh, placement)
+        for group in [*(getattr(mesh, name) for name in GROUP_NAMES), separate(mesh.world, 60)]:
             value = torch.tensor([float(2**mesh.rank)])
             collectives.all_reduce(value, group)
-            sums[name] = (value.item(), group.ranks)
-        results.append(sums)
+            assert value.item() == sum(2.0**rank for rank in group.ranks), f"{group.name} {group.ranks}"
+        made = [getattr(mesh, name) for name in GROUP_NAMES if name not in ("embed", "mirror")]
+        for one, other in itertools.combinations(made, 2):
+            shared = one.ranks == other.ranks and not {one.name, other.name} & {"pp_forward", "pp_backward"}
+            if one.size > 1 and other.size > 1:
+                assert (one.handle is other.handle) == shared, f"{one.name} and {other.name}, {degrees}"
+        assert separate(mesh.world, 60).handle is not mesh.world.handle, "a thread of its own may use it"
+        results.append({name: getattr(mesh, name).ranks for name in GROUP_NAMES})
     return results
 
 
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (8, [Degrees(2, 2, 2, 1, 4), Degrees(4, 1, 1, 2, 2), Degrees(1, 1, 8, 1), Degrees(1, 2, 1, 4, 8)]),
-        (16, [Degrees(2, 2, 2, 2, 8)]),
+        (
+            8,
+            [
+                (Degrees(2, 2, 2, 1, 4), ((0, 1), (1, 0))),
+                (Degrees(4, 1, 1, 2, 2), None),
+                (Degrees(1, 1, 8, 1), (tuple(range(8)) * 2,)),
+                (Degrees(1, 2, 1, 4, 8, 2), None),
+            ],
+        ),
+        (16, [(Degrees(2, 2, 2, 2, 8), None)]),
     ],
 )
 def test_communicators_join_their_members(world, cases):
-    for results in run_ranks(world, sum_over_every_group, cases):
-        for sums in results:
-            for name, (total, ranks) in sums.items():
-                assert total == sum(2.0**rank for rank in ranks), f"{name} {ranks}"
+    ranks = run_ranks(world, ranks_use_every_group, cases)
+    for rank, results in enumerate(ranks):
+        for (degrees, placement), members in zip(cases, results, strict=True):
+            groups = all_groups(degrees, 2, placement)
+            assert members == {name: next(each for each in groups[name] if rank in each) for name in GROUP_NAMES}
 
 
 def test_one_process_needs_no_torch_distributed():
-    mesh = build_mesh(Degrees(), torch.device("cpu"))
+    mesh = build_mesh(Degrees(), CPU)
     assert not torch.distributed.is_initialized()
     tensor = torch.ones(3)
     collectives.all_reduce(tensor, mesh.world).wait()
     assert tensor.tolist() == [1, 1, 1]
 
 
-def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones():
-    """torchrun keeps its store across restarts. In the first round rank 2 dies before it comes."""
-    store = torch.distributed.HashStore()
-    store.set_timeout(timedelta(seconds=10))
+def test_a_mesh_of_another_size_is_refused():
+    with pytest.raises(UsageError, match="tp 1 x cp 1 x pp 1 x dp 2 is not 1 ranks"):
+        build_mesh(Degrees(dp=2), CPU)
 
-    def meet(ranks, timeout):
-        with ThreadPoolExecutor(len(ranks)) as threads:
-            return list(threads.map(lambda rank: _part_of_this_start(store, rank, 3, timeout), ranks))
 
-    with pytest.raises(RuntimeError, match="only 2 ranks came within 0.1 s"):
-        meet([0, 1], timeout=0.1)
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones(monkeypatch):
+    """torchrun keeps its store across restarts. In the first start ranks 1 and 2 come and rank 0 does not."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    launcher = HashStore()
+    launcher.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError):
+        _store_of_this_start(launcher, 1, timeout=0.1)
+    launcher.set_timeout(timedelta(seconds=20))
+    dead = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher.set("port of rank 0", str(dead.port))
+    del dead
+    with pytest.raises(RuntimeError, match="rank 0 does not answer"):
+        _store_of_this_start(launcher, 1, timeout=0.1)
     for attempt in ("second", "third"):
-        parts = meet([0, 1, 2], timeout=10)
-        assert not any(part.check(["address"]) for part in parts), "nothing is left of an earlier round"
-        parts[0].set("address", attempt)
-        assert [part.get("address").decode() for part in parts] == [attempt] * 3
-
-
-def test_impossible_meshes_are_refused():
-    with pytest.raises(UsageError, match="--ep 3 does not divide the 4 ranks"):
-        Degrees(dp=4, ep=3).check()
-    with pytest.raises(UsageError, match="--tp 0 must be at least 1"):
-        Degrees(tp=0).check()
-    with pytest.raises(UsageError, match="is not 1 ranks"):
-        build_mesh(Degrees(dp=2), torch.device("cpu"))
+        with ThreadPoolExecutor(3) as threads:
+            waiting = [threads.submit(_store_of_this_start, launcher, rank, 20) for rank in (1, 2)]
+            stores = [_store_of_this_start(launcher, 0, 20), *(each.result() for each in waiting)]
+        assert not any(store.check(["address"]) for store in stores), "nothing is left of an earlier start"
+        stores[0].set("address", attempt)
+        assert [store.get("address").decode() for store in stores] == [attempt] * 3
+        del stores, waiting
 
 
 def test_heavy_packages_are_imported_only_where_they_are_used():
