@@ -1,8 +1,8 @@
-"""When the gradient of a linear layer's weight is computed: in the backward, or put off to a moment of one's choice.
+"""Linear layers whose weight gradients can be deferred: computed after the backward, at a time of the caller's choice.
 
-A linear layer's backward is two multiplications, and only one of them, the input's gradient, has somebody waiting for
-it. Zero-bubble pipelines (Qi et al., arXiv:2401.10241; step 5) do the other later. Splitting the backward in two passes
-of autograd would run everything between the layers twice; so the linear functions themselves ask here.
+The backward of a linear layer is two multiplications, and other ranks wait for only one of them, the input's gradient.
+Zero-bubble pipelines (Qi et al., arXiv:2401.10241) compute the other one later. Splitting the backward into two passes
+of autograd would run everything between the layers twice, so the linear layers themselves ask whether to defer.
 """
 
 from collections.abc import Iterator
@@ -11,32 +11,33 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
-_store: list | None = None  # (weight, gradient, x) that the backward under way puts off; None: it computes
+
+class WeightGradStore(list):
+    """The weight gradients that a backward has deferred, each as (weight, gradient of the output, input)."""
+
+    def compute(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (weight, gradient) in order, and release each one's operands. A weight may occur twice."""
+        while self:
+            weight, gradient, x = self.pop(0)
+            yield weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+_store: WeightGradStore | None = None  # of the backward that is deferring; None: weight gradients are computed
 
 
 @contextmanager
-def put_off() -> Iterator[list]:
-    """A backward in here computes no gradients of linear layers' weights. It yields what `compute` needs for them."""
+def defer_weight_gradients() -> Iterator[WeightGradStore]:
+    """A backward in this context leaves out the weight gradients of linear layers and stores what they need."""
     global _store
-    before, _store = _store, []
+    before, _store = _store, WeightGradStore()
     try:
         yield _store
     finally:
         _store = before
 
 
-def compute(store: list) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(weight, gradient) of all that was put off, in order; lets go of each one's tensors. A weight may come twice."""
-    while store:
-        weight, gradient, x = store.pop(0)
-        yield weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
 def weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """That of y = x W', for x (..., in) and the gradient (..., out) of y: (out, in), or None when it is put off.
-
-    For the backward of a Function that got `weight` as an input; None then is what it returns.
-    """
+    """The weight gradient (out, in) of y = x W' for x (..., in) and the gradient (..., out) of y; None if deferred."""
     if _store is not None:
         _store.append((weight, gradient, x))
         return None
@@ -56,5 +57,5 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """F.linear whose weight gradient can be put off: x (..., in), weight (out, in) -> (..., out)."""
+    """F.linear with a weight gradient that can be deferred: x (..., in), weight (out, in) -> (..., out)."""
     return _Linear.apply(x, weight)

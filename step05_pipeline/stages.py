@@ -1,4 +1,4 @@
-"""Which layers lie on which rank: the model cut into stages, and what stages share."""
+"""Which layers each rank holds: the model cut into stages, and what stages share."""
 
 from dataclasses import replace
 
@@ -11,20 +11,21 @@ from common.errors import UsageError
 from common.model import ATTENTION_CORES, Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Mesh
-from step05_pipeline.schedules.messages import check
-from step05_pipeline.schedules.standard import Schedule, build, read
+from step05_pipeline.schedules.actions import Schedule
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.csv_files import read_schedule
+from step05_pipeline.schedules.validator import check_schedule
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
-    """The schedule that a validated configuration asks for. Raises UsageError when there is none, or it cannot run."""
-    micro_batches = config.accumulation_steps
+    """The schedule that a checked configuration asks for. Raises UsageError if there is none, or if it cannot run."""
+    sizes = config.pp, config.accumulation_steps, config.virtual_stages
     if config.schedule_file:
         if config.schedule != TrainConfig.schedule or config.consecutive:
-            raise UsageError("--schedule-file stands in the place of --schedule and --consecutive; leave them out")
-        schedule = read(config.schedule_file, config.pp, micro_batches, config.virtual_stages)
+            raise UsageError("--schedule-file replaces --schedule and --consecutive; leave them out")
+        schedule = read_schedule(config.schedule_file, *sizes)
     else:
-        options = {"consecutive": config.consecutive} if config.consecutive else {}
-        schedule = build(config.schedule, config.pp, micro_batches, config.virtual_stages, **options)
+        schedule = build_schedule(config.schedule, *sizes, config.consecutive)
     if schedule.stages > config.model_config.layers:
         raise UsageError(
             f"--schedule {schedule.name} on --pp {config.pp} has {schedule.stages} stages, "
@@ -35,16 +36,16 @@ def schedule_of(config: TrainConfig) -> Schedule:
             f"--zero {config.zero}: --schedule {schedule.name} keeps two copies of the model, whose gradients are "
             "summed whole; it runs with --zero 0 or 1"
         )
-    check(schedule)
+    check_schedule(schedule)
     return schedule
 
 
 def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[int, int]]:
-    """[first, last) layer of each stage, so that the slowest stage is as fast as can be.
+    """The layers [first, last) of each stage, chosen so that the slowest stage is as fast as possible.
 
-    All stages have a layer at least. The last also multiplies by the head, which counts for its FLOPs; the embedding
-    multiplies nothing. Where several stages could take one more layer, a later one does: the first holds the embedding
-    and, in most schedules, the activations of more micro-batches.
+    Every stage has at least one layer. The last one also multiplies by the head, which counts with its FLOPs; the
+    embedding multiplies nothing. If several stages could take one more layer, a later one takes it: the first one holds
+    the embedding and, in most schedules, the activations of more micro-batches.
     """
     flops = count_flops(config, seq_len)
     layer = (flops.linear + flops.attention_core) / config.layers
@@ -58,31 +59,43 @@ def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[i
     return list(zip(bounds, bounds[1:]))
 
 
-def relative_costs(config: ModelConfig, stages: int, seq_len: int) -> list[float]:
-    """Forward FLOPs of each stage, as multiples of their mean."""
-    flops = count_flops(config, seq_len)
-    layer = (flops.linear + flops.attention_core) / config.layers
-    costs = [(last - first) * layer for first, last in split_layers(config, stages, seq_len)]
-    costs[-1] += flops.head
-    return [cost * stages / sum(costs) for cost in costs]
+class DeferringLinear(nn.Linear):
+    """A linear layer without bias whose weight gradient can be deferred."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__(*reversed(weight.shape), bias=False, device="meta")
+        self.weight = weight
+
+    def forward(self, x):
+        return weight_gradients.linear(x, self.weight)
 
 
 def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[Decoder]:
-    """This rank's stages, in the order of its chunks, on the meta device."""
+    """This rank's stages on the meta device, in the order of their chunk numbers.
+
+    If the schedule splits backwards, their linear layers can defer weight gradients. (Those by which tensor parallelism
+    replaces them can always do so.)
+    """
     ranges = split_layers(config.model_config, schedule.stages, config.seq_len)
+    splits = any(action.kind == "I" for actions in schedule.actions for action in actions)
     stages = []
     for chunk in range(schedule.chunks(mesh.pp_forward.rank)):
-        _, stage = schedule.stage_of(mesh.pp_forward.rank, chunk)
-        stages.append(Decoder(config.model_config, ATTENTION_CORES[config.attention], *ranges[stage]))
+        _, number = schedule.stage_of(mesh.pp_forward.rank, chunk)
+        stage = Decoder(config.model_config, ATTENTION_CORES[config.attention], *ranges[number])
+        for module in list(stage.modules()) if splits else ():
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, DeferringLinear(child.weight))
+        stages.append(stage)
     return stages
 
 
 def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:
-    """Say in the specs which parameters other stages hold as well, after tensor parallelism has cut them.
+    """Note in the specs which parameters other stages hold as well, after tensor parallelism has cut them.
 
-    A matrix that is embedding and head lies on both ends of the pipeline; a schedule with two copies of the model has
-    every parameter twice. Their gradients are sums over all holders, of which the first stage of the first copy is the
-    one that counts and saves.
+    A matrix that is both embedding and head is stored at both ends of the pipeline, and a schedule with two copies of
+    the model stores every parameter twice. Their gradients are sums over all holders. The holder that counts and saves
+    the parameter is the first stage of the first copy.
     """
     for chunk, model in enumerate(stages):
         copy, stage = schedule.stage_of(mesh.pp_forward.rank, chunk)
@@ -95,15 +108,3 @@ def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> N
             alone = "embed" in others
             groups = (*spec.extra_groups, *others)
             parameter.spec = replace(spec, extra_groups=groups, owner=owner, own_bucket=alone)
-
-
-def split_backward(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:
-    """Where the schedule splits backwards, let linear layers put off their weights' gradients.
-
-    Those that tensor parallelism has cut know how already.
-    """
-    splits = any(action.kind == "I" for actions in schedule.actions for action in actions)
-    for model in stages if splits and mesh.tp.size == 1 else ():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.forward = lambda x, module=module: weight_gradients.linear(x, module.weight)

@@ -23,18 +23,17 @@ from step01_single_gpu.save_resume import Checkpoints
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_stages, schedule_of, share_parameters, split_backward
+from step05_pipeline.stages import build_stages, schedule_of, share_parameters
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
-    """What runs this rank's stages of the model in the order of the schedule, and the optimizer of their shards."""
+    """Build this rank's stages of the model, what runs them in the order of the schedule, and their optimizer."""
     schedule = schedule_of(config)
     mesh = place_stages(mesh, schedule.placement, config.timeout)
-    stages = build_stages(config, schedule, mesh)  # one or several models of some layers each
+    stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
     for stage in stages:
         apply_tensor_parallel(stage, config, mesh)
         apply_recompute(stage, config.recompute)
-    split_backward(stages, schedule, mesh)
     share_parameters(stages, schedule, mesh)
     zero_wrappers = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)

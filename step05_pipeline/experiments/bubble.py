@@ -11,9 +11,9 @@ from step02_data_parallel.experiments.tools import against, figure_path, finish_
 from step05_pipeline.experiments.predictions import efficiency
 from step05_pipeline.experiments.tools import ORDER, SHAPE
 from step05_pipeline.pipeline import DELAYS
-from step05_pipeline.schedules.files import CELL
+from step05_pipeline.schedules.actions import Action, Schedule
+from step05_pipeline.schedules.csv_files import CELL
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
-from step05_pipeline.schedules.standard import Action, Schedule
 from step05_pipeline.schedules.timeline import draw
 from step05_pipeline.stages import schedule_of
 from step05_pipeline.train import train

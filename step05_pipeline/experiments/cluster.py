@@ -6,8 +6,8 @@ from step02_data_parallel.batch_recipe import H100_TFLOPS
 from step02_data_parallel.experiments.tools import finish_figure, new_figure
 from step04_tensor_parallel.experiments.predictions import gather_ratio
 from step05_pipeline.experiments import predictions
+from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
-from step05_pipeline.schedules.standard import build
 
 BETWEEN_NODES = 50e9  # bytes/s: an InfiniBand card of 400 Gb/s for each GPU
 IN_A_NODE = 250e9  # as step 4 has it
@@ -45,7 +45,7 @@ def condition(quick: bool) -> None:
     for c in (0, 0.05, 0.25, 0.5, 1):
         cells = []
         for name, v in (("afab", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
-            schedule = build(name, 8, 32, v)
+            schedule = build_schedule(name, 8, 32, v)
             line = simulate(schedule, Costs(F=1 / v, I=1 / v, W=1 / v, communication=c))
             cells.append(f"{line.makespan:g}")
         rows.append((f"{c:g} F", *cells))

@@ -3,7 +3,6 @@
 import functools
 import gc
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import contextmanager
 
 import torch
@@ -20,8 +19,8 @@ from step02_data_parallel.experiments.tools import finish_figure, new_figure
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case
 from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
-from step05_pipeline.schedules.standard import build
 from step05_pipeline.stages import schedule_of, split_layers
 
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00")  # of ranks
@@ -69,7 +68,7 @@ def keep(mesh: Mesh, flags: dict) -> dict[str, int]:
     watcher.of(run)
     with watcher.hooks():
         run.accumulate()
-    alive = run.pipeline.peak_alive
+    alive = run.pipeline.peak_in_flight
     run.finish()
     run = Run(mesh, **flags)  # once more without hooks, which keep things longer
     gc.collect()  # what the first one leaves is not to be freed in the region
@@ -116,8 +115,9 @@ class Watcher:
 
     def of(self, run: Run) -> None:
         self._pipeline: Pipeline = run.pipeline
-        self._parameters = {_place(unit.weights) for zero in run.zeros for unit in zero.buckets}
-        for zero, stage in zip(run.zeros, run.stages):  # hooks give weights back as other tensors of the same memory
+        self._parameters = {_place(parameter) for stage in run.pipeline.stages for parameter in stage.parameters()}
+        # hooks give weights back as other tensors of the same memory
+        for zero, stage in zip(run.pipeline.zero_wrappers, run.pipeline.stages):
             by_address = {parameter.data_ptr(): parameter for parameter in stage.parameters()}
             zero.accumulate = functools.partial(_accumulate, zero.accumulate, by_address)
 
@@ -128,8 +128,8 @@ class Watcher:
     def phase(self, name: str, **arguments):
         yield
         if self._pipeline:
-            put_off: Iterable = self._pipeline.put_off.values()
-            stored = {_place(tensor) for each in put_off for _, *tensors in each for tensor in tensors}
+            stores = self._pipeline.deferred.values()
+            stored = {_place(tensor) for store in stores for _, *tensors in store for tensor in tensors}
             self.peak = max(self.peak, sum(size for _, size in (self.saved.keys() | stored) - self._parameters))
 
 
@@ -163,13 +163,13 @@ def balance(quick: bool) -> None:
         for label, stages in (("as many layers each", even), ("head counted", split_layers(model, ranks, seq))):
             work = [last - first for first, last in stages]
             work[-1] += head
-            line = simulate(build("1f1b", ranks, m), Costs(F=1, I=1, W=1, stages=tuple(work)))
+            line = simulate(build_schedule("1f1b", ranks, m), Costs(F=1, I=1, W=1, stages=tuple(work)))
             layers = " ".join(str(last - first) for first, last in stages)
             worst = max(predictions.stage_parameters(model, *each) for each in stages) * 2 / 2**30
             slowest = max(work) * ranks / sum(work)
             cells = (layers, f"{work[-1]:.2f}", f"{slowest:.3f}", f"{line.efficiency:.1%}", f"{worst:.2f}")
             rows.append((label, *cells))
-        ideal = simulate(build("1f1b", ranks, m)).efficiency
+        ideal = simulate(build_schedule("1f1b", ranks, m)).efficiency
         rows.append(("equal stages, if there were", "", "", "1.000", f"{ideal:.1%}", ""))
         header = ("", "layers", "work of the last", "slowest / mean", "efficiency, 1f1b", "GiB of the fullest")
         title = f"predicted: {name}, pp {ranks}, {seq:,} tokens, {m} micro-batches; the head is worth {head:.2f} layers"

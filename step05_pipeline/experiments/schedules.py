@@ -4,10 +4,10 @@ from step01_single_gpu.experiments.tools import compared, table
 from step02_data_parallel.experiments.tools import figure_path, finish_figure, new_figure
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, pipeline_of
-from step05_pipeline.schedules.messages import check
+from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
-from step05_pipeline.schedules.standard import SCHEDULES, build
 from step05_pipeline.schedules.timeline import draw
+from step05_pipeline.schedules.validator import check_schedule
 
 UNIT = "time; 1 is the forward of a quarter of the model"
 LLAMA3 = "llama3 with N = 8"
@@ -21,7 +21,7 @@ FAMILIES = {  # of the pictures in the lesson
 def played(name: str, ranks: int = 4, micro_batches: int = 8, chunks: int | None = None) -> Timeline:
     """The checked schedule, in comparable units."""
     schedule, costs = pipeline_of(name, ranks, micro_batches, chunks)
-    check(schedule)
+    check_schedule(schedule)
     return simulate(schedule, costs)
 
 
@@ -46,7 +46,7 @@ def beside(title: str, rows: list[tuple[str, float, float]]) -> None:
 def schedules(quick: bool) -> None:
     """SIMULATED: every schedule on 4 ranks with 8 micro-batches: makespan, bubble, what is kept; drawn."""
     lines = {name: played(name) for name in ORDER}
-    lines[LLAMA3] = simulate(build("llama3", 4, 8, 2, consecutive=8), Costs(F=0.5, I=0.5, W=0.5))
+    lines[LLAMA3] = simulate(build_schedule("llama3", 4, 8, 2, consecutive=8), Costs(F=0.5, I=0.5, W=0.5))
     rows = []
     for name, line in lines.items():
         lost = f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.1%}", f"{line.efficiency:.1%}"
@@ -67,7 +67,7 @@ def schedules(quick: bool) -> None:
 
 def draw_both_ends() -> None:
     """DualPipe as in DeepSeek-V3's figure 5, and its half."""
-    whole, half = played("dualpipe", 8, 20), simulate(build("dualpipev", 4, 10), Costs())
+    whole, half = played("dualpipe", 8, 20), simulate(build_schedule("dualpipev", 4, 10), Costs())
     titles = (
         title_of("dualpipe, 8 ranks, 20 micro-batches", whole),
         title_of("dualpipev, 4 ranks, 10 micro-batches", half),
@@ -82,7 +82,7 @@ def naive(quick: bool) -> None:
     rows, lines = [], {}
     for name, micro_batches in (("naive", 1), ("afab", 4), ("afab", 8), ("afab", 32)):
         unit = 1 / micro_batches
-        line = simulate(build(name, 4, micro_batches), Costs(F=unit, I=unit, W=unit))
+        line = simulate(build_schedule(name, 4, micro_batches), Costs(F=unit, I=unit, W=unit))
         label = "one batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
         r = predictions.bubble_ratio(4, micro_batches)
         rows.append((label, f"{line.makespan:g}", f"{line.ideal:g}", f"{r:.4f}", f"{line.bubble_ratio:.4f}"))
@@ -141,8 +141,8 @@ def llama3(quick: bool) -> None:
     """SIMULATED: Llama 3's figure 6, 4 ranks with 2 stages each, 10 micro-batches, N of them in a row."""
     rows, lines = [], {}
     for n in (4, 5, 7, 10):
-        schedule = build("llama3", 4, 10, 2, consecutive=n)
-        check(schedule)
+        schedule = build_schedule("llama3", 4, 10, 2, consecutive=n)
+        check_schedule(schedule)
         line = simulate(schedule, Costs(F=0.5, I=0.5, W=0.5))
         kept = in_flight("llama3", line)
         rows.append((n, f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.3f}", kept))

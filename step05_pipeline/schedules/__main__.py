@@ -1,7 +1,74 @@
-"""`python -m step05_pipeline.schedules --schedule 1f1b --pp 4`: draw a schedule."""
+"""Draw a schedule.
 
+    python -m step05_pipeline.schedules --schedule 1f1b --pp 4 --micro-batches 8 --out 1f1b.png
+
+The command prints the schedule as text, how long it takes, how much of that is waiting, and what it holds in memory.
+Costs are those of 1/p of the model, however many stages a rank has, so that schedules can be compared.
+"""
+
+import argparse
 import sys
 
-from step05_pipeline.schedules.timeline import main
+from common.command_line import OneLineParser
+from common.errors import UsageError
+from step05_pipeline.schedules.actions import Schedule
+from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
+from step05_pipeline.schedules.csv_files import read_schedule
+from step05_pipeline.schedules.simulator import Costs, simulate
+from step05_pipeline.schedules.timeline import draw, summary, text
+from step05_pipeline.schedules.validator import check_schedule
 
-sys.exit(main())
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw one schedule. Returns the exit status."""
+    parser = OneLineParser(
+        prog="python -m step05_pipeline.schedules", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--schedule", default="1f1b", help=", ".join(SCHEDULES))
+    add("--schedule-file", metavar="FILE", help="a schedule of your own, CSV")
+    add("--pp", type=int, default=4, metavar="N", help="ranks")
+    add("--micro-batches", type=int, default=8, metavar="N", help="of a step")
+    add("--virtual-stages", type=int, metavar="N", help="stages on each rank")
+    add("--consecutive", type=int, metavar="N", help="for --schedule llama3: micro-batches on a stage at a time")
+    add("--costs", default="F=1,I=1,W=1", help="of 1/pp of the model; also B, FB; and communication, of a message")
+    add("--out", metavar="PNG", help="where to draw it")
+    options = parser.parse_or_exit(argv)
+    try:
+        sizes = options.pp, options.micro_batches, options.virtual_stages
+        if options.schedule_file:
+            schedule = read_schedule(options.schedule_file, *sizes)
+        else:
+            schedule = build_schedule(options.schedule, *sizes, options.consecutive)
+        check_schedule(schedule)
+        timeline = simulate(schedule, parse_costs(options.costs, schedule))
+        print(f"{text(timeline)}\n\n{summary(timeline)}")
+        if options.out:
+            title = f"{schedule.name}: {timeline.makespan:.4g}, of which bubble {timeline.bubble:.4g}"
+            print(f"drawn in {draw({title: timeline}, options.out, 'time, in the unit of --costs')}")
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_costs(given: str, schedule: Schedule) -> Costs:
+    """The costs of the schedule's stages from `F=1,I=1,W=1`, which are those of 1/p of the model.
+
+    F, I and W are 1 unless given. Raises UsageError.
+    """
+    numbers = {"F": 1.0, "I": 1.0, "W": 1.0}
+    for part in given.split(","):
+        name, _, value = part.partition("=")
+        try:
+            numbers[name.strip()] = float(value)
+        except ValueError:
+            raise UsageError(f"--costs {given}: {part!r} is not NAME=NUMBER") from None
+    if unknown := numbers.keys() - {"F", "I", "W", "B", "FB", "communication"}:
+        raise UsageError(f"--costs {given}: {min(unknown)!r} is none of F, I, W, B, FB, communication")
+    share = schedule.ranks / schedule.stages  # of these costs in one stage; a message has the same size everywhere
+    return Costs(**{name: cost * (1 if name == "communication" else share) for name, cost in numbers.items()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

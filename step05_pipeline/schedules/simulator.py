@@ -1,24 +1,24 @@
-"""Plays a schedule in time, with given costs: how long it takes, how long ranks wait, how much they keep.
+"""Plays a schedule in time, with given costs: how long it takes, how long ranks wait, how much they hold in memory.
 
-Each rank does its actions in order, each as soon as what it needs is there. Nothing else delays it: messages take
-`communication` and neither hold up a rank nor each other.
+Each rank performs its actions in order, and each action starts as soon as its input is available. Nothing else delays
+it: messages take the time `communication`, and they delay neither a rank nor each other.
 """
 
 from dataclasses import dataclass
 
 from common.errors import UsageError
-from step05_pipeline.schedules.actions import Action, Schedule
+from step05_pipeline.schedules.actions import Action, Output, Schedule
 
 Spans = tuple[tuple[tuple[Action, float, float], ...], ...]  # [rank]: (action, start, end) in order
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each kind of action in one stage, in any unit; whole backwards B take I + W unless said otherwise.
+    """The time of each kind of action in one stage, in any unit. A whole backward B takes I + W unless given.
 
     FB: of a forward and the whole backward right after it, of another chunk and micro-batch, that run as one, so that
-        either hides the other's communication: F&B of DualPipe. None: one after the other.
-    communication: from the end of an action until another rank has its output.
+        each hides the other's communication: F&B of DualPipe. None: one after the other.
+    communication: from the end of an action until its output is available on another rank.
     stages: relative cost of each stage (1: as the others say).
     """
 
@@ -38,6 +38,7 @@ class Costs:
             raise UsageError(f"cost communication = {self.communication} must not be negative")
 
     def of(self, kind: str, stage: int | None = None) -> float:
+        """The time of one action of this kind."""
         cost = self.I + self.W if kind == "B" and self.B is None else getattr(self, kind)
         return cost * (self.stages[stage] if self.stages and stage is not None else 1)
 
@@ -49,32 +50,32 @@ class Timeline:
     spans: Spans
 
     @property
+    def start(self) -> float:
+        """When the first action of any rank starts."""
+        return min(row[0][1] for row in self.spans if row)
+
+    @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
-        return max(row[-1][2] for row in self.spans if row) - min(row[0][1] for row in self.spans if row)
+        """From the first start of any rank to the last end of any rank."""
+        return max(row[-1][2] for row in self.spans if row) - self.start
 
     @property
     def span(self) -> float:
-        """The longest time that one rank takes from its first start to its last end.
+        """The longest time between a rank's own first start and its own last end.
 
-        So much a step costs if a rank may start its next step while others still end theirs (Qi et al.,
-        arXiv:2401.10241, section 4); the makespan, if they wait for each other.
+        A step costs this much if a rank may start its next step while others still finish theirs (Qi et al.,
+        arXiv:2401.10241, section 4), and the makespan if ranks wait for each other.
         """
         return max(row[-1][2] - row[0][1] for row in self.spans if row)
 
     @property
     def ideal(self) -> float:
-        """Time that a rank works, in the mean over ranks: the makespan without any waiting."""
+        """The time that a rank works, as the mean over ranks: the makespan if nobody ever waited."""
         return sum(end - start for row in self.spans for _, start, end in row) / len(self.spans)
 
     @property
-    def idle(self) -> list[float]:
-        """Of each rank: the part of the makespan in which it does not work."""
-        return [self.makespan - sum(end - start for _, start, end in row) for row in self.spans]
-
-    @property
     def bubble(self) -> float:
-        """Idle time of a rank, in the mean over ranks: makespan - ideal."""
+        """The idle time of a rank, as the mean over ranks: makespan - ideal."""
         return self.makespan - self.ideal
 
     @property
@@ -84,22 +85,22 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
-        """Share of the makespan in which a rank works: 1 / (1 + r), which is not 1 - r."""
+        """The share of the makespan in which a rank works: 1 / (1 + r), which is not 1 - r."""
         return self.ideal / self.makespan
 
     @property
     def in_flight(self) -> list[int]:
-        """Of each rank: the most (micro-batch, chunk) pairs between F and B or I, whose activations it keeps."""
+        """For each rank, its most (micro-batch, chunk) pairs between F and B or I, whose activations it holds."""
         return [_peak(row, {"F": 1, "B": -1, "I": -1}) for row in self.spans]
 
     @property
     def stores(self) -> list[int]:
-        """Of each rank: the most pairs between I and W, of which it keeps what the weights' gradients need."""
+        """For each rank, its most pairs between I and W, for which it holds the operands of the weight gradients."""
         return [_peak(row, {"I": 1, "W": -1}) for row in self.spans]
 
     @property
     def unfinished(self) -> list[int]:
-        """Of each rank: the most pairs between F and B or W, both of the above at a time: memory in Zero Bubble."""
+        """For each rank, its most pairs between F and B or W, that is both of the above: memory in Zero Bubble."""
         return [_peak(row, {"F": 1, "B": -1, "W": -1}) for row in self.spans]
 
 
@@ -113,64 +114,51 @@ def _peak(row, change: dict[str, int]) -> int:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Play the schedule. Raises UsageError, with one line, when its ranks come to wait for each other forever."""
+    """Play the schedule. Raises UsageError, with one line, if its ranks end up waiting for each other forever."""
     costs = costs or Costs()
     if costs.stages and len(costs.stages) != schedule.stages:
         raise UsageError(f"costs of {len(costs.stages)} stages, but schedule {schedule.name} has {schedule.stages}")
     spans = [[] for _ in schedule.actions]
-    ended: dict[tuple, tuple[float, int]] = {}  # by (direction, copy, stage, micro-batch): when, and on which rank
-    runnable, waiting = list(range(schedule.ranks)), {}  # ranks that wait, by what for
+    ended: dict[Output, tuple[float, int]] = {}  # when, and on which rank
 
-    def ready(rank: int, block: tuple[Action, ...]) -> float | None:
-        """When everything is there that the block needs; None, and the rank waits, if nobody can say yet."""
-        latest = spans[rank][-1][2] if spans[rank] else 0.0
-        for action in block:
-            if needed := schedule.needs(rank, action):
-                if needed not in ended:
-                    waiting.setdefault(needed, []).append(rank)
-                    return None
-                end, maker = ended[needed]
-                latest = max(latest, end + (costs.communication if maker != rank else 0.0))
-        return latest
+    def start_of(rank: int, block: tuple[Action, ...]) -> float | None:
+        """When the rank can start these actions; None if that is not known yet."""
+        start = spans[rank][-1][2] if spans[rank] else 0.0
+        for needed in filter(None, (schedule.input_of(rank, action) for action in block)):
+            if needed not in ended:
+                return None
+            end, sender = ended[needed]
+            start = max(start, end + (costs.communication if sender != rank else 0.0))
+        return start
 
-    while runnable:
-        rank = runnable.pop()
-        actions = schedule.actions[rank]
-        while len(spans[rank]) < len(actions):
-            block = _block(actions, len(spans[rank]), costs)
-            start = ready(rank, block)
-            if start is None:
-                break
-            durations = [costs.of(action.kind, schedule.stage_of(rank, action.chunk)[1]) for action in block]
-            if len(block) == 2:
-                durations = [each * costs.FB / (costs.of("F") + costs.of("B")) for each in durations]
-            end = start + sum(durations)
-            for action, duration in zip(block, durations):
-                spans[rank].append((action, start, start + duration))
-                start += duration
-                if made := schedule.makes(rank, action):
-                    ended[made] = end, rank
-                    runnable += waiting.pop(made, [])
-    if waiting:
-        raise UsageError(_deadlock(schedule, [len(row) for row in spans]))
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while block := _block(actions, len(spans[rank]), costs):
+                start = start_of(rank, block)
+                if start is None:
+                    break
+                durations = [costs.of(action.kind, schedule.stage_of(rank, action.chunk)[1]) for action in block]
+                if len(block) == 2:
+                    durations = [each * costs.FB / (costs.of("F") + costs.of("B")) for each in durations]
+                end = start + sum(durations)
+                for action, duration in zip(block, durations):
+                    spans[rank].append((action, start, start + duration))
+                    start += duration
+                    ended[schedule.output_of(rank, action)] = end, rank
+                moved = True
+    rest = [actions[len(row) :] for actions, row in zip(schedule.actions, spans)]
+    if any(rest):
+        waits = [f"rank {rank} at {actions[0]}" for rank, actions in enumerate(rest) if actions]
+        raise UsageError(f"schedule {schedule.name}: deadlock: {', '.join(waits)} wait forever")
     return Timeline(tuple(map(tuple, spans)))
 
 
 def _block(actions: tuple[Action, ...], first: int, costs: Costs) -> tuple[Action, ...]:
-    """The next action; or two, where they are to run as one."""
+    """The next action; or the next two, if they run as one."""
     pair = actions[first : first + 2]
     if costs.FB and [each.kind for each in pair] == ["F", "B"]:
         if pair[0].chunk != pair[1].chunk and pair[0].micro_batch != pair[1].micro_batch:
             return pair
     return pair[:1]
-
-
-def _deadlock(schedule: Schedule, done: list[int]) -> str:
-    waits = []
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions[done[rank] : done[rank] + 1]:
-            if needed := schedule.needs(rank, action):
-                _, copy, stage, _ = needed
-                waits.append(f"rank {rank} at {action} for rank {schedule.placement[copy][stage]}")
-    more = f" and {len(waits) - 4} more" if len(waits) > 4 else ""
-    return f"schedule {schedule.name}: deadlock: {', '.join(waits[:4])}{more} wait forever"

@@ -22,11 +22,10 @@ from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm
-from step01_single_gpu.mixed_precision import Optimizer, clip_factor
-from step03_zero.zero import Zero
+from step01_single_gpu.mixed_precision import clip_factor
 from step05_pipeline.experiments.bubble import DELAY, play
-from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_stages, schedule_of, share_parameters, split_backward, split_layers
+from step05_pipeline.stages import schedule_of, split_layers
+from step05_pipeline.train import build
 from tests.benchmarks.paired import compare, keep, measure_steps
 from tests.harness.ranks import run_ranks
 
@@ -55,24 +54,18 @@ def configuration(name: str, world: int) -> TrainConfig:
 def our_step(name: str, mesh):
     """One training step of step 5 as a function without arguments, and how many micro-batches it had in flight."""
     config = configuration(name, mesh.world.size)
-    schedule = schedule_of(config)
-    stages = build_stages(config, schedule, mesh)
-    split_backward(stages, schedule, mesh)
-    share_parameters(stages, schedule, mesh)
-    zeros = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
-    parameters = [shard for zero in zeros for shard in zero.shards]
-    optimizer, pipeline = Optimizer(parameters, config), Pipeline(schedule, stages, zeros, config, mesh)
+    pipeline, optimizer = build(config, mesh)
     tokens, targets = batch()
 
     def step():
         loss = pipeline.run(lambda index: (tokens[index : index + 1], targets[index : index + 1]), targets.numel())
-        summed = [gradient for zero in zeros for gradient in zero.finish()]
-        norm = gradient_norm(parameters, summed, mesh.world).item()
-        optimizer.step(summed, config.lr, clip_factor(norm, config.clip))
+        gradients = pipeline.finish()
+        norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item()
+        optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
         collectives.all_reduce(loss, mesh.pp_forward)
         return loss.item()
 
-    return step, lambda: pipeline.peak_alive
+    return step, lambda: pipeline.peak_in_flight
 
 
 def peer_step(name: str, mesh):
@@ -129,15 +122,15 @@ def peer_step(name: str, mesh):
 def on_rank(name: str, pairs: int, sides: tuple[str, ...]):
     """What `measure_steps` returns."""
     mesh = build_mesh(Degrees(pp=dist.get_world_size()), torch.device("cpu"))
-    build = {"ours": our_step, "peer": peer_step}
-    return measure_steps([build[side](name, mesh)[0] for side in sides], pairs, mesh.device)
+    make = {"ours": our_step, "peer": peer_step}
+    return measure_steps([make[side](name, mesh)[0] for side in sides], pairs, mesh.device)
 
 
 def in_flight(name: str) -> tuple[int, int]:
     """Most micro-batches (of all stages of this rank) between their forward and backward: ours, the peer's."""
     mesh, found = build_mesh(Degrees(pp=dist.get_world_size()), torch.device("cpu")), []
-    for build in (our_step, peer_step):
-        step, peak = build(name, mesh)
+    for make in (our_step, peer_step):
+        step, peak = make(name, mesh)
         step()
         found.append(peak())
     return tuple(found)

@@ -29,8 +29,8 @@ def _missing_share(stack):
     """
     run = Pipeline.run
 
-    def wrong(self, micro_batch, target_tokens, scale=1.0):
-        return run(self, micro_batch, target_tokens, scale * self.schedule.micro_batches)
+    def wrong(self, micro_batch, target_tokens, scale, tracer):
+        return run(self, micro_batch, target_tokens, scale * self.schedule.micro_batches, tracer)
 
     swap(stack, Pipeline, "run", wrong)
 
@@ -70,9 +70,9 @@ def _w_before_its_i(stack):
 
     @torch.no_grad()
     def wrong(self, action):
-        later = self.put_off.pop((action.chunk, action.micro_batch - 1), [])
+        store = self.deferred.pop((action.chunk, action.micro_batch - 1), weight_gradients.WeightGradStore())
         with self._gradients_complete(action):
-            for weight, gradient in weight_gradients.compute(later):
+            for weight, gradient in store.compute():
                 self.zero_wrappers[action.chunk].accumulate(weight, gradient)
 
     swap(stack, Pipeline, "_weight_gradients", wrong)
@@ -153,8 +153,8 @@ def _gradients_crossed(stack):
     def wrong(self, action, gradient):
         if gradient is not None:
             mine = action.chunk, action.micro_batch
-            newest = max(key for key in self.alive if key[0] == action.chunk)
-            self.alive[mine], self.alive[newest] = self.alive[newest], self.alive[mine]
+            newest = max(key for key in self.in_flight if key[0] == action.chunk)
+            self.in_flight[mine], self.in_flight[newest] = self.in_flight[newest], self.in_flight[mine]
         backward(self, action, gradient)
 
     swap(stack, Pipeline, "_backward", wrong)
@@ -163,13 +163,13 @@ def _gradients_crossed(stack):
 def _one_receive_buffer(stack):
     """Every message arrives in the same memory, also while an earlier one is kept for its backward."""
 
-    def wrong(self, message):
-        name = f"buffer_{message.direction}"
-        if not hasattr(self, name):
-            setattr(self, name, torch.empty(self.shape, dtype=self.config.torch_dtype))
-        tensor = getattr(self, name)
-        work = collectives.receive(tensor, message.sender, self._group(message.direction), async_op=True)
-        self.arriving[message.output] = tensor, work
+    buffers = {}
+
+    def wrong(self, transfer):
+        direction = transfer.output.direction
+        tensor = buffers.setdefault(direction, torch.empty(self.shape, dtype=self.config.torch_dtype))
+        work = collectives.receive(tensor, transfer.peer, self._group(direction), async_op=True)
+        self.pending_receives[transfer.output] = tensor, work
 
     swap(stack, Pipeline, "_receive", wrong)
 
@@ -180,7 +180,7 @@ def _positions_of_the_slice(stack):
 
     def wrong(self, *args):
         initialise(self, *args)
-        for module, stage in zip(self.stages, self.stage, strict=True):
+        for module, stage in zip(self.stages, self.stage_numbers, strict=True):
             if stage > 0:
                 module.register_forward_pre_hook(lambda _, given: (given[0], given[1] % given[0].shape[1]))
 
@@ -225,10 +225,10 @@ def _outputs_kept(stack):
     """What was sent keeps its memory until its backward, which does not look at it."""
 
     def wrong(self, direction):
-        if direction in self.leaving:
-            self.leaving.pop(direction)[1].wait()
+        if direction in self.pending_sends:
+            self.pending_sends.pop(direction)[1].wait()
 
-    swap(stack, Pipeline, "_sent", wrong)
+    swap(stack, Pipeline, "_complete_send", wrong)
 
 
 def _graph_kept_until_w(stack):
@@ -240,7 +240,7 @@ def _graph_kept_until_w(stack):
     def wrong(self, action, gradient):
         key = action.chunk, action.micro_batch
         if action.kind == "I":
-            graphs[key] = self.alive[key]
+            graphs[key] = self.in_flight[key]
         with mock.patch.object(torch.autograd, "backward", retaining):
             backward(self, action, gradient)
 
@@ -281,11 +281,11 @@ def _received_when_needed(stack):
     receive, wait = Pipeline._receive, Pipeline._wait_for_input
     asked = {}
 
-    def later(self, message):
-        asked[message.output] = message
+    def later(self, transfer):
+        asked[transfer.output] = transfer
 
     def wrong(self, action):
-        needed = self.schedule.needs(self.rank, action)
+        needed = self.schedule.input_of(self.rank, action)
         if needed in asked:
             receive(self, asked.pop(needed))
         return wait(self, action)
@@ -298,16 +298,59 @@ def _sends_waited_for(stack):
     """A rank goes on only when its output has arrived."""
     send = Pipeline._send
 
-    def wrong(self, message):
-        send(self, message)
-        self._sent(message.direction)
+    def wrong(self, transfer):
+        send(self, transfer)
+        self._complete_send(transfer.output.direction)
 
     swap(stack, Pipeline, "_send", wrong)
 
 
+def _operands_kept(stack):
+    """W leaves what it was computed from where it was."""
+
+    def wrong(self):
+        for weight, gradient, x in self:
+            yield weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+    weights, kept = Pipeline._weight_gradients, []
+
+    def w(self, action):
+        kept.append(self.deferred[action.chunk, action.micro_batch])
+        weights(self, action)
+
+    swap(stack, weight_gradients.WeightGradStore, "compute", wrong)
+    swap(stack, Pipeline, "_weight_gradients", w)
+
+
+def _weights_kept_after_the_step(stack):
+    """Stage 3 leaves the gathered weights in memory while the optimizer works."""
+    finish = Zero.finish
+
+    def wrong(self):
+        with mock.patch.object(Unit, "free", lambda unit: None):
+            return finish(self)
+
+    swap(stack, Zero, "finish", wrong)
+
+
+def _wait_is_work(stack):
+    """In the trace, an action includes the wait for its input."""
+    wait = Pipeline._wait_for_input
+
+    def wrong(self, action):
+        with self.tracer.phase("forward", action=str(action)):
+            return wait(self, action)
+
+    swap(stack, Pipeline, "_wait_for_input", wrong)
+
+
 def _one_communicator(stack):
     """Activations and their gradients share a communicator, where an early receive of the one holds up the other."""
-    swap(stack, Pipeline, "_group", lambda self, direction: self.mesh.pp_forward)
+
+    def wrong(self, direction):
+        return replace(getattr(self.mesh, f"pp_{direction}"), handle=self.mesh.pp_forward.handle)
+
+    swap(stack, Pipeline, "_group", wrong)
 
 
 MUTANTS = {
@@ -333,5 +376,8 @@ MUTANTS = {
     "gathered for each micro-batch": _gathered_for_each_micro_batch,
     "received when needed": _received_when_needed,
     "sends waited for": _sends_waited_for,
+    "operands of weight gradients kept": _operands_kept,
+    "weights kept after the step": _weights_kept_after_the_step,
+    "wait counted as work": _wait_is_work,
     "one communicator for both directions": _one_communicator,
 }

@@ -37,7 +37,10 @@ HIGHER_PRICE = {  # mutant: (check of tests/step05 that notices, flags on 4 rank
     "gathered for each micro-batch": ("gathers", "--pp 2 --dp 2 --schedule 1f1b --zero 3", "gathered"),
     "received when needed": ("program", "--pp 4 --schedule 1f1b", "order of messages"),
     "sends waited for": ("program", "--pp 4 --schedule 1f1b", "waits for its sends"),
-    "one communicator for both directions": ("messages", "--pp 4 --schedule 1f1b", "pp_forward"),
+    "operands of weight gradients kept": ("memory", "--pp 4 --schedule zb-h1", "operands of weight gradients kept"),
+    "weights kept after the step": ("gathers", "--pp 2 --dp 2 --schedule 1f1b --zero 3", "bytes of weights"),
+    "wait counted as work": ("messages", "--pp 4 --schedule 1f1b", "counts the wait as part of the action"),
+    "one communicator for both directions": ("communicators", "--pp 4 --schedule zb-h2", "one direction waits"),
 }
 
 

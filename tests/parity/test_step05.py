@@ -2,27 +2,17 @@
 
 import pytest
 
-from step05_pipeline.schedules.standard import SCHEDULES
-from tests.parity.pairwise import pairwise
+from common.config import flag_names, spelled
+from step05_pipeline.schedules.catalogue import SCHEDULES
+from tests.parity.pairwise import pairwise, thin
 from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
 from tests.parity.test_step03_precision import assert_narrow_parity
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
 NAIVE = "--attention naive"
-# Flags that change how a step is computed and not what: one run of step 1 is the reference of all of them.
-HOW = (
-    "--pp",
-    "--schedule",
-    "--virtual-stages",
-    "--consecutive",
-    "--tp",
-    "--tp-mode",
-    "--zero",
-    "--zero-replicas",
-    "--zero-reduce",
-)
-HOW += ("--dp", "--dp-mode", "--bucket-mb", "--recompute", "--micro-batch", "--attention")
+# Flags that change how a step is computed and not what: one run of step 1 is the reference of all of them
+HOW = tuple(spelled(name) for name in flag_names("layout"))
 
 
 def training_of(case: str) -> str:
@@ -63,7 +53,7 @@ def pairs_of_flags(world: int) -> list[str]:
         if batches % world
     ]
     layout = f"--pp {world} --layers {LAYERS[world]} --micro-batch 1"
-    return [f"{layout} " + " ".join(filter(None, case.values())) for case in pairwise(factors, forbidden)]
+    return [f"{layout} " + " ".join(filter(None, case.values())) for case in thin(pairwise(factors, forbidden))]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

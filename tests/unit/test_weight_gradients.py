@@ -21,7 +21,7 @@ def test_gradients_are_those_of_linear():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_put_off_and_computed_later():
+def test_defer_weight_gradients_and_computed_later():
     x, weight = inputs()
     F.linear(F.linear(x, weight).relu() @ torch.eye(3, 4, dtype=x.dtype), weight).sum().backward()
     expected, x.grad, weight.grad = (x.grad, weight.grad), None, None
@@ -29,19 +29,19 @@ def test_put_off_and_computed_later():
     weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad))
     y = weight_gradients.linear(x, weight)
     y = weight_gradients.linear(y.relu() @ torch.eye(3, 4, dtype=x.dtype), weight)
-    with weight_gradients.put_off() as later:
+    with weight_gradients.defer_weight_gradients() as later:
         y.sum().backward()
     torch.testing.assert_close(x.grad, expected[0], rtol=0, atol=1e-12)
     assert weight.grad is None and all(gradient is None for gradient in fired), "nothing is computed yet"
     assert len(later) == 2 and all(entry[0] is weight for entry in later), "the parameter itself, once for each use"
-    total = sum(gradient for _, gradient in weight_gradients.compute(later))
+    total = sum(gradient for _, gradient in later.compute())
     torch.testing.assert_close(total, expected[1], rtol=0, atol=1e-12)
     assert later == [], "what was needed for them is let go"
 
 
-def test_outside_nothing_is_put_off():
+def test_outside_nothing_is_defer_weight_gradients():
     x, weight = inputs()
-    with weight_gradients.put_off() as later:
+    with weight_gradients.defer_weight_gradients() as later:
         pass
     weight_gradients.linear(x, weight).sum().backward()
     assert later == [] and weight.grad is not None

@@ -1,23 +1,26 @@
-"""What one rank does in a step of step 5's real train(), noted by watching it from outside: modules, the graph that
-autograd keeps, what is put off, and the collectives.
+"""What one rank does in a step of step 5's real train(), seen from outside: modules, the graph that autograd keeps, the
+operands of deferred weight gradients, and the collectives.
 """
 
 import weakref
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import step05_pipeline.train as step05
-from common import collectives, weight_gradients
+from common import collectives
 from common.command_line import parse
 from common.config import TrainConfig
-from common.measure import tcp_bytes as wire
+from common.measure import tcp_bytes
 from common.process_groups import Degrees, build_mesh, environment
-from common.record.run_record import RunRecord
+from common.tracing.tracer import Tracer
+from common.weight_gradients import WeightGradStore
+from step05_pipeline import pipeline as executor
 from step05_pipeline.pipeline import Pipeline
 from tests.mutants.patches import patched
 
@@ -26,18 +29,12 @@ BASE = "--layers 8 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq
 BASE += f" --global-batch 8 --micro-batch 1 --steps {STEPS} --no-tie-embeddings --peak-tflops 1"
 
 
-@dataclass
-class Call:
-    """One collective. `issue` and `wait`: how many actions had begun when it was issued, and when it was waited for."""
+class Mark(NamedTuple):
+    """A moment: how many actions have begun, its place among all moments, and whether the trace is within an action."""
 
-    op: str
-    group: str
-    elements: int
-    bytes: int
-    phase: str
-    peer: int | None  # global rank
-    issue: int
-    wait: int
+    actions: int
+    number: int
+    inside: bool
 
 
 @dataclass
@@ -45,24 +42,28 @@ class Observation:
     """One step of one rank.
 
     actions: (kind, micro-batch, chunk) as they ran: a forward is one of a stage's module, a backward is the graph that
-        such a forward has left, a W is what such a backward has put off.
-    in_flight, stores: peaks of the number of graphs whose tensors autograd still keeps, and of what is put off.
-    claimed: `peak_alive` of the pipeline.
-    unfreed: (micro-batch, chunk) whose output had memory when its backward came.
-    left: bytes of everything sent that were not free when all actions were done.
+        such a forward has left, a W is what such a backward has deferred.
+    phases: (name, action) of all phases of the trace.
+    in_flight, stores: peaks of the number of graphs whose tensors autograd still keeps, and of stores with a tensor.
+    claimed: `peak_in_flight` of the pipeline.
+    communicators: by group, the name of what torch made for the messages between stages.
+    unfreed: (micro-batch, chunk) whose output had memory when its backward began.
     """
 
     actions: list[tuple[str, int, int]] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    phases: list[tuple[str, str]] = field(default_factory=list)
+    calls: list[collectives.Call] = field(default_factory=list)
+    communicators: dict[str, str] = field(default_factory=dict)
     in_flight: int = 0
     stores: int = 0
     claimed: int = 0
     unfreed: list[tuple[int, int]] = field(default_factory=list)
-    left: int = 0
+    left: int = 0  # bytes of everything sent, and of everything deferred, that were not free when all actions were done
+    weights: tuple[int, int] = (0, 0)  # bytes behind the parameters: when all actions were done, when the step was
     logged: int = 0  # bytes that the actions and messages of the step sent, as `collectives` counts
     on_wire: int | None = None  # and as the kernel does
 
-    def of(self, op: str, *groups: str) -> list[Call]:
+    def of(self, op: str, *groups: str) -> list[collectives.Call]:
         return [call for call in self.calls if call.op == op and call.group in groups]
 
 
@@ -74,22 +75,18 @@ class _Kept:
 
 
 class Watch:
-    """Is `collectives.recorder` during the watched step; the time is the number of actions that have begun."""
+    """Watches the last step of one run on this rank; see `watched`."""
 
     def __init__(self):
-        self.seen, self.calls, self.steps = Observation(), [], 0
+        self.seen, self.steps, self.marks = Observation(), 0, 0
         self.kept = defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
-        self.stores = []  # (what was put off, by which backward)
+        self.stores, self.keys = [], {}  # weak references to the tensors of each store; which backward filled it
         self.sent = []  # storages
-        self.action, self.splitting = None, False
+        self.action, self.splitting, self.inside, self.backward = None, False, False, None
 
-    # ---- recorder ----
-
-    def clock(self) -> int:
-        return len(self.seen.actions)
-
-    def watch(self, handle, calls, done_at) -> None:
-        pass
+    def mark(self) -> Mark:
+        self.marks += 1
+        return Mark(len(self.seen.actions), self.marks, self.inside)
 
     # ---- forwards and backwards ----
 
@@ -127,52 +124,68 @@ class Watch:
             self.seen.unfreed.append(key)
 
     @contextmanager
-    def put_off(self, real):
-        with real() as later:
+    def defer(self, real):
+        with real() as store:
             self.splitting = True
-            yield later
+            yield store
             self.splitting = False
-        self.stores.append((later, self.backward))
-        self.seen.stores = max(self.seen.stores, sum(bool(store) for store, _ in self.stores))
+        self.keys[id(store)] = self.backward
+        self.stores.append([weakref.ref(tensor) for _, *tensors in store for tensor in tensors])
+        self.seen.stores = max(self.seen.stores, sum(_living_bytes(each) > 0 for each in self.stores))
 
-    def compute(self, real, later):
-        (key,) = [key for store, key in self.stores if store is later]
-        self.seen.actions.append(("W", *key))
-        return real(later)
+    def compute(self, real, store):
+        self.seen.actions.append(("W", *self.keys[id(store)]))
+        return real(store)
+
+    # ---- the trace and the messages ----
+
+    def act(self, real, pipeline, action):
+        self.action = action
+        return real(pipeline, action)
+
+    @contextmanager
+    def phase(self, real, tracer, name, **arguments):
+        if self.steps == STEPS:
+            self.seen.phases.append((name, arguments.get("action", "")))
+        with real(tracer, name, **arguments):
+            self.inside = "action" in arguments
+            yield
+            self.inside = False
+
+    def message(self, real, tensor, peer, group, **named):
+        self.seen.communicators[group.name] = group.handle.group_name
+        return real(tensor, peer, group, **named)
 
     def send(self, real, tensor, *rest, **named):
         self.sent.append(tensor.untyped_storage())
-        return real(tensor, *rest, **named)
+        return self.message(real, tensor, *rest, **named)
 
     # ---- the step ----
 
-    def run(self, real, pipeline: Pipeline, *rest):
+    def run(self, stack: ExitStack, real, pipeline: Pipeline, *rest):
         self.steps += 1
         if self.steps < STEPS:
             return real(pipeline, *rest)
         self.attach(pipeline)
-        collectives.recorder = self
+        self.seen.calls = stack.enter_context(collectives.record(self.mark))
         before, logged = _sent_so_far(), sum(collectives.sent_bytes.values())
-        with ExitStack() as stack:
-            for owner, name, function in (
-                (weight_gradients, "put_off", self.put_off),
-                (weight_gradients, "compute", self.compute),
-                (collectives, "send", self.send),
-            ):
-                _wrap(stack, owner, name, function)
+        with ExitStack() as inner:
+            _wrap(inner, executor, "defer_weight_gradients", self.defer)
+            _wrap(inner, WeightGradStore, "compute", self.compute)
+            _wrap(inner, collectives, "send", self.send)
+            _wrap(inner, collectives, "receive", self.message)
             loss = real(pipeline, *rest)
         self.seen.logged = sum(collectives.sent_bytes.values()) - logged
         after = _sent_so_far()
         self.seen.on_wire = None if before is None else after - before
-        self.seen.left, self.seen.claimed = sum(each.nbytes() for each in self.sent), pipeline.peak_alive
+        self.seen.left = sum(each.nbytes() for each in self.sent) + sum(map(_living_bytes, self.stores))
+        self.seen.claimed = pipeline.peak_in_flight
         return loss
 
-    def end_step(self) -> None:
-        if collectives.recorder is self:
-            collectives.recorder = None
-            for call in self.calls:
-                described = call.op, call.group, call.elements, call.bytes, call.phase, call.peer
-                self.seen.calls.append(Call(*described, call.issue, call.wait_start))
+    def finish(self, real, pipeline: Pipeline):
+        before, gradients = _weight_bytes(pipeline), real(pipeline)
+        self.seen.weights = before, _weight_bytes(pipeline)
+        return gradients
 
 
 def _wrap(stack: ExitStack, owner, name: str, function) -> None:
@@ -181,23 +194,13 @@ def _wrap(stack: ExitStack, owner, name: str, function) -> None:
     stack.enter_context(mock.patch.object(owner, name, lambda *args, **named: function(real, *args, **named)))
 
 
-@contextmanager
-def watched(watch: Watch):
-    """Watch what happens in here: one run of step 5's train()."""
+def _living_bytes(references: list[weakref.ref]) -> int:
+    return sum(tensor.nbytes for reference in references if (tensor := reference()) is not None)
 
-    def act(real, pipeline, action):
-        watch.action = action
-        return real(pipeline, action)
 
-    def end_step(real, *args, **named):
-        watch.end_step()
-        return real(*args, **named)
-
-    with ExitStack() as stack:
-        _wrap(stack, Pipeline, "run", watch.run)
-        _wrap(stack, Pipeline, "_act", act)
-        _wrap(stack, RunRecord, "end_step", end_step)
-        yield
+def _weight_bytes(pipeline: Pipeline) -> int:
+    parameters = [parameter for stage in pipeline.stages for parameter in stage.parameters()]
+    return sum({each.data_ptr(): each.nbytes() for each in (p.untyped_storage() for p in parameters)}.values())
 
 
 def prepare(flags: str, world: int) -> TrainConfig:
@@ -209,11 +212,16 @@ def prepare(flags: str, world: int) -> TrainConfig:
 
 def observe(flags: str, mutant: str | None = None) -> Observation:
     """Train on this rank and watch the last step."""
-    config = prepare(flags, environment().world_size)
+    config, watch = prepare(flags, environment().world_size), Watch()
     mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
-    watch = Watch()
-    with patched(mutant), watched(watch):
+    with patched(mutant), ExitStack() as stack:
+        _wrap(stack, Pipeline, "run", lambda *args: watch.run(stack, *args))
+        _wrap(stack, Pipeline, "finish", watch.finish)
+        _wrap(stack, Pipeline, "_act", watch.act)
+        _wrap(stack, Tracer, "phase", watch.phase)
         step05.train(config, mesh)
+    for call in watch.seen.calls:
+        call.clock = None  # which cannot be sent to the test
     return watch.seen
 
 
@@ -225,6 +233,6 @@ def observe_all(cases: list[str], mutants: list[str | None] | None = None) -> li
 def _sent_so_far() -> int | None:
     """Bytes that this rank's sockets have sent, at a moment when all ranks have finished what they were at."""
     dist.barrier()
-    sent = wire.sent_by_me()
+    sent = tcp_bytes.sent_by_me()
     dist.barrier()  # a rank that ends closes sockets that others still read
     return sent

@@ -1,0 +1,84 @@
+"""Every schedule by its name, which is the value of --schedule.
+
+To add your own, write a function like those in `whole_backward.py` and add a line to `SCHEDULES`. A table in a CSV file
+needs no code at all: see `csv_files.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.errors import UsageError
+from step05_pipeline.schedules import split_backward, whole_backward
+from step05_pipeline.schedules.actions import Action, Placement, Schedule, bidirectional, looped, v_shaped
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of the catalogue.
+
+    function: (ranks, micro_batches, chunks) -> the actions of each rank, in order.
+    in_flight: (ranks, micro_batches, chunks, rank) -> how many (micro-batch, chunk) pairs this rank holds between F and
+        B (or I) at its peak. The tests compare it with what the function makes.
+    placement: (ranks, chunks) -> which rank holds which stage.
+    chunks: stages per rank, of one copy of the model; None if --virtual-stages decides (2 by default).
+    """
+
+    function: Callable[..., list[list[Action]]]
+    in_flight: Callable[..., int]
+    placement: Callable[[int, int], Placement] = looped
+    chunks: int | None = 1
+
+
+SCHEDULES = {
+    "naive": Entry(whole_backward.naive, lambda p, m, v, rank: 1),
+    "afab": Entry(whole_backward.all_forward_all_backward, lambda p, m, v, rank: m),
+    "1f1b": Entry(whole_backward.one_forward_one_backward, lambda p, m, v, rank: min(m, p - rank)),
+    "breadth-first": Entry(whole_backward.breadth_first, lambda p, m, v, rank: m * v, chunks=None),
+    "llama3": Entry(whole_backward.llama3, whole_backward.llama3_in_flight, chunks=None),
+    "interleaved": Entry(whole_backward.interleaved, whole_backward.llama3_in_flight, chunks=None),
+    "zb-h1": Entry(split_backward.zero_bubble_h1, lambda p, m, v, rank: min(m, p - rank)),
+    "zb-h2": Entry(split_backward.zero_bubble_h2, lambda p, m, v, rank: min(m, 2 * (p - rank) - 1)),
+    "zbv": Entry(
+        split_backward.zero_bubble_v,
+        lambda p, m, v, rank: min(m, 2 * p - 1 - rank) + min(m, rank + 1),  # forwards on the way down, on the way up
+        v_shaped,
+        chunks=2,
+    ),
+    "dualpipe": Entry(split_backward.dualpipe, split_backward.dualpipe_in_flight, bidirectional),
+    "dualpipev": Entry(
+        split_backward.dualpipe_v,
+        lambda p, m, v, rank: min(m, 2 * p - rank) + min(m, rank + 1),
+        v_shaped,
+        chunks=2,
+    ),
+}
+
+
+def build_schedule(
+    name: str, ranks: int, micro_batches: int, chunks: int | None = None, consecutive: int | None = None
+) -> Schedule:
+    """The schedule of that name.
+
+    Args:
+        ranks: --pp, the ranks of the pipeline.
+        chunks: --virtual-stages, the stages per rank (of one copy of the model). None: what the schedule asks for.
+        consecutive: --consecutive, see `llama3`.
+
+    Raises UsageError for an unknown name, and for numbers that the schedule cannot handle.
+    """
+    if name not in SCHEDULES:
+        raise UsageError(f"--schedule {name} is unknown; there are {', '.join(sorted(SCHEDULES))}")
+    entry, options = SCHEDULES[name], {}
+    for flag, value in (("--pp", ranks), ("micro-batches:", micro_batches), ("--virtual-stages", chunks)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value} must be at least 1")
+    if entry.chunks and chunks not in (None, entry.chunks):
+        stages = "1 stage" if entry.chunks == 1 else f"{entry.chunks} stages"
+        raise UsageError(f"--virtual-stages {chunks}: --schedule {name} has {stages} on each rank")
+    if consecutive is not None:
+        if name != "llama3":
+            raise UsageError(f"--consecutive {consecutive} needs --schedule llama3, not {name}")
+        options["consecutive"] = consecutive
+    chunks = chunks or entry.chunks or 2
+    actions = entry.function(ranks, micro_batches, chunks, **options)
+    return Schedule(name, entry.placement(ranks, chunks), micro_batches, tuple(map(tuple, actions)))

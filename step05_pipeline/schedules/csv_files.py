@@ -1,0 +1,93 @@
+"""A schedule of your own as a table (--schedule-file): CSV, one line per rank, laid out like the pictures in papers.
+
+    F0,F1,,B0,F2,B1
+
+A cell is an action (`I2`, `W2`, `F0.1` for chunk 1) or empty. A line that begins with `#` is a comment, and one comment
+may say which rank holds which stage. By default that is `# placement: looped`, with as many stages per rank as the
+cells name chunks. The other choices are
+
+    # placement: v               0 1 2 3 3 2 1 0
+    # placement: bidirectional   two copies, 0 1 2 3 and 3 2 1 0
+    # placement: 0 1 1 0         the rank of each stage; copies are separated by `;`
+"""
+
+import re
+from pathlib import Path
+
+from common.errors import UsageError
+from step05_pipeline.schedules.actions import PLACEMENTS, Action, Placement, Schedule
+
+CELL = re.compile(r"([FBIW])(\d{1,6})(?:\.(\d{1,3}))?")
+
+
+def read_schedule(path: str | Path, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+    """The schedule in a CSV file, named after the file.
+
+    Raises UsageError, with one line, if the file cannot be read or was written for other numbers than these. Whether
+    the schedule can run is not checked here; `validator.check_schedule` does that.
+    """
+    path = Path(path)
+    if path.suffix != ".csv":
+        raise UsageError(f"--schedule-file {path} must end with .csv")
+    if not path.is_file():
+        raise UsageError(f"--schedule-file {path} does not exist")
+    schedule = read_csv(path)
+    for flag, value, wanted in (
+        ("--pp", schedule.ranks, ranks),
+        ("--virtual-stages", schedule.stages // schedule.ranks, chunks),
+        ("a number of micro-batches of", schedule.micro_batches, micro_batches),
+    ):
+        if wanted not in (None, value):
+            raise UsageError(f"--schedule-file {path} is for {flag} {value}, not {wanted}")
+    return schedule
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """The schedule in a CSV file, for whatever numbers of ranks and micro-batches it was written."""
+    path, rows, placement = Path(path), [], "looped"
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if line.startswith("#"):
+            key, colon, value = line[1:].rstrip(",").partition(":")  # spreadsheets fill up lines with commas
+            placement = value.strip() if colon and key.strip() == "placement" else placement
+        elif line.strip():
+            cells = [cell.strip() for cell in line.split(",")]
+            rows.append([_action(cell, f"{path}, line {number}") for cell in cells if cell])
+    if not rows or not all(rows):
+        raise UsageError(f"{path} has no action for {'one of its ranks' if any(rows) else 'any rank'}")
+    actions = [action for row in rows for action in row]
+    micro_batches, chunks = (1 + max(getattr(each, name) for each in actions) for name in ("micro_batch", "chunk"))
+    return Schedule(path.stem, _placement(placement, len(rows), chunks, path), micro_batches, tuple(map(tuple, rows)))
+
+
+def write_csv(schedule: Schedule, path: str | Path) -> None:
+    """Write the schedule as a table that `read_csv` and spreadsheets read."""
+    placement = "; ".join(" ".join(map(str, row)) for row in schedule.placement)
+    lines = [f"# placement: {placement}", *(",".join(map(str, row)) for row in schedule.actions)]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _action(cell: str, where: str) -> Action:
+    match = CELL.fullmatch(cell)
+    if not match:
+        raise UsageError(f"{where}: {cell!r} is no action; F0, B3, I2 or W2.1 (micro-batch 2 of chunk 1) are")
+    kind, micro_batch, chunk = match.groups()
+    return Action(kind, int(micro_batch), int(chunk or 0))
+
+
+def _placement(text: str, ranks: int, chunks: int, path: Path) -> Placement:
+    if text in PLACEMENTS:
+        return PLACEMENTS[text](ranks, chunks)
+    try:
+        rows = tuple(tuple(map(int, row.split())) for row in text.split(";"))
+    except ValueError:
+        rows = ()
+    if not rows or len({len(row) for row in rows}) > 1 or {rank for row in rows for rank in row} != set(range(ranks)):
+        raise UsageError(
+            f"{path}: placement {text!r} is none of {', '.join(PLACEMENTS)}, nor a list of the rank of each stage "
+            f"(0 to {ranks - 1}) for one or more copies, separated by ';'"
+        )
+    return rows

@@ -1,0 +1,127 @@
+"""The check that a schedule can run: complete, in a possible order, and with messages that do not deadlock."""
+
+from collections import defaultdict
+
+from common.errors import UsageError
+from step05_pipeline.schedules.actions import DIRECTIONS, Action, Schedule
+from step05_pipeline.schedules.messages import Program, Transfer, place_messages
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Return if the schedule can run; otherwise raise UsageError, with one line that says what is wrong."""
+    _check_placement(schedule)
+    kinds = defaultdict(str)  # the actions on each (rank, micro-batch, chunk), in order: "FB" or "FIW"
+    copies = [{} for _ in range(schedule.micro_batches)]  # that a micro-batch passes through, with an action in each
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind not in DIRECTIONS and action.kind != "W":
+                raise _wrong(schedule, f"rank {rank}: {action} is no F, B, I or W")
+            if not 0 <= action.chunk < schedule.chunks(rank):
+                held = f"{schedule.chunks(rank)} stage{'s' if schedule.chunks(rank) > 1 else ''}"
+                raise _wrong(schedule, f"rank {rank}: {action} is of chunk {action.chunk}, but the rank holds {held}")
+            if not 0 <= action.micro_batch < schedule.micro_batches:
+                raise _wrong(schedule, f"rank {rank}: {action}, but there are {schedule.micro_batches} micro-batches")
+            if action.kind in kinds[rank, action.micro_batch, action.chunk]:
+                raise _wrong(schedule, f"rank {rank} does {action} twice")
+            kinds[rank, action.micro_batch, action.chunk] += action.kind
+            copy, _ = schedule.stage_of(rank, action.chunk)
+            copies[action.micro_batch].setdefault(copy, f"{action} of rank {rank}")
+    for micro_batch, passed in enumerate(copies):
+        if not passed:
+            raise _wrong(schedule, f"micro-batch {micro_batch} is missing on all ranks")
+        if len(passed) > 1:
+            where = " and ".join(passed.values())
+            raise _wrong(schedule, f"micro-batch {micro_batch} passes through two copies of the model: {where}")
+        for stage in range(schedule.stages):
+            rank, chunk = schedule.place_of(next(iter(passed)), stage)
+            if wrong := _what_is_wrong(kinds[rank, micro_batch, chunk], micro_batch, chunk):
+                raise _wrong(schedule, f"rank {rank} {wrong}")
+    check_programs(schedule, place_messages(schedule))
+
+
+def _check_placement(schedule: Schedule) -> None:
+    rows, ranks = schedule.placement, set(range(schedule.ranks))
+    if len({len(row) for row in rows}) != 1 or {rank for row in rows for rank in row} != ranks:
+        raise _wrong(schedule, f"placement {rows} does not name the rank of each stage, from 0 to {schedule.ranks - 1}")
+    held = [{schedule.stage_of(rank, chunk)[1] for chunk in range(schedule.chunks(rank))} for rank in ranks]
+    for rank, stages in enumerate(held):
+        for other in range(rank):
+            if stages & held[other] and stages != held[other]:  # no group of ranks could sum their gradients
+                both = f"stages {sorted(held[other])} and {sorted(stages)}"
+                raise _wrong(schedule, f"ranks {other} and {rank} hold copies of some of each other's stages: {both}")
+
+
+def _what_is_wrong(kinds: str, micro_batch: int, chunk: int) -> str | None:
+    """What a rank does wrong with one micro-batch in one of its stages, where it should do "FB" or "FIW"."""
+    name = {kind: str(Action(kind, micro_batch, chunk)) for kind in "FBIW"}
+    part = next((kind for kind in kinds if kind in "IW"), None)
+    if "B" in kinds and part:
+        return f"does {name['B']} and also {name[part]}, a part of it"
+    complete = "FIW" if part else "FB"
+    for kind in complete:
+        if kind not in kinds:
+            return f"never does {name[kind]}" + (f" (or {name['I']} and {name['W']})" if kind == "B" else "")
+    for done, expected in zip(kinds, complete):
+        if done != expected:
+            return f"does {name[done]} before {name[expected]}"
+    return None
+
+
+# ---- the messages ----------------------------------------------------------------------------------------------------
+
+
+def check_programs(schedule: Schedule, programs: tuple[Program, ...]) -> None:
+    """Play one program per rank as NCCL would run it. Raises UsageError, with one line, if ranks get stuck.
+
+    An operation completes when it is the first in the queues of both its ranks; each rank has one queue per direction.
+    Like the executor, a rank waits before an action for the action's input, and before a send until its previous send
+    in that direction is complete. Under these rules the result does not depend on which rank runs first.
+    """
+    position = [0] * len(programs)  # of each rank, in its program
+    queues = {(rank, way): [] for rank in range(len(programs)) for way in ("forward", "backward")}
+    head = dict.fromkeys(queues, 0)  # how many operations of each queue are complete
+    available = {(rank, None) for rank in range(len(programs))}  # outputs computed or received on a rank
+
+    def first(rank: int, way: str) -> Transfer | None:
+        queue = queues[rank, way]
+        return queue[head[rank, way]] if head[rank, way] < len(queue) else None
+
+    def can_go_on(rank: int, item: Action | Transfer) -> bool:
+        if isinstance(item, Action):
+            return (rank, schedule.input_of(rank, item)) in available
+        queue = rank, item.output.direction
+        sending = any(each.kind == "send" for each in queues[queue][head[queue] :])
+        return item.kind == "receive" or ((rank, item.output) in available and not sending)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while position[rank] < len(program) and can_go_on(rank, item := program[position[rank]]):
+                if isinstance(item, Action):
+                    available.add((rank, schedule.output_of(rank, item)))
+                else:
+                    queues[rank, item.output.direction].append(item)
+                position[rank] += 1
+                moved = True
+        for rank, way in queues:
+            while (item := first(rank, way)) and item.kind == "receive":
+                if first(item.peer, way) != Transfer("send", item.output, rank):
+                    break
+                head[rank, way] += 1
+                head[item.peer, way] += 1
+                available.add((rank, item.output))
+                moved = True
+    stuck = []
+    for rank, program in enumerate(programs):
+        if position[rank] < len(program):
+            stuck.append(f"rank {rank} waits at {program[position[rank]]}")
+        for way in ("forward", "backward"):
+            if item := first(rank, way):
+                stuck.append(f"rank {rank}'s first {way} operation is to {item}")
+    if stuck:
+        raise _wrong(schedule, f"deadlock: {'; '.join(stuck[:6])}{' ...' if len(stuck) > 6 else ''}")
+
+
+def _wrong(schedule: Schedule, what: str) -> UsageError:
+    return UsageError(f"schedule {schedule.name}: {what}")

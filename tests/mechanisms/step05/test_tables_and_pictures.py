@@ -1,0 +1,109 @@
+"""A reader's own schedule from a CSV file; the command that draws schedules."""
+
+import random
+
+import pytest
+
+from common.errors import UsageError
+from step05_pipeline.schedules.__main__ import main
+from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
+from step05_pipeline.schedules.csv_files import read_csv, read_schedule, write_csv
+from step05_pipeline.schedules.simulator import Costs, simulate
+from step05_pipeline.schedules.timeline import draw, text
+from step05_pipeline.schedules.validator import check_schedule
+
+# As a spreadsheet saves it: time in columns, empty cells, lines filled up with commas
+OWN = """# a comment,,,,,,
+# placement: v,,,,,,,
+F0,,F0.1,I0.1,I0,W0.1,W0
+,F0,F0.1,B0.1,B0,,,
+"""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_csv_round_trip(name, tmp_path):
+    draw = random.Random(name)
+    schedule = build_schedule(name, 4, 4 * draw.randint(1, 3))
+    path = tmp_path / f"{name}.csv"
+    write_csv(schedule, path)
+    assert read_schedule(path, 4, schedule.micro_batches) == read_csv(path) == schedule
+
+
+def test_own_table(tmp_path):
+    path = tmp_path / "own.csv"
+
+    def read(table: str, ranks: int, micro_batches: int):
+        path.write_text(table)
+        schedule = read_schedule(path, ranks, micro_batches)
+        check_schedule(schedule)
+        return schedule
+
+    schedule = read(OWN, 2, 1)
+    assert (schedule.name, schedule.placement, schedule.micro_batches) == ("own", ((0, 1, 1, 0),), 1)
+    assert read("F0,F1,B0,B1\nF0,B0,F1,B1\n", 2, 2).placement == ((0, 1),)
+    assert read("# placement: 0 0 1\nF0,F0.1,B0.1,B0\nF0,B0\n", 2, 1).placement == ((0, 0, 1),)
+    assert read("# placement: bidirectional\nF0,F1.1,B1.1,B0\nF1.1,F0,B0,B1.1\n", 2, 2).placement == ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "message"),
+    [
+        ("own.py", "", "must end with .csv"),
+        ("absent.csv", None, "does not exist"),
+        ("own.csv", "F0,B0\n", "is for --pp 1, not 2"),
+        ("own.csv", "F0,B0\nF0,B0\n", "is for a number of micro-batches of 1, not 2"),
+        ("own.csv", "F0,F1,B0,B1\nF0,B0,F1,b1\n", "line 2: 'b1' is no action; F0, B3, I2 or W2.1"),
+        ("own.csv", "# nothing\n", "has no action for any rank"),
+        ("own.csv", "F0,F1,B0,B1\n,,,\n", "has no action for one of its ranks"),
+        ("own.csv", "# placement: w\nF0,B0\nF0,B0\n", "placement 'w' is none of looped, v, bidirectional, nor"),
+        ("own.csv", "# placement: 0 2\nF0,B0\nF0,B0\n", "a list of the rank of each stage (0 to 1)"),
+        ("own.csv", b"\xff\xfe", "cannot be read as UTF-8 text"),
+    ],
+)
+def test_bad_files(name, table, message, tmp_path):
+    if table is not None:
+        (tmp_path / name).write_bytes(table if isinstance(table, bytes) else table.encode())
+    with pytest.raises(UsageError) as raised:
+        read_schedule(tmp_path / name, 2, 2)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_text():
+    assert text(simulate(build_schedule("1f1b", 2, 2))).splitlines() == [
+        "rank 0  F0 F1 ......B0--- ...B1---",
+        "rank 1  ...F0 B0--- F1 B1---",
+    ]
+    halves = text(simulate(build_schedule("1f1b", 4, 8), Costs(communication=0.5)))
+    last = "rank 3  ..............F0 B0--- F1 B1--- ...F2 B2---"  # every box has its name
+    assert halves.splitlines()[3].startswith(last)
+    crowded = text(simulate(build_schedule("interleaved", 4, 128, 4))).splitlines()
+    assert len(crowded) == 4 and max(map(len, crowded)) > 100
+
+
+def test_command(tmp_path, capsys):
+    table, picture = tmp_path / "own.csv", tmp_path / "own.png"
+    write_csv(build_schedule("zb-h2", 4, 8), table)
+    assert main(["--schedule-file", str(table), "--out", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "makespan    27 = work of a rank 24 + bubble 3" in printed
+    assert "24 within each rank, bubble 0" in printed and "in flight   7/5/3/1" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["--schedule", "llama3", "--micro-batches", "10", "--consecutive", "5", "--costs", "B=2"]) == 0
+    assert "makespan    34.5" in capsys.readouterr().out
+    assert main(["--schedule", "interleaved"]) == 0  # a stage is half of what the costs are of
+    assert "makespan    28.5 = work of a rank 24 + bubble 4.5" in capsys.readouterr().out
+    for flags, message in (
+        (["--schedule", "gpipe"], "--schedule gpipe is unknown"),
+        (["--costs", "X=1"], "'X' is none of F, I, W, B, FB, communication"),
+        (["--costs", "F"], "'F' is not NAME=NUMBER"),
+        (["--out", str(tmp_path / "no" / "picture.png")], "cannot draw"),
+    ):
+        assert main(flags) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_stacked_pictures(tmp_path):
+    """Simulated above measured, with chunks, and boxes too small for a number."""
+    simulated = simulate(build_schedule("interleaved", 4, 64, 2))
+    path = draw({"simulated": simulated, "again": simulated}, tmp_path / "both.png", "ms")
+    assert path.stat().st_size > 10_000

@@ -1,0 +1,191 @@
+"""Messages are placed so that nobody waits forever; the check rejects what is incomplete or would get stuck."""
+
+import random
+from dataclasses import replace
+from graphlib import TopologicalSorter
+
+import pytest
+
+from common.errors import UsageError
+from step05_pipeline.schedules.actions import Action, Schedule
+from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
+from step05_pipeline.schedules.messages import Transfer, place_messages
+from step05_pipeline.schedules.validator import check_programs, check_schedule
+from tests.mechanisms.step05.test_schedules import random_case
+
+NAMES = tuple(SCHEDULES)
+
+# ---- what the check rejects ------------------------------------------------------------------------------------------
+
+
+def changed(schedule: Schedule, **texts: str) -> Schedule:
+    """With other rows: r1="F0 B0" is that of rank 1."""
+    actions = list(schedule.actions)
+    for rank, text in texts.items():
+        cells = [cell.partition(".") for cell in text.split()]
+        actions[int(rank[1:])] = tuple(Action(cell[0], int(cell[1:]), int(chunk or 0)) for cell, _, chunk in cells)
+    return replace(schedule, actions=tuple(actions))
+
+
+BOTH = "F0 F1.1 B1.1 B0 F0.1"
+BROKEN = [  # schedule, the row of rank 0 or 1, what the line says
+    ("1f1b", {"r1": "F0 F1 B0"}, "rank 1 never does B1 (or I1 and W1)"),
+    ("1f1b", {"r1": "F0 B0 B1"}, "rank 1 never does F1"),
+    ("1f1b", {"r1": "F0 F1 I0 W0 I1"}, "rank 1 never does W1"),
+    ("1f1b", {"r0": "F0 F1 F0 B0 B1"}, "rank 0 does F0 twice"),
+    ("1f1b", {"r1": "F0 B0 W0 F1 B1"}, "rank 1 does B0 and also W0, a part of it"),
+    ("1f1b", {"r1": "F0 I0 B0 F1 B1"}, "rank 1 does B0 and also I0, a part of it"),
+    ("1f1b", {"r1": "F0 W0 I0 F1 B1"}, "rank 1 does W0 before I0"),
+    ("1f1b", {"r1": "F0 B0 B1 F1"}, "rank 1 does B1 before F1"),
+    ("1f1b", {"r1": "I0 F0 W0 F1 B1"}, "rank 1 does I0 before F0"),
+    ("1f1b", {"r0": "F0 B0", "r1": "F0 B0"}, "micro-batch 1 is missing on all ranks"),
+    ("1f1b", {"r1": "F0 B0 F1 B1 F2 B2"}, "rank 1: F2, but there are 2 micro-batches"),
+    ("1f1b", {"r1": "F0 B0 F1.1 B1"}, "rank 1: F1.1 is of chunk 1, but the rank holds 1 stage"),
+    ("1f1b", {"r1": "F0 B0 F1 X1"}, "rank 1: X1 is no F, B, I or W"),
+    ("1f1b", {"r0": "F0 B0 F1 B1", "r1": "F1 B1 F0 B0"}, "deadlock: rank 0 at B0, rank 1 at F1 wait forever"),
+    ("dualpipe", {"r0": BOTH}, "micro-batch 0 passes through two copies of the model: F0 of rank 0"),
+    ("zbv", {"r1": "F0.1 I0.1 W0.1 F0 I0 W0 F1 F1.1 I1.1 W1.1 I1 W1"}, "deadlock: rank 0 at "),
+]
+
+
+@pytest.mark.parametrize(("name", "texts", "message"), BROKEN)
+def test_broken_schedules_are_rejected(name, texts, message):
+    good = build_schedule(name, 2, 2)
+    check_schedule(good)
+    with pytest.raises(UsageError) as raised:
+        check_schedule(changed(good, **texts))
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("placement", [((0, 5),), ((0, 0),), ((0, 1), (0,))])
+def test_placements_that_lack_a_rank(placement):
+    with pytest.raises(UsageError, match="does not name the rank of each stage, from 0 to 1"):
+        check_schedule(replace(build_schedule("1f1b", 2, 2), placement=placement))
+
+
+def test_copies_have_to_share_whole_ranks():
+    """Otherwise no group of ranks holds all that it would have to sum: one stage's gradients would reach another."""
+    whole = build_schedule("1f1b", 3, 2)
+    both = [(*row, *(Action(each.kind, each.micro_batch + 2, 1) for each in row)) for row in whole.actions]
+    with pytest.raises(UsageError, match="hold copies of some of each other's stages"):
+        check_schedule(Schedule("own", ((0, 1, 2), (1, 2, 0)), 4, tuple(both)))
+    check_schedule(build_schedule("dualpipe", 4, 3))  # ranks 0 and 3 hold the same two stages
+
+
+def test_a_different_but_possible_order_is_accepted():
+    """Ranks need not agree on more than data demands: one splits its backwards; one goes from back to front."""
+    check_schedule(changed(build_schedule("afab", 2, 2), r1="F0 F1 I0 I1 W1 W0"))
+    check_schedule(changed(build_schedule("afab", 2, 2), r0="F1 F0 B1 B0", r1="F0 F1 B0 B1"))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_spelt_out():
+    assert [" | ".join(map(str, program)) for program in place_messages(build_schedule("1f1b", 2, 2))] == [
+        "F0 | send forward 0 of stage 0 to rank 1 | F1 | send forward 1 of stage 0 to rank 1 | "
+        "receive backward 0 of stage 1 from rank 1 | B0 | receive backward 1 of stage 1 from rank 1 | B1",
+        # F1's input is asked for before the F0 during which it arrives
+        "receive forward 0 of stage 0 from rank 0 | receive forward 1 of stage 0 from rank 0 | F0 | B0 | "
+        "send backward 0 of stage 1 to rank 0 | F1 | B1 | send backward 1 of stage 1 to rank 0",
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_number_of_messages(name):
+    """One at each border between ranks, in each direction, for each micro-batch. Interleaving makes v times as many."""
+    schedule = build_schedule(name, 4, 8)
+    programs = enumerate(place_messages(schedule))
+    transfers = [(rank, item) for rank, program in programs for item in program if isinstance(item, Transfer)]
+    sends = [(rank, item) for rank, item in transfers if item.kind == "send"]
+    borders = {"zbv": 6, "dualpipev": 6}.get(name, schedule.stages - 1)
+    assert len(sends) == len(set(sends)) == 2 * 8 * borders
+    assert all(rank != item.peer for rank, item in sends)
+
+
+def test_messages_in_the_order_of_need_would_deadlock():
+    """Each receive right before its action is what one writes first. With several stages on a rank it
+    asks for messages in another order than they were sent in, and NCCL hangs.
+    """
+
+    def programs(schedule: Schedule):
+        placed = [item for program in place_messages(schedule) for item in program if isinstance(item, Transfer)]
+        sends, receives = ({t.output: t for t in placed if t.kind == kind} for kind in ("send", "receive"))
+        for rank, row in enumerate(schedule.actions):
+            program = []
+            for action in row:
+                before, after = schedule.input_of(rank, action), schedule.output_of(rank, action)
+                program += [receives[before]] if before in receives else []
+                program += [action]
+                program += [sends[after]] if after in sends else []
+            yield tuple(program)
+
+    hang = set()
+    for name in NAMES:
+        schedule = build_schedule(name, 4, 8)
+        try:
+            check_programs(schedule, tuple(programs(schedule)))
+        except UsageError as error:
+            assert "deadlock" in str(error) and "first forward operation is to" in str(error)
+            hang.add(name)
+    assert hang == {"interleaved", "breadth-first", "llama3", "zbv", "dualpipe", "dualpipev"}
+
+
+def test_crossed_messages_are_rejected():
+    """Two messages between the same two ranks, exchanged on one side: whatever the schedule, somebody waits forever."""
+    draw = random.Random(0)
+    for _ in range(60):
+        schedule, _ = random_case(draw.choice(NAMES), draw)
+        programs = [list(program) for program in place_messages(schedule)]
+        pairs = []
+        for rank, program in enumerate(programs):
+            last = {}
+            for place, item in enumerate(program):
+                if isinstance(item, Transfer):
+                    ends = item.kind, item.peer, item.output.direction
+                    pairs += [(rank, last[ends], place)] if ends in last else []
+                    last[ends] = place
+        if pairs:
+            rank, one, other = draw.choice(pairs)
+            programs[rank][one], programs[rank][other] = programs[rank][other], programs[rank][one]
+            with pytest.raises(UsageError):
+                check_programs(schedule, tuple(map(tuple, programs)))
+
+
+def test_broken_programs_are_rejected():
+    schedule = build_schedule("1f1b", 2, 2)
+    placed = place_messages(schedule)
+
+    def rejected(rank: int, change, message: str) -> None:
+        programs = [list(program) for program in placed]
+        change(programs[rank])
+        with pytest.raises(UsageError) as raised:
+            check_programs(schedule, tuple(map(tuple, programs)))
+        assert message in str(raised.value) and "\n" not in str(raised.value)
+
+    def move(old: int, new: int):
+        return lambda program: program.insert(new, program.pop(old))
+
+    rejected(1, move(1, 0), "deadlock: rank 0 waits at send forward 1")  # which is asked for first
+    rejected(1, move(1, 5), "rank 1 waits at F1")  # received after it is needed
+    rejected(0, move(1, 0), "rank 0 waits at send forward 0 of stage 0 to rank 1")  # before it is computed
+    rejected(0, lambda program: program.pop(1), "rank 1 waits at F0")  # never sent
+    rejected(1, lambda program: program.pop(1), "rank 0's first forward operation is to send forward 1")  # or received
+    rejected(0, lambda program: program.pop(0), "rank 0 waits at send forward 0 of stage 0 to rank 1")
+    rejected(0, lambda program: program.append(program[1]), "rank 0's first forward operation is to send forward 0")
+    rejected(
+        0, lambda program: program.append(placed[1][0]), "rank 0's first forward operation is to receive forward 0"
+    )
+
+
+def test_all_ranks_share_one_order_of_messages():
+    draw = random.Random(1)
+    for _ in range(40):
+        schedule, _ = random_case(draw.choice(NAMES), draw)
+        order = TopologicalSorter()
+        for actions, program in zip(schedule.actions, place_messages(schedule), strict=True):
+            assert tuple(item for item in program if isinstance(item, Action)) == actions
+            outputs = [item.output for item in program if isinstance(item, Transfer)]
+            for one, other in zip(outputs, outputs[1:]):
+                order.add(other, one)
+        order.prepare()  # raises CycleError if there is none
