@@ -25,27 +25,25 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """Every parameter of `model`."""
+    """The number of parameters in each part of `model`, which need not be built for that."""
     h, d = model.hidden, model.head_width
     attention = h * d * model.heads * 2 + h * d * model.kv_heads * 2  # q and o; k and v
     dense_mlp = 3 * h * model.ffn  # gate, up, down
-    expert = 3 * h * model.expert_ffn
-    router = h * model.experts
+    expert, router = 3 * h * model.expert_ffn, h * model.experts
     moe = (model.experts + model.shared_experts) * expert + router
     moe_active = (model.top_k + model.shared_experts) * expert + router
     moe_layers = model.layers - model.dense_layers if model.experts else 0
-    dense_layers = model.layers - moe_layers
     embedding = model.vocab * h
-    head = 0 if model.tie_embeddings else model.vocab * h
+    head = 0 if model.tie_embeddings else embedding
     norms = (2 * model.layers + 1) * h
-    shared = embedding + head + norms + model.layers * attention + dense_layers * dense_mlp
+    shared = embedding + head + norms + model.layers * attention + (model.layers - moe_layers) * dense_mlp
     total, active = shared + moe_layers * moe, shared + moe_layers * moe_active
     return ParameterCount(embedding, attention, dense_mlp, moe, moe_active, norms, head, total, active)
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Forward FLOPs of ONE sequence, by part, over all layers."""
+    """FLOPs of the forward of ONE sequence in each part of the model, over all layers."""
 
     linear: int  # attention projections and MLPs
     attention_core: int  # q k^T and p v over the full square, causal or not (the convention of MFU)
@@ -53,6 +51,7 @@ class FlopCount:
 
     @property
     def forward(self) -> int:
+        """The whole forward."""
         return self.linear + self.attention_core + self.head
 
     @property
@@ -70,10 +69,7 @@ class FlopCount:
 
 
 def count_flops(model: ModelConfig, seq_len: int) -> FlopCount:
-    """Exact forward FLOPs of one sequence of `seq_len` tokens.
-
-    Without attention cores this is 2 FLOPs a parameter and token (embedding rows are looked up, not multiplied).
-    """
+    """The exact FLOPs of one sequence of `seq_len` tokens; embedding rows are looked up and cost none."""
     count = count_parameters(model)
     moe_layers = model.layers - model.dense_layers if model.experts else 0
     linear = model.layers * count.attention

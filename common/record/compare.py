@@ -1,11 +1,9 @@
 """Compare runs: `python -m common.compare RUN... [--tolerance 1e-5] [--out FILE.png]`.
 
-The first run is the reference. Draws all curves into one picture, prints a table of the largest relative differences,
-and exits with status 0, with 1 if a difference exceeds the tolerance, or with 2 and one line if the runs cannot be
-compared.
+The first run is the reference. Draws all curves, prints a table of the largest relative differences, and exits with
+status 0, with 1 if a difference exceeds the tolerance, or with 2 and one line if the runs cannot be compared.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -16,7 +14,7 @@ from pathlib import Path
 from common.command_line import OneLineParser
 from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
-from common.record.curves import plot
+from common.experiments.curves import plot
 from common.record.run_record import read_metrics
 
 KEYS = ("loss", "grad_norm")
@@ -97,8 +95,7 @@ def compare(runs: list[Run], keys: tuple[str, ...] = KEYS, steps: int | None = N
             raise UsageError(f"{reference.path} and {run.path} read different corpora (corpus_sha256 in config.json)")
         both = [step for step in sorted(run.records.keys() & reference.records.keys()) if steps is None or step < steps]
         if not both:
-            limit = "" if steps is None else f" below --steps {steps}"
-            raise UsageError(f"{reference.path} and {run.path} have no step in common{limit}")
+            raise UsageError(f"{reference.path} and {run.path} have no step to compare in common")
         worst = {}
         for key in keys:
             found = {step: relative_difference(reference.value(step, key), run.value(step, key)) for step in both}
@@ -111,9 +108,8 @@ def labels(runs: list[Run]) -> list[str]:
     """A name for every run: its label, and the folder where that alone is not unique."""
     names = [run.label for run in runs]
     for more in ("{0.path.name}", "{0.path}"):
-        names = [
-            f"{run.label} ({more.format(run)})" if names.count(name) > 1 else name for run, name in zip(runs, names)
-        ]
+        twice = {name for name in names if names.count(name) > 1}
+        names = [f"{run.label} ({more.format(run)})" if name in twice else name for run, name in zip(runs, names)]
     return names
 
 
@@ -153,17 +149,11 @@ def table(rows: list[Row]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in aligned)
 
 
-def _tolerance(text: str) -> float:
-    if not float(text) >= 0:  # a NaN would let everything pass
-        raise argparse.ArgumentTypeError("must not be negative")
-    return float(text)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status: 0, 1 (above the tolerance) or 2 (cannot be compared)."""
     parser = OneLineParser(prog="python -m common.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run wrote (--run-dir)")
-    parser.add_argument("--tolerance", type=_tolerance, help="exit with 1 if a relative difference exceeds it")
+    parser.add_argument("--tolerance", type=float, help="exit with 1 if a relative difference exceeds it")
     parser.add_argument("--out", default="compare.png", help="the picture (default: %(default)s)")
     parser.add_argument("--key", default=",".join(KEYS), help="what to compare (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="compare only the steps below this")
@@ -172,6 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not keys:
             raise UsageError("--key names nothing to compare")
+        if tolerance is not None and not tolerance >= 0:  # a NaN would let everything pass
+            raise UsageError(f"--tolerance {tolerance} must be at least 0")
         rows = compare([read_run(path) for path in arguments.runs], keys, arguments.steps)
         print("\n".join([table(rows), *(f"note: {note}" for note in notes(rows))]))
         try:

@@ -91,7 +91,7 @@ def test_nan_in_one_run_only_is_a_difference(tmp_path, command):
         ("metrics.jsonl", '{"step": 0}\n{broken\n', "line 2 is not the record"),
         ("metrics.jsonl", '{"step": 0, "loss": 1.0}\n', "'grad_norm' at step 0"),
         ("metrics.jsonl", '{"step": 0, "loss": "x"}\n', "not a number"),
-        ("metrics.jsonl", '{"step": 9}\n', "no step in common"),
+        ("metrics.jsonl", '{"step": 9}\n', "no step to compare in common"),
         ("config.json", "{broken", "cannot be read"),
         ("config.json", "[1]", "cannot be read"),
         ("config.json", '{"corpus_sha256": "other"}', "different corpora"),
@@ -103,14 +103,10 @@ def test_what_cannot_be_compared_exits_with_2_and_one_line(pair, command, name, 
     assert status == 2 and message in err and str(pair[1]) in err and err.count("\n") == 1
 
 
-def test_unusable_arguments_exit_with_2_and_one_line(pair, command, tmp_path, capsys):
-    for arguments in ("--key=", "--steps=0", "--key=nothing"):
-        status, _, err = command(pair[0], arguments)
+def test_unusable_arguments_exit_with_2_and_one_line(pair, command):
+    for argument in ("--key=", "--steps=0", "--key=nothing", "--tolerance=nan", "--tolerance=-1"):
+        status, _, err = command(pair[0], argument)
         assert status == 2 and err.count("\n") == 1
-    for tolerance in ("nan", "-1", "x"):  # nothing could fail
-        with pytest.raises(SystemExit) as stop:
-            command(pair[0], f"--tolerance={tolerance}")
-        assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_labels_name_the_layout(tmp_path):
