@@ -165,9 +165,8 @@ def test_refusals_name_the_flag_and_its_value_in_one_line(world, case):
 def test_what_is_allowed_in_which_world():
     valid("--tp 8 --kv-heads 1", world=8)
     valid("--tp 4 --seq-len 255 --no-sequence-parallel --tp-mode plain", world=4)
-    valid("--tp 2 --vocab 257", world=2)  # it is padded
-    valid("--zero 3 --zero-replicas 4 --zero-reduce step", world=4)
-    valid("--resume some/path --link 0,1")
+    valid("--tp 2 --vocab 257 --link 0,1", world=2)  # the vocabulary is padded
+    valid("--zero 3 --zero-replicas 4 --zero-reduce step --resume some/path", world=4)
     with pytest.raises(UsageError, match="step01_single_gpu .* 2"):
         valid("", step=1, world=2)
 
@@ -185,8 +184,6 @@ def test_a_refusal_ends_with_status_2():
 
 
 def test_bad_arguments_of_other_commands_are_one_line(capsys):
-    command = OneLineParser(prog="command")
-    command.add_argument("run")
     with pytest.raises(SystemExit, match="2"):
-        command.parse_or_exit([])
+        OneLineParser(prog="command").parse_or_exit(["stray"])
     assert capsys.readouterr().err.count("\n") == 1

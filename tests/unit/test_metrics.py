@@ -39,16 +39,15 @@ def write_steps(record, steps, **numbers):
 
 
 def test_one_object_a_step_with_every_key_at_full_precision(tmp_path):
-    folder = tmp_path / "new" / "folder"
-    for step, loss in enumerate((0.1 + 0.2, math.nan, math.inf, -math.inf)):
-        write_steps(record_of(folder, first_step=step, lr=3e-4), [step], loss=loss, aux_loss=0.25 * step)
-    records, cut_off = read_metrics(folder / "metrics.jsonl")
+    losses = (0.1 + 0.2, math.inf, -math.inf, math.nan)
+    for step, loss in enumerate(losses):
+        write_steps(record_of(tmp_path / "new", first_step=step, lr=3e-4), [step], loss=loss, aux_loss=0.25 * step)
+    records, cut_off = read_metrics(tmp_path / "new" / "metrics.jsonl")
     assert not cut_off and all(each.keys() == KEYS for each in records)
-    losses = [each["loss"] for each in records]
-    assert losses[0] == 0.1 + 0.2 and math.isnan(losses[1]) and losses[2:] == [math.inf, -math.inf]
+    assert [each["loss"] for each in records[:3]] == [*losses[:3]] and math.isnan(records[3]["loss"])
     assert [each["tokens"] for each in records] == [TOKENS * (step + 1) for step in range(4)]
     assert [each["aux_loss"] for each in records] == [0.0, 0.25, 0.5, 0.75] and records[0]["grad_norm"] == 1 / 3
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert (config["lr"], config["dp"], config["world_size"], config["corpus_sha256"]) == (3e-4, 1, 1, "abc")
     assert config["model_config"]["layers"] == 4 and config["torch_version"] == torch.__version__
 
