@@ -1,54 +1,59 @@
-"""Make a Hugging Face model folder of a training checkpoint.
+"""Make a Hugging Face model folder of a training checkpoint, whatever layout wrote it.
 
     python -m common.export RUN_DIR_OR_CHECKPOINT OUT
 
-`transformers.AutoModelForCausalLM.from_pretrained(OUT)` then loads it. The checkpoint may come from any layout.
+`transformers.AutoModelForCausalLM.from_pretrained(OUT)` then opens it.
 """
 
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 
-from common.checkpoints import checkpoint
-from common.checkpoints import files as checkpoint_files
+from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.command_line import OneLineParser
-from common.errors import UsageError
-from common.huggingface import export
+from common.errors import UsageError, first_line
+from common.huggingface import huggingface_name
 from common.model import Decoder
 from common.model_config import ModelConfig, RopeScaling
+from common.presets import HUGGINGFACE_NAMES, ROPE_SCALING_NAMES
 from common.process_groups import Degrees, build_mesh
 
 
-def export_checkpoint(source: str, out: str) -> Path:
-    """Export the checkpoint `source` (or the newest of the run folder `source`) in the run's training type.
+def export_checkpoint(source: str, out: str) -> str:
+    """Export the checkpoint `source`, or the newest of the run folder `source`, in the run's --dtype; return which.
 
-    Raises UsageError when there is none, when it is damaged, or when `out` exists already.
+    Raises UsageError, OSError or ValueError when it or its tokenizer cannot be read or `out` cannot be written.
     """
-    try:
-        [folder] = checkpoint_files.candidates(os.path.join(".", source), None)  # a folder called auto is a folder
-    except UsageError as error:
-        raise UsageError(str(error).removeprefix("--resume ")) from None
-    try:
-        run = json.loads((folder.parent.parent / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{folder.parent.parent}/config.json tells the model's shape and cannot be read: {error}"
-        ) from None
-    values = run["model_config"]
-    values["rope_scaling"] = values["rope_scaling"] and RopeScaling(**values["rope_scaling"])
-    config = ModelConfig(**values)
-    tensors = {
-        p.spec.name: (p.spec, torch.empty(p.spec.global_shape, dtype=getattr(torch, run["dtype"])))
-        for p in Decoder(config).parameters()
-    }
-    slices = [part for spec, tensor in tensors.values() for part in SavedBox.of("parameter", spec, tensor)]
-    checkpoint.load(folder, slices, build_mesh(Degrees(), torch.device("cpu")))
-    export({name: tensor for name, (_, tensor) in tensors.items()}, config, out, tokenizer=run["tokenizer"])
-    return folder
+    from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+    [folder] = files.candidates(os.path.join(".", source), None)  # a folder called auto is a folder
+    run = json.loads((folder.parent.parent / "config.json").read_text())
+    rope, scaling = {"rope_type": "default"}, run["model_config"]["rope_scaling"]
+    if scaling:
+        rope = {"rope_type": "llama3", **dict(zip(ROPE_SCALING_NAMES, scaling.values(), strict=True))}
+        run["model_config"]["rope_scaling"] = RopeScaling(**scaling)
+    config = ModelConfig(**run["model_config"])
+    weights, boxes = {}, []
+    for parameter in Decoder(config).parameters():
+        values = torch.empty(parameter.shape, dtype=getattr(torch, run["dtype"]))
+        weights[huggingface_name(parameter.spec.name)] = values
+        boxes += SavedBox.of("parameter", parameter.spec, values)
+    checkpoint.load(folder, boxes, build_mesh(Degrees(), torch.device("cpu")))
+
+    tokenizer = AutoTokenizer.from_pretrained(run["tokenizer"]) if run["tokenizer"] else ByT5Tokenizer()
+    options = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    options |= {name: getattr(config, ours) for ours, name in HUGGINGFACE_NAMES.items()}
+    if os.path.exists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise UsageError(f"{out} exists and is not an empty folder; an export would mix two models")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**options, rope_parameters=rope | {"rope_theta": config.rope_theta}))
+    model.to(values.dtype).save_pretrained(out, state_dict=weights)
+    if len(tokenizer) <= config.vocab:  # a run on synthetic tokens may have a smaller vocabulary
+        tokenizer.save_pretrained(out)
+    return str(folder)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,12 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", help="folder to make")
     arguments = parser.parse_or_exit(argv)
     try:
-        folder = export_checkpoint(arguments.source, arguments.out)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{export_checkpoint(arguments.source, arguments.out)} -> {arguments.out}")
+        return 0
+    except (UsageError, OSError, ValueError) as error:
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 2
-    print(f"{folder} -> {arguments.out}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     """Take the configured number of steps. Returns the tensors that this rank updates."""
     collectives.link = config.link_model
-    batches = load_batches(config)
+    batches = load_batches(config, mesh)
     model, zero, optimizer = build(config, mesh)
     scaler = LossScaler(config.torch_dtype)
 

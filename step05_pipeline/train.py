@@ -43,7 +43,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     """Take the configured number of steps. Returns the tensors that this rank updates."""
     collectives.link = config.link_model
-    batches = load_batches(config)
+    batches = load_batches(config, mesh)
     pipeline, optimizer = build(config, mesh)
     mesh = pipeline.mesh  # with the groups of stages that share parameters
     scaler = LossScaler(config.torch_dtype)

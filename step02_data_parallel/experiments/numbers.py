@@ -86,7 +86,7 @@ def gradient_differences(mesh: Mesh, done: Callable) -> dict[str, float]:
     """On a rank: the largest relative difference for each mode and number of micro-batches."""
     result, samples = {}, 8
     config = TrainConfig(**MODEL | {"hidden": 64, "ffn": 192}, seq_len=64, global_batch=samples, dtype="float64")
-    batches = load_batches(config)
+    batches = load_batches(config, mesh)
 
     def fresh() -> Decoder:
         model = Decoder(config.model_config)

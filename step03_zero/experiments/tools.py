@@ -39,7 +39,7 @@ class Run:
         config = TrainConfig(device="cpu", **flags)
         config.resolve_and_check(mesh.world.size)
         self.config, self.mesh = config, build_mesh(Degrees.of(config), mesh.device, config.model_config.kv_heads)
-        self.batches = load_batches(config)
+        self.batches = load_batches(config, mesh)
         self.model = Decoder(config.model_config)
         apply_recompute(self.model, config.recompute)
         self.zero = Zero(self.model, config, self.mesh)

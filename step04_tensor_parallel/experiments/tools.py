@@ -63,7 +63,7 @@ class Run:
         self.config = config = TrainConfig(device="cpu", **flags)
         config.resolve_and_check(mesh.world.size)
         self.mesh = mesh_of(Degrees.of(config), mesh.device, config.model_config.kv_heads)
-        self.batches = load_batches(config)
+        self.batches = load_batches(config, mesh)
         self.model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
         apply_tensor_parallel(self.model, config, self.mesh)
         apply_recompute(self.model, config.recompute)

@@ -41,7 +41,7 @@ class Run:
     def __init__(self, mesh: Mesh, observer=None, **flags):
         self.config = config = TrainConfig(device="cpu", **flags)
         config.resolve_and_check(mesh.world.size)
-        self.observer, self.batches = observer, load_batches(config)
+        self.observer, self.batches = observer, load_batches(config, mesh)
         mesh = mesh_of(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
         self.pipeline, optimizer = build(config, mesh)
         self.mesh, self.shards = self.pipeline.mesh, optimizer.parameters
