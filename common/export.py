@@ -1,8 +1,6 @@
-"""Make a Hugging Face model folder of a training checkpoint, whatever layout wrote it.
+"""Make a folder that `transformers.AutoModelForCausalLM` opens of a training checkpoint, whatever layout wrote it.
 
-    python -m common.export RUN_DIR_OR_CHECKPOINT OUT
-
-`transformers.AutoModelForCausalLM.from_pretrained(OUT)` then opens it.
+python -m common.export RUN_DIR_OR_CHECKPOINT OUT
 """
 
 import json
@@ -23,13 +21,10 @@ from common.process_groups import Degrees, build_mesh
 
 
 def export_checkpoint(source: str, out: str) -> str:
-    """Export the checkpoint `source`, or the newest of the run folder `source`, in the run's --dtype; return which.
-
-    Raises UsageError, OSError or ValueError when it or its tokenizer cannot be read or `out` cannot be written.
-    """
+    """Export the checkpoint `source`, or the newest of the run folder `source`, in the run's --dtype; return which."""
     from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-    [folder] = files.candidates(os.path.join(".", source), None)  # a folder called auto is a folder
+    [folder] = files.candidates(os.path.join(".", source), "")  # a folder called auto is a folder
     run = json.loads((folder.parent.parent / "config.json").read_text())
     rope, scaling = {"rope_type": "default"}, run["model_config"]["rope_scaling"]
     if scaling:
@@ -46,8 +41,9 @@ def export_checkpoint(source: str, out: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(run["tokenizer"]) if run["tokenizer"] else ByT5Tokenizer()
     options = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     options |= {name: getattr(config, ours) for ours, name in HUGGINGFACE_NAMES.items()}
-    if os.path.exists(out) and not (os.path.isdir(out) and not os.listdir(out)):
-        raise UsageError(f"{out} exists and is not an empty folder; an export would mix two models")
+    os.makedirs(out, exist_ok=True)
+    if os.listdir(out):
+        raise UsageError(f"{out} is not empty; an export would mix two models")
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**options, rope_parameters=rope | {"rope_theta": config.rope_theta}))
     model.to(values.dtype).save_pretrained(out, state_dict=weights)
@@ -57,17 +53,17 @@ def export_checkpoint(source: str, out: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 2, after one line, for what cannot be exported."""
+    """The command line. Returns the exit status: 2, after one line on stderr, for what cannot be exported."""
     parser = OneLineParser(prog="python -m common.export", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="run folder (its newest checkpoint) or checkpoint")
     parser.add_argument("out", help="folder to make")
     arguments = parser.parse_or_exit(argv)
     try:
         print(f"{export_checkpoint(arguments.source, arguments.out)} -> {arguments.out}")
-        return 0
     except (UsageError, OSError, ValueError) as error:
-        print(f"error: {first_line(error)}", file=sys.stderr)
+        print(f"error: {first_line(error).removeprefix('--resume ')}", file=sys.stderr)
         return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""Weights in Hugging Face's format: what they are called there, and initial values read from them.
-
-A checkpoint is a folder as Hugging Face's libraries make it: `config.json` and one or more `.safetensors` files.
-"""
+"""Weights in Hugging Face's format (safetensors): what they are called there, and initial values read from them."""
 
 import dataclasses
 import os
@@ -44,6 +41,8 @@ def stored_values(name_or_path: str, config: ModelConfig) -> Callable[[Iterable[
             folder = snapshot_download(folder, allow_patterns=["config.json", "model*.safetensors"])
         reader = HuggingFaceStorageReader(folder)
         stored = reader.read_metadata().state_dict_metadata
+        if not stored:
+            raise FileNotFoundError("it holds no .safetensors files")
     except Exception as error:  # no network, no such name, a damaged file: errors of several libraries
         raise UsageError(f"--init-from {name_or_path} cannot be read ({first_line(error)})") from None
     _check_config(folder, config)
@@ -52,9 +51,9 @@ def stored_values(name_or_path: str, config: ModelConfig) -> Callable[[Iterable[
     def fill(tensors: Iterable[torch.Tensor]) -> None:
         wanted = []
         for tensor in tensors:
-            spec, values = tensor.spec, tensor.detach().zero_()
-            name = huggingface_name(spec.name)
-            wanted += [boxes.SavedBox(name, spec.global_shape, box, part) for box, part in spec.boxes(values)]
+            name, shape = huggingface_name(tensor.spec.name), tensor.spec.global_shape
+            parts = tensor.spec.boxes(tensor.detach().zero_())
+            wanted += [boxes.SavedBox(name, shape, box, part) for box, part in parts]
         boxes.read(reader, wanted)
 
     return fill

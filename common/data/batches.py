@@ -70,10 +70,8 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
 
 
 def load_batches(config: TrainConfig, mesh: Mesh) -> Batches:
-    """Return the batches that `config` asks for; all ranks call this together.
-
-    Raises UsageError, on all ranks, if one of them cannot read the corpus, or if it is too small for a global batch or
-    has more token ids than the model.
+    """Return the batches that `config` asks for; all ranks call this together, and all raise the same UsageError if one
+    of them cannot read the corpus, or if it is too small for a global batch or has more token ids than the model.
     """
     needed, corpora = config.steps * config.global_batch * config.seq_len + 1, []
     on_all_ranks(mesh, lambda: corpora.append(load_corpus(config.data, config.tokenizer, needed)))

@@ -17,7 +17,6 @@ from common.presets import quiet_hub
 
 LONGEST = 1 << 20  # characters: a longer text file becomes several documents, so that it need not fit into memory
 LIBRARY_LEAST = 4_000_000  # bytes; a Python with less standard library than this is a stripped one
-HUB_LEAST = 1 << 20  # tokens taken from a Hub dataset at least
 TEXT = ("", ".txt", ".md", ".py")  # suffixes of files that are one document
 ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # files with a document per row, and their reader
 NOT_LIBRARY = r"tests?|testing|idle_test|.*-packages|__pycache__|config-.*|_sysconfigdata.*|sitecustomize\.py"
@@ -35,9 +34,9 @@ class Source(NamedTuple):
 def find_source(data: str | None, needed_tokens: int) -> Source:
     """Return the text that --data names: None or "stdlib", a local path, else a Hub dataset NAME[:CONFIG[:SPLIT]].
 
-    A Hub dataset is read only as far as `needed_tokens` asks, rounded up to a power of two: a run that is resumed
-    with somewhat more steps then still sees the same corpus, and so the same order of samples. Raises UsageError when
-    a local path holds no file that can be read.
+    A Hub dataset is read only as far as `needed_tokens` asks, rounded up to a power of two of at least a million: a run
+    that is resumed with somewhat more steps then still sees the same corpus, and so the same order of samples. Raises
+    UsageError when a local path holds no file that can be read.
     """
     if data is None or data == "stdlib":
         return _library()
@@ -50,7 +49,7 @@ def find_source(data: str | None, needed_tokens: int) -> Source:
         return Source(data, files_digest(files), lambda: _read(files))
     name, config, split = [*data.split(":", 2), "", ""][:3]
     options = {"name": config or None, "split": split or "train"}
-    limit = max(HUB_LEAST, 1 << (needed_tokens - 1).bit_length())
+    limit = 1 << max(20, (needed_tokens - 1).bit_length())
     digest = hashlib.sha256(f"{data} {limit}".encode()).hexdigest()  # what changes on the Hub later is not noticed
     return Source(data, digest, lambda: _rows(f"--data {data} (which is no local path)", name, **options), limit)
 

@@ -35,25 +35,25 @@ class Corpus(NamedTuple):
 def load_corpus(data: str | None, tokenizer: str | None, needed_tokens: int) -> Corpus:
     """Return the tokens of `data` (see `find_source`) under `tokenizer` (see `load_tokenizer`), from the cache.
 
-    The name of a cached file says what it was made from. While one process makes it, others wait for its lock; if it
-    dies, the next one starts again. Raises UsageError for input that cannot be read.
+    While one process makes them, others wait for its lock; if it dies, the next one starts again. Raises UsageError
+    for input that cannot be read.
     """
     if data == "synthetic":
         return synthetic(needed_tokens)
     source, path = find_source(data, needed_tokens), Path(os.path.expanduser(tokenizer or ""))
-    files = [path, *sorted(path.rglob("*"))] if tokenizer and os.path.exists(path) else []  # of a local tokenizer
+    files = [each for each in (path, *sorted(path.rglob("*"))) if each.is_file()] if tokenizer else []  # if it is local
     made_from = f"{source.digest} {tokenizer} {files_digest(files)}"
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name[-60:]}-{(tokenizer or 'bytes')[-60:]}")
     folder = Path(os.path.expanduser(os.environ.get("ULTRASCALE_CACHE") or "~/.cache/ultra-scale"))
     stem = f"{folder}/{readable}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (found := _open(stem)) is None:
-            with FileLock(f"{stem}.lock"):
-                found = _open(stem) or _make(stem, source, tokenizer)  # another process may have made it meanwhile
+        if found := _open(stem):
+            return found
+        with FileLock(f"{stem}.lock"):
+            return _open(stem) or _make(stem, source, tokenizer)  # another process may have made it meanwhile
     except OSError as error:
         raise UsageError(f"cannot keep tokens in {folder} ({error}); ULTRASCALE_CACHE names another folder") from None
-    return found
 
 
 def _open(stem: str) -> Corpus | None:

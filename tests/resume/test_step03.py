@@ -8,19 +8,22 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
+from safetensors.torch import load_file
 
-from common import huggingface
+from common import export
 from common.command_line import STEP_NAMES, parse
-from common.initialisation import materialise, random_values
+from common.huggingface import huggingface_name
 from common.model import Decoder
 from common.process_groups import Degrees, build_mesh, environment
 from step01_single_gpu.mixed_precision import Optimizer
 from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
-from tests.parity.runs import SMALL, TOLERANCE, assemble, assert_parity, reference, run_cases
+from tests.parity.runs import SMALL, TOLERANCE, assemble, assert_parity, reference, run_cases, train_here
 from tests.parity.test_step03_precision import NORM_TOLERANCE
+from tests.unit.test_huggingface import Reads
 
 TRAINING = "--optimizer adamw --lr 1e-3 --clip 0.5 --no-tie-embeddings"
 SAVED, END = 3, 6  # steps before the checkpoint, and in all
@@ -180,32 +183,27 @@ def shards_from(folder: Path) -> tuple[list[tuple], int]:
     config = parse(3, [*SMALL.split(), *TRAINING.split(), *flags.split()])
     config.resolve_and_check(environment().world_size)
     mesh = build_mesh(Degrees.of(config), torch.device("cpu"))
-    read, sizes = huggingface._read, []
-
-    def count(*arguments):
-        values = read(*arguments)
-        sizes.append(values.numel())
-        return values
-
-    with mock.patch.object(huggingface, "_read", count):
+    Reads.elements = {}
+    with mock.patch.object(safetensors, "safe_open", Reads):
         zero = Zero(Decoder(config.model_config), config, mesh)
-    return [(shard.spec.name, shard.spec.flat_range, shard.numpy().copy()) for shard in zero.shards], sum(sizes)
+    shards = [(shard.spec.name, shard.spec.flat_range, shard.numpy().copy()) for shard in zero.shards]
+    return shards, sum(Reads.elements.values())
 
 
 def test_hugging_face_weights_are_read_piece_by_piece(tmp_path):
-    config = parse(1, [*SMALL.split(), *TRAINING.split(), "--seed", "11"])
-    model = Decoder(config.model_config)
-    materialise(model, config.torch_dtype, torch.device("cpu"), random_values(config.seed))
-    huggingface.export(huggingface.whole_tensors(model.parameters()), config.model_config, tmp_path)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    weights, found = {p.spec.name: p.detach().flatten().numpy() for p in model.parameters()}, 0
-    for shards, elements_read in run_ranks(3, shards_from, tmp_path):
+    train_here(1, f"{SMALL} {TRAINING} --seed 11 --steps 1 --save-every 1 --run-dir {tmp_path / 'run'}")
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    written, found = load_file(tmp_path / "hf/model.safetensors"), 0
+    model = Decoder(parse(1, [*SMALL.split(), *TRAINING.split()]).model_config)
+    weights = {p.spec.name: written[huggingface_name(p.spec.name)].flatten().numpy() for p in model.parameters()}
+    total = sum(map(len, weights.values()))
+    for shards, elements_read in run_ranks(3, shards_from, tmp_path / "hf"):
         for name, piece, values in shards:
             assert np.array_equal(values, weights[name][slice(*piece)]), name
             found += len(values)
         assert elements_read == sum(len(values) for _, _, values in shards) < 0.34 * total, "its own and no more"
     assert found == total
 
-    flags = f"{TRAINING} --steps 4 --init-from {tmp_path}"
+    flags = f"{TRAINING} --steps 4 --init-from {tmp_path / 'hf'}"
     (result,) = run_cases(3, 3, [f"{flags} --zero 3"])
     assert_parity(result, reference(flags), "from Hugging Face weights")

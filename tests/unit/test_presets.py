@@ -1,4 +1,4 @@
-"""Presets, and Hugging Face configurations: files in old and new forms, the Hub, what is refused."""
+"""Configurations of Hugging Face models: files in old and new forms, and what is refused."""
 
 import json
 import subprocess
@@ -37,50 +37,33 @@ def test_files_of_all_ages(tmp_path):
     assert resolved(tmp_path, SIZES | mixtral) == PRESETS["mixtral-8x7b"]
 
 
-CHANGES = [
-    ({"model_type": "gpt2"}, "has model_type gpt2, which this decoder does not have"),
-    ({"model_type": "mistral"}, "has sliding_window 4096, which"),  # transformers' default
-    ({"attention_bias": True}, "has attention_bias True, which"),
-    ({"mlp_bias": True}, "has mlp_bias True, which"),
-    ({"hidden_act": "gelu"}, "has hidden_act gelu, which"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_parameters {'type': 'linear'"),
-    ({"rope_scaling": SCALING | {"low_freq_factor": 4}}, "has rope_parameters {'factor': 8.0"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be read ("),
-    ({"rope_scaling": "x"}, "cannot be read ("),
-    ({"hidden_size": "32"}, "cannot be read (Validation error for field 'hidden_size'"),
-    ({"hidden_size": None}, "cannot be read (Validation error for field 'hidden_size'"),
-    ({"tie_word_embeddings": "no"}, "cannot be read ("),
+REFUSED = [
+    (LLAMA_31_8B | {"model_type": "gpt2"}, "has model_type gpt2, which this decoder does not have"),
+    (LLAMA_31_8B | {"model_type": "mistral"}, "has sliding_window 4096, which"),  # transformers' default
+    (LLAMA_31_8B | {"attention_bias": True}, "has attention_bias True, which"),
+    (LLAMA_31_8B | {"mlp_bias": True}, "has mlp_bias True, which"),
+    (LLAMA_31_8B | {"hidden_act": "gelu"}, "has hidden_act gelu, which"),
+    (LLAMA_31_8B | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_parameters {'type': 'linear'"),
+    (LLAMA_31_8B | {"rope_scaling": SCALING | {"low_freq_factor": 4}}, "has rope_parameters {'factor': 8.0"),
+    (LLAMA_31_8B | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be read ("),
+    (LLAMA_31_8B | {"hidden_size": "32"}, "cannot be read (Validation error for field 'hidden_size'"),
+    (LLAMA_31_8B | {"tie_word_embeddings": "no"}, "cannot be read ("),
+    ([], "cannot be read ("),
 ]
 
 
-def refusal(name: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        resolve(name)
-    assert "\n" not in str(caught.value) and str(caught.value).startswith(f"--model {name} ")
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("change, words", CHANGES)
-def test_configurations_that_are_refused(change, words, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B | change))
-    assert words in refusal(str(tmp_path))
-
-
-def test_names_and_files_that_are_no_configuration(tmp_path):
-    for text in ("{", "[]", "\x00", "[" * 100_000):
-        (tmp_path / "bad.json").write_text(text)
-        assert "cannot be read (" in refusal(str(tmp_path / "bad.json"))
-    for name in ("llama9", "./missing", "a/b/c", "x" * 5000):
-        assert "is no preset (debug, smollm-135m, " in refusal(name)
-    assert "cannot be read (" in refusal("owner/no-such-model-1.7B")
-
-
-def test_a_hub_configuration(monkeypatch):
-    import transformers
-
-    found = transformers.LlamaConfig(**{key: value for key, value in LLAMA_31_8B.items() if key != "model_type"})
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: {"meta/Llama": found}[name])
-    assert replace(resolve("meta/Llama"), head_dim=None) == PRESETS["llama3-8b"]
+def test_refusals(tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    names = [(name, "is no preset (debug, smollm-135m, ") for name in ("llama9", "./missing", "a/b/c", "", "x" * 5000)]
+    names += [("owner/no-such-model-1.7B", "cannot be read ("), (str(tmp_path / "bad.json"), "cannot be read (")]
+    for number, (values, words) in enumerate(REFUSED):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / f"{number}/config.json").write_text(json.dumps(values))
+        names.append((str(tmp_path / str(number)), words))
+    for name, words in names:
+        with pytest.raises(UsageError) as caught:
+            resolve(name)
+        assert str(caught.value).startswith(f"--model {name} {words}") and "\n" not in str(caught.value)
 
 
 def test_presets_do_not_wait_for_transformers():

@@ -167,7 +167,7 @@ def test_training_equals_a_plain_torch_loop(optimizer):
         inner = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5)
     else:
         inner = torch.optim.SGD(groups)
-    batches = load_batches(config)
+    batches = load_batches(config, build_mesh(Degrees(), torch.device("cpu")))
     for step in range(4):
         tokens, targets = batches.micro_batch(step, 0, config.global_batch)
         loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
