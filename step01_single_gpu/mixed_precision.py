@@ -19,33 +19,38 @@ from common.config import TrainConfig
 from common.model import at_least_float32
 
 
-class GradientSums:
-    """Adds up the gradients of a step's micro-batches in at least float32.
+def take_gradients(parameters: list[nn.Parameter], sums) -> None:
+    """Pass every gradient to `sums.accumulate(parameter, gradient)` as soon as a backward has computed it.
 
-    A hook takes every gradient away from autograd as soon as it is complete, so that only one parameter's narrow
-    gradient exists at a time. The first one is adopted without a copy where the type already fits.
+    It is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
     """
+
+    def take(parameter: nn.Parameter) -> None:  # torch passes the parameter, not its gradient
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # a Function that returned None for a weight fires the hook all the same
+            sums.accumulate(parameter, gradient)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(take)
+
+
+class GradientSums:
+    """Adds up the gradients of a step's micro-batches in at least float32."""
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._take)
-
-    def _take(self, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:  # a Function that returned None for a weight fires the hook all the same
-            self.accumulate(parameter, gradient)
+        take_gradients(parameters, self)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient of one parameter."""
+        """Add one micro-batch's gradient of one parameter. The first one becomes the sum, uncopied if it is wide."""
         if parameter in self.sums:
             self.sums[parameter].add_(gradient)
         else:
             self.sums[parameter] = gradient.to(at_least_float32(gradient.dtype))
 
     def finish(self) -> list[torch.Tensor]:
-        """The step's gradients, one for each parameter (zeros for one that was not used); starts over."""
+        """Return the step's gradients, one per parameter (zeros for one that was not used), and start over."""
         sums, self.sums = self.sums, {}
         return [
             sums[each] if each in sums else torch.zeros_like(each, dtype=at_least_float32(each.dtype))
@@ -54,10 +59,10 @@ class GradientSums:
 
 
 class LossScaler:
-    """Dynamic loss scale for float16; 1 for every other type.
+    """The factor by which losses are multiplied before the backward: adapted to overflows in float16, else 1.
 
-    Doubles after `interval` steps without overflow, halves on overflow. The scale is a power of two, so that scaling
-    and unscaling round nothing.
+    It doubles after `interval` steps without overflow and halves on overflow. It is a power of two, so scaling and
+    unscaling lose no digit.
     """
 
     def __init__(self, dtype: torch.dtype, interval: int = 2000):
@@ -66,9 +71,9 @@ class LossScaler:
         self.interval, self.good_steps = interval, 0
 
     def accept(self, grad_norm: float) -> bool:
-        """Whether the step with this global gradient norm may be taken; adjusts the scale for the next one.
+        """Return whether the step with this global gradient norm may be taken, and adjust the scale for the next one.
 
-        One infinite or undefined gradient anywhere makes the global norm so, on all ranks alike.
+        A single infinite or undefined gradient makes the global norm infinite or undefined, on all ranks alike.
         """
         if not self.dynamic:
             return True
@@ -82,16 +87,21 @@ class LossScaler:
 
 
 def clip_factor(grad_norm: float, limit: float) -> float:
-    """What to multiply gradients with so that their global norm is at most `limit` (0: no limit)."""
+    """Return the factor that brings gradients to a global norm of at most `limit` (0: no limit)."""
     return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
 
 
 class Optimizer:
-    """AdamW or SGD on the master weights, with decay on matrices only."""
+    """AdamW or SGD on the master weights of `parameters`, which need a spec. Only matrices decay.
+
+    parameters  what the model computes with, in the training type
+    masters     their values in at least float32: the optimizer updates these
+    updates     how many steps were taken
+    """
 
     def __init__(self, parameters: list[nn.Parameter], config: TrainConfig):
         self.parameters, self.updates = parameters, 0
-        # in float32 and float64 .to() gives the weight itself, else a copy
+        # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
         others = [master for p, master in zip(parameters, self.masters, strict=True) if not p.spec.decay]
@@ -103,7 +113,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, gradients: list[torch.Tensor], lr: float, factor: float = 1.0) -> None:
-        """Update with `factor` times the gradients (clipping and unscaling in one), which are consumed."""
+        """Update with `factor` times the gradients (clipping and unscaling in one), and empty their list."""
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
         for group in self.inner.param_groups:
@@ -112,7 +122,7 @@ class Optimizer:
             master.grad = gradient
         self.inner.step()
         self.inner.zero_grad()
-        gradients.clear()  # the caller's list would keep them alive through the next step
+        gradients.clear()  # or the caller's list would keep them alive through the next step
         self.updates += 1
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master.dtype != parameter.dtype:
@@ -121,11 +131,11 @@ class Optimizer:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def slices(self) -> list[SavedBox]:
-        """Master weights and moments for `checkpoint.save`, or to be filled by `checkpoint.load`."""
+        """Return the boxes of master weights and moments, which `checkpoint.save` reads and `checkpoint.load` fills."""
         result = []
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             spec, state = parameter.spec, self.inner.state[master]
-            if isinstance(self.inner, torch.optim.AdamW) and not state:  # torch makes it at the first step
+            if isinstance(self.inner, torch.optim.AdamW) and not state:  # torch creates it in the first step
                 state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
             tensors = {"parameter": master} | {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
@@ -135,7 +145,7 @@ class Optimizer:
 
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
-        """After `checkpoint.load` filled the slices: `updates` steps were taken, and the model gets its weights."""
+        """Take over what `checkpoint.load` has filled: `updates` steps were taken, and the model gets its weights."""
         self.updates = updates
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if "step" in self.inner.state[master]:

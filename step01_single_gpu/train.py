@@ -25,7 +25,7 @@ from step01_single_gpu.save_resume import Checkpoints
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, GradientSums, Optimizer]:
-    """The model with its initial weights, the sums of its gradients, and the optimizer."""
+    """Return the model with its initial weights, the sums of its gradients, and the optimizer."""
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
     materialise(model, config.torch_dtype, mesh.device, initial_values(config))
     apply_recompute(model, config.recompute)

@@ -1,12 +1,11 @@
-"""The batch recipe: from tokens a step and a number of GPUs to micro-batch, parallel degree and accumulation.
+"""The batch recipe: from tokens per step and a number of GPUs to micro-batch, parallel degree and accumulation.
 
     python -m step02_data_parallel.batch_recipe --model llama3-1b --tokens-per-batch 4e6 --gpus 128
     python -m step02_data_parallel.batch_recipe --model llama3-8b --gpus 512 --micro-batch 2
 
-The order of decisions is that of The Ultra-Scale Playbook, "Our journey up to now": a global batch in tokens
-(literature and scaling experiments say which), a sequence length, the largest micro-batch that fits one GPU,
-all GPUs into data parallelism, and what is still missing to the global batch into gradient accumulation.
-Then: can the backward of the last micro-batch hide the all-reduce of the gradients?
+The order of decisions is that of The Ultra-Scale Playbook, "Our journey up to now": choose a global batch in tokens, a
+sequence length and the largest micro-batch that fits one GPU, use all GPUs for data parallelism, and accumulate as many
+micro-batches as the global batch needs. Can the backward of the last one then hide the all-reduce of the gradients?
 
 GB are 10^9 bytes; bandwidths are NCCL's bus bandwidth: an all-reduce of K bytes counts as 2(N-1)/N K.
 """
@@ -16,6 +15,7 @@ import math
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common.command_line import OneLineParser
@@ -40,10 +40,10 @@ ALL_REDUCE_GB_PER_S = {8: 436.0, 16: 361.7, 32: 160.1, 64: 99.6, 128: 84.7, 256:
 def largest_micro_batch(
     model: ModelConfig, seq_len: int, memory_bytes: float, dtype: torch.dtype, recompute: str = "none"
 ) -> int:
-    """Sequences of the largest micro-batch whose predicted peak fits `memory_bytes`; 0 where not even 1 does.
+    """Return the sequences of the largest micro-batch whose predicted peak fits `memory_bytes`; 0 if not even 1 does.
 
-    The playbook finds it by trying until memory runs out; this asks the exact account of step 1. Buckets of
-    gradients stay allocated between steps, which is what `accumulation=2` means there.
+    The playbook tries until memory runs out, this asks step 1's account. Our gradient buckets stay allocated between
+    steps, as the sums do there with `accumulation=2`.
     """
 
     def fits(batch: int) -> bool:
@@ -66,7 +66,7 @@ def largest_micro_batch(
 
 @dataclass(frozen=True)
 class Recipe:
-    """`wanted` sequences were asked for; `samples` is the nearest multiple of micro_batch x dp."""
+    """How a global batch is filled; `wanted` is the number of sequences asked for."""
 
     wanted: float
     dp: int
@@ -74,17 +74,17 @@ class Recipe:
     accumulation: int
 
     @property
-    def samples(self) -> int:
+    def samples(self) -> int:  # the multiple of micro_batch x dp that is nearest to `wanted`
         return self.micro_batch * self.accumulation * self.dp
 
     @property
     def ratio(self) -> float:
-        """Micro-batches a GPU before rounding. Clearly below 1: more GPUs than data parallelism can use."""
+        """Micro-batches per GPU before rounding; clearly below 1, there are more GPUs than data parallelism can use."""
         return self.wanted / (self.micro_batch * self.dp)
 
 
 def fill(tokens_per_batch: float, seq_len: int, gpus: int, micro_batch: int) -> Recipe:
-    """All `gpus` into data parallelism, the rest of the global batch into accumulation (at least 1)."""
+    """Use all `gpus` for data parallelism, and accumulate (at least 1 micro-batch) until the global batch is full."""
     wanted = tokens_per_batch / seq_len
     return Recipe(wanted, gpus, micro_batch, max(1, round(wanted / (micro_batch * gpus))))
 
@@ -93,36 +93,29 @@ def fill(tokens_per_batch: float, seq_len: int, gpus: int, micro_batch: int) -> 
 
 
 def all_reduce_bandwidth(gpus: int) -> float:
-    """Bytes per second: the measured medians, straight lines between them (logarithmic on both axes)."""
-    known = sorted(ALL_REDUCE_GB_PER_S)
-    if gpus <= known[0] or gpus >= known[-1]:
-        return ALL_REDUCE_GB_PER_S[known[0] if gpus <= known[0] else known[-1]] * 1e9
-    low, high = max(n for n in known if n <= gpus), min(n for n in known if n >= gpus)
-    if low == high:
-        return ALL_REDUCE_GB_PER_S[low] * 1e9
-    part = math.log(gpus / low) / math.log(high / low)
-    return ALL_REDUCE_GB_PER_S[low] ** (1 - part) * ALL_REDUCE_GB_PER_S[high] ** part * 1e9
+    """Interpolate the measured medians (straight lines between logarithms), in bytes per second."""
+    known = [np.log(list(numbers)) for numbers in (ALL_REDUCE_GB_PER_S, ALL_REDUCE_GB_PER_S.values())]
+    return float(np.exp(np.interp(math.log(gpus), *known))) * 1e9  # beyond the first and the last one: those
 
 
 def tokens_to_hide(dp: int, bandwidth: float, peak_flops: float, gradient_bytes: int) -> float:
-    """Tokens per GPU and synchronised backward from which on its computation takes as long as the all-reduce.
+    """Return the tokens per GPU and synchronised backward with which its computation takes as long as the all-reduce.
 
-    All-reduce: 2(DP-1)/DP bytes x parameters / bandwidth. Backward: 4 tokens x parameters / peak_flops. The
-    parameters cancel: bytes x (DP-1) x peak_flops / (2 DP bandwidth) tokens.
+    All-reduce: 2(DP-1)/DP bytes x parameters / bandwidth. Backward: 4 tokens x parameters / peak_flops. The parameters
+    cancel: bytes x (DP-1) x peak_flops / (2 DP bandwidth) tokens.
     """
     return gradient_bytes * (dp - 1) * peak_flops / (2 * dp * bandwidth)
 
 
 def printed_ratio(parameters: int, tokens: int, dp: int, bandwidth: float, peak_flops: float) -> float:
-    """The playbook's formula as printed: parameters do not cancel, and bytes per gradient are missing."""
+    """Evaluate the playbook's formula as printed: parameters do not cancel, and bytes per gradient are missing."""
     return parameters / (2 * tokens) * (dp - 1) / dp * peak_flops / bandwidth
 
 
 def exposed_share(ratio: float, accumulation: int) -> float:
-    """Part of a step in which nothing but the all-reduce runs, with `ratio` = all-reduce / backward time.
+    """Return the part of a step in which nothing but the all-reduce runs, with `ratio` = all-reduce / backward time.
 
-    A forward takes half as long as a backward, and only the last of the `accumulation` backwards can hide the
-    all-reduce.
+    A forward takes half as long as a backward, and only the last of `accumulation` backwards can hide communication.
     """
     exposed = max(0.0, ratio - 1)
     return exposed / (1.5 * accumulation + exposed)
@@ -133,25 +126,18 @@ def exposed_share(ratio: float, accumulation: int) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the recipe. Returns the exit status."""
-    parser = OneLineParser(
-        prog="python -m step02_data_parallel.batch_recipe",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    defaults_shown = argparse.ArgumentDefaultsHelpFormatter
+    parser = OneLineParser(prog="python -m step02_data_parallel.batch_recipe", formatter_class=defaults_shown)
     add = parser.add_argument
     add("--model", default="llama3-8b", help="preset, Hugging Face configuration or Hub name")
-    add("--tokens-per-batch", type=float, default=4e6, metavar="N", help="tokens an optimizer step")
-    add("--seq-len", type=int, default=4096, metavar="N", help="tokens a sequence")
+    add("--tokens-per-batch", type=float, default=4e6, metavar="N", help="tokens per optimizer step")
+    add("--seq-len", type=int, default=4096, metavar="N", help="tokens per sequence")
     add("--gpus", type=int, default=128, metavar="N", help="all of them data parallel")
     add("--memory-gb", type=float, default=80.0, metavar="GB", help="memory of a GPU, in 10^9 bytes")
     add("--micro-batch", type=int, metavar="N", help="sequences, instead of the largest that fits")
     add("--dtype", default="bfloat16", choices=DTYPES, help="of parameters and activations")
-    add(
-        "--recompute",
-        default="none",
-        choices=("none", "selective", "full"),
-        help="activations computed again",
-    )
-    add("--gradient-bytes", type=int, default=4, help="bytes a gradient in the all-reduce (our buckets: 4)")
+    add("--recompute", default="none", choices=("none", "selective", "full"), help="activations computed again")
+    add("--gradient-bytes", type=int, default=4, help="bytes per gradient in the all-reduce (our buckets: 4)")
     add("--peak-tflops", type=float, default=H100_TFLOPS, metavar="X", help="of one GPU")
     add("--bandwidth", type=float, metavar="GB/S", help="of the all-reduce (default: from the table)")
     options = parser.parse_or_exit(argv)
@@ -179,8 +165,8 @@ def _report(options: argparse.Namespace) -> int:
         f"global batch   {samples:,} sequences x {options.seq_len:,} = {samples * options.seq_len:,} tokens"
         f" ({options.tokens_per_batch:,.0f} tokens were asked for: {recipe.wanted:,.1f} sequences)"
     )
-    print(f"data parallel  {dp} ranks, one a GPU")
-    print(f"accumulation   {samples:,} / ({micro_batch} x {dp}) = {recipe.accumulation} a rank and step")
+    print(f"data parallel  {dp} ranks, one per GPU")
+    print(f"accumulation   {samples:,} / ({micro_batch} x {dp}) = {recipe.accumulation} per rank and step")
     if recipe.ratio < 0.9:
         _gpu_rich(recipe, options.seq_len)
     _overlap(model, recipe, options)
@@ -188,7 +174,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _choose_micro_batch(model: ModelConfig, options: argparse.Namespace) -> int | None:
-    """The micro-batch of the recipe, with its reasons printed; None where nothing fits and none was given."""
+    """Print what fits, and return the micro-batch to take: the given one, or the largest power of two; else None."""
     dtype, limit = getattr(torch, options.dtype), options.memory_gb * 1e9
     count, held = count_parameters(model).total, sum(states(model, dtype).values())
     largest = largest_micro_batch(model, options.seq_len, limit, dtype, options.recompute)
@@ -200,9 +186,9 @@ def _choose_micro_batch(model: ModelConfig, options: argparse.Namespace) -> int 
         print(f"; {options.micro_batch} was given")
         return options.micro_batch
     if not largest:
-        advice = "try --recompute full" if options.recompute != "full" and held < limit else ""
-        advice = advice or "data parallelism makes no state smaller, step 3 (ZeRO) does"
-        print(f": {advice}\n               (--micro-batch N goes on regardless)")
+        more = options.recompute != "full" and held < limit
+        print(": try --recompute full" if more else ": data parallelism makes no state smaller")
+        print("               (--micro-batch N goes on regardless)")
         return None
     chosen = 2 ** int(math.log2(largest))  # a power of two divides the usual global batches
     print(f"; {chosen} is taken" if chosen < largest else "")
@@ -210,8 +196,8 @@ def _choose_micro_batch(model: ModelConfig, options: argparse.Namespace) -> int 
 
 
 def _gpu_rich(recipe: Recipe, seq_len: int) -> None:
-    """More GPUs than the batch has micro-batches: say what can give."""
-    print(f"GPU-rich       only {recipe.ratio:.2f} micro-batches a GPU were asked for. Choose among:")
+    """There are more GPUs than the batch has micro-batches: print what can be changed."""
+    print(f"GPU-rich       only {recipe.ratio:.2f} micro-batches per GPU were asked for. Choose among:")
     smaller = int(recipe.wanted // recipe.dp)
     if smaller:
         print(f"  - a micro-batch of {smaller}: less memory, but smaller and so less efficient matrix products")
@@ -221,19 +207,19 @@ def _gpu_rich(recipe: Recipe, seq_len: int) -> None:
 
 
 def _overlap(model: ModelConfig, recipe: Recipe, options: argparse.Namespace) -> None:
-    """Both forms of the overlap condition, and the tokens that hide the all-reduce at each bandwidth."""
+    """Print both forms of the overlap condition, and the tokens that hide the all-reduce at each bandwidth."""
     dp, peak, beta = recipe.dp, options.peak_tflops * 1e12, options.gradient_bytes
-    bandwidth = options.bandwidth * 1e9 if options.bandwidth else all_reduce_bandwidth(dp)
     tokens = recipe.micro_batch * options.seq_len
+    bandwidth = options.bandwidth * 1e9 if options.bandwidth else all_reduce_bandwidth(dp)
     ratio = tokens_to_hide(dp, bandwidth, peak, beta) / tokens
     printed = printed_ratio(count_parameters(model).total, tokens, dp, bandwidth, peak)
     share = exposed_share(ratio, recipe.accumulation)
     verdict = "hidden" if ratio <= 1 else f"exposed for {share:.0%} of the step"
-    print(f"\nDoes the backward of the last micro-batch ({tokens:,} tokens a GPU) hide the all-reduce?")
-    print(f"  at {bandwidth / 1e9:.1f} GB/s, {peak / 1e12:g} TFLOP/s and {beta} bytes a gradient")
+    print(f"\nDoes the backward of the last micro-batch ({tokens:,} tokens per GPU) hide the all-reduce?")
+    print(f"  at {bandwidth / 1e9:.1f} GB/s, {peak / 1e12:g} TFLOP/s and {beta} bytes per gradient")
     print(f"  all-reduce / backward = {beta} (DP-1) peak / (2 DP tokens bandwidth) = {ratio:.2f}: {verdict}")
     print(f"  (the playbook prints N (DP-1) peak / (2 DP tokens bandwidth) = {printed:.1e}; N cancels)")
-    print(f"\n  tokens a GPU that hide it, with 2 and with {beta} bytes a gradient:")
+    print(f"\n  tokens per GPU that hide it, with 2 and with {beta} bytes per gradient:")
     for gpus, measured in ALL_REDUCE_GB_PER_S.items():
         two, ours = (tokens_to_hide(gpus, measured * 1e9, peak, each) for each in (2, beta))
         print(f"  {gpus:>6} GPUs at {measured:>5.1f} GB/s {two:>8,.0f} {ours:>8,.0f}")

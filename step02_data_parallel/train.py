@@ -4,8 +4,7 @@
     torchrun --nproc_per_node 4 step02_data_parallel/train.py --dp-mode overlap --micro-batch 1
     torchrun --nproc_per_node 2 step02_data_parallel/train.py --link 50,0.05 --run-dir runs/link --trace 3:5
 
-The lesson is in step02_data_parallel/README.md. `diff` this file with step01_single_gpu/train.py to see what
-it adds.
+The lesson is in step02_data_parallel/README.md. `diff` this file with step01_single_gpu/train.py to see what it adds.
 """
 
 import torch
@@ -27,7 +26,7 @@ from step02_data_parallel.data_parallel import DataParallel
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, DataParallel, Optimizer]:
-    """The model with its initial weights, the sums of its gradients over all ranks, and the optimizer."""
+    """Return the model with its initial weights, the sums of its gradients over all ranks, and the optimizer."""
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
     materialise(model, config.torch_dtype, mesh.device, initial_values(config))
     apply_recompute(model, config.recompute)

@@ -1,4 +1,4 @@
-"""Step 3: the same run, with what data-parallel ranks hold divided among them (ZeRO).
+"""Step 3: the same run, with what every data-parallel rank holds divided among them (ZeRO).
 
     torchrun --nproc_per_node 2 step03_zero/train.py --zero 1
     torchrun --nproc_per_node 4 step03_zero/train.py --zero 3 --micro-batch 1 --recompute full
@@ -25,7 +25,7 @@ from step03_zero.zero import Zero
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
-    """The model, what shards it over the data-parallel ranks, and the optimizer of this rank's shards."""
+    """Return the model, what shards it over the data-parallel ranks, and the optimizer of this rank's shards."""
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
     apply_recompute(model, config.recompute)
     zero = Zero(model, config, mesh)

@@ -2,14 +2,14 @@
 
   stage 1  the optimizer's state (and master weights): gradients are reduce-scattered, each rank updates its shard of
            the parameters, and an all-gather brings the shards together again
-  stage 2  also the gradients: a bucket is reduce-scattered during the backward, and freed before the next one leaves
+  stage 2  also the gradients: a bucket is reduce-scattered during the backward, and freed before the next one is sent
   stage 3  also the parameters: a layer is gathered right before it is used and freed right after
            (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5; Zhao et al., "PyTorch FSDP", arXiv:2304.11277)
   stage 0  none of them: step 2
 
-It is step 2 with other collectives. Weights lie in flat units, gradients in flat buffers of the same layout, and a
-shard is 1/N of a unit, wherever that cuts a matrix: every collective moves one contiguous buffer. What the optimizer
-sees are pieces of shards, one for each parameter that a shard touches: a piece's spec says which elements of which
+It is step 2 with other collectives. Weights are stored in flat units (unit.py) and gradients in step 2's buckets. A
+shard is 1/N of a unit, wherever that cuts a matrix, so every collective moves one contiguous buffer. The optimizer sees
+pieces of shards, one for each parameter that a shard touches. The spec of a piece says which elements of which
 parameter it holds, and that is all that weight decay, the gradient norm and checkpoints need.
 
 With replicas (hybrid sharding; MiCS, Zhang et al., arXiv:2205.00119) the N ranks of a `shard` group hold the model once
@@ -17,9 +17,9 @@ and other groups hold copies of it; the summed shards are then summed over the `
 """
 
 import math
-from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,295 +27,203 @@ from torch import nn
 from common import collectives
 from common.config import TrainConfig
 from common.initialisation import allocate_parameters, enough_memory, initial_values
-from common.model import Decoder, at_least_float32
-from common.process_groups import Group, Mesh
-from step02_data_parallel.data_parallel import DataParallel, fill_buckets
-
-# Reduce-scatters under way while the next bucket of stages 1 and 2 fills (those of stage 3 end where the next layer's
-# backward does). Each holds memory: its bucket, which stage 2 then frees, and where a reduce-scatter is an all-to-all
-# (gloo) as much again for what it receives.
-IN_FLIGHT = 1
+from common.model import Decoder
+from common.process_groups import Mesh
+from step01_single_gpu.mixed_precision import take_gradients
+from step02_data_parallel.data_parallel import fill_buckets
+from step03_zero.unit import Unit
 
 
-class Unit:
-    """Parameters that are gathered, reduced and freed together, flat and padded to N equal shards.
-
-    weights   all of them; in stage 3 without memory, except between `fetch` and `free`
-    shard     this rank's 1/N of them: a part of `weights`, or in stage 3 a tensor of its own
-    gradient  all of it, in at least float32, from the first gradient on; stages 2 and 3 free it when it is reduced
-    reduced   this rank's 1/N of its sum: a part of `gradient`, or in stages 2 and 3 a tensor of its own
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], stage: int, group: Group):
-        self.parameters, self.stage, self.group = parameters, stage, group
-        share = -(-sum(parameter.numel() for parameter in parameters) // group.size)
-        self.mine = slice(group.rank * share, (group.rank + 1) * share)
-        self.weights = parameters[0].data.new_empty(share * group.size)
-        self.shard = self.weights[self.mine] if stage < 3 else self.weights.new_empty(share)
-        self.ranges, self.pieces, start = {}, [], 0
-        for parameter in parameters:
-            stop = start + parameter.numel()
-            parameter.data = self.weights[start:stop].view(parameter.shape)
-            self.ranges[parameter] = slice(start, stop)
-            low, high = max(start, self.mine.start), min(stop, self.mine.stop)
-            if low < high:  # (where in the shard, of which parameter, which elements of it)
-                where = slice(low - self.mine.start, high - self.mine.start)
-                self.pieces.append((where, parameter, (low - start, high - start)))
-            start = stop
-        self.gathering = None  # the all-gather under way or done; None: `weights` are not there
-        self.gradient, self.views, self.reduced = None, {}, None
-        self.missing = set(parameters)  # whose gradient has not come yet (stages 0 to 2 launch when none is)
-        self.work = None  # the reduction under way
-        self.launched = False  # in this backward
-        if stage == 3:
-            self.free()
-
-    # ---- weights ----
-
-    def fetch(self) -> None:
-        """Begin to gather the weights, unless that has happened."""
-        if self.gathering is None:
-            if self.stage == 3:
-                self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
-            self.gathering = collectives.all_gather(self.weights, self.shard, self.group, async_op=True)
-
-    def use(self) -> None:
-        """The weights are there when this returns."""
-        self.fetch()
-        self.gathering.wait()
-
-    def free(self) -> None:
-        """Stage 3: give the memory back. Parameters, and what autograd saved, are views that `fetch` refills."""
-        self.gathering = None
-        self.weights.untyped_storage().resize_(0)
-
-    # ---- gradients ----
-
-    def allocate_gradient(self) -> None:
-        self.gradient = torch.empty_like(self.weights, dtype=at_least_float32(self.weights.dtype))
-        self.views = {p: self.gradient[where].view(p.shape) for p, where in self.ranges.items()}
-
-    def free_gradient(self) -> None:
-        self.gradient, self.views = None, {}
-
-    def reduce_scatter(self) -> None:
-        """Begin to sum the gradient over the group: this rank's shard of it becomes that of the sum."""
-        self.work = collectives.reduce_scatter(self.gradient[self.mine], self.gradient, self.group, async_op=True)
-
-    def complete(self) -> None:
-        """Wait for the reduce-scatter; stages 2 and 3 keep the shard of the sum and free the rest."""
-        self.work.wait()
-        self.work, summed = None, self.gradient[self.mine]
-        if self.stage < 2:
-            self.reduced = summed
-        else:
-            self.reduced = summed.clone() if self.reduced is None else self.reduced.add_(summed)
-            # now, whoever refers to it: gloo's thread does so a moment longer
-            self.gradient.untyped_storage().resize_(0)
-            self.free_gradient()
-
-
-@dataclass
 class Region:
     """A part of the model that runs in one go, from its `first` to its `last` module, and the units that it needs."""
 
-    first: nn.Module
-    last: nn.Module
-    units: list[Unit] = field(default_factory=list)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        modules = dict.fromkeys((self.first, self.last))
-        return [parameter for module in modules for parameter in module.parameters()]
-
-    @property
-    def backward_reads_weights(self) -> bool:
-        """An embedding's does not: it knows rows by their indices."""
-        return not isinstance(self.first, nn.Embedding)
+    def __init__(self, first: nn.Module, last: nn.Module):
+        self.first, self.last = first, last
+        self.parameters = list(dict.fromkeys([*first.parameters(), *last.parameters()]))
+        self.backward_reads_weights = not isinstance(first, nn.Embedding)  # which only needs to know the rows used
+        self.units: list[Unit] = []
+        self.earlier_units = 0  # stage 3: how many units belong to the regions before this one
 
 
-class Zero(DataParallel):
-    """Gives a model on the meta device its initial values, sharded as `config.zero` says, and its gradients their sum.
+class Zero:
+    """Gives a model on the meta device its initial values, sharded as `config.zero` says, and sums its gradients.
 
-    `shards` are the tensors that this rank updates: one-dimensional pieces of parameters, with specs as those have.
-    Of the attributes of step 2, `buckets` are units here, and `group` is the replica group: one rank, and so nothing to
-    do, except in hybrid sharding and in stage 0, where it is all ranks.
+    A step calls `gather`, for each micro-batch the forward and, in `no_sync`, the backward, and then `finish`. With
+    `keep_gathered`, stage 3 gathers all weights once a step and keeps them until the update, instead of gathering and
+    freeing them layer by layer in every micro-batch. An exception in a backward leaves half-summed gradients behind.
 
-    With `keep_gathered`, stage 3 gathers all weights once a step and keeps them until the update, instead of gathering
-    and freeing them layer by layer in every micro-batch.
+    shards            what this rank updates: one-dimensional pieces of parameters, with specs
+    units             in the order in which they are reduced, the reverse of the forward's
+    regions           in the order of the forward; between them weights are gathered and freed
 
-    An exception in the middle of a backward leaves it with half-summed gradients: end the run, or make a new one.
+    State within a step, besides that of the units:
+    synchronising     units may be launched in this backward, which starts their reduce-scatter
+    last_micro_batch  units that have been reduced within the shard group are now summed over the replicas
+    next_unit         index of the next unit to launch: all before it have been launched in this backward
+    in_flight         the unit whose reduce-scatter is in flight: one at a time, because each needs memory, or None
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh, keep_gathered: bool = False):
-        self.stage = config.zero
+        self.stage, self.mode, self.replicas = config.zero, config.dp_mode, mesh.replica
         self.by_layer = self.stage == 3 and not keep_gathered
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
-        self.last_micro_batch, self.in_flight = True, deque()
+        self.synchronising = self.last_micro_batch = True
+        self.next_unit, self.in_flight = 0, None
         with enough_memory(model, mesh.device):
             like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
-            allocate_parameters(model, lambda each: like.expand(each.shape))  # shapes without memory: units bring it
+            allocate_parameters(model, lambda each: like.expand(each.shape))  # shapes only; units bring the memory
             self.regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
             self.regions += [Region(layer, layer) for layer in model.layers.values()]
             self.regions += [Region(model.norm, model.head)] if model.has_head else []
             parameters = list(model.parameters())
-            if self.stage == 3:  # a unit for each region
-                groups, seen = [], set()
-                for region in self.regions:
-                    own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first's
-                    groups[:0] = fill_buckets(own, "bucket", math.inf)
-                    seen.update(own)
-            else:
-                groups = fill_buckets(parameters, config.dp_mode, config.bucket_mb)
-            units = [Unit(group, self.stage, mesh.shard) for group in groups]
-            super().__init__(parameters, mesh.replica, config.dp_mode, buckets=units)
-            for index, region in enumerate(self.regions):
-                region.units = list(dict.fromkeys(self.bucket_of[parameter] for parameter in region.parameters))
-                self._watch(region, index)
-            self.shards = []
-            for unit in units:
-                for where, parameter, piece in unit.pieces:
-                    self.shards.append(unit.shard[where])
-                    self.shards[-1].spec = replace(parameter.spec, flat_range=piece)
+            for parameter in parameters:
+                parameter.spec.owner &= mesh.replica.rank == 0  # of the copies, the first one counts and saves it
+            self.units = [Unit(some, self.stage, mesh.shard) for some in self._groups(parameters, config.bucket_mb)]
+            self.shards = [piece for unit in self.units for _, piece in unit.pieces]
             initial_values(config)(self.shards)
+        self.index_of = {parameter: index for index, unit in enumerate(self.units) for parameter in unit.parameters}
+        take_gradients(parameters, self)
+        for index, region in enumerate(self.regions):
+            region.units = list(dict.fromkeys(self.units[self.index_of[each]] for each in region.parameters))
+            region.first.register_forward_pre_hook(partial(self._before_forward, index))
+            if self.by_layer:
+                region.last.register_forward_hook(partial(self._after_forward, index))
 
-    # ---- weights: gathered when they are needed ----------------------------------------------------------------------
+    def _groups(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
+        """The parameters of each unit: a bucket of step 2 or, in stage 3, a region."""
+        if self.stage < 3:
+            return fill_buckets(parameters, self.mode, bucket_mb)
+        groups, seen = [], set()
+        for region in self.regions:
+            own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first region's
+            region.earlier_units = len(groups)
+            groups[:0] = fill_buckets(own, "bucket", math.inf)
+            seen.update(own)
+        return groups
+
+    # ---- forward: weights are gathered before they are needed --------------------------------------------------------
 
     def gather(self) -> None:
-        """At the start of a step: stages 1 and 2 begin to gather all shards, stage 3 those of the first region. The
-        forward waits for them region by region, so that later ones arrive while earlier ones run.
-        """
-        for unit in () if self.by_layer else reversed(self.buckets):  # in the order of the forward
+        """Start a step: begin to gather all units or, layer by layer, the first region's. The forward waits for it."""
+        for unit in self.regions[0].units if self.by_layer else reversed(self.units):  # in the order of the forward
             unit.fetch()
-        self._fetch(0)
 
-    def _watch(self, region: Region, index: int) -> None:
-        region.first.register_forward_pre_hook(lambda module, inputs: self._before_forward(index, inputs[0]))
-        if self.by_layer:
-            region.last.register_forward_hook(lambda module, inputs, output: self._after_forward(index, output))
-
-    def _before_forward(self, index: int, x: torch.Tensor) -> None:
+    def _before_forward(self, index: int, *_) -> None:
         for unit in self.regions[index].units:
-            unit.use()
-        self._fetch(index + 1)  # prefetch: the next one arrives while this one computes
+            unit.fetch().wait()  # in stages 1 and 2 later units arrive while this region computes
+        if self.by_layer and index + 1 < len(self.regions):
+            self._prefetch(self.regions[index + 1])
 
-    def _after_forward(self, index: int, output: torch.Tensor) -> None:
+    def _prefetch(self, region: Region) -> None:
+        """Begin to gather the weights that are needed next, while another region computes."""
+        for unit in region.units:
+            unit.fetch()
+
+    def _after_forward(self, index: int, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: self._between_backwards(index + 1))
-        if index + 1 < len(self.regions) or not output.requires_grad:  # the backward begins with the last one: it stays
-            self._free(index)
+            output.register_hook(lambda gradient: self._before_backward(index))
+        if index + 1 < len(self.regions) or not output.requires_grad:  # the backward begins with the last: it stays
+            for unit in self.regions[index].units:
+                unit.free()
 
-    def _between_backwards(self, index: int) -> None:
-        """The backward of region `index` is over, that of `index - 1` begins (with its recomputation, if any)."""
-        if index < len(self.regions):
-            self._free(index)
-        while self.in_flight:  # the gather below needs memory
-            self._complete()
-        if index > 0 and self.regions[index - 1].backward_reads_weights:
-            for unit in self.regions[index - 1].units:
-                unit.use()
-            self._fetch(index - 2, backward=True)
-        if index < len(self.regions) and self.synchronising:
-            # Not when the last gradient came, as in stages 1 and 2: a rank on which some weight is not used would issue
-            # this among other gathers than its peers.
-            # Units lie in the reverse order of regions: these are the ones of region `index` and above. The embedding's
-            # comes last, in `_end_of_backward`: there is no border below it.
-            for unit in self.buckets[self.launched : len(self.regions) - index]:
-                self._launch(unit)
-
-    def _fetch(self, index: int, backward: bool = False) -> None:
-        if self.by_layer and 0 <= index < len(self.regions):
-            if self.regions[index].backward_reads_weights or not backward:
-                for unit in self.regions[index].units:
-                    unit.fetch()
-
-    def _free(self, index: int) -> None:
-        for unit in self.regions[index].units:
-            unit.free()
-
-    # ---- gradients: summed into shards -------------------------------------------------------------------------------
+    # ---- backward: gradients are added up, and reduced into shards ---------------------------------------------------
 
     @contextmanager
-    def no_sync(self, active: bool = True):
-        """As in step 2, while `active` gradients only accumulate; but where each micro-batch is reduce-scattered,
-        `active` only tells that this is not the last one.
+    def no_sync(self, active: bool = True) -> Iterator[None]:
+        """Around a backward: while `active`, its gradients only accumulate. If each micro-batch is reduce-scattered,
+        `active` only says that this is not the last one of the step.
         """
         self.last_micro_batch = not active
-        with super().no_sync(active and not self.each_micro_batch):
-            yield
-            if self.each_micro_batch:
-                self._end_of_backward()
-        self.last_micro_batch = True
+        self.synchronising = not active or self.each_micro_batch
+        yield
+        if self.each_micro_batch:
+            self._end_of_backward()
+        self.synchronising = self.last_micro_batch = True
 
-    def only_accumulate(self):
+    @contextmanager
+    def only_accumulate(self) -> Iterator[None]:
         """Backward passes in here add up gradients and start no communication, because the rest of this micro-batch's
         gradients will be added later.
         """
-        return super().no_sync()
+        self.synchronising = False
+        yield
+        self.synchronising = True
+
+    def _before_backward(self, index: int) -> None:
+        """Layer by layer: the backward of region `index + 1` is over, that of `index` (or its recomputation) begins."""
+        done = self.regions[index + 1] if index + 1 < len(self.regions) else None
+        for unit in done.units if done else ():
+            unit.free()
+        self._complete()  # the gather below needs memory
+        if self.regions[index].backward_reads_weights:
+            for unit in self.regions[index].units:
+                unit.fetch().wait()
+            if index > 0 and self.regions[index - 1].backward_reads_weights:
+                self._prefetch(self.regions[index - 1])
+        if done and self.synchronising:
+            # Not as soon as the last gradient has been computed: a rank that does not use some weight would launch this
+            # among other gathers than its peers. (Units of the first region wait for `_end_of_backward`.)
+            for unit in self.units[self.next_unit : len(self.units) - done.earlier_units]:
+                self._launch(unit)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters."""
-        unit = self.bucket_of[parameter]
-        if unit.launched:  # two forwards in one backward, say: a gradient would be lost
+        index = self.index_of[parameter]
+        if index < self.next_unit:  # two forwards in one backward, say: a gradient would be lost
             raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched")
-        if unit.gradient is None:
-            unit.allocate_gradient()
-        super().accumulate(parameter, gradient)
-        # Free what has been sent. Not where that sends more: all ranks must do so in one order, and time is not one.
-        while self.in_flight and self.group.size == 1 and self.in_flight[0].work.is_completed():
+        bucket = self.units[index].make_bucket()
+        bucket.add(parameter, gradient)
+        if self.synchronising:
+            bucket.missing.discard(parameter)
+            if not self.by_layer and self.mode != "naive":
+                self._launch_complete()
+        # Free early what has already been summed. With replicas we must not: that launches an all-reduce over them, and
+        # collectives need the same order on every rank, but `is_completed` depends on the timing of each rank.
+        if self.in_flight and self.replicas.size == 1 and self.in_flight.work.is_completed():
             self._complete()
 
     def _launch_complete(self) -> None:
-        if not self.by_layer:
-            super()._launch_complete()
+        """Launch, in order, every next unit whose gradients have all been computed."""
+        for unit in self.units[self.next_unit :]:
+            if unit.bucket is None or unit.bucket.missing:
+                break
+            self._launch(unit)
 
     def _launch(self, unit: Unit) -> None:
-        if unit.gradient is None:  # not used on this rank in this micro-batch
-            unit.allocate_gradient()
-        for parameter in unit.views.keys() - self.filled:
-            unit.views[parameter].zero_()
-        while len(self.in_flight) >= IN_FLIGHT:  # before the next one needs memory
-            self._complete()
+        self._complete()  # before the next one needs memory
         unit.reduce_scatter()
-        unit.launched = True
-        self.in_flight.append(unit)
-        self.launched += 1
+        self.in_flight, self.next_unit = unit, self.next_unit + 1
         if unit.group.size == 1:  # it is complete already
             self._complete()
 
     def _complete(self) -> None:
-        unit = self.in_flight.popleft()
-        unit.complete()
-        if self.last_micro_batch:  # and then the sum over replicas; in stage 0 it is the whole sum, that of step 2
-            unit.work = collectives.all_reduce(unit.reduced, self.group, async_op=self.mode != "naive")
+        """Wait for the reduce-scatter in flight, if there is one, and start the sum over replicas when it is due."""
+        unit, self.in_flight = self.in_flight, None
+        if unit is not None:
+            unit.complete()
+            if self.last_micro_batch:  # in stage 0 this is the whole sum, that of step 2
+                unit.work = collectives.all_reduce(unit.reduced, self.replicas, async_op=self.mode != "naive")
 
     def launch_rest(self) -> None:
         """Launch what no hook has launched."""
-        for unit in self.buckets[self.launched :]:
+        for unit in self.units[self.next_unit :]:
             self._launch(unit)
 
     def _end_of_backward(self) -> None:
-        """Launch what is left, wait for all, and be ready for another micro-batch."""
+        """Launch what is left, wait for all reduce-scatters, and be ready for another micro-batch."""
         self.launch_rest()
-        while self.in_flight:
-            self._complete()
-        for unit in self.buckets:
-            unit.missing, unit.launched = set(unit.parameters), False
-        self.filled.clear()
-        self.launched = 0
+        self._complete()
+        self.next_unit = 0
+
+    # ---- after the last backward -------------------------------------------------------------------------------------
 
     def finish(self) -> list[torch.Tensor]:
-        """After the last backward: the summed gradients, one for each of `shards`."""
+        """Return the summed gradients, one for each of `shards`. The list is the last that holds them."""
         if not self.each_micro_batch:
             self._end_of_backward()
         gradients = []
-        for unit in self.buckets:
+        for unit in self.units:
             unit.work.wait()
-            unit.work = None
-            gradients += [unit.reduced[where] for where, _, _ in unit.pieces]
-            unit.gathering = None  # the optimizer is about to change the shards
-            if self.stage == 3 and not self.by_layer:
-                unit.free()
-            unit.free_gradient()
-            unit.reduced = None  # the list is the last that holds it, until the optimizer has used it
+            gradients += [unit.reduced[where] for where, _ in unit.pieces]
+            unit.start_over()
         return gradients

@@ -12,9 +12,9 @@ from step01_single_gpu.memory_model.prediction import layer_activations, saved_a
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes alive at the three moments that can be a step's peak, and between two steps (`idle`)."""
+    """Bytes alive at the three moments of a step that can be its peak, and between two steps."""
 
-    idle: int
+    idle: int  # between two steps
     loss: int  # the loss's backward begins: all activations, and two more tensors as large as the logits
     layers: int  # the worst layer of the backward
     update: int  # the optimizer steps
@@ -35,11 +35,11 @@ def predict_peak(
     accumulation: int = 1,
     first_step: bool = False,
 ) -> Peak:
-    """Peak of one step on our model: states and activations are exact, temporaries of the backward an estimate.
+    """Predict the peak of a step on our model: exact for states and activations, an estimate for temporaries.
 
     Args:
-        accumulation: micro-batches; from the second one on all gradient sums lie there during the forward.
-        first_step: Adam's moments do not exist before the first update.
+        accumulation: micro-batches; from the second one on, the sums of all gradients are held during the forward.
+        first_step: the moments of Adam do not exist before the first update.
     """
     high, count = at_least_float32(dtype), count_parameters(model)
     held = states(model, dtype, optimizer)
@@ -68,7 +68,7 @@ def predict_peak(
 def _inside_a_layer(
     model: ModelConfig, batch: int, seq: int, dtype: torch.dtype, attention: str, recompute: str
 ) -> tuple[int, int]:
-    """Activations and their gradients alive in a layer's backward, in its MLP and in its attention core."""
+    """Bytes of activations and their gradients alive in a layer's backward: in its MLP, and in its attention core."""
     high, tokens = at_least_float32(dtype), batch * seq
     residual = tokens * model.hidden * dtype.itemsize
     shape = (model, batch, seq, dtype, attention)

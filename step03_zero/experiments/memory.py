@@ -83,7 +83,7 @@ def kept_for_backward(run: Run) -> int:
     run.zero.gather()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         share = run.loss_share(0, 0)
-    weights = {unit.weights.untyped_storage().data_ptr() for unit in run.zero.buckets}
+    weights = {unit.weights.untyped_storage().data_ptr() for unit in run.zero.units}
     held = live_bytes(tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in weights)
     del share
     return held

@@ -107,12 +107,12 @@ def traced_runs(quick: bool) -> dict[str, Trace]:
 
 def run_variants(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str) -> None:
     """On a rank: each run, those without prefetch with that line of `Zero` taken out."""
-    fetch = Zero._fetch
+    prefetch = Zero._prefetch
     for name, flags in jobs:
         if "no prefetch" in name:
-            Zero._fetch = lambda *arguments, **options: None
+            Zero._prefetch = lambda zero, region: None
         run_jobs(mesh, done, [(name, flags)], folder, train)
-        Zero._fetch = fetch
+        Zero._prefetch = prefetch
 
 
 def by_operation(trace: Trace) -> Trace:

@@ -56,11 +56,11 @@ def residency(quick: bool) -> None:
 def watch_steps(mesh: Mesh, done: Callable, cases: list[tuple[str, dict, bool]]) -> list[dict]:
     """On a rank: for each case, the second step's points (seconds, bytes of parameters, of gradients) and phases."""
     result = []
-    fetch = Zero._fetch
+    real_prefetch = Zero._prefetch
     for _, flags, prefetch in cases:
         run = Run(mesh, **SHAPE | {"seq_len": 256, "micro_batch": 2}, global_batch=2 * mesh.world.size, **flags)
         if not prefetch:
-            Zero._fetch = lambda *arguments, **options: None
+            Zero._prefetch = lambda zero, region: None
         run.step(0)
         points, phases = [], []
 
@@ -73,7 +73,7 @@ def watch_steps(mesh: Mesh, done: Callable, cases: list[tuple[str, dict, bool]])
 
         with watched_units(note):
             held = run.step(1, observe)
-        Zero._fetch = fetch
+        Zero._prefetch = real_prefetch
         start = phases[0][1]
         result.append(
             {
@@ -89,7 +89,7 @@ def watch_steps(mesh: Mesh, done: Callable, cases: list[tuple[str, dict, bool]])
 class watched_units:
     """Inside, `note` is called before and after everything that takes or frees memory of units."""
 
-    NAMES = ("fetch", "free", "allocate_gradient", "reduce_scatter", "complete")
+    NAMES = ("fetch", "free", "make_bucket", "reduce_scatter", "complete")
 
     def __init__(self, note: Callable):
         self.note = note
@@ -98,10 +98,11 @@ class watched_units:
         self.originals = {name: getattr(Unit, name) for name in self.NAMES}
         for name, original in self.originals.items():
 
-            def noted(unit, original=original) -> None:
+            def noted(unit, original=original):
                 self.note()
-                original(unit)
+                result = original(unit)
                 self.note()
+                return result
 
             setattr(Unit, name, noted)
 

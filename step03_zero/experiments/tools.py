@@ -83,9 +83,10 @@ class Run:
 
     def parameter_bytes(self) -> int:
         """Bytes of parameters that lie in this rank's memory now: whole units, and shards that are not part of one."""
-        return live_bytes([tensor for unit in self.zero.buckets for tensor in (unit.weights, unit.shard)])
+        return live_bytes([tensor for unit in self.zero.units for tensor in (unit.weights, unit.shard)])
 
     def gradient_bytes(self) -> int:
         """The same of gradients: whole buckets, shards, and what is about to be added to a shard."""
-        tensors = [each for unit in self.zero.buckets for each in (unit.gradient, unit.reduced)]
-        return live_bytes([tensor for tensor in tensors if tensor is not None] + self.summed)
+        tensors = [unit.bucket.flat for unit in self.zero.units if unit.bucket is not None]
+        tensors += [unit.reduced for unit in self.zero.units if unit.reduced is not None]
+        return live_bytes(tensors + self.summed)

@@ -1,128 +1,96 @@
-"""Known-wrong variants of the mechanisms, as small patches: those of step 2, and `patched` for those of every step.
-The suite must reject every one of them.
+"""Known-wrong variants of data parallelism, and `patched` for those of every step.
 
-Each is a mistake that was found in real code (teaching repositories, and bug reports of large frameworks).
+Each is a mistake that was found in real code (teaching repositories, and bug reports of large frameworks). The first
+ones train something else; the last ones train the right model and let communication wait: no curve shows it.
 """
 
 import contextlib
-from unittest import mock
 
 import torch
 
 from common import collectives
 from common.data.batches import Batches
 from step02_data_parallel.data_parallel import DataParallel
-from tests.mutants import patches_step03, patches_step04, patches_step05
+from tests.mutants import Mutants, patches_step03, patches_step04, patches_step05
+
+WRONG_NUMBERS, LATE = Mutants(), Mutants()
+finish, no_sync, micro_batch = DataParallel.finish, DataParallel.no_sync, Batches.micro_batch
 
 
-def _hook_takes_the_parameter(stack):
+@WRONG_NUMBERS.replaces("hook takes the parameter", DataParallel, "accumulate")
+def _(self, parameter, gradient):
     """The post-accumulate hook's argument is taken for the gradient: weights are averaged, gradients stay local."""
-
-    def take(self, parameter):
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        if self.synchronising:
-            collectives.all_reduce(parameter.data, self.group)
-            parameter.data.div_(self.group.size)
-        view = self.bucket_of[parameter].views[parameter]
-        view.copy_(view + gradient if parameter in self.filled else gradient)
-        self.filled.add(parameter)
-
-    def finish(self):
-        self.filled.clear()
-        return [self.bucket_of[parameter].views[parameter] for parameter in self.parameters]
-
-    stack.enter_context(mock.patch.object(DataParallel, "_take", take))
-    stack.enter_context(mock.patch.object(DataParallel, "finish", finish))
+    self.bucket_of[parameter].add(parameter, gradient)
+    if self.synchronising:
+        collectives.all_reduce(parameter.data, self.group)
+        parameter.data.div_(self.group.size)
 
 
-def _only_last_micro_batch_reduced(stack):
+@WRONG_NUMBERS.replaces("only the last micro-batch reduced", DataParallel, "accumulate")
+def _(self, parameter, gradient):
     """A tensor hook reduces the gradient it is given: under accumulation that is the last micro-batch's alone."""
-    accumulate = DataParallel.accumulate
-
-    def wrong(self, parameter, gradient):
-        bucket = self.bucket_of[parameter]
-        if self.synchronising and parameter in self.filled:
-            collectives.all_reduce(gradient, self.group)
-            bucket.views[parameter].add_(gradient)
-        else:
-            accumulate(self, parameter, gradient)
-
-    def launch(self, bucket):
-        bucket.work = collectives.Work()
-        self.launched += 1
-
-    stack.enter_context(mock.patch.object(DataParallel, "accumulate", wrong))
-    stack.enter_context(mock.patch.object(DataParallel, "_launch", launch))
+    if self.synchronising:
+        collectives.all_reduce(gradient, self.group)
+    self.bucket_of[parameter].add(parameter, gradient)
 
 
-def _missing_share(stack):
-    """Each rank's loss is the mean over its own tokens, and gradients are summed: they are dp times too large."""
-    value = property(lambda self: self.global_batch * self.seq_len // torch.distributed.get_world_size())
-    stack.enter_context(mock.patch.object(Batches, "target_tokens", value))
-
-
-def _reduced_on_every_micro_batch(stack):
+@WRONG_NUMBERS.replaces("reduced on every micro-batch", DataParallel, "accumulate")
+def _(self, parameter, gradient):
     """no_sync is forgotten: sums that were reduced already are added to and reduced again."""
-
-    def wrong(self, parameter, gradient):
-        view = self.bucket_of[parameter].views[parameter]
-        view.copy_(view + gradient if parameter in self.filled else gradient)
-        self.filled.add(parameter)
-        collectives.all_reduce(view, self.group)
-
-    def launch(self, bucket):
-        bucket.work = collectives.Work()
-        self.launched += 1
-
-    stack.enter_context(mock.patch.object(DataParallel, "accumulate", wrong))
-    stack.enter_context(mock.patch.object(DataParallel, "_launch", launch))
+    bucket = self.bucket_of[parameter]
+    bucket.add(parameter, gradient)
+    collectives.all_reduce(bucket.views[parameter], self.group)
 
 
-def _averaged_over_ranks(stack):
+@WRONG_NUMBERS.replaces("hook takes the parameter", DataParallel, "_launch_next")
+@WRONG_NUMBERS.replaces("only the last micro-batch reduced", DataParallel, "_launch_next")
+@WRONG_NUMBERS.replaces("reduced on every micro-batch", DataParallel, "_launch_next")
+def _(self):
+    """The three above communicate in their own way: buckets are not reduced any more."""
+    self.buckets[self.next_bucket].work = collectives.Work()
+    self.next_bucket += 1
+
+
+@WRONG_NUMBERS.replaces("missing share of the global mean", Batches, "target_tokens")
+@property
+def _(self):
+    """Each rank's loss is the mean over its own tokens, and gradients are summed: they are dp times too large."""
+    return self.global_batch * self.seq_len // torch.distributed.get_world_size()
+
+
+@WRONG_NUMBERS.replaces("averaged over ranks", DataParallel, "finish")
+def _(self):
     """The sum of shares is divided by the number of ranks once more, as an averaging all-reduce would."""
-    finish = DataParallel.finish
-
-    def wrong(self):
-        gradients = finish(self)
-        torch._foreach_div_(gradients, float(self.group.size))
-        return gradients
-
-    stack.enter_context(mock.patch.object(DataParallel, "finish", wrong))
+    gradients = finish(self)
+    torch._foreach_div_(gradients, float(self.group.size))
+    return gradients
 
 
-def _same_samples_everywhere(stack):
+@WRONG_NUMBERS.replaces("same samples everywhere", Batches, "micro_batch")
+def _(self, step, index, size, dp_rank=0, dp_size=1, device="cpu"):
     """Every rank reads the samples of rank 0: curves look healthy, most of the data is never seen."""
-    micro_batch = Batches.micro_batch
-
-    def wrong(self, step, index, size, dp_rank=0, dp_size=1, device="cpu"):
-        return micro_batch(self, step, index, size, 0, dp_size, device)
-
-    stack.enter_context(mock.patch.object(Batches, "micro_batch", wrong))
+    return micro_batch(self, step, index, size, 0, dp_size, device)
 
 
-def _stale_bucket(stack):
+@WRONG_NUMBERS.replaces("stale bucket", DataParallel, "finish")
+def _(self):
     """Gradients are read before the all-reduce has completed."""
-
-    def finish(self):
-        total = [self.bucket_of[parameter].views[parameter].clone() for parameter in self.parameters]
-        real(self)
-        return total
-
-    real = DataParallel.finish
-    stack.enter_context(mock.patch.object(DataParallel, "finish", finish))
+    total = [self.bucket_of[parameter].views[parameter].clone() for parameter in self.parameters]
+    finish(self)
+    return total
 
 
-PARITY_MUTANTS = {
-    "hook takes the parameter": _hook_takes_the_parameter,
-    "only the last micro-batch reduced": _only_last_micro_batch_reduced,
-    "missing share of the global mean": _missing_share,
-    "reduced on every micro-batch": _reduced_on_every_micro_batch,
-    "averaged over ranks": _averaged_over_ranks,
-    "same samples everywhere": _same_samples_everywhere,
-    "stale bucket": _stale_bucket,
-}
+@LATE.replaces("no_sync off by one", DataParallel, "no_sync")
+def _(self, active=True):
+    """No backward counts as the last one of a step, so all-reduces wait for its end."""
+    return no_sync(self)
+
+
+@LATE.replaces("one launch per gradient", DataParallel, "_launch_complete")
+def _(self):
+    """Of several buckets that one gradient completes, only the first is launched."""
+    if self.next_bucket < len(self.buckets) and not self.buckets[self.next_bucket].missing:
+        self._launch_next()
 
 
 @contextlib.contextmanager
@@ -131,5 +99,5 @@ def patched(mutant: str | None):
     with contextlib.ExitStack() as stack:
         if mutant is not None:
             later = patches_step03.MUTANTS | patches_step04.MUTANTS | patches_step05.MUTANTS
-            (PARITY_MUTANTS | later)[mutant](stack)
+            (WRONG_NUMBERS | LATE | later)[mutant](stack)
         yield

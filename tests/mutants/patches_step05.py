@@ -53,13 +53,14 @@ def _reduced_too_early(stack):
         with zero.no_sync():
             yield
         if action.micro_batch == 0:
-            for unit in zero.buckets:
-                collectives.all_reduce(unit.gradient, zero.group)
+            for unit in zero.units:
+                collectives.all_reduce(unit.bucket.flat, zero.replicas)
 
     def complete(self):  # of the reduction after the last micro-batch: nothing to do any more
-        unit = self.in_flight.popleft()
-        unit.complete()
-        unit.work = Work()
+        unit, self.in_flight = self.in_flight, None
+        if unit is not None:
+            unit.complete()
+            unit.work = Work()
 
     swap(stack, Pipeline, "_gradients_complete", wrong)
     swap(stack, Zero, "_complete", complete)
@@ -213,6 +214,7 @@ def _weights_of_the_first_step(stack):
         else:
             fetch(self)
             fetched.add(self)
+        return self.gathering
 
     swap(stack, Unit, "fetch", wrong)
     swap(stack, Unit, "free", lambda self: None if self in fetched else free(self))
@@ -268,8 +270,8 @@ def _gathered_for_each_micro_batch(stack):
     forward = Pipeline._forward
 
     def wrong(self, action, given):
-        for unit in self.zero_wrappers[action.chunk].buckets:
-            unit.use()
+        for unit in self.zero_wrappers[action.chunk].units:
+            unit.fetch().wait()
             unit.free()
         forward(self, action, given)
 

@@ -1,10 +1,11 @@
-"""The parity suite rejects every known-wrong variant of data parallelism, and says so by the right figure."""
+"""The suite rejects every known-wrong variant of data parallelism, and says so by the right figure."""
 
 import pytest
 
-from tests.mutants.patches import PARITY_MUTANTS
-from tests.parity.runs import assert_parity, differences, reference, run_cases
-from tests.parity.test_step02 import training_of
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step02.test_accounting import check_train, launch_in_data_parallel, watch_train
+from tests.mutants.patches import LATE, WRONG_NUMBERS, patched
+from tests.parity.runs import assert_parity, differences, reference, run_cases, training_of
 
 CASE = "--optimizer adamw --lr 1e-3 --clip 0.5 --no-tie-embeddings --dp-mode bucket --bucket-mb 0.02"
 
@@ -12,17 +13,19 @@ CASE = "--optimizer adamw --lr 1e-3 --clip 0.5 --no-tie-embeddings --dp-mode buc
 @pytest.fixture(scope="module")
 def mutated():
     """Results of every mutant, and of the unmutated code, on 2 ranks with 6 micro-batches a rank."""
-    names = [None, *PARITY_MUTANTS]
+    names = [None, *WRONG_NUMBERS, *LATE]
     results = run_cases(2, 2, [CASE] * len(names), names)
     return dict(zip(names, results, strict=True))
 
 
-def test_the_case_itself_passes(mutated):
-    assert_parity(mutated[None], reference(training_of(CASE)), CASE)
+@pytest.mark.parametrize("name", [None, *LATE])
+def test_the_case_itself_passes(mutated, name):
+    """And so do the mutants that only let communication wait: parity is not enough."""
+    assert_parity(mutated[name], reference(training_of(CASE)), CASE)
 
 
-@pytest.mark.parametrize("name", PARITY_MUTANTS)
-def test_mutant_is_rejected(mutated, name):
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_wrong_numbers_are_rejected(mutated, name):
     with pytest.raises(AssertionError, match="relative differences above"):
         assert_parity(mutated[name], reference(training_of(CASE)), name)
 
@@ -31,3 +34,15 @@ def test_only_the_gradient_norm_shows_a_missing_share(mutated):
     """Why parity is proved on gradients: AdamW divides the factor away, and the loss curve looks right."""
     found = differences(mutated["missing share of the global mean"], reference(training_of(CASE)))
     assert found["grad_norm"] == pytest.approx(1.0, abs=0.2), "gradients are twice too large on two ranks"
+
+
+def test_no_sync_off_by_one_is_rejected():
+    flags = "--micro-batch 1 --dp-mode bucket"
+    for calls in run_ranks(2, watch_train, flags, "no_sync off by one"):
+        with pytest.raises(AssertionError, match="bucket 0 is launched in the phase optimizer"):
+            check_train(calls, flags, 2)
+
+
+def test_waiting_buckets_are_rejected():
+    with patched("one launch per gradient"), pytest.raises(AssertionError, match="launches: complete buckets wait"):
+        launch_in_data_parallel("bucket")

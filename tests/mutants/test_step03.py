@@ -6,11 +6,18 @@ from tests.harness.ranks import run_ranks
 from tests.mechanisms.step03 import checks
 from tests.mechanisms.step03.observe import observe_all
 from tests.mechanisms.step03.test_accounting import LARGE, SMALL, plan_of
-from tests.mechanisms.step03.test_model_state import DEEP, check_initial_peak, initial_peak
+from tests.mechanisms.step03.test_model_state import (
+    DEEP,
+    check_initial_peak,
+    check_peak_of_gradients,
+    initial_peak,
+    launch_in_zero,
+    peak_of_gradients,
+)
 from tests.mutants.patches import patched
 from tests.mutants.patches_step03 import MUTANTS
-from tests.parity.runs import assert_parity, differences, reference, run_cases
-from tests.parity.test_step03 import ADAMW, ODD, UNTIED, training_of
+from tests.parity.runs import assert_parity, differences, reference, run_cases, training_of
+from tests.parity.test_step03 import ADAMW, ODD, UNTIED
 from tests.parity.test_step03_precision import assert_narrow_parity
 
 TRAINING = f"{UNTIED} {ADAMW} --steps 5 --bucket-mb 0.02"
@@ -62,14 +69,16 @@ def test_a_wrong_norm_is_seen_in_the_norm(trained):
 def test_sums_in_bfloat16_are_rejected():
     case = f"{TRAINING} --dtype bfloat16 --zero 2"
     sound, wrong = run_cases(2, 3, [case] * 2, [None, "sums in bfloat16"])
-    assert_narrow_parity(sound, reference(training_of(case)), "the case itself")
+    expected = reference(training_of(case, 1))
+    assert_narrow_parity(sound, expected, "the case itself")
     with pytest.raises(AssertionError, match="'grad_norm'"):
-        assert_narrow_parity(wrong, reference(training_of(case)), "sums in bfloat16")
+        assert_narrow_parity(wrong, expected, "sums in bfloat16")
 
 
 # ---- right numbers, wrong structure: rejected by accounting ----------------------------------------------------------
 
 ONCE = f"--micro-batch 6 {SMALL}"  # one micro-batch on each of two ranks
+SEVERAL = f"--micro-batch 1 {SMALL}"
 WRONG_STRUCTURE = {  # mutant: (flags, check that rejects it, what that says)
     "all-reduce poses as reduce-scatter": (f"--zero 2 {ONCE}", checks.check_calls, "calls: 0 x reduce_scatter"),
     "gloo's own reduce-scatter": (f"{LARGE} --zero 2 --micro-batch 6", checks.check_wire, "wire: .* of the formula"),
@@ -84,6 +93,7 @@ WRONG_STRUCTURE = {  # mutant: (flags, check that rejects it, what that says)
     ),
     "waits for all gathers": (f"--zero 1 {ONCE}", checks.check_gathers_overlap, "order of gathers: .* elsewhere"),
     "reduced after the backward": (f"--zero 2 {ONCE}", checks.check_reductions_overlap, "order of reductions: "),
+    "no_sync of ZeRO off by one": (f"--zero 1 {SEVERAL}", checks.check_phases, "phases of reduce-scatters: "),
     "gradients kept": (f"--zero 2 {ONCE}", checks.check_gradient_memory, "gradient memory: "),
 }
 
@@ -117,18 +127,27 @@ def test_wrong_structure_trains_right():
         assert_parity(result, reference(training_of(case)), name)
 
 
-def mutated_initial_peak() -> tuple[int, int, int]:
+def mutated_peaks() -> tuple:
     with patched("whole model at first"):
-        return initial_peak()
+        first = initial_peak()
+    with patched("buckets kept elsewhere"):
+        return first, peak_of_gradients("--zero 2")
 
 
-def test_whole_model_at_first_is_rejected():
-    whole = 4 * plan_of(f"{DEEP} --zero 3 --micro-batch 1", 4).parameters
-    for peak, shards, unit in run_ranks(4, mutated_initial_peak):
+def test_memory_held_too_long_is_rejected():
+    whole = 4 * plan_of(f"{DEEP} --zero 3 --micro-batch 1", 2).parameters
+    for first, gradients in run_ranks(2, mutated_peaks):
         with pytest.raises(AssertionError, match="initial peak: "):
-            check_initial_peak(peak, shards, unit, whole)
+            check_initial_peak(*first, whole)
+        with pytest.raises(AssertionError, match="peak of gradients: "):
+            check_peak_of_gradients(*gradients, whole)
+
+
+def test_waiting_units_are_rejected():
+    with patched("one launch per gradient of ZeRO"), pytest.raises(AssertionError, match="launches: complete"):
+        launch_in_zero()
 
 
 def test_every_mutant_is_tried():
-    tried = {*WRONG_NUMBERS, *WRONG_STRUCTURE, "sums in bfloat16", "whole model at first"}
-    assert tried == MUTANTS.keys()
+    others = "sums in bfloat16", "whole model at first", "buckets kept elsewhere", "one launch per gradient of ZeRO"
+    assert {*WRONG_NUMBERS, *WRONG_STRUCTURE, *others} == MUTANTS.keys()

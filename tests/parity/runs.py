@@ -1,7 +1,7 @@
 """Run a step's real train() in float64 and compare it with another layout.
 
-A case is a list of flags. `reference` trains it in this process with step 1; `run_cases` trains many cases inside one
-started world; `differences` compares two results.
+A case is a list of flags. `run_cases` trains many cases inside one started world, `reference` trains in this process
+with step 1, `differences` compares two results, and `assert_equal_to_step01` is all three.
 """
 
 import functools
@@ -109,9 +109,12 @@ def assemble(parts: list[dict]) -> Result:
     return Result(list(losses), list(norms), whole)
 
 
-def training_of(case: str) -> str:
-    """The case without flags of the layout, and with all samples of a step in one micro-batch: step 1's tests show that
-    their number does not matter. So one run of step 1 is the reference of all layouts."""
+def training_of(case: str, micro_batch: int | None = None) -> str:
+    """The case without flags of the layout: one run of step 1 is the reference of all layouts.
+
+    It takes all samples of a step as one micro-batch, or as micro-batches of this size: step 1's tests show that their
+    number does not matter.
+    """
     layout, kept, keeping = {spelled(name) for name in flag_names("layout")}, [], True
     for word in case.split():
         if word.startswith("--"):
@@ -119,7 +122,7 @@ def training_of(case: str) -> str:
         if keeping:
             kept.append(word)
     batch = kept[kept.index("--global-batch") + 1] if "--global-batch" in kept else 12
-    return " ".join([*kept, f"--micro-batch {batch}"])
+    return " ".join([*kept, f"--micro-batch {micro_batch or batch}"])
 
 
 @functools.cache
@@ -147,3 +150,9 @@ def assert_parity(result: Result, expected: Result, case: str, tolerance: float 
     found = differences(result, expected)
     wrong = {name: value for name, value in found.items() if not value < tolerance}
     assert not wrong, f"{case}: relative differences above {tolerance}: {wrong}"
+
+
+def assert_equal_to_step01(step: int, world: int, cases: list[str]) -> None:
+    """Train every case with the train.py of `step` on `world` ranks, and all of them as step 1 does."""
+    for case, result in zip(cases, run_cases(world, step, cases), strict=True):
+        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")

@@ -4,16 +4,15 @@ import itertools
 
 import pytest
 
-from tests.parity.runs import assert_parity, reference, run_cases
+from tests.parity.pairwise import thin
+from tests.parity.runs import assert_equal_to_step01
 
-OPTIMIZERS = ("--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5")
-# What changes the training itself: both sides have it. What changes only how step 2 does it stands in LAYOUTS.
-TRAININGS = [
-    f"{tied} {optimizer}"
-    for tied, optimizer in itertools.product(("--tie-embeddings", "--no-tie-embeddings"), OPTIMIZERS)
-]
-MODES = ("--dp-mode naive", "--dp-mode overlap", "--dp-mode bucket", "--dp-mode bucket --bucket-mb 0.02")
-EXTRA = [
+FACTORS = {
+    "embeddings": ["--tie-embeddings", "--no-tie-embeddings"],
+    "optimizer": ["--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"],
+    "mode": [*(f"--dp-mode {mode}" for mode in ("naive", "overlap", "bucket")), "--dp-mode bucket --bucket-mb 0.02"],
+}
+HARD = [
     "--recompute full --dp-mode bucket --bucket-mb 0.02",
     "--recompute selective --attention naive --dp-mode overlap",
     "--kv-heads 1 --dp-mode bucket",
@@ -22,34 +21,12 @@ EXTRA = [
 ]
 
 
-def training_of(case: str) -> str:
-    """The case without the flags that step 1 does not know."""
-    words, result = iter(case.split()), []
-    for word in words:
-        if word in ("--dp-mode", "--bucket-mb"):
-            next(words)
-        else:
-            result.append(word)
-    return " ".join(result)
-
-
-def cases_for(world: int) -> list[str]:
-    """Every mode x tied/untied x optimizer x (one micro-batch a rank, several)."""
-    accumulation = ("", f"--micro-batch {12 // world}")  # 12 / world micro-batches of one sequence, or a single one
-    every = [" ".join(case) for case in itertools.product(TRAININGS, MODES, accumulation)]
-    return every + [f"{training} {extra}" for training, extra in zip(itertools.cycle(TRAININGS), EXTRA)]
-
-
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_step02_equals_step01(world):
-    cases = cases_for(world)
-    results = run_cases(world, 2, cases)
-    for case, result in zip(cases, results, strict=True):
-        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
-
-
-def test_three_ranks():
-    cases = [f"{training} {mode}" for training in TRAININGS[1::2] for mode in MODES]
-    results = run_cases(3, 2, cases)
-    for case, result in zip(cases, results, strict=True):
-        assert_parity(result, reference(training_of(case)), f"3 ranks, {case}")
+    """Every combination, with 12 / world micro-batches of one sequence on each rank or with a single micro-batch."""
+    factors = FACTORS | {"accumulation": ["--micro-batch 1", f"--micro-batch {12 // world}"]}
+    every = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    cases = [" ".join(case.values()) for case in thin(every)]
+    trainings = itertools.product(FACTORS["embeddings"], FACTORS["optimizer"])
+    cases += [f"{' '.join(training)} {hard}" for training, hard in zip(itertools.cycle(trainings), HARD) if world != 3]
+    assert_equal_to_step01(2, world, cases)

@@ -2,34 +2,16 @@
 
 import pytest
 
-from tests.parity.pairwise import pairwise
-from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
+from tests.parity.pairwise import pairwise, thin
+from tests.parity.runs import assemble, assert_equal_to_step01, assert_parity, reference, train_case, training_of
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
 ODD = "--hidden 20 --heads 2 --kv-heads 1 --ffn 27"  # shards on 3 and 4 ranks cut rows, on 3 they need padding
 TINY = "--hidden 2 --heads 1 --kv-heads 1 --ffn 1 --layers 1"
 STEP = "--zero-reduce step"
-# Flags that change how a step is computed and not what: one run of step 1 is the reference of all of them.
-HOW = ("--zero", "--zero-replicas", "--zero-reduce", "--dp-mode", "--bucket-mb", "--recompute", "--micro-batch")
-HOW += ("--attention",)
 
-
-def training_of(case: str) -> str:
-    """The case without the flags of `HOW`."""
-    words = iter(case.split())
-    kept = [(next(words), "")[1] if word in HOW else word for word in words]
-    return " ".join(filter(None, kept))
-
-
-def assert_step03_equals_step01(world: int, cases: list[str]) -> list[Result]:
-    results = run_cases(world, 3, cases)
-    for case, result in zip(cases, results, strict=True):
-        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
-    return results
-
-
-# ---- every pair of flags ---------------------------------------------------------------------------------------------
+# ---- pairs of flags --------------------------------------------------------------------------------------------------
 
 
 def factors(world: int) -> dict[str, list[str]]:
@@ -50,14 +32,9 @@ def pairs_of_flags(world: int) -> list[str]:
     choices = factors(world)
     forbidden = [{"stage": "--zero 0", "replicas": copies} for copies in choices["replicas"] if copies]
     forbidden += [{"stage": stage, "reduce": STEP} for stage in ("--zero 0", "--zero 1")]
-    return [" ".join(case.values()) for case in pairwise(choices, forbidden)]
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_pair_of_flags(world):
-    cases = pairs_of_flags(world)
-    assert 12 <= len(cases) <= 16
-    assert_step03_equals_step01(world, cases)
+    every = pairwise(choices, forbidden)
+    assert 12 <= len(every) <= 16
+    return [" ".join(case.values()) for case in thin(every)]
 
 
 # ---- hard cases, by name ---------------------------------------------------------------------------------------------
@@ -102,13 +79,13 @@ HARD = {
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_hard_cases(world):
-    cases = [case for several in HARD.values() for ranks, case in several if ranks == world]
-    assert_step03_equals_step01(world, cases)
+def test_step03_equals_step01(world):
+    hard = [case for several in HARD.values() for ranks, case in several if ranks == world]
+    assert_equal_to_step01(3, world, hard + pairs_of_flags(world))
 
 
 def test_one_process():
     """A group of one rank: every stage is step 1."""
     for stage, flags in enumerate((f"{UNTIED} {ADAMW}", f"{TIED} {SGD}", f"{UNTIED} {SGD}", f"{TIED} {ADAMW}")):
         case = f"{flags} --zero {stage} --micro-batch 4 --bucket-mb 0.02"
-        assert_parity(assemble([train_case(3, case)]), reference(flags), case)
+        assert_parity(assemble([train_case(3, case)]), reference(training_of(case)), case)

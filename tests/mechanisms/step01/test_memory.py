@@ -19,6 +19,7 @@ from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.experiments import step_timeline as timeline
 from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.experiments.tools import Run, build
+from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model import prediction as memory
 from step01_single_gpu.memory_model.gpt import GptShape
@@ -222,11 +223,11 @@ def test_selective_recomputation_of_gpt3():
 
 
 def test_calculator(capsys):
-    assert memory.main("--model llama3-8b --seq-len 4096 --micro-batch 1 --dtype bfloat16".split()) == 0
+    assert calculator.main("--model llama3-8b --seq-len 4096 --micro-batch 1 --dtype bfloat16".split()) == 0
     shown = capsys.readouterr().out
     assert "8,030,261,248" in shown and "18.00" in shown and "20.00" in shown
     for size in ("3", "12"):  # neither divides the default global batch
-        assert memory.main(["--micro-batch", size]) == 0
+        assert calculator.main(["--micro-batch", size]) == 0
     for wrong in (
         ["--model", "mixtral-8x7b"],
         ["--heads", "7"],
@@ -234,5 +235,5 @@ def test_calculator(capsys):
         ["--seq-len", "0"],
         ["--micro-batch", "0"],
     ):
-        assert memory.main(wrong) == 2
+        assert calculator.main(wrong) == 2
         assert capsys.readouterr().err.count("error: ") == 1

@@ -224,6 +224,21 @@ def check_gradient_memory(seen: Observation, plan: Plan) -> None:
             assert not any(before), f"gradient memory: {before} are there while unit {index % len(sizes)} is launched"
 
 
+def check_phases(seen: Observation, plan: Plan) -> None:
+    """Gathers begin in the pass that waits for them, and reductions in the last backward at the latest."""
+    phases = {op: [p for call, p in zip(seen.calls, seen.phases) if call[0] == op] for op in plan.calls()}
+    gathers = [direction for direction, *_ in plan.gathers()] * (plan.micro_batches if plan.stage == 3 else 1)
+    assert phases["all_gather"] == gathers, f"phases of gathers: {phases['all_gather']}"
+    scatters = ["backward"] * len(phases["reduce_scatter"])
+    if plan.stage == 3 and plan.config.zero_reduce == "step" and scatters:
+        scatters[-1] = "optimizer"  # that of the first region, below which no backward begins
+    assert phases["reduce_scatter"] == scatters, f"phases of reduce-scatters: {phases['reduce_scatter']}"
+    *sums, _, _ = phases["all_reduce"]  # over the replicas: the norm and the loss are the last two
+    late = 0 if plan.ranks == 1 else 2  # what waits for the last reduce-scatters
+    early = sums[: len(sums) - late]
+    assert set(early) <= {"backward"}, f"phases of sums over replicas: {sums}"
+
+
 def check_reduced_once(seen: Observation, plan: Plan) -> None:
     """Where all micro-batches are summed first, nothing is reduced before the last one's backward."""
     last = len(seen.events) - 1 - seen.events[::-1].index("forward 0")
@@ -259,6 +274,7 @@ def check(ranks: list[Observation], plan: Plan) -> None:
         check_bytes_held(seen, plan)
         check_residency(seen, plan)
         check_gradient_memory(seen, plan)
+        check_phases(seen, plan)
         if plan.micro_batches == 1:  # or every event has happened several times
             check_gathers_overlap(seen, plan)
             check_reductions_overlap(seen, plan)

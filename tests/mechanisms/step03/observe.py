@@ -21,8 +21,6 @@ from common.measure import tcp_bytes as wire
 from common.measure.allocator import live_bytes
 from common.process_groups import Degrees, Mesh, build_mesh, environment
 from common.record.run_record import RunRecord
-from step01_single_gpu.mixed_precision import Optimizer
-from step03_zero.zero import Zero
 from tests.mutants.patches import patched
 
 STEPS = 2  # of them the last one is watched: moments exist, and whatever a step has to reset was reset
@@ -47,12 +45,13 @@ class Observation:
 
     events: "forward i", "forward i done", "backward i" of region i (embedding, layers, norm with head), and "gradient".
     calls: (op, group, elements, dtype, bytes, position of issue, position of the wait).
-    at_issue: what was held when each of the calls was issued.
+    phases, at_issue: the phase of the step in which each of the calls was issued, and what was held then.
     held: bytes by kind, right before the update and after the step.
     """
 
     events: list[str] = field(default_factory=list)
     calls: list[tuple] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     at_issue: list[Sample] = field(default_factory=list)
     held: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -68,29 +67,16 @@ class Observation:
 
 
 class Watch:
-    """Is `collectives.recorder` during the watched step: its `clock` takes a sample, and the time is its number."""
+    """Watches the last step of one run of step 3's train()."""
 
     def __init__(self):
-        self.calls, self.seen, self.recording = [], Observation(), False
+        self.seen, self.recording = Observation(), False
         gc.collect()
         gc.freeze()  # what the process holds so far is neither collected (it is large) nor listed any more
-        self.zero = self.model = self.optimizer = None
-        self.steps = 0
 
-    # ---- recorder ----
-
-    def clock(self) -> int:
-        self.sample()
-        return len(self.seen.samples) - 1
-
-    def watch(self, handle, calls, done_at) -> None:
-        pass
-
-    # ---- events ----
-
-    def attach(self, zero: Zero, model) -> None:
-        """After `zero` has registered its own hooks: those registered here run after them."""
-        self.zero, self.model = zero, model
+    def attach(self, model, zero, optimizer) -> None:
+        """Watch these, whose own hooks have been registered: those registered here run after them."""
+        self.model, self.zero, self.optimizer = model, zero, optimizer
         starts = [model.embedding, *model.layers.values(), model.norm]
         ends = [model.embedding, *model.layers.values(), model.head]
         for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -98,6 +84,16 @@ class Watch:
             end.register_forward_hook(lambda module, inputs, output, i=index: self.after_forward(i, output))
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: self.note("gradient"))
+        update = optimizer.step
+
+        def step(gradients, *rest) -> None:
+            if self.recording:
+                self.hold("before the update", gradients)
+            update(gradients, *rest)
+
+        optimizer.step = step
+
+    # ---- events ----
 
     def after_forward(self, index: int, output: torch.Tensor) -> None:
         self.note(f"forward {index} done")
@@ -109,36 +105,38 @@ class Watch:
             self.sample()
             self.seen.events.append(event)
 
-    def sample(self) -> None:
-        gradients = [unit.gradient for unit in self.zero.buckets]
-        whole = tuple(0 if gradient is None else live_bytes([gradient]) for gradient in gradients)
+    def sample(self) -> int:
+        """Take a sample; its number. It is the clock of the recorded calls."""
+        buckets = [unit.bucket for unit in self.zero.units]
+        whole = tuple(0 if bucket is None else live_bytes([bucket.flat]) for bucket in buckets)
         self.seen.samples.append(Sample(len(self.seen.events), live_bytes(self.model.parameters()), whole))
+        return len(self.seen.samples) - 1
 
     # ---- the step ----
 
-    def begin_step(self) -> None:
-        if self.steps == STEPS - 1:
-            self.sent = _sent_so_far()
-            self.recording, collectives.recorder = True, self
-
-    def end_step(self) -> None:
-        self.steps += 1
-        if self.recording:
-            self.recording, collectives.recorder = False, None
-            if self.sent is not None:
-                self.seen.on_wire = _sent_so_far() - self.sent
-            samples = self.seen.samples
-            for call in self.calls:
-                described = call.op, call.group, call.elements, call.dtype, call.bytes
-                self.seen.calls.append((*described, samples[call.issue].at, samples[call.wait_start].at))
-                self.seen.at_issue.append(samples[call.issue])
-            self.hold("after the step")
+    @contextmanager
+    def step(self):
+        """Around the step that is to be watched."""
+        sent, self.recording = _sent_so_far(), True
+        with collectives.record(clock=self.sample) as calls:
+            yield
+        self.recording = False
+        if sent is not None:
+            self.seen.on_wire = _sent_so_far() - sent
+        for call in calls:
+            issue = self.seen.samples[call.issue]
+            wait = -1 if call.wait_start is None else self.seen.samples[call.wait_start].at  # -1: nobody waited
+            self.seen.calls.append((call.op, call.group, call.elements, call.dtype, call.bytes, issue.at, wait))
+            self.seen.phases.append(call.phase)
+            self.seen.at_issue.append(issue)
+        self.hold("after the step")
 
     def hold(self, moment: str, gradients: list[torch.Tensor] = ()) -> None:
         """Bytes by kind. A storage counts as the first kind that has it."""
-        units, kinds = self.zero.buckets, {}
+        units, kinds = self.zero.units, {}
         kinds["parameters"] = [*self.model.parameters(), *self.zero.shards]
-        kinds["gradients"] = [*gradients, *(each for unit in units for each in (unit.gradient, unit.reduced))]
+        kinds["gradients"] = [*gradients, *(unit.bucket.flat for unit in units if unit.bucket)]
+        kinds["gradients"] += [unit.reduced for unit in units]
         states = self.optimizer.inner.state.values()
         kinds["optimizer"] = [*self.optimizer.masters, *(each for state in states for each in state.values())]
         known, held = set(), {}
@@ -159,34 +157,19 @@ class Watch:
 @contextmanager
 def watched(watch: Watch):
     """Watch what happens in here: one run of step 3's train()."""
-    real = {"__init__": Zero.__init__, "gather": Zero.gather, "step": Optimizer.step, "end_step": RunRecord.end_step}
+    real_build, real_step = step03_zero.train.build, RunRecord.step
 
-    def initialise(self, model, config, mesh):
-        real["__init__"](self, model, config, mesh)
-        watch.attach(self, model)
+    def build(config, mesh):
+        made = real_build(config, mesh)
+        watch.attach(*made)
+        return made
 
-    def gather(self):
-        watch.begin_step()
-        real["gather"](self)
+    @contextmanager
+    def step(self, number):
+        with real_step(self, number) as measured, watch.step() if number == STEPS - 1 else ExitStack():
+            yield measured
 
-    def step(self, gradients, *rest):
-        watch.optimizer = self
-        if watch.recording:
-            watch.hold("before the update", gradients)
-        real["step"](self, gradients, *rest)
-
-    def end_step(self, *arguments, **named):
-        watch.end_step()
-        return real["end_step"](self, *arguments, **named)
-
-    with ExitStack() as stack:
-        for owner, name, function in (
-            (Zero, "__init__", initialise),
-            (Zero, "gather", gather),
-            (Optimizer, "step", step),
-            (RunRecord, "end_step", end_step),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
+    with mock.patch.object(step03_zero.train, "build", build), mock.patch.object(RunRecord, "step", step):
         yield
 
 

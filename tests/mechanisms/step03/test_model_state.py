@@ -13,6 +13,7 @@ from step01_single_gpu.memory_model.prediction import saved_activations, total_b
 from step01_single_gpu.recompute import apply_recompute
 from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
+from tests.mechanisms.step02.test_accounting import check_launches
 from tests.mechanisms.step03.checks import check_calls, check_same_order
 from tests.mechanisms.step03.observe import Observation, observe, prepare
 from tests.mechanisms.step03.test_accounting import SMALL, plan_of
@@ -32,13 +33,14 @@ def ranks_initial_weights(cases: list[str]) -> list[bool]:
         alone = Decoder(config.model_config)
         materialise(alone, config.torch_dtype, mesh.device, random_values(config.seed))
         whole = {parameter.spec.name: parameter.detach() for parameter in alone.parameters()}
-        zero = Zero(Decoder(config.model_config), config, mesh)
+        model = Decoder(config.model_config)
+        zero = Zero(model, config, mesh)
         pieces = [whole[shard.spec.name].flatten()[slice(*shard.spec.flat_range)] for shard in zero.shards]
         equal.append(len(pieces) > 0 and all(map(torch.equal, zero.shards, pieces)))
         zero.gather()
-        for unit in zero.buckets:
-            unit.use()
-        equal.append(all(torch.equal(whole[p.spec.name], p) for p in zero.parameters))
+        for unit in zero.units:
+            unit.fetch().wait()
+        equal.append(all(torch.equal(whole[p.spec.name], p) for p in model.parameters()))
     return equal
 
 
@@ -59,8 +61,8 @@ def initial_peak() -> tuple[int, int, int]:
         zero = Zero(model, config, mesh)
     return (
         found.peak_bytes,
-        sum(unit.shard.nbytes for unit in zero.buckets),
-        max(u.weights.nbytes for u in zero.buckets),
+        sum(unit.shard.nbytes for unit in zero.units),
+        max(u.weights.nbytes for u in zero.units),
     )
 
 
@@ -75,6 +77,48 @@ def test_no_rank_ever_holds_the_whole_model():
     for peak, shards, unit in run_ranks(4, initial_peak):
         assert shards == pytest.approx(whole / 4, rel=0.001)
         check_initial_peak(peak, shards, unit, whole)
+
+
+# ---- memory of one micro-batch ---------------------------------------------------------------------------------------
+
+
+def peak_of_gradients(flags: str) -> tuple[int, int]:
+    """The peak of one micro-batch's backward beyond what was alive at its begin, and the largest unit's gradients."""
+    config, mesh = prepare(f"{DEEP} --seq-len 4 --bucket-mb 0.1 --micro-batch 1 {flags}")
+    model = Decoder(config.model_config)
+    zero = Zero(model, config, mesh)
+    tokens = torch.zeros(1, config.seq_len, dtype=torch.int64)
+    for _ in range(2):  # in the first step ranks make connections
+        zero.gather()
+        loss = cross_entropy_sum(model(tokens), tokens)
+        with MemoryMeter("cpu").measure() as found, zero.no_sync(False):
+            loss.backward()
+        zero.finish()
+    return found.peak_bytes, max(4 * unit.weights.numel() for unit in zero.units)
+
+
+def check_peak_of_gradients(peak: int, unit: int, whole: int) -> None:
+    """This rank's half of the sum, and the bucket in flight, what it receives, and one or two that fill."""
+    assert peak < whole / 2 + 5 * unit, f"peak of gradients: {peak} bytes, half of {whole} and {unit} for each bucket"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reduced_buckets_are_freed(stage):
+    whole = 4 * plan_of(f"{DEEP} --zero {stage} --micro-batch 1", 2).parameters
+    for peak, unit in run_ranks(2, peak_of_gradients, f"--zero {stage}"):
+        assert whole > 15 * unit
+        check_peak_of_gradients(peak, unit, whole)
+
+
+def launch_in_zero() -> None:
+    config, mesh = prepare(f"--zero 1 --micro-batch 1 {SMALL}")
+    model = Decoder(config.model_config)
+    zero = Zero(model, config, mesh)
+    check_launches(list(model.parameters()), zero, lambda: sum(unit.work is not None for unit in zero.units))
+
+
+def test_complete_units_do_not_wait():
+    launch_in_zero()
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -97,7 +141,7 @@ def ranks_saved_activations(cases: list[str]) -> list[int]:
         tokens, targets = (torch.randint(config.model_config.vocab, (2, config.seq_len)) for _ in range(2))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
-        for parameter in zero.parameters:
+        for parameter in model.parameters():
             kept.pop(parameter.untyped_storage()._cdata, None)
         result.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
         with zero.no_sync(False):

@@ -1,0 +1,87 @@
+"""A unit of ZeRO: how weights and gradients travel. When they do is decided by `Zero` in zero.py."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from common import collectives
+from common.process_groups import Group
+from step02_data_parallel.data_parallel import Bucket
+
+
+class Unit:
+    """Parameters that are gathered, reduced and freed together, end to end in a flat buffer padded to N equal shards.
+
+    weights    all of them; the parameters are views. In stage 3 without memory, except between `fetch` and `free`
+    shard      this rank's 1/N of the weights: a part of `weights`, or in stage 3 a tensor of its own
+    pieces     for each parameter that the shard touches: which slice of the shard, and that slice with a spec
+    gathering  the all-gather of the weights, in flight or done; None: they are absent, or out of date
+    bucket     the gradients of the unit from the first one on; stages 2 and 3 drop it once it is reduced; or None
+    reduced    this rank's 1/N of the summed gradients: a part of the bucket, or in stages 2 and 3 a tensor of its own
+    work       the reduce-scatter of the bucket or, after it, the all-reduce of `reduced` over the replicas
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], stage: int, group: Group):
+        self.parameters, self.stage, self.group = parameters, stage, group
+        share = -(-sum(parameter.numel() for parameter in parameters) // group.size)
+        self.mine = slice(group.rank * share, (group.rank + 1) * share)
+        self.weights = parameters[0].data.new_empty(share * group.size)
+        self.shard = self.weights[self.mine] if stage < 3 else self.weights.new_empty(share)
+        self.pieces, start = [], 0
+        for parameter in parameters:
+            stop = start + parameter.numel()
+            parameter.data = self.weights[start:stop].view(parameter.shape)
+            low, high = max(start, self.mine.start), min(stop, self.mine.stop)
+            if low < high:
+                where = slice(low - self.mine.start, high - self.mine.start)
+                self.pieces.append((where, self.shard[where]))
+                self.pieces[-1][1].spec = replace(parameter.spec, flat_range=(low - start, high - start))
+            start = stop
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget the gradients, and the gathered weights: the optimizer is about to change the shard."""
+        self.gathering = self.bucket = self.reduced = self.work = None
+        if self.stage == 3:
+            self.free()
+
+    # ---- weights ----
+
+    def fetch(self) -> collectives.Work:
+        """Begin to gather the weights, unless that has happened already. Whoever uses them waits for the result."""
+        if self.gathering is None:
+            if self.stage == 3:
+                self.weights.untyped_storage().resize_(self.weights.numel() * self.weights.element_size())
+            self.gathering = collectives.all_gather(self.weights, self.shard, self.group, async_op=True)
+        return self.gathering
+
+    def free(self) -> None:
+        """Release the memory of the gathered weights (stage 3 only). The storage shrinks to zero bytes, but its views
+        stay: the parameters, and what autograd saved for the backward, are valid again when `fetch` refills it.
+        """
+        self.gathering = None
+        self.weights.untyped_storage().resize_(0)
+
+    # ---- gradients ----
+
+    def make_bucket(self) -> Bucket:
+        """Return the bucket for this step's gradients, which is allocated when the first one is to be stored."""
+        self.bucket = self.bucket or Bucket(self.parameters, self.weights.numel())
+        return self.bucket
+
+    def reduce_scatter(self) -> None:
+        """Begin to sum the gradients over the group; this rank gets its shard of the sum."""
+        bucket = self.make_bucket()  # a new one where this rank has used none of the parameters
+        bucket.zero_unused()
+        self.work = collectives.reduce_scatter(bucket.flat[self.mine], bucket.flat, self.group, async_op=True)
+
+    def complete(self) -> None:
+        """Wait for the reduce-scatter. Stages 2 and 3 add the shard of the sum to `reduced` and free the bucket."""
+        self.work.wait()
+        self.work, summed = None, self.bucket.flat[self.mine]
+        if self.stage < 2:
+            self.reduced = summed
+        else:
+            self.reduced = summed.clone() if self.reduced is None else self.reduced.add_(summed)
+            self.bucket.flat.untyped_storage().resize_(0)  # at once: a thread of gloo refers to it a moment longer
+            self.bucket = None
