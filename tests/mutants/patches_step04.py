@@ -169,12 +169,11 @@ def _input_gradient_waited_for(stack):
 
 
 def _rings_wait_before_they_multiply(stack):
-    """The next chunk is there before this one is multiplied: a slower gather."""
-
-    def wrong(sends, receives, group, async_op=False):
-        return collectives.exchange(sends, receives, group)
-
-    swap(stack, ring, "collectives", SimpleNamespace(exchange=wrong))
+    """The next chunk has arrived before this one is multiplied: a slower gather."""
+    wrong = SimpleNamespace(
+        exchange=lambda sends, receives, group, async_op: collectives.exchange(sends, receives, group)
+    )
+    swap(stack, ring, "collectives", wrong)
 
 
 def gather_columns(x, group):
@@ -212,12 +211,8 @@ def _logits_kept_by_the_loss(stack):
 def _gradient_of_the_logits_copied(stack):
     """The gradient of the logits is a new tensor beside the probabilities."""
     real = _VocabParallelCrossEntropy.backward
-
-    def wrong(ctx, gradient):
-        of_logits, *rest = real(ctx, gradient)
-        return of_logits.clone(), *rest
-
-    swap(stack, _VocabParallelCrossEntropy, "backward", staticmethod(wrong))
+    wrong = staticmethod(lambda ctx, gradient: (real(ctx, gradient)[0].clone(), None, None, None, None))
+    swap(stack, _VocabParallelCrossEntropy, "backward", wrong)
 
 
 MUTANTS = {

@@ -18,7 +18,8 @@ FLAGS = dict.fromkeys(MUTANTS, BASE) | {  # those that show only under other fla
     "no f before the head": f"{BASE} {WHOLE_SEQUENCE} {PLAIN}",
     "rings wait before they multiply": f"{BASE} {CHUNKED}",
 }
-TRAIN = test_accounting.ranks_some, test_accounting.check_train
+ONE_CASE = test_accounting.cases(2)[2:3]
+TRAIN = lambda: test_accounting.ranks_train(ONE_CASE), test_accounting.check_train
 ORDER = test_accounting.ranks_order, test_accounting.check_order
 SAVED = test_activations.ranks_saved, test_activations.check_saved
 LOSS = test_activations.ranks_loss_memory, test_activations.check_loss_memory

@@ -40,7 +40,7 @@ def ranks_saved():
     mesh, result = tp_mesh(), []
     tokens = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
     for form, dtype in KINDS:
-        model, x = decoder(mesh, MODEL, form, dtype), stream(mesh, MODEL, form, dtype)
+        model, x = decoder(mesh, MODEL, form, dtype), stream(mesh, form, dtype)
         rope = rope_tables(MODEL, torch.arange(SEQ), dtype)
         with SavedTensors(model) as block:
             y = model.layers["0"](x, rope)
@@ -67,14 +67,12 @@ def test_sequence_parallelism_divides_all_of_it():
     """The playbook's 34/t; without it norms and the inputs of blocks stay whole (its 10 + 24/t), as in mode plain do
     the gathered inputs. Step 1's formula is that of one rank."""
     dense = saved_activations(MODEL, BATCH, SEQ, torch.float32)
-    whole = total_bytes(saved for saved in dense if saved.name.startswith("layers.0."))
-    stream_bytes = BATCH * SEQ * MODEL.hidden * 4
-    undivided = 2 * (2 * stream_bytes + BATCH * SEQ * 4) + 2 * stream_bytes  # norms, then inputs
-    for world in (1, 2, 4):
-        kept = {form: kept_by_block(form, world, torch.float32) for form in FORMS}
-        assert kept[True, "overlap"] == kept[True, "chunked"] == whole // world
-        assert kept[True, "plain"] == whole // world + 2 * (stream_bytes - stream_bytes // world)
-        assert kept[False, "plain"] == kept[False, "overlap"] == undivided + (whole - undivided) // world
+    whole, inputs = total_bytes(s for s in dense if s.name.startswith("layers.0.")), 2 * BATCH * SEQ * MODEL.hidden * 4
+    for t in (1, 2, 4):
+        kept, norms = {form: kept_by_block(form, t, torch.float32) for form in FORMS}, 2 * (inputs + BATCH * SEQ * 4)
+        assert kept[True, "overlap"] == kept[True, "chunked"] == whole // t
+        assert kept[True, "plain"] == (whole - inputs) // t + inputs
+        assert kept[False, "plain"] == kept[False, "overlap"] == (whole - inputs - norms) // t + inputs + norms
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The operators and layers of tensor parallelism against dense mathematics: values and gradients."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -34,33 +35,12 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / (theirs.norm() + 1e-300)).item()
 
 
-def assert_all_below(limit: float, ranks: list[dict]) -> None:
-    wrong = {(rank, key): value for rank, found in enumerate(ranks) for key, value in found.items() if value > limit}
-    assert ranks[0] and not wrong
-
-
-@pytest.fixture(params=[2, 3, 4])
-def world(request):
-    return request.param
-
-
-def ranks_all():
-    return {each.__name__: each() for each in (ranks_conjugates, ranks_mlp, ranks_embedding, ranks_cross_entropy)}
-
-
-@functools.cache
-def observed(world: int) -> dict[str, list]:
-    """What the ranks of one world returned, by function."""
-    ranks = run_ranks(world, ranks_all)
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
-
-
 # ---- f, f*, g, g* ----------------------------------------------------------------------------------------------------
 
 
 def ranks_conjugates():
-    """Of each operator: result and gradient against dense mathematics, and the two inner products of its adjoint."""
-    group, distances, products = tp_mesh().tp, {}, {}
+    """Of each operator: result and gradient against dense mathematics."""
+    group, found = tp_mesh().tp, {}
     size, rank = group.size, group.rank
     parts = [random(seed, size, BATCH, PART, HIDDEN).unbind() for seed in (1, 2)]
     wholes = [random(seed, size, BATCH, PART * size, HIDDEN).unbind() for seed in (3, 4)]
@@ -76,25 +56,13 @@ def ranks_conjugates():
         x, y = xs[rank].clone().requires_grad_(), ys[rank].clone()
         result = getattr(operators, name)(x, group)
         result.backward(y)
-        distances |= {
+        found |= {
             (name, "forward"): distance(result.detach(), forward(xs)),
             (name, "backward"): distance(x.grad, backward(ys)),
             (name, "backward is the partner's forward"): distance(x.grad, getattr(operators, partner)(y, group)),
             (name, "its arguments are untouched"): distance(x.detach(), xs[rank]) + distance(y, ys[rank]),
         }
-        products[name] = (y * result.detach()).sum().item(), (x.grad * x.detach()).sum().item()
-    return distances, products
-
-
-def test_conjugate_operators(world):
-    ranks = observed(world)["ranks_conjugates"]
-    assert_all_below(1e-15, [distances for distances, _ in ranks])
-    # <y, A x> = <A' y, x>, summed over ranks; where all ranks have copies of one x or one y, it counts once
-    for name in ranks[0][1]:
-        left, right = (sum(each) for each in zip(*(products[name] for _, products in ranks)))
-        left /= world if name == "sum_over_ranks" else 1
-        right /= world if name == "copy_to_ranks" else 1
-        assert left == pytest.approx(right, rel=1e-12), name
+    return found
 
 
 # ---- column- and row-parallel layers ---------------------------------------------------------------------------------
@@ -134,25 +102,16 @@ def ranks_mlp():
     return found
 
 
-def test_column_then_row_equals_dense_layers(world):
-    assert_all_below(1e-13, observed(world)["ranks_mlp"])
-
-
 # ---- the vocabulary --------------------------------------------------------------------------------------------------
 
 VOCABULARIES = (12, 10, 5, 2, 1)  # on 4 ranks: divisible, padded, one rank and three ranks of nothing but padding
 
 
-def rows_of(vocab: int, group: Group) -> tuple[slice, int]:
-    """This rank's rows, and the size of the padded vocabulary."""
-    rows = -(-vocab // group.size)
-    return slice(rows * group.rank, rows * (group.rank + 1)), rows * group.size
-
-
-def padded(whole: torch.Tensor, axis: int, size: int, value: float) -> torch.Tensor:
+def padded(whole: torch.Tensor, axis: int, group: Group, value: float) -> torch.Tensor:
+    """This rank's part of a tensor with one row or column per token id; those that pad it are `value`."""
     shape = list(whole.shape)
-    shape[axis] = size - shape[axis]
-    return torch.cat((whole, whole.new_full(shape, value)), axis)
+    shape[axis] = -whole.shape[axis] % group.size
+    return mine(torch.cat((whole, whole.new_full(shape, value)), axis), group, axis)
 
 
 def ranks_embedding():
@@ -163,17 +122,12 @@ def ranks_embedding():
         tokens = tokens.view(1, -1)
         table, gradient = random(1, vocab, HIDDEN).requires_grad_(), random(2, 1, tokens.shape[1], HIDDEN)
         F.embedding(tokens, table).backward(gradient)
-        rows, size = rows_of(vocab, group)
-        weight = nn.Parameter(padded(table.detach(), 0, size, 1e6)[rows])
-        result = VocabParallelEmbedding(weight, rows.start, Split(group, False, "plain"))(tokens)
+        weight = nn.Parameter(padded(table.detach(), 0, group, 1e6))
+        result = VocabParallelEmbedding(weight, len(weight) * group.rank, Split(group, False, "plain"))(tokens)
         result.backward(gradient)
         found[vocab, "rows"] = distance(result.detach(), F.embedding(tokens, table.detach()))
-        found[vocab, "gradient"] = (weight.grad - padded(table.grad, 0, size, 0.0)[rows]).abs().max().item()
+        found[vocab, "gradient"] = (weight.grad - padded(table.grad, 0, group, 0.0)).abs().max().item()
     return found
-
-
-def test_vocab_parallel_embedding(world):
-    assert_all_below(1e-15, observed(world)["ranks_embedding"])
 
 
 LOGITS = {
@@ -186,33 +140,45 @@ LOGITS = {
 
 
 def ranks_cross_entropy():
-    """Against F.cross_entropy, with every id as a target and rubbish in the logits of the padding."""
+    """Against F.cross_entropy, with every id as a target and rubbish in the logits of the padding; as multiples of the
+    tolerance, which in bfloat16 is half of the last bit of a probability."""
     group, found = tp_mesh().tp, {}
     for vocab in VOCABULARIES:
         targets = torch.arange(2 * vocab).view(2, -1) % vocab
-        rows, size = rows_of(vocab, group)
-        for name, change in LOGITS.items():
-            for dtype in (torch.float64, torch.bfloat16):
-                whole = change(random(1, *targets.shape, vocab)).to(dtype).requires_grad_()
-                logits = padded(whole.detach(), -1, size, 1e6)[..., rows].clone().requires_grad_()
-                wide = torch.promote_types(dtype, torch.float32)
-                expected = F.cross_entropy(whole.flatten(0, 1).to(wide), targets.flatten(), reduction="sum")
-                total = vocab_parallel_cross_entropy_sum(logits, targets, vocab, group)
-                before = logits.detach().clone()
-                (expected * 0.3).backward()
-                (total * 0.3).backward()
-                gradient = padded(whole.grad, -1, size, 0.0)[..., rows]
-                key = vocab, name, str(dtype)
-                found |= {
-                    (*key, "loss"): abs(total.item() - expected.item()) / max(1.0, abs(expected.item())),
-                    (*key, "gradient"): (logits.grad - gradient).abs().max().item(),
-                    (*key, "types"): float(total.dtype != wide or logits.grad.dtype != dtype),
-                    (*key, "logits are untouched"): float(not torch.equal(logits.detach(), before)),
-                }
+        for (name, change), dtype in itertools.product(LOGITS.items(), (torch.float64, torch.bfloat16)):
+            whole = change(random(1, *targets.shape, vocab)).to(dtype).requires_grad_()
+            logits, wide = padded(whole.detach(), -1, group, 1e6).clone(), torch.promote_types(dtype, torch.float32)
+            before = logits.clone()
+            expected = F.cross_entropy(whole.flatten(0, 1).to(wide), targets.flatten(), reduction="sum")
+            total = vocab_parallel_cross_entropy_sum(logits.requires_grad_(), targets, vocab, group)
+            (expected * 0.3).backward()
+            (total * 0.3).backward()
+            key, tolerance = (vocab, name, str(dtype)), 1e-12 if dtype == torch.float64 else 2.0**-9
+            off = abs(total.item() - expected.item()) / max(1.0, abs(expected.item()))
+            found[(*key, "loss")] = off / tolerance
+            found[(*key, "gradient")] = (
+                logits.grad - padded(whole.grad, -1, group, 0.0)
+            ).abs().max().item() / tolerance
+            found[(*key, "types")] = 0 if total.dtype == wide and logits.grad.dtype == dtype else float("inf")
+            found[(*key, "logits are untouched")] = 0 if torch.equal(logits.detach(), before) else float("inf")
     return found
 
 
-def test_vocab_parallel_cross_entropy(world):
-    ranks = observed(world)["ranks_cross_entropy"]
-    for exact, limit in ((True, 1e-12), (False, 2.0**-9)):  # half of the last bit of a probability in bfloat16
-        assert_all_below(limit, [{k: v for k, v in r.items() if ("torch.float64" in k) == exact} for r in ranks])
+# ---- all of them in one world ----------------------------------------------------------------------------------------
+
+LIMITS = {ranks_conjugates: 1e-15, ranks_mlp: 1e-13, ranks_embedding: 1e-15, ranks_cross_entropy: 1}
+
+
+def ranks_all():
+    return {function.__name__: function() for function in LIMITS}
+
+
+observed = functools.cache(functools.partial(run_ranks, function=ranks_all))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("function", LIMITS)
+def test_equals_dense_mathematics(world, function):
+    for rank in observed(world):
+        found = rank[function.__name__]
+        assert found and not {key: value for key, value in found.items() if not value <= LIMITS[function]}
