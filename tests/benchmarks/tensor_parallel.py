@@ -53,46 +53,38 @@ def our_step(mode: str, mesh, tokens, targets):
 def peer_step(mode: str, mesh, tokens, targets):
     """The same with DTensor."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import Replicate, Shard, parallel
 
     config, model = TrainConfig(), Decoder(MODEL)
     materialise(model, torch.float32, mesh.device, random_values(0))
     ranks = init_device_mesh(mesh.device.type, (mesh.tp.size,))
     ends = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        "embedding": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": parallel.SequenceParallel(),
+        "head": parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, ranks, ends)
+    parallel.parallelize_module(model, ranks, ends)
 
     def gathered(*others):
         """The input of a block, which is cut along the sequence, in one piece; other inputs as they are."""
-        return PrepareModuleInput(
+        return parallel.PrepareModuleInput(
             input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others), use_local_output=True
         )
 
     plan = {"attention": gathered(None), "mlp": gathered()}
-    plan |= {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}
-    plan |= {f"attention.{name}_proj": ColwiseParallel() for name in "qkv"}
-    plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-    plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o_proj", "mlp.down_proj")}
+    plan |= {name: parallel.SequenceParallel() for name in ("attention_norm", "mlp_norm")}
+    plan |= {f"attention.{name}_proj": parallel.ColwiseParallel() for name in "qkv"}
+    plan |= {f"mlp.{name}_proj": parallel.ColwiseParallel() for name in ("gate", "up")}
+    plan |= {name: parallel.RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o_proj", "mlp.down_proj")}
     for layer in model.layers.values():
-        parallelize_module(layer, ranks, plan)
+        parallel.parallelize_module(layer, ranks, plan)
     decay = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
 
     def step():
-        with loss_parallel():
+        with parallel.loss_parallel():
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -108,8 +100,7 @@ def on_rank(mode: str, pairs: int, sides: tuple[str, ...]):
     mesh = build_mesh(Degrees(tp=dist.get_world_size()), torch.device("cpu"))
     tokens = torch.randint(MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
     run = (mode, mesh, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    build = {"ours": our_step, "peer": peer_step}
-    steps = [build[side](*run) for side in sides]
+    steps = [{"ours": our_step, "peer": peer_step}[side](*run) for side in sides]
     return measure_steps(steps, pairs, mesh.device)
 
 
