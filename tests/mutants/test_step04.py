@@ -11,8 +11,8 @@ from tests.parity.test_step04 import ADAMW, CHUNKED, ONE, PADDED, PLAIN, UNTIED,
 
 BASE = f"{UNTIED} {ADAMW} {ONE} --tp 2 --steps 4"
 FLAGS = dict.fromkeys(MUTANTS, BASE) | {  # those that show only under other flags
-    "kv replicas drift": f"{BASE} --kv-heads 1 {WHOLE_SEQUENCE}",
-    "f and f star swapped": f"{BASE} {WHOLE_SEQUENCE} {PLAIN}",
+    "K/V replicas drift": f"{BASE} --kv-heads 1 {WHOLE_SEQUENCE}",
+    "f and f* swapped": f"{BASE} {WHOLE_SEQUENCE} {PLAIN}",
     "g takes its slice in the backward": f"{BASE} {PLAIN}",
     "padding not masked": f"{BASE} {PADDED}",
     "no f before the head": f"{BASE} {WHOLE_SEQUENCE} {PLAIN}",

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.parity.pairwise import pairwise, thin
-from tests.parity.runs import assemble, assert_parity, reference, run_cases, train_case, training_of
+from tests.parity.runs import assemble, assert_equal_to_step01, assert_parity, reference, train_case, training_of
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
@@ -88,8 +88,7 @@ HARD = {
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_equals_one_process(world):
     cases = pairs_of_flags(world) + [case for several in HARD.values() for ranks, case in several if ranks == world]
-    for case, result in zip(cases, run_cases(world, 4, cases), strict=True):
-        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
+    assert_equal_to_step01(4, world, cases)
 
 
 def test_one_process():

@@ -9,8 +9,8 @@ from common.measure.allocator import MemoryMeter
 from common.model import rope_tables
 from common.model_config import ModelConfig
 from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, total_bytes
+from step04_tensor_parallel import vocab_parallel
 from step04_tensor_parallel.experiments.predictions import Way, block_activations, loss_bytes
-from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, decoder, stream, tp_mesh
 
@@ -46,7 +46,7 @@ def ranks_saved():
             y = model.layers["0"](x, rope)
         tables = sum(table.untyped_storage().nbytes() for table in rope)  # shared by all blocks
         with SavedTensors(model) as whole:
-            loss = vocab_parallel_cross_entropy_sum(model(tokens), tokens, MODEL.vocab, mesh.tp)
+            loss = vocab_parallel.vocab_parallel_cross_entropy_sum(model(tokens), tokens, MODEL.vocab, mesh.tp)
         result.append((block.bytes - tables, whole.bytes))
         assert y.requires_grad and loss.requires_grad, "the graphs are alive"
     return result
@@ -89,7 +89,7 @@ def ranks_loss_memory():
     for form, dtype in KINDS:
         model = decoder(mesh, MOSTLY_LOGITS, form, dtype)
         with MemoryMeter("cpu").measure() as measured:
-            loss = vocab_parallel_cross_entropy_sum(model(tokens), tokens, MOSTLY_LOGITS.vocab, mesh.tp)
+            loss = vocab_parallel.vocab_parallel_cross_entropy_sum(model(tokens), tokens, MOSTLY_LOGITS.vocab, mesh.tp)
             torch.empty(MARK, dtype=torch.uint8)
             loss.backward()
         mark = next(index for index, event in enumerate(measured.allocations) if event.bytes == MARK)
