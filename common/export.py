@@ -16,7 +16,7 @@ from common.errors import UsageError, first_line
 from common.huggingface import huggingface_name
 from common.model import Decoder
 from common.model_config import ModelConfig, RopeScaling
-from common.presets import HUGGINGFACE_NAMES, ROPE_SCALING_NAMES
+from common.presets import HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, clear_hub_errors
 from common.process_groups import Degrees, build_mesh
 
 
@@ -38,7 +38,8 @@ def export_checkpoint(source: str, out: str) -> str:
         boxes += SavedBox.of("parameter", parameter.spec, values)
     checkpoint.load(folder, boxes, build_mesh(Degrees(), torch.device("cpu")))
 
-    tokenizer = AutoTokenizer.from_pretrained(run["tokenizer"]) if run["tokenizer"] else ByT5Tokenizer()
+    with clear_hub_errors(f"--tokenizer {run['tokenizer']}"):
+        tokenizer = AutoTokenizer.from_pretrained(run["tokenizer"]) if run["tokenizer"] else ByT5Tokenizer()
     options = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     options |= {name: getattr(config, ours) for ours, name in HUGGINGFACE_NAMES.items()}
     os.makedirs(out, exist_ok=True)

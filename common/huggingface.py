@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from common.checkpoints import boxes
-from common.errors import UsageError, first_line
+from common.errors import UsageError
 from common.model import Decoder
 from common.model_config import ModelConfig
-from common.presets import quiet_hub, resolve
+from common.presets import clear_hub_errors, resolve
 
 # What a part of the model is called here, and there. All other parts have the same name in both.
 NAMES = {"embedding": "embed_tokens", "attention_norm": "input_layernorm", "attention": "self_attn"}
@@ -35,16 +35,13 @@ def stored_values(name_or_path: str, config: ModelConfig) -> Callable[[Iterable[
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     folder = name_or_path
-    try:
+    with clear_hub_errors(f"--init-from {name_or_path}"):
         if not os.path.isdir(folder):
-            quiet_hub()
             folder = snapshot_download(folder, allow_patterns=["config.json", "model*.safetensors"])
         reader = HuggingFaceStorageReader(folder)
         stored = reader.read_metadata().state_dict_metadata
         if not stored:
             raise FileNotFoundError("it holds no .safetensors files")
-    except Exception as error:  # no network, no such name, a damaged file: errors of several libraries
-        raise UsageError(f"--init-from {name_or_path} cannot be read ({first_line(error)})") from None
     _check_config(folder, config)
     _check_weights(folder, stored, config)
 

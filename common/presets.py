@@ -5,6 +5,8 @@ layers, widths and experts (arXiv:2412.19437, section 4.2), but grouped-query at
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from common.errors import UsageError, first_line
@@ -48,11 +50,8 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
         raise UsageError(f"{flag} {name} is no preset ({', '.join(PRESETS)}), configuration file or Hub name")
     from transformers import AutoConfig  # here, since it takes seconds
 
-    quiet_hub()
-    try:
+    with clear_hub_errors(f"{flag} {name}"):
         theirs = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # no network, no such name, a damaged file: errors of several libraries
-        raise UsageError(f"{flag} {name} cannot be read ({first_line(error)})") from None
     expressible = {"model_type": ("llama", "mistral", "mixtral"), "hidden_act": ("silu",), "sliding_window": (None,)}
     expressible |= {"attention_bias": (None, False), "mlp_bias": (None, False)}
     for key, values in expressible.items():
@@ -70,8 +69,15 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
     return ModelConfig(rope_theta=rope["rope_theta"], **values)
 
 
-def quiet_hub() -> None:
-    """Keep the Hub's client from logging every retry: the one error that follows says what was wrong."""
+@contextmanager
+def clear_hub_errors(what: str) -> Iterator[None]:
+    """Turn what Hugging Face's libraries raise in here into a UsageError of one line: "`what` cannot be read (...)"."""
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # otherwise the Hub's client logs every retry
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # no network, no such name, a damaged file: each library has types of its own
+        raise UsageError(f"{what} cannot be read ({first_line(error)})") from error

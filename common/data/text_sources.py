@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.errors import UsageError, first_line
-from common.presets import quiet_hub
+from common.presets import clear_hub_errors
 
 LONGEST = 1 << 20  # characters: a longer text file becomes several documents, so that it need not fit into memory
 LIBRARY_LEAST = 4_000_000  # bytes; a Python with less standard library than this is a stripped one
@@ -58,17 +58,14 @@ def load_tokenizer(name: str | None) -> tuple[int, int | None, Callable[[list[st
     """Return the size of a tokenizer's vocabulary, the id that ends a document, and what encodes a list of texts.
 
     `name` is a Hugging Face name or path. None means bytes with the ids of ByT5Tokenizer: byte + 3, and 1 for the end.
-    Unlike there, text never becomes a control id. Raises UsageError for a tokenizer that cannot be loaded.
+    Unlike there, text never becomes a control id. Raises UsageError for a tokenizer that cannot be read.
     """
     if name is None:
         return 384, 1, lambda texts: [np.frombuffer(text.encode(), np.uint8) + np.uint16(3) for text in texts]
     from transformers import AutoTokenizer
 
-    quiet_hub()
-    try:
+    with clear_hub_errors(f"--tokenizer {name}"):
         loaded = AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
-    except Exception as error:  # no network, no such name, a damaged file: errors of several libraries
-        raise UsageError(f"--tokenizer {name} cannot be loaded ({first_line(error)})") from error
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     vocab = max(len(loaded), *(index + 1 for index in loaded.get_vocab().values()))  # ids may have gaps
     return vocab, loaded.eos_token_id, lambda texts: loaded(texts, **options)["input_ids"]
@@ -115,12 +112,9 @@ def _rows(where: str, dataset: str, **options) -> Iterator[str]:
     """The "text" of every row of what `datasets` can stream: JSON lines, parquet or a dataset on the Hub."""
     import datasets
 
-    quiet_hub()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the UsageError below says what was wrong
-    try:
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the UsageError says what was wrong
+    with clear_hub_errors(where):
         for number, row in enumerate(datasets.load_dataset(dataset, streaming=True, **options), 1):
             if not isinstance(row.get("text"), str):
                 raise ValueError(f'there is no "text" in row {number}')
             yield row["text"]
-    except Exception as error:  # no network, no such name, a damaged file: errors of several libraries
-        raise UsageError(f"{where} cannot be read ({first_line(error)})") from error
