@@ -97,6 +97,7 @@ def test_resume_passes_over_a_damaged_checkpoint(whole, tmp_path, capsys):
         flip_a_bit(tmp_path / f"checkpoints/step-{step:08d}/extra.json")
     with pytest.raises(UsageError, match="12: extra.json is .*08: extra.json is .*04: extra.json is "):
         train(tmp_path, "--resume auto")
+    assert len(names(tmp_path)) == 4 and "step-00000012" in names(tmp_path), "when nothing is left, nothing is renamed"
 
 
 def test_all_fields_that_differ_are_named(whole, tmp_path):
