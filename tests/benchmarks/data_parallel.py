@@ -8,10 +8,10 @@ loss over the ranks. The second table is what the tracer costs while it is off: 
 without them.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -21,47 +21,28 @@ from common import collectives
 from common.config import TrainConfig
 from common.initialisation import materialise, random_values
 from common.model import Decoder, cross_entropy_sum
-from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm
 from common.tracing.tracer import Tracer
-from step01_single_gpu.mixed_precision import Optimizer, clip_factor
-from step02_data_parallel.data_parallel import DataParallel
-from tests.benchmarks.paired import keep, summarise, time_pairs
+from step01_single_gpu.mixed_precision import clip_factor
+from step02_data_parallel.train import build
+from tests.benchmarks.paired import adamw_settings, keep, parse_options, summarise, time_pairs
 from tests.harness.ranks import run_ranks
 
 # Against DDP: 58 MB of gradients, so three buckets. For the tracer: short steps, in which its calls weigh most.
-MODELS = {
-    "ddp": ModelConfig(vocab=384, hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, tie_embeddings=False),
-    "tracer": ModelConfig(vocab=384, hidden=128, layers=4, heads=8, kv_heads=4, ffn=384, tie_embeddings=False),
+CONFIGS = {
+    "ddp": TrainConfig(hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, vocab=384, tie_embeddings=False),
+    "tracer": TrainConfig(hidden=128, layers=4, heads=8, kv_heads=4, ffn=384, vocab=384, tie_embeddings=False),
 }
 PAIRS = {"ddp": 1, "tracer": 5}  # times --pairs
 SEQ, BATCH = 128, 2  # of one rank
+WITHOUT = SimpleNamespace(step=contextlib.nullcontext, phase=contextlib.nullcontext)  # the tracer's calls, removed
 
 
-class OffTracer:
-    """The tracer's calls, removed."""
-
-    def phase(self, name):
-        return contextlib.nullcontext()
-
-    step = phase
-
-
-def build(world: int, config: ModelConfig):
-    """The mesh, and a fresh model with its parameters."""
-    mesh = build_mesh(Degrees(dp=world), torch.device("cpu"))
-    model = Decoder(config)
-    materialise(model, torch.float32, mesh.device, random_values(0))
-    return mesh, model, list(model.parameters())
-
-
-def our_step(world: int, model_config: ModelConfig, tokens, targets, tracer=None):
+def our_step(config: TrainConfig, world: int, tokens, targets, tracer=None):
     """One training step of step 2 as a function without arguments."""
-    mesh, model, parameters = build(world, model_config)
-    config = TrainConfig()
-    gradients = DataParallel(parameters, mesh.dp_cp, "bucket", 25.0)
-    optimizer = Optimizer(parameters, config)
+    mesh = build_mesh(Degrees(dp=world), torch.device("cpu"))
+    model, data_parallel, optimizer = build(config, mesh)
     tracer = tracer or Tracer(None, mesh, None)
 
     def step():
@@ -71,9 +52,9 @@ def our_step(world: int, model_config: ModelConfig, tokens, targets, tracer=None
             with tracer.phase("backward"):
                 share.backward()
             with tracer.phase("optimizer"):
-                total = gradients.finish()
-                norm = gradient_norm(parameters, total, mesh.world).item()
-                optimizer.step(total, config.lr, clip_factor(norm, config.clip))
+                gradients = data_parallel.finish()
+                norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item()
+                optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
                 loss = share.detach()
                 collectives.all_reduce(loss, mesh.dp_cp)
         return loss.item()
@@ -81,15 +62,12 @@ def our_step(world: int, model_config: ModelConfig, tokens, targets, tracer=None
     return step
 
 
-def ddp_step(world: int, model_config: ModelConfig, tokens, targets):
+def ddp_step(config: TrainConfig, world: int, tokens, targets):
     """The same with DistributedDataParallel, used as its documentation shows."""
-    _, model, _ = build(world, model_config)
-    config = TrainConfig()
+    model = Decoder(config.model_config)
+    materialise(model, torch.float32, torch.device("cpu"), random_values(0))
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(**adamw_settings(model, config))
 
     def step():
         optimizer.zero_grad()
@@ -107,10 +85,10 @@ def ddp_step(world: int, model_config: ModelConfig, tokens, targets):
 def on_rank(world: int, pairs: int, what: str) -> tuple[list[tuple[float, float]], float]:
     """Times of this rank, and how far the two sides' losses are apart after all those steps."""
     generator = torch.Generator().manual_seed(dist.get_rank() if world > 1 else 0)
-    tokens = torch.randint(MODELS[what].vocab, (BATCH, SEQ + 1), generator=generator)
-    run = (world, MODELS[what], tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    tokens = torch.randint(CONFIGS[what].vocab, (BATCH, SEQ + 1), generator=generator)
+    run = (CONFIGS[what], world, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     ours = our_step(*run)
-    peer = ddp_step(*run) if what == "ddp" else our_step(*run, OffTracer())
+    peer = ddp_step(*run) if what == "ddp" else our_step(*run, WITHOUT)
     times = time_pairs(ours, peer, pairs)
     return times, abs(ours() - peer())
 
@@ -130,15 +108,9 @@ def tracer_seconds_off(repeats: int = 20_000) -> float:
 def main() -> None:
     from tests.benchmarks.data_parallel import on_rank  # by the name under which ranks can import it
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--pairs", type=int, default=40)
-    arguments = parser.parse_args()
-    rows = {}
-    for what, title in (
-        ("ddp", "throughput of step 2 (bucket) / DDP"),
-        ("tracer", "tracer off: without its calls / with"),
-    ):
+    arguments, rows = parse_options(__doc__, pairs=40), {}
+    titles = {"ddp": "throughput of step 2 (bucket) / DDP", "tracer": "tracer off: without its calls / with"}
+    for what, title in titles.items():
         print(f"{title}, median of pairs [95% interval]")
         for world in arguments.ranks:
             per_rank = run_ranks(world, on_rank, world, arguments.pairs * PAIRS[what], what, timeout=1800)

@@ -1,5 +1,6 @@
 """Paired timing: two ways to do the same work take turns in the same processes, so that drift cancels."""
 
+import argparse
 import dataclasses
 import gc
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.config import TrainConfig
 from common.measure.allocator import MemoryMeter
 from tests.harness.ranks import run_ranks
 
@@ -67,9 +69,8 @@ def time_pairs(ours, peer, pairs: int, warmup: int = 3) -> list[tuple[float, flo
 
 
 def peak_bytes(step, device: torch.device) -> int:
-    """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process.
-
-    Where a gloo thread drops the last reference to a message, its release is seen late (see `MemoryMeter`).
+    """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process. (Where
+    a gloo thread drops the last reference to a message, its release is seen late, see `MemoryMeter`.)
     """
     warnings.filterwarnings("ignore", message="Memory block of unknown size")
     peaks, meter = [], MemoryMeter(device)
@@ -112,12 +113,8 @@ def compare(title: str, world: int, on_rank: Callable, case, pairs: int) -> dict
     print(f"    memory     {ours / peer:.3f}  {ours / 1e6:.1f} MB against {peer / 1e6:.1f} MB", flush=True)
     if not gap < 1e-3:
         raise SystemExit("the two sides do not train the same model")
-    return dataclasses.asdict(ratio) | {
-        "memory_ratio": ours / peer,
-        "ours_peak_bytes": ours,
-        "peer_peak_bytes": peer,
-        "first_losses_differ_by": gap,
-    }
+    memory = {"memory_ratio": ours / peer, "ours_peak_bytes": ours, "peer_peak_bytes": peer}
+    return dataclasses.asdict(ratio) | memory | {"first_losses_differ_by": gap}
 
 
 def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:
@@ -126,25 +123,33 @@ def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:
     ratios = sorted(peer / ours for ours, peer in pairs)
     margin = 0.98 * len(ratios) ** 0.5  # 1.96 standard deviations of a binomial with p = 1/2
     low, high = int(len(ratios) / 2 - margin), int(len(ratios) / 2 + margin)
-    return Ratio(
-        statistics.median(ratios),
-        ratios[max(0, low)],
-        ratios[min(len(ratios) - 1, high)],
-        len(ratios),
-        statistics.median(ours for ours, _ in pairs),
-        statistics.median(peer for _, peer in pairs),
-    )
+    interval = ratios[max(0, low)], ratios[min(len(ratios) - 1, high)]
+    ours, peer = (statistics.median(times) for times in zip(*pairs))
+    return Ratio(statistics.median(ratios), *interval, len(ratios), ours, peer)
 
 
-def hardware() -> dict:
-    """What the figures were measured on."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
-    return {"device": device, "cores": os.cpu_count(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+def parse_options(description: str, **defaults) -> argparse.Namespace:
+    """Read --ranks and the other options, each with its default: a number, or a list of numbers."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    for name, default in ({"ranks": [2, 4]} | defaults).items():
+        parser.add_argument(f"--{name}", type=int, nargs="+" if isinstance(default, list) else None, default=default)
+    return parser.parse_args()
+
+
+def adamw_settings(model: torch.nn.Module, config: TrainConfig) -> dict:
+    """Arguments for torch's AdamW that make it the optimizer of step 1."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return {"params": groups, "lr": config.lr, "betas": (0.9, 0.95), "eps": 1e-5, "fused": True}
 
 
 def keep(name: str, rows: dict) -> Path:
-    """Write the figures to tests/benchmarks/results/NAME.json."""
-    RESULTS.mkdir(exist_ok=True)
+    """Write the figures, and what they were measured on, to tests/benchmarks/results/NAME.json."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    hardware = {"device": device, "cores": os.cpu_count(), "torch": torch.__version__}
+    content = {"hardware": hardware | {"date": time.strftime("%Y-%m-%d")}} | rows
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"hardware": hardware()} | rows, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n")
     return path

@@ -10,7 +10,7 @@ Each timed call is a whole training step: forward, backward, reduction, clipping
 loss over the ranks. Memory is measured apart from that, with one side alone in its processes.
 """
 
-import argparse
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -20,34 +20,31 @@ from common import collectives
 from common.config import TrainConfig
 from common.initialisation import materialise, random_values
 from common.model import Decoder, cross_entropy_sum
-from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm
-from step01_single_gpu.mixed_precision import Optimizer, clip_factor
-from step03_zero.zero import Zero
-from tests.benchmarks.paired import compare, keep, measure_steps
+from step01_single_gpu.mixed_precision import clip_factor
+from step03_zero.train import build
+from tests.benchmarks.paired import adamw_settings, compare, keep, measure_steps, parse_options
 
 # 57 M parameters, 229 MB; the short sequences leave communication and the optimizer a large part of the step
-MODEL = ModelConfig(vocab=384, hidden=768, layers=8, heads=12, kv_heads=12, ffn=2048, tie_embeddings=False)
+CONFIG = TrainConfig(hidden=768, layers=8, heads=12, kv_heads=12, ffn=2048, vocab=384, tie_embeddings=False)
 SEQ, BATCH = 64, 2  # of one rank
 PEERS = {1: "DDP + ZeroRedundancyOptimizer", 2: "FSDP2, kept after forward", 3: "FSDP2, freed after forward"}
 
 
 def our_step(stage: int, mesh, tokens, targets):
     """One training step of step 3 as a function without arguments."""
-    config = TrainConfig(zero=stage, dp=mesh.world.size)
-    model = Decoder(MODEL)
-    zero = Zero(model, config, mesh)
-    optimizer = Optimizer(zero.shards, config)
+    config = dataclasses.replace(CONFIG, zero=stage, dp=mesh.world.size)
+    model, zero, optimizer = build(config, mesh)
 
     def step():
         zero.gather()
         share = cross_entropy_sum(model(tokens), targets) / (mesh.world.size * targets.numel())
         with zero.no_sync(False):
             share.backward()
-        summed = zero.finish()
-        norm = gradient_norm(zero.shards, summed, mesh.world).item()
-        optimizer.step(summed, config.lr, clip_factor(norm, config.clip))
+        gradients = zero.finish()
+        norm = gradient_norm(zero.shards, gradients, mesh.world).item()
+        optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
         loss = share.detach()
         collectives.all_reduce(loss, mesh.dp_cp)
         return loss.item()
@@ -57,41 +54,32 @@ def our_step(stage: int, mesh, tokens, targets):
 
 def peer_step(stage: int, mesh, tokens, targets):
     """The same with PyTorch's classes, used as their documentation shows."""
-    config, model = TrainConfig(), Decoder(MODEL)
+    model = Decoder(CONFIG.model_config)
     materialise(model, torch.float32, mesh.device, random_values(0))
     if stage == 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+        # Not overlap_with_ddp: it updates inside the backward, before the norm to clip by is known
+        optimizer = ZeroRedundancyOptimizer(
+            optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **adamw_settings(model, CONFIG)
+        )
     else:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        options = {
-            "mesh": init_device_mesh(mesh.device.type, (mesh.world.size,)),
-            "reshard_after_forward": stage == 3,
-        }
+        options = {"mesh": init_device_mesh(mesh.device.type, (mesh.world.size,)), "reshard_after_forward": stage == 3}
         for layer in model.layers.values():
             fully_shard(layer, **options)
         fully_shard(model, **options)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    settings = {"lr": config.lr, "betas": (0.9, 0.95), "eps": 1e-5, "fused": True}
-    if stage == 1:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        # Not overlap_with_ddp: it updates inside the backward, before the norm to clip by is known
-        optimizer = ZeroRedundancyOptimizer(
-            groups, optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True, **settings
-        )
-    else:
-        optimizer = torch.optim.AdamW(groups, **settings)
+        optimizer = torch.optim.AdamW(**adamw_settings(model, CONFIG))
 
     def step():
         if stage == 1:  # gradients are views of DDP's buckets, which stay
             optimizer.zero_grad()
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG.clip)
         optimizer.step()
         if stage > 1:  # gradients are tensors of their own: gone before the next forward
             optimizer.zero_grad()
@@ -106,7 +94,7 @@ def on_rank(stage: int, pairs: int, sides: tuple[str, ...]):
     """With both sides: their times on this rank, and how far their losses are apart. With one: its peak bytes."""
     mesh = build_mesh(Degrees(dp=dist.get_world_size()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(mesh.rank)
-    tokens = torch.randint(MODEL.vocab, (BATCH, SEQ + 1), generator=generator)
+    tokens = torch.randint(CONFIG.vocab, (BATCH, SEQ + 1), generator=generator)
     run = (stage, mesh, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     build = {"ours": our_step, "peer": peer_step}
     steps = [build[side](*run) for side in sides]
@@ -116,12 +104,7 @@ def on_rank(stage: int, pairs: int, sides: tuple[str, ...]):
 def main() -> None:
     from tests.benchmarks.zero import on_rank  # by the name under which ranks can import it
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3])
-    arguments = parser.parse_args()
-    rows = {}
+    arguments, rows = parse_options(__doc__, pairs=30, stages=[1, 2, 3]), {}
     print("step 3 / peer: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
     for world in arguments.ranks:
         for stage in arguments.stages:

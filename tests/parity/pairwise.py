@@ -1,56 +1,38 @@
 """Pairwise covering arrays: few cases in which any two values of any two factors meet.
 
-Most mistakes need one or two things to come together, and a dozen cases can show all pairs of what has 2,000
+Most mistakes need one or two things to come together, and a dozen cases can show all pairs of what has thousands of
 combinations (Cohen et al., "The AETG System", IEEE TSE 23(7), 1997). The result depends on the arguments alone.
 """
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
-
-CANDIDATES = 50  # complete cases of which the one with the most new pairs is taken
 
 
 def pairwise(factors: dict[str, Sequence], forbidden: Iterable[dict] = ()) -> list[dict]:
     """Cases, as {factor: value} for every factor, that together show every pair of values that can occur.
 
     Args:
-        factors: two or more, each with its values: hashable, at least one, all different.
+        factors: each with its values; of all their combinations, the one with the most new pairs is taken in turn.
         forbidden: parts of cases; a case that contains one of them is never made.
 
     Raises ValueError when `forbidden` leaves a value no case at all.
     """
+    combinations = (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
     forbidden = [part.items() for part in forbidden]
-    missing = dict.fromkeys(  # in order, which a set would not keep
-        frozenset({(one, a), (other, b)})
-        for one, other in itertools.combinations(factors, 2)
-        for a, b in itertools.product(factors[one], factors[other])
-    )
-    cases, used = [], Counter()
-    while missing:
-        best, most, candidates = None, 0, 0
-        for pair in list(missing):
-            # Each candidate chooses its values in another order, or all would make the same mistakes
-            names = list(factors)[candidates % len(factors) :] + list(factors)[: candidates % len(factors)]
-            case = _complete(dict(pair), names, factors, forbidden, missing, used)
-            if case is None:
-                del missing[pair]  # the two exclude each other
-                continue
-            if (new := sum(each in missing for each in _pairs(case))) > most:
-                best, most = case, new
-            candidates += 1
-            if candidates == CANDIDATES:
-                break
-        if best is not None:
-            cases.append({name: best[name] for name in factors})
-            used.update(best.items())
-            for pair in _pairs(best):
-                missing.pop(pair, None)
+    cases = [case for case in combinations if not any(part <= case.items() for part in forbidden)]
     for name, value in ((name, value) for name, values in factors.items() for value in values):
         if all(case[name] != value for case in cases):
             raise ValueError(f"no case is left for {name} = {value!r}")
-    return cases
+    numbers: dict[tuple, int] = {}  # of pairs; a set of pairs is an integer with their bits
+    pairs = [[*itertools.combinations(case.items(), 2)] for case in cases]
+    sets = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in each) for each in pairs]
+    missing, chosen = (1 << len(numbers)) - 1, []
+    while missing:
+        best = max(range(len(cases)), key=lambda index: (sets[index] & missing).bit_count())
+        chosen.append(cases[best])
+        missing &= ~sets[best]
+    return chosen
 
 
 def thin(cases: list[dict]) -> list[dict]:
@@ -66,30 +48,3 @@ def thin(cases: list[dict]) -> list[dict]:
         kept.append(max(cases, key=lambda case: len(missing & case.items())))
         missing -= kept[-1].items()
     return kept
-
-
-def _pairs(case: dict) -> list[frozenset]:
-    return [frozenset(pair) for pair in itertools.combinations(case.items(), 2)]
-
-
-def _complete(
-    case: dict, names: list[str], factors: dict, forbidden: list, missing: dict, used: Counter
-) -> dict | None:
-    """`case` with a value for each of `names`, chosen for the `missing` pairs that they bring; None: there is none."""
-    if any(part <= case.items() for part in forbidden):
-        return None
-    open_names = [name for name in names if name not in case]
-    if not open_names:
-        return case
-    name = open_names[0]
-
-    def rank(value) -> tuple[int, int]:
-        """Most new pairs first; of equals the one that was used least; of those, as sorting is stable, the first."""
-        new = sum(frozenset({item, (name, value)}) in missing for item in case.items())
-        return -new, used[name, value]
-
-    for value in sorted(factors[name], key=rank):
-        found = _complete(case | {name: value}, open_names[1:], factors, forbidden, missing, used)
-        if found is not None:
-            return found
-    return None

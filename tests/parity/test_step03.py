@@ -33,7 +33,7 @@ def pairs_of_flags(world: int) -> list[str]:
     forbidden = [{"stage": "--zero 0", "replicas": copies} for copies in choices["replicas"] if copies]
     forbidden += [{"stage": stage, "reduce": STEP} for stage in ("--zero 0", "--zero 1")]
     every = pairwise(choices, forbidden)
-    assert 12 <= len(every) <= 16
+    assert 12 <= len(every) <= 18
     return [" ".join(case.values()) for case in thin(every)]
 
 
