@@ -69,8 +69,8 @@ def time_pairs(ours, peer, pairs: int, warmup: int = 3) -> list[tuple[float, flo
 
 
 def peak_bytes(step, device: torch.device) -> int:
-    """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process. (Where
-    a gloo thread drops the last reference to a message, its release is seen late, see `MemoryMeter`.)
+    """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process.
+    (Where a gloo thread drops the last reference to a message, its release is seen late, see `MemoryMeter`.)
     """
     warnings.filterwarnings("ignore", message="Memory block of unknown size")
     peaks, meter = [], MemoryMeter(device)

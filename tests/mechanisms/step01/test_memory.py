@@ -32,8 +32,8 @@ MODES = ("none", "selective", "full")
 GIB = 2**30
 
 
-def tiny(kv_heads: int = 2, tie: bool = False) -> ModelConfig:
-    return ModelConfig(96, 48, 2, 6, kv_heads, 80, tie)
+def tiny(kv_heads: int = 2, tie: bool = False, head_dim: int | None = None) -> ModelConfig:
+    return ModelConfig(96, 48, 2, 6, kv_heads, 80, tie, head_dim=head_dim)
 
 
 def measured(model_config: ModelConfig, config: TrainConfig, batch: int, seq: int) -> SavedTensors:
@@ -48,27 +48,18 @@ def measured(model_config: ModelConfig, config: TrainConfig, batch: int, seq: in
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("attention", ["naive", "fused"])
 def test_saved_activations_are_predicted_to_the_byte(attention, dtype):
-    heads_and_tying = ((2, False), (6, True), (1, True))
-    for (kv_heads, tie), mode in itertools.product(heads_and_tying, MODES):
-        model = tiny(kv_heads, tie)
+    models = (2, False), (6, True), (1, True), (3, False, 16), (3, False, 4)  # the last two: a head width of their own
+    for shape, mode in itertools.product(models, MODES):
+        model = tiny(*shape)
         config = TrainConfig(attention=attention, recompute=mode, dtype=dtype)
         for batch, seq in ((1, 2), (1, 24), (3, 7), (2, 24)):
             predicted = saved_activations(model, batch, seq, config.torch_dtype, attention, mode)
             found = measured(model, config, batch, seq)
-            case = (kv_heads, mode, batch, seq)
+            case = (shape, mode, batch, seq)
             assert total_bytes(predicted) == found.bytes, case
             assert len(predicted) == len(found.tensors), case
             sizes = sorted(saved.bytes for saved in predicted)
             assert sizes == sorted(each.untyped_storage().nbytes() for each in found.tensors), case
-
-
-@pytest.mark.parametrize("heads, head_dim", [(6, 16), (6, 4)])
-def test_a_head_width_of_its_own(heads, head_dim):
-    model = ModelConfig(96, 48, 1, heads, 3, 80, False, head_dim=head_dim)
-    for attention, mode in itertools.product(("naive", "fused"), MODES):
-        config = TrainConfig(attention=attention, recompute=mode)
-        predicted = saved_activations(model, 2, 9, torch.float32, attention, mode)
-        assert total_bytes(predicted) == measured(model, config, 2, 9).bytes, (attention, mode)
 
 
 def test_selective_keeps_no_scores_and_full_only_layer_inputs():
@@ -95,12 +86,7 @@ def test_states_are_the_live_tensors(dtype, each):
     assert abs(held / count_parameters(model).total - each) < 0.01
     assert len(run.parameters) == memory.tensor_count(model)
     assert all(parameter.grad is None for parameter in run.parameters)  # no narrow gradient stays
-
-
-def test_gradients_are_gone_between_steps():
-    run = Run(TrainConfig(seq_len=8, micro_batch=1, global_batch=1))
-    run.accumulate()
-    total = run.gradients.finish()
+    total = run.gradients.finish()  # and gone between steps
     run.optimizer.step(total, 1e-3)
     assert total == [] and not run.gradients.sums
     assert all(master.grad is None for master in run.optimizer.masters)
@@ -228,12 +214,6 @@ def test_calculator(capsys):
     assert "8,030,261,248" in shown and "18.00" in shown and "20.00" in shown
     for size in ("3", "12"):  # neither divides the default global batch
         assert calculator.main(["--micro-batch", size]) == 0
-    for wrong in (
-        ["--model", "mixtral-8x7b"],
-        ["--heads", "7"],
-        ["--what"],
-        ["--seq-len", "0"],
-        ["--micro-batch", "0"],
-    ):
-        assert calculator.main(wrong) == 2
+    for wrong in ("--model mixtral-8x7b", "--heads 7", "--what", "--seq-len 0", "--micro-batch 0"):
+        assert calculator.main(wrong.split()) == 2
         assert capsys.readouterr().err.count("error: ") == 1

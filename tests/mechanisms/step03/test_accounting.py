@@ -78,54 +78,32 @@ def test_bytes_held_per_parameter(runs, dtype, p, g, k):
                 assert least <= held[kind] <= bytes_each * (psi(case) + slack[0]) + slack[1], (stage, kind, held)
 
 
-def test_bytes_sent_per_parameter(runs):
-    """2 psi (N-1)/N a step in stages 0 to 2, 3 in stage 3, less what need not be gathered for the backward: the last
-    region, which is still there, and the embedding, whose backward reads no weights. Model bytes, of float32."""
+def test_collectives_and_bytes_of_the_textbook(runs):
+    """2 psi (N-1)/N numbers per step in stages 0 to 2, and 3 psi (N-1)/N in stage 3, less what is not gathered for the
+    backward: the last region, which is still there, and the embedding, whose backward reads no weights. So U = L + 2
+    units take 2 U - 2 all-gathers and U reduce-scatters per micro-batch; the playbook counts 2 L - 1 and L for L layers
+    alone. A recomputed forward gathers nothing of its own. More micro-batches cost stages 0 and 1 nothing.
+    """
     n, found = runs
+    m, units, spared = 12 // n, 5, 2 * 256 * 32 + 32  # embedding; head and norm
     once, several = f"--micro-batch {12 // n} {SMALL}", f"--micro-batch 1 {SMALL}"
-    spared = 2 * 256 * 32 + 32  # embedding; head and norm
-    expected = {f"--zero {stage} {once} --dtype float32": 2 * psi(once) for stage in (0, 1, 2)}
-    expected[f"--zero 3 {once} --dtype float32"] = 3 * psi(once) - spared
-    expected[f"--zero 3 {once} --recompute full"] = 3 * psi(once) - spared
-    expected[f"--zero 3 {once} --tie-embeddings"] = 3 * (psi(once) - 256 * 32) - 32  # one more gather, one spared
-    # M micro-batches: stages 0 and 1 send no more, stage 2 one reduce-scatter each, stage 3 everything each
-    m = 12 // n
-    expected |= {f"--zero {stage} {several}": 2 * psi(once) for stage in (0, 1)}
-    expected[f"--zero 2 {several}"] = (1 + m) * psi(once)
-    expected[f"--zero 3 {several}"] = m * (3 * psi(once) - spared)
-    for case, elements in expected.items():
-        sent = sum(call[4] for call in found[case][0].calls if call[1] in ("shard", "replica"))
-        assert sent == pytest.approx(4 * elements * (n - 1) / n, rel=0.003), case  # padding, and rounding down
-
-
-def test_gathers_and_reduce_scatters_of_stage_3(runs):
-    """2 U - 2 all-gathers and U reduce-scatters a micro-batch, for L + 2 units; the playbook counts 2 L - 1 and L for L
-    layers alone. A recomputed forward gathers nothing of its own."""
-    n, found = runs
-    m, units = 12 // n, 5
-    once, several = f"--zero 3 --micro-batch {12 // n} {SMALL}", f"--zero 3 --micro-batch 1 {SMALL}"
-    expected = {
-        f"{once} --dtype float32": (2 * units - 2, units),
-        f"{once} --recompute selective": (2 * units - 2, units),
-        f"{once} --recompute full": (2 * units - 2, units),
-        several: (m * (2 * units - 2), m * units),
-        f"{several} --recompute full": (m * (2 * units - 2), m * units),
-        f"{several} --zero-reduce step --dtype bfloat16": (m * (2 * units - 2), units),
-        f"{once} --tie-embeddings": (2 * units - 1, units),  # the embedding again, for the head
-    }
-    for case, counts in expected.items():
+    whole, tied, stage3 = psi(once), psi(f"{once} --tie-embeddings"), (2 * units - 2, units)
+    every = m * (2 * units - 2), m * units
+    expected = {f"--zero {stage} {once} --dtype float32": (None, 2 * whole) for stage in (0, 1, 2)}
+    expected |= {f"--zero {stage} {several}": (None, 2 * whole) for stage in (0, 1)}
+    expected[f"--zero 2 {several}"] = None, (1 + m) * whole
+    expected[f"--zero 3 {once} --dtype float32"] = stage3, 3 * whole - spared
+    expected |= {f"--zero 3 {once} --recompute {mode}": (stage3, 3 * whole - spared) for mode in ("selective", "full")}
+    expected[f"--zero 3 {once} --tie-embeddings"] = (2 * units - 1, units), 3 * tied - 32  # one more gather, one spared
+    expected |= {f"--zero 3 {several}{more}": (every, m * (3 * whole - spared)) for more in ("", " --recompute full")}
+    narrow = (m * (2 * whole - spared)) / 2 + whole  # gathers of bfloat16, one reduce-scatter of float32
+    expected[f"--zero 3 {several} --zero-reduce step --dtype bfloat16"] = (every[0], units), narrow
+    for case, (counts, numbers) in expected.items():
         for seen in found[case]:
-            assert (len(seen.of("all_gather")), len(seen.of("reduce_scatter"))) == counts, case
-
-
-def test_replicas_sum_shards_and_once_a_step(runs):
-    n, found = runs
-    for case, ranks in found.items():
-        if "--zero-replicas 2" in case:
-            sums = [call for call in ranks[0].of("all_reduce") if call[1] == "replica"]
-            plan = plan_of(case, n)
-            assert [call[2] for call in sums] == [-(-unit.elements // 2) for unit in plan.units], case
-            assert sum(call[2] for call in sums) < 0.51 * plan.parameters
+            if counts:
+                assert (len(seen.of("all_gather")), len(seen.of("reduce_scatter"))) == counts, case
+            sent = sum(call[4] for call in seen.calls if call[1] in ("shard", "replica"))
+            assert sent == pytest.approx(4 * numbers * (n - 1) / n, rel=0.003), case  # padding, and rounding down
 
 
 # ---- bytes on the wire -----------------------------------------------------------------------------------------------
