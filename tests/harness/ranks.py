@@ -53,25 +53,13 @@ def run_ranks(world: int, function: Callable, *args, timeout: float = 120, **kwa
     results as pickled copies, so a monkeypatch of the test does not reach them. What they print is printed
     here, for pytest to show.
 
-    Args:
-        timeout: seconds; ranks that still run are then ended, and their stacks shown.
-
-    Raises:
-        RankFailure: a rank raised, died or ran into the timeout. After a failure the others have a few
-            seconds to end by themselves.
-        TypeError: `function` does not stand at the top level of a module, or an argument cannot be pickled.
+    Raises RankFailure when a rank raised, died, or still ran after `timeout` seconds. After a failure the others have a
+    few seconds to end by themselves; then they are ended, and their stacks shown.
     """
-    call = _pickled(function, args, kwargs)
+    call = pickle.dumps((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        request = {
-            "world": world,
-            "timeout": timeout,
-            "call": call,
-            "module": function.__module__,
-            "folder": folder,
-            "environment": dict(os.environ),
-            "directory": os.getcwd(),
-        }
+        request = {"world": world, "timeout": timeout, "call": call, "module": function.__module__}
+        request |= {"folder": folder, "environment": dict(os.environ), "directory": os.getcwd()}
         outcome = _ask_server(request)
         ranks = [_read_rank(Path(folder), rank, *outcome[rank]) for rank in range(world)]
     if all("result" in rank for rank in ranks):
@@ -93,30 +81,20 @@ def run_command(
 ) -> subprocess.CompletedProcess:
     """Run a command line, without input. Returns a CompletedProcess with text in `stdout` and `stderr`.
 
-    Args:
-        timeout: seconds; then the command and everything that it started are killed.
-        env: variables added to those of this process. OMP_NUM_THREADS is 1 unless given here.
-
-    Raises CommandTimeout, with what the command had written.
+    `env` is added to the variables of this process. After `timeout` seconds the command and everything that it started
+    are killed, and CommandTimeout is raised.
     """
     mark = "STARTED_BY_TEST", str(uuid.uuid4())
-    process = subprocess.Popen(
-        [str(each) for each in args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}) | dict([mark]),
-        cwd=cwd,
-        start_new_session=True,
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}) | dict([mark])
+    files = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [str(each) for each in args]
+    process = subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **files)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         _kill(process, mark)
         stdout, stderr = process.communicate()
-        command = " ".join(process.args)
-        raise CommandTimeout(f"after {timeout:g} s: {command}\n{stdout}\n--- stderr:\n{stderr}") from None
+        raise CommandTimeout(f"after {timeout:g} s: {' '.join(command)}\n{stdout}\n--- stderr:\n{stderr}") from None
     finally:
         _kill(process, mark)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
@@ -149,16 +127,10 @@ def _start_server() -> None:
     requests_out, requests_in = os.pipe()
     replies_out, replies_in = os.pipe()
     log = tempfile.TemporaryFile()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.harness.fork_server", str(requests_out), str(replies_in)],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=(requests_out, replies_in),
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-m", "tests.harness.fork_server", str(requests_out), str(replies_in)]
+    files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": (requests_out, replies_in)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True, **files)
     os.close(requests_out)
     os.close(replies_in)
     _server = process, Connection(requests_in, readable=False), Connection(replies_out, writable=False), log
@@ -181,19 +153,6 @@ def _ask_server(request: dict) -> dict[int, tuple[int, float, bool]]:
     except BaseException:  # Ctrl-C
         stop_fork_server()
         raise
-
-
-def _pickled(function: Callable, args: tuple, kwargs: dict) -> bytes:
-    name = getattr(function, "__qualname__", repr(function))
-    if "." in name or "<" in name or function.__module__ == "__main__":
-        raise TypeError(
-            f"run_ranks got {name}: the ranks find the function by name, so it must stand at the top level"
-            " of a module that can be imported (no lambda, no inner function, no script)"
-        )
-    try:
-        return pickle.dumps((function, args, kwargs))
-    except Exception as error:
-        raise TypeError(f"an argument of {name} cannot be sent to the ranks: {error}") from error
 
 
 def _read_rank(folder: Path, rank: int, code: int, ended_at: float, was_ended: bool) -> dict:
