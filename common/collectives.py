@@ -1,12 +1,13 @@
 """Every collective of the project: what it does, how many bytes it sends, and a record of the calls.
 
-All reductions are sums (a rank's loss is its share of the global mean). Peers are named by their index within the
-group. A group of one rank communicates nothing. Every function returns a `Work`, which has completed already unless
-`async_op` is true.
+Reductions are sums (a rank's loss is its share of the global mean). Peers are named by their index within the group. A
+group of one rank communicates nothing. Functions return a `Work`, which has completed already unless `async_op`.
 
 Model bytes are what one rank sends in the bandwidth-optimal algorithm for K bytes over N ranks (Thakur, Rabenseifner,
 Gropp 2005): all-reduce 2(N-1)/N K, reduce-scatter, all-gather and all-to-all (N-1)/N K, broadcast and send K.
 """
+
+from __future__ import annotations
 
 import time
 from collections import defaultdict
@@ -31,138 +32,6 @@ phase = "setup"  # forward, backward or optimizer: set by the tracer, copied int
 sent_bytes: dict[str, int] = defaultdict(int)  # model bytes that this rank sent, by group name
 
 _link_free: dict[str, float] = defaultdict(float)  # when the simulated link of a group will be idle again
-
-
-@dataclass
-class Call:
-    """One recorded collective or message. The four times are marks of the recording's clock, None until they come."""
-
-    op: str
-    group: str
-    group_size: int
-    dtype: str
-    elements: int
-    bytes: int  # model bytes sent by this rank
-    phase: str
-    peer: int | None = None  # global rank of the other end of a message
-    issue: object = None
-    wait_start: object = None
-    wait_end: object = None
-    completion: object = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Recording:
-    calls: list[Call]
-    clock: Callable
-    launched: Callable
-
-
-_recordings: list[_Recording] = []  # those that are running, the innermost last
-
-
-recorder = None  # until all have changed to `record`
-
-
-def _old_recordings() -> list[_Recording]:
-    if recorder is None:
-        return []
-    return [_Recording(recorder.calls, lambda: recorder.clock() if recorder else None, recorder.watch)]
-
-
-@contextmanager
-def record(clock: Callable = time.perf_counter_ns, launched: Callable = lambda *_: None) -> Iterator[list[Call]]:
-    """Record every collective that this rank issues in the block: a list of `Call`s that grows meanwhile.
-
-        with collectives.record() as calls:
-            ...
-        print([(call.op, call.group, call.bytes) for call in calls])
-
-    A message is one `Call` for its sender ("send") and one for its receiver ("receive"). Groups of one rank leave none.
-    The marks of a wait are also set if it happens after the block. Recordings may be nested.
-
-    Args:
-        clock: gives the marks `issue`, `wait_start`, `wait_end` and, unless `launched` sets it, `completion`.
-        launched: called as `launched(handle, calls, done_at)` after each launch of one collective or one batch of
-            messages: torch's handle, the `Call`s, and the `time.perf_counter` at which the simulated link completes it.
-    """
-    recording = _Recording([], clock, launched)
-    _recordings.append(recording)
-    try:
-        yield recording.calls
-    finally:
-        _recordings.remove(recording)
-
-
-class Work:
-    """A collective in flight, which keeps its tensors alive. `Work()` has completed.
-
-    Args:
-        calls: describe the collective, or the messages of a batch. They are counted, and recorded as issued now.
-        hops: messages that follow one another; each pays the latency of the simulated link.
-        link_bytes: what the simulated link carries, if that is not what this rank sends.
-    """
-
-    __slots__ = ("_afterwards", "_done_at", "_handles", "_in_flight", "_recorded")
-
-    def __init__(self, calls: list[Call] = (), hops: int = 0, link_bytes: int | None = None):
-        self._handles, self._in_flight, self._afterwards, self._recorded, self._done_at = [], [], [], [], 0.0
-        if not calls:
-            return
-        group, sent = calls[0].group, sum(call.bytes for call in calls)
-        sent_bytes[group] += sent
-        for recording in _recordings + _old_recordings():
-            self._recorded.append((recording, [replace(call, issue=recording.clock()) for call in calls]))
-            recording.calls.extend(self._recorded[-1][1])
-        if link is not None:
-            seconds = hops * link.alpha + (sent if link_bytes is None else link_bytes) / link.bandwidth
-            self._done_at = _link_free[group] = max(time.perf_counter(), _link_free[group]) + seconds
-
-    def launch(self, function: Callable, *args, **options) -> None:
-        """Call a function of torch.distributed that returns one handle or several."""
-        with gloo.communication_errors():
-            handles = function(*args, **options)
-        self._handles += handles if isinstance(handles, list) else [handles]
-        self._in_flight.append(args)
-
-    def afterwards(self, function: Callable, *args) -> None:
-        """Let the wait end with `function(*args)`."""
-        self._afterwards.append((function, args))
-
-    def launched(self, async_op: bool) -> "Work":
-        """Return this work, after its wait unless `async_op`. Everything that belongs to it has been launched."""
-        for recording, calls in self._recorded:
-            recording.launched(self._handles[-1], calls, self._done_at)
-        if not async_op:
-            self.wait()
-        return self
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return time.perf_counter() >= self._done_at and all(handle.is_completed() for handle in self._handles)
-
-    def wait(self) -> None:
-        """Return when the result may be used (on NCCL: by the current stream).
-
-        Raises CommunicationError if another rank is gone or does not answer in time.
-        """
-        if not self._handles:
-            return
-        recorded = [(call, recording.clock) for recording, calls in self._recorded for call in calls]
-        for call, clock in recorded:
-            call.wait_start = clock()
-        with gloo.communication_errors():
-            for handle in self._handles:
-                handle.wait()
-        for function, args in self._afterwards:
-            function(*args)
-        if self._done_at:
-            time.sleep(max(0.0, self._done_at - time.perf_counter()))
-        for call, clock in recorded:
-            call.wait_end = clock()
-            if call.completion is None:
-                call.completion = call.wait_end
-        self._handles, self._in_flight, self._afterwards = [], [], []
 
 
 def all_reduce(tensor: Tensor, group: Group, async_op: bool = False, op: str = "sum") -> Work:
@@ -298,3 +167,129 @@ def _bytes(tensor: Tensor) -> int:
 def _others(tensor: Tensor, group: Group) -> int:
     """(N-1)/N of the tensor's bytes: the parts of the other ranks."""
     return _bytes(tensor) * (group.size - 1) // group.size
+
+
+# ---- recorded, and in flight -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """One recorded collective or message. The four times are marks of the recording's clock, None until they come."""
+
+    op: str
+    group: str
+    group_size: int
+    dtype: str
+    elements: int
+    bytes: int  # model bytes sent by this rank
+    phase: str
+    peer: int | None = None  # global rank of the other end of a message
+    issue: object = None
+    wait_start: object = None
+    wait_end: object = None
+    completion: object = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    calls: list[Call]
+    clock: Callable
+    launched: Callable
+
+
+_recordings: list[_Recording] = []  # those that are running, the innermost last
+
+
+@contextmanager
+def record(clock: Callable = time.perf_counter_ns, launched: Callable = lambda *_: None) -> Iterator[list[Call]]:
+    """Record every collective that this rank issues in the block: a list of `Call`s that grows meanwhile.
+
+        with collectives.record() as calls:
+            ...
+        print([(call.op, call.group, call.bytes) for call in calls])
+
+    A message is one `Call` for its sender ("send") and one for its receiver ("receive"). Groups of one rank leave none.
+    The marks of a wait are also set if it happens after the block. Recordings may be nested.
+
+    Args:
+        clock: gives the marks `issue`, `wait_start`, `wait_end` and, unless `launched` sets it, `completion`.
+        launched: called as `launched(handle, calls, done_at)` after each launch of one collective or one batch of
+            messages: torch's handle, the `Call`s, and the `time.perf_counter` at which the simulated link completes it.
+    """
+    recording = _Recording([], clock, launched)
+    _recordings.append(recording)
+    try:
+        yield recording.calls
+    finally:
+        _recordings.remove(recording)
+
+
+class Work:
+    """A collective in flight, which keeps its tensors alive. `Work()` has completed.
+
+    Args:
+        calls: describe the collective, or the messages of a batch. They are counted, and recorded as issued now.
+        hops: messages that follow one another; each pays the latency of the simulated link.
+        link_bytes: what the simulated link carries, if that is not what this rank sends.
+    """
+
+    __slots__ = ("_afterwards", "_done_at", "_handles", "_in_flight", "_recorded")
+
+    def __init__(self, calls: list[Call] = (), hops: int = 0, link_bytes: int | None = None):
+        self._handles, self._in_flight, self._afterwards, self._recorded, self._done_at = [], [], [], [], 0.0
+        if not calls:
+            return
+        group, sent = calls[0].group, sum(call.bytes for call in calls)
+        sent_bytes[group] += sent
+        for recording in _recordings:
+            self._recorded.append((recording, [replace(call, issue=recording.clock()) for call in calls]))
+            recording.calls.extend(self._recorded[-1][1])
+        if link is not None:
+            seconds = hops * link.alpha + (sent if link_bytes is None else link_bytes) / link.bandwidth
+            self._done_at = _link_free[group] = max(time.perf_counter(), _link_free[group]) + seconds
+
+    def launch(self, function: Callable, *args, **options) -> None:
+        """Call a function of torch.distributed that returns one handle or several."""
+        with gloo.communication_errors():
+            handles = function(*args, **options)
+        self._handles += handles if isinstance(handles, list) else [handles]
+        self._in_flight.append(args)
+
+    def afterwards(self, function: Callable, *args) -> None:
+        """Let the wait end with `function(*args)`."""
+        self._afterwards.append((function, args))
+
+    def launched(self, async_op: bool) -> Work:
+        """Return this work, after its wait unless `async_op`. Everything that belongs to it has been launched."""
+        for recording, calls in self._recorded:
+            recording.launched(self._handles[-1], calls, self._done_at)
+        if not async_op:
+            self.wait()
+        return self
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return time.perf_counter() >= self._done_at and all(handle.is_completed() for handle in self._handles)
+
+    def wait(self) -> None:
+        """Return when the result may be used (on NCCL: by the current stream).
+
+        Raises CommunicationError if another rank is gone or does not answer in time.
+        """
+        if not self._handles:
+            return
+        recorded = [(call, recording.clock) for recording, calls in self._recorded for call in calls]
+        for call, clock in recorded:
+            call.wait_start = clock()
+        with gloo.communication_errors():
+            for handle in self._handles:
+                handle.wait()
+        for function, args in self._afterwards:
+            function(*args)
+        if self._done_at:
+            time.sleep(max(0.0, self._done_at - time.perf_counter()))
+        for call, clock in recorded:
+            call.wait_end = clock()
+            if call.completion is None:
+                call.completion = call.wait_end
+        self._handles, self._in_flight, self._afterwards = [], [], []

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from common.collectives import barrier
 from common.config import TrainConfig
 from common.process_groups import Degrees, build_mesh, environment, init_distributed
 
@@ -50,10 +51,10 @@ def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple) -
                 file.write(b".")
 
     device = init_distributed("cpu", init_method=f"file://{folder}/rendezvous")
-    result = function(build_mesh(Degrees(dp=world), device), done, *args)
+    mesh = build_mesh(Degrees(dp=world), device)
+    result = function(mesh, done, *args)
     Path(folder, f"{rank}.result").write_bytes(pickle.dumps(result))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+    barrier(mesh.world)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # not the regular exit: gloo's threads may still be releasing tensors, which aborts the process then

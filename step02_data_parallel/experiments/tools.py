@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from common.collectives import barrier
 from common.command_line import OneLineParser
 from common.config import TrainConfig
 from common.data.batches import Batches
@@ -78,16 +78,12 @@ def run_jobs(
     """
     counted = []
 
-    def together() -> None:
-        if mesh.world.size > 1:
-            dist.barrier()
-
     for name, flags in jobs:
-        together()
+        barrier(mesh.world)
         before = [wire.sent_by_me(), wire.loopback()]
-        together()  # everybody has read, before anybody sends
+        barrier(mesh.world)  # everybody has read, before anybody sends
         train_quietly(train, **flags, run_dir=f"{folder}/{name}")
-        together()
+        barrier(mesh.world)
         numbers = [(new or 0) - (old or 0) for new, old in zip([wire.sent_by_me(), wire.loopback()], before)]
         counted.append(dict(zip(("sockets", "loopback"), numbers)))
         done()

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
-import torch.distributed as dist
-
+from common.collectives import barrier, record
 from common.config import TrainConfig
 from common.experiments.local_ranks import on_ranks
 from common.measure import tcp_bytes as wire
@@ -16,7 +15,6 @@ from step04_tensor_parallel.experiments.predictions import Way
 from step04_tensor_parallel.experiments.tools import (
     SHAPE,
     WAYS,
-    Log,
     Run,
     compare_gradients,
     on_every_case,
@@ -83,15 +81,15 @@ def count_calls(mesh: Mesh, done: Callable, cases: list[dict]) -> list[dict]:
     result = []
     for flags in cases:
         run = Run(mesh, **flags)
-        dist.barrier()
+        barrier(mesh.world)
         before = wire.sent_by_me() or 0
-        dist.barrier()  # everybody has read, before anybody sends
-        with Log() as log:
+        barrier(mesh.world)  # everybody has read, before anybody sends
+        with record() as calls:
             run.gradients()
         counted = {"sockets": (wire.sent_by_me() or 0) - before, "bytes": Counter()}
         for phase in ("forward", "backward"):
-            counted[phase] = Counter(call.op for call in log.calls if call.phase == phase and call.op != "receive")
-        for call in log.calls:
+            counted[phase] = Counter(call.op for call in calls if call.phase == phase and call.op != "receive")
+        for call in calls:
             counted["bytes"][call.phase] += call.bytes
         result.append(counted)
         done()

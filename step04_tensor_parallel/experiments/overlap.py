@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from common.collectives import barrier
 from common.config import TrainConfig
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
@@ -90,16 +90,16 @@ def product_times(mesh: Mesh, done: Callable) -> dict[str, tuple[float, float, f
     shapes |= {"down": [(model.hidden, ffn)], "head": [(vocab, model.hidden)]}
     result = {}
     for name, weights in shapes.items():
-        alone = [_products(torch.randn(tokens, inside), torch.randn(out, inside)) for out, inside in weights]
+        alone = [_products(torch.randn(tokens, inside), torch.randn(out, inside), mesh) for out, inside in weights]
         result[name] = tuple(map(sum, zip(*alone)))
     return result
 
 
-def _products(x: torch.Tensor, weight: torch.Tensor) -> list[float]:
+def _products(x: torch.Tensor, weight: torch.Tensor, mesh: Mesh) -> list[float]:
     """Seconds of x W', dy W and dy' x."""
     gradient, seconds = torch.randn(x.shape[0], weight.shape[0]), []
     for product in (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x):
-        dist.barrier()
+        barrier(mesh.world)
         trials = []
         for _ in range(20):
             start = time.perf_counter()

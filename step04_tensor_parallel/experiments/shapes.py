@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -16,7 +15,7 @@ from common.process_groups import Group, Mesh
 from step01_single_gpu.experiments.tools import table
 from step02_data_parallel.experiments.tools import against
 from step04_tensor_parallel.experiments import predictions
-from step04_tensor_parallel.experiments.tools import SHAPE, Log, Run, on_every_case
+from step04_tensor_parallel.experiments.tools import SHAPE, Run, on_every_case
 from step04_tensor_parallel.operators import Split, copy_to_ranks, sum_over_ranks
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -108,14 +107,14 @@ def both_orders(mesh: Mesh, done: Callable) -> dict[str, dict]:
     y, dx = gradient_of(lambda x: F.linear(F.silu(F.linear(x, first)), second))
     result = {}
     for name, function in (("column then row", column_then_row), ("row then column", row_then_column)):
-        dist.barrier()
+        collectives.barrier(group)
         before = wire.sent_by_me() or 0
-        dist.barrier()  # everybody has read, before anybody sends
-        with Log() as log:
+        collectives.barrier(group)  # everybody has read, before anybody sends
+        with collectives.record() as calls:
             values = gradient_of(function)
         pairs = zip(values, (y, dx))
         result[name] = {
-            phase: Counter(call.op for call in log.calls if call.phase == phase) for phase in ("forward", "backward")
+            phase: Counter(call.op for call in calls if call.phase == phase) for phase in ("forward", "backward")
         }
         result[name]["sockets"] = (wire.sent_by_me() or 0) - before
         result[name]["difference"] = max(((ours - whole).norm() / whole.norm()).item() for ours, whole in pairs)
@@ -209,11 +208,11 @@ def read_shapes(run: Run) -> dict[str, str]:
     after("head: logits", model.head)
     parameters = {"q_proj": layer.attention.q_proj, "k_proj": layer.attention.k_proj, "o_proj": layer.attention.o_proj}
     parameters |= {"gate_proj": layer.mlp.gate_proj, "down_proj": layer.mlp.down_proj, "head": model.head}
-    with Log() as log:
+    with collectives.record() as calls:
         logits, targets = run.logits_and_targets()
-        before_loss = len(log.calls)
+        before_loss = len(calls)
         run.loss(logits, targets)
-    messages = [f"{call.elements:,}" for call in log.calls[before_loss:]]
+    messages = [f"{call.elements:,}" for call in calls[before_loss:]]
     seen["loss: numbers exchanged"] = " + ".join(messages) or "0"
     for name, module in parameters.items():
         note(f"weight of {name}", module.weight)

@@ -1,13 +1,10 @@
-"""What the experiments of this step share: a model cut over ranks that can be looked into, and a log of collectives."""
+"""What the experiments of this step share: a model cut over ranks that can be looked into."""
 
 import functools
-import time
 from collections.abc import Callable
 
 import torch
 
-from common import collectives
-from common.collectives import Call
 from common.config import TrainConfig
 from common.data.batches import load_batches
 from common.experiments.local_ranks import on_ranks
@@ -32,26 +29,6 @@ WAYS = {  # name: flags
     "SP, overlap": {"tp_mode": "overlap"},
     "SP, chunked": {"tp_mode": "chunked"},
 }
-
-
-class Log:
-    """Inside `with Log() as log:`, `log.calls` are the collectives of this rank, in order: a tracer without a trace."""
-
-    clock = staticmethod(time.perf_counter_ns)
-
-    def __init__(self):
-        self.calls: list[Call] = []
-
-    def watch(self, handle, calls, done_at) -> None:
-        """A tracer would note here when the collective is complete."""
-
-    def __enter__(self) -> "Log":
-        collectives.recorder = self
-        return self
-
-    def __exit__(self, *error) -> None:
-        collectives.recorder = None
-
 
 mesh_of = functools.cache(build_mesh)  # groups once for all cases of a layout: all ranks run the same cases
 

@@ -2,15 +2,14 @@
 
 from collections import Counter
 
-import torch.distributed as dist
-
+from common.collectives import barrier, record
 from common.config import TrainConfig
 from common.experiments.local_ranks import on_ranks
 from common.measure import tcp_bytes as wire
 from common.process_groups import Mesh
 from step01_single_gpu.experiments.tools import table
 from step02_data_parallel.experiments.tools import against, overlay, reference_gradients
-from step04_tensor_parallel.experiments.tools import Log, compare_gradients, worst_difference
+from step04_tensor_parallel.experiments.tools import compare_gradients, worst_difference
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case
 from step05_pipeline.train import train
@@ -66,14 +65,14 @@ def expected(flags: dict) -> tuple[int, int]:
 def count_messages(mesh: Mesh, flags: dict) -> dict[str, int]:
     """On a rank: messages that it sent between stages in one step, their bytes, and what its sockets sent."""
     run = Run(mesh, **flags)
-    dist.barrier()
+    barrier(mesh.world)
     before = wire.sent_by_me() or 0
-    dist.barrier()  # everybody has read, before anybody sends
-    with Log() as log:
+    barrier(mesh.world)  # everybody has read, before anybody sends
+    with record() as calls:
         run.accumulate()
     sockets = (wire.sent_by_me() or 0) - before
-    dist.barrier()
-    sent = [call for call in log.calls if call.op == "send"]
+    barrier(mesh.world)
+    sent = [call for call in calls if call.op == "send"]
     assert all(call.group in PIPELINES for call in sent)
     run.finish()
     return {"messages": len(sent), "bytes": sum(call.bytes for call in sent), "sockets": sockets}
@@ -103,9 +102,9 @@ def shared(ranks: int, shape: dict) -> None:
 def count_shared(mesh: Mesh, flags: dict) -> dict[str, int]:
     """On a rank: model bytes of a step by group."""
     run, sent = Run(mesh, **flags), Counter()
-    with Log() as log:
+    with record() as calls:
         run.gradients()
-    for call in log.calls:
+    for call in calls:
         sent[call.group] += call.bytes
     return {name: sent[name] for name in ("embed", "mirror")}
 

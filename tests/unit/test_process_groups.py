@@ -11,19 +11,10 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from common import collectives
+from common import collectives, process_groups
 from common.config import TrainConfig
 from common.errors import UsageError
-from common.process_groups import (
-    GROUP_NAMES,
-    Degrees,
-    _store_of_this_start,
-    all_groups,
-    build_mesh,
-    coordinates,
-    place_stages,
-    separate,
-)
+from common.process_groups import GROUP_NAMES, Degrees, all_groups, build_mesh, coordinates, place_stages, separate
 from tests.harness.ranks import ROOT, run_ranks
 
 CPU = torch.device("cpu")
@@ -156,21 +147,11 @@ def ranks_use_every_group(cases: list[tuple[Degrees, tuple | None]]) -> list[dic
     return results
 
 
-@pytest.mark.parametrize(
-    ("world", "cases"),
-    [
-        (
-            8,
-            [
-                (Degrees(2, 2, 2, 1, 4), ((0, 1), (1, 0))),
-                (Degrees(4, 1, 1, 2, 2), None),
-                (Degrees(1, 1, 8, 1), (tuple(range(8)) * 2,)),
-                (Degrees(1, 2, 1, 4, 8, 2), None),
-            ],
-        ),
-        (16, [(Degrees(2, 2, 2, 2, 8), None)]),
-    ],
-)
+EIGHT = [(Degrees(2, 2, 2, 1, 4), ((0, 1), (1, 0))), (Degrees(4, 1, 1, 2, 2), None)]
+EIGHT += [(Degrees(1, 1, 8, 1), (tuple(range(8)) * 2,)), (Degrees(1, 2, 1, 4, 8, 2), None)]
+
+
+@pytest.mark.parametrize(("world", "cases"), [(8, EIGHT), (16, [(Degrees(2, 2, 2, 2, 8), None)])])
 def test_communicators_join_their_members(world, cases):
     ranks = run_ranks(world, ranks_use_every_group, cases)
     for rank, results in enumerate(ranks):
@@ -187,9 +168,14 @@ def test_one_process_needs_no_torch_distributed():
     assert tensor.tolist() == [1, 1, 1]
 
 
-def test_a_mesh_of_another_size_is_refused():
+def test_impossible_meshes_are_refused():
     with pytest.raises(UsageError, match="tp 1 x cp 1 x pp 1 x dp 2 is not 1 ranks"):
         build_mesh(Degrees(dp=2), CPU)
+    with pytest.raises(UsageError, match="tp 0 x"):
+        build_mesh(Degrees(tp=0), CPU)
+    for degrees in Degrees(dp=4, ep=3), Degrees(dp=4, zero_replicas=3):  # TrainConfig names the flag
+        with pytest.raises(RuntimeError):
+            all_groups(degrees)
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------
@@ -201,17 +187,17 @@ def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones(monkey
     launcher = HashStore()
     launcher.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError):
-        _store_of_this_start(launcher, 1, timeout=0.1)
+        process_groups._store_of_this_start(launcher, 1, timeout=0.1)
     launcher.set_timeout(timedelta(seconds=20))
     dead = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launcher.set("port of rank 0", str(dead.port))
     del dead
     with pytest.raises(RuntimeError, match="rank 0 does not answer"):
-        _store_of_this_start(launcher, 1, timeout=0.1)
+        process_groups._store_of_this_start(launcher, 1, timeout=0.1)
     for attempt in ("second", "third"):
         with ThreadPoolExecutor(3) as threads:
-            waiting = [threads.submit(_store_of_this_start, launcher, rank, 20) for rank in (1, 2)]
-            stores = [_store_of_this_start(launcher, 0, 20), *(each.result() for each in waiting)]
+            waiting = [threads.submit(process_groups._store_of_this_start, launcher, rank, 20) for rank in (1, 2)]
+            stores = [process_groups._store_of_this_start(launcher, 0, 20), *(each.result() for each in waiting)]
         assert not any(store.check(["address"]) for store in stores), "nothing is left of an earlier start"
         stores[0].set("address", attempt)
         assert [store.get("address").decode() for store in stores] == [attempt] * 3
