@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-from common.errors import UsageError
+from common.experiments.figures import COLOURS, new_figure, write_png
 from step05_pipeline.schedules.simulator import Timeline
 
-# The field's usual colours: forward blue, backward green; of its parts the input's gradient cyan
-COLOURS = {"F": "#3B75C4", "B": "#4FA05A", "I": "#4DBCC4", "W": "#EDB047"}
 NAMES = {"F": "forward", "B": "backward", "I": "input's gradient", "W": "weights' gradient"}
-IDLE = "#EEEEEE"
 LIGHTEST = 0.55  # share of white in the colour of a rank's last chunk
 WIDTH, ROW = 12.0, 0.3  # inches: of the picture, of a rank
 COLUMNS = 400  # of text, at most
@@ -25,28 +22,24 @@ def draw(timelines: dict[str, Timeline], path: str | Path, unit: str = "time of 
 
     Raises UsageError if `path` cannot be written.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     ranks = [len(each.spans) for each in timelines.values()]
     longest = max(each.makespan for each in timelines.values())
     height = ROW * sum(ranks) + 0.35 * len(ranks) + 0.75
-    figure = Figure(figsize=(WIDTH, height), dpi=120, layout="constrained")
-    axes = figure.subplots(len(ranks), 1, sharex=True, squeeze=False, height_ratios=ranks)[:, 0]
+    shape = {"sharex": True, "squeeze": False, "height_ratios": ranks}
+    figure, axes = new_figure(len(ranks), width=WIDTH, height=height, **shape)
+    axes = axes[:, 0]
     for axis, (title, timeline) in zip(axes, timelines.items()):
         _draw(axis, timeline, longest)
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].tick_params(axis="x", length=3)
     axes[-1].set_xlabel(unit, fontsize=9)
     used = {action.kind for each in timelines.values() for row in each.spans for action, _, _ in row}
-    looks = [(COLOURS[kind], NAMES[kind]) for kind in "FBIW" if kind in used] + [(IDLE, "idle")]
-    handles = [Patch(facecolor=colour, label=name) for colour, name in looks]
+    looks = [NAMES[kind] for kind in "FBIW" if kind in used] + ["idle"]
+    handles = [Patch(facecolor=COLOURS[name], label=name) for name in looks]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9, frameon=False)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:  # no such folder, or a format that matplotlib does not know
-        raise UsageError(f"cannot draw {path}: {error}") from None
-    return Path(path)
+    return write_png(figure, path)
 
 
 def _draw(axis, timeline: Timeline, longest: float) -> None:
@@ -57,12 +50,12 @@ def _draw(axis, timeline: Timeline, longest: float) -> None:
     shortest = min(end - begin for row in timeline.spans for _, begin, end in row)
     line = min(0.6, 10 * shortest * inches)  # points between boxes: a seventh of the smallest
     for rank, row in enumerate(timeline.spans):
-        axis.broken_barh([(0, timeline.makespan)], (rank - 0.45, 0.9), facecolors=IDLE)
+        axis.broken_barh([(0, timeline.makespan)], (rank - 0.45, 0.9), facecolors=COLOURS["idle"])
         boxes = [(begin - timeline.start, end - begin) for _, begin, end in row]
         colours = []
         for action, _, _ in row:
             white = LIGHTEST * action.chunk / max(1, chunks - 1)
-            colours.append([part + (1 - part) * white for part in to_rgb(COLOURS[action.kind])])
+            colours.append([part + (1 - part) * white for part in to_rgb(COLOURS[NAMES[action.kind]])])
         axis.broken_barh(boxes, (rank - 0.45, 0.9), facecolors=colours, edgecolors="white", linewidth=line)
         for (left, width), (action, _, _) in zip(boxes, row):
             size = min(8.0, width * inches * 72 / (0.62 * len(str(action.micro_batch)) + 0.35))  # points
@@ -75,6 +68,7 @@ def _draw(axis, timeline: Timeline, longest: float) -> None:
     axis.set_yticks(range(len(timeline.spans)), [f"rank {rank}" for rank in range(len(timeline.spans))], fontsize=8)
     axis.tick_params(length=0, labelsize=8)
     axis.spines[:].set_visible(False)
+    axis.grid(False)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import pipelining
 
 from common import collectives
 from common.config import TrainConfig
@@ -70,8 +71,6 @@ def our_step(name: str, mesh):
 
 def peer_step(name: str, mesh):
     """The same with PyTorch's stages and schedules."""
-    from torch.distributed import pipelining
-
     rank, schedule = mesh.rank, schedule_of(configuration(name, mesh.world.size))
     ranges, stages, peak = split_layers(MODEL, schedule.stages, SEQ), [], [0]
     for chunk in range(schedule.chunks(rank)):
@@ -91,15 +90,12 @@ def peer_step(name: str, mesh):
     def mean(logits, targets):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    runner = getattr(pipelining.schedules, PEERS[name])(
-        stages[0] if name in ("afab", "1f1b") else stages, MICRO_BATCHES, loss_fn=mean
-    )
+    mine = stages[0] if name in ("afab", "1f1b") else stages
+    runner = getattr(pipelining.schedules, PEERS[name])(mine, MICRO_BATCHES, loss_fn=mean)
     first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
     config, parameters = TrainConfig(), [p for stage in stages for p in stage.submod.parameters()]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    groups = [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
+    groups = [{"params": each, "weight_decay": decay} for each, decay in zip(groups, (config.weight_decay, 0.0))]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
     tokens, targets = batch()
 
@@ -162,11 +158,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--schedules", nargs="+", default=list(PEERS), choices=PEERS)
-    arguments = parser.parse_args()
-    rows = {}
-    print(
-        "step 5 / torch.distributed.pipelining: throughput, median of pairs [95% interval]; peak memory of the fullest"
-    )
+    arguments, rows = parser.parse_args(), {}
+    print("step 5 / torch.distributed.pipelining: throughput, median of pairs [95% interval]; peak memory")
     for world in arguments.ranks:
         for name in arguments.schedules:
             row = compare(f"{name} against {PEERS[name]}", world, on_rank, name, arguments.pairs)

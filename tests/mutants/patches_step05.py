@@ -1,9 +1,9 @@
-"""Known-wrong variants of the pipeline, as small patches. The suite must reject every one of them.
+"""Known-wrong variants of the pipeline: what each gets wrong, and then how.
 
-The first train something else; those below train the same, and send, keep or wait for more than they have to.
+Those of the first half train another model. Those of the second train the right one, but send, keep or wait for more
+than they should: no curve shows it.
 """
 
-import functools
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,374 +12,283 @@ from unittest import mock
 
 import torch
 
-import step05_pipeline.train as step05
 from common import collectives, initialisation, weight_gradients
 from common.collectives import Work
-from step03_zero.zero import Unit, Zero
-from step05_pipeline import stages
+from common.weight_gradients import WeightGradStore
+from step03_zero.unit import Unit
+from step03_zero.zero import Zero
+from step05_pipeline import stages, train
 from step05_pipeline.pipeline import Pipeline
-from tests.mutants.patches_step04 import swap, without_group
+from tests.mutants import Mutants
 
-# ---- wrong results ---------------------------------------------------------------------------------------------------
+MUTANTS = Mutants()
+initialise, run, forward, backward = Pipeline.__init__, Pipeline.run, Pipeline._forward, Pipeline._backward
+weights, wait = Pipeline._weight_gradients, Pipeline._wait_for_input
+receive, send = Pipeline._receive, Pipeline._send
+fetch, free, finish, decoder = Unit.fetch, Unit.free, Zero.finish, stages.Decoder
+all_reduce, norm, sum_extra_groups = collectives.all_reduce, train.gradient_norm, train.sum_extra_groups
+random_box, weight_gradient = initialisation.random_box, weight_gradients.weight_gradient
+autograd_backward = torch.autograd.backward
 
 
-def _missing_share(stack):
+# ---- wrong numbers ---------------------------------------------------------------------------------------------------
+
+
+@MUTANTS.replaces("missing share of micro-batches", Pipeline, "run")
+def _(self, micro_batch, target_tokens, scale, tracer):
     """Every micro-batch's loss is the mean over its own tokens: gradients are as many times too large as there are
     micro-batches. The loss is reported right, and AdamW divides the factor away.
     """
-    run = Pipeline.run
-
-    def wrong(self, micro_batch, target_tokens, scale, tracer):
-        return run(self, micro_batch, target_tokens, scale * self.schedule.micro_batches, tracer)
-
-    swap(stack, Pipeline, "run", wrong)
+    return run(self, micro_batch, target_tokens, scale * self.schedule.micro_batches, tracer)
 
 
-def _loss_of_one_rank(stack):
+@MUTANTS.replaces("loss of one rank", train, "collectives")
+class _:
     """The first rank reports its own share of the loss, which is nothing: the last stage has it."""
 
-    def wrong(tensor, group, *rest):
-        return Work() if group.name == "pp_forward" else collectives.all_reduce(tensor, group, *rest)
+    @staticmethod
+    def all_reduce(tensor, group, *rest):
+        return Work() if group.name == "pp_forward" else all_reduce(tensor, group, *rest)
 
-    swap(stack, step05, "collectives", SimpleNamespace(all_reduce=wrong))
 
-
-def _reduced_too_early(stack):
+@MUTANTS.replaces("reduced before the last micro-batch", Pipeline, "_gradients_complete")
+@contextmanager
+def _(self, action):
     """Gradients are reduced with the first micro-batch: those of later ones stay on their rank."""
-
-    @contextmanager
-    def wrong(self, action):
-        zero = self.zero_wrappers[action.chunk]
-        with zero.no_sync():
-            yield
-        if action.micro_batch == 0:
-            for unit in zero.units:
-                collectives.all_reduce(unit.bucket.flat, zero.replicas)
-
-    def complete(self):  # of the reduction after the last micro-batch: nothing to do any more
-        unit, self.in_flight = self.in_flight, None
-        if unit is not None:
-            unit.complete()
-            unit.work = Work()
-
-    swap(stack, Pipeline, "_gradients_complete", wrong)
-    swap(stack, Zero, "_complete", complete)
+    zero = self.zero_wrappers[action.chunk]
+    with zero.no_sync():
+        yield
+    if action.micro_batch == 0:
+        for unit in zero.units:
+            all_reduce(unit.bucket.flat, zero.replicas)
 
 
-def _w_before_its_i(stack):
-    """W comes a micro-batch too early: it finds what the I before has put off, and the last I's is never computed."""
-
-    @torch.no_grad()
-    def wrong(self, action):
-        store = self.deferred.pop((action.chunk, action.micro_batch - 1), weight_gradients.WeightGradStore())
-        with self._gradients_complete(action):
-            for weight, gradient in store.compute():
-                self.zero_wrappers[action.chunk].accumulate(weight, gradient)
-
-    swap(stack, Pipeline, "_weight_gradients", wrong)
+@MUTANTS.replaces("reduced before the last micro-batch", Zero, "_complete")
+def _(self):  # the reduction after the last micro-batch has nothing to do any more
+    unit, self.in_flight = self.in_flight, None
+    if unit is not None:
+        unit.complete()
+        unit.work = Work()
 
 
-def _inputs_of_another_micro_batch(stack):
+@MUTANTS.replaces("W before its I", Pipeline, "_weight_gradients")
+def _(self, action):
+    """W runs a micro-batch too early: it finds what the previous I has deferred, and the last I's is never computed."""
+    mine = action.chunk, action.micro_batch
+    self.deferred[mine] = self.deferred.pop((action.chunk, action.micro_batch - 1), WeightGradStore())
+    weights(self, action)
+
+
+@MUTANTS.replaces("W with the input of another micro-batch", weight_gradients, "weight_gradient")
+def _(weight, gradient, x, buffers={}):  # noqa: B006
     """A layer keeps its input for W in one buffer, which the next micro-batch overwrites."""
-    real, buffers = weight_gradients.weight_gradient, {}
-
-    def wrong(weight, gradient, x):
-        if weight_gradients._store is None:
-            return real(weight, gradient, x)
-        buffer = buffers.setdefault(weight, torch.empty_like(x)).copy_(x)
-        weight_gradients._store.append((weight, gradient, buffer))
-        return None
-
-    swap(stack, weight_gradients, "weight_gradient", wrong)
+    if weight_gradients._store is not None:
+        x = buffers.setdefault(weight, torch.empty_like(x)).copy_(x)
+    return weight_gradient(weight, gradient, x)
 
 
-def _norms_forgotten(stack):
+@MUTANTS.replaces("norms forgotten by split backwards", Zero, "only_accumulate")
+@contextmanager
+def _(self):
     """Where backwards are split, W computes the gradients of the linear layers, and nobody those of the rest."""
-
-    @contextmanager
-    def wrong(self):
-        with mock.patch.object(self, "accumulate", lambda *_: None):
-            yield
-
-    swap(stack, Zero, "only_accumulate", wrong)
+    with mock.patch.object(self, "accumulate", lambda *_: None):
+        yield
 
 
-def _stale_tied_gradient(stack):
+def sum_all_but(group: str, parameters, gradients, mesh):
+    kept = [(p, g) for p, g in zip(parameters, gradients, strict=True) if group not in p.spec.extra_groups]
+    sum_extra_groups([p for p, _ in kept], [g for _, g in kept], mesh)
+
+
+@MUTANTS.replaces("stale tied gradient", train, "sum_extra_groups")
+def _(*arguments):
     """A matrix that is embedding and head is updated on either end by that end's gradient alone."""
-    without_group(stack, step05, "embed")
+    sum_all_but("embed", *arguments)
 
 
-def _copies_drift(stack):
+@MUTANTS.replaces("two copies drift apart", train, "sum_extra_groups")
+def _(*arguments):
     """Two copies of the model, each updated by the gradients of its own micro-batches."""
-    without_group(stack, step05, "mirror")
+    sum_all_but("mirror", *arguments)
 
 
-def _counted_twice(stack, group: str):
-    real = step05.gradient_norm
-
-    def wrong(parameters, gradients, world):
-        counted = [
-            SimpleNamespace(spec=replace(p.spec, owner=p.spec.owner or group in p.spec.extra_groups))
-            for p in parameters
-        ]
-        return real(counted, gradients, world)
-
-    swap(stack, step05, "gradient_norm", wrong)
+def count_twice(group: str, parameters, gradients, world):
+    specs = [replace(p.spec, owner=p.spec.owner or group in p.spec.extra_groups) for p in parameters]
+    return norm([SimpleNamespace(spec=spec) for spec in specs], gradients, world)
 
 
-def _tied_counted_twice(stack):
+@MUTANTS.replaces("tied matrix counted twice", train, "gradient_norm")
+def _(*arguments):
     """Both ends count the matrix that they share in the gradient norm."""
-    _counted_twice(stack, "embed")
+    return count_twice("embed", *arguments)
 
 
-def _copies_counted_twice(stack):
+@MUTANTS.replaces("two copies counted twice", train, "gradient_norm")
+def _(*arguments):
     """Both copies of the model are counted in the gradient norm."""
-    _counted_twice(stack, "mirror")
+    return count_twice("mirror", *arguments)
 
 
-def _targets_crossed(stack):
+@MUTANTS.replaces("targets of another micro-batch", Pipeline, "run")
+def _(self, micro_batch, *rest):
     """The last stage takes micro-batches in another order than the first."""
-    run = Pipeline.run
-
-    def wrong(self, micro_batch, *rest):
-        return run(self, lambda index: (micro_batch(index)[0], micro_batch(index ^ 1)[1]), *rest)
-
-    swap(stack, Pipeline, "run", wrong)
+    return run(self, lambda index: (micro_batch(index)[0], micro_batch(index ^ 1)[1]), *rest)
 
 
-def _gradients_crossed(stack):
-    """Gradients come in the order of the micro-batches, and a stage takes its graphs from a stack."""
-    backward = Pipeline._backward
+@MUTANTS.replaces("gradients of another micro-batch", Pipeline, "_backward")
+def _(self, action, gradient):
+    """Gradients arrive in the order of the micro-batches, and a stage takes its graphs from a stack."""
+    if gradient is not None:
+        mine = action.chunk, action.micro_batch
+        newest = max(key for key in self.in_flight if key[0] == action.chunk)
+        self.in_flight[mine], self.in_flight[newest] = self.in_flight[newest], self.in_flight[mine]
+    backward(self, action, gradient)
 
-    def wrong(self, action, gradient):
-        if gradient is not None:
-            mine = action.chunk, action.micro_batch
-            newest = max(key for key in self.in_flight if key[0] == action.chunk)
-            self.in_flight[mine], self.in_flight[newest] = self.in_flight[newest], self.in_flight[mine]
+
+@MUTANTS.replaces("one receive buffer", Pipeline, "_receive")
+def _(self, transfer, buffers={}):  # noqa: B006
+    """Every message arrives in the same memory, also while an earlier one is kept for its backward."""
+    direction = transfer.output.direction
+    tensor = buffers.setdefault(direction, torch.empty(self.shape, dtype=self.config.torch_dtype))
+    work = collectives.receive(tensor, transfer.peer, self._group(direction), async_op=True)
+    self.pending_receives[transfer.output] = tensor, work
+
+
+@MUTANTS.replaces("positions of the slice", Pipeline, "__init__")
+def _(self, *arguments):
+    """Under sequence parallelism, later stages count positions over their input: a part of the sequence."""
+    initialise(self, *arguments)
+    for module, stage in zip(self.stages, self.stage_numbers, strict=True):
+        if stage > 0:
+            module.register_forward_pre_hook(lambda _, given: (given[0], given[1] % given[0].shape[1]))
+
+
+first_layer = [0]  # of the stage that was built last
+
+
+@MUTANTS.replaces("layers counted from zero on every stage", stages, "Decoder")
+def _(config, core, first, last):
+    """Every stage draws its layers as if they were the first ones of the model."""
+    first_layer[0] = first
+    return decoder(config, core, first, last)
+
+
+@MUTANTS.replaces("layers counted from zero on every stage", initialisation, "random_box")
+def _(spec, *rest):
+    name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) - first_layer[0]}", spec.name)
+    return random_box(replace(spec, name=name), *rest)
+
+
+fetched = set()  # units
+
+
+@MUTANTS.replaces("weights of the first step", Unit, "fetch")
+def _(self):
+    """Stage 3 gathers the weights for all micro-batches, and keeps them over the update as well."""
+    if self in fetched:
+        self.gathering = Work()
+    fetched.add(self)
+    return fetch(self)
+
+
+@MUTANTS.replaces("weights of the first step", Unit, "free")
+def _(self):
+    if self not in fetched:
+        free(self)
+
+
+# ---- right numbers at a higher price ---------------------------------------------------------------------------------
+
+
+@MUTANTS.replaces("sent outputs kept", Pipeline, "_complete_send")
+def _(self, direction):
+    """What was sent keeps its memory until its backward, which does not look at it."""
+    if direction in self.pending_sends:
+        self.pending_sends.pop(direction)[1].wait()
+
+
+graphs = {}
+
+
+@MUTANTS.replaces("graph kept until W", Pipeline, "_backward")
+def _(self, action, gradient):
+    """I retains the graph, as splitting by two calls of autograd does: activations live until W."""
+    key = action.chunk, action.micro_batch
+    if action.kind == "I":
+        graphs[key] = self.in_flight[key]
+    with mock.patch.object(torch.autograd, "backward", lambda *each: autograd_backward(*each, retain_graph=True)):
         backward(self, action, gradient)
 
-    swap(stack, Pipeline, "_backward", wrong)
+
+@MUTANTS.replaces("graph kept until W", Pipeline, "_weight_gradients")
+def _(self, action):
+    weights(self, action)
+    del graphs[action.chunk, action.micro_batch]
 
 
-def _one_receive_buffer(stack):
-    """Every message arrives in the same memory, also while an earlier one is kept for its backward."""
-
-    buffers = {}
-
-    def wrong(self, transfer):
-        direction = transfer.output.direction
-        tensor = buffers.setdefault(direction, torch.empty(self.shape, dtype=self.config.torch_dtype))
-        work = collectives.receive(tensor, transfer.peer, self._group(direction), async_op=True)
-        self.pending_receives[transfer.output] = tensor, work
-
-    swap(stack, Pipeline, "_receive", wrong)
+@MUTANTS.replaces("operands of weight gradients kept", Pipeline, "_weight_gradients")
+def _(self, action, kept=[]):  # noqa: B006
+    """W leaves what it was computed from where it was."""
+    kept.append(list(self.deferred[action.chunk, action.micro_batch]))
+    weights(self, action)
 
 
-def _positions_of_the_slice(stack):
-    """Under sequence parallelism, later stages count positions over what they are given: a part of the sequence."""
-    initialise = Pipeline.__init__
-
-    def wrong(self, *args):
-        initialise(self, *args)
-        for module, stage in zip(self.stages, self.stage_numbers, strict=True):
-            if stage > 0:
-                module.register_forward_pre_hook(lambda _, given: (given[0], given[1] % given[0].shape[1]))
-
-    swap(stack, Pipeline, "__init__", wrong)
-
-
-def _layers_counted_from_zero(stack):
-    """Every stage draws its layers as if they were the first ones of the model."""
-    real, decoder, offset = initialisation.random_box, stages.Decoder, [0]
-
-    def build(config, core, first, last):
-        offset[0] = first
-        return decoder(config, core, first, last)
-
-    def wrong(spec, *rest):
-        name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) - offset[0]}", spec.name)
-        return real(replace(spec, name=name), *rest)
-
-    swap(stack, stages, "Decoder", build)
-    swap(stack, initialisation, "random_box", wrong)
-
-
-def _weights_of_the_first_step(stack):
-    """Stage 3 gathers the weights for all micro-batches, and keeps them over the update as well."""
-    fetch, free, fetched = Unit.fetch, Unit.free, set()
-
-    def wrong(self):
-        if self in fetched:
-            self.gathering = Work()
-        else:
-            fetch(self)
-            fetched.add(self)
-        return self.gathering
-
-    swap(stack, Unit, "fetch", wrong)
-    swap(stack, Unit, "free", lambda self: None if self in fetched else free(self))
-
-
-# ---- right results at a higher price ---------------------------------------------------------------------------------
-
-
-def _outputs_kept(stack):
-    """What was sent keeps its memory until its backward, which does not look at it."""
-
-    def wrong(self, direction):
-        if direction in self.pending_sends:
-            self.pending_sends.pop(direction)[1].wait()
-
-    swap(stack, Pipeline, "_complete_send", wrong)
-
-
-def _graph_kept_until_w(stack):
-    """I retains the graph, as splitting by two calls of autograd does: activations live until W."""
-    backward, weights = Pipeline._backward, Pipeline._weight_gradients
-    retaining = functools.partial(torch.autograd.backward, retain_graph=True)
-    graphs = {}
-
-    def wrong(self, action, gradient):
-        key = action.chunk, action.micro_batch
-        if action.kind == "I":
-            graphs[key] = self.in_flight[key]
-        with mock.patch.object(torch.autograd, "backward", retaining):
-            backward(self, action, gradient)
-
-    def w(self, action):
-        weights(self, action)
-        del graphs[action.chunk, action.micro_batch]
-
-    swap(stack, Pipeline, "_backward", wrong)
-    swap(stack, Pipeline, "_weight_gradients", w)
-
-
-def _reduced_at_the_end(stack):
+@MUTANTS.replaces("reduced at the end", Pipeline, "_gradients_complete")
+@contextmanager
+def _(self, action):
     """All gradients are reduced after the whole pipeline has come to its end."""
-
-    @contextmanager
-    def wrong(self, action):
-        with self.zero_wrappers[action.chunk].no_sync():
-            yield
-
-    swap(stack, Pipeline, "_gradients_complete", wrong)
+    with self.zero_wrappers[action.chunk].no_sync():
+        yield
 
 
-def _gathered_for_each_micro_batch(stack):
+@MUTANTS.replaces("gathered for each micro-batch", Pipeline, "_forward")
+def _(self, action, stage_input):
     """Stage 3 frees the weights of a stage when it is done with a micro-batch, and gathers them for the next."""
-    forward = Pipeline._forward
-
-    def wrong(self, action, given):
-        for unit in self.zero_wrappers[action.chunk].units:
-            unit.fetch().wait()
-            unit.free()
-        forward(self, action, given)
-
-    swap(stack, Pipeline, "_forward", wrong)
+    for unit in self.zero_wrappers[action.chunk].units:
+        unit.fetch().wait()
+        unit.free()
+    forward(self, action, stage_input)
 
 
-def _received_when_needed(stack):
+@MUTANTS.replaces("weights kept after the step", Zero, "finish")
+def _(self):
+    """Stage 3 leaves the gathered weights in memory while the optimizer works."""
+    with mock.patch.object(Unit, "free", lambda unit: None):
+        return finish(self)
+
+
+asked = {}  # receives that have not been issued yet, by output
+
+
+@MUTANTS.replaces("received when needed", Pipeline, "_receive")
+def _(self, transfer):
     """A rank asks for its input when it has nothing else to do."""
-    receive, wait = Pipeline._receive, Pipeline._wait_for_input
-    asked = {}
+    asked[transfer.output] = transfer
 
-    def later(self, transfer):
-        asked[transfer.output] = transfer
 
-    def wrong(self, action):
-        needed = self.schedule.input_of(self.rank, action)
-        if needed in asked:
-            receive(self, asked.pop(needed))
+@MUTANTS.replaces("received when needed", Pipeline, "_wait_for_input")
+def _(self, action):
+    needed = self.schedule.input_of(self.rank, action)
+    if needed in asked:
+        receive(self, asked.pop(needed))
+    return wait(self, action)
+
+
+@MUTANTS.replaces("sends waited for", Pipeline, "_send")
+def _(self, transfer):
+    """A rank goes on only when its output has arrived."""
+    send(self, transfer)
+    self._complete_send(transfer.output.direction)
+
+
+@MUTANTS.replaces("wait counted as work", Pipeline, "_wait_for_input")
+def _(self, action):
+    """In the trace, an action includes the wait for its input."""
+    with self.tracer.phase("forward", action=str(action)):
         return wait(self, action)
 
-    swap(stack, Pipeline, "_receive", later)
-    swap(stack, Pipeline, "_wait_for_input", wrong)
 
-
-def _sends_waited_for(stack):
-    """A rank goes on only when its output has arrived."""
-    send = Pipeline._send
-
-    def wrong(self, transfer):
-        send(self, transfer)
-        self._complete_send(transfer.output.direction)
-
-    swap(stack, Pipeline, "_send", wrong)
-
-
-def _operands_kept(stack):
-    """W leaves what it was computed from where it was."""
-
-    def wrong(self):
-        for weight, gradient, x in self:
-            yield weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-    weights, kept = Pipeline._weight_gradients, []
-
-    def w(self, action):
-        kept.append(self.deferred[action.chunk, action.micro_batch])
-        weights(self, action)
-
-    swap(stack, weight_gradients.WeightGradStore, "compute", wrong)
-    swap(stack, Pipeline, "_weight_gradients", w)
-
-
-def _weights_kept_after_the_step(stack):
-    """Stage 3 leaves the gathered weights in memory while the optimizer works."""
-    finish = Zero.finish
-
-    def wrong(self):
-        with mock.patch.object(Unit, "free", lambda unit: None):
-            return finish(self)
-
-    swap(stack, Zero, "finish", wrong)
-
-
-def _wait_is_work(stack):
-    """In the trace, an action includes the wait for its input."""
-    wait = Pipeline._wait_for_input
-
-    def wrong(self, action):
-        with self.tracer.phase("forward", action=str(action)):
-            return wait(self, action)
-
-    swap(stack, Pipeline, "_wait_for_input", wrong)
-
-
-def _one_communicator(stack):
-    """Activations and their gradients share a communicator, where an early receive of the one holds up the other."""
-
-    def wrong(self, direction):
-        return replace(getattr(self.mesh, f"pp_{direction}"), handle=self.mesh.pp_forward.handle)
-
-    swap(stack, Pipeline, "_group", wrong)
-
-
-MUTANTS = {
-    "missing share of micro-batches": _missing_share,
-    "loss of one rank": _loss_of_one_rank,
-    "reduced before the last micro-batch": _reduced_too_early,
-    "W before its I": _w_before_its_i,
-    "W with the input of another micro-batch": _inputs_of_another_micro_batch,
-    "norms forgotten by split backwards": _norms_forgotten,
-    "stale tied gradient": _stale_tied_gradient,
-    "two copies drift apart": _copies_drift,
-    "tied matrix counted twice": _tied_counted_twice,
-    "two copies counted twice": _copies_counted_twice,
-    "targets of another micro-batch": _targets_crossed,
-    "gradients of another micro-batch": _gradients_crossed,
-    "one receive buffer": _one_receive_buffer,
-    "positions of the slice": _positions_of_the_slice,
-    "layers counted from zero on every stage": _layers_counted_from_zero,
-    "weights of the first step": _weights_of_the_first_step,
-    "sent outputs kept": _outputs_kept,
-    "graph kept until W": _graph_kept_until_w,
-    "reduced at the end": _reduced_at_the_end,
-    "gathered for each micro-batch": _gathered_for_each_micro_batch,
-    "received when needed": _received_when_needed,
-    "sends waited for": _sends_waited_for,
-    "operands of weight gradients kept": _operands_kept,
-    "weights kept after the step": _weights_kept_after_the_step,
-    "wait counted as work": _wait_is_work,
-    "one communicator for both directions": _one_communicator,
-}
+@MUTANTS.replaces("one communicator for both directions", Pipeline, "_group")
+def _(self, direction):
+    """Activations and their gradients share a communicator, where an early receive of the one delays the other."""
+    return replace(getattr(self.mesh, f"pp_{direction}"), handle=self.mesh.pp_forward.handle)

@@ -6,8 +6,8 @@ from tests.harness.ranks import run_ranks
 from tests.mechanisms.step05 import test_accounting
 from tests.mechanisms.step05.observe import Observation, observe_all
 from tests.mutants.patches_step05 import MUTANTS
-from tests.parity.runs import Result, assert_parity, differences, reference, run_cases
-from tests.parity.test_step05 import ADAMW, TIED, UNTIED, training_of
+from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
+from tests.parity.test_step05 import ADAMW, TIED, UNTIED
 
 BASE = f"{UNTIED} {ADAMW} --steps 4 --micro-batch 3 --layers 4 --pp 2"  # 4 micro-batches on 2 ranks
 TIED_BASE = BASE.replace(UNTIED, TIED)
@@ -61,7 +61,7 @@ def results() -> dict[tuple[str, str | None], Result]:
 
 
 def expected(flags: str) -> Result:
-    return reference(training_of(flags.replace("--dp 2", "")))
+    return reference(training_of(flags))
 
 
 @pytest.mark.parametrize("flags", dict.fromkeys(flags for _, flags in WRONG_NUMBERS.values()))

@@ -2,33 +2,22 @@
 
 import pytest
 
-from common.config import flag_names, spelled
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from tests.parity.pairwise import pairwise, thin
-from tests.parity.runs import Result, assemble, assert_parity, reference, run_cases, train_case
+from tests.parity.runs import (
+    assemble,
+    assert_equal_to_step01,
+    assert_parity,
+    reference,
+    run_cases,
+    train_case,
+    training_of,
+)
 from tests.parity.test_step03_precision import assert_narrow_parity
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
 NAIVE = "--attention naive"
-# Flags that change how a step is computed and not what: one run of step 1 is the reference of all of them
-HOW = tuple(spelled(name) for name in flag_names("layout"))
-
-
-def training_of(case: str) -> str:
-    """The case without the flags of `HOW`, in one micro-batch: step 1's tests show that their number is no matter."""
-    words = iter(case.replace("--no-sequence-parallel", "").split())
-    kept = [(next(words), "")[1] if word in HOW else word for word in words]
-    batch = kept[kept.index("--global-batch") + 1] if "--global-batch" in kept else 12
-    return " ".join(filter(None, [*kept, f"--micro-batch {batch}"]))
-
-
-def assert_step05_equals_step01(world: int, cases: list[str]) -> list[Result]:
-    results = run_cases(world, 5, cases)
-    for case, result in zip(cases, results, strict=True):
-        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
-    return results
-
 
 # ---- every pair of flags ---------------------------------------------------------------------------------------------
 
@@ -58,7 +47,7 @@ def pairs_of_flags(world: int) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_pair_of_flags(world):
-    assert_step05_equals_step01(world, pairs_of_flags(world))
+    assert_equal_to_step01(5, world, pairs_of_flags(world))
 
 
 # ---- hard cases, by name ---------------------------------------------------------------------------------------------
@@ -103,7 +92,7 @@ HARD = {
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_hard_cases(world):
     cases = [case for several in HARD.values() for ranks, case in several if ranks == world]
-    assert_step05_equals_step01(world, cases)
+    assert_equal_to_step01(5, world, cases)
 
 
 def test_one_process():

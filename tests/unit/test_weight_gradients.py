@@ -1,47 +1,47 @@
-"""Linear layers whose weights' gradients can be put off."""
+"""Linear layers whose weight gradients can be deferred."""
+
+import weakref
 
 import torch
 import torch.nn.functional as F
 
-from common import weight_gradients
+from common.weight_gradients import defer_weight_gradients, linear
 
 
-def inputs():
-    generator = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)  # noqa: E731
-    return make(2, 5, 4), make(3, 4)
+def two_layers(layer, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A loss in which the same weight is used twice."""
+    return layer(layer(x, weight).relu() @ torch.eye(3, 4, dtype=x.dtype), weight).square().sum()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 4), (3, 4)))
 
 
 def test_gradients_are_those_of_linear():
     x, weight = inputs()
-    y = F.linear(x, weight)
-    expected = torch.autograd.grad(y.square().sum(), (x, weight))
-    found = torch.autograd.grad(weight_gradients.linear(x, weight).square().sum(), (x, weight))
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    expected = torch.autograd.grad(two_layers(F.linear, x, weight), (x, weight))
+    with defer_weight_gradients() as store:
+        pass
+    found = torch.autograd.grad(two_layers(linear, x, weight), (x, weight))
+    assert store == [], "outside nothing is deferred"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_defer_weight_gradients_and_computed_later():
+def test_deferred_and_computed_later():
     x, weight = inputs()
-    F.linear(F.linear(x, weight).relu() @ torch.eye(3, 4, dtype=x.dtype), weight).sum().backward()
-    expected, x.grad, weight.grad = (x.grad, weight.grad), None, None
-    fired = []
+    expected, fired = torch.autograd.grad(two_layers(F.linear, x, weight), (x, weight)), []
     weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad))
-    y = weight_gradients.linear(x, weight)
-    y = weight_gradients.linear(y.relu() @ torch.eye(3, 4, dtype=x.dtype), weight)
-    with weight_gradients.defer_weight_gradients() as later:
-        y.sum().backward()
+    with defer_weight_gradients() as store:
+        two_layers(linear, x, weight).backward()
     torch.testing.assert_close(x.grad, expected[0], rtol=0, atol=1e-12)
     assert weight.grad is None and all(gradient is None for gradient in fired), "nothing is computed yet"
-    assert len(later) == 2 and all(entry[0] is weight for entry in later), "the parameter itself, once for each use"
-    total = sum(gradient for _, gradient in later.compute())
+    assert len(store) == 2 and all(entry[0] is weight for entry in store), "the parameter itself, once for each use"
+    kept, total = [weakref.ref(gradient) for _, gradient, _ in store], 0
+    with torch.no_grad():
+        for index, (_, gradient) in enumerate(store.compute()):
+            total = total + gradient
+            alive = [reference() is not None for reference in kept]
+            assert alive[:index] == [False] * index and all(alive[index + 1 :]), "operands are released one by one"
+    assert not any(reference() is not None for reference in kept)
     torch.testing.assert_close(total, expected[1], rtol=0, atol=1e-12)
-    assert later == [], "what was needed for them is let go"
-
-
-def test_outside_nothing_is_defer_weight_gradients():
-    x, weight = inputs()
-    with weight_gradients.defer_weight_gradients() as later:
-        pass
-    weight_gradients.linear(x, weight).sum().backward()
-    assert later == [] and weight.grad is not None

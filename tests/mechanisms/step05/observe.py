@@ -60,8 +60,7 @@ class Observation:
     unfreed: list[tuple[int, int]] = field(default_factory=list)
     left: int = 0  # bytes of everything sent, and of everything deferred, that were not free when all actions were done
     weights: tuple[int, int] = (0, 0)  # bytes behind the parameters: when all actions were done, when the step was
-    logged: int = 0  # bytes that the actions and messages of the step sent, as `collectives` counts
-    on_wire: int | None = None  # and as the kernel does
+    on_wire: int | None = None  # bytes that the actions and messages of the step sent, as the kernel counts
 
     def of(self, op: str, *groups: str) -> list[collectives.Call]:
         return [call for call in self.calls if call.op == op and call.group in groups]
@@ -75,7 +74,7 @@ class _Kept:
 
 
 class Watch:
-    """Watches the last step of one run on this rank; see `watched`."""
+    """Watches the last step of one run on this rank; `observe` puts its methods around those of train()."""
 
     def __init__(self):
         self.seen, self.steps, self.marks = Observation(), 0, 0
@@ -92,13 +91,12 @@ class Watch:
 
     def attach(self, pipeline: Pipeline) -> None:
         for chunk, stage in enumerate(pipeline.stages):
-            stage.register_forward_pre_hook(lambda *_, chunk=chunk: self.begin_forward(chunk))
+            stage.register_forward_pre_hook(
+                lambda *_, chunk=chunk: self.seen.actions.append(("F", self.action.micro_batch, chunk))
+            )
             stage.register_forward_hook(lambda module, inputs, output, chunk=chunk: self.end_forward(chunk, output))
             for layer in stage.layers.values():  # of what a graph keeps, that of one operation: no weights are in it
                 layer.attention.core = self.keeping(layer.attention.core, chunk)
-
-    def begin_forward(self, chunk: int) -> None:
-        self.seen.actions.append(("F", self.action.micro_batch, chunk))
 
     def keeping(self, core, chunk: int):
         def keep(tensor: torch.Tensor) -> _Kept:
@@ -168,16 +166,14 @@ class Watch:
             return real(pipeline, *rest)
         self.attach(pipeline)
         self.seen.calls = stack.enter_context(collectives.record(self.mark))
-        before, logged = _sent_so_far(), sum(collectives.sent_bytes.values())
+        before = _sent_so_far()
         with ExitStack() as inner:
             _wrap(inner, executor, "defer_weight_gradients", self.defer)
             _wrap(inner, WeightGradStore, "compute", self.compute)
             _wrap(inner, collectives, "send", self.send)
             _wrap(inner, collectives, "receive", self.message)
             loss = real(pipeline, *rest)
-        self.seen.logged = sum(collectives.sent_bytes.values()) - logged
-        after = _sent_so_far()
-        self.seen.on_wire = None if before is None else after - before
+        self.seen.on_wire = None if before is None else _sent_so_far() - before
         self.seen.left = sum(each.nbytes() for each in self.sent) + sum(map(_living_bytes, self.stores))
         self.seen.claimed = pipeline.peak_in_flight
         return loss

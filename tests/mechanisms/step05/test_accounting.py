@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +17,7 @@ from step05_pipeline.schedules.catalogue import SCHEDULES
 from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.stages import schedule_of, split_layers
+from tests.harness.communicators import replay
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step05.observe import Observation, observe, observe_all, prepare
 
@@ -154,10 +155,11 @@ def test_messages(observed, flags):
 @pytest.mark.parametrize("flags", WIRE)
 def test_bytes_on_the_wire(observed, flags):
     _, schedule, _, _ = plan(flags, 0)
-    assert sum(seen.logged for seen in observed[flags]) == 2 * schedule.micro_batches * hops(schedule) * 128 * 256 * 4
-    for seen in observed[flags]:
+    logged = [sum(call.bytes for call in seen.calls if call.op == "send") for seen in observed[flags]]
+    assert sum(logged) == 2 * schedule.micro_batches * hops(schedule) * 128 * 256 * 4
+    for seen, expected in zip(observed[flags], logged, strict=True):
         if seen.on_wire is not None:
-            assert seen.on_wire == pytest.approx(seen.logged, rel=0.02)
+            assert seen.on_wire == pytest.approx(expected, rel=0.02)
 
 
 def check_program(ranks: list[Observation], flags: str) -> None:
@@ -198,50 +200,18 @@ HIDDEN_MESSAGES = {
 }
 
 
-def replay(ranks: list[Observation], costs: Costs) -> float:
-    """The makespan of the recorded order on communicators that run a rank's operations one at a time, as issued.
-
-    An operation begins when it is the first one at both its ranks, as NCCL's do. The communicator of an operation is
-    the one that torch really made for its group.
-    """
-    programs, time, done = [], [0.0] * len(ranks), {}  # done: when a call was complete
-    queues, free = defaultdict(list), defaultdict(float)  # by (rank, communicator)
+def check_communicators(ranks: list[Observation], flags: str) -> None:
+    """On the communicators that torch really made for the groups, which run a rank's operations as they were issued."""
+    schedule, programs = plan(flags, 0)[1], []
+    costs = HIDDEN_MESSAGES[schedule.name]
     for seen in ranks:
-        program = [((index, 0), action[0], None) for index, action in enumerate(seen.actions, 1)]
+        events = [((index, 0), ("work", costs.of(kind))) for index, (kind, _, _) in enumerate(seen.actions, 1)]
         for call in seen.calls:
             if call.peer is not None:
-                program += [(call.issue[:2], "issue", call), (call.wait_start[:2], "wait", call)]
-        programs.append(sorted(program, key=lambda each: each[0]))
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(programs):
-            while program and (program[0][1] != "wait" or id(program[0][2]) in done):
-                _, what, call = program.pop(0)
-                if what == "issue":
-                    queues[rank, ranks[rank].communicators[call.group]].append((call, time[rank]))
-                elif what == "wait":
-                    time[rank] = max(time[rank], done[id(call)])
-                else:
-                    time[rank] += costs.of(what)
-                moved = True
-        for rank, communicator in list(queues):
-            while queue := queues[rank, communicator]:
-                (call, issued), other = queue[0], queues[queue[0][0].peer, communicator]
-                if not other or (other[0][0].peer, other[0][0].op) != (rank, {"send": "receive"}.get(call.op)):
-                    break
-                ends = (rank, communicator), (call.peer, communicator)
-                end = max(issued, other[0][1], *(free[each] for each in ends)) + costs.communication
-                done[id(call)] = done[id(other[0][0])] = free[ends[0]] = free[ends[1]] = end
-                moved = bool(queue.pop(0) and other.pop(0))
-    assert not any(programs) and not any(queues.values()), "ranks wait for each other forever"
-    return max(time)
-
-
-def check_communicators(ranks: list[Observation], flags: str) -> None:
-    schedule = plan(flags, 0)[1]
-    costs = HIDDEN_MESSAGES[schedule.name]
-    found, expected = replay(ranks, costs), simulate(schedule, costs).makespan
+                events += [(call.issue[:2], ("issue", call)), (call.wait_start[:2], ("wait", call))]
+        programs.append([event for _, event in sorted(events, key=lambda each: each[0])])
+    found = replay(programs, [seen.communicators for seen in ranks], costs.communication)
+    expected = simulate(schedule, costs).makespan
     assert found == pytest.approx(expected), (
         f"{flags}: one direction waits for the other, {found} instead of {expected}"
     )

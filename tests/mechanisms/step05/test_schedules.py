@@ -5,7 +5,7 @@ import random
 import pytest
 
 from common.errors import UsageError
-from step05_pipeline.schedules.actions import Action, Schedule
+from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.schedules.validator import check_schedule
@@ -26,10 +26,6 @@ def random_case(name: str, draw: random.Random) -> tuple[Schedule, dict]:
     if name == "llama3":
         case["consecutive"] = ranks + draw.randint(0, 6)
     return build_schedule(name, **case), case
-
-
-def rows(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, row)) for row in schedule.actions]
 
 
 # ---- what they are ---------------------------------------------------------------------------------------------------
@@ -54,24 +50,29 @@ def test_properties_hold_for_random_sizes(name):
         assert [len(row) for row in simulate(schedule, costs).spans] == [len(row) for row in schedule.actions]
 
 
-def test_one_forward_one_backward_spelt_out():
-    assert rows(build_schedule("1f1b", 3, 4)) == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
-    assert rows(build_schedule("afab", 2, 2)) == ["F0 F1 B0 B1"] * 2
-    assert rows(build_schedule("naive", 2, 2)) == ["F0 B0 F1 B1"] * 2
-    assert rows(build_schedule("1f1b", 3, 1)) == ["F0 B0"] * 3
-
-
-def test_interleaved_spelt_out():
-    """Megatron-LM's order, by hand: 2 ranks, 2 chunks; rank 0 begins with 2 + 2 forwards, and rank 1 with 2."""
-    assert rows(build_schedule("interleaved", 2, 4, 2)) == [
+SPELT_OUT = {  # ranks, micro-batches, chunks
+    ("naive", 2, 2, 1): ["F0 B0 F1 B1"] * 2,
+    ("afab", 2, 2, 1): ["F0 F1 B0 B1"] * 2,
+    ("1f1b", 3, 1, 1): ["F0 B0"] * 3,
+    ("1f1b", 3, 4, 1): ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
+    ("breadth-first", 2, 2, 2): ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"] * 2,
+    ("interleaved", 2, 4, 2): [  # Megatron-LM's order, by hand: rank 0 begins with 2 + 2 forwards, rank 1 with 2
         "F0 F1 F0.1 F1.1 F2 B0.1 F3 B1.1 F2.1 B0 F3.1 B1 B2.1 B3.1 B2 B3",
         "F0 F1 F0.1 B0.1 F1.1 B1.1 F2 B0 F3 B1 F2.1 B2.1 F3.1 B3.1 B2 B3",
-    ]
-    assert rows(build_schedule("breadth-first", 2, 2, 2)) == ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"] * 2
+    ],
+    ("zb-h1", 3, 4, 1): [
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ],
+    ("zb-h2", 2, 4, 1): ["F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3", "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"],
+}
+
+
+@pytest.mark.parametrize("arguments", SPELT_OUT)
+def test_schedules_spelt_out(arguments):
+    rows = [" ".join(map(str, row)) for row in build_schedule(*arguments).actions]
+    assert rows == SPELT_OUT[arguments]
 
 
 def test_llama3_lies_between_depth_and_breadth_first():
@@ -83,47 +84,6 @@ def test_llama3_lies_between_depth_and_breadth_first():
     wide = [each for each in build_schedule("llama3", 4, 10, 2, consecutive=10).actions[2] if each.kind == "F"]
     assert wide == [each for each in build_schedule("breadth-first", 4, 10, 2).actions[2] if each.kind == "F"]
     assert build_schedule("llama3", 4, 6, 1).actions == build_schedule("1f1b", 4, 6).actions
-
-
-def test_zero_bubble_spelt_out():
-    assert rows(build_schedule("zb-h1", 3, 4)) == [
-        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
-        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
-        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
-    ]
-    assert rows(build_schedule("zb-h2", 2, 4)) == [
-        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
-        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
-    ]
-
-
-def test_only_zero_bubble_schedules_split_the_backward():
-    kinds = {name: {action.kind for row in build_schedule(name, 4, 8).actions for action in row} for name in NAMES}
-    assert {name for name, used in kinds.items() if used == set("FB")} == set(NAMES[: NAMES.index("zb-h1")])
-    assert {name for name, used in kinds.items() if used == set("FIW")} == {"zb-h1", "zb-h2", "zbv"}
-    assert {name for name, used in kinds.items() if used == set("FBIW")} == {"dualpipe", "dualpipev"}
-
-
-def test_dualpipe_is_its_own_mirror_image_and_dualpipev_half_of_it():
-    whole, half = build_schedule("dualpipe", 8, 24), build_schedule("dualpipev", 4, 12)
-    assert whole.placement == (tuple(range(8)), tuple(reversed(range(8))))
-    for row, mirror in zip(whole.actions, reversed(whole.actions)):
-        swapped = [Action(each.kind, each.micro_batch ^ 1, 1 - each.chunk) for each in mirror]
-        assert list(row) == swapped
-        assert all(each.micro_batch % 2 == each.chunk for each in row)  # even ones through copy 0
-    for row, cut in zip(whole.actions, half.actions):
-        assert list(cut) == [Action(each.kind, each.micro_batch // 2, each.chunk) for each in row]
-
-
-def test_placements():
-    assert build_schedule("1f1b", 3, 1).placement == ((0, 1, 2),)
-    assert build_schedule("interleaved", 3, 3).placement == ((0, 1, 2, 0, 1, 2),)  # two chunks where nobody says it
-    for name in ("zbv", "dualpipev"):
-        schedule = build_schedule(name, 3, 1)
-        assert schedule.placement == ((0, 1, 2, 2, 1, 0),)
-        assert (schedule.stages, schedule.ranks, schedule.chunks(1)) == (6, 3, 2)
-        assert [schedule.stage_of(1, chunk) for chunk in (0, 1)] == [(0, 1), (0, 4)]
-        assert schedule.place_of(0, 4) == (1, 1)
 
 
 @pytest.mark.parametrize("sizes", [(0, 6), (2, 0), (2, 2, 0)])

@@ -45,27 +45,22 @@ def test_own_table(tmp_path):
     assert read("# placement: bidirectional\nF0,F1.1,B1.1,B0\nF1.1,F0,B0,B1.1\n", 2, 2).placement == ((0, 1), (1, 0))
 
 
-@pytest.mark.parametrize(
-    ("name", "table", "message"),
-    [
-        ("own.py", "", "must end with .csv"),
-        ("absent.csv", None, "does not exist"),
-        ("own.csv", "F0,B0\n", "is for --pp 1, not 2"),
-        ("own.csv", "F0,B0\nF0,B0\n", "is for a number of micro-batches of 1, not 2"),
-        ("own.csv", "F0,F1,B0,B1\nF0,B0,F1,b1\n", "line 2: 'b1' is no action; F0, B3, I2 or W2.1"),
-        ("own.csv", "# nothing\n", "has no action for any rank"),
-        ("own.csv", "F0,F1,B0,B1\n,,,\n", "has no action for one of its ranks"),
-        ("own.csv", "# placement: w\nF0,B0\nF0,B0\n", "placement 'w' is none of looped, v, bidirectional, nor"),
-        ("own.csv", "# placement: 0 2\nF0,B0\nF0,B0\n", "a list of the rank of each stage (0 to 1)"),
-        ("own.csv", b"\xff\xfe", "cannot be read as UTF-8 text"),
-    ],
-)
-def test_bad_files(name, table, message, tmp_path):
-    if table is not None:
-        (tmp_path / name).write_bytes(table if isinstance(table, bytes) else table.encode())
-    with pytest.raises(UsageError) as raised:
-        read_schedule(tmp_path / name, 2, 2)
-    assert message in str(raised.value) and "\n" not in str(raised.value)
+BAD_TABLES = [
+    ("F0,F1,B0,B1\nF0,B0,F1,b1\n", "line 2: 'b1' is no action; F0, B3, I2 or W2.1"),
+    ("# nothing\n", "has no action for any rank"),
+    ("F0,F1,B0,B1\n,,,\n", "has no action for one of its ranks"),
+    ("# placement: w\nF0,B0\nF0,B0\n", "placement 'w' is none of looped, v, bidirectional, nor"),
+    ("# placement: 0 2\nF0,B0\nF0,B0\n", "a list of the rank of each stage (0 to 1)"),
+    ("\ud800", "cannot be read as UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize(("table", "expected"), BAD_TABLES)
+def test_tables_that_cannot_be_read(table, expected, tmp_path):
+    (tmp_path / "own.csv").write_text(table, errors="surrogatepass")
+    with pytest.raises(UsageError) as refused:
+        read_schedule(tmp_path / "own.csv", 2, 2)
+    assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_text():
@@ -92,6 +87,8 @@ def test_command(tmp_path, capsys):
     assert "makespan    34.5" in capsys.readouterr().out
     assert main(["--schedule", "interleaved"]) == 0  # a stage is half of what the costs are of
     assert "makespan    28.5 = work of a rank 24 + bubble 4.5" in capsys.readouterr().out
+    again = simulate(build_schedule("interleaved", 4, 64))  # boxes too small for a number
+    assert draw({"simulated": again, "again": again}, picture, "ms").stat().st_size > 10_000
     for flags, message in (
         (["--schedule", "gpipe"], "--schedule gpipe is unknown"),
         (["--costs", "X=1"], "'X' is none of F, I, W, B, FB, communication"),
@@ -100,10 +97,3 @@ def test_command(tmp_path, capsys):
     ):
         assert main(flags) == 2
         assert message in capsys.readouterr().err
-
-
-def test_stacked_pictures(tmp_path):
-    """Simulated above measured, with chunks, and boxes too small for a number."""
-    simulated = simulate(build_schedule("interleaved", 4, 64, 2))
-    path = draw({"simulated": simulated, "again": simulated}, tmp_path / "both.png", "ms")
-    assert path.stat().st_size > 10_000

@@ -91,18 +91,6 @@ def test_messages_spelt_out():
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_number_of_messages(name):
-    """One at each border between ranks, in each direction, for each micro-batch. Interleaving makes v times as many."""
-    schedule = build_schedule(name, 4, 8)
-    programs = enumerate(place_messages(schedule))
-    transfers = [(rank, item) for rank, program in programs for item in program if isinstance(item, Transfer)]
-    sends = [(rank, item) for rank, item in transfers if item.kind == "send"]
-    borders = {"zbv": 6, "dualpipev": 6}.get(name, schedule.stages - 1)
-    assert len(sends) == len(set(sends)) == 2 * 8 * borders
-    assert all(rank != item.peer for rank, item in sends)
-
-
 def test_messages_in_the_order_of_need_would_deadlock():
     """Each receive right before its action is what one writes first. With several stages on a rank it
     asks for messages in another order than they were sent in, and NCCL hangs.
