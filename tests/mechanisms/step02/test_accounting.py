@@ -6,14 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from common import collectives
 from common.command_line import parse
 from common.config import TrainConfig
 from common.initialisation import materialise, random_values
-from common.measure import tcp_bytes
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
@@ -153,27 +151,6 @@ def test_complete_buckets_do_not_wait(mode):
     launch_in_data_parallel(mode)
 
 
-# ---- bytes on the wire -----------------------------------------------------------------------------------------------
-
-
-def ranks_wire() -> tuple[int, int]:
-    """Bytes of a run of train() on a larger model: the formula's, and those that the kernel counted on the sockets."""
-    before = tcp_bytes.sent_by_me()
-    calls = watch_train("--layers 2 --hidden 256 --kv-heads 4 --ffn 768 --vocab 1024 --bucket-mb 2 --micro-batch 3")
-    dist.barrier()
-    after = tcp_bytes.sent_by_me()
-    dist.barrier()  # a rank that ends closes sockets that others still read
-    return sum(call[5] for call in calls), None if after is None else after - before
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_bytes_on_the_wire(world):
-    for by_formula, by_sockets in run_ranks(world, ranks_wire):
-        assert by_formula > 15e6
-        if by_sockets is not None:
-            assert by_sockets == pytest.approx(by_formula, rel=0.01), "payload only"
-
-
 # ---- parameters that not every rank uses -----------------------------------------------------------------------------
 
 
@@ -234,36 +211,10 @@ def test_a_bucket_of_its_own():
     assert sizes == [len(parameters) - 4, 1, 3]
 
 
-def weight_of() -> nn.Parameter:
+def test_a_late_gradient_is_an_error():
     weight = nn.Parameter(torch.ones(4))
     weight.spec = ParameterSpec("weight", (4,), ((0, 4),), None)
-    return weight
-
-
-def test_a_late_gradient_is_an_error():
-    weight = weight_of()
     DataParallel([weight], alone().dp_cp)
     weight.sum().backward()
     with pytest.raises(RuntimeError, match="weight: a gradient came after its bucket was launched"):
         weight.sum().backward()
-
-
-class NoGradientForWeight(torch.autograd.Function):
-    """Such as a linear layer that defers its weight gradient."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2, None
-
-
-def test_a_function_without_weight_gradient_fires_the_hook_and_does_no_harm():
-    weight, x = weight_of(), torch.ones(4, requires_grad=True)
-    gradients = DataParallel([weight], alone().dp_cp)
-    NoGradientForWeight.apply(x, weight).sum().backward()
-    gradients.accumulate(weight, torch.full((4,), 5.0))  # it arrives in another way
-    assert gradients.finish()[0].tolist() == [5.0] * 4
-    assert gradients.finish()[0].tolist() == [0.0] * 4, "a step without any gradient"

@@ -7,18 +7,17 @@ of so many MB, in stage 3 a region each). Each check raises AssertionError with 
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.config import TrainConfig
 from tests.mechanisms.step03.observe import OTHERS, Observation
 
 
-@dataclass(frozen=True)
-class FormulaUnit:
-    """Parameters that are reduced together."""
+class FormulaUnit(NamedTuple):
+    """Parameters that are reduced together, by name, and how many elements of them a rank has, padding included."""
 
     names: tuple[str, ...]
-    elements: int
-    share: int  # elements of one rank, padding included
+    share: int
 
 
 @dataclass
@@ -50,8 +49,7 @@ class Plan:
         self.units = [self._unit(names) for names in self._groups()]  # in the order of their reduction
 
     def _unit(self, names: list[str]) -> FormulaUnit:
-        elements = sum(self.sizes[name] for name in names)
-        return FormulaUnit(tuple(names), elements, math.ceil(elements / self.ranks))
+        return FormulaUnit(tuple(names), math.ceil(sum(self.sizes[name] for name in names) / self.ranks))
 
     def _groups(self) -> list[list[str]]:
         if self.stage == 3:  # the region that needs a parameter first has it
@@ -86,11 +84,8 @@ class Plan:
         if self.ranks == 1:
             return []
         if self.stage < 3:
-            found = []
-            for unit in reversed(self.units):
-                first = min(index for index, names in enumerate(self.regions) if set(names) & set(unit.names))
-                found.append(("forward", first, unit))
-            return found
+            first = {unit: i for i in reversed(range(len(self.regions))) for unit in self.units_of(i)}
+            return [("forward", first[unit], unit) for unit in reversed(self.units)]
         # The last region stays until its backward, and the backward of the embedding needs no weights
         forward = [("forward", i, unit) for i in range(len(self.regions)) for unit in self.units_of(i)]
         return forward + [("backward", i, unit) for i in range(self.layers, 0, -1) for unit in self.units_of(i)]

@@ -10,7 +10,7 @@ from common.initialisation import materialise, random_values
 from common.measure.allocator import MemoryMeter
 from common.model import Decoder, SwiGLU, cross_entropy_sum
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
-from step01_single_gpu.recompute import apply_recompute
+from step03_zero.train import build
 from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step02.test_accounting import check_launches
@@ -33,8 +33,7 @@ def ranks_initial_weights(cases: list[str]) -> list[bool]:
         alone = Decoder(config.model_config)
         materialise(alone, config.torch_dtype, mesh.device, random_values(config.seed))
         whole = {parameter.spec.name: parameter.detach() for parameter in alone.parameters()}
-        model = Decoder(config.model_config)
-        zero = Zero(model, config, mesh)
+        model, zero, _ = build(config, mesh)
         pieces = [whole[shard.spec.name].flatten()[slice(*shard.spec.flat_range)] for shard in zero.shards]
         equal.append(len(pieces) > 0 and all(map(torch.equal, zero.shards, pieces)))
         zero.gather()
@@ -45,11 +44,8 @@ def ranks_initial_weights(cases: list[str]) -> list[bool]:
 
 
 def test_initial_weights_are_those_of_one_process():
-    cases = [
-        f"--zero {stage} {SMALL} {tied} --dtype {dtype} --micro-batch 1"
-        for stage in range(4)
-        for tied, dtype in (("--tie-embeddings", "bfloat16"), ("--no-tie-embeddings", "float32"))
-    ]
+    kinds = "--tie-embeddings --dtype bfloat16", "--no-tie-embeddings --dtype float32"
+    cases = [f"--zero {stage} {SMALL} {kind} --micro-batch 1" for stage in range(4) for kind in kinds]
     assert run_ranks(3, ranks_initial_weights, cases) == [[True] * 2 * len(cases)] * 3
 
 
@@ -59,11 +55,8 @@ def initial_peak() -> tuple[int, int, int]:
     model = Decoder(config.model_config)
     with MemoryMeter("cpu").measure() as found:
         zero = Zero(model, config, mesh)
-    return (
-        found.peak_bytes,
-        sum(unit.shard.nbytes for unit in zero.units),
-        max(u.weights.nbytes for u in zero.units),
-    )
+    shards, weights = zip(*((unit.shard.nbytes, unit.weights.nbytes) for unit in zero.units))
+    return found.peak_bytes, sum(shards), max(weights)
 
 
 def check_initial_peak(peak: int, shards: int, unit: int, whole: int) -> None:
@@ -85,8 +78,7 @@ def test_no_rank_ever_holds_the_whole_model():
 def peak_of_gradients(flags: str) -> tuple[int, int]:
     """The peak of one micro-batch's backward beyond what was alive at its begin, and the largest unit's gradients."""
     config, mesh = prepare(f"{DEEP} --seq-len 4 --bucket-mb 0.1 --micro-batch 1 {flags}")
-    model = Decoder(config.model_config)
-    zero = Zero(model, config, mesh)
+    model, zero, _ = build(config, mesh)
     tokens = torch.zeros(1, config.seq_len, dtype=torch.int64)
     for _ in range(2):  # in the first step ranks make connections
         zero.gather()
@@ -112,8 +104,7 @@ def test_reduced_buckets_are_freed(stage):
 
 def launch_in_zero() -> None:
     config, mesh = prepare(f"--zero 1 --micro-batch 1 {SMALL}")
-    model = Decoder(config.model_config)
-    zero = Zero(model, config, mesh)
+    model, zero, _ = build(config, mesh)
     check_launches(list(model.parameters()), zero, lambda: sum(unit.work is not None for unit in zero.units))
 
 
@@ -129,9 +120,7 @@ def ranks_saved_activations(cases: list[str]) -> list[int]:
     result = []
     for flags in cases:
         config, mesh = prepare(flags)
-        model = Decoder(config.model_config)
-        apply_recompute(model, config.recompute)
-        zero, kept = Zero(model, config, mesh), {}
+        (model, zero, _), kept = build(config, mesh), {}
 
         def keep(tensor, kept=kept):
             kept[tensor.untyped_storage()._cdata] = tensor.detach()  # not by address: stage 3 frees and fills
