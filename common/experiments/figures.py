@@ -26,17 +26,18 @@ COLOURS = {
     "parameters": "#4C72B0",
     "master weights": "#8DA9D4",
     "gradients": "#DD8452",
-    "optimizer state": "#8C8C8C",
+    "moments": "#8C8C8C",
+    "optimizer state": "#8C8C8C",  # moments and master weights together
     "activations": "#C44E52",
     "temporaries": "#CCB974",
     # where a number comes from
-    "predicted": "#000000",
+    "predicted": "#0072B2",
     "measured": "#D55E00",
-    "published": "#777777",
+    "published": "#E69F00",
 }
-SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of things without a colour of their own
+SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # for things without a colour of their own
 
-folder = Path("runs")  # where `save_figure` writes; the runner sets it
+folder = Path("runs")  # where figures are saved; the runner sets it
 
 
 def new_figure(rows: int = 1, columns: int = 1, width: float = 6.5, height: float = 3.6, **options):
@@ -58,8 +59,13 @@ def new_figure(rows: int = 1, columns: int = 1, width: float = 6.5, height: floa
 
 def save_figure(figure, name: str) -> None:
     """Save the figure as NAME.png in the folder of this step's figures, and print where."""
+    print(f"  figure: {write_png(figure, figure_path(name))}")
+
+
+def figure_path(name: str) -> Path:
+    """Return the path of the figure NAME.png in the folder of this step's figures, which exists then."""
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"  figure: {write_png(figure, folder / f'{name}.png')}")
+    return folder / f"{name}.png"
 
 
 def write_png(figure, path: str | Path) -> Path:

@@ -16,7 +16,7 @@ def print_table(title: str, header: Iterable[str], rows: Iterable[Iterable]) -> 
 
 def compared(predicted: float, measured: float, digits: str = ",.0f", scale: float = 1) -> tuple[str, str, str]:
     """Return the cells predicted, measured and ratio (measured / predicted), the first two divided by `scale`."""
-    ratio = f"{measured / predicted:.4f}" if predicted else "-"
+    ratio = f"{measured / predicted:.4f}" if abs(predicted) > 1e-9 else "-"  # what is 0 but for rounding has no ratio
     return format(predicted / scale, digits), format(measured / scale, digits), ratio
 
 

@@ -1,8 +1,6 @@
 """Experiments on computation: what recomputation costs and leaves alone, FLOPs, utilisation, a step's profile."""
 
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import statistics
@@ -12,31 +10,17 @@ from pathlib import Path
 
 import torch
 
-from common.command_line import parse
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
+from common.experiments.figures import figure_path, new_figure, save_figure
+from common.experiments.tables import compared, print_table
 from common.presets import PRESETS
-from common.process_groups import Degrees, build_mesh, init_distributed
-from step01_single_gpu.experiments.tools import Run, compared, figure_path, save_figure, table
+from common.tracing.report import print_report, read_trace
+from common.tracing.timeline_picture import draw_timelines
+from step01_single_gpu.experiments.tools import MODES, Run, train_in
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model.gpt import GptShape
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
-
-MODES = ("none", "selective", "full")
-COLOURS = {"none": "tab:red", "selective": "tab:orange", "full": "tab:green"}
-
-
-def train(flags: str, folder: str | Path) -> list[dict]:
-    """Run train.py's own train() in this process with these flags; the lines of its metrics.jsonl."""
-    from step01_single_gpu.train import train as train_step
-
-    config = parse(1, [*flags.split(), "--run-dir", str(folder)])
-    config.resolve_and_check(1)
-    mesh = build_mesh(Degrees(dp=1), init_distributed(config.device))
-    with contextlib.redirect_stdout(io.StringIO()):
-        train_step(config, mesh)
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-
 
 # ---- recomputation ------------------------------------------------------------------------------------------
 
@@ -55,7 +39,7 @@ def recomputation(quick: bool) -> None:
             reference = {"loss": loss, "gradients": gradients}
         worst = max(((new - old).norm() / old.norm()).item() for new, old in zip(gradients, reference["gradients"]))
         rows.append((f"{attention} {mode}", f"{abs(loss / reference['loss'] - 1):.1e}", f"{worst:.1e}"))
-    table("Against no recomputation (float64): relative differences", ("", "loss", "worst gradient"), rows)
+    print_table("Against no recomputation (float64): relative differences", ("", "loss", "worst gradient"), rows)
 
     # FlopCounterMode does not know the CPU's flash kernel, so FLOPs are counted with the naive core
     config = TrainConfig(attention="naive", seq_len=256, micro_batch=2, global_batch=2)
@@ -83,7 +67,7 @@ def recomputation(quick: bool) -> None:
         ratios = (values[mode] / values["none"] for values in (counted, seconds, saved))
         rows.append((mode, *compared(predicted, counted[mode], ".3f", 1e9), *(f"{ratio:.3f}" for ratio in ratios)))
     header = ("", "GFLOP predicted", "measured", "ratio", "FLOPs / none", "time / none", "saved bytes / none")
-    table("Forward and backward of 2 x 256 tokens, debug model, naive attention", header, rows)
+    print_table("Forward and backward of 2 x 256 tokens, debug model, naive attention", header, rows)
     draw_recomputation(
         {mode: [values[mode] / values["none"] for values in (saved, counted, seconds)] for mode in MODES}
     )
@@ -101,16 +85,14 @@ def recomputation(quick: bool) -> None:
             f"measured {counted['selective'] / counted['none'] - 1:.2%}",
         ),
     ]
-    table("What selective recomputation saves and costs in FLOPs, by definition", ("", "formula", ""), rows)
+    print_table("What selective recomputation saves and costs in FLOPs, by definition", ("", "formula", ""), rows)
 
 
 def draw_recomputation(ratios: dict[str, list[float]]) -> None:
     """Bytes, FLOPs and time of each mode, relative to none."""
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6.5, 3))
+    figure, axis = new_figure(height=3)
     for offset, (mode, values) in zip((-0.27, 0, 0.27), ratios.items()):
-        bars = axis.bar([x + offset for x in range(3)], values, 0.25, color=COLOURS[mode], label=mode)
+        bars = axis.bar([x + offset for x in range(3)], values, 0.25, color=MODES[mode], label=mode)
         axis.bar_label(bars, fmt="%.2f", fontsize=8)
     axis.axhline(4 / 3, color="black", lw=0.8, ls=":")
     axis.text(-0.4, 4 / 3 + 0.02, "8ND / 6ND", fontsize=7)
@@ -134,13 +116,13 @@ def utilisation(quick: bool) -> None:
         shares = (f"{part / flops.forward:.1%}" for part in (flops.linear, flops.attention_core, flops.head))
         rows.append((f"{name}, s {seq}", f"{exact:.3e}", *shares, f"{simple / exact:.3f}", f"{refined / exact:.3f}"))
     header = ("", "FLOPs a sequence", "linear", "attention core", "head", "6ND / exact", "(6ND + 12Lhs²) / exact")
-    table("Predicted FLOPs of forward and backward", header, rows)
+    print_table("Predicted FLOPs of forward and backward", header, rows)
 
     rows = []
     for attention, mode in itertools.product(("naive", "fused"), MODES):
-        flags = f"--device cpu --data synthetic --steps {4 if quick else 10} --micro-batch 4 --global-batch 4"
+        flags = {"data": "synthetic", "steps": 4 if quick else 10, "micro_batch": 4, "global_batch": 4}
         with tempfile.TemporaryDirectory() as folder:
-            lines = train(f"{flags} --attention {attention} --recompute {mode}", folder)[2:]
+            lines = train_in(folder, **flags, attention=attention, recompute=mode)[2:]
             peak = json.loads(Path(folder, "config.json").read_text())["peak_flops"]
         middle = {key: statistics.median(line[key] for line in lines) for key in ("step_time_s", "mfu", "hfu")}
         flops = count_flops(PRESETS["debug"], 256)
@@ -148,7 +130,7 @@ def utilisation(quick: bool) -> None:
         cells = (f"{middle['step_time_s'] * 1000:.0f} ms", f"{middle['mfu']:.1%}", f"{middle['hfu']:.1%}")
         rows.append((f"{attention} {mode}", *cells, *compared(predicted, middle["hfu"] / middle["mfu"], ".3f")))
     header = ("", "step", "MFU", "HFU", "HFU/MFU predicted", "measured", "ratio")
-    table(
+    print_table(
         f"Utilisation of this CPU (debug model, 4 x 256 tokens; peak {peak / 1e9:.0f} GFLOP/s, measured)", header, rows
     )
 
@@ -158,15 +140,12 @@ def utilisation(quick: bool) -> None:
 
 def profile(quick: bool) -> None:
     """Three steps through the tracer, and through torch.profiler."""
-    from common.tracing.report import print_report, read_trace
-    from common.tracing.timeline_picture import draw_timelines
-
     with tempfile.TemporaryDirectory() as folder:
-        train("--data synthetic --steps 5 --micro-batch 2 --global-batch 4 --trace 2:4", folder)
-        trace = read_trace(Path(folder))
+        train_in(folder, data="synthetic", steps=5, micro_batch=2, global_batch=4, trace="2:4")
+        trace = read_trace(folder)
         print("\nThe tracer's report of three steps (python -m common.tracer RUN_DIR)")
         print_report(trace)
-        draw_timelines([("", trace)], figure_path("step_timeline"))
+        print(f"  figure: {draw_timelines([('', trace)], figure_path('step_timeline'))}")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(TrainConfig(micro_batch=2, global_batch=2), device)
@@ -202,4 +181,4 @@ def _launch_against_execution(run: Run) -> None:
         ("wall clock, not synchronised", f"{launched * 1000:.2f}"),
         ("CUDA events", f"{start.elapsed_time(end):.2f}"),
     ]
-    table("One forward in ms", ("", "ms"), rows)
+    print_table("One forward in ms", ("", "ms"), rows)

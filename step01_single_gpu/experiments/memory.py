@@ -5,26 +5,26 @@ import itertools
 import torch
 
 from common.config import TrainConfig
+from common.experiments.figures import COLOURS, new_figure, save_figure
+from common.experiments.tables import compared, print_table
 from common.measure.allocator import MemoryMeter
 from common.model import cross_entropy_sum
-from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step01_single_gpu.experiments import step_timeline as timeline
 from step01_single_gpu.experiments.gpt_block import GptBlock
-from step01_single_gpu.experiments.tools import MIB, Run, build, compared, save_figure, table
+from step01_single_gpu.experiments.tools import HEADER, MIB, MODES, Run
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model.gpt import GptShape
 from step01_single_gpu.memory_model.peak import predict_peak
 from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, total_bytes
 
-SMALL = ModelConfig(vocab=384, hidden=128, layers=2, heads=8, kv_heads=4, ffn=384, tie_embeddings=False)
-MODES = ("none", "selective", "full")
-COLOURS = {"none": "tab:red", "selective": "tab:orange", "full": "tab:green"}
+SHAPE = {"vocab": 384, "hidden": 128, "layers": 2, "heads": 8, "kv_heads": 4, "ffn": 384, "tie_embeddings": False}
+SMALL = TrainConfig(**SHAPE).model_config
 
 
-def measure_saved(config: TrainConfig, batch: int, seq: int) -> int:
-    """Bytes that autograd keeps in one forward of `SMALL`."""
-    model = build(SMALL, config)
+def measure_saved(batch: int, seq: int, **flags) -> int:
+    """Return the bytes that autograd keeps in one forward of `SMALL`."""
+    model = Run(TrainConfig(**SHAPE, **flags)).model
     ids = torch.randint(SMALL.vocab, (2, batch, seq))
     with SavedTensors(model) as saved:
         loss = cross_entropy_sum(model(ids[0]), ids[1])
@@ -36,23 +36,20 @@ def saved_activation_bytes(quick: bool) -> None:
     """Our model: every tensor that autograd keeps, predicted from the configuration, against what it keeps."""
     rows = []
     for dtype, attention, mode in itertools.product(("float32", "bfloat16"), ("naive", "fused"), MODES):
-        config = TrainConfig(dtype=dtype, attention=attention, recompute=mode)
-        predicted = total_bytes(saved_activations(SMALL, 2, 256, config.torch_dtype, attention, mode))
-        rows.append((f"{dtype} {attention} {mode}", *compared(predicted, measure_saved(config, 2, 256))))
-    table("Saved activations of our model in bytes (2 layers, h 128, 2 x 256 tokens)", HEADER, rows)
+        predicted = total_bytes(saved_activations(SMALL, 2, 256, getattr(torch, dtype), attention, mode))
+        measured = measure_saved(2, 256, dtype=dtype, attention=attention, recompute=mode)
+        rows.append((f"{dtype} {attention} {mode}", *compared(predicted, measured)))
+    print_table("Saved activations of our model in bytes (2 layers, h 128, 2 x 256 tokens)", HEADER, rows)
 
     batches, lengths = ((1, 4), (64, 256)) if quick else ((1, 2, 4, 8), (64, 128, 256, 512))
     points = {
         mode: [
-            (batch, seq, measure_saved(TrainConfig(attention="naive", recompute=mode), batch, seq))
+            (batch, seq, measure_saved(batch, seq, attention="naive", recompute=mode))
             for batch, seq in [(batch, 128) for batch in batches] + [(1, seq) for seq in lengths]
         ]
         for mode in MODES
     }
     draw_scaling(points, gpt_block_bytes(quick))
-
-
-HEADER = ("", "predicted", "measured", "ratio")
 
 
 def gpt_block_bytes(quick: bool) -> list[tuple[int, int, int]]:
@@ -78,24 +75,22 @@ def gpt_block_bytes(quick: bool) -> list[tuple[int, int, int]]:
     for name, function in block.parts().items():
         formula = {"attention": "11 sbh + 5 a s^2 b", "mlp": "19 sbh", "norms": "4 sbh"}[name]
         rows.append((f"{name} ({formula}), s 256", *compared(parts[name], measure(function, 256))))
-    table("The playbook's GPT layer in bytes (h 256, 8 heads, batch 2, bfloat16, dropout)", HEADER, rows)
+    print_table("The playbook's GPT layer in bytes (h 256, 8 heads, batch 2, bfloat16, dropout)", HEADER, rows)
     return points
 
 
 def draw_scaling(points: dict, gpt: list) -> None:
     """Linear in the batch, quadratic in the sequence where scores are kept."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
+    figure, axes = new_figure(columns=3, width=12)
     for mode, measured in points.items():
         for axis, index, fixed in ((axes[0], 0, (1, 128)), (axes[1], 1, (0, 1))):
             some = [point for point in measured if point[fixed[0]] == fixed[1]]
             xs = [point[index] for point in some]
-            axis.plot(xs, [point[2] / MIB for point in some], "o", color=COLOURS[mode])
+            axis.plot(xs, [point[2] / MIB for point in some], "o", color=MODES[mode])
             grid = sorted({*range(1, max(xs), max(1, max(xs) // 32)), max(xs)})
             shapes = [(x, 128) if index == 0 else (1, x) for x in grid]
             line = [total_bytes(saved_activations(SMALL, *s, torch.float32, "naive", mode)) for s in shapes]
-            axis.plot(grid, [size / MIB for size in line], color=COLOURS[mode], label=mode)
+            axis.plot(grid, [size / MIB for size in line], color=MODES[mode], label=mode)
     axes[0].set(xlabel="sequences of 128 tokens", ylabel="MiB kept for the backward")
     axes[1].set(xlabel="tokens (one sequence)")
     for axis in axes[:2]:
@@ -103,8 +98,8 @@ def draw_scaling(points: dict, gpt: list) -> None:
     axes[0].legend(title="recompute")
     shape, grid = GptShape(0, 256, 1, 8), [*range(1, gpt[-1][0], 8), gpt[-1][0]]
     formula = [gpt_memory.text_activations(shape, 2, seq) / MIB for seq in grid]
-    axes[2].plot(grid, formula, color="tab:blue", label="34 sbh + 5 as²b")
-    axes[2].plot([p[0] for p in gpt], [p[2] / MIB for p in gpt], "ko", label="measured")
+    axes[2].plot(grid, formula, color=COLOURS["predicted"], label="34 sbh + 5 as²b")
+    axes[2].plot([p[0] for p in gpt], [p[2] / MIB for p in gpt], "o", color=COLOURS["measured"], label="measured")
     axes[2].set(xlabel="tokens (two sequences)")
     axes[2].set_title("the playbook's GPT layer, built", fontsize=9)
     axes[2].legend()
@@ -116,23 +111,21 @@ def draw_scaling(points: dict, gpt: list) -> None:
 
 def llama_bars(quick: bool) -> None:
     """The playbook's two bar plots as a function: Llama 3 by its own formula, float32 states; and ours, exact."""
-    import matplotlib.pyplot as plt
-
     names, lengths = ("llama3-1b", "llama3-8b", "llama3-70b"), (1024, 2048, 4096, 8192)
     gib = 2**30
     rows = []
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.8))
+    figure, axes = new_figure(columns=4, width=15, height=3.8)
     for axis, name in zip(axes, names):
         model, shape = PRESETS[name], gpt_memory.from_model(PRESETS[name])
         held = gpt_memory.states(shape.parameters, mixed=False)
         for offset, mode in zip((-0.27, 0, 0.27), MODES):
             xs, bottom = [index + offset for index in range(len(lengths))], [0.0] * len(lengths)
-            for part, colour in zip(("parameters", "gradients", "moments"), ("#4c72b0", "#dd8452", "#8c8c8c")):
+            for part in ("parameters", "gradients", "moments"):
                 size = held[part] / gib
-                axis.bar(xs, size, 0.25, bottom, color=colour, label=part if offset < 0 else None)
+                axis.bar(xs, size, 0.25, bottom, color=COLOURS[part], label=part if offset < 0 else None)
                 bottom = [low + size for low in bottom]
             kept = [gpt_memory.text_activations(shape, 1, seq, mode) / gib for seq in lengths]
-            axis.bar(xs, kept, 0.25, bottom, color=COLOURS[mode], label=f"activations, {mode}")
+            axis.bar(xs, kept, 0.25, bottom, color=MODES[mode], label=f"activations, {mode}")
             ours = [saved_activations(model, 1, seq, torch.bfloat16, "naive", mode) for seq in lengths]
             ours = [total_bytes(saved) / gib for saved in ours]
             axis.plot(
@@ -148,13 +141,11 @@ def llama_bars(quick: bool) -> None:
         axis.set_xticklabels([f"{seq // 1024}k" for seq in lengths])
         axis.set(xlabel="tokens")
     axes[0].set(ylabel="GiB, one sequence (dotted: a GPU of 80 GB)")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), ncol=7, fontsize=8, loc="upper center", bbox_to_anchor=(0.45, 0)
-    )
+    figure.legend(*axes[0].get_legend_handles_labels(), ncol=7, fontsize=8, loc="outside lower center")
     _draw_overlay(axes[3])
     save_figure(figure, "llama_memory")
     title = "Activations of one sequence in GiB, predicted: playbook's form | our model exactly (bfloat16, naive)"
-    table(title, ("", *(f"{seq // 1024}k" for seq in lengths)), rows)
+    print_table(title, ("", *(f"{seq // 1024}k" for seq in lengths)), rows)
 
 
 def _draw_overlay(axis) -> None:
@@ -163,9 +154,9 @@ def _draw_overlay(axis) -> None:
     for offset, mode in zip((-0.27, 0, 0.27), MODES):
         xs = [index + offset for index in range(len(lengths))]
         saved = [saved_activations(SMALL, 1, seq, torch.bfloat16, "naive", mode) for seq in lengths]
-        axis.bar(xs, [total_bytes(each) / MIB for each in saved], 0.25, color=COLOURS[mode])
-        config = TrainConfig(dtype="bfloat16", attention="naive", recompute=mode)
-        axis.plot(xs, [measure_saved(config, 1, seq) / MIB for seq in lengths], "kx", ms=5)
+        axis.bar(xs, [total_bytes(each) / MIB for each in saved], 0.25, color=MODES[mode])
+        flags = {"dtype": "bfloat16", "attention": "naive", "recompute": mode}
+        axis.plot(xs, [measure_saved(1, seq, **flags) / MIB for seq in lengths], "kx", ms=5)
     axis.set(
         title="our small model: bars predicted,\ncrosses measured (activations, MiB)", xticks=range(3), xlabel="tokens"
     )
@@ -187,7 +178,7 @@ def accumulation(quick: bool) -> None:
         reference = reference or (loss, gradients)
         difference = (gradients - reference[1]).norm() / reference[1].norm()
         rows.append((16 // micro_batch, f"{loss:.15f}", f"{difference:.1e}"))
-    table("16 sequences as k micro-batches (float64)", ("k", "loss", "gradient difference"), rows)
+    print_table("16 sequences as k micro-batches (float64)", ("k", "loss", "gradient difference"), rows)
 
     rows = []
     for k in (1, 2, 4) if quick else (1, 2, 4, 8):
@@ -196,7 +187,7 @@ def accumulation(quick: bool) -> None:
         if k > 1:
             rows.append((f"k 1, micro-batch {k}", *_peaks(TrainConfig(**shape, micro_batch=k))))
     title = "Peak memory of a step in MiB (4 layers, h 256, 128 tokens a sequence, float32)"
-    table(title, HEADER, sorted(rows, key=lambda row: row[0].endswith("micro-batch 1"), reverse=True))
+    print_table(title, HEADER, sorted(rows, key=lambda row: row[0].endswith("micro-batch 1"), reverse=True))
 
 
 def _peaks(config: TrainConfig) -> tuple[str, str, str]:
@@ -216,8 +207,6 @@ def _peaks(config: TrainConfig) -> tuple[str, str, str]:
 
 def first_steps(quick: bool) -> None:
     """Memory over time in the first four steps: Adam's moments come with the first update and stay."""
-    import matplotlib.pyplot as plt
-
     shape = {"vocab": 4096, "hidden": 256, "layers": 6, "ffn": 768, "tie_embeddings": True}
     config = TrainConfig(**shape, seq_len=128 if quick else 256, micro_batch=4, global_batch=4)
     run = Run(config)
@@ -233,12 +222,12 @@ def first_steps(quick: bool) -> None:
         rows.append((f"step {step + 1}", *compared(peak, sum(sizes), ",.1f", MIB), where, *parts))
         predicted.append(peak)
     header = (*HEADER, "in", *timeline.CATEGORIES)
-    table(
+    print_table(
         f"Peak of each step in MiB and what it consists of ({sum(p.numel() for p in run.parameters):,} parameters)",
         header,
         rows,
     )
-    figure, axis = plt.subplots(figsize=(9, 3.4))
+    figure, axis = new_figure(width=9, height=3.4)
     timeline.draw(result, predicted, axis)
     axis.set_title("allocator events of the first four steps", fontsize=10, pad=14)
     save_figure(figure, "first_steps")

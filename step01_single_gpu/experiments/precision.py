@@ -6,9 +6,10 @@ import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
+from common.experiments.figures import SERIES, new_figure, save_figure
+from common.experiments.tables import compared, print_table
 from common.measure.allocator import live_bytes
-from step01_single_gpu.experiments.compute import train
-from step01_single_gpu.experiments.tools import Run, compared, save_figure, table
+from step01_single_gpu.experiments.tools import HEADER, Run, train_in
 from step01_single_gpu.memory_model.prediction import states
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer
 
@@ -30,7 +31,7 @@ def bytes_per_parameter(quick: bool) -> None:
         held, count = _playbook_loop(float32_sums)
         name = f"playbook's bfloat16 {'with' if float32_sums else 'without'} float32 accumulation"
         rows.append((name, *compared(20 if float32_sums else 16, held / count, ".3f")))
-    table("Bytes a parameter when the backward ends", ("", "predicted", "measured", "ratio"), rows)
+    print_table("Bytes a parameter when the backward ends", HEADER, rows)
 
 
 def _playbook_loop(float32_sums: bool) -> tuple[int, int]:
@@ -62,7 +63,7 @@ def master_weights(quick: bool) -> None:
             cells.append(f"{moved:,} of {sum(old.numel() for _, old in pairs):,}")
         rows.append((name, *cells, f"{losses[0]:.3f}", f"{losses[-1]:.3f}"))
     title = f"bfloat16, AdamW, lr 0.001, the same batch {steps} times: elements that changed"
-    table(title, ("", "norm weights", "matrix weights", "first loss", "last loss"), rows)
+    print_table(title, ("", "norm weights", "matrix weights", "first loss", "last loss"), rows)
 
 
 class _NarrowOptimizer(Optimizer):
@@ -97,7 +98,7 @@ def loss_scaling(quick: bool) -> None:
         error /= sum(old.square().sum() for _, old in pairs).sqrt()
         rows.append((f"1 of {micro_batches} micro-batches, scale 2^{exponent}", f"{lost / there:.2%}", f"{error:.1e}"))
     title = "float16 gradients of one micro-batch against float32"
-    table(title, ("", "flushed to zero", "relative error"), rows)
+    print_table(title, ("", "flushed to zero", "relative error"), rows)
 
     run = Run(TrainConfig(dtype="float16", **TINY))
     run.scaler.scale = 2.0**22
@@ -107,7 +108,9 @@ def loss_scaling(quick: bool) -> None:
         _, norm, taken = run.step()
         changed = not torch.equal(first, run.parameters[0])
         rows.append((step, f"2^{scale.hex().partition('p')[2].lstrip('+')}", f"{norm:.3f}", taken, changed))
-    table("float16 from a scale that overflows", ("step", "scale", "gradient norm", "taken", "weights moved"), rows)
+    print_table(
+        "float16 from a scale that overflows", ("step", "scale", "gradient norm", "taken", "weights moved"), rows
+    )
     scaler = LossScaler(torch.float16, interval=3)
     scales = []
     for norm in (1.0, 1.0, 1.0, float("inf"), 1.0):
@@ -118,17 +121,15 @@ def loss_scaling(quick: bool) -> None:
 
 def curves(quick: bool) -> None:
     """The same run in float32, bfloat16 and float16: train.py itself, default corpus."""
-    import matplotlib.pyplot as plt
-
     steps = 10 if quick else 60
-    flags = f"--device cpu --layers 2 --seq-len 128 --micro-batch 4 --global-batch 4 --steps {steps}"
+    flags = {"layers": 2, "seq_len": 128, "micro_batch": 4, "global_batch": 4, "steps": steps}
     losses = {}
     for dtype in ("float32", "bfloat16", "float16"):
         with tempfile.TemporaryDirectory() as folder:
-            losses[dtype] = [line["loss"] for line in train(f"{flags} --dtype {dtype}", folder)]
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
+            losses[dtype] = [line["loss"] for line in train_in(folder, **flags, dtype=dtype)]
+    figure, axes = new_figure(columns=2, width=9.5, height=3.2)
     rows = []
-    styles = (("-", "C0", 6), ("--", "C1", 3.5), ("-", "C2", 1))  # wide lines below narrow ones: the curves coincide
+    styles = zip(("-", "--", "-"), SERIES, (6, 3.5, 1))  # wide lines below narrow ones: the curves coincide
     for (dtype, values), (style, colour, width) in zip(losses.items(), styles):
         differences = [abs(value / base - 1) for value, base in zip(values, losses["float32"])]
         axes[0].plot(values, style, color=colour, lw=width, label=dtype)
@@ -140,4 +141,4 @@ def curves(quick: bool) -> None:
     for axis in axes:
         axis.legend(fontsize=8)
     save_figure(figure, "precision")
-    table(f"Loss over {steps} steps", ("", "first", "last", "largest difference"), rows)
+    print_table(f"Loss over {steps} steps", ("", "first", "last", "largest difference"), rows)

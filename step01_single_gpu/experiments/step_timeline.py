@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from common.experiments.figures import COLOURS
 from common.measure.allocator import Allocation, MemoryMeter
 from step01_single_gpu.experiments.tools import MIB, Run
 
 CATEGORIES = ("parameters", "moments", "gradients", "activations", "temporaries")
-COLOURS = dict(zip(CATEGORIES, ("#4c72b0", "#8c8c8c", "#dd8452", "#c44e52", "#ccb974")))
 MARKER = 1_000_003  # bytes of an allocation whose time is known on both clocks
 SLACK = 2e-4  # seconds by which the two clocks may differ
 
@@ -130,7 +130,7 @@ def draw(timeline: Timeline, predicted: list[int], axis) -> None:
     """Stacked areas, the phases as shades, the predicted peak of every step as a line."""
     xs = [seconds for seconds, _ in timeline.points]
     ys = [[sizes[index] / MIB for _, sizes in timeline.points] for index in range(len(CATEGORIES))]
-    axis.stackplot(xs, ys, labels=CATEGORIES, colors=COLOURS.values(), step="post", lw=0)
+    axis.stackplot(xs, ys, labels=CATEGORIES, colors=[COLOURS[name] for name in CATEGORIES], step="post", lw=0)
     top = max(predicted) / MIB
     for name, start, end in timeline.phases:
         short = {"forward": "FWD", "backward": "BWD", "optimizer": "OPT"}[name]

@@ -10,24 +10,18 @@ clock, the trace, or a counter of the kernel; what only a cluster can show is ca
 
 import sys
 
-from step02_data_parallel.experiments import cluster as experiments_cluster
-from step02_data_parallel.experiments import numbers as experiments_numbers
-from step02_data_parallel.experiments import overlap as experiments_overlap
-from step02_data_parallel.experiments.tools import command
+from common.experiments.runner import run_experiments
+from step02_data_parallel.experiments import cluster, numbers, overlap
 
-EXPERIMENTS = {
-    function.__name__: function
-    for function in (
-        experiments_numbers.traffic,
-        experiments_overlap.overlap,
-        experiments_overlap.bucket_size,
-        experiments_numbers.gradients,
-        experiments_numbers.curves,
-        experiments_cluster.scaling,
-        experiments_cluster.journey,
-    )
-}
-
+EXPERIMENTS = [
+    numbers.traffic,
+    overlap.overlap,
+    overlap.bucket_size,
+    numbers.gradients,
+    numbers.curves,
+    cluster.scaling,
+    cluster.journey,
+]
 
 if __name__ == "__main__":
-    sys.exit(command("step02_data_parallel", __doc__.splitlines()[0], EXPERIMENTS))
+    sys.exit(run_experiments("step02_data_parallel", __doc__.splitlines()[0], EXPERIMENTS))

@@ -3,12 +3,12 @@
 import torch
 
 from common.counts import count_parameters
+from common.experiments.figures import COLOURS, new_figure, save_figure
+from common.experiments.tables import print_table
 from common.presets import PRESETS
-from step01_single_gpu.experiments.tools import table
 from step01_single_gpu.memory_model import prediction as memory
 from step02_data_parallel import batch_recipe
 from step02_data_parallel.experiments import predictions
-from step02_data_parallel.experiments.tools import finish_figure, new_figure
 
 # GPUs: (tokens/s and GPU, micro-batch) of a 1.34 B model, sequences of 4,096 tokens, 256 of them a step, as published
 # in the playbook's figure "dp_scaling". Its points mix two sizes of micro-batches.
@@ -32,7 +32,7 @@ def scaling(quick: bool) -> None:
         speeds = (f"{published:,}", f"{predicted[2][-1]:,.0f}", f"{predicted[4][-1]:,.0f}")
         rows.append((gpus, *speeds, f"{needed:,.0f} of {micro_batch * seq_len:,}"))
     header = ("GPUs", "published", "predicted, 2 bytes a gradient", "4 bytes", "tokens needed to hide 2 bytes")
-    table("strong scaling, 1.34 B parameters, 256 x 4,096 tokens a step: tokens/s and GPU", header, rows)
+    print_table("strong scaling, 1.34 B parameters, 256 x 4,096 tokens a step: tokens/s and GPU", header, rows)
     print("  Predicted: 8 GPUs' speed, and what the last backward cannot hide of one all-reduce at the playbook's own")
     print("  bandwidths. It has no optimizer step, no waiting for the slowest rank and no kernels that share the GPU")
     print("  with NCCL's, so it is an upper bound. To measure it, on a cluster:")
@@ -40,16 +40,16 @@ def scaling(quick: bool) -> None:
 
     figure, axes = new_figure()
     published = [speed for speed, _ in PUBLISHED.values()]
-    axes.plot(list(PUBLISHED), published, "o-", color="C1", label="published (playbook)")
+    axes.plot(list(PUBLISHED), published, "o-", color=COLOURS["published"], label="published (playbook)")
     for width, style in ((2, "-"), (4, "--")):
         label = f"predicted bound, {width} bytes a gradient"
-        axes.plot(list(PUBLISHED), predicted[width], style, color="C0", label=label)
+        axes.plot(list(PUBLISHED), predicted[width], style, color=COLOURS["predicted"], label=label)
     axes.set(xscale="log", xlabel="GPUs", ylabel="tokens/s and GPU", ylim=(0, None))
     axes.set_xticks(list(PUBLISHED), list(PUBLISHED))
     axes.minorticks_off()
     axes.set_title("1.34 B model, 256 sequences of 4,096 tokens a step", fontsize=10, loc="left")
     axes.legend(frameon=False)
-    finish_figure("scaling", figure)
+    save_figure(figure, "scaling")
 
 
 def journey(quick: bool) -> None:
@@ -66,17 +66,17 @@ def journey(quick: bool) -> None:
         rows.append((name, f"{held:,.1f}", *(f"{held + each:,.1f}" for each in parts["activations"])))
         bottom = [0.0] * len(lengths)
         for part, heights in parts.items():
-            axis.bar(places, heights, bottom=bottom, label=part, width=0.7)
+            axis.bar(places, heights, bottom=bottom, color=COLOURS[part], label=part, width=0.7)
             bottom = [low + height for low, height in zip(bottom, heights)]
         axis.axhline(80, color="black", linewidth=1, linestyle="--")
         axis.set_xticks(places, [f"{length // 1024}k" for length in lengths])
         axis.set_title(f"{name}, {count_parameters(model).total / 1e9:.2f} B", fontsize=10, loc="left")
     title = "GB on each GPU, bfloat16, micro-batch 1, selective recomputation: states, and with activations"
-    table(title, ("", "states", *(f"{length:,} tokens" for length in lengths)), rows)
+    print_table(title, ("", "states", *(f"{length:,} tokens" for length in lengths)), rows)
     axes[0].set_ylabel("GB on each GPU")
     axes[1].set_xlabel("sequence length (dashed: 80 GB)")
     title = "predicted; bfloat16, micro-batch 1, selective recomputation"
     figure.suptitle(title, fontsize=10)
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    finish_figure("journey", figure)
+    save_figure(figure, "journey")

@@ -5,25 +5,17 @@ import tempfile
 from pathlib import Path
 
 from common.config import TrainConfig
+from common.experiments.cost_model import fill_buckets
+from common.experiments.figures import COLOURS, figure_path, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
+from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
+from common.experiments.tables import print_comparison
+from common.experiments.traces import computation, quiet_step, quietest
 from common.tracing.report import Trace, read_trace
 from common.tracing.timeline_picture import draw_timelines
 from step02_data_parallel.experiments import predictions
-from step02_data_parallel.experiments.numbers import gradient_calls
-from step02_data_parallel.experiments.tools import (
-    BUCKET_MB,
-    MODEL,
-    MODES,
-    against,
-    computation,
-    figure_path,
-    finish_figure,
-    new_figure,
-    quiet_step,
-    quietest,
-    run_jobs,
-    tensor_sizes,
-)
+from step02_data_parallel.experiments.numbers import MODES, gradient_calls
+from step02_data_parallel.train import train
 
 LINK = "2000,0.2"  # 2 ms a message, 0.2 GB/s: to this model's backward what a real network is to a large model's
 
@@ -38,16 +30,16 @@ def overlap(quick: bool) -> None:
     print(f"\n2 ranks, --link {LINK}; the predictions start from the backwards measured: {shown} ms")
 
     values = [(mode, 1e3 * expected[mode].communication, 1e3 * rows[mode].communication_s) for mode in MODES]
-    against("communication, ms a step", "mode", values, ".1f")
+    print_comparison("communication, ms a step", "mode", values, ".1f")
     values = [(mode, 1e3 * expected[mode].exposed, 1e3 * rows[mode].exposed_s) for mode in MODES]
-    against("exposed communication, ms a step", "mode", values, ".1f")
+    print_comparison("exposed communication, ms a step", "mode", values, ".1f")
     values = [(mode, expected[mode].overlap_share, rows[mode].overlap_share) for mode in MODES]
-    against("overlap share: communication covered by computation", "mode", values, ".1%")
+    print_comparison("overlap share: communication covered by computation", "mode", values, ".1%")
     values = []
     for mode in MODES:
         predicted = rows[mode].step_time_s - rows[mode].exposed_s + expected[mode].exposed
         values.append((mode, 1e3 * predicted, 1e3 * rows[mode].step_time_s))
-    against("step time, ms: its own computation and the predicted exposed communication", "mode", values)
+    print_comparison("step time, ms: its own computation and the predicted exposed communication", "mode", values)
 
     titles = {
         "naive": "naive: {} all-reduces, all after the backward",
@@ -57,8 +49,7 @@ def overlap(quick: bool) -> None:
     panels = []
     for mode, trace in traces.items():
         panels.append((titles[mode].format(gradient_calls(trace)[0] // len(trace.steps)), trace))
-    draw_timelines(panels, figure_path("timelines"), quiet_step(traces))
-    finish_figure("timelines")
+    print(f"  figure: {draw_timelines(panels, figure_path('timelines'), quiet_step(traces))}")
 
 
 def bucket_size(quick: bool) -> None:
@@ -70,21 +61,21 @@ def bucket_size(quick: bool) -> None:
     measured = [1e3 * quietest(trace).exposed_s for trace in traces.values()]
     rows = []
     for size, own, milliseconds in zip(megabytes, backwards, measured):
-        count = len(predictions.fill(tensor_sizes()[0], size * 1e6))
+        count = len(fill_buckets(tensor_sizes()[0], size * 1e6))
         rows.append((f"{size:g} ({count})", 1e3 * predict(own, "bucket", size).exposed, milliseconds))
     shown = ", ".join(f"{1e3 * seconds:.0f}" for seconds in backwards)
     print(f"\n2 ranks, --link {LINK}; the predictions start from the backwards measured: {shown} ms")
-    against("exposed communication, ms a step", "bucket size in MB (buckets)", rows, ".1f")
+    print_comparison("exposed communication, ms a step", "bucket size in MB (buckets)", rows, ".1f")
 
     figure, axes = new_figure()
     fine = [10 ** (-1 + index / 100 * 2.4) for index in range(101)]
     line = [1e3 * predict(backward, "bucket", size).exposed for size in fine]
-    axes.plot(fine, line, color="C0", label="predicted: alpha-beta model")
-    axes.plot(megabytes, measured, "o", color="C1", label="measured")
+    axes.plot(fine, line, color=COLOURS["predicted"], label="predicted: alpha-beta model")
+    axes.plot(megabytes, measured, "o", color=COLOURS["measured"], label="measured")
     axes.set(xscale="log", xlabel="bucket size, MB", ylabel="exposed communication, ms a step", ylim=(0, None))
     axes.set_title(f"5.3 M parameters, 2 ranks, --link {LINK}", fontsize=10, loc="left")
     axes.legend(frameon=False)
-    finish_figure("bucket_size", figure)
+    save_figure(figure, "bucket_size")
 
 
 def predict(backward: float, mode: str, bucket_mb: float) -> predictions.Overlap:
@@ -100,5 +91,5 @@ def traced_runs(variants: dict[str, dict], title: str, quick: bool) -> dict[str,
     shape = MODEL | {"seq_len": 256, "micro_batch": 2, "global_batch": 4, "steps": steps, "trace": f"1:{steps - 1}"}
     jobs = [(name, shape | {"link": LINK} | flags) for name, flags in variants.items()]
     with tempfile.TemporaryDirectory() as folder:
-        on_ranks(2, run_jobs, jobs, folder, title=title, jobs=len(jobs))
+        on_ranks(2, run_jobs, jobs, folder, train, title=title, jobs=len(jobs))
         return {name: read_trace(Path(folder, name)) for name, _ in jobs}

@@ -1,36 +1,13 @@
 """What theory says of step 2: numbers of messages, bytes, and how much of the communication cannot hide.
 
-The link is the alpha-beta model: a ring all-reduce of K bytes over N ranks takes 2(N-1) alpha + 2(N-1)/N K /
-bandwidth (Thakur, Rabenseifner and Gropp, 2005). With `--link` messages really take that long, so the
-predictions can be checked.
+The link is the alpha-beta model of `common/experiments/cost_model.py`.
 """
 
 from dataclasses import dataclass
 
+from common.experiments.cost_model import all_reduce_seconds, fill_buckets
 from common.link import Link
 from step02_data_parallel.batch_recipe import all_reduce_bandwidth, exposed_share, tokens_to_hide
-
-
-def all_reduce_bytes(size: float, ranks: int) -> float:
-    """Bytes that each rank sends in an all-reduce of `size` bytes: 2(N-1)/N K."""
-    return 2 * (ranks - 1) / ranks * size
-
-
-def all_reduce_seconds(size: float, ranks: int, link: Link) -> float:
-    """Time of one all-reduce of `size` bytes over the link."""
-    return 2 * (ranks - 1) * link.alpha + all_reduce_bytes(size, ranks) / link.bandwidth
-
-
-def fill(sizes: list[int], limit: float) -> list[list[int]]:
-    """Indices of the parameters (bytes `sizes`, in forward order) in each bucket, in the order of the backward."""
-    buckets, room = [], 0.0
-    for index in reversed(range(len(sizes))):
-        if not buckets or sizes[index] > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(index)
-        room -= sizes[index]
-    return buckets
 
 
 @dataclass(frozen=True)
@@ -61,7 +38,7 @@ def overlap(
         backward: seconds of the whole backward.
         limit: bytes of a bucket, in mode bucket.
     """
-    buckets = fill(sizes, limit if mode == "bucket" else 0)
+    buckets = fill_buckets(sizes, limit if mode == "bucket" else 0)
     now, free, busy, total = 0.0, 0.0, 0.0, sum(costs)
     for bucket in buckets:
         now += backward * sum(costs[index] for index in bucket) / total  # its last gradient is there

@@ -76,7 +76,7 @@ def play(name: str, times: tuple[float, float]) -> predictions.Player:
         regions = {}
         for index, (parameter, _) in enumerate(Decoder(TrainConfig(**MODEL).model_config).named_parameters()):
             regions.setdefault(region_of(parameter), []).append(index)
-        buckets = step02_predictions.fill(sizes, BUCKET_MB * 1e6)
+        buckets = step02_predictions.fill_buckets(sizes, BUCKET_MB * 1e6)
         predictions.play_buckets(player, buckets, list(regions.values()), sizes, costs, times)
     else:
         units = units_of(MODEL).units

@@ -1,12 +1,13 @@
 """What theory says of step 3: bytes held, bytes sent, numbers of collectives, and how much of them cannot hide.
 
 Psi is the number of parameters, N the ranks of a shard group, M the micro-batches of a step, U the units of stage 3 (a
-layer each; the embedding; the final norm with the head). The link is step 2's alpha-beta model.
+layer each; the embedding; the final norm with the head). The link is the alpha-beta model of
+`common/experiments/cost_model.py`.
 """
 
 from dataclasses import dataclass
 
-from common.link import Link
+from common.experiments.cost_model import Player
 
 # Bytes a parameter: parameters, gradients, optimizer (master weights and Adam's two moments).
 OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients only ever lie in buckets of at least float32
@@ -129,29 +130,6 @@ def tokens_to_hide_backward(
 
 
 # ---- the link, played ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Player:
-    """One rank and its link: messages queue for the link, the rank computes or waits. Seconds."""
-
-    ranks: int
-    link: Link
-    now: float = 0.0
-    free: float = 0.0  # when the link is idle again
-    communication: float = 0.0
-    blocked: float = 0.0
-
-    def message(self, size: float) -> float:
-        """Start an all-gather or reduce-scatter whose whole has `size` bytes; when it will be done."""
-        seconds = (self.ranks - 1) * (self.link.alpha + size / self.ranks / self.link.bandwidth)
-        self.free = max(self.free, self.now) + seconds
-        self.communication += seconds
-        return self.free
-
-    def wait(self, until: float) -> None:
-        self.blocked += max(0.0, until - self.now)
-        self.now = max(self.now, until)
 
 
 def play_buckets(

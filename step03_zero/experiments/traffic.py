@@ -5,11 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+from common.experiments.cost_model import fill_buckets as fill
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
 from common.tracing.report import Trace, read_trace
 from step01_single_gpu.experiments.tools import table
-from step02_data_parallel.experiments.predictions import fill
 from step02_data_parallel.experiments.tools import (
     BUCKET_MB,
     against,

@@ -1,5 +1,6 @@
 """Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
 
+import dataclasses
 import itertools
 import json
 import tempfile
@@ -18,7 +19,7 @@ from common.presets import PRESETS
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.experiments import step_timeline as timeline
 from step01_single_gpu.experiments.gpt_block import GptBlock
-from step01_single_gpu.experiments.tools import Run, build
+from step01_single_gpu.experiments.tools import Run
 from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model import prediction as memory
@@ -37,7 +38,8 @@ def tiny(kv_heads: int = 2, tie: bool = False, head_dim: int | None = None) -> M
 
 
 def measured(model_config: ModelConfig, config: TrainConfig, batch: int, seq: int) -> SavedTensors:
-    model = build(model_config, config)
+    shape = {name: value for name, value in vars(model_config).items() if hasattr(config, name)}
+    model = Run(dataclasses.replace(config, **shape)).model
     tokens, targets = (torch.randint(model_config.vocab, (batch, seq)) for _ in range(2))
     with SavedTensors(model) as saved:
         loss = cross_entropy_sum(model(tokens), targets) / targets.numel()

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from common.experiments import cost_model
 from common.link import Link
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.peak import predict_peak
@@ -50,7 +51,7 @@ def test_tokens_that_hide_the_all_reduce():
 
 def test_condition_is_the_ratio_of_the_two_times():
     parameters, tokens, dp, peak, bandwidth, width = 7e9, 5000, 16, 1e14, 5e10, 4
-    ratio = predictions.all_reduce_bytes(width * parameters, dp) / bandwidth / (4 * tokens * parameters / peak)
+    ratio = cost_model.all_reduce_bytes(width * parameters, dp) / bandwidth / (4 * tokens * parameters / peak)
     assert tokens_to_hide(dp, bandwidth, peak, width) / tokens == pytest.approx(ratio)
     printed = batch_recipe.printed_ratio(parameters, tokens, dp, bandwidth, peak)
     assert printed == pytest.approx(ratio * parameters / width), "what the printed form has too much"
@@ -103,8 +104,8 @@ LINK = Link(alpha=0.001, bandwidth=1e6)
 
 
 def test_all_reduce_times():
-    assert predictions.all_reduce_bytes(1000, 4) == 1500
-    assert predictions.all_reduce_seconds(1000, 4, LINK) == pytest.approx(6 * 0.001 + 0.0015)
+    assert cost_model.all_reduce_bytes(1000, 4) == 1500
+    assert cost_model.all_reduce_seconds(1000, 4, LINK) == pytest.approx(6 * 0.001 + 0.0015)
 
 
 def test_overlap():

@@ -1,0 +1,59 @@
+"""The alpha-beta cost model: what collectives cost over a link, and how much of that a rank's computation hides.
+
+A message of n bytes takes alpha + n / bandwidth seconds, and collectives are rings of messages (Thakur, Rabenseifner
+and Gropp, 2005). With `--link` messages really take that long, so predictions can be checked.
+"""
+
+from dataclasses import dataclass
+
+from common.link import Link
+
+
+def all_reduce_bytes(size: float, ranks: int) -> float:
+    """Return the bytes that each rank sends in an all-reduce of `size` bytes: 2(N-1)/N K."""
+    return 2 * (ranks - 1) / ranks * size
+
+
+def all_reduce_seconds(size: float, ranks: int, link: Link) -> float:
+    """Return the time of an all-reduce of `size` bytes: 2(N-1) alpha + 2(N-1)/N K / bandwidth."""
+    return 2 * (ranks - 1) * link.alpha + all_reduce_bytes(size, ranks) / link.bandwidth
+
+
+def fill_buckets(sizes: list[int], limit: float) -> list[list[int]]:
+    """Return the indices of the parameters in each bucket of at most `limit` bytes, in the order of the backward.
+
+    Args:
+        sizes: bytes of each parameter's gradient, in forward order. A larger one has a bucket to itself.
+    """
+    buckets, room = [], 0.0
+    for index in reversed(range(len(sizes))):
+        if not buckets or sizes[index] > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(index)
+        room -= sizes[index]
+    return buckets
+
+
+@dataclass
+class Player:
+    """Plays one rank and its link: messages queue for the link, and the rank computes or waits. Times in seconds."""
+
+    ranks: int
+    link: Link
+    now: float = 0.0
+    free: float = 0.0  # when the link is idle again
+    communication: float = 0.0
+    blocked: float = 0.0
+
+    def message(self, size: float) -> float:
+        """Start an all-gather or reduce-scatter of `size` bytes in total. Returns when it will be complete."""
+        seconds = (self.ranks - 1) * (self.link.alpha + size / self.ranks / self.link.bandwidth)
+        self.free = max(self.free, self.now) + seconds
+        self.communication += seconds
+        return self.free
+
+    def wait(self, until: float) -> None:
+        """Do nothing before `until`."""
+        self.blocked += max(0.0, until - self.now)
+        self.now = max(self.now, until)

@@ -1,0 +1,26 @@
+"""What experiments read from traces."""
+
+from common.tracing.chrome_trace import Trace
+from common.tracing.intervals import time_by_state
+from common.tracing.report import StepRow, mean, report
+
+
+def quietest(trace: Trace) -> StepRow:
+    """Return the mean over ranks of the shortest step: other work on the machine can only make a step longer."""
+    return min((mean(report(trace, step)) for step in trace.steps), key=lambda row: row.step_time_s)
+
+
+def quiet_step(traces: dict[str, Trace]) -> int:
+    """Return the number of the step to draw: the one that took least time over all runs."""
+    steps = next(iter(traces.values())).steps
+    return min(steps, key=lambda step: sum(mean(report(trace, step)).step_time_s for trace in traces.values()))
+
+
+def computation(trace: Trace, phase: str) -> float:
+    """Return the seconds of a phase in the shortest step, without the time it was blocked; the mean over ranks."""
+    step, total = quietest(trace).step, 0.0
+    for rank in trace.ranks:
+        spans = [span for span in trace.spans[rank] if span["name"] == phase and span["args"]["step"] == step]
+        phases = [(span["ts"], span["ts"] + span["dur"]) for span in spans]
+        total += 1e-6 * time_by_state(phases, trace.intervals(rank, "issue", "wait"))[True, False]
+    return total / len(trace.ranks)
