@@ -10,6 +10,7 @@ from common import collectives
 from common.config import TrainConfig
 from common.data.batches import Batches
 from common.experiments import figures
+from common.experiments.curves import plot
 from common.experiments.local_ranks import on_ranks, train_quietly
 from common.initialisation import materialise, random_values
 from common.measure import tcp_bytes
@@ -82,5 +83,5 @@ def overlay(train: Callable, variants: dict[str, tuple[int, dict]], quick: bool)
             print(f"\nthe default run in {dtype}, {steps} steps\n{compare.table(rows)}")
             if dtype == "float32":
                 path = figures.figure_path("curves")
-                compare.plot(rows, path)
+                plot(rows, path)
                 print(f"  figure: {path}")

