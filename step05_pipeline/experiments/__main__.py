@@ -11,31 +11,24 @@ tensors; what only a cluster can show is called predicted, and what others have 
 
 import sys
 
-from step02_data_parallel.experiments.tools import command
-from step05_pipeline.experiments import bubble as experiments_bubble
-from step05_pipeline.experiments import cluster as experiments_cluster
-from step05_pipeline.experiments import memory as experiments_memory
-from step05_pipeline.experiments import messages as experiments_messages
-from step05_pipeline.experiments import schedules as experiments_schedules
+from common.experiments.runner import run_experiments
+from step05_pipeline.experiments import bubble, cluster, memory, messages, schedules
 
-EXPERIMENTS = {
-    function.__name__: function
-    for function in (
-        experiments_schedules.naive,
-        experiments_schedules.schedules,
-        experiments_schedules.bubbles,
-        experiments_schedules.llama3,
-        experiments_schedules.split_backward,
-        experiments_bubble.bubble,
-        experiments_messages.messages,
-        experiments_messages.gradients,
-        experiments_messages.curves,
-        experiments_memory.activations,
-        experiments_memory.balance,
-        experiments_cluster.condition,
-        experiments_cluster.scaling,
-    )
-}
+EXPERIMENTS = [
+    schedules.naive,
+    schedules.schedules,
+    schedules.bubbles,
+    schedules.llama3,
+    schedules.split_backward,
+    bubble.bubble,
+    messages.messages,
+    messages.gradients,
+    messages.curves,
+    memory.activations,
+    memory.balance,
+    cluster.condition,
+    cluster.scaling,
+]
 
 if __name__ == "__main__":
-    sys.exit(command("step05_pipeline", __doc__.splitlines()[0], EXPERIMENTS))
+    sys.exit(run_experiments("step05_pipeline", __doc__.splitlines()[0], EXPERIMENTS))

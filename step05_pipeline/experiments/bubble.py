@@ -5,16 +5,15 @@ from pathlib import Path
 
 from common.config import TrainConfig
 from common.experiments.local_ranks import on_ranks
+from common.experiments.runs import run_jobs
+from common.experiments.tables import print_comparison, print_table
 from common.tracing.report import Trace, read_trace
-from step01_single_gpu.experiments.tools import table
-from step02_data_parallel.experiments.tools import against, figure_path, finish_figure, run_jobs
 from step05_pipeline.experiments.predictions import efficiency
-from step05_pipeline.experiments.tools import ORDER, SHAPE
+from step05_pipeline.experiments.tools import ORDER, SHAPE, draw_figure
 from step05_pipeline.pipeline import DELAYS
 from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.csv_files import CELL
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
-from step05_pipeline.schedules.timeline import draw
 from step05_pipeline.stages import schedule_of
 from step05_pipeline.train import train
 
@@ -27,15 +26,17 @@ def bubble(quick: bool) -> None:
     ranks, micro_batches, delay, steps = (2, 4, 10, 2) if quick else (4, 8, DELAY, 3)
     simulated, measured, order = play(ranks, micro_batches, delay, steps)
     title = f"{ranks} ranks, {micro_batches} micro-batches, {delay} ms a layer: "
-    against(f"{title}makespan, ms", "", [(n, simulated[n].makespan, measured[n].makespan) for n in ORDER], ".1f")
-    against("bubble, ms", "", [(n, simulated[n].bubble, measured[n].bubble) for n in ORDER], ".1f")
+    print_comparison(
+        f"{title}makespan, ms", "", [(n, simulated[n].makespan, measured[n].makespan) for n in ORDER], ".1f"
+    )
+    print_comparison("bubble, ms", "", [(n, simulated[n].bubble, measured[n].bubble) for n in ORDER], ".1f")
     rows = []
     for name in ORDER:
         r = simulated[name].bubble_ratio, measured[name].bubble_ratio
         shares = [f"{each:.1%}" for each in (*r, efficiency(r[0]), measured[name].efficiency)]
         rows.append((name, *shares, "yes" if order[name] else "NO"))
     header = ("", "r: simulated", "measured", "1/(1 + r)", "measured", "order as simulated, all ranks and steps")
-    table("bubble / ideal, and efficiency", header, rows)
+    print_table("bubble / ideal, and efficiency", header, rows)
     if not all(order.values()):
         raise RuntimeError("a schedule was executed in another order than it says")
 
@@ -44,8 +45,7 @@ def bubble(quick: bool) -> None:
         for kind, lines in (("simulated", simulated), ("measured", measured)):
             line = lines[name]
             panels[f"{name}, {kind}: {line.makespan:.0f} ms, of them bubble {line.bubble:.0f}"] = line
-    draw(panels, figure_path("measured"), "ms")
-    finish_figure("measured")
+    draw_figure(panels, "measured", "ms")
 
 
 def play(

@@ -1,10 +1,9 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
+from common.experiments.figures import SERIES, new_figure, save_figure
+from common.experiments.tables import print_table
 from common.presets import PRESETS
-from step01_single_gpu.experiments.tools import table
 from step02_data_parallel.batch_recipe import H100_TFLOPS
-from step02_data_parallel.experiments.tools import finish_figure, new_figure
-from step04_tensor_parallel.experiments.predictions import gather_ratio
 from step05_pipeline.experiments import predictions
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
@@ -30,17 +29,17 @@ def condition(quick: bool) -> None:
             cells = (f"{model.hidden:,}", f"{layers:g}", f"{without:.4f}", f"{corrected:.4f}", f"{exact:.4f}")
             rows.append((f"{name}, pp {p}", *cells))
     header = ("", "h", "layers a stage", "A3: elements", "times beta = 2", "and with its own FLOPs")
-    table("predicted: message / forward of the next stage; at most 1 to hide completely", header, rows)
+    print_table("predicted: message / forward of the next stage; at most 1 to hide completely", header, rows)
     rows = []
     for name in MODELS:
         model = PRESETS[name]
         message = predictions.message_bytes(1, seq, model.hidden, 2)
-        tensor = gather_ratio(8, 2 * model.ffn, peak, IN_A_NODE)
+        tensor = 2 * 7 * peak / (2 * 2 * model.ffn * IN_A_NODE)  # beta (t - 1) peak / (2 columns bandwidth)
         pipeline = predictions.hide_ratio_of(model, seq, model.layers / 8, peak, BETWEEN_NODES)
         cells = (f"{message / 1e6:.1f}", f"{1e3 * message / BETWEEN_NODES:.2f}", f"{pipeline:.4f}", f"{tensor:.2f}")
         rows.append((name, *cells))
     header = ("", "a message, MB", "ms between nodes", "pp 8: message / forward", "tp 8: gather / MLP's product")
-    table("predicted: beside step 4's best case, the gather before gate and up within a node", header, rows)
+    print_table("predicted: beside step 4's best case, the gather before gate and up within a node", header, rows)
     rows = []
     for c in (0, 0.05, 0.25, 0.5, 1):
         cells = []
@@ -50,7 +49,9 @@ def condition(quick: bool) -> None:
             cells.append(f"{line.makespan:g}")
         rows.append((f"{c:g} F", *cells))
     header = ("a message takes", "afab", "1f1b", "interleaved, v 2", "zb-h1")
-    table("simulated: makespan of 8 ranks, 32 micro-batches, when messages take time (F = I = W = 1)", header, rows)
+    print_table(
+        "simulated: makespan of 8 ranks, 32 micro-batches, when messages take time (F = I = W = 1)", header, rows
+    )
 
 
 def scaling(quick: bool) -> None:
@@ -68,10 +69,10 @@ def scaling(quick: bool) -> None:
             rows.append((f"{name}: pp {p}", f"{speed:,}", printed, f"{share:.3f}", alone, f"{speed / share:,.0f}"))
             before = share
     header = ("", "tokens/s/GPU", "change", "predicted: 1/(1 + (p-1)/m)", "its change", "tokens/s without the bubble")
-    table("published (read off a figure, rounded), and the bubble alone", header, rows)
+    print_table("published (read off a figure, rounded), and the bubble alone", header, rows)
 
     figure, axes = new_figure(columns=2, width=9.5)
-    for (name, values), colour in zip(predictions.PUBLISHED_1F1B.items(), ("#E69F00", "#0072B2")):
+    for (name, values), colour in zip(predictions.PUBLISHED_1F1B.items(), SERIES):
         places = range(len(values))
         first = next(iter(values.values())) / theory[name, 2]
         axes[0].plot(places, values.values(), "o-", color=colour, label=f"published, {name}")
@@ -87,4 +88,4 @@ def scaling(quick: bool) -> None:
         axis.set_title(title, fontsize=9.5, loc="left")
         axis.legend(frameon=False, fontsize=8, loc="lower left")
     axes[0].text(2.54, 16600, "more than one node", fontsize=8)
-    finish_figure("scaling", figure)
+    save_figure(figure, "scaling")

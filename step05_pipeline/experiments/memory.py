@@ -9,21 +9,19 @@ import torch
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
+from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
+from common.experiments.tables import compared, print_table
 from common.measure.allocator import MemoryMeter
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.process_groups import Mesh
-from step01_single_gpu.experiments.tools import compared, table
-from step02_data_parallel.experiments.tools import finish_figure, new_figure
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.stages import schedule_of, split_layers
-
-COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00")  # of ranks
 
 
 def activations(quick: bool) -> None:
@@ -51,13 +49,13 @@ def activations(quick: bool) -> None:
             rows.append((f"{name}, rank {rank}", in_flight[rank], *compared(expected[rank], measured[rank])))
         figures[name] = [each / whole for each in measured]
     header = ("", "in flight", "predicted", "measured", "ratio")
-    table(f"{ranks} ranks, {micro_batches} micro-batches: peak bytes kept for the backward", header, rows)
+    print_table(f"{ranks} ranks, {micro_batches} micro-batches: peak bytes kept for the backward", header, rows)
     cells = []
     for index, name in enumerate(ORDER):
         peaks = [found[rank][index]["allocated"] for rank in range(ranks)]
         cells.append((name, *(f"{each:,}" for each in peaks), f"{max(figures[name]):.2f}"))
     header = ("", *(f"rank {rank}" for rank in range(ranks)), "fullest, kept / one rank's")
-    table("peak of the allocator in a step: activations, gradients, messages, temporaries, bytes", header, cells)
+    print_table("peak of the allocator in a step: activations, gradients, messages, temporaries, bytes", header, cells)
     draw_activations(figures, ranks, micro_batches)
 
 
@@ -139,7 +137,7 @@ def draw_activations(shares: dict[str, list[float]], ranks: int, micro_batches: 
     for rank in range(ranks):
         places = [place + (rank - (ranks - 1) / 2) * 0.8 / ranks for place in range(len(shares))]
         heights = [each[rank] for each in shares.values()]
-        axis.bar(places, heights, width=0.76 / ranks, color=COLOURS[rank], label=f"rank {rank}")
+        axis.bar(places, heights, width=0.76 / ranks, color=SERIES[rank], label=f"rank {rank}")
     axis.axhline(1, color="black", linewidth=1, linestyle="--", label="one process, one micro-batch")
     axis.set_xticks(range(len(shares)), shares, fontsize=8)
     axis.set_ylabel("bytes / those of one process")
@@ -147,7 +145,7 @@ def draw_activations(shares: dict[str, list[float]], ranks: int, micro_batches: 
     axis.set_title(title + "1 is what one process keeps of one micro-batch", fontsize=9.5, loc="left")
     axis.grid(visible=False, axis="x")
     axis.legend(frameon=False, fontsize=8, ncols=2)
-    finish_figure("activations", figure)
+    save_figure(figure, "activations")
 
 
 # ---- parameters, and who gets how many layers ------------------------------------------------------------------------
@@ -173,14 +171,14 @@ def balance(quick: bool) -> None:
         rows.append(("equal stages, if there were", "", "", "1.000", f"{ideal:.1%}", ""))
         header = ("", "layers", "work of the last", "slowest / mean", "efficiency, 1f1b", "GiB of the fullest")
         title = f"predicted: {name}, pp {ranks}, {seq:,} tokens, {m} micro-batches; the head is worth {head:.2f} layers"
-        table(title, header, rows)
+        print_table(title, header, rows)
     model, (whole, worst) = PRESETS["llama3-8b"], predictions.PUBLISHED_8B.values()
     rows = []
     for label, published, first, last in (("one GPU", whole, 0, 32), ("pp 8, stage 0 of 4 layers", worst, 0, 4)):
         size = 2 * predictions.stage_parameters(model, first, last) / 2**30
         rows.append((label, f"{published:.2f}", f"{size:.2f}"))
     rows.append(("an eighth of all", "", f"{2 * count_parameters(model).total / 2**30 / 8:.2f}"))
-    table("GiB of parameters", ("llama3-8b, bfloat16", "published", "predicted"), rows)
+    print_table("GiB of parameters", ("llama3-8b, bfloat16", "published", "predicted"), rows)
 
 
 def head_in_layers(model: ModelConfig, seq: int) -> float:

@@ -4,12 +4,12 @@ from collections import Counter
 
 from common.collectives import barrier, record
 from common.config import TrainConfig
+from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
+from common.experiments.runs import overlay, reference_gradients
+from common.experiments.tables import print_comparison, print_table
 from common.measure import tcp_bytes as wire
 from common.process_groups import Mesh
-from step01_single_gpu.experiments.tools import table
-from step02_data_parallel.experiments.tools import against, overlay, reference_gradients
-from step04_tensor_parallel.experiments.tools import compare_gradients, worst_difference
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case
 from step05_pipeline.train import train
@@ -42,8 +42,8 @@ def messages(quick: bool) -> None:
         alone = flags["pp"] == ranks  # otherwise tp or dp send over the same sockets
         sizes.append((name, *cells, f"{sockets / (number * size):.4f}" if alone else ""))
     title = f"{ranks} ranks, {m} micro-batches: messages of a step, forward and backward, of all ranks"
-    table(title, ("", "formula", "log of calls", "sent by rank 1"), rows)
-    table("and their bytes", ("", "a message", "of a step", "log / formula", "TCP sockets / formula"), sizes)
+    print_table(title, ("", "formula", "log of calls", "sent by rank 1"), rows)
+    print_table("and their bytes", ("", "a message", "of a step", "log / formula", "TCP sockets / formula"), sizes)
     shared(ranks, shape)
 
 
@@ -96,7 +96,9 @@ def shared(ranks: int, shape: dict) -> None:
         else:  # V-shaped: first and last stage share a rank, and nothing has to be sent
             size = model.vocab * model.hidden if name.startswith("1f1b") else 0
         rows.append((f"{name}: group {group}", 4.0 * size, counted[group]))
-    against(f"{ranks} ranks: bytes that rank 0 sends once a step for parameters that other stages hold too", "", rows)
+    print_comparison(
+        f"{ranks} ranks: bytes that rank 0 sends once a step for parameters that other stages hold too", "", rows
+    )
 
 
 def count_shared(mesh: Mesh, flags: dict) -> dict[str, int]:

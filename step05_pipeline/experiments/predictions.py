@@ -11,7 +11,6 @@ import torch
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
 from step01_single_gpu.memory_model.prediction import layer_activations, saved_activations, total_bytes
-from step04_tensor_parallel.experiments.predictions import loss_bytes
 from step05_pipeline.schedules.actions import Schedule
 
 # ---- bubbles ---------------------------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def stage_activations(model: ModelConfig, first: int, last: int, b: int, s: int,
     if first == 0:
         result += sum(each.bytes for each in whole if each.name == "tokens")
     if last == model.layers:
-        result += total_bytes(whole, "head") + loss_bytes(b * s, model.vocab, 1)
+        result += total_bytes(whole, "head") + b * s * (4 * model.vocab + 8 + 1)
     return result
 
 

@@ -1,12 +1,11 @@
 """What schedules cost, by simulation alone: time lines, bubbles, micro-batches in flight, against the formulas."""
 
-from step01_single_gpu.experiments.tools import compared, table
-from step02_data_parallel.experiments.tools import figure_path, finish_figure, new_figure
+from common.experiments.figures import SERIES, new_figure, save_figure
+from common.experiments.tables import compared, print_table
 from step05_pipeline.experiments import predictions
-from step05_pipeline.experiments.tools import ORDER, pipeline_of
+from step05_pipeline.experiments.tools import ORDER, draw_figure, pipeline_of
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
-from step05_pipeline.schedules.timeline import draw
 from step05_pipeline.schedules.validator import check_schedule
 
 UNIT = "time; 1 is the forward of a quarter of the model"
@@ -40,7 +39,7 @@ def in_flight(label: str, timeline: Timeline) -> str:
 def beside(title: str, rows: list[tuple[str, float, float]]) -> None:
     """Print what a formula says and what was simulated."""
     cells = [(name, *compared(formula, simulated, "g")) for name, formula, simulated in rows]
-    table(title, ("", "formula", "simulated", "ratio"), cells)
+    print_table(title, ("", "formula", "simulated", "ratio"), cells)
 
 
 def schedules(quick: bool) -> None:
@@ -53,15 +52,15 @@ def schedules(quick: bool) -> None:
         numbers = ["/".join(map(str, each)) for each in (line.stores, line.unfinished)]
         rows.append((name, *lost, f"{line.span:g}", in_flight(name, line), *numbers))
     header = ("schedule", "makespan", "bubble", "r", "efficiency", "within a rank", "in flight", "I to W", "unfinished")
-    table("p 4, m 8, F = I = W = 1 (of a quarter of the model), B = 2; 24 units of work on each rank", header, rows)
+    print_table(
+        "p 4, m 8, F = I = W = 1 (of a quarter of the model), B = 2; 24 units of work on each rank", header, rows
+    )
     for figure, names in FAMILIES.items():
-        draw({title_of(name, lines[name]): lines[name] for name in names}, figure_path(figure), UNIT)
-        finish_figure(figure)
+        draw_figure({title_of(name, lines[name]): lines[name] for name in names}, figure, UNIT)
     del lines["naive"]  # as long as three of the others
     lines["llama3"] = lines.pop(LLAMA3)  # with N = 4 it is interleaved
     labels = {name: LLAMA3 if name == "llama3" else name for name in lines}
-    draw({title_of(labels[name], line): line for name, line in lines.items()}, figure_path("gallery"), UNIT)
-    finish_figure("gallery")
+    draw_figure({title_of(labels[name], line): line for name, line in lines.items()}, "gallery", UNIT)
     draw_both_ends()
 
 
@@ -73,8 +72,7 @@ def draw_both_ends() -> None:
         title_of("dualpipev, 4 ranks, 10 micro-batches", half),
     )
     unit = "time; 1 is the forward of a stage, here an eighth of the model"
-    draw(dict(zip(titles, (whole, half))), figure_path("both_ends"), unit)
-    finish_figure("both_ends")
+    draw_figure(dict(zip(titles, (whole, half))), "both_ends", unit)
 
 
 def naive(quick: bool) -> None:
@@ -89,9 +87,8 @@ def naive(quick: bool) -> None:
         if micro_batches < 32:
             lines[f"{label}: {line.makespan:g} units, bubble {line.bubble:g}"] = line
     header = ("4 ranks", "makespan", "ideal", "(p - 1)/m", "simulated r")
-    table("one batch; a rank's forward of it takes 1, its backward 2", header, rows)
-    draw(lines, figure_path("naive"), "time; 1 is a rank's forward of the whole batch")
-    finish_figure("naive")
+    print_table("one batch; a rank's forward of it takes 1, its backward 2", header, rows)
+    draw_figure(lines, "naive", "time; 1 is a rank's forward of the whole batch")
 
 
 # ---- interleaving ----------------------------------------------------------------------------------------------------
@@ -111,15 +108,14 @@ def bubbles(quick: bool) -> None:
             cells.append(f"{formula:.2f}" + (f" -> {simulated:.2f}" if abs(simulated - formula) > 1e-9 else ""))
         rows.append((m, *cells, f"{predictions.smallest_ratio(ranks, m):.2f}"))
     header = ("m", *(f"v = {v}" for v in CHUNKS), "p/m - 1")
-    table(
+    print_table(
         "r of 8 ranks: (p - 1)/(v m), and what was simulated where that differs; no order of these gets below p/m - 1",
         header,
         rows,
     )
 
     figure, axis = new_figure(width=9.0, height=3.8)
-    colours = ("#0072B2", "#56B4E9", "#009E73", "#E69F00")
-    for number, (v, colour) in enumerate(zip(CHUNKS, colours)):
+    for number, (v, colour) in enumerate(zip(CHUNKS, SERIES)):
         places = [place + (number - 1.5) * 0.2 for place in range(len(MICRO_BATCHES))]
         formulas, simulated = zip(*(ratios[m, v] for m in MICRO_BATCHES))
         axis.plot(places, simulated, "o", color=colour, markersize=5, label=f"v = {v}")
@@ -134,7 +130,7 @@ def bubbles(quick: bool) -> None:
     axis.grid(visible=False, axis="x")
     axis.set_title("8 ranks, m micro-batches, v stages on each rank: simulated", fontsize=10, loc="left")
     axis.legend(frameon=False, fontsize=9)
-    finish_figure("bubbles", figure)
+    save_figure(figure, "bubbles")
 
 
 def llama3(quick: bool) -> None:
@@ -147,10 +143,9 @@ def llama3(quick: bool) -> None:
         kept = in_flight("llama3", line)
         rows.append((n, f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.3f}", kept))
         lines[f"N = {n}: {line.makespan:g} units; in flight {kept}"] = line
-    table("p 4, v 2, M 10; half a unit is a stage's forward", ("N", "makespan", "bubble", "r", "in flight"), rows)
+    print_table("p 4, v 2, M 10; half a unit is a stage's forward", ("N", "makespan", "bubble", "r", "in flight"), rows)
     del lines[next(title for title in lines if title.startswith("N = 7"))]
-    draw(lines, figure_path("llama3"), UNIT)
-    finish_figure("llama3")
+    draw_figure(lines, "llama3", UNIT)
 
 
 # ---- split backwards -------------------------------------------------------------------------------------------------
@@ -185,7 +180,7 @@ def split_backward(quick: bool) -> None:
             cells.append(f"{line.bubble_ratio:.1%}" + (f" ({within:.1%})" if line.makespan - line.span > 1e-9 else ""))
         rows.append((name, *cells))
     header = ("r (within a rank)", "F = I = W", "F 10, I 13, W 8", "F 10, I 14, W 6")
-    table("8 ranks, 32 micro-batches: the less W there is, the less can be filled", header, rows)
+    print_table("8 ranks, 32 micro-batches: the less W there is, the less can be filled", header, rows)
 
 
 def _with_times(name: str, p: int, F: float, I: float, W: float, **more) -> Timeline:  # noqa: E741

@@ -1,17 +1,19 @@
 """What the experiments of this step share: its schedules, a pipeline on local ranks that can be looked into."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from common.config import TrainConfig
 from common.data.batches import load_batches
-from common.process_groups import Degrees, Mesh
+from common.experiments.figures import figure_path
+from common.process_groups import Degrees, Mesh, build_mesh
 from common.reductions import gradient_norm, sum_extra_groups
-from step04_tensor_parallel.experiments.tools import mesh_of
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
-from step05_pipeline.schedules.simulator import Costs
+from step05_pipeline.schedules.simulator import Costs, Timeline
+from step05_pipeline.schedules.timeline import draw
 from step05_pipeline.train import build
 
 # In the order of the lesson; all of the catalogue are in it
@@ -29,6 +31,14 @@ def pipeline_of(name: str, ranks: int, micro_batches: int, chunks: int | None = 
     schedule = build_schedule(name, ranks, micro_batches, chunks)
     unit = schedule.ranks / schedule.stages
     return schedule, Costs(F=unit, I=unit, W=unit)
+
+
+def draw_figure(timelines: dict[str, Timeline], name: str, unit: str) -> None:
+    """Draw timelines as NAME.png in the folder of this step's figures, and print where."""
+    print(f"  figure: {draw(timelines, figure_path(name), unit)}")
+
+
+mesh_of = functools.cache(build_mesh)  # groups once for all cases of a layout: all ranks run the same cases
 
 
 class Run:
