@@ -59,8 +59,8 @@ def _reduce_scatter(x, group):
     return mine
 
 
-def _operator(in_forward, in_backward):
-    """Return an autograd function of (x, group)."""
+def make_operator(in_forward, in_backward):
+    """Return an autograd function of (x, group) from a function of (x, group) for each direction."""
 
     class Operator(torch.autograd.Function):
         @staticmethod
@@ -75,10 +75,10 @@ def _operator(in_forward, in_backward):
     return Operator.apply
 
 
-copy_to_ranks = _operator(_nothing, _all_reduce)
-sum_over_ranks = _operator(_all_reduce, _nothing)
-gather_sequence = _operator(_all_gather, _reduce_scatter)  # (batch, seq/tp, ...) -> (batch, seq, ...)
-reduce_scatter_sequence = _operator(_reduce_scatter, _all_gather)  # (batch, seq, ...) -> (batch, seq/tp, ...)
+copy_to_ranks = make_operator(_nothing, _all_reduce)
+sum_over_ranks = make_operator(_all_reduce, _nothing)
+gather_sequence = make_operator(_all_gather, _reduce_scatter)  # (batch, seq/tp, ...) -> (batch, seq, ...)
+reduce_scatter_sequence = make_operator(_reduce_scatter, _all_gather)  # (batch, seq, ...) -> (batch, seq/tp, ...)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from common.link import Link
 
+# Median bus bandwidth (GB/s) of an all-gather of 256 MB by number of GPUs, on nodes of 8 H100. Measured by the authors
+# of the playbook and read off its figure "pp_comm_bandwidth"; not measured here.
+ALL_GATHER_GB_PER_S = {8: 249.8, 16: 184.6, 32: 119.0, 64: 69.0, 128: 55.0, 256: 28.0, 512: 11.0}
+
 
 def all_reduce_bytes(size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in an all-reduce of `size` bytes: 2(N-1)/N K."""
@@ -33,6 +37,24 @@ def fill_buckets(sizes: list[int], limit: float) -> list[list[int]]:
         buckets[-1].append(index)
         room -= sizes[index]
     return buckets
+
+
+def gather_ratio(ranks: int, width: float, peak_flops: float, bandwidth: float, beta: int = 2) -> float:
+    """Return the time of an all-gather over that of the matrix product that follows it; up to 1 it can hide completely.
+
+    The all-gather of b s h elements brings each of t ranks (t-1)/t of them. The product with `width` columns, of which
+    a rank has width / t, is 2 b s h width / t FLOPs:
+
+        beta b s h (t-1)/t / bandwidth  :  2 b s h width / t / peak  =  beta (t-1) peak / (2 width bandwidth)
+
+    b, s and h have cancelled. The playbook's appendix A3 has width = h and counts elements (beta = 1) while bandwidths
+    are bytes per second; its cheatsheet sets width = 12 h, a whole block.
+
+    Args:
+        width: columns of all matrices that share the gather, over all ranks.
+        peak_flops: FLOP/s of a rank. bandwidth: bytes/s that reach a rank. beta: bytes of an element.
+    """
+    return beta * (ranks - 1) * peak_flops / (2 * width * bandwidth)
 
 
 @dataclass

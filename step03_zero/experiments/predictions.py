@@ -7,7 +7,7 @@ layer each; the embedding; the final norm with the head). The link is the alpha-
 
 from dataclasses import dataclass
 
-from common.experiments.cost_model import Player
+from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player  # noqa: F401
 
 # Bytes a parameter: parameters, gradients, optimizer (master weights and Adam's two moments).
 OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients only ever lie in buckets of at least float32
@@ -17,7 +17,6 @@ PLOTTED = (2, 2, 8)  # what the bars of the playbook's figure of 8 B parameters 
 
 # Median bus bandwidth (GB/s) of 256 MB by number of GPUs, on nodes of 8 H100. Measured by the authors of the playbook
 # and read off its figure "pp_comm_bandwidth"; not measured here.
-ALL_GATHER_GB_PER_S = {8: 249.8, 16: 184.6, 32: 119.0, 64: 69.0, 128: 55.0, 256: 28.0, 512: 11.0}
 REDUCE_SCATTER_GB_PER_S = {8: 249.7, 16: 181.6, 32: 115.8, 64: 68.6, 128: 54.5, 256: 27.9, 512: 11.1}
 
 

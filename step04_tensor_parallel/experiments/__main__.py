@@ -11,30 +11,21 @@ predicted, and what others have measured there, published.
 
 import sys
 
-from step02_data_parallel.experiments.tools import command
-from step04_tensor_parallel.experiments import cluster as experiments_cluster
-from step04_tensor_parallel.experiments import collectives as experiments_collectives
-from step04_tensor_parallel.experiments import memory as experiments_memory
-from step04_tensor_parallel.experiments import overlap as experiments_overlap
-from step04_tensor_parallel.experiments import pictures
-from step04_tensor_parallel.experiments import shapes as experiments_shapes
+from common.experiments.runner import run_experiments
+from step04_tensor_parallel.experiments import cluster, collectives, memory, overlap, shapes
 
-EXPERIMENTS = {
-    function.__name__: function
-    for function in (
-        pictures.operators,
-        experiments_shapes.worked,
-        experiments_shapes.shapes,
-        experiments_collectives.collectives,
-        experiments_memory.activations,
-        experiments_memory.logits,
-        experiments_collectives.gradients,
-        experiments_collectives.curves,
-        experiments_overlap.overlap,
-        experiments_cluster.condition,
-        experiments_cluster.scaling,
-    )
-}
+EXPERIMENTS = [
+    shapes.worked,
+    shapes.shapes,
+    collectives.collectives,
+    memory.activations,
+    memory.logits,
+    collectives.gradients,
+    collectives.curves,
+    overlap.overlap,
+    cluster.condition,
+    cluster.scaling,
+]
 
 if __name__ == "__main__":
-    sys.exit(command("step04_tensor_parallel", __doc__.splitlines()[0], EXPERIMENTS))
+    sys.exit(run_experiments("step04_tensor_parallel", __doc__.splitlines()[0], EXPERIMENTS))

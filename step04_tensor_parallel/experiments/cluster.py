@@ -1,12 +1,13 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
 from common.counts import count_flops
+from common.experiments.cost_model import ALL_GATHER_GB_PER_S, gather_ratio
+from common.experiments.figures import new_figure, save_figure
+from common.experiments.tables import print_table
 from common.presets import PRESETS
-from step01_single_gpu.experiments.tools import table
 from step02_data_parallel.batch_recipe import H100_TFLOPS
-from step02_data_parallel.experiments.tools import finish_figure, new_figure
-from step03_zero.experiments.predictions import ALL_GATHER_GB_PER_S
 from step04_tensor_parallel.experiments import predictions
+from step04_tensor_parallel.experiments.tools import COLOURS
 
 IN_A_NODE = 250e9  # bytes/s of an all-gather among 8 H100, rounded from the published 249.8
 HIDDEN = (2048, 4096, 8192, 16384)
@@ -31,24 +32,24 @@ def condition(quick: bool) -> None:
     print(
         f"\npeak {H100_TFLOPS:g} TFLOP/s, all-gather {IN_A_NODE / 1e9:g} GB/s in a node, published beyond it; 2 bytes"
     )
-    grid = [[predictions.gather_ratio(tp, h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
-    whole = [[predictions.gather_ratio(tp, 12 * h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
+    grid = [[gather_ratio(tp, h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
+    whole = [[gather_ratio(tp, 12 * h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
     for title, values in (("one matrix, h x h (A3, times beta)", grid), ("a block of 12 h^2 (cheatsheet)", whole)):
         rows = [(f"tp {tp}", *(f"{value:.2f}" for value in line)) for tp, line in zip(DEGREES, values)]
-        table(f"predicted: all-gather / product, {title}", ("", *(f"h {h:,}" for h in HIDDEN)), rows)
+        print_table(f"predicted: all-gather / product, {title}", ("", *(f"h {h:,}" for h in HIDDEN)), rows)
     rows = []
     for name in ("llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"):
         model = PRESETS[name]
         widths = (model.hidden, (model.heads + 2 * model.kv_heads) * model.head_width, 2 * model.ffn)
-        ratios = [predictions.gather_ratio(8, width, peak, bandwidth(8)) for width in widths]
+        ratios = [gather_ratio(8, width, peak, bandwidth(8)) for width in widths]
         rows.append((name, f"{model.hidden:,}", *(f"{ratio:.2f}" for ratio in ratios)))
     header = ("tp 8", "h", "alone, h columns", "q, k, v share one", "gate, up share one")
-    table("predicted: all-gather / the products that share it", header, rows)
+    print_table("predicted: all-gather / the products that share it", header, rows)
     rows = []
     for tp in DEGREES:
-        least = predictions.gather_ratio(tp, 1, peak, bandwidth(tp))
+        least = gather_ratio(tp, 1, peak, bandwidth(tp))
         rows.append((f"tp {tp}", f"{bandwidth(tp) / 1e9:g}", f"{least:,.0f}"))
-    table("predicted: columns that share a gather from which on it can hide", ("", "GB/s", "columns"), rows)
+    print_table("predicted: columns that share a gather from which on it can hide", ("", "GB/s", "columns"), rows)
     model, tokens, rows = PRESETS["llama3-8b"], 8192, []
     flops = count_flops(model, tokens).model
     for tp in DEGREES:
@@ -58,7 +59,9 @@ def condition(quick: bool) -> None:
         cells = (f"{sent / 1e9:.1f}", f"{1e3 * times[0]:.0f}", f"{1e3 * times[1]:.0f}", f"{times[0] / times[1]:.2f}")
         rows.append((f"tp {tp}", *cells))
     header = ("", "GB sent by the blocks", "ms at that bandwidth", "ms of computation at peak", "ratio")
-    table(f"predicted: llama3-8b, a micro-batch of {tokens:,} tokens, SP, overlap, bfloat16, a rank", header, rows)
+    print_table(
+        f"predicted: llama3-8b, a micro-batch of {tokens:,} tokens, SP, overlap, bfloat16, a rank", header, rows
+    )
     draw_condition(grid, whole)
 
 
@@ -89,7 +92,7 @@ def draw_condition(grid: list, whole: list) -> None:
     )
     bar = figure.colorbar(picture, ax=axes, ticks=[0.03, 0.1, 0.3, 1, 3, 10, 30], format="%g")
     bar.minorticks_off()
-    finish_figure("condition", figure)
+    save_figure(figure, "condition")
 
 
 def scaling(quick: bool) -> None:
@@ -101,11 +104,11 @@ def scaling(quick: bool) -> None:
             change = f"{speed / before - 1:+.1%}" if before else ""
             changes[name, tp], before = change, speed
             rows.append((f"{name} {tp}", f"{speed:,}", change, batch))
-    table("published: 3 B parameters", ("", "tokens/s/GPU", "against half the tp", "largest batch"), rows)
+    print_table("published: 3 B parameters", ("", "tokens/s/GPU", "against half the tp", "largest batch"), rows)
 
     figure, axes = new_figure(columns=2, width=9.5)
     places = range(len(DEGREES))
-    for number, (name, colour) in enumerate((("tp", "#E69F00"), ("tp + SP", "#0072B2"))):
+    for number, (name, colour) in enumerate(zip(PUBLISHED, (COLOURS["no SP"], COLOURS["SP, overlap"]))):
         offset = (number - 0.5) * 0.38
         speeds, batches = zip(*PUBLISHED[name].values())
         axes[0].bar([place + offset for place in places], speeds, width=0.36, color=colour, label=name)
@@ -122,4 +125,4 @@ def scaling(quick: bool) -> None:
     axes[0].text(2.54, 14000, "more than one node", fontsize=8)
     axes[0].yaxis.set_major_formatter("{x:,.0f}")
     axes[1].legend(frameon=False, loc="upper left")
-    finish_figure("scaling", figure)
+    save_figure(figure, "scaling")

@@ -5,33 +5,17 @@ from collections.abc import Callable
 
 from common.collectives import barrier, record
 from common.config import TrainConfig
+from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
-from common.measure import tcp_bytes as wire
+from common.experiments.runs import overlay, reference_gradients
+from common.experiments.tables import print_comparison, print_table
+from common.measure import tcp_bytes
 from common.process_groups import Mesh
-from step01_single_gpu.experiments.tools import table
-from step02_data_parallel.experiments.tools import against, overlay, reference_gradients
 from step04_tensor_parallel.experiments import predictions
-from step04_tensor_parallel.experiments.predictions import Way
-from step04_tensor_parallel.experiments.tools import (
-    SHAPE,
-    WAYS,
-    Run,
-    compare_gradients,
-    on_every_case,
-    worst_difference,
-)
+from step04_tensor_parallel.experiments.tools import RECOMPUTED, SHAPE, WAYS, Run, on_every_case, way_of
 from step04_tensor_parallel.train import train
 
 SHARED = {"SP, overlap, 1 K/V head": WAYS["SP, overlap"] | {"kv_heads": 1}}
-RECOMPUTED = {
-    f"{name}, full recomputation": WAYS[name] | {"recompute": "full"} for name in ("no SP, plain", "SP, overlap")
-}
-
-
-def way_of(flags: dict) -> Way:
-    """The same flags, as the predictions know them."""
-    sequence_parallel, mode = flags.get("sequence_parallel", True), flags["tp_mode"]
-    return Way(sequence_parallel, mode, flags.get("recompute") == "full")
 
 
 def collectives(quick: bool) -> None:
@@ -54,11 +38,13 @@ def collectives(quick: bool) -> None:
             cells = (f"{total:,.0f}", f"{two['bytes'].total():,.0f}", f"{two['bytes'].total() / total:.4f}")
             steps.append((name, *cells, f"{two['sockets']:,.0f}", f"{two['sockets'] / total:.4f}"))
         header = ("way", "phase", "predicted", "log of calls")
-        table(f"{ranks} ranks: collectives of one block (a model of 2 blocks, less a model of 1)", header, numbers)
+        print_table(
+            f"{ranks} ranks: collectives of one block (a model of 2 blocks, less a model of 1)", header, numbers
+        )
         title = f"{ranks} ranks: bytes that a rank sends for one block; b s h is {stream:,} bytes"
-        against(title, "way, phase", blocks)
+        print_comparison(title, "way, phase", blocks)
         header = ("way", "predicted", "log of calls", "ratio", "TCP sockets", "ratio")
-        table(f"{ranks} ranks: bytes that a rank sends in a step of 2 blocks, everything included", header, steps)
+        print_table(f"{ranks} ranks: bytes that a rank sends in a step of 2 blocks, everything included", header, steps)
         for name in ("SP, overlap", *SHARED):
             parts = predictions.step_bytes(way_of(ways[name]), ranks, *dimensions(ways[name])[0])
             print(f"  {name}, by part: " + ", ".join(f"{part} {size:,.0f}" for part, size in parts.items() if size))
@@ -82,11 +68,11 @@ def count_calls(mesh: Mesh, done: Callable, cases: list[dict]) -> list[dict]:
     for flags in cases:
         run = Run(mesh, **flags)
         barrier(mesh.world)
-        before = wire.sent_by_me() or 0
-        barrier(mesh.world)  # everybody has read, before anybody sends
+        before = tcp_bytes.sent_by_me() or 0
+        barrier(mesh.world)  # every rank has read its counter before any rank sends
         with record() as calls:
             run.gradients()
-        counted = {"sockets": (wire.sent_by_me() or 0) - before, "bytes": Counter()}
+        counted = {"sockets": (tcp_bytes.sent_by_me() or 0) - before, "bytes": Counter()}
         for phase in ("forward", "backward"):
             counted[phase] = Counter(call.op for call in calls if call.phase == phase and call.op != "receive")
         for call in calls:
@@ -119,7 +105,7 @@ def gradients(quick: bool) -> None:
 
 def gradient_difference(run: Run) -> float:
     """The largest relative difference between a gradient of this rank and its part of one process's gradient."""
-    return worst_difference(run.zero.shards, run.gradients(), reference_gradients(run.config, run.batches))
+    return worst_difference(run.shards, run.gradients(), reference_gradients(run.config, run.batches))
 
 
 def curves(quick: bool) -> None:

@@ -3,17 +3,15 @@
 import torch
 
 from common.config import TrainConfig
+from common.experiments.figures import new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
+from common.experiments.tables import print_comparison, print_table
 from common.presets import PRESETS
-from step01_single_gpu.experiments.tools import table
 from step01_single_gpu.memory_model.prediction import SavedTensors
-from step02_data_parallel.experiments.tools import against, finish_figure, new_figure
 from step04_tensor_parallel.experiments import predictions
-from step04_tensor_parallel.experiments.collectives import RECOMPUTED, way_of
 from step04_tensor_parallel.experiments.predictions import Way
-from step04_tensor_parallel.experiments.tools import SHAPE, WAYS, Run, on_every_case
+from step04_tensor_parallel.experiments.tools import COLOURS, RECOMPUTED, SHAPE, WAYS, Run, on_every_case, way_of
 
-COLOURS = {"no SP": "#E69F00", "SP, plain": "#56B4E9", "SP, overlap": "#0072B2"}
 DTYPES = ("float32", "bfloat16")
 
 
@@ -31,7 +29,7 @@ def activations(quick: bool) -> None:
             measured[key] = (predict(shapes[index]), two - one)  # one block more
     for dtype in DTYPES:
         rows = [(f"tp {ranks}, {name}", *both) for (kind, ranks, name), both in measured.items() if kind == dtype]
-        against(f"{dtype}: bytes that one block keeps on a rank", "", rows)
+        print_comparison(f"{dtype}: bytes that one block keeps on a rank", "", rows)
     parts = predictions.block_activations(*of_model("bfloat16"), 4, Way())
     print("  bfloat16, tp 4, SP, overlap, by part: " + ", ".join(f"{name} {size:,}" for name, size in parts.items()))
 
@@ -40,7 +38,9 @@ def activations(quick: bool) -> None:
         paper = [predictions.gpt_block_activations(t, sequence_parallel) for sequence_parallel in (False, True)]
         rows.append((t, *(f"{each:.2f}" for each in paper), *(f"{each:.2f}" for each in llama_block(t))))
     header = ("t", "GPT: 10 + 24/t", "GPT + SP: 34/t", "llama3-8b", "+ SP, plain", "+ SP, overlap")
-    table("predicted: a block's activations in units of s b h bytes, half precision, without scores", header, rows)
+    print_table(
+        "predicted: a block's activations in units of s b h bytes, half precision, without scores", header, rows
+    )
     compare_70b()
     draw(measured, sizes)
 
@@ -92,7 +92,7 @@ def compare_70b() -> None:
             name = f"tp {t}{' + SP' if sequence_parallel else ''}"
             rows.append((name, shown, f"{gpt:.2f}", f"{ours * model.layers / 2**30:.2f}"))
     header = ("", "published", "GPT formula", "llama3-70b, ours")
-    table(f"predicted: GiB of activations a rank, 80 layers, {seq:,} tokens, without scores", header, rows)
+    print_table(f"predicted: GiB of activations a rank, 80 layers, {seq:,} tokens, without scores", header, rows)
 
 
 def draw(measured: dict, sizes: tuple[int, ...]) -> None:
@@ -120,11 +120,15 @@ def draw(measured: dict, sizes: tuple[int, ...]) -> None:
 
     degrees = (1, 2, 4, 8, 16)
     lines = {
-        "GPT: 10 + 24/t": ([predictions.gpt_block_activations(t, False) for t in degrees], "#E69F00", "--"),
-        "GPT with SP: 34/t": ([predictions.gpt_block_activations(t, True) for t in degrees], "#0072B2", "--"),
-        "llama3-8b": ([llama_block(t)[0] for t in degrees], "#E69F00", "-"),
-        "llama3-8b with SP, plain": ([llama_block(t)[1] for t in degrees], "#56B4E9", "-"),
-        "llama3-8b with SP, overlap": ([llama_block(t)[2] for t in degrees], "#0072B2", "-"),
+        "GPT: 10 + 24/t": ([predictions.gpt_block_activations(t, False) for t in degrees], COLOURS["no SP"], "--"),
+        "GPT with SP: 34/t": (
+            [predictions.gpt_block_activations(t, True) for t in degrees],
+            COLOURS["SP, overlap"],
+            "--",
+        ),
+        "llama3-8b": ([llama_block(t)[0] for t in degrees], COLOURS["no SP"], "-"),
+        "llama3-8b with SP, plain": ([llama_block(t)[1] for t in degrees], COLOURS["SP, plain"], "-"),
+        "llama3-8b with SP, overlap": ([llama_block(t)[2] for t in degrees], COLOURS["SP, overlap"], "-"),
     }
     for label, (values, colour, style) in lines.items():
         right.plot(degrees, values, style, color=colour, marker="o", markersize=3, label=label)
@@ -134,7 +138,7 @@ def draw(measured: dict, sizes: tuple[int, ...]) -> None:
     right.set_yticks([2, 4, 8, 16, 32, 64], [2, 4, 8, 16, 32, 64])
     right.set_title("predicted: half precision, without scores", fontsize=10, loc="left")
     right.legend(frameon=False, fontsize=8)
-    finish_figure("activations", figure)
+    save_figure(figure, "activations")
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ def logits(quick: bool) -> None:
             name, width = f"tp {ranks}, {dtype}, vocabulary {vocab}", getattr(torch, dtype).itemsize
             rows.append((f"{name}: logits", tokens * -(-vocab // ranks) * width, made))
             rows.append((f"{name}: kept by the loss", predictions.loss_bytes(tokens, vocab, ranks), kept))
-    against(f"bytes on a rank, {tokens} tokens", "", rows)
+    print_comparison(f"bytes on a rank, {tokens} tokens", "", rows)
 
     model, tokens, rows = PRESETS["llama3-8b"], 8192, []
     for t in (1, 2, 4, 8):
@@ -160,7 +164,7 @@ def logits(quick: bool) -> None:
         gathered = predictions.sent("all_gather", tokens * model.vocab * 2, t)
         rows.append((t, f"{made / 1e9:.3f}", f"{kept / 1e9:.3f}", f"{exchanged / 1e6:.3f}", f"{gathered / 1e6:,.0f}"))
     header = ("t", "logits, GB", "kept by the loss, GB", "sent by the loss, MB", "sent to gather all logits, MB")
-    table(f"predicted: {tokens:,} tokens, vocabulary {model.vocab:,}, bfloat16, a rank", header, rows)
+    print_table(f"predicted: {tokens:,} tokens, vocabulary {model.vocab:,}, bfloat16, a rank", header, rows)
 
 
 def logit_bytes(run: Run) -> tuple[int, int]:

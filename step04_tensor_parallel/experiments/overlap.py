@@ -7,18 +7,19 @@ from pathlib import Path
 
 import torch
 
-from common.collectives import barrier
+from common import collectives
 from common.config import TrainConfig
+from common.experiments.cost_model import Player
+from common.experiments.figures import figure_path
 from common.experiments.local_ranks import on_ranks
-from common.process_groups import Mesh
-from common.tracing.report import Trace, read_trace
+from common.experiments.runs import run_jobs
+from common.experiments.tables import print_comparison, print_table
+from common.experiments.traces import quietest
+from common.process_groups import Group, Mesh
+from common.tracing.chrome_trace import Trace, read_trace
 from common.tracing.timeline_picture import draw_timelines
-from step01_single_gpu.experiments.tools import table
-from step02_data_parallel.experiments.tools import against, figure_path, finish_figure, quietest, run_jobs
-from step03_zero.experiments.predictions import Player
 from step04_tensor_parallel.experiments import predictions
-from step04_tensor_parallel.experiments.collectives import way_of
-from step04_tensor_parallel.experiments.tools import WAYS
+from step04_tensor_parallel.experiments.tools import WAYS, way_of
 from step04_tensor_parallel.train import train
 
 MODEL = {"layers": 1, "hidden": 512, "ffn": 1536, "heads": 8, "kv_heads": 8, "data": "synthetic", "warmup": 1}
@@ -48,15 +49,14 @@ def overlap(quick: bool) -> None:
         ("exposed communication, ms a step", "blocked", "exposed_s"),
     ):
         values = [(n, 1e3 * getattr(players[n], predicted), 1e3 * getattr(row, measured)) for n, row in rows.items()]
-        against(title, "way", values, ".1f")
+        print_comparison(title, "way", values, ".1f")
     cells = []
     for name, row in rows.items():
         share = 1 - players[name].blocked / players[name].communication
         cells.append((name, f"{share:.0%}", f"{row.overlap_share:.0%}", f"{1e3 * row.step_time_s:.0f}"))
-    table("overlap share and step time", ("way", "share: predicted", "measured", "step, ms"), cells)
+    print_table("overlap share and step time", ("way", "share: predicted", "measured", "step, ms"), cells)
     panels = [(title, by_operation(traces[name])) for name, title in PANELS.items()]
-    draw_timelines(panels, figure_path("timelines"), 0)
-    finish_figure("timelines")
+    print(f"  figure: {draw_timelines(panels, figure_path('timelines'), 0)}")
 
 
 def traced_runs(quick: bool) -> dict[str, Trace]:
@@ -90,16 +90,18 @@ def product_times(mesh: Mesh, done: Callable) -> dict[str, tuple[float, float, f
     shapes |= {"down": [(model.hidden, ffn)], "head": [(vocab, model.hidden)]}
     result = {}
     for name, weights in shapes.items():
-        alone = [_products(torch.randn(tokens, inside), torch.randn(out, inside), mesh) for out, inside in weights]
+        alone = [
+            _products(torch.randn(tokens, inside), torch.randn(out, inside), mesh.world) for out, inside in weights
+        ]
         result[name] = tuple(map(sum, zip(*alone)))
     return result
 
 
-def _products(x: torch.Tensor, weight: torch.Tensor, mesh: Mesh) -> list[float]:
+def _products(x: torch.Tensor, weight: torch.Tensor, group: Group) -> list[float]:
     """Seconds of x W', dy W and dy' x."""
     gradient, seconds = torch.randn(x.shape[0], weight.shape[0]), []
     for product in (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x):
-        barrier(mesh.world)
+        collectives.barrier(group)
         trials = []
         for _ in range(20):
             start = time.perf_counter()

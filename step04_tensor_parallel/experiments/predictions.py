@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from common.experiments.cost_model import Player
 from common.model import at_least_float32
 from common.model_config import ModelConfig
-from step03_zero.experiments.predictions import Player
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
@@ -144,24 +144,6 @@ def loss_bytes(tokens: int, vocab: int, tp: int, high: int = 4) -> int:
 
 
 # ---- does it hide ----------------------------------------------------------------------------------------------------
-
-
-def gather_ratio(tp: int, width: float, peak_flops: float, bandwidth: float, beta: int = 2) -> float:
-    """An all-gather's time over that of the product that follows it; up to 1 it could hide completely.
-
-    The all-gather of b s h elements brings each rank (t-1)/t of them; the product with `width` columns, of which a rank
-    has width / t, is 2 b s h width / t FLOPs:
-
-        beta b s h (t-1)/t / bandwidth  :  2 b s h width / t / peak  =  beta (t-1) peak / (2 width bandwidth)
-
-    b, s and h have cancelled. The playbook's appendix A3 has width = h and counts elements (beta = 1) while bandwidths
-    are bytes a second; its cheatsheet sets width = 12 h, a whole block.
-
-    Args:
-        width: columns of all matrices that share the gather, over all ranks.
-        peak_flops: FLOP/s of a rank. bandwidth: bytes/s that reach a rank.
-    """
-    return beta * (tp - 1) * peak_flops / (2 * width * bandwidth)
 
 
 def play_step(way: Way, player: Player, layers: int, stream: float, tokens: int, norms: float, times: dict) -> None:

@@ -9,14 +9,13 @@ from torch import nn
 
 from common import collectives
 from common.experiments.local_ranks import on_ranks
-from common.measure import tcp_bytes as wire
+from common.experiments.tables import print_comparison, print_table
+from common.measure import tcp_bytes
 from common.model import Decoder
 from common.process_groups import Group, Mesh
-from step01_single_gpu.experiments.tools import table
-from step02_data_parallel.experiments.tools import against
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import SHAPE, Run, on_every_case
-from step04_tensor_parallel.operators import Split, copy_to_ranks, sum_over_ranks
+from step04_tensor_parallel.operators import Split, copy_to_ranks, make_operator, sum_over_ranks
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 # ---- columns and rows ------------------------------------------------------------------------------------------------
@@ -41,8 +40,8 @@ def worked(quick: bool) -> None:
                     counts.append((order, phase, calls, f"{result['difference']:.0e}"))
     shape = "{tokens} tokens, h {hidden}, f {ffn}".format(**MLP)
     header = ("order", "phase", "collectives", "difference from one process")
-    table(f"an MLP of two matrices, {shape}, 2 ranks", header, counts)
-    against("bytes that a rank's sockets send, forward and backward", "", rows)
+    print_table(f"an MLP of two matrices, {shape}, 2 ranks", header, counts)
+    print_comparison("bytes that a rank's sockets send, forward and backward", "", rows)
     wrong = found["row then column"]["without the middle sum"]
     print(f"  row then column without the sum in the middle: output off by {wrong:.0%} of its norm, {ranks} ranks")
 
@@ -107,46 +106,20 @@ def both_orders(mesh: Mesh, done: Callable) -> dict[str, dict]:
     y, dx = gradient_of(lambda x: F.linear(F.silu(F.linear(x, first)), second))
     result = {}
     for name, function in (("column then row", column_then_row), ("row then column", row_then_column)):
-        collectives.barrier(group)
-        before = wire.sent_by_me() or 0
-        collectives.barrier(group)  # everybody has read, before anybody sends
+        collectives.barrier(mesh.world)
+        before = tcp_bytes.sent_by_me() or 0
+        collectives.barrier(mesh.world)  # every rank has read its counter before any rank sends
         with collectives.record() as calls:
             values = gradient_of(function)
         pairs = zip(values, (y, dx))
         result[name] = {
             phase: Counter(call.op for call in calls if call.phase == phase) for phase in ("forward", "backward")
         }
-        result[name]["sockets"] = (wire.sent_by_me() or 0) - before
+        result[name]["sockets"] = (tcp_bytes.sent_by_me() or 0) - before
         result[name]["difference"] = max(((ours - whole).norm() / whole.norm()).item() for ours, whole in pairs)
     wrong = row_then_column(x, lambda summand, group: summand)
     result["row then column"]["without the middle sum"] = ((wrong - y).norm() / y.norm()).item()
     return result
-
-
-class _MyColumns(torch.autograd.Function):
-    """(..., hidden) -> (..., hidden/tp): this rank's columns; the backward gathers."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.chunk(group.size, -1)[group.rank].clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _gather_columns(gradient, ctx.group), None
-
-
-class _AllColumns(torch.autograd.Function):
-    """(..., hidden/tp) -> (..., hidden); the backward keeps this rank's columns."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _gather_columns(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.chunk(ctx.group.size, -1)[ctx.group.rank].clone(), None
 
 
 def _gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -155,7 +128,12 @@ def _gather_columns(x: torch.Tensor, group: Group) -> torch.Tensor:
     return torch.cat(list(parts), -1)
 
 
-_my_columns, _all_columns = _MyColumns.apply, _AllColumns.apply
+def _keep_mine(x: torch.Tensor, group: Group) -> torch.Tensor:
+    return x.chunk(group.size, -1)[group.rank].clone()
+
+
+_my_columns = make_operator(_keep_mine, _gather_columns)  # (..., hidden) -> (..., hidden/tp)
+_all_columns = make_operator(_gather_columns, _keep_mine)  # (..., hidden/tp) -> (..., hidden)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -173,7 +151,7 @@ def shapes(quick: bool) -> None:
         columns |= dict(zip([name for name, size, _ in layouts if size == ranks], found))
     rows = [(where, *(column[where] for column in columns.values())) for where in columns["tp 1"]]
     title = "b {micro_batch}, s {seq_len}, h {hidden}, f {ffn}, {heads} heads, {kv_heads} K/V heads, v 384: rank 0"
-    table(title.format(**SHAPE), ("", *columns), rows)
+    print_table(title.format(**SHAPE), ("", *columns), rows)
 
 
 def read_shapes(run: Run) -> dict[str, str]:
