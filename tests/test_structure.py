@@ -1,0 +1,107 @@
+"""The plan of the house, read from the source: who imports whom, what is named where, and how large files get."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness.ranks import ROOT
+
+STEPS = sorted(path.parent.name for path in ROOT.glob("step*/train.py"))
+FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT / folder).rglob("*.py"))
+COMMANDS = {"common.compare", "common.tracer", "common.export", "common.demo"}  # what a user starts with python -m
+COLLECTIVE = {"common.collectives", "common.gloo", "common.process_groups", "common.launch"}
+
+
+def name_of(path: Path) -> str:
+    """Dotted name of a file's module; a package is its `__init__`."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules of this project that a module imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in whole if name in MODULES} or {node.module}
+    return found & MODULES.keys()
+
+
+IMPORTS = {module: imports_of(module) for module in MODULES}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of a directed graph that remain when those without arrows are removed again and again."""
+    graph = {node: set(targets) - {node} for node, targets in graph.items()}
+    while free := [node for node, targets in graph.items() if not targets & graph.keys()]:
+        for node in free:
+            del graph[node]
+    return sorted(graph)
+
+
+def room_of(module: str) -> str:
+    """The folder within common that a module belongs to: `common.data`, or `common` for the core."""
+    parts = module.split(".")
+    if module in COMMANDS:
+        return module
+    return ".".join(parts[:2]) if (ROOT / Path(*parts[:2])).is_dir() else parts[0]
+
+
+def step_of(module: str) -> int:
+    """Number of the step that a module belongs to; 0 for common."""
+    match = re.match(r"step(\d+)_", module)
+    return int(match.group(1)) if match else 0
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circle(IMPORTS) == []
+
+
+def test_no_rooms_of_common_import_each_other_in_a_circle():
+    rooms: dict[str, set[str]] = {}
+    for module in MODULES:
+        if module.split(".")[0] == "common":
+            rooms.setdefault(room_of(module), set()).update(room_of(other) for other in IMPORTS[module])
+    assert circle(rooms) == []
+    assert rooms["common"] == {"common"}, "the core imports no room"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
+def test_imports_point_one_way(module):
+    number, experiment = step_of(module), ".experiments" in module
+    for other in IMPORTS[module]:
+        assert not other.startswith("tests"), f"{module} imports {other}"
+        assert step_of(other) <= number, f"{module} imports {other}, which comes later"
+        if ".experiments" in other:
+            assert experiment, f"{module} imports {other}: only experiments import experiments"
+            assert step_of(other) in (0, number), f"{module} imports another step's experiments, {other}"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if step_of(module) and ".experiments" not in module])
+def test_a_step_names_no_later_step(module):
+    named = re.findall(r"\bstep ?0?(\d)(?=_|\b)", MODULES[module].read_text())
+    assert all(int(number) <= step_of(module) for number in named), f"{module} names step {max(named)}"
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
+def test_collectives_go_through_collectives(module):
+    """Everybody else talks to other ranks through common/collectives.py, which counts and records."""
+    if module not in COLLECTIVE:
+        text = re.sub(r"torch\.distributed\.(checkpoint|run)", "", MODULES[module].read_text())
+        assert not re.search(r"\bdist\.\w+\(|torch\.distributed\b", text), f"{module} uses torch.distributed itself"
+
+
+def test_files_stay_readable():
+    lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert {module: length for module, length in lengths.items() if length > 320} == {}
+    common = {module: length for module, length in lengths.items() if module.startswith("common")}
+    common = {module: length for module, length in common.items() if ".experiments" not in module}
+    assert sum(common.values()) <= 4000
+    assert sum(length for module, length in common.items() if room_of(module) in {"common", *COMMANDS}) <= 2000
