@@ -1,0 +1,176 @@
+"""Every flag of every step has an effect: train.py with the flag differs from train.py without it.
+
+What may differ is whatever an observer of a run can see: numbers, saved activations, collectives, files, the record, or
+that the combination is refused. A flag that a step accepts and ignores leaves all of it as it was.
+"""
+
+import contextlib
+import importlib
+import json
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from common import collectives, initialisation
+from common.command_line import STEP_NAMES, parse
+from common.config import TrainConfig
+from common.errors import UsageError
+from common.process_groups import Degrees, build_mesh, environment
+from tests.harness.ranks import ROOT, run_ranks
+
+BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"
+BASE += " --global-batch 8 --micro-batch 1 --steps 3 --warmup 2 --dtype float64 --no-tie-embeddings"
+TP, PP, ZERO = "--tp 2", "--pp 2", "--zero 2"
+# flag: (what a run without it is given besides BASE, the flag). `{folder}` is the run's own folder.
+CHANGES = {
+    "model": ("", "--model llama3-1b"),
+    "layers": ("", "--layers 3"),
+    "hidden": ("", "--hidden 64"),
+    "heads": ("", "--heads 2"),
+    "kv_heads": ("", "--kv-heads 1"),
+    "ffn": ("", "--ffn 64"),
+    "vocab": ("", "--vocab 400"),
+    "tie_embeddings": ("", "--tie-embeddings"),
+    "init_from": ("", "--init-from {folder}"),
+    "seq_len": ("", "--seq-len 8"),
+    "micro_batch": ("", "--micro-batch 2"),
+    "global_batch": ("", "--global-batch 4"),
+    "steps": ("", "--steps 2"),
+    "optimizer": ("", "--optimizer sgd"),
+    "lr": ("", "--lr 0.01"),
+    "warmup": ("", "--warmup 5"),
+    "weight_decay": ("", "--weight-decay 0.9"),
+    "clip": ("", "--clip 0.01"),
+    "seed": ("", "--seed 1"),
+    "dtype": ("", "--dtype float32"),
+    "attention": ("", "--attention naive"),
+    "recompute": ("", "--recompute full"),
+    "data": ("", f"--data {ROOT / 'README.md'}"),
+    "tokenizer": ("", "--tokenizer some/name"),  # refused: synthetic data has no text
+    "run_dir": ("", "--run-dir {folder}"),
+    "save_every": ("--run-dir {folder}", "--save-every 1"),
+    "keep": ("--run-dir {folder} --save-every 1", "--keep 1"),
+    "async_save": ("--run-dir {folder} --save-every 1", "--async-save"),
+    "resume": ("--run-dir {folder}", "--resume {folder}/nowhere"),  # refused: there is no checkpoint
+    "trace": ("--run-dir {folder}", "--trace 1:1"),
+    "profile": ("--run-dir {folder} --trace 1:1", "--profile"),
+    "measure_memory": ("--run-dir {folder}", "--measure-memory"),
+    "peak_tflops": ("--run-dir {folder}", "--peak-tflops 7"),
+    "link": ("", "--link 30000,1"),
+    "dp": ("", "--dp 7"),  # refused: not the number of ranks
+    "dp_mode": ("", "--dp-mode naive"),
+    "bucket_mb": ("", "--bucket-mb 0.01"),
+    "zero": ("", "--zero 3"),
+    "zero_replicas": (ZERO, "--zero-replicas 2"),
+    "zero_reduce": (ZERO, "--zero-reduce step"),
+    "tp": ("", TP),
+    "sequence_parallel": (TP, "--no-sequence-parallel"),
+    "tp_mode": (TP, "--tp-mode plain"),
+    "pp": ("", PP),
+    "schedule": (PP, "--schedule afab"),
+    "virtual_stages": (f"{PP} --layers 6 --schedule interleaved", "--virtual-stages 3"),
+    "schedule_file": (f"{PP} --global-batch 4", f"--schedule-file {next(ROOT.glob('step05*/**/*.csv'))}"),
+    "consecutive": (f"{PP} --layers 4 --schedule llama3", "--consecutive 4"),
+    "layer_delay": (PP, "--layer-delay 20"),
+}
+# Carried out before train() is called; tests/test_faults.py and tests/unit/test_process_groups.py see their effect.
+AT_THE_START = {"device", "timeout", "memory_snapshot"}
+LINK_NS = 30_000_000  # of --link above: no call can be faster
+SLOW_STEP = 0.48  # seconds, of --layer-delay above: a layer's forward and backward for each of 8 micro-batches
+PEERLESS = {"link"}  # in one process there is nobody to talk to
+
+
+def flags_of(step: int) -> list[str]:
+    """The flags that a step knows, except those that it has in common with every program that uses PyTorch."""
+    known = vars(parse(step, []))
+    fields = {
+        name: field.metadata["step"] for name, field in TrainConfig.__dataclass_fields__.items() if field.metadata
+    }
+    return [name for name in known if fields.get(name, 99) <= step and name not in AT_THE_START]
+
+
+def constant_weights(path: str, config) -> initialisation.InitialValues:
+    """Stands in for a Hugging Face checkpoint: all weights are 0.01."""
+
+    def fill(tensors):
+        for tensor in tensors:
+            tensor.data.fill_(0.01)
+
+    return fill
+
+
+def observe(step: int, flags: str, folder: Path) -> dict:
+    """What can be seen of a run on this rank. A refusal is seen as such."""
+    train = importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    # Under these hooks autograd hands out other tensor objects, by which a split backward does not know its weights
+    saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    if "--schedule-file" in flags:
+        saved_tensors = contextlib.nullcontext()
+    try:
+        config = parse(step, f"{BASE} {flags}".format(folder=folder).split())
+        config.resolve_and_check(environment().world_size)
+        mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+        start = time.perf_counter()
+        with (
+            mock.patch.object(initialisation, "stored_values", constant_weights),
+            mock.patch.object(dcp, "async_save", wraps=dcp.async_save) as background,
+            collectives.record() as calls,
+            saved_tensors,
+        ):
+            parameters = train(config, mesh)
+        seconds = time.perf_counter() - start
+    except UsageError:
+        return {"refused": True}
+    return {
+        "refused": False,
+        "parameters": [(tuple(each.shape), each.detach().double().abs().sum().item()) for each in parameters],
+        "saved": sum(saved),
+        "calls": [(call.op, call.group, call.phase, call.bytes, call.peer) for call in calls],
+        "saved in the background": background.call_count,
+        "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
+        "record": recorded(folder),
+        "all calls are slow": all(call.completion - call.issue >= LINK_NS for call in calls if call.completion),
+        "all steps are slow": seconds >= config.steps * SLOW_STEP,
+    }
+
+
+def recorded(folder: Path) -> list:
+    """What the record says besides times and the flags themselves."""
+    found = []
+    if (folder / "metrics.jsonl").exists():
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            values = json.loads(line)
+            found.append((values["step"], values["loss"], values["grad_norm"], values["peak_memory_bytes"] is None))
+        found.append(json.loads((folder / "config.json").read_text())["peak_source"])
+    return found
+
+
+def observe_all(step: int, runs: list[str], folder: Path) -> dict[str, dict]:
+    return {flags: observe(step, flags, folder / str(index)) for index, flags in enumerate(runs)}
+
+
+@pytest.mark.parametrize("step", range(1, len(list(ROOT.glob("step*/train.py"))) + 1))
+def test_every_flag_has_an_effect(step, tmp_path):
+    names = flags_of(step)
+    assert set(names) <= CHANGES.keys(), "a new flag needs a line in CHANGES"
+    pairs = {name: (CHANGES[name][0], " ".join(CHANGES[name]).strip()) for name in names}
+    runs = list(dict.fromkeys(flags for pair in pairs.values() for flags in pair)) + ["--seed 0"]
+    world = 1 if step == 1 else 2
+    seen = run_ranks(world, observe_all, step, runs, tmp_path, timeout=600)
+    assert seen[0]["--seed 0"] == seen[0][""], f"step {step}: the default of a flag makes a difference"
+    for name, (without, flags) in pairs.items():
+        if step == 1 and name in PEERLESS:
+            continue
+        before, after = seen[0][without], seen[0][flags]
+        assert not before["refused"], f"step {step}: {without} does not run"
+        assert after != before, f"step {step}: --{name.replace('_', '-')} changes nothing"
