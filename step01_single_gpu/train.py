@@ -12,13 +12,13 @@ import torch
 from common import collectives
 from common.config import TrainConfig
 from common.data.batches import load_batches
-from common.initialisation import initial_values, materialise
 from common.launch import run
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from common.record.run_record import RunRecord
 from common.reductions import gradient_norm
 from common.tracing.tracer import Tracer
+from common.weights.initialisation import initial_values, materialise
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.save_resume import Checkpoints

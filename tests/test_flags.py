@@ -15,12 +15,13 @@ from unittest import mock
 import pytest
 import torch
 
-from common import collectives, initialisation
+from common import collectives
 from common.checkpoints import checkpoint
 from common.command_line import STEP_NAMES, parse
 from common.config import TrainConfig
 from common.errors import UsageError
 from common.process_groups import Degrees, build_mesh, environment
+from common.weights import initialisation
 from tests.harness.ranks import ROOT, run_ranks
 
 BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"

@@ -12,11 +12,11 @@ from common.data.batches import Batches
 from common.experiments import figures
 from common.experiments.curves import plot
 from common.experiments.local_ranks import on_ranks, train_quietly
-from common.initialisation import materialise, random_values
 from common.measure import tcp_bytes
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from common.record import compare
+from common.weights.initialisation import materialise, random_values
 
 # 5.3 million parameters in 57 tensors: 21 MB of gradients
 MODEL = {"layers": 6, "hidden": 256, "ffn": 768, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}

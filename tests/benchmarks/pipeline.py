@@ -18,11 +18,11 @@ from torch.distributed import pipelining
 
 from common import collectives
 from common.config import TrainConfig
-from common.initialisation import materialise, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm
+from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.mixed_precision import clip_factor
 from step05_pipeline.experiments.bubble import DELAY, play
 from step05_pipeline.stages import schedule_of, split_layers

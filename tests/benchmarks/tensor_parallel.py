@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common.config import TrainConfig
-from common.initialisation import materialise, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm, sum_extra_groups
+from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.mixed_precision import clip_factor
 from step04_tensor_parallel.train import build
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 
 from common import collectives
 from common.config import TrainConfig
-from common.initialisation import materialise, random_values
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm
+from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.mixed_precision import clip_factor
 from step03_zero.train import build
 from tests.benchmarks.paired import adamw_settings, compare, keep, measure_steps, parse_options

@@ -12,9 +12,10 @@ from unittest import mock
 
 import torch
 
-from common import collectives, initialisation, weight_gradients
+from common import collectives, weight_gradients
 from common.collectives import Work
 from common.weight_gradients import WeightGradStore
+from common.weights import initialisation
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
 from step05_pipeline import stages, train

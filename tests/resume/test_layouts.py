@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import export
-from common.huggingface import huggingface_name
+from common.weights import export
+from common.weights.huggingface import huggingface_name
 from tests.harness.ranks import run_ranks
 from tests.parity.runs import SMALL, curve_of, reference
 from tests.parity.test_step03_precision import NORM_TOLERANCE

@@ -15,11 +15,11 @@ from common.command_line import STEP_NAMES, OneLineParser, parse, parser
 from common.config import ROLES, TrainConfig, flag_names, spelled
 from common.counts import count_flops, count_parameters
 from common.errors import UsageError
-from common.initialisation import materialise, random_values
 from common.link import Link
 from common.model import Decoder, cross_entropy_sum, naive_attention
 from common.model_config import ModelConfig
 from common.presets import PRESETS
+from common.weights.initialisation import materialise, random_values
 
 ROOT = Path(__file__).parents[2]
 TOTALS = {  # as published in the model cards, or summed over the tensors of the published checkpoints

@@ -10,16 +10,16 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from common import export
 from common.checkpoints import checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
-from common.huggingface import huggingface_name, stored_values
-from common.initialisation import materialise, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig, RopeScaling
 from common.presets import resolve
 from common.process_groups import Degrees, build_mesh
+from common.weights import export
+from common.weights.huggingface import huggingface_name, stored_values
+from common.weights.initialisation import materialise, random_values
 
 SMALL = ModelConfig(384, 32, 2, 4, 2, 48, tie_embeddings=False, max_positions=256)
 TIED = replace(SMALL, tie_embeddings=True, norm_eps=1e-6)

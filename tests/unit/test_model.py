@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.huggingface import huggingface_name
-from common.initialisation import materialise, random_values
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum, rope_tables
 from common.model_config import ModelConfig, RopeScaling
+from common.weights.huggingface import huggingface_name
+from common.weights.initialisation import materialise, random_values
 from tests.harness.ranks import run_command
 
 GQA = ModelConfig(vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, ffn=112, tie_embeddings=False)

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import initialisation
 from common.errors import UsageError
-from common.initialisation import materialise, random_box, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
 from common.process_groups import Group
 from common.reductions import gradient_norm
+from common.weights import initialisation
+from common.weights.initialisation import materialise, random_box, random_values
 
 CPU = torch.device("cpu")
 

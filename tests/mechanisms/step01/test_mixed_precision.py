@@ -12,10 +12,10 @@ from torch import nn
 from common.command_line import parse
 from common.config import TrainConfig
 from common.data.batches import load_batches
-from common.initialisation import materialise, random_values
 from common.model import Decoder, cross_entropy_sum
 from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
+from common.weights.initialisation import materialise, random_values
 from step01_single_gpu import train as train_module
 from step01_single_gpu.experiments.tools import Run
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler, Optimizer, clip_factor

@@ -11,11 +11,11 @@ from torch import nn
 from common import collectives
 from common.command_line import parse
 from common.config import TrainConfig
-from common.initialisation import materialise, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
 from common.process_groups import Degrees, Mesh, build_mesh, environment
+from common.weights.initialisation import materialise, random_values
 from step02_data_parallel.data_parallel import DataParallel
 from step02_data_parallel.train import train
 from tests.harness.ranks import run_ranks

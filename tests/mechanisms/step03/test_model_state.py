@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from common.initialisation import materialise, random_values
 from common.measure.allocator import MemoryMeter
 from common.model import Decoder, SwiGLU, cross_entropy_sum
+from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 from step03_zero.train import build
 from step03_zero.zero import Zero

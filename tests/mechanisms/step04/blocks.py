@@ -5,10 +5,10 @@ import os
 import torch
 
 from common.config import TrainConfig
-from common.initialisation import materialise, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, Mesh, build_mesh
+from common.weights.initialisation import materialise, random_values
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 
 MODEL = ModelConfig(vocab=250, hidden=32, layers=1, heads=8, kv_heads=4, ffn=48, tie_embeddings=False)

@@ -5,10 +5,10 @@ import torch
 
 import step04_tensor_parallel.train as step04
 from common.command_line import parse
-from common.initialisation import materialise, random_values
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh, environment
+from common.weights.initialisation import materialise, random_values
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import decoder
 from tests.parity.runs import SMALL, differences, reference, run_cases

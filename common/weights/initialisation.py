@@ -11,8 +11,8 @@ from torch import nn
 
 from common.config import TrainConfig
 from common.errors import UsageError
-from common.huggingface import stored_values
 from common.parameter import ParameterSpec
+from common.weights.huggingface import stored_values
 
 CHUNK = 1 << 22  # elements drawn at once, so that temporaries are small even for a large tensor
 InitialValues = Callable[[Iterable[torch.Tensor]], None]  # fills tensors that have specs
