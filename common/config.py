@@ -173,6 +173,8 @@ class TrainConfig:
                 rule = "at least 0" if name in MAY_BE_ZERO else "at least 1" if type(value) is int else "positive"
                 if not (math.isfinite(value) and (value > 0 or value == 0 and name in MAY_BE_ZERO)):
                     raise UsageError(f"{spelled(name)} {value} must be {rule}")
+        if self.data == "synthetic" and self.tokenizer:
+            raise UsageError(f"--tokenizer {self.tokenizer} has no text to work on: --data synthetic is made of ids")
         if self.timeout > 1e6:
             raise UsageError(f"--timeout {self.timeout} must be at most 1e6 seconds")
 

@@ -9,10 +9,9 @@ import torch
 from common import collectives
 from common.config import TrainConfig
 from common.data.batches import Batches
-from common.experiments import figures
+from common.experiments import figures, tcp_bytes
 from common.experiments.curves import plot
 from common.experiments.local_ranks import on_ranks, train_quietly
-from common.measure import tcp_bytes
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from common.record import compare

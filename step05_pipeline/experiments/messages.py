@@ -4,11 +4,11 @@ from collections import Counter
 
 from common.collectives import barrier, record
 from common.config import TrainConfig
+from common.experiments import tcp_bytes as wire
 from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import overlay, reference_gradients
 from common.experiments.tables import print_comparison, print_table
-from common.measure import tcp_bytes as wire
 from common.process_groups import Mesh
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case

@@ -17,7 +17,7 @@ import step03_zero.train
 from common import collectives
 from common.command_line import parse
 from common.config import TrainConfig
-from common.measure import tcp_bytes as wire
+from common.experiments import tcp_bytes as wire
 from common.measure.allocator import live_bytes
 from common.process_groups import Degrees, Mesh, build_mesh, environment
 from common.record.run_record import RunRecord

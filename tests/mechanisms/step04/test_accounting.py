@@ -14,7 +14,7 @@ import step04_tensor_parallel.train as step04
 from common import collectives
 from common.command_line import parse
 from common.config import TrainConfig
-from common.measure import tcp_bytes
+from common.experiments import tcp_bytes
 from common.process_groups import Degrees, build_mesh, environment
 from common.tracing.report import read_trace
 from step04_tensor_parallel.operators import Split

@@ -16,7 +16,7 @@ import step05_pipeline.train as step05
 from common import collectives
 from common.command_line import parse
 from common.config import TrainConfig
-from common.measure import tcp_bytes
+from common.experiments import tcp_bytes
 from common.process_groups import Degrees, build_mesh, environment
 from common.tracing.tracer import Tracer
 from common.weight_gradients import WeightGradStore
