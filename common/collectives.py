@@ -1,4 +1,4 @@
-"""Every collective of the project: what it does, how many bytes it sends, and a record of the calls.
+"""Every collective on tensors of the training: what it does, how many bytes it sends, and a record of the calls.
 
 Reductions are sums (a rank's loss is its share of the global mean). Peers are named by their index within the group. A
 group of one rank communicates nothing. Functions return a `Work`, which has completed already unless `async_op`.
@@ -98,7 +98,7 @@ def broadcast(tensor: Tensor, source: int, group: Group, async_op: bool = False)
     return work.launched(async_op)
 
 
-Message = tuple[Tensor, int]  # and its other end
+Message = tuple[Tensor, int]  # the tensor, and the index of the peer in the group
 
 
 def exchange(sends: list[Message], receives: list[Message], group: Group, async_op: bool = False) -> Work:

@@ -1,4 +1,4 @@
-"""What the gloo backend needs help with; on NCCL none of this runs.
+"""What the gloo backend needs help with, and what either backend says of a lost rank.
 
 gloo communicates over TCP from CPU memory. Its own reduce-scatter is an all-reduce in disguise that sends twice the
 bytes, and its own all-gather copies everything through a second buffer: both are replaced here. Ranks that share a GPU

@@ -52,7 +52,7 @@ def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype
         blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
         frequency = frequency * blend + frequency / scaling.factor * (1 - blend)
     angles = torch.outer(positions.to(frequency.dtype), frequency)  # (seq, d/2)
-    angles = torch.cat((angles, angles), dim=-1)  # (seq, d): the halves of a head turn together
+    angles = torch.cat((angles, angles), dim=-1)  # (seq, d): elements i and i + d/2 of a head turn by the same angle
     return angles.cos(), angles.sin()
 
 
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Layers `first` to `last` (not included) of the model, on the meta device until `initialisation.materialise`.
+    """Layers `first` to `last` (not included) of the model, on the meta device: without memory or values.
 
     With layer 0 it has the embedding and takes token ids (batch, seq) int64, else hidden states (batch, seq, hidden).
     With the last layer it has the final norm and the head and returns logits (batch, seq, vocab), else hidden states.

@@ -20,25 +20,23 @@ class ParameterSpec:
     global_shape: shape there. Rows of `box` beyond it are padding: zero, never saved, exported or counted.
     box: (start, stop) along each axis of the whole tensor: the slice that this rank holds.
     init_std: standard deviation of the initial normal distribution; None: ones.
-    shard_group: name of the mesh group over which its gradient is reduced.
     extra_groups: names of further groups over which its gradient is a partial sum.
     owner: this rank counts and saves the elements, and no other rank does.
     flat_range: [start, stop) of the flattened box, if the tensor is one-dimensional and holds only these elements.
-    own_bucket: a gradient bucket holds this parameter alone.
+    own_bucket: a gradient bucket holds this parameter alone, so that all holders cut it into the same shards.
     """
 
     name: str
     global_shape: tuple[int, ...]
     box: Box
     init_std: float | None
-    shard_group: str = "dp_cp"
     extra_groups: tuple[str, ...] = ()
     owner: bool = True
     flat_range: tuple[int, int] | None = None
     own_bucket: bool = False
 
     def boxes(self, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-        """The boxes of the whole tensor that `tensor`, which has this spec, consists of, each with a view of it."""
+        """Split `tensor`, which has this spec, into boxes of the whole tensor: a list of (box, view of `tensor`)."""
         if self.flat_range is None:
             return [(self.box, tensor)]
         origin, found, done = [start for start, _ in self.box], [], 0
@@ -73,7 +71,7 @@ def _flat_boxes(shape: list[int], start: int, stop: int) -> list[list[tuple[int,
 
 
 def attach_specs(module: nn.Module, init_std: dict[str, float | None]) -> None:
-    """Give every parameter of a whole `module` its spec. `init_std` is looked up by the end of the parameter's name."""
+    """Give every parameter of a whole `module` its spec. Of `init_std`, the first end of a name that fits counts."""
     for name, parameter in module.named_parameters():
         shape = tuple(parameter.shape)
         std = next(value for suffix, value in init_std.items() if name.endswith(suffix))

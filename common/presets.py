@@ -50,7 +50,7 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
         raise UsageError(f"{flag} {name} is no preset ({', '.join(PRESETS)}), configuration file or Hub name")
     from transformers import AutoConfig  # here, since it takes seconds
 
-    with clear_hub_errors(f"{flag} {name}"):
+    with hub_errors_in_one_line(f"{flag} {name}"):
         theirs = AutoConfig.from_pretrained(name, trust_remote_code=False)
     expressible = {"model_type": ("llama", "mistral", "mixtral"), "hidden_act": ("silu",), "sliding_window": (None,)}
     expressible |= {"attention_bias": (None, False), "mlp_bias": (None, False)}
@@ -70,7 +70,7 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
 
 
 @contextmanager
-def clear_hub_errors(what: str) -> Iterator[None]:
+def hub_errors_in_one_line(what: str) -> Iterator[None]:
     """Turn what Hugging Face's libraries raise in here into a UsageError of one line: "`what` cannot be read (...)"."""
     from huggingface_hub.utils import logging
 

@@ -25,10 +25,10 @@ Placement = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ways each dimension splits; `TrainConfig` checks them. Only tp, cp, pp and dp are factors of the world.
+    """How many ways each dimension splits. The world has tp * cp * pp * dp ranks; `TrainConfig` checks that.
 
-    `ep` divides the ranks of one pipeline stage a second time, for experts. `zero_replicas` is how many copies of the
-    model ZeRO keeps among the ranks that it shards over.
+    `ep` divides the ranks of one pipeline stage a second time, for experts. `zero_replicas` is the number of copies of
+    the model among the dp * cp ranks; each copy is sharded over dp * cp / zero_replicas of them.
     """
 
     tp: int = 1
@@ -73,20 +73,20 @@ class Mesh:
 
     degrees: Degrees
     device: torch.device
-    world: Group
-    tp: Group
-    kv_replica: Group
-    cp: Group
-    pp_forward: Group
-    pp_backward: Group
-    dp: Group
-    dp_cp: Group
-    shard: Group
-    replica: Group
-    ep: Group
-    edp: Group
-    embed: Group
-    mirror: Group
+    world: Group  # all ranks
+    tp: Group  # the ranks that share every layer
+    kv_replica: Group  # tensor ranks with a copy of the same K/V head
+    cp: Group  # the ranks that share a sequence
+    pp_forward: Group  # the stages of a pipeline; activations
+    pp_backward: Group  # the same ranks; gradients of activations
+    dp: Group  # the ranks that read other samples
+    dp_cp: Group  # the ranks that see other tokens: gradients are summed over them
+    shard: Group  # the part of dp_cp that together holds one copy of the model (ZeRO)
+    replica: Group  # the part of dp_cp that holds the same shard of different copies
+    ep: Group  # the ranks that divide the experts among them
+    edp: Group  # the ranks that hold the same experts
+    embed: Group  # pipeline ranks with the first or the last stage
+    mirror: Group  # pipeline ranks with copies of the same stages
 
     @property
     def rank(self) -> int:
@@ -194,7 +194,8 @@ def _store_of_this_start(launcher: dist.Store, rank: int, timeout: float) -> dis
     """Return a store that rank 0 serves, after it has posted its port in the store of torchrun.
 
     torchrun's own store survives a restart, and so do the addresses of dead ranks in it. Its restart count could not
-    tell them apart: after a failure on one of two nodes, the nodes count differently. But a dead rank's port refuses.
+    tell them apart: after a failure on one of two nodes, the nodes count differently. But a dead rank's port refuses
+    the connection.
     """
     if rank == 0:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
@@ -210,8 +211,8 @@ def _store_of_this_start(launcher: dist.Store, rank: int, timeout: float) -> dis
 def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = None, timeout: float = 600.0) -> Mesh:
     """Return the mesh of this rank. All ranks call it together, since all take part in creating each group.
 
-    Groups with the same members share one communicator, except `pp_forward` and `pp_backward`: on one NCCL communicator
-    an early receive of one direction would hold up the sends of the other.
+    Groups of a mesh with the same members share a communicator, except `pp_forward` and `pp_backward`: on one NCCL
+    communicator an early receive of one direction would hold up the sends of the other.
     """
     tp, cp, pp, dp, world_size = degrees.tp, degrees.cp, degrees.pp, degrees.dp, environment().world_size
     if degrees.world != world_size:
@@ -254,9 +255,7 @@ def _create(groups: dict[str, list], timeout: float) -> dict[str, Group]:
 
 
 def _meet() -> None:
-    """Return when all ranks have called this.
-
-    gloo's `new_group` returns when this rank's own connections have been made, while other ranks may still be making
-    theirs: a rank that ended right then would look to them like one that crashed.
+    """Return when all ranks have called this. gloo's `new_group` returns when this rank's own connections are made: if
+    the rank ended right then, it would look like a crash to others, which are still making theirs.
     """
     dist.all_reduce(torch.zeros(1))  # on the CPU, since it is gloo that connects

@@ -9,11 +9,11 @@ ROW = 1 << 14  # elements of a gradient whose squares are added up in one go on 
 
 
 def sum_extra_groups(parameters: list[torch.Tensor], gradients: list[torch.Tensor], mesh: Mesh) -> None:
-    """Add up, in place, the gradients of which the ranks of another group hold summands too: `spec.extra_groups`.
+    """Sum each gradient, in place, over the groups in the `extra_groups` of its parameter's spec.
 
-    After the sum over the data-parallel ranks; sums commute. One all-reduce for each such group. A rank may itself hold
-    several copies of a parameter (step 5: both ends of a model with one matrix for both), whose gradients are summands
-    as well. Ranks that hold the same parameters in another order agree on that of their names.
+    This comes after the sum over the data-parallel ranks, in one all-reduce per group. The ranks of such a group hold
+    the same parameters, perhaps in another order, so they are sorted by name. If a rank holds several copies of one
+    parameter, their gradients are added first.
     """
     for name in sorted({name for parameter in parameters for name in parameter.spec.extra_groups}):
         held: dict[tuple, list[torch.Tensor]] = {}
@@ -42,13 +42,13 @@ def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor],
 
 
 def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """2-norms of all elements, in parts: their squares add up. In at least float32.
+    """Return 2-norms of rows or of whole tensors, in at least float32. The sum of their squares is the total.
 
-    The CPU adds up a whole tensor in a few running sums, which in float32 rounds more the longer it is; rows of bounded
-    length do not.
+    The CPU adds up a whole tensor in a few running sums, which in float32 lose more digits the longer the tensor is. So
+    long tensors are cut into rows there.
     """
     dtype, norms, rest = torch.promote_types(tensors[0].dtype, torch.float32), [], tensors
-    if not tensors[0].is_cuda:  # whose sums are trees
+    if not tensors[0].is_cuda:  # CUDA adds up in trees
         rest = []
         for flat in (tensor.flatten() for tensor in tensors):
             rows = flat.numel() // ROW

@@ -22,6 +22,8 @@ from common.model import at_least_float32
 def take_gradients(parameters: list[nn.Parameter], sums) -> None:
     """Pass every gradient to `sums.accumulate(parameter, gradient)` as soon as a backward has computed it.
 
+    `sums` is whatever adds them up: `GradientSums` here, and what later steps put in its place.
+
     It is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
     """
 
@@ -94,7 +96,7 @@ def clip_factor(grad_norm: float, limit: float) -> float:
 class Optimizer:
     """AdamW or SGD on the master weights of `parameters`, which need a spec. Only matrices decay.
 
-    parameters  what the model computes with, in the training type
+    parameters  the tensors that this rank updates, in the training type: weights, or pieces of them
     masters     their values in at least float32: the optimizer updates these
     updates     how many steps were taken
     """

@@ -5,15 +5,15 @@
   stage 2  also the gradients: a bucket is reduce-scattered during the backward, and freed before the next one is sent
   stage 3  also the parameters: a layer is gathered right before it is used and freed right after
            (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5; Zhao et al., "PyTorch FSDP", arXiv:2304.11277)
-  stage 0  none of them: step 2
+  stage 0  none of them: the sums of step 2
 
 It is step 2 with other collectives. Weights are stored in flat units (unit.py) and gradients in step 2's buckets. A
 shard is 1/N of a unit, wherever that cuts a matrix, so every collective moves one contiguous buffer. The optimizer sees
 pieces of shards, one for each parameter that a shard touches. The spec of a piece says which elements of which
 parameter it holds, and that is all that weight decay, the gradient norm and checkpoints need.
 
-With replicas (hybrid sharding; MiCS, Zhang et al., arXiv:2205.00119) the N ranks of a `shard` group hold the model once
-and other groups hold copies of it; the summed shards are then summed over the `replica` group as well.
+With replicas (hybrid sharding; MiCS, Zhang et al., arXiv:2205.00119) each `shard` group holds one copy of the model,
+and the summed shards are then summed over the `replica` group as well.
 """
 
 import math
@@ -41,8 +41,8 @@ class Region:
         self.first, self.last = first, last
         self.parameters = list(dict.fromkeys([*first.parameters(), *last.parameters()]))
         self.backward_reads_weights = not isinstance(first, nn.Embedding)  # which only needs to know the rows used
-        self.units: list[Unit] = []
-        self.earlier_units = 0  # stage 3: how many units belong to the regions before this one
+        self.units: list[Unit] = []  # whose weights it needs
+        self.owned: list[Unit] = []  # those that no earlier region needs, in the order of their launch
 
 
 class Zero:
@@ -71,7 +71,7 @@ class Zero:
         self.next_unit, self.in_flight = 0, None
         with enough_memory(model, mesh.device):
             like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
-            allocate_parameters(model, lambda each: like.expand(each.shape))  # shapes only; units bring the memory
+            allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
             self.regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
             self.regions += [Region(layer, layer) for layer in model.layers.values()]
             self.regions += [Region(model.norm, model.head)] if model.has_head else []
@@ -85,6 +85,8 @@ class Zero:
         take_gradients(parameters, self)
         for index, region in enumerate(self.regions):
             region.units = list(dict.fromkeys(self.units[self.index_of[each]] for each in region.parameters))
+            taken = [unit for earlier in self.regions[:index] for unit in earlier.owned]
+            region.owned = [unit for unit in self.units if unit in region.units and unit not in taken]
             region.first.register_forward_pre_hook(partial(self._before_forward, index))
             if self.by_layer:
                 region.last.register_forward_hook(partial(self._after_forward, index))
@@ -96,7 +98,6 @@ class Zero:
         groups, seen = [], set()
         for region in self.regions:
             own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first region's
-            region.earlier_units = len(groups)
             groups[:0] = fill_buckets(own, "bucket", math.inf)
             seen.update(own)
         return groups
@@ -129,12 +130,11 @@ class Zero:
     # ---- backward: gradients are added up, and reduced into shards ---------------------------------------------------
 
     @contextmanager
-    def no_sync(self, active: bool = True) -> Iterator[None]:
-        """Around a backward: while `active`, its gradients only accumulate. If each micro-batch is reduce-scattered,
-        `active` only says that this is not the last one of the step.
-        """
-        self.last_micro_batch = not active
-        self.synchronising = not active or self.each_micro_batch
+    def no_sync(self, more_follow: bool = True) -> Iterator[None]:
+        """Around a micro-batch's backward: if more micro-batches follow in this step, its gradients only accumulate. (If
+        each micro-batch is reduce-scattered, only the sum over replicas waits.)"""
+        self.last_micro_batch = not more_follow
+        self.synchronising = not more_follow or self.each_micro_batch
         yield
         if self.each_micro_batch:
             self._end_of_backward()
@@ -142,12 +142,11 @@ class Zero:
 
     @contextmanager
     def only_accumulate(self) -> Iterator[None]:
-        """Backward passes in here add up gradients and start no communication, because the rest of this micro-batch's
-        gradients will be added later.
-        """
-        self.synchronising = False
+        """Backward passes in here only add up gradients. They start no communication, because the rest of this
+        micro-batch's gradients will be added later."""
+        before, self.synchronising = self.synchronising, False
         yield
-        self.synchronising = True
+        self.synchronising = before
 
     def _before_backward(self, index: int) -> None:
         """Layer by layer: the backward of region `index + 1` is over, that of `index` (or its recomputation) begins."""
@@ -161,9 +160,9 @@ class Zero:
             if index > 0 and self.regions[index - 1].backward_reads_weights:
                 self._prefetch(self.regions[index - 1])
         if done and self.synchronising:
-            # Not as soon as the last gradient has been computed: a rank that does not use some weight would launch this
-            # among other gathers than its peers. (Units of the first region wait for `_end_of_backward`.)
-            for unit in self.units[self.next_unit : len(self.units) - done.earlier_units]:
+            # Autograd has accumulated all gradients of that region before it calls this hook. They were not launched as
+            # they came: a rank that does not use some weight would launch them among other gathers than its peers.
+            for unit in done.owned:
                 self._launch(unit)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -177,8 +176,8 @@ class Zero:
             bucket.missing.discard(parameter)
             if not self.by_layer and self.mode != "naive":
                 self._launch_complete()
-        # Free early what has already been summed. With replicas we must not: that launches an all-reduce over them, and
-        # collectives need the same order on every rank, but `is_completed` depends on the timing of each rank.
+        # Free early what has already been summed. Not with replicas: that launches an all-reduce over them, in an order
+        # that would depend on each rank's timing.
         if self.in_flight and self.replicas.size == 1 and self.in_flight.work.is_completed():
             self._complete()
 
@@ -218,7 +217,7 @@ class Zero:
     # ---- after the last backward -------------------------------------------------------------------------------------
 
     def finish(self) -> list[torch.Tensor]:
-        """Return the summed gradients, one for each of `shards`. The list is the last that holds them."""
+        """Return the summed gradients, one for each of `shards`. Only the returned list keeps them alive."""
         if not self.each_micro_batch:
             self._end_of_backward()
         gradients = []

@@ -66,11 +66,12 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
                 gradients = pipeline.finish()
                 # partial sums on tp ranks, and in stages that share a parameter
                 sum_extra_groups(optimizer.parameters, gradients, mesh)
-                # each element is counted by its owner only; unscaled before the clip
+                # the loss scale leaves the norm before it is clipped
                 norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
-                if scaler.accept(norm):  # float16 skips a step that overflowed
-                    optimizer.step(gradients, lr, factor)  # empties the list
+                if scaler.accept(norm):  # float16 skips a step that overflowed, and changes the scale
+                    optimizer.step(gradients, lr, factor)
+                gradients.clear()  # the list is the last that holds them
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
                 collectives.all_reduce(loss, mesh.pp_forward)  # of which the last stage alone has some
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.errors import UsageError, first_line
-from common.presets import clear_hub_errors
+from common.presets import hub_errors_in_one_line
 
 LONGEST = 1 << 20  # characters: a longer text file becomes several documents, so that it need not fit into memory
 LIBRARY_LEAST = 4_000_000  # bytes; a Python with less standard library than this is a stripped one
@@ -64,7 +64,7 @@ def load_tokenizer(name: str | None) -> tuple[int, int | None, Callable[[list[st
         return 384, 1, lambda texts: [np.frombuffer(text.encode(), np.uint8) + np.uint16(3) for text in texts]
     from transformers import AutoTokenizer
 
-    with clear_hub_errors(f"--tokenizer {name}"):
+    with hub_errors_in_one_line(f"--tokenizer {name}"):
         loaded = AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     vocab = max(len(loaded), *(index + 1 for index in loaded.get_vocab().values()))  # ids may have gaps
@@ -113,7 +113,7 @@ def _rows(where: str, dataset: str, **options) -> Iterator[str]:
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the UsageError says what was wrong
-    with clear_hub_errors(where):
+    with hub_errors_in_one_line(where):
         for number, row in enumerate(datasets.load_dataset(dataset, streaming=True, **options), 1):
             if not isinstance(row.get("text"), str):
                 raise ValueError(f'there is no "text" in row {number}')

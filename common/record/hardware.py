@@ -1,5 +1,6 @@
 """How much of the hardware a run uses: a device's peak FLOP/s, from its vendor or measured, and the utilisation."""
 
+import math
 import re
 import time
 
@@ -7,8 +8,8 @@ import torch
 
 # Dense TFLOP/s of one device as torch sees it (vendors also print twice that, "with sparsity"); "float32" is without
 # TF32, and float64 is the tensor-core rate if there is one. A type without a number is measured. The first pattern that
-# occurs in `torch.cuda.get_device_name()` counts. Sources: the vendors' data sheets; for RTX 3090 and 4090 NVIDIA's
-# whitepapers of GA102 and Ada (float32 accumulation); MI250X is halved, since torch sees each of its dies as a device.
+# occurs in `torch.cuda.get_device_name()` counts. Sources: the vendors' data sheets; for RTX 4090 NVIDIA's whitepaper
+# of Ada (float32 accumulation); MI250X is halved, since torch sees each of its dies as a device.
 _TYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
 _GPUS = {
     r"\bA100\b": (312, 312, 156, 19.5, 19.5),
@@ -18,9 +19,9 @@ _GPUS = {
     r"(?<!G)\bB200\b": (2250, 2250, 1100, 75, 37),
     r"\bL4\b": (121, 121, 60, 30.3, None),
     r"\bL40S\b": (362, 362, 183, 91.6, None),
+    r"\bA10\b": (125, 125, 62.5, 31.2, None),
     r"\bV100-PCIE\b": (None, 112, None, 14, 7),
     r"\bV100\b": (None, 125, None, 15.7, 7.8),
-    r"\bRTX 3090\b(?! Ti)": (71, 71, 35.6, 35.6, 0.556),
     r"\bRTX 4090\b(?! D)": (165.2, 165.2, 82.6, 82.6, 1.29),
     r"\bMI250X\b": (191.5, 191.5, None, 47.85, 47.85),
     r"\bMI300X\b": (1307.4, 1307.4, 653.7, 163.4, 163.4),
@@ -37,9 +38,7 @@ def utilisation(flops_per_step: float, step_time_s: float, world_size: int, peak
     return flops_per_step / (step_time_s * world_size * peak_flops)
 
 
-def peak_flops(
-    device: torch.device | str, dtype: torch.dtype, override_tflops: float | None = None
-) -> tuple[float, str]:
+def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float | None = None) -> tuple[float, str]:
     """Peak FLOP/s of one device for matrix products in `dtype`, and where the number comes from.
 
     `override_tflops` (10^12 FLOP/s) wins, then the vendor's number. A CPU, an unknown GPU and a slice of one (MIG) are
@@ -69,7 +68,7 @@ def vendor_tflops(name: str, kind: str) -> float | None:
 
 
 def _measure_matmul(device: torch.device, dtype: torch.dtype, budget: float = 0.2) -> float:
-    """FLOP/s of the fastest square matrix product in about `budget` seconds; sizes double while time allows."""
+    """FLOP/s of the fastest of several large matrix products in about `budget` seconds."""
 
     def seconds_of(a: torch.Tensor, b: torch.Tensor) -> float:
         start = time.perf_counter()
@@ -78,13 +77,8 @@ def _measure_matmul(device: torch.device, dtype: torch.dtype, budget: float = 0.
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    largest = 8192 if device.type == "cuda" else 1024
-    best, size, end = 0.0, 128, time.perf_counter() + budget
-    while True:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = min(seconds_of(a, b) for _ in range(3))  # the first product also sets things up
-        best = max(best, 2 * size**3 / seconds)
-        if size < largest and time.perf_counter() + 32 * seconds < end:  # twice the size takes 8 times longer
-            size *= 2
-        elif time.perf_counter() + 3 * seconds > end:  # on a busy machine only a few of many tries run undisturbed
-            return best
+    size, best, end = 8192 if device.type == "cuda" else 1024, math.inf, time.perf_counter() + budget
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    while math.isinf(best) or time.perf_counter() < end:  # on a busy machine only a few of many tries run undisturbed
+        best = min(best, seconds_of(a, b))
+    return 2 * size**3 / best

@@ -94,7 +94,6 @@ class RunRecord:
             print(f"step {step:>{len(str(steps))}}/{steps}  {text}", flush=True)
 
     def close(self) -> None:
-        """Close the file."""
         if self.file is not None:
             self.file.close()
 

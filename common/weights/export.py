@@ -15,7 +15,7 @@ from common.command_line import OneLineParser
 from common.errors import UsageError, first_line
 from common.model import Decoder
 from common.model_config import ModelConfig, RopeScaling
-from common.presets import HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, clear_hub_errors
+from common.presets import HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, hub_errors_in_one_line
 from common.process_groups import Degrees, build_mesh
 from common.weights.huggingface import huggingface_name
 
@@ -38,7 +38,7 @@ def export_checkpoint(source: str, out: str) -> str:
         boxes += SavedBox.of("parameter", parameter.spec, values)
     checkpoint.load(folder, boxes, build_mesh(Degrees(), torch.device("cpu")))
 
-    with clear_hub_errors(f"--tokenizer {run['tokenizer']}"):
+    with hub_errors_in_one_line(f"--tokenizer {run['tokenizer']}"):
         tokenizer = AutoTokenizer.from_pretrained(run["tokenizer"]) if run["tokenizer"] else ByT5Tokenizer()
     options = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     options |= {name: getattr(config, ours) for ours, name in HUGGINGFACE_NAMES.items()}
@@ -65,7 +65,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {first_line(error).removeprefix('--resume ')}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

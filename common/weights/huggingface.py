@@ -10,7 +10,7 @@ from common.checkpoints import boxes
 from common.errors import UsageError
 from common.model import Decoder
 from common.model_config import ModelConfig
-from common.presets import clear_hub_errors, resolve
+from common.presets import hub_errors_in_one_line, resolve
 
 # What a part of the model is called here, and there. All other parts have the same name in both.
 NAMES = {"embedding": "embed_tokens", "attention_norm": "input_layernorm", "attention": "self_attn"}
@@ -35,7 +35,7 @@ def stored_values(name_or_path: str, config: ModelConfig) -> Callable[[Iterable[
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     folder = name_or_path
-    with clear_hub_errors(f"--init-from {name_or_path}"):
+    with hub_errors_in_one_line(f"--init-from {name_or_path}"):
         if not os.path.isdir(folder):
             folder = snapshot_download(folder, allow_patterns=["config.json", "model*.safetensors"])
         reader = HuggingFaceStorageReader(folder)

@@ -55,6 +55,7 @@ def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], to
     made: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in module.parameters():
         values = allocate(parameter)
+        # set as `.data`, so that autograd does not take later writes to the memory behind it for changes of the weight
         made[parameter] = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device))
         made[parameter].data = values
         made[parameter].spec = parameter.spec
