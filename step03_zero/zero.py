@@ -131,8 +131,8 @@ class Zero:
 
     @contextmanager
     def no_sync(self, more_follow: bool = True) -> Iterator[None]:
-        """Around a micro-batch's backward: if more follow in this step, its gradients only accumulate. (If
-        each micro-batch is reduce-scattered, only the sum over replicas waits.)"""
+        """Around a micro-batch's backward: if more follow in this step, its gradients only accumulate. (If each
+        micro-batch is reduce-scattered, only the sum over replicas waits.)"""
         self.last_micro_batch = not more_follow
         self.synchronising = not more_follow or self.each_micro_batch
         yield
