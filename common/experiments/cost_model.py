@@ -75,6 +75,11 @@ class Player:
         self.communication += seconds
         return self.free
 
+    def all_reduce(self, size: float) -> float:
+        """Start an all-reduce: a reduce-scatter and an all-gather of `size` bytes. Returns when it will be complete."""
+        self.message(size)
+        return self.message(size)
+
     def wait(self, until: float) -> None:
         """Do nothing before `until`."""
         self.blocked += max(0.0, until - self.now)

@@ -10,28 +10,21 @@ the trace, a counter of the kernel, or the storages behind tensors; what only a 
 
 import sys
 
-from step02_data_parallel.experiments.tools import command
-from step03_zero.experiments import memory as experiments_memory
-from step03_zero.experiments import overlap as experiments_overlap
-from step03_zero.experiments import pictures
-from step03_zero.experiments import residency as experiments_residency
-from step03_zero.experiments import traffic as experiments_traffic
+from common.experiments.runner import run_experiments
+from step03_zero.experiments import memory, overlap, residency, stages, traffic
 
-EXPERIMENTS = {
-    function.__name__: function
-    for function in (
-        pictures.stages,
-        experiments_memory.memory,
-        experiments_residency.residency,
-        experiments_residency.peak,
-        experiments_traffic.traffic,
-        experiments_traffic.gradients,
-        experiments_traffic.curves,
-        experiments_overlap.overlap,
-        experiments_overlap.condition,
-        experiments_memory.llama,
-    )
-}
+EXPERIMENTS = [
+    stages.stages,
+    memory.memory,
+    residency.residency,
+    residency.peak,
+    traffic.traffic,
+    traffic.gradients,
+    traffic.curves,
+    overlap.overlap,
+    overlap.condition,
+    memory.llama,
+]
 
 if __name__ == "__main__":
-    sys.exit(command("step03_zero", __doc__.splitlines()[0], EXPERIMENTS))
+    sys.exit(run_experiments("step03_zero", __doc__.splitlines()[0], EXPERIMENTS))

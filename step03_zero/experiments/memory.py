@@ -1,4 +1,4 @@
-"""Bytes that a rank holds: parameters, gradients, optimizer state and activations, in each stage and type."""
+"""Bytes that a rank holds: parameters, gradients, optimizer state and activations, in each stage and dtype."""
 
 import statistics
 from collections.abc import Callable
@@ -7,21 +7,21 @@ import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
+from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
+from common.experiments.tables import print_comparison, print_table
 from common.measure.allocator import live_bytes
 from common.presets import PRESETS
 from common.process_groups import Mesh
-from step01_single_gpu.experiments.tools import table
-from step01_single_gpu.memory_model import prediction as step01_memory
-from step02_data_parallel.experiments.tools import against, finish_figure, new_figure
+from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 from step03_zero.experiments import predictions
-from step03_zero.experiments.tools import COLOURS, MB, PARTS, SHAPE, STAGES, Run, units_of
+from step03_zero.experiments.tools import MB, PARTS, SHAPE, STAGES, Run, units_of
 
 GIB = 2**30
 
 
 def memory(quick: bool) -> None:
-    """Parameters, gradients, optimizer state a rank in each stage: predicted, and the storages that there are."""
+    """Parameters, gradients and optimizer state per rank in each stage: predicted, and the storages that exist."""
     parameters, measured = units_of(SHAPE).parameters, {}
     for ranks in (2,) if quick else (2, 4):
         cases = [(dtype, stage) for dtype in predictions.OURS for stage in STAGES]
@@ -35,11 +35,12 @@ def memory(quick: bool) -> None:
         for stage in STAGES:
             expected = predictions.held(parameters, stage, ranks, predictions.OURS[dtype])
             sizes = measured[ranks, dtype, stage]
-            rows += [(f"{stage}: {part}", size / MB, sizes[part] / MB) for part, size in zip(PARTS, expected)]
-            rows.append((f"{stage}: sum", sum(expected) / MB, sum(sizes[part] for part in PARTS) / MB))
-        against(f"{dtype}, {ranks} ranks, {parameters:,} parameters: MB that a rank holds", "stage", rows, ",.3f")
+            rows += [(f"{stage}: {part}", size, sizes[part]) for part, size in zip(PARTS, expected)]
+            rows.append((f"{stage}: sum", sum(expected), sum(sizes[part] for part in PARTS)))
+        title = f"{dtype}, {ranks} ranks, {parameters:,} parameters: MB that a rank holds"
+        print_comparison(title, "stage", rows, ",.3f", MB)
     print("  Measured: the storages behind the tensors, each once, mean over ranks. Units are padded to equal shards,")
-    print("  by less than N elements each; with these shapes by none.")
+    print("  by less than N elements each; with these shapes no padding is needed.")
 
     rows = []
     for stage in STAGES:
@@ -50,20 +51,20 @@ def memory(quick: bool) -> None:
         rows.append((stage, *(f"{value:.2f}" for value in for_8), *shown))
     header = ("stage", "float32 4+4+8", "bf16 2+4+12", "paper 2+2+12", "sums too 2+6+12")
     header += ("limit, float32", "limit, bf16", "limit, paper")
-    table("predicted: bytes a parameter on 8 ranks, and how many times less for N -> infinity", header, rows)
+    print_table("predicted: bytes per parameter on 8 ranks, and how many times less for N -> infinity", header, rows)
 
     rows, model = [], TrainConfig(**SHAPE).model_config
     for dtype in predictions.OURS:
-        kept = step01_memory.saved_activations(model, SHAPE["micro_batch"], SHAPE["seq_len"], getattr(torch, dtype))
+        kept = saved_activations(model, SHAPE["micro_batch"], SHAPE["seq_len"], getattr(torch, dtype))
         for stage in STAGES:
             sizes = measured[2, dtype, stage]
-            rows.append((f"{dtype}, {stage}", step01_memory.total_bytes(kept), sizes["activations"]))
-    against("bytes of activations that a rank keeps for the backward, 2 ranks", "stage", rows)
+            rows.append((f"{dtype}, {stage}", total_bytes(kept), sizes["activations"]))
+    print_comparison("bytes of activations that a rank keeps for the backward, 2 ranks", "stage", rows)
     draw_memory(parameters, measured)
 
 
 def bytes_held(mesh: Mesh, done: Callable, cases: list[tuple[str, int]]) -> list[dict[str, int]]:
-    """On a rank: what it holds in each case, after one step; and what autograd keeps of a forward."""
+    """On a rank, for each case: the bytes that it holds in a step, and those that autograd keeps of a forward."""
     result = []
     for dtype, stage in cases:
         run = Run(mesh, **SHAPE, global_batch=mesh.world.size, dtype=dtype, zero=stage)
@@ -73,7 +74,7 @@ def bytes_held(mesh: Mesh, done: Callable, cases: list[tuple[str, int]]) -> list
 
 
 def kept_for_backward(run: Run) -> int:
-    """Bytes that a forward leaves for the backward, without the weights among them."""
+    """Return the bytes that a forward keeps for the backward, without the weights among them."""
     kept = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ def kept_for_backward(run: Run) -> int:
 
 
 def draw_memory(parameters: int, measured: dict) -> None:
-    """Stacked bars, measured, with a mark where theory sees the end of each part."""
+    """Draw stacked bars of what was measured, with a mark where theory expects the end of each part."""
     figure, axes = new_figure(columns=2, width=9.5)
     for dtype, axis in zip(predictions.OURS, axes):
         for number, ranks in enumerate(sorted({key[0] for key in measured})):
@@ -99,23 +100,19 @@ def draw_memory(parameters: int, measured: dict) -> None:
                 expected = predictions.held(parameters, stage, ranks, predictions.OURS[dtype])
                 for part, size in zip(PARTS, expected):
                     height = measured[ranks, dtype, stage][part] / MB
-                    axis.bar(
-                        place, height, bottom=top, width=0.36, color=COLOURS[part], edgecolor="white", linewidth=0.5
-                    )
+                    axis.bar(place, height, 0.36, top, color=COLOURS[part], edgecolor="white", linewidth=0.5)
                     top, expected_top = top + height, expected_top + size / MB
                     axis.plot([place - 0.2, place + 0.2], [expected_top] * 2, color="black", linewidth=1)
                 axis.text(place, top + 1, f"N={ranks}", ha="center", va="bottom", fontsize=7)
         axis.set_xticks(STAGES, [f"stage {stage}" for stage in STAGES])
-        total = sum(predictions.OURS[dtype])
-        axis.set_title(
-            f"{dtype}: {' + '.join(map(str, predictions.OURS[dtype]))} = {total} bytes", fontsize=10, loc="left"
-        )
+        widths, total = " + ".join(map(str, predictions.OURS[dtype])), sum(predictions.OURS[dtype])
+        axis.set_title(f"{dtype}: {widths} = {total} bytes", fontsize=10, loc="left")
         axis.set_ylim(0, 1.08 * parameters * total / MB)
     axes[0].set_ylabel("MB on a rank")
     handles = [axes[0].bar(0, 0, color=COLOURS[part], label=part) for part in PARTS]
     handles += axes[0].plot([], [], color="black", linewidth=1, label="predicted")
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    finish_figure("memory", figure)
+    save_figure(figure, "memory")
 
 
 # ---- larger than this machine ---------------------------------------------------------------------------------------
@@ -131,19 +128,21 @@ def llama(quick: bool) -> None:
         cells = [" / ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in (published, ours)]
         rows.append((stage, cells[0], cells[1], f"{sum(ours) / GIB:.1f}"))
     header = ("stage", "2 + 2 + 8, as published", "2 + 4 + 12, as here", "sum")
-    table(f"{count / 1e9:.2f} B parameters, {ranks} ranks: GiB of parameters / gradients / optimizer", header, rows)
+    print_table(
+        f"{count / 1e9:.2f} B parameters, {ranks} ranks: GiB of parameters / gradients / optimizer", header, rows
+    )
 
     lengths = (1024, 4096, 16384)
     figure, axes = new_figure(columns=3, width=9.5)
     for axis, length in zip(axes, lengths):
-        saved = step01_memory.saved_activations(model, 1, length, torch.bfloat16, recompute="selective")
-        activations = step01_memory.total_bytes(saved) / GIB
+        saved = saved_activations(model, 1, length, torch.bfloat16, recompute="selective")
+        activations = total_bytes(saved) / GIB
         for stage in STAGES:
             sizes = predictions.held(count, stage, ranks, predictions.OURS["bfloat16"])
             bottom = 0.0
             for part, size in zip((*PARTS, "activations"), (*sizes, activations * GIB)):
-                colour = COLOURS.get(part, "#BBBBBB")
-                axis.bar(stage, size / GIB, bottom=bottom, color=colour, width=0.7, label=part if stage == 0 else None)
+                label = part if stage == 0 else None
+                axis.bar(stage, size / GIB, 0.7, bottom, color=COLOURS[part], label=label)
                 bottom += size / GIB
             axis.text(stage, bottom + 2, f"{bottom:.0f}", ha="center", fontsize=8)
         axis.axhline(80e9 / GIB, color="black", linewidth=1, linestyle="--")
@@ -156,4 +155,4 @@ def llama(quick: bool) -> None:
     figure.suptitle("predicted: llama3-8b on 8 GPUs, bfloat16, micro-batch 1, selective recomputation", fontsize=10)
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    finish_figure("llama_memory", figure)
+    save_figure(figure, "llama_memory")

@@ -5,37 +5,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.config import TrainConfig
+from common.experiments.cost_model import Player, fill_buckets
+from common.experiments.figures import COLOURS, figure_path, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
+from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
+from common.experiments.tables import print_comparison, print_table
+from common.experiments.traces import computation, quietest
 from common.model import Decoder
 from common.process_groups import Mesh
-from common.tracing.report import Trace, read_trace
+from common.tracing.chrome_trace import Trace, read_trace
 from common.tracing.timeline_picture import draw_timelines
-from step01_single_gpu.experiments.tools import table
 from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, H100_TFLOPS, tokens_to_hide
-from step02_data_parallel.experiments import predictions as step02_predictions
-from step02_data_parallel.experiments.tools import (
-    BUCKET_MB,
-    MODEL,
-    against,
-    computation,
-    figure_path,
-    finish_figure,
-    new_figure,
-    quietest,
-    run_jobs,
-    tensor_sizes,
-)
 from step03_zero.experiments import predictions
-from step03_zero.experiments.tools import units_of
+from step03_zero.experiments.tools import prefetching, regions_of
 from step03_zero.train import train
-from step03_zero.zero import Zero
 
 LINK = "2000,0.2"  # as in step 2: 2 ms a message, 0.2 GB/s
-VARIANTS = {  # name: flags, title in the figure
+VARIANTS = {  # name: flags, title in the figure; stage 0 is not drawn
     "0": ({"zero": 0}, ""),
     "1": ({"zero": 1}, "stage 1: gathers before the forward needs them, reduce-scatters as buckets fill"),
-    "2": ({"zero": 2}, "stage 2: the same messages; each bucket's gradients are freed as they leave"),
-    "3": ({"zero": 3}, "stage 3: a unit is gathered while the one before it computes, twice"),
+    "2": ({"zero": 2}, "stage 2: the same messages; each bucket is freed once it has been summed"),
+    "3": (
+        {"zero": 3},
+        "stage 3: each unit is gathered while its neighbour computes, in the forward and again in the backward",
+    ),
     "3, no prefetch": ({"zero": 3}, "stage 3 without prefetch: each unit waits for its own gather"),
 }
 
@@ -46,53 +39,41 @@ def overlap(quick: bool) -> None:
     rows = {name: quietest(trace) for name, trace in traces.items()}
     times = {name: (computation(trace, "forward"), computation(trace, "backward")) for name, trace in traces.items()}
     players = {name: play(name, times[name]) for name in traces}
-    shown = "; ".join(f"{name}: {1e3 * first:.0f} + {1e3 * then:.0f}" for name, (first, then) in times.items())
+    shown = "; ".join(
+        f"{name}: {1e3 * forward:.0f} + {1e3 * backward:.0f}" for name, (forward, backward) in times.items()
+    )
     print(f"\n2 ranks, --link {LINK}. The predictions start from the forwards and backwards measured, ms:\n  {shown}")
     communication = [(name, 1e3 * players[name].communication, 1e3 * rows[name].communication_s) for name in traces]
-    against("communication, ms a step", "stage", communication, ".1f")
+    print_comparison("communication, ms a step", "stage", communication, ".1f")
     exposed = [(name, 1e3 * players[name].blocked, 1e3 * rows[name].exposed_s) for name in traces]
-    against("exposed communication, ms a step", "stage", exposed, ".1f")
+    print_comparison("exposed communication, ms a step", "stage", exposed, ".1f")
     values = []
     for name in traces:
         predicted = rows[name].step_time_s - rows[name].exposed_s + players[name].blocked
         values.append((name, 1e3 * predicted, 1e3 * rows[name].step_time_s))
-    against("step time, ms: its own computation and the predicted exposed communication", "stage", values)
-    table("overlap share", ("stage", "measured"), [(name, f"{row.overlap_share:.0%}") for name, row in rows.items()])
+    print_comparison("step time, ms: its own computation and the predicted exposed communication", "stage", values)
+    print_table(
+        "overlap share", ("stage", "measured"), [(name, f"{row.overlap_share:.0%}") for name, row in rows.items()]
+    )
 
     panels = [(VARIANTS[name][1], by_operation(trace)) for name, trace in traces.items() if VARIANTS[name][1]]
-    draw_timelines(panels, figure_path("timelines"), step=0)
-    finish_figure("timelines")
+    print(f"  figure: {draw_timelines(panels, figure_path('timelines'), step=0)}")
 
 
-def play(name: str, times: tuple[float, float]) -> predictions.Player:
-    """The alpha-beta model's step on two ranks over `LINK`, loss and gradient norm included."""
-    link = TrainConfig(link=LINK).link_model
-    sizes, costs = tensor_sizes()
-    player = predictions.Player(2, link)
+def play(name: str, times: tuple[float, float]) -> Player:
+    """Play a step of a variant on two ranks over `LINK`. `times`: seconds of its forward and of its backward."""
+    (sizes, costs), player = tensor_sizes(), Player(2, TrainConfig(link=LINK).link_model)
+    regions, buckets = regions_of(Decoder(TrainConfig(**MODEL).model_config)), fill_buckets(sizes, BUCKET_MB * 1e6)
     if name == "0":
-        result = step02_predictions.overlap(sizes, costs, times[1], 2, link, "bucket", BUCKET_MB * 1e6)
-        player.communication, player.blocked = result.communication, result.exposed
+        predictions.play_all_reduces(player, buckets, sizes, costs, times)
     elif name in ("1", "2"):
-        regions = {}
-        for index, (parameter, _) in enumerate(Decoder(TrainConfig(**MODEL).model_config).named_parameters()):
-            regions.setdefault(region_of(parameter), []).append(index)
-        buckets = step02_predictions.fill_buckets(sizes, BUCKET_MB * 1e6)
-        predictions.play_buckets(player, buckets, list(regions.values()), sizes, costs, times)
+        predictions.play_buckets(player, buckets, regions, sizes, costs, times)
     else:
-        units = units_of(MODEL).units
-        work = [0.0, *map(float, units[1:])]
-        predictions.play_units(player, [4 * unit for unit in units], work, times, prefetch=name == "3")
-    scalars = step02_predictions.Overlap(player.communication, player.blocked).with_scalars(2, link)
-    player.communication, player.blocked = scalars.communication, scalars.exposed
+        units = [[sum(values[index] for index in region) for region in regions] for values in (sizes, costs)]
+        predictions.play_units(player, *units, times, prefetch=name == "3")
+    for size in (4, 8):  # bytes of the gradient norm and of the loss, which nothing can hide
+        player.wait(player.all_reduce(size))
     return player
-
-
-def region_of(parameter: str) -> str:
-    """embedding, layers.0, ..., norm and head: what of the model runs in one go."""
-    parts = parameter.split(".")
-    if parts[0] == "layers":
-        return ".".join(parts[:2])
-    return "embedding" if parts[0] == "embedding" else "norm and head"
 
 
 def traced_runs(quick: bool) -> dict[str, Trace]:
@@ -106,17 +87,14 @@ def traced_runs(quick: bool) -> dict[str, Trace]:
 
 
 def run_variants(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str) -> None:
-    """On a rank: each run, those without prefetch with that line of `Zero` taken out."""
-    prefetch = Zero._prefetch
+    """On a rank: run one training after another, each into folder/name."""
     for name, flags in jobs:
-        if "no prefetch" in name:
-            Zero._prefetch = lambda zero, region: None
-        run_jobs(mesh, done, [(name, flags)], folder, train)
-        Zero._prefetch = prefetch
+        with prefetching("no prefetch" not in name):
+            run_jobs(mesh, done, [(name, flags)], folder, train)
 
 
 def by_operation(trace: Trace) -> Trace:
-    """The shortest step of rank 0 alone, as step 0, with a lane for each collective, not for each group."""
+    """Return the shortest step of rank 0 alone, as step 0, with a lane per kind of collective instead of per group."""
     names = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
     spans, step = [], quietest(trace).step
     for span in trace.spans[0]:
@@ -130,7 +108,7 @@ def by_operation(trace: Trace) -> Trace:
 
 
 def condition(quick: bool) -> None:
-    """PREDICTED: how many tokens a GPU hide stage 3's gathers, at the bandwidths that the playbook published."""
+    """PREDICTED: how many tokens per GPU hide stage 3's gathers, at the bandwidths that the playbook published."""
     peak, rows, lines = H100_TFLOPS * 1e12, [], {}
     for gpus, gather in predictions.ALL_GATHER_GB_PER_S.items():
         scatter, reduce = predictions.REDUCE_SCATTER_GB_PER_S[gpus] * 1e9, ALL_REDUCE_GB_PER_S[gpus] * 1e9
@@ -146,26 +124,25 @@ def condition(quick: bool) -> None:
             lines.setdefault(name, []).append(value)
         rows.append((gpus, f"{gather:g}", f"{scatter / 1e9:g}", *(f"{value:,.0f}" for value in values.values())))
     header = ("GPUs", "all-gather GB/s", "reduce-scatter", *lines)
-    table(
-        "tokens a GPU and micro-batch that hide communication of so many bytes a parameter; 989 TFLOP/s", header, rows
-    )
+    title = "tokens per GPU and micro-batch that hide communication of so many bytes per parameter; 989 TFLOP/s"
+    print_table(title, header, rows)
     print("  The bandwidths are published (playbook, pp_comm_bandwidth). Step 2: one all-reduce of gradients in the")
     print("  backward. Stage 3: an all-gather in the forward; in the backward another one and a reduce-scatter.")
 
     figure, axes = new_figure(width=7.5, height=4)
     gpus = list(predictions.ALL_GATHER_GB_PER_S)
     labels = {
-        "backward: 2 + 4": ("stage 3, backward: all-gather of 2, reduce-scatter of 4 bytes", "#D55E00", "-"),
-        "forward: 2": ("stage 3, forward (and backward with 2 + 2 bytes)", "#0072B2", "-"),
-        "step 2: 4": ("step 2: all-reduce of 4 bytes", "#888888", "-"),
-        "step 2: 2": ("step 2: all-reduce of 2 bytes", "#888888", "--"),
+        "backward: 2 + 4": ("stage 3, backward: all-gather of 2, reduce-scatter of 4 bytes", COLOURS["backward"], "-"),
+        "forward: 2": ("stage 3, forward (and backward with 2 + 2 bytes)", COLOURS["forward"], "-"),
+        "step 2: 4": ("step 2: all-reduce of 4 bytes", COLOURS["all_reduce"], "-"),
+        "step 2: 2": ("step 2: all-reduce of 2 bytes", COLOURS["all_reduce"], "--"),
     }
     for name, (label, colour, style) in labels.items():
         axes.plot(gpus, lines[name], style, color=colour, marker="o", markersize=3, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens a GPU and micro-batch")
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="tokens per GPU and micro-batch")
     axes.set_xticks(gpus, gpus)
     axes.minorticks_off()
     axes.set_yticks([2e3, 5e3, 1e4, 2e4, 5e4, 1e5], ["2k", "5k", "10k", "20k", "50k", "100k"])
     axes.set_title("predicted at full peak of an H100, from published bandwidths", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=9)
-    finish_figure("condition", figure)
+    save_figure(figure, "condition")

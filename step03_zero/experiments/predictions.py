@@ -1,4 +1,4 @@
-"""What theory says of step 3: bytes held, bytes sent, numbers of collectives, and how much of them cannot hide.
+"""What theory says of step 3: bytes held, bytes sent, number of collectives, and how much of them cannot hide.
 
 Psi is the number of parameters, N the ranks of a shard group, M the micro-batches of a step, U the units of stage 3 (a
 layer each; the embedding; the final norm with the head). The link is the alpha-beta model of
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player  # noqa: F401
 
-# Bytes a parameter: parameters, gradients, optimizer (master weights and Adam's two moments).
-OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients only ever lie in buckets of at least float32
+# Bytes per parameter: parameters, gradients, optimizer state (master weights and Adam's two moments).
+OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients are only ever stored in buckets of at least float32
 PAPER = (2, 2, 12)  # "ZeRO", section 3.1: half-precision gradients, K = 12
 FLOAT32_SUMS = (2, 2 + 4, 12)  # and beside them float32 sums, which the playbook counts
 PLOTTED = (2, 2, 8)  # what the bars of the playbook's figure of 8 B parameters contain: no master weights
@@ -24,12 +24,13 @@ REDUCE_SCATTER_GB_PER_S = {8: 249.7, 16: 181.6, 32: 115.8, 64: 68.6, 128: 54.5, 
 
 
 def held(parameters: float, stage: int, ranks: int, widths: tuple[int, int, int]) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state that a rank holds ("ZeRO", section 5 and figure 1).
+    """Return the bytes of parameters, gradients and optimizer state that a rank holds ("ZeRO", section 5 and figure 1).
 
-    Gradients at their fullest: when the backward ends. Without the padding of units, less than N elements each.
+    Gradients are counted when the backward ends, when they are most. The padding of units, less than N elements each,
+    is left out.
 
     Args:
-        parameters: Psi. widths: bytes a parameter, such as `OURS["bfloat16"]`.
+        parameters: Psi. widths: bytes per parameter, such as `OURS["bfloat16"]`.
     """
     sharded_from = (3, 2, 1)  # the stage that shards each of them
     parts = zip(widths, sharded_from)
@@ -37,7 +38,7 @@ def held(parameters: float, stage: int, ranks: int, widths: tuple[int, int, int]
 
 
 def limit(stage: int, widths: tuple[int, int, int]) -> float:
-    """How many times less than without ZeRO a rank holds for N -> infinity."""
+    """Return how many times less a rank holds than without ZeRO, for N -> infinity."""
     rest = sum(held(1.0, stage, 10**12, widths))
     return sum(widths) / rest
 
@@ -47,7 +48,7 @@ def limit(stage: int, widths: tuple[int, int, int]) -> float:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that decide the traffic: elements of each unit, in the order of the forward (the embedding first)."""
+    """The sizes that decide the traffic: elements of each unit, in the order of the forward (the embedding first)."""
 
     units: tuple[int, ...]
     tied: bool = False
@@ -58,9 +59,10 @@ class Model:
 
 
 def all_gathers(model: Model, micro_batches: int = 1) -> int:
-    """Of stage 3 in a step: 2U-1 by the rule (all in the forward, all but the last again in the backward).
+    """Return how many all-gathers stage 3 issues in a step.
 
-    One fewer here, since an embedding's backward reads no weights; a tied one is gathered again for the head.
+    The rule says 2U-1 per micro-batch: all units in the forward, and all but the last one again in the backward.
+    Ours are one fewer, because an embedding's backward reads no weights; a tied one is gathered again for the head.
     """
     return micro_batches * (2 * len(model.units) - 2 + model.tied)
 
@@ -74,14 +76,14 @@ def sent(
     each_micro_batch: bool = True,
     widths: tuple[int, int] = (4, 4),
 ) -> tuple[float, float]:
-    """Bytes that a rank sends in a step: within its shard group, and within its replica group (hybrid sharding).
+    """Return the bytes that a rank sends in a step within its shard group, and within its replica group.
 
-    "ZeRO", section 7: 2 Psi without ZeRO and in stages 1 and 2, 3 Psi in stage 3, each times (N-1)/N; here with
-    accumulation, with the embedding's gather saved, and each message in its own type.
+    "ZeRO", section 7, says 2 Psi without ZeRO and in stages 1 and 2, and 3 Psi in stage 3, each times (N-1)/N. This
+    count adds accumulation and replicas, saves the embedding's second gather, and takes each message in its own type.
 
     Args:
         ranks: of a shard group, N; stage 0 has `replicas` only.
-        each_micro_batch: stages 2 and 3 reduce-scatter every micro-batch's gradients.
+        each_micro_batch: stages 2 and 3 reduce-scatter the gradients of every micro-batch.
         widths: bytes of a parameter and of a gradient.
     """
     gathered = model.parameters
@@ -96,7 +98,7 @@ def sent(
 
 
 def resident(model: Model, ranks: int, width: int, prefetch: bool = True) -> float:
-    """Most bytes of parameters that stage 3 holds: the shard, the unit in use and the one on its way."""
+    """Return the most bytes of parameters that stage 3 holds: the shard, the unit in use and the one in flight."""
     units = model.units
     pairs = [here + following for here, following in zip(units, units[1:])] if prefetch else units
     return width * (model.parameters / ranks + max(pairs))
@@ -106,13 +108,13 @@ def resident(model: Model, ranks: int, width: int, prefetch: bool = True) -> flo
 
 
 def tokens_to_hide_gather(ranks: int, bandwidth: float, peak_flops: float, width: int = 2) -> float:
-    """Tokens a rank and micro-batch from which on a unit's forward takes as long as the next one's all-gather.
+    """Return the tokens per rank and micro-batch that make a unit's forward as long as the next one's all-gather.
 
-    P parameters: width P (N-1)/N / bandwidth against 2 P tokens / peak_flops. P cancels. (The playbook's appendix A3,
-    which counts elements where bandwidths are bytes a second.)
+    A unit of P parameters takes width P (N-1)/N / bandwidth against 2 P tokens / peak_flops. P cancels. (The
+    playbook's appendix A3, which counts elements although bandwidths are bytes per second.)
 
     Args:
-        bandwidth: bytes a second. width: bytes a parameter.
+        bandwidth: bytes per second. width: bytes per parameter.
     """
     return width / 2 * (ranks - 1) / ranks * peak_flops / bandwidth
 
@@ -120,10 +122,10 @@ def tokens_to_hide_gather(ranks: int, bandwidth: float, peak_flops: float, width
 def tokens_to_hide_backward(
     ranks: int, gather: float, scatter: float, peak_flops: float, widths: tuple[int, int] = (2, 4)
 ) -> float:
-    """The same for the backward: 4 P tokens of computation hide an all-gather and a reduce-scatter.
+    """Return the same for the backward: 4 P tokens of computation hide an all-gather and a reduce-scatter.
 
     Args:
-        gather, scatter: their bandwidths, bytes a second. widths: bytes of a parameter and of a gradient.
+        gather, scatter: their bandwidths, bytes per second. widths: bytes of a parameter and of a gradient.
     """
     return (ranks - 1) / ranks * peak_flops / 4 * (widths[0] / gather + widths[1] / scatter)
 
@@ -131,10 +133,20 @@ def tokens_to_hide_backward(
 # ---- the link, played ------------------------------------------------------------------------------------------------
 
 
+def play_all_reduces(player: Player, buckets: list[list[int]], sizes: list[int], costs: list, times: tuple) -> None:
+    """Play a step of stage 0: in the backward, full buckets are all-reduced. Arguments as of `play_buckets`."""
+    forward, backward = times
+    player.now += forward
+    for bucket in buckets:
+        player.now += backward * sum(costs[index] for index in bucket) / sum(costs)
+        complete = player.all_reduce(sum(sizes[index] for index in bucket))
+    player.wait(complete)
+
+
 def play_buckets(
     player: Player, buckets: list[list[int]], regions: list[list[int]], sizes: list[int], costs: list, times: tuple
 ) -> None:
-    """A step of stage 1 or 2: gather all, in the forward wait region by region; in the backward scatter full buckets.
+    """Play a step of stage 1 or 2: gather all, and wait in the forward region by region; scatter full buckets.
 
     Args:
         buckets: indices of parameters, in the order of the backward.
@@ -144,55 +156,52 @@ def play_buckets(
     """
     forward, backward = (seconds / sum(costs) for seconds in times)
     whole = [sum(sizes[index] for index in bucket) for bucket in buckets]
-    gathered = {}
-    for number in reversed(range(len(buckets))):
-        gathered |= dict.fromkeys(buckets[number], player.message(whole[number]))
+    arrival = {}  # of each parameter's gathered weights
+    for bucket, size in zip(reversed(buckets), reversed(whole)):
+        arrival |= dict.fromkeys(bucket, player.message(size))
     for region in regions:
-        player.wait(max(gathered[index] for index in region))
+        player.wait(max(arrival[index] for index in region))
         player.now += forward * sum(costs[index] for index in region)
-    before = 0.0  # when the reduce-scatter before the one under way is done
+    complete = 0.0  # when the reduce-scatter in flight will be complete
     for bucket, size in zip(buckets, whole):
         player.now += backward * sum(costs[index] for index in bucket)
-        after = player.message(size)
-        player.wait(before)
-        before = after
-    player.wait(before)
+        previous, complete = complete, player.message(size)
+        player.wait(previous)
+    player.wait(complete)
 
 
 def play_units(player: Player, sizes: list[int], costs: list, times: tuple, prefetch: bool = True) -> None:
-    """A step of stage 3.
+    """Play a step of stage 3.
 
     Args:
-        sizes: bytes of each unit, in the order of the forward. costs, times: as in `play_buckets`, of the units.
+        sizes: bytes of each unit, in the order of the forward. costs, times: as of `play_buckets`, of the units.
     """
     forward, backward = (seconds / sum(costs) for seconds in times)
-    last, there = len(sizes) - 1, {}
+    last, arrival = len(sizes) - 1, {}  # when the weights of the units that are gathered have arrived
 
     def fetch(unit: int) -> None:
-        if unit not in there:
-            there[unit] = player.message(sizes[unit])
+        if unit not in arrival:
+            arrival[unit] = player.message(sizes[unit])
 
-    fetch(0)
     for unit, cost in enumerate(costs):
         fetch(unit)
-        player.wait(there[unit])
+        player.wait(arrival[unit])
         if prefetch and unit < last:
             fetch(unit + 1)
         player.now += forward * cost
         if unit < last:
-            del there[unit]
-    before = 0.0
+            del arrival[unit]
+    complete = 0.0  # when the reduce-scatter in flight will be complete
     for unit in range(last, -1, -1):
         if unit > 0:  # the embedding's backward needs no weights
             fetch(unit)
-            player.wait(there[unit])
+            player.wait(arrival[unit])
             if prefetch and unit > 1:
                 fetch(unit - 1)
-        if unit < last:  # now that it is under way, the gradients of the unit above
-            after = player.message(sizes[unit + 1])
-            player.wait(before)
-            before = after
+        if unit < last:  # the gradients of the unit above follow the gather that has just been launched
+            previous, complete = complete, player.message(sizes[unit + 1])
+            player.wait(previous)
         player.now += backward * costs[unit]
-    after = player.message(sizes[0])
-    player.wait(before)
-    player.wait(after)
+    previous, complete = complete, player.message(sizes[0])
+    player.wait(previous)
+    player.wait(complete)

@@ -1,23 +1,26 @@
-"""Bytes over time: what of parameters and gradients lies in memory at each moment of a step, and the peak."""
+"""Bytes over time: the parameters and gradients in memory at each moment of a step, and the peak of a whole step."""
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from common.config import TrainConfig
+from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
+from common.experiments.runs import BUCKET_MB, run_jobs
+from common.experiments.tables import print_comparison, print_table
 from common.process_groups import Mesh
 from common.record.run_record import read_metrics
-from step01_single_gpu.experiments.tools import table
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
-from step02_data_parallel.experiments.tools import BUCKET_MB, against, finish_figure, new_figure, run_jobs
 from step03_zero.experiments import predictions
-from step03_zero.experiments.tools import MB, SHAPE, STAGES, Run, units_of
+from step03_zero.experiments.tools import MB, SHAPE, STAGES, Run, prefetching, units_of
 from step03_zero.train import train
-from step03_zero.zero import Unit, Zero
+from step03_zero.unit import Unit
 
 # As many parameters in four times as many layers: a unit is a small part of the model, as it is in a large one
 DEEP = SHAPE | {"layers": 24, "hidden": 128, "ffn": 384, "seq_len": 32, "bucket_mb": 1.0}
@@ -33,7 +36,7 @@ CASES = [  # name, flags, with prefetch
 
 
 def residency(quick: bool) -> None:
-    """Parameters and gradients that lie in memory, event by event, over one step of stages 1, 2 and 3."""
+    """Parameters and gradients in memory, event by event, over one step of stages 1, 2 and 3."""
     found = on_ranks(2, watch_steps, CASES, title="residency", jobs=len(CASES))[0]
     logs = {name: log for (name, *_), log in zip(CASES, found)}
     rows = []
@@ -41,44 +44,43 @@ def residency(quick: bool) -> None:
         model = units_of(SHAPE | {key: value for key, value in flags.items() if key == "tie_embeddings"})
         stage = flags["zero"]
         expected = predictions.resident(model, 2, 4, prefetch) if stage == 3 else 4 * model.parameters
-        rows.append((f"{name}: parameters", expected / MB, max(held for _, held, _ in logs[name]["points"]) / MB))
+        rows.append((f"{name}: parameters", expected, max(held for _, held, _ in logs[name]["points"])))
         expected = 4 * model.parameters
-        if stage > 1:  # one reduce-scatter is under way while the next bucket fills
+        if stage > 1:  # one reduce-scatter is in flight while the next bucket fills
             expected = predictions.resident(model, 2, 4) if stage == 3 else 2 * model.parameters + 2e6 * BUCKET_MB
-        rows.append((f"{name}: gradients", expected / MB, max(held for *_, held in logs[name]["points"]) / MB))
+        rows.append((f"{name}: gradients", expected, max(held for *_, held in logs[name]["points"])))
         expected = 4 * model.parameters / (2 if stage > 1 else 1)
-        rows.append((f"{name}: gradients at the end", expected / MB, logs[name]["end"] / MB))
-    against("2 ranks, float32: most MB in memory at any moment of a step", "", rows, ",.3f")
-    print("  Without what a collective itself needs: on gloo a reduce-scatter receives as much as its bucket holds.")
+        rows.append((f"{name}: gradients at the end", expected, logs[name]["end"]))
+    print_comparison("2 ranks, float32: most MB in memory at any moment of a step", "", rows, ",.3f", MB)
+    print(
+        "  Not counted: what a collective itself needs. On gloo a reduce-scatter receives as much as its bucket holds."
+    )
     draw_residency({name: logs[name] for name in ("stage 1", "stage 2", "stage 3")}, units_of(SHAPE))
 
 
 def watch_steps(mesh: Mesh, done: Callable, cases: list[tuple[str, dict, bool]]) -> list[dict]:
     """On a rank: for each case, the second step's points (seconds, bytes of parameters, of gradients) and phases."""
     result = []
-    real_prefetch = Zero._prefetch
     for _, flags, prefetch in cases:
         run = Run(mesh, **SHAPE | {"seq_len": 256, "micro_batch": 2}, global_batch=2 * mesh.world.size, **flags)
-        if not prefetch:
-            Zero._prefetch = lambda zero, region: None
-        run.step(0)
+        with prefetching(prefetch):
+            run.step(0)
         points, phases = [], []
 
         def note(points=points, run=run) -> None:
             points.append((time.perf_counter(), run.parameter_bytes(), run.gradient_bytes()))
 
-        def observe(moment: str, phases=phases, note=note) -> None:
-            phases.append((moment, time.perf_counter()))
+        def observe(phase: str, phases=phases, note=note) -> None:
+            phases.append((phase, time.perf_counter()))
             note()
 
-        with watched_units(note):
+        with prefetching(prefetch), watched_units(note):
             held = run.step(1, observe)
-        Zero._prefetch = real_prefetch
         start = phases[0][1]
         result.append(
             {
                 "points": [(seconds - start, *sizes) for seconds, *sizes in points],
-                "phases": [(moment, seconds - start) for moment, seconds in phases],
+                "phases": [(phase, seconds - start) for phase, seconds in phases],
                 "end": held["gradients"],
             }
         )
@@ -86,35 +88,27 @@ def watch_steps(mesh: Mesh, done: Callable, cases: list[tuple[str, dict, bool]])
     return result
 
 
-class watched_units:
-    """Inside, `note` is called before and after everything that takes or frees memory of units."""
+@contextlib.contextmanager
+def watched_units(note: Callable[[], None]) -> Iterator[None]:
+    """Within, `note` is called before and after everything that allocates or frees memory of units."""
+    with contextlib.ExitStack() as patches:
+        for name in ("fetch", "free", "make_bucket", "reduce_scatter", "complete"):
+            original = getattr(Unit, name)
 
-    NAMES = ("fetch", "free", "make_bucket", "reduce_scatter", "complete")
-
-    def __init__(self, note: Callable):
-        self.note = note
-
-    def __enter__(self) -> None:
-        self.originals = {name: getattr(Unit, name) for name in self.NAMES}
-        for name, original in self.originals.items():
-
-            def noted(unit, original=original):
-                self.note()
+            def noted(unit: Unit, original=original):
+                note()
                 result = original(unit)
-                self.note()
+                note()
                 return result
 
-            setattr(Unit, name, noted)
-
-    def __exit__(self, *error) -> None:
-        for name, original in self.originals.items():
-            setattr(Unit, name, original)
+            patches.enter_context(mock.patch.object(Unit, name, noted))
+        yield
 
 
 def draw_residency(logs: dict[str, dict], model: predictions.Model) -> None:
-    """Two panels, parameters and gradients, a line a stage over the share of the step that has passed."""
+    """Draw parameters and gradients, with one line per stage; each phase is as wide as the others."""
     figure, axes = new_figure(columns=2, width=10, height=4)
-    for name, colour, style in zip(logs, ("#0072B2", "#E69F00", "#D55E00"), ((0, (6, 2)), (0, (2, 1.5)), "solid")):
+    for name, colour, style in zip(logs, SERIES, ((0, (6, 2)), (0, (2, 1.5)), "solid")):
         points, phases = logs[name]["points"], logs[name]["phases"]
         for axis, column in zip(axes, (1, 2)):
             xs = [by_phase(point[0], phases) for point in points]
@@ -135,11 +129,11 @@ def draw_residency(logs: dict[str, dict], model: predictions.Model) -> None:
     axes[0].legend(frameon=False, loc="lower left", fontsize=9)
     title = f"2 ranks, float32, {model.parameters / 1e6:.1f} M parameters in {len(model.units)} units"
     axes[0].set_title(title, fontsize=10, loc="left")
-    finish_figure("residency", figure)
+    save_figure(figure, "residency")
 
 
 def by_phase(seconds: float, phases: list[tuple[str, float]]) -> float:
-    """Time with the forward stretched to [0, 1], the backward to [1, 2] and the rest to [2, 3]."""
+    """Return the time with the forward stretched to [0, 1], the backward to [1, 2] and the rest to [2, 3]."""
     when = dict(phases)
     edges = [0.0, when["backward"], when["optimizer"], when["end"]]
     for index, (low, high) in enumerate(zip(edges, edges[1:])):
@@ -156,7 +150,7 @@ def peak(quick: bool) -> None:
     for ranks in (2,) if quick else (2, 4):
         flags = DEEP | {"steps": steps, "global_batch": ranks, "measure_memory": True}
         for stage in STAGES:
-            with tempfile.TemporaryDirectory() as folder:  # new ranks: what the last run left would count
+            with tempfile.TemporaryDirectory() as folder:  # new ranks, because what an earlier run left would count
                 jobs = [("run", flags | {"zero": stage})]
                 on_ranks(ranks, run_jobs, jobs, folder, train, title=f"peak, stage {stage}")
                 records, _ = read_metrics(Path(folder, "run", "metrics.jsonl"))
@@ -165,5 +159,7 @@ def peak(quick: bool) -> None:
             cells = (f"{size:,.1f}" for size in (states, kept / MB, min(peaks), max(peaks)))
             rows.append((f"{ranks} ranks, stage {stage}", *cells))
     header = ("MB", "states: predicted", "activations: predicted", "peak: least", "most of the steps")
-    table(f"float32, {model.parameters:,} parameters in {len(model.units)} units: rank 0", header, rows)
-    print("  On the CPU a peak may come out high (see common/memory.py), so the least one is nearest to the truth.")
+    print_table(f"float32, {model.parameters:,} parameters in {len(model.units)} units: rank 0", header, rows)
+    print(
+        "  On the CPU a peak may come out high (see common/measure/allocator.py), so the least is nearest to the truth."
+    )

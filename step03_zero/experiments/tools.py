@@ -1,92 +1,102 @@
-"""What the experiments of this step share: its model in numbers, and a training step that can be looked into."""
+"""What the experiments of this step share: the sizes of its units, and train.py's step for looking inside."""
 
+import contextlib
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from common.config import TrainConfig
 from common.data.batches import load_batches
+from common.experiments.runs import BUCKET_MB, MODEL
 from common.measure.allocator import live_bytes
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.reductions import gradient_norm
-from step01_single_gpu.mixed_precision import Optimizer, clip_factor
-from step01_single_gpu.recompute import apply_recompute
-from step02_data_parallel.experiments.tools import BUCKET_MB, MODEL
+from step01_single_gpu.mixed_precision import clip_factor
 from step03_zero.experiments.predictions import Model
+from step03_zero.train import build
 from step03_zero.zero import Zero
 
 STAGES = (0, 1, 2, 3)
 MB = 1e6
-PARTS = ("parameters", "gradients", "optimizer")
-COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "optimizer": "#009E73"}  # Okabe and Ito's palette
+PARTS = ("parameters", "gradients", "optimizer state")
 SHAPE = MODEL | {"seq_len": 64, "micro_batch": 1, "bucket_mb": BUCKET_MB}
 
 
+def regions_of(model: Decoder) -> list[list[int]]:
+    """Return the indices of the parameters of each region: the embedding, each layer, the final norm with the head."""
+    regions = {}
+    for index, (name, _) in enumerate(model.named_parameters()):
+        part, _, rest = name.partition(".")
+        key = rest.partition(".")[0] if part == "layers" else "embedding" if part == "embedding" else "norm and head"
+        regions.setdefault(key, []).append(index)
+    return list(regions.values())
+
+
 def units_of(flags: dict) -> Model:
-    """The units of stage 3 for these flags, from the shape of the model alone."""
+    """Return the sizes of stage 3's units for these flags, from the shape of the model alone."""
     model = Decoder(TrainConfig(**flags).model_config)
-    groups = {"embedding": 0} | {f"layers.{index}.": 0 for index in model.layers} | {"": 0}
-    for name, parameter in model.named_parameters():
-        groups[next(prefix for prefix in groups if name.startswith(prefix))] += parameter.numel()
-    return Model(tuple(groups.values()), model.config.tie_embeddings)
+    elements = [parameter.numel() for parameter in model.parameters()]
+    units = [sum(elements[index] for index in region) for region in regions_of(model)]
+    return Model(tuple(units), model.config.tie_embeddings)
+
+
+def prefetching(wanted: bool) -> contextlib.AbstractContextManager:
+    """Return a context in which stage 3 prefetches, as it always does, or does not."""
+    return contextlib.nullcontext() if wanted else mock.patch.object(Zero, "_prefetch", lambda zero, region: None)
 
 
 class Run:
-    """train.py's model, gradients and optimizer on these ranks, step by step, without its record."""
+    """Model, gradients and optimizer as train.py builds them on these ranks, step by step, without a run record."""
 
     def __init__(self, mesh: Mesh, **flags):
         config = TrainConfig(device="cpu", **flags)
         config.resolve_and_check(mesh.world.size)
         self.config, self.mesh = config, build_mesh(Degrees.of(config), mesh.device, config.model_config.kv_heads)
-        self.batches = load_batches(config, mesh)
-        self.model = Decoder(config.model_config)
-        apply_recompute(self.model, config.recompute)
-        self.zero = Zero(self.model, config, self.mesh)
-        self.optimizer, self.summed = Optimizer(self.zero.shards, config), []
+        self.batches = load_batches(config, self.mesh)
+        self.model, self.zero, self.optimizer = build(config, self.mesh)
+        self.gradients: list[torch.Tensor] = []  # the summed ones; the optimizer empties the list
 
     def loss_share(self, step: int, micro_batch: int) -> torch.Tensor:
-        """The forward of one micro-batch: this rank's share of the mean loss."""
+        """Run the forward of one micro-batch. Returns this rank's share of the mean loss."""
         place = (self.mesh.dp.rank, self.mesh.dp.size)
         tokens, targets = self.batches.micro_batch(step, micro_batch, self.config.micro_batch, *place)
         return cross_entropy_sum(self.model(tokens), targets) / self.batches.target_tokens
 
-    def accumulate(self, number: int = 0, observe: Callable[[str], None] = lambda moment: None) -> None:
-        """Forward and backward of all micro-batches of a step."""
-        observe("gather")
+    def accumulate(self, step: int = 0, observe: Callable[[str], None] = lambda phase: None) -> None:
+        """Run forward and backward of all micro-batches. Calls `observe` when each phase begins."""
+        observe("forward")
         self.zero.gather()
-        accumulation = self.config.accumulation_steps
-        for index in range(accumulation):
-            observe("forward")
-            share = self.loss_share(number, index)
+        for index in range(self.config.accumulation_steps):
+            share = self.loss_share(step, index)
             observe("backward")
-            with self.zero.no_sync(index < accumulation - 1):
+            with self.zero.no_sync(index < self.config.accumulation_steps - 1):
                 share.backward()
 
-    def step(self, number: int, observe: Callable[[str], None] = lambda moment: None) -> dict[str, int]:
-        """One step. Calls `observe` at its moments. The bytes held: optimizer state after it, the rest before it."""
-        self.accumulate(number, observe)
-        observe("finish")
-        self.summed = summed = self.zero.finish()
-        bytes_held = {
-            "parameters": self.parameter_bytes(),
-            "gradients": self.gradient_bytes(),
-        }
+    def step(self, step: int, observe: Callable[[str], None] = lambda phase: None) -> dict[str, int]:
+        """Take one optimizer step. Calls `observe` when each phase begins and, with "end", after the last.
+
+        Returns the bytes that this rank holds: parameters and gradients before the update, optimizer state after it.
+        """
+        self.accumulate(step, observe)
+        self.gradients = self.zero.finish()
+        held = {"parameters": self.parameter_bytes(), "gradients": self.gradient_bytes()}
         observe("optimizer")
-        norm = gradient_norm(self.zero.shards, summed, self.mesh.world).item()
-        self.optimizer.step(summed, self.config.learning_rate(number), clip_factor(norm, self.config.clip))
+        norm = gradient_norm(self.optimizer.parameters, self.gradients, self.mesh.world).item()
+        self.optimizer.step(self.gradients, self.config.learning_rate(step), clip_factor(norm, self.config.clip))
         observe("end")
         states = [value for state in self.optimizer.inner.state.values() for value in state.values() if value.dim()]
         parameters = {shard.untyped_storage().data_ptr() for shard in self.zero.shards}
         masters = [each for each in self.optimizer.masters if each.untyped_storage().data_ptr() not in parameters]
-        return bytes_held | {"optimizer": live_bytes([*states, *masters])}
+        return held | {"optimizer state": live_bytes([*states, *masters])}
 
     def parameter_bytes(self) -> int:
-        """Bytes of parameters that lie in this rank's memory now: whole units, and shards that are not part of one."""
+        """Return the bytes of parameters in this rank's memory: gathered units, and shards that are no part of one."""
         return live_bytes([tensor for unit in self.zero.units for tensor in (unit.weights, unit.shard)])
 
     def gradient_bytes(self) -> int:
-        """The same of gradients: whole buckets, shards, and what is about to be added to a shard."""
+        """Return the bytes of gradients in this rank's memory: buckets, and summed shards."""
         tensors = [unit.bucket.flat for unit in self.zero.units if unit.bucket is not None]
         tensors += [unit.reduced for unit in self.zero.units if unit.reduced is not None]
-        return live_bytes(tensors + self.summed)
+        return live_bytes(tensors + self.gradients)

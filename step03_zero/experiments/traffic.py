@@ -5,25 +5,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from common.experiments.cost_model import fill_buckets as fill
+from common.experiments.cost_model import fill_buckets
 from common.experiments.local_ranks import on_ranks
+from common.experiments.runs import BUCKET_MB, overlay, reference_gradients, run_jobs, tensor_sizes
+from common.experiments.tables import print_comparison, print_table
 from common.process_groups import Mesh
-from common.tracing.report import Trace, read_trace
-from step01_single_gpu.experiments.tools import table
-from step02_data_parallel.experiments.tools import (
-    BUCKET_MB,
-    against,
-    overlay,
-    reference_gradients,
-    run_jobs,
-    tensor_sizes,
-)
+from common.tracing.chrome_trace import Trace, read_trace
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import SHAPE, STAGES, Run, units_of
 from step03_zero.train import train
 
 # name, flags, micro-batches
-PLAIN = [(f"{stage}", {"zero": stage}, 1) for stage in STAGES]
+PLAIN = [(str(stage), {"zero": stage}, 1) for stage in STAGES]
 ACCUMULATING = [
     ("1, 4 micro-batches", {"zero": 1}, 4),
     ("2, 2 micro-batches", {"zero": 2}, 2),
@@ -64,18 +57,18 @@ def traffic(quick: bool) -> None:
             if flags.get("zero_replicas"):
                 split += [(f"{name}: shard group", inside, sent["shard"] / steps)]
                 split += [(f"{name}: replica group", across, sent["replica"] / steps)]
-        against(f"{ranks} ranks: collectives of gradients and weights in a step", "stage", numbers)
+        print_comparison(f"{ranks} ranks: collectives of gradients and weights in a step", "stage", numbers)
         title = f"{ranks} ranks: bytes that a rank sends in a step, {units_of(SHAPE).parameters:,} parameters"
-        table(title, ("stage", "predicted", "log of calls", "ratio", "TCP sockets", "ratio"), sizes)
+        print_table(title, ("stage", "predicted", "log of calls", "ratio", "TCP sockets", "ratio"), sizes)
         if split:
-            against(f"{ranks} ranks: the same by group", "stage", split)
+            print_comparison(f"{ranks} ranks: the same by group", "stage", split)
     print("  The log holds model bytes. Sockets: payload alone, the few bytes of loss and norm included; the")
     print("  surplus is gloo's own.")
 
 
 def expected_calls(flags: dict, micro_batches: int) -> dict[str, int]:
-    """Predicted number of each collective in a step."""
-    buckets = len(fill(tensor_sizes()[0], BUCKET_MB * 1e6))
+    """Return the predicted number of each collective in a step."""
+    buckets = len(fill_buckets(tensor_sizes()[0], BUCKET_MB * 1e6))
     stage, every = flags["zero"], micro_batches if flags.get("zero_reduce") != "step" else 1
     if stage == 0:
         return {"all_reduce": buckets}
@@ -91,7 +84,7 @@ def expected_calls(flags: dict, micro_batches: int) -> dict[str, int]:
 
 
 def expected_bytes(flags: dict, ranks: int, micro_batches: int) -> tuple[float, float]:
-    """Predicted bytes within the shard group and within the replica group."""
+    """Return the predicted bytes within the shard group and within the replica group."""
     replicas = flags.get("zero_replicas", 1) if flags["zero"] else ranks
     widths = predictions.OURS[flags.get("dtype", "float32")]
     return predictions.sent(
@@ -103,13 +96,12 @@ def expected_bytes(flags: dict, ranks: int, micro_batches: int) -> tuple[float, 
 
 
 def gradients_and_weights(trace: Trace) -> tuple[Counter, Counter]:
-    """Of rank 0: number of collectives by op, and model bytes by group, without those that carry a single number."""
+    """Count rank 0's collectives by op and their model bytes by group, without those that carry a single number."""
     calls, sent = Counter(), Counter()
-    for span in trace.spans[0]:
-        arguments = span["args"]
-        if span["cat"] == "communication" and arguments["elements"] > 1:
-            calls[arguments["op"]] += 1
-            sent[arguments["group"]] += arguments["bytes"]
+    for call in trace.calls(0):
+        if call["elements"] > 1:
+            calls[call["op"]] += 1
+            sent[call["group"]] += call["bytes"]
     return calls, sent
 
 
@@ -136,11 +128,11 @@ def gradients(quick: bool) -> None:
                     squares[parameter][1] += whole
             worst = max((difference / whole) ** 0.5 for difference, whole in squares.values())
             rows.append((f"{ranks} ranks, {name}", 0.0, worst))
-    against("largest ||a - b|| / ||b|| of any parameter's gradient, float64", "", rows, ".1e")
+    print_comparison("largest ||a - b|| / ||b|| of any parameter's gradient, float64", "", rows, ".1e")
 
 
 def gradient_differences(mesh: Mesh, done: Callable, cases: list) -> list[dict[str, tuple[float, float]]]:
-    """On a rank, of its shards: the squared difference and the squared reference, by parameter, for each case."""
+    """On a rank, for each case: its shards' squared difference and squared reference, by parameter."""
     result, samples, whole = [], 24, {}
     for _, flags, micro_batches in cases:
         size = samples // (micro_batches * mesh.world.size)

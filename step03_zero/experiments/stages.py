@@ -1,10 +1,10 @@
-"""What each rank holds at five moments of a step, stage by stage: the mechanism drawn, nothing measured.
+"""What each rank holds at five moments of a step, stage by stage: a drawing of the mechanism, nothing is measured.
 
-A model of three layers on two ranks. Every small square is one half of a layer; rank 0 owns the left halves and rank 1
-the right ones.
+A model of three layers is trained on two ranks. Every small square is one half of a layer; rank 0 owns the left halves
+and rank 1 the right ones.
 """
 
-from step02_data_parallel.experiments.tools import finish_figure
+from common.experiments.figures import COLOURS, new_figure, save_figure
 
 MOMENTS = ("forward, in layer 1", "backward, in layer 1", "backward is over", "after the optimizer", "next step begins")
 NAMES = {
@@ -14,17 +14,17 @@ NAMES = {
     3: "stage 3: and parameters",
 }
 LAYERS, RANKS = 3, 2
-LOOKS = {  # state: colour, hatch, what the legend says
-    "old": ("#9CCBEB", None, "weights of this step"),
-    "new": ("#0072B2", None, "updated weights"),
-    "arriving": ("#FFFFFF", "////", "weights on their way"),
-    "leaving": ("#F7D58B", "////", "gradients on their way"),
-    "own": ("#F7D58B", None, "this rank's gradients"),
-    "sum": ("#E69F00", None, "summed gradients"),
-    "optimizer": ("#009E73", None, "optimizer state"),
-    "absent": ("#FFFFFF", None, "not held"),
+LOOKS = {  # state: colour of what, how much of that colour, hatch, what the legend says
+    "old": ("parameters", 0.4, None, "weights of this step"),
+    "new": ("parameters", 1.0, None, "updated weights"),
+    "arriving": ("parameters", 0.0, "////", "weights in flight"),
+    "leaving": ("gradients", 0.4, "////", "gradients in flight"),
+    "own": ("gradients", 0.4, None, "this rank's gradients"),
+    "sum": ("gradients", 1.0, None, "summed gradients"),
+    "optimizer": ("optimizer state", 1.0, None, "optimizer state"),
+    "absent": ("other", 0.0, None, "not held"),
 }
-MESSAGES = {  # (stage, moment): what is on the wire
+MESSAGES = {  # (stage, moment): the collectives in flight, and their layers
     (0, 1): "all-reduce 2",
     (1, 1): "reduce-scatter 2",
     (2, 1): "reduce-scatter 2",
@@ -37,7 +37,7 @@ MESSAGES = {  # (stage, moment): what is on the wire
 
 
 def parameters(stage: int, moment: int, layer: int, mine: bool) -> str:
-    """State of one half of a layer's weights; `mine`: this rank owns it."""
+    """Return the state of one half of a layer's weights. `mine`: this rank owns it."""
     if stage == 0:
         return "old" if moment < 3 else "new"
     if stage < 3:
@@ -47,12 +47,12 @@ def parameters(stage: int, moment: int, layer: int, mine: bool) -> str:
     if mine:
         return "old" if moment < 3 else "new"
     in_use = {0: 1, 1: 1}.get(moment)
-    on_its_way = {0: 2, 1: 0, 4: 0}.get(moment)
-    return "old" if layer == in_use else "arriving" if layer == on_its_way else "absent"
+    in_flight = {0: 2, 1: 0, 4: 0}.get(moment)
+    return "old" if layer == in_use else "arriving" if layer == in_flight else "absent"
 
 
 def gradients(stage: int, moment: int, layer: int, mine: bool) -> str:
-    """State of one half of a layer's gradients."""
+    """Return the state of one half of a layer's gradients."""
     if moment not in (1, 2) or (moment == 1 and layer == 0):
         return "absent"
     if moment == 1:
@@ -63,35 +63,38 @@ def gradients(stage: int, moment: int, layer: int, mine: bool) -> str:
 
 
 def optimizer(stage: int, moment: int, layer: int, mine: bool) -> str:
-    """State of one half of a layer's master weights and moments."""
+    """Return the state of one half of a layer's master weights and moments."""
     return "optimizer" if stage == 0 or mine else "absent"
 
 
 def stages(quick: bool) -> None:
-    """The picture of what is held when, drawn by hand."""
-    from matplotlib.figure import Figure
+    """The drawing of what each rank holds when; nothing is measured."""
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 7.8), dpi=110)
-    axes = figure.subplots(len(NAMES), len(MOMENTS))
-    figure.subplots_adjust(left=0.035, right=0.995, top=0.91, bottom=0.085, wspace=0.06, hspace=0.3)
+    figure, axes = new_figure(len(NAMES), len(MOMENTS), width=11, height=7.8)
     for stage, row in enumerate(axes):
         for moment, axis in enumerate(row):
             draw(axis, stage, moment)
             if stage == 0:
                 axis.text(3.4, 4.75, MOMENTS[moment], ha="center", fontsize=10, weight="bold")
-        row[0].text(-0.7, 3.95, NAMES[stage], fontsize=10, weight="bold", color="#444444")
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="#888888", linewidth=0.5, label=text)
-        for colour, hatch, text in LOOKS.values()
-    ]
+        name = row[0].text(-0.7, 3.95, NAMES[stage], fontsize=10, weight="bold", color="#444444")
+        name.set_in_layout(False)  # it is wider than its panel, which must not grow for it
+    handles = [Patch(**look(state), label=text) for state, (*_, text) in LOOKS.items()]
     figure.suptitle("P: parameters, G: gradients, O: master weights and moments; the layers are 0, 1, 2", fontsize=10)
-    figure.legend(handles=handles, loc="lower center", ncols=4, frameon=False, fontsize=9)
-    finish_figure("stages", figure)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    save_figure(figure, "stages")
+
+
+def look(state: str) -> dict:
+    """Return how a half of a layer in this state is drawn, as options of a matplotlib patch."""
+    from matplotlib.colors import to_rgba
+
+    what, share, hatch, _ = LOOKS[state]
+    return {"facecolor": to_rgba(COLOURS[what], share), "hatch": hatch, "edgecolor": "#888888", "linewidth": 0.5}
 
 
 def draw(axis, stage: int, moment: int) -> None:
-    """One panel: for each rank three grids, layers upwards and halves side by side."""
+    """Draw one panel: for each rank three grids, with the layers upwards and their halves side by side."""
     from matplotlib.patches import Rectangle
 
     axis.set(xlim=(-0.75, 7.3), ylim=(-1.3, 4.0))
@@ -104,10 +107,8 @@ def draw(axis, stage: int, moment: int) -> None:
             axis.text(x + 0.45, -0.15, letter, ha="center", va="top", fontsize=8, color="#444444")
             for layer in range(LAYERS):
                 for half in range(RANKS):
-                    colour, hatch, _ = LOOKS[state_of(stage, moment, layer, half == rank)]
-                    place = (x + 0.45 * half, layer)
-                    box = Rectangle(place, 0.45, 1, facecolor=colour, hatch=hatch, edgecolor="#888888", linewidth=0.5)
-                    axis.add_patch(box)
+                    state = state_of(stage, moment, layer, half == rank)
+                    axis.add_patch(Rectangle((x + 0.45 * half, layer), 0.45, 1, **look(state)))
     for layer in range(LAYERS):
         axis.text(-0.12, layer + 0.5, layer, ha="right", va="center", fontsize=7, color="#444444")
     axis.text(3.4, -0.75, MESSAGES.get((stage, moment), ""), ha="center", va="top", fontsize=8, style="italic")
