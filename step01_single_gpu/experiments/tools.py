@@ -9,8 +9,6 @@ import torch
 
 from common.config import TrainConfig
 from common.experiments.local_ranks import train_quietly
-from common.experiments.tables import compared  # noqa: F401 (steps 3 to 5 import these two names from here)
-from common.experiments.tables import print_table as table  # noqa: F401
 from common.model import cross_entropy_sum
 from common.process_groups import Degrees, build_mesh
 from common.reductions import gradient_norm

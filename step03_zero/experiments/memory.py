@@ -1,7 +1,6 @@
 """Bytes that a rank holds: parameters, gradients, optimizer state and activations, in each stage and dtype."""
 
 import statistics
-from collections.abc import Callable
 
 import torch
 
@@ -12,10 +11,9 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_comparison, print_table
 from common.measure.allocator import live_bytes
 from common.presets import PRESETS
-from common.process_groups import Mesh
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 from step03_zero.experiments import predictions
-from step03_zero.experiments.tools import MB, PARTS, SHAPE, STAGES, Run, units_of
+from step03_zero.experiments.tools import MB, PARTS, SHAPE, STAGES, Run, on_every_case, units_of
 
 GIB = 2**30
 
@@ -25,7 +23,8 @@ def memory(quick: bool) -> None:
     parameters, measured = units_of(SHAPE).parameters, {}
     for ranks in (2,) if quick else (2, 4):
         cases = [(dtype, stage) for dtype in predictions.OURS for stage in STAGES]
-        found = on_ranks(ranks, bytes_held, cases, title="memory", jobs=len(cases))
+        flags = [SHAPE | {"global_batch": ranks, "dtype": dtype, "zero": stage} for dtype, stage in cases]
+        found = on_ranks(ranks, on_every_case, bytes_held, flags, title="memory", jobs=len(cases))
         for number, (dtype, stage) in enumerate(cases):
             measured[ranks, dtype, stage] = {
                 part: statistics.mean(rank[number][part] for rank in found) for part in (*PARTS, "activations")
@@ -63,14 +62,9 @@ def memory(quick: bool) -> None:
     draw_memory(parameters, measured)
 
 
-def bytes_held(mesh: Mesh, done: Callable, cases: list[tuple[str, int]]) -> list[dict[str, int]]:
-    """On a rank, for each case: the bytes that it holds in a step, and those that autograd keeps of a forward."""
-    result = []
-    for dtype, stage in cases:
-        run = Run(mesh, **SHAPE, global_batch=mesh.world.size, dtype=dtype, zero=stage)
-        result.append(run.step(0) | {"activations": kept_for_backward(run)})
-        done()
-    return result
+def bytes_held(run: Run) -> dict[str, int]:
+    """Return the bytes that this rank holds in a step, and those that autograd keeps of a forward."""
+    return run.step(0) | {"activations": kept_for_backward(run)}
 
 
 def kept_for_backward(run: Run) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.config import TrainConfig
-from common.experiments.cost_model import Player, fill_buckets
+from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player, fill_buckets
 from common.experiments.figures import COLOURS, figure_path, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
@@ -25,10 +25,7 @@ VARIANTS = {  # name: flags, title in the figure; stage 0 is not drawn
     "0": ({"zero": 0}, ""),
     "1": ({"zero": 1}, "stage 1: gathers before the forward needs them, reduce-scatters as buckets fill"),
     "2": ({"zero": 2}, "stage 2: the same messages; each bucket is freed once it has been summed"),
-    "3": (
-        {"zero": 3},
-        "stage 3: each unit is gathered while its neighbour computes, in the forward and again in the backward",
-    ),
+    "3": ({"zero": 3}, "stage 3: each unit is gathered while its neighbour computes, in forward and backward"),
     "3, no prefetch": ({"zero": 3}, "stage 3 without prefetch: each unit waits for its own gather"),
 }
 
@@ -39,9 +36,7 @@ def overlap(quick: bool) -> None:
     rows = {name: quietest(trace) for name, trace in traces.items()}
     times = {name: (computation(trace, "forward"), computation(trace, "backward")) for name, trace in traces.items()}
     players = {name: play(name, times[name]) for name in traces}
-    shown = "; ".join(
-        f"{name}: {1e3 * forward:.0f} + {1e3 * backward:.0f}" for name, (forward, backward) in times.items()
-    )
+    shown = "; ".join(f"{name}: {1e3 * each[0]:.0f} + {1e3 * each[1]:.0f}" for name, each in times.items())
     print(f"\n2 ranks, --link {LINK}. The predictions start from the forwards and backwards measured, ms:\n  {shown}")
     communication = [(name, 1e3 * players[name].communication, 1e3 * rows[name].communication_s) for name in traces]
     print_comparison("communication, ms a step", "stage", communication, ".1f")
@@ -52,9 +47,8 @@ def overlap(quick: bool) -> None:
         predicted = rows[name].step_time_s - rows[name].exposed_s + players[name].blocked
         values.append((name, 1e3 * predicted, 1e3 * rows[name].step_time_s))
     print_comparison("step time, ms: its own computation and the predicted exposed communication", "stage", values)
-    print_table(
-        "overlap share", ("stage", "measured"), [(name, f"{row.overlap_share:.0%}") for name, row in rows.items()]
-    )
+    shares = [(name, f"{row.overlap_share:.0%}") for name, row in rows.items()]
+    print_table("overlap share", ("stage", "measured"), shares)
 
     panels = [(VARIANTS[name][1], by_operation(trace)) for name, trace in traces.items() if VARIANTS[name][1]]
     print(f"  figure: {draw_timelines(panels, figure_path('timelines'), step=0)}")
@@ -110,7 +104,7 @@ def by_operation(trace: Trace) -> Trace:
 def condition(quick: bool) -> None:
     """PREDICTED: how many tokens per GPU hide stage 3's gathers, at the bandwidths that the playbook published."""
     peak, rows, lines = H100_TFLOPS * 1e12, [], {}
-    for gpus, gather in predictions.ALL_GATHER_GB_PER_S.items():
+    for gpus, gather in ALL_GATHER_GB_PER_S.items():
         scatter, reduce = predictions.REDUCE_SCATTER_GB_PER_S[gpus] * 1e9, ALL_REDUCE_GB_PER_S[gpus] * 1e9
         both = (gpus, gather * 1e9, scatter, peak)
         values = {
@@ -130,7 +124,7 @@ def condition(quick: bool) -> None:
     print("  backward. Stage 3: an all-gather in the forward; in the backward another one and a reduce-scatter.")
 
     figure, axes = new_figure(width=7.5, height=4)
-    gpus = list(predictions.ALL_GATHER_GB_PER_S)
+    gpus = list(ALL_GATHER_GB_PER_S)
     labels = {
         "backward: 2 + 4": ("stage 3, backward: all-gather of 2, reduce-scatter of 4 bytes", COLOURS["backward"], "-"),
         "forward: 2": ("stage 3, forward (and backward with 2 + 2 bytes)", COLOURS["forward"], "-"),

@@ -79,6 +79,7 @@ def stages(quick: bool) -> None:
                 axis.text(3.4, 4.75, MOMENTS[moment], ha="center", fontsize=10, weight="bold")
         name = row[0].text(-0.7, 3.95, NAMES[stage], fontsize=10, weight="bold", color="#444444")
         name.set_in_layout(False)  # it is wider than its panel, which must not grow for it
+    figure.get_layout_engine().set(h_pad=0.1)
     handles = [Patch(**look(state), label=text) for state, (*_, text) in LOOKS.items()]
     figure.suptitle("P: parameters, G: gradients, O: master weights and moments; the layers are 0, 1, 2", fontsize=10)
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -90,7 +91,7 @@ def look(state: str) -> dict:
     from matplotlib.colors import to_rgba
 
     what, share, hatch, _ = LOOKS[state]
-    return {"facecolor": to_rgba(COLOURS[what], share), "hatch": hatch, "edgecolor": "#888888", "linewidth": 0.5}
+    return {"facecolor": to_rgba(COLOURS[what], share), "hatch": hatch, "edgecolor": "#444444", "linewidth": 0.5}
 
 
 def draw(axis, stage: int, moment: int) -> None:

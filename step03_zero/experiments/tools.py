@@ -80,6 +80,8 @@ class Run:
         Returns the bytes that this rank holds: parameters and gradients before the update, optimizer state after it.
         """
         self.accumulate(step, observe)
+        # `finish` takes these from the units one by one; whoever counts bytes meanwhile finds them here
+        self.gradients = [unit.reduced for unit in self.zero.units if unit.reduced is not None]
         self.gradients = self.zero.finish()
         held = {"parameters": self.parameter_bytes(), "gradients": self.gradient_bytes()}
         observe("optimizer")
@@ -100,3 +102,12 @@ class Run:
         tensors = [unit.bucket.flat for unit in self.zero.units if unit.bucket is not None]
         tensors += [unit.reduced for unit in self.zero.units if unit.reduced is not None]
         return live_bytes(tensors + self.gradients)
+
+
+def on_every_case(mesh: Mesh, done: Callable, function: Callable[[Run], object], cases: list[dict]) -> list:
+    """On a rank: return what `function` returns for a `Run` with each of the flags in `cases`."""
+    results = []
+    for flags in cases:
+        results.append(function(Run(mesh, **flags)))
+        done()
+    return results

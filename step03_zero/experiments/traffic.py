@@ -1,18 +1,17 @@
 """How many collectives, how many bytes, and whether the result is the same."""
 
 import tempfile
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 
 from common.experiments.cost_model import fill_buckets
+from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, overlay, reference_gradients, run_jobs, tensor_sizes
 from common.experiments.tables import print_comparison, print_table
-from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
 from step03_zero.experiments import predictions
-from step03_zero.experiments.tools import SHAPE, STAGES, Run, units_of
+from step03_zero.experiments.tools import SHAPE, STAGES, Run, on_every_case, units_of
 from step03_zero.train import train
 
 # name, flags, micro-batches
@@ -107,47 +106,27 @@ def gradients_and_weights(trace: Trace) -> tuple[Counter, Counter]:
 
 # ---- the same result -------------------------------------------------------------------------------------------------
 
-SMALL = SHAPE | {"hidden": 64, "ffn": 192, "bucket_mb": 0.1, "dtype": "float64"}
+SMALL = SHAPE | {"hidden": 64, "ffn": 192, "bucket_mb": 0.1, "dtype": "float64", "global_batch": 24}
 
 
 def gradients(quick: bool) -> None:
     """Gradients of every stage against one process that takes the whole global batch at once, in float64."""
-    rows = []
+    cases = []
     for ranks in (2,) if quick else (2, 3, 4):
-        cases = [(f"stage {stage}", {"zero": stage}, 1) for stage in (1, 2, 3)]
-        cases += [(f"stage {stage}, 2 micro-batches", {"zero": stage}, 2) for stage in (1, 2, 3)]
-        cases.append(("stage 3, full recomputation", {"zero": 3, "recompute": "full"}, 1))
+        once, twice = {"micro_batch": 24 // ranks}, {"micro_batch": 12 // ranks}
+        cases += [(ranks, f"stage {stage}", {"zero": stage} | once) for stage in (1, 2, 3)]
+        cases += [(ranks, f"stage {stage}, 2 micro-batches", {"zero": stage} | twice) for stage in (1, 2, 3)]
+        cases.append((ranks, "stage 3, full recomputation", {"zero": 3, "recompute": "full"} | once))
         if ranks == 4:
-            cases += [(f"stage {stage}, 2 replicas", {"zero": stage, "zero_replicas": 2}, 2) for stage in (1, 2, 3)]
-        found = on_ranks(ranks, gradient_differences, cases, title="gradients", jobs=len(cases))
-        for number, (name, *_) in enumerate(cases):
-            squares = defaultdict(lambda: [0.0, 0.0])
-            for rank in found:
-                for parameter, (difference, whole) in rank[number].items():
-                    squares[parameter][0] += difference
-                    squares[parameter][1] += whole
-            worst = max((difference / whole) ** 0.5 for difference, whole in squares.values())
-            rows.append((f"{ranks} ranks, {name}", 0.0, worst))
-    print_comparison("largest ||a - b|| / ||b|| of any parameter's gradient, float64", "", rows, ".1e")
+            hybrid = {"zero_replicas": 2} | twice
+            cases += [(ranks, f"stage {stage}, 2 replicas", {"zero": stage} | hybrid) for stage in (1, 2, 3)]
+    compare_gradients(on_every_case, gradient_difference, [(size, name, SMALL | flags) for size, name, flags in cases])
 
 
-def gradient_differences(mesh: Mesh, done: Callable, cases: list) -> list[dict[str, tuple[float, float]]]:
-    """On a rank, for each case: its shards' squared difference and squared reference, by parameter."""
-    result, samples, whole = [], 24, {}
-    for _, flags, micro_batches in cases:
-        size = samples // (micro_batches * mesh.world.size)
-        run = Run(mesh, **SMALL | flags | {"micro_batch": size}, global_batch=samples)
-        if not whole:
-            whole = reference_gradients(run.config, run.batches)
-        run.accumulate()
-        found = defaultdict(lambda: [0.0, 0.0])
-        for shard, gradient in zip(run.zero.shards, run.zero.finish()):
-            expected = whole[shard.spec.name].flatten()[slice(*shard.spec.flat_range)]
-            found[shard.spec.name][0] += (gradient - expected).square().sum().item() * shard.spec.owner
-            found[shard.spec.name][1] += expected.square().sum().item() * shard.spec.owner
-        result.append({name: tuple(values) for name, values in found.items()})
-        done()
-    return result
+def gradient_difference(run: Run) -> float:
+    """Return the largest relative difference between a gradient of this rank and its part of one process's."""
+    run.accumulate()
+    return worst_difference(run.zero.shards, run.zero.finish(), reference_gradients(run.config, run.batches))
 
 
 def curves(quick: bool) -> None:
