@@ -13,13 +13,13 @@ import torch.nn.functional as F
 
 
 class WeightGradStore(list):
-    """The weight gradients that a backward has deferred, each as (weight, gradient of the output, input)."""
+    """Deferred weight gradients of one backward, as (weight, dy, x) in the order of the backward."""
 
     def compute(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (weight, gradient) in order, and release each one's operands. A weight may occur twice."""
+        """Yield (weight, gradient) in order, and release each one's operands."""
         while self:
             weight, gradient, x = self.pop(0)
-            yield weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+            yield weight, _product(gradient, x)
 
 
 _store: WeightGradStore | None = None  # of the backward that is deferring; None: weight gradients are computed
@@ -41,6 +41,10 @@ def weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, x: torch.Tenso
     if _store is not None:
         _store.append((weight, gradient, x))
         return None
+    return _product(gradient, x)
+
+
+def _product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 

@@ -3,7 +3,7 @@
 A schedule says in which order a rank works: F, the forward of a micro-batch through one of its stages; B, the backward;
 or I and W, the two halves of the backward. `schedules/messages.py` has placed the sends and receives between these
 actions. What remains here is what each of them does, and when memory is released:
-  F  takes hidden states (in the first stage: tokens) and keeps its input and its output until the backward
+  F  takes hidden states (in the first stage: tokens) and keeps its input and the graph until the backward
   B  takes the gradient of its output (in the last stage: none, it starts at the loss) and makes that of its input
   I  does the same, but defers the gradients of linear weights to W
 Nothing here depends on which schedule it is, nor on how layers are divided or gradients are reduced.
@@ -46,10 +46,11 @@ class Pipeline:
         self.config, self.mesh, self.stages, self.zero_wrappers = config, mesh, stages, zero_wrappers
         self.program = place_messages(schedule)[self.rank]
         self.stage_numbers = [schedule.stage_of(self.rank, chunk)[1] for chunk in range(len(stages))]
-        # After the last one of a chunk, the chunk's gradients are complete
+        # The last B or W of each chunk: after it the chunk's gradients are complete
         self.last_actions = {action.chunk: action for action in schedule.actions[self.rank] if action.kind in "BW"}
         split = config.tp if config.sequence_parallel else 1
         self.shape = config.micro_batch, config.seq_len // split, config.model_config.hidden  # of every message
+        # Of the whole sequence; with sequence parallelism, a later stage's input holds only a part of it
         self.positions = torch.arange(config.seq_len, device=mesh.device)
         self.peak_in_flight = 0  # the most (chunk, micro-batch) pairs between F and B (or I) in the last step
 
@@ -65,6 +66,7 @@ class Pipeline:
 
         Returns this rank's share of the loss, () of float64: zero, unless the rank holds the last stage.
         """
+        # The state of one step
         self.micro_batch, self.target_tokens, self.scale = micro_batch, target_tokens, scale
         self.tracer = tracer or Tracer(None, self.mesh, None)
         self.loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -95,7 +97,7 @@ class Pipeline:
     # ---- actions -----------------------------------------------------------------------------------------------------
 
     def _act(self, action: Action) -> None:
-        action_input = self._wait_for_input(action)  # this wait is the bubble, and no part of the action
+        action_input = self._wait_for_input(action)  # on the CPU this wait is the bubble, and no part of the action
         start = time.perf_counter()
         with self.tracer.phase(PHASES[action.kind], action=str(action)):
             if action.kind == "F":
@@ -133,8 +135,9 @@ class Pipeline:
             with self._gradients_complete(action):
                 torch.autograd.backward(y, output_gradient)
         else:
-            with self.zero_wrappers[action.chunk].only_accumulate(), defer_weight_gradients() as self.deferred[key]:
+            with self.zero_wrappers[action.chunk].only_accumulate(), defer_weight_gradients() as store:
                 torch.autograd.backward(y, output_gradient)
+            self.deferred[key] = store
         if self.stage_numbers[action.chunk] > 0:
             self.outputs[self.schedule.output_of(self.rank, action)] = x.grad
 
@@ -149,8 +152,7 @@ class Pipeline:
     def _gradients_complete(self, action: Action) -> Iterator[None]:
         """Wrap the action that finishes one micro-batch's gradients for a stage: B, or W if the backward is split.
 
-        For the stage's last micro-batch this also starts the data-parallel reduction. It runs while other ranks are
-        still busy in the pipeline.
+        For the stage's last one this also starts the data-parallel reduction, while other ranks are still busy.
         """
         zero, last = self.zero_wrappers[action.chunk], action == self.last_actions[action.chunk]
         with zero.no_sync(not last):
@@ -176,7 +178,7 @@ class Pipeline:
 
     def _send(self, transfer: Transfer) -> None:
         direction = transfer.output.direction
-        self._complete_send(direction)  # the previous one: at least one action has passed since
+        self._complete_send(direction)  # the previous one: an action has run since, so it is usually complete
         tensor = self.outputs.pop(transfer.output).contiguous()
         work = collectives.send(tensor, transfer.peer, self._group(direction), async_op=True)
         self.pending_sends[direction] = tensor, work
@@ -184,7 +186,8 @@ class Pipeline:
     def _complete_send(self, direction: str) -> None:
         """Wait for the pending send in this direction, if any, and free the tensor that it sent.
 
-        A stage's backward reads only the shape of the stage's output.
+        The graph still refers to this tensor, but no operation saved it, because a stage ends in an addition
+        (Megatron-LM: deallocate_pipeline_outputs).
         """
         if direction in self.pending_sends:
             tensor, work = self.pending_sends.pop(direction)

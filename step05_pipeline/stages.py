@@ -33,8 +33,8 @@ def schedule_of(config: TrainConfig) -> Schedule:
         )
     if len(schedule.placement) > 1 and config.zero > 1:
         raise UsageError(
-            f"--zero {config.zero}: --schedule {schedule.name} keeps two copies of the model, whose gradients are "
-            "summed whole; it runs with --zero 0 or 1"
+            f"--zero {config.zero}: --schedule {schedule.name} keeps two copies of the model, or more, whose "
+            "gradients are summed whole; it runs with --zero 0 or 1"
         )
     check_schedule(schedule)
     return schedule
@@ -82,10 +82,10 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
     for chunk in range(schedule.chunks(mesh.pp_forward.rank)):
         _, number = schedule.stage_of(mesh.pp_forward.rank, chunk)
         stage = Decoder(config.model_config, ATTENTION_CORES[config.attention], *ranges[number])
-        for module in list(stage.modules()) if splits else ():
-            for name, child in module.named_children():
-                if isinstance(child, nn.Linear):
-                    setattr(module, name, DeferringLinear(child.weight))
+        if splits:
+            for name, module in list(stage.named_modules()):
+                if isinstance(module, nn.Linear):
+                    stage.set_submodule(name, DeferringLinear(module.weight))
         stages.append(stage)
     return stages
 
@@ -93,18 +93,22 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
 def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:
     """Note in the specs which parameters other stages hold as well, after tensor parallelism has cut them.
 
-    A matrix that is both embedding and head is stored at both ends of the pipeline, and a schedule with two copies of
-    the model stores every parameter twice. Their gradients are sums over all holders. The holder that counts and saves
-    the parameter is the first stage of the first copy.
+    A matrix that is both embedding and head is stored at both ends of the pipeline, and a schedule with several copies
+    of the model stores every parameter in each. Their gradients are sums over all holders. The holder that counts and
+    saves the parameter is the first stage of the first copy.
     """
     for chunk, model in enumerate(stages):
         copy, stage = schedule.stage_of(mesh.pp_forward.rank, chunk)
         for parameter in model.parameters():
-            tied = model.config.tie_embeddings and parameter.spec.name == "embedding.weight"
-            others = ("embed",) if tied and schedule.stages > 1 else ("mirror",) if len(schedule.placement) > 1 else ()
             spec = parameter.spec
+            tied = model.config.tie_embeddings and spec.name == "embedding.weight"
+            if tied and schedule.stages > 1:
+                holders = "embed"
+            elif len(schedule.placement) > 1:
+                holders = "mirror"
+            else:
+                continue
+            groups = (*spec.extra_groups, holders)
             owner = spec.owner and copy == 0 and (stage == 0 or not tied)
-            # Both holders of a tied matrix cut it into the same shards, whatever their other parameters are
-            alone = "embed" in others
-            groups = (*spec.extra_groups, *others)
+            alone = holders == "embed"  # both ends must cut it into the same shards
             parameter.spec = replace(spec, extra_groups=groups, owner=owner, own_bucket=alone)

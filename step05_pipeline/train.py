@@ -35,6 +35,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
         apply_tensor_parallel(stage, config, mesh)
         apply_recompute(stage, config.recompute)
     share_parameters(stages, schedule, mesh)
+    # Micro-batches take turns on the layers: gathering at every use would repeat it in every action
     zero_wrappers = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)
     return Pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer
@@ -73,7 +74,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
                     optimizer.step(gradients, lr, factor)
                 gradients.clear()  # the list is the last that holds them
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
-                collectives.all_reduce(loss, mesh.pp_forward)  # of which the last stage alone has some
+                collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
             measured.update(loss=loss.item(), grad_norm=norm, lr=lr)
 
         checkpoints.save(step + 1)

@@ -53,11 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_costs(given: str, schedule: Schedule) -> Costs:
-    """The costs of the schedule's stages from `F=1,I=1,W=1`, which are those of 1/p of the model.
-
-    F, I and W are 1 unless given. Raises UsageError.
-    """
-    numbers = {"F": 1.0, "I": 1.0, "W": 1.0}
+    """The costs of the schedule's stages from `F=1,I=1,W=1`, which are those of 1/p of the model. Raises UsageError."""
+    numbers = {"F": 1.0, "I": 1.0, "W": 1.0}  # unless given
     for part in given.split(","):
         name, _, value = part.partition("=")
         try:

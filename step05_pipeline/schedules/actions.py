@@ -6,11 +6,13 @@ schedules, and `catalogue.py` lists them by name.
 """
 
 import functools
-from collections import Counter, deque
+import itertools
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Placement = tuple[tuple[int, ...], ...]  # as in common.process_groups: one row per copy of the model, row[stage] = rank
+# One row per copy of the model, row[stage] = rank. Not imported from common.process_groups, because that needs torch.
+Placement = tuple[tuple[int, ...], ...]
 DIRECTIONS = {"F": "forward", "B": "backward", "I": "backward"}  # in which direction an action's output travels
 
 
@@ -18,7 +20,8 @@ DIRECTIONS = {"F": "forward", "B": "backward", "I": "backward"}  # in which dire
 class Action:
     """One unit of a rank's work; str() is `F3`, or `F3.1` for chunk 1.
 
-    kind: "F" forward, "B" backward, or the backward's two parts: "I" gradient of the input, "W" of the weights.
+    kind: "F" forward, "B" backward, or the backward's two parts: "I" gradient of the input, "W" of the weights. These
+        are the letters of torch.distributed.pipelining. Zero Bubble (Qi et al., arXiv:2401.10241) calls I `B`.
     chunk: which of the rank's stages, counted in the order of (copy, stage).
     """
 
@@ -31,9 +34,9 @@ class Action:
 
 
 class Output(NamedTuple):
-    """What one stage computes for its neighbour: activations ("forward") or their gradient ("backward")."""
+    """What one action computes and another takes as its input. If that is on another rank, this names the message."""
 
-    direction: str
+    direction: str  # "forward": activations, "backward": their gradient
     copy: int
     stage: int  # the stage that computed it
     micro_batch: int
@@ -79,12 +82,12 @@ class Schedule:
         return rank, self._held[rank].index((copy, stage))
 
     def output_of(self, rank: int, action: Action) -> Output | None:
-        """What an action computes for a neighbouring stage (or for the loss, or for nobody); None for a W."""
+        """What an action passes on, even if no stage takes it (the loss, the first input's gradient). None for a W."""
         copy, stage = self.stage_of(rank, action.chunk)
         return Output(DIRECTIONS[action.kind], copy, stage, action.micro_batch) if action.kind != "W" else None
 
     def input_of(self, rank: int, action: Action) -> Output | None:
-        """What an action takes from a neighbouring stage; None if it takes data, the loss or what its rank has kept."""
+        """The output of a neighbouring stage that an action takes; None if it starts from data, the loss or an I."""
         copy, stage = self.stage_of(rank, action.chunk)
         stage += 1 if action.kind in "BI" else -1
         if action.kind == "W" or not 0 <= stage < self.stages:
@@ -118,13 +121,14 @@ PLACEMENTS = {"looped": looped, "v": v_shaped, "bidirectional": bidirectional}
 def expand_pattern(*table: tuple[int, str], micro_batches: int) -> list[Action]:
     """The actions that a table of (how often, which) stands for: `(3, "F"), (5, "F B"), (3, "B")`.
 
-    "F1" is F of chunk 1. In each chunk, forwards count the micro-batches from 0 upwards, and so do backwards (B and I
-    together). W takes the oldest I that still lacks its weight gradients; those that lack them at the end follow last.
+    The digit after a letter is the chunk here, so "F1" is F of chunk 1; in str(Action) and in CSV files it is the
+    micro-batch. In each chunk, forwards count the micro-batches from 0 upwards, and so do backwards (B and I together).
+    W takes the oldest I that still lacks its weight gradients; those that lack them at the end follow last.
 
     A table may count more micro-batches than there are, and the surplus is left out. That is always safe: actions of
     different micro-batches never need each other, and the others keep their order.
     """
-    actions, count, waiting = [], Counter(), deque()
+    actions, waiting, numbers = [], deque(), defaultdict(itertools.count)  # of micro-batches, by (direction, chunk)
     for times, words in table:
         for word in words.split() * times:
             kind, chunk = word[0], int(word[1:] or 0)
@@ -132,9 +136,7 @@ def expand_pattern(*table: tuple[int, str], micro_batches: int) -> list[Action]:
                 if waiting:
                     actions.append(waiting.popleft())
                 continue
-            direction = DIRECTIONS[kind]
-            micro_batch = count[direction, chunk]
-            count[direction, chunk] += 1
+            micro_batch = next(numbers[DIRECTIONS[kind], chunk])
             actions.append(Action(kind, micro_batch, chunk))
             if kind == "I":
                 waiting.append(Action("W", micro_batch, chunk))

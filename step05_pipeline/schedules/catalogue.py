@@ -18,7 +18,7 @@ class Entry:
 
     function: (ranks, micro_batches, chunks) -> the actions of each rank, in order.
     in_flight: (ranks, micro_batches, chunks, rank) -> how many (micro-batch, chunk) pairs this rank holds between F and
-        B (or I) at its peak. The tests compare it with what the function makes.
+        B (or I) at its peak: a claim that the tests hold the schedule to. Nothing else reads it.
     placement: (ranks, chunks) -> which rank holds which stage.
     chunks: stages per rank, of one copy of the model; None if --virtual-stages decides (2 by default).
     """

@@ -32,13 +32,14 @@ def read_schedule(path: str | Path, ranks: int, micro_batches: int, chunks: int 
     if not path.is_file():
         raise UsageError(f"--schedule-file {path} does not exist")
     schedule = read_csv(path)
-    for flag, value, wanted in (
-        ("--pp", schedule.ranks, ranks),
-        ("--virtual-stages", schedule.stages // schedule.ranks, chunks),
-        ("a number of micro-batches of", schedule.micro_batches, micro_batches),
+    source = " (--micro-batches; in training, --global-batch / (--micro-batch x dp))"
+    for flag, value, wanted, where in (
+        ("--pp", schedule.ranks, ranks, ""),
+        ("--virtual-stages", schedule.stages // schedule.ranks, chunks, ""),
+        ("a number of micro-batches of", schedule.micro_batches, micro_batches, source),
     ):
         if wanted not in (None, value):
-            raise UsageError(f"--schedule-file {path} is for {flag} {value}, not {wanted}")
+            raise UsageError(f"--schedule-file {path} is for {flag} {value}, not {wanted}{where}")
     return schedule
 
 

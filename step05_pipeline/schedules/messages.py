@@ -2,8 +2,9 @@
 
 NCCL runs the operations of a rank on one communicator one at a time, in the order in which the rank issued them, and an
 operation between two ranks runs only when both have reached it. Two ranks that issue the same messages in different
-orders wait for each other forever. Here all ranks issue their messages in one common order: that of the times at which
-the messages would be ready, if each F, I and W took one unit of time and a message a quarter of one.
+orders wait for each other forever. Here all ranks issue their messages in one common order: by the time at which each
+message would be ready in a simulation where F, I and W take 1, B takes 2 and a message takes 1/4. These times fix the
+order only; real durations may differ.
 
 Issuing a message does not block. A rank waits in two places only: before an action, for the input of that action, and
 before a send, until its previous send in the same direction is complete. Activations and their gradients use one
@@ -36,9 +37,9 @@ Program = tuple[Action | Transfer, ...]
 def place_messages(schedule: Schedule) -> tuple[Program, ...]:
     """One program per rank: its actions in the schedule's order, with sends and receives between them.
 
-    A message that is ready at time t is issued after what ends by t and before what ends later: by its sender right
-    after the action that computes it, by its receiver before the action during which it arrives. Messages that are
-    ready at the same time are sorted, so all ranks agree on the order.
+    A message that is ready at time t is issued after all actions that end by t and before those that end later: by its
+    sender right after the action that computes it, by its receiver before the action during which it arrives. If two
+    messages are ready at the same time, that of the lower sender is first, so all ranks agree on the order.
 
     This cannot deadlock. Consider the earliest message that has not arrived, ready at time t. All actions that its two
     ranks have to finish before they issue it end by t, so they need earlier messages only, and those have arrived. The
@@ -46,14 +47,16 @@ def place_messages(schedule: Schedule) -> tuple[Program, ...]:
 
     Raises UsageError if the schedule itself makes ranks wait for each other.
     """
-    # If messages took no time, actions that the receiver runs meanwhile would seem to end before the message is sent
+    # A message must take some time here. If it took none, an action that the receiver runs meanwhile would end exactly
+    # when the message is ready. It would be sorted before the receive, which would be posted one action late.
     spans = simulate(schedule, Costs(communication=0.25)).spans
+    ready = {schedule.output_of(rank, action): end for rank, row in enumerate(spans) for action, _, end in row}
     messages = []
-    for rank, row in enumerate(spans):
-        for action, _, end in row:
-            receiver = _receiver(schedule, rank, action)
-            if receiver not in (None, rank):
-                messages.append((end, rank, receiver, schedule.output_of(rank, action)))
+    for receiver, actions in enumerate(schedule.actions):
+        for needed in filter(None, (schedule.input_of(receiver, action) for action in actions)):
+            sender = schedule.placement[needed.copy][needed.stage]
+            if sender != receiver:
+                messages.append((ready[needed], sender, receiver, needed))
     programs = [[(end, 0, action) for action, _, end in row] for row in spans]
     for time, sender, receiver, output in sorted(messages):
         programs[sender].append((time, 1, Transfer("send", output, receiver)))
@@ -61,12 +64,3 @@ def place_messages(schedule: Schedule) -> tuple[Program, ...]:
     for program in programs:
         program.sort(key=lambda each: each[:2])  # actions that end at t, then messages of time t; stable
     return tuple(tuple(item for *_, item in program) for program in programs)
-
-
-def _receiver(schedule: Schedule, rank: int, action: Action) -> int | None:
-    """The rank of the stage that needs the action's output; None if no other stage does."""
-    if action.kind == "W":
-        return None
-    copy, stage = schedule.stage_of(rank, action.chunk)
-    stage += 1 if action.kind == "F" else -1
-    return schedule.placement[copy][stage] if 0 <= stage < schedule.stages else None

@@ -16,8 +16,7 @@ Spans = tuple[tuple[tuple[Action, float, float], ...], ...]  # [rank]: (action, 
 class Costs:
     """The time of each kind of action in one stage, in any unit. A whole backward B takes I + W unless given.
 
-    FB: of a forward and the whole backward right after it, of another chunk and micro-batch, that run as one, so that
-        each hides the other's communication: F&B of DualPipe. None: one after the other.
+    FB: of an F directly followed by a B of another chunk and micro-batch, run as one (DualPipe's F&B). None: F, then B.
     communication: from the end of an action until its output is available on another rank.
     stages: relative cost of each stage (1: as the others say).
     """
@@ -105,7 +104,7 @@ class Timeline:
 
 
 def _peak(row, change: dict[str, int]) -> int:
-    """A rank does one thing at a time, so its order alone decides."""
+    """The largest running sum of `change` over a rank's actions. (Times do not matter.)"""
     now = peak = 0
     for action, _, _ in row:
         now += change.get(action.kind, 0)

@@ -2,8 +2,8 @@
 computes the gradients of the weights, for which nobody is waiting, so it can fill what would be bubble.
 
 Letters: p ranks, m micro-batches; F, I and W are the times of these actions, and B = I + W. n is the number of
-micro-batches that a table is made for. A table needs a few to fill the pipeline; `expand_pattern` leaves out those that
-do not exist.
+micro-batches that a table is written for: m or, if those do not fill the pipeline, as many as do. `expand_pattern`
+leaves out the surplus.
 """
 
 from common.errors import UsageError
@@ -13,23 +13,22 @@ from step05_pipeline.schedules.actions import Action, expand_pattern
 def zero_bubble_h1(p: int, m: int, v: int) -> list[list[Action]]:
     """Zero Bubble (Qi et al., arXiv:2401.10241, section 2.1): 1F1B's order of F and I. Bubble: (p - 1)(F + I - W).
 
-    Rank k defers each W by k micro-batches. Together with those that wait for their W, every rank holds up to p
-    micro-batches, as many as 1F1B's first rank.
+    Rank k defers each W by k micro-batches. Counting micro-batches whose W is still due, every rank holds up to p, as
+    many as 1F1B's first rank.
     """
-    return [_deferring(p, m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
+    return [_deferring(m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
 
 
 def zero_bubble_h2(p: int, m: int, v: int) -> list[list[Action]]:
     """Zero Bubble (section 2.2): more forwards at first. Bubble within a rank: (p - 1)(F + I - 2W).
 
-    Together with those that wait for their W, every rank holds up to 2p - 1 micro-batches. Ranks finish one after
-    another, in the order in which they began: the bubble only vanishes if each may start its next step without waiting
-    for the others.
+    Counting micro-batches whose W is still due, every rank holds up to 2p - 1. Ranks finish one after another, in the
+    order in which they began: the bubble only vanishes if each may start its next step without waiting for the others.
     """
-    return [_deferring(p, m, ahead=2 * (p - 1 - rank), weights_later=2 * rank) for rank in range(p)]
+    return [_deferring(m, ahead=2 * (p - 1 - rank), weights_later=2 * rank) for rank in range(p)]
 
 
-def _deferring(p: int, m: int, ahead: int, weights_later: int) -> list[Action]:
+def _deferring(m: int, ahead: int, weights_later: int) -> list[Action]:
     """One rank: `ahead` forwards before the first I, `weights_later` more I than W from then on."""
     n = max(m, ahead + weights_later)
     return expand_pattern(
@@ -43,21 +42,19 @@ def zero_bubble_v(p: int, m: int, v: int) -> list[list[Action]]:
     Every rank holds as many activations as 1F1B's first rank: 2p of half the size.
     """
     n = max(m, 2 * p - 1)
-    rows = []
-    for rank in range(p):
-        rows.append(
-            expand_pattern(
-                (2 * (p - rank) - 1, "F0"),  # until the first micro-batch returns on its way up
-                (rank, "F1 F0"),
-                (p - rank, "F1 I1 W"),
-                (n - 2 * p + rank + 1, "F0 I0 W F1 I1 W"),
-                (p - rank - 1, "I0 W F1 I1 W"),
-                (rank, "I0 I1"),
-                (p - rank, "I0 W"),
-                micro_batches=m,
-            )
+    return [
+        expand_pattern(
+            (2 * (p - rank) - 1, "F0"),  # until the first micro-batch returns on its way up
+            (rank, "F1 F0"),
+            (p - rank, "F1 I1 W"),
+            (n - 2 * p + rank + 1, "F0 I0 W F1 I1 W"),
+            (p - rank - 1, "I0 W F1 I1 W"),
+            (rank, "I0 I1"),
+            (p - rank, "I0 W"),
+            micro_batches=m,
         )
-    return rows
+        for rank in range(p)
+    ]
 
 
 def dualpipe(p: int, m: int, v: int) -> list[list[Action]]:
@@ -70,11 +67,11 @@ def dualpipe(p: int, m: int, v: int) -> list[list[Action]]:
     """
     if p % 2:
         raise UsageError(f"--schedule dualpipe needs an even --pp, not {p}; dualpipev takes any")
-    rows = [_dualpipe_rank(rank, p, m) for rank in range(p // 2)]
-    for row in reversed(rows):  # the other half does the same with its own copy
-        rows = [*rows, [Action(action.kind, action.micro_batch, 1 - action.chunk) for action in row]]
-    for row in rows:
-        row[:] = [Action(each.kind, 2 * each.micro_batch + each.chunk, each.chunk) for each in row]
+    near = [_dualpipe_rank(rank, p, m) for rank in range(p // 2)]
+    # The other half of the ranks does the same with its own copy
+    far = [[Action(each.kind, each.micro_batch, 1 - each.chunk) for each in row] for row in reversed(near)]
+    # Each rank holds one stage of each copy, so the chunk is the copy
+    rows = [[Action(each.kind, 2 * each.micro_batch + each.chunk, each.chunk) for each in row] for row in near + far]
     return [[action for action in row if action.micro_batch < m] for row in rows]
 
 
@@ -88,7 +85,8 @@ def dualpipe_in_flight(p: int, m: int, v: int, rank: int) -> int:
 
 def _dualpipe_rank(rank: int, p: int, m: int) -> list[Action]:
     """A rank of the first half. 0 is the copy that enters on this side, 1 the other; each counts its micro-batches."""
-    n, inner = max(p, -(-m // 2)), p // 2 - 1 - rank  # micro-batches of each copy; ranks from here to the middle
+    n = max(p, -(-m // 2))  # micro-batches of each copy
+    inner = p // 2 - 1 - rank  # ranks from here to the middle
     return expand_pattern(
         (2 * inner, "F0"),
         (rank + 1, "F0 F1"),

@@ -77,8 +77,8 @@ def _draw(axis, timeline: Timeline, longest: float) -> None:
 def text(timeline: Timeline) -> str:
     """The timeline as one line per rank: `F0 F1 . . B0---`.
 
-    The scale leaves room for the name of the shortest action, or fills COLUMNS, whichever is narrower; a name that does
-    not fit is cut to its kind.
+    The shortest action is as wide as the longest name, or narrower, so that a line has at most about COLUMNS
+    characters. A name that does not fit is cut to its kind.
     """
     spans = [span for row in timeline.spans for span in row]
     shortest, longest_name = min(end - start for _, start, end in spans), max(len(str(each)) for each, _, _ in spans)

@@ -11,7 +11,8 @@ def check_schedule(schedule: Schedule) -> None:
     """Return if the schedule can run; otherwise raise UsageError, with one line that says what is wrong."""
     _check_placement(schedule)
     kinds = defaultdict(str)  # the actions on each (rank, micro-batch, chunk), in order: "FB" or "FIW"
-    copies = [{} for _ in range(schedule.micro_batches)]  # that a micro-batch passes through, with an action in each
+    # Per micro-batch: copy of the model -> an example of an action there, for the error line
+    copies_used = [{} for _ in range(schedule.micro_batches)]
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if action.kind not in DIRECTIONS and action.kind != "W":
@@ -25,8 +26,8 @@ def check_schedule(schedule: Schedule) -> None:
                 raise _wrong(schedule, f"rank {rank} does {action} twice")
             kinds[rank, action.micro_batch, action.chunk] += action.kind
             copy, _ = schedule.stage_of(rank, action.chunk)
-            copies[action.micro_batch].setdefault(copy, f"{action} of rank {rank}")
-    for micro_batch, passed in enumerate(copies):
+            copies_used[action.micro_batch].setdefault(copy, f"{action} of rank {rank}")
+    for micro_batch, passed in enumerate(copies_used):
         if not passed:
             raise _wrong(schedule, f"micro-batch {micro_batch} is missing on all ranks")
         if len(passed) > 1:
@@ -78,19 +79,18 @@ def check_programs(schedule: Schedule, programs: tuple[Program, ...]) -> None:
     in that direction is complete. Under these rules the result does not depend on which rank runs first.
     """
     position = [0] * len(programs)  # of each rank, in its program
-    queues = {(rank, way): [] for rank in range(len(programs)) for way in ("forward", "backward")}
-    head = dict.fromkeys(queues, 0)  # how many operations of each queue are complete
-    available = {(rank, None) for rank in range(len(programs))}  # outputs computed or received on a rank
+    # Operations that have been issued and are not complete
+    queues = {(rank, direction): [] for rank in range(len(programs)) for direction in ("forward", "backward")}
+    # (rank, output) that the rank has computed or received; (rank, None), because some actions take no output
+    available = {(rank, None) for rank in range(len(programs))}
 
-    def first(rank: int, way: str) -> Transfer | None:
-        queue = queues[rank, way]
-        return queue[head[rank, way]] if head[rank, way] < len(queue) else None
+    def first(rank: int, direction: str) -> Transfer | None:
+        return next(iter(queues[rank, direction]), None)
 
     def can_go_on(rank: int, item: Action | Transfer) -> bool:
         if isinstance(item, Action):
             return (rank, schedule.input_of(rank, item)) in available
-        queue = rank, item.output.direction
-        sending = any(each.kind == "send" for each in queues[queue][head[queue] :])
+        sending = any(each.kind == "send" for each in queues[rank, item.output.direction])
         return item.kind == "receive" or ((rank, item.output) in available and not sending)
 
     moved = True
@@ -104,21 +104,21 @@ def check_programs(schedule: Schedule, programs: tuple[Program, ...]) -> None:
                     queues[rank, item.output.direction].append(item)
                 position[rank] += 1
                 moved = True
-        for rank, way in queues:
-            while (item := first(rank, way)) and item.kind == "receive":
-                if first(item.peer, way) != Transfer("send", item.output, rank):
+        for rank, direction in queues:
+            while (item := first(rank, direction)) and item.kind == "receive":
+                if first(item.peer, direction) != Transfer("send", item.output, rank):
                     break
-                head[rank, way] += 1
-                head[item.peer, way] += 1
+                queues[rank, direction].pop(0)
+                queues[item.peer, direction].pop(0)
                 available.add((rank, item.output))
                 moved = True
     stuck = []
     for rank, program in enumerate(programs):
         if position[rank] < len(program):
             stuck.append(f"rank {rank} waits at {program[position[rank]]}")
-        for way in ("forward", "backward"):
-            if item := first(rank, way):
-                stuck.append(f"rank {rank}'s first {way} operation is to {item}")
+        for direction in ("forward", "backward"):
+            if item := first(rank, direction):
+                stuck.append(f"rank {rank}'s first {direction} operation is to {item}")
     if stuck:
         raise _wrong(schedule, f"deadlock: {'; '.join(stuck[:6])}{' ...' if len(stuck) > 6 else ''}")
 

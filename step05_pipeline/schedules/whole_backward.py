@@ -57,6 +57,7 @@ def llama3(p: int, m: int, v: int, consecutive: int | None = None) -> list[list[
         raise UsageError(f"--schedule llama3: {consecutive} consecutive micro-batches are fewer than --pp {p}")
     n = _group_size(p, m, consecutive)
     groups = range(0, m, n)
+    # expand_pattern numbers forwards and backwards 0, 1, ...; `order` and `back` say which (micro-batch, chunk) that is
     order = [(first + i, chunk) for first in groups for chunk in range(v) for i in range(n)]
     back = [(first + i, chunk) for first in groups for chunk in reversed(range(v)) for i in range(n)]
     rows = []
