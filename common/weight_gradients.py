@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 
 
 class WeightGradStore(list):
@@ -52,7 +51,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+        return torch.nn.functional.linear(x, weight)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -61,5 +60,5 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """F.linear with a weight gradient that can be deferred: x (..., in), weight (out, in) -> (..., out)."""
+    """A linear layer without bias whose weight gradient can be deferred: x (..., in), weight (out, in) -> (..., out)."""
     return _Linear.apply(x, weight)
