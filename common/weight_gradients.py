@@ -60,5 +60,5 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A linear layer without bias whose weight gradient can be deferred: x (..., in), weight (out, in) -> (..., out)."""
+    """Linear layer without bias whose weight gradient can be deferred: x (..., in), weight (out, in) -> (..., out)."""
     return _Linear.apply(x, weight)
