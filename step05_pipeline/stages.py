@@ -108,7 +108,6 @@ def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> N
                 holders = "mirror"
             else:
                 continue
-            groups = (*spec.extra_groups, holders)
             owner = spec.owner and copy == 0 and (stage == 0 or not tied)
             alone = holders == "embed"  # both ends must cut it into the same shards
-            parameter.spec = replace(spec, extra_groups=groups, owner=owner, own_bucket=alone)
+            parameter.spec = replace(spec, extra_groups=(*spec.extra_groups, holders), owner=owner, own_bucket=alone)
