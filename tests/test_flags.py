@@ -7,6 +7,7 @@ that the combination is refused. A flag that a step accepts and ignores leaves a
 import contextlib
 import importlib
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -22,10 +23,12 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from common.process_groups import Degrees, build_mesh, environment
 from common.weights import initialisation
+from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, run_ranks
 
 BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"
 BASE += " --global-batch 8 --micro-batch 1 --steps 3 --warmup 2 --dtype float64 --no-tie-embeddings"
+STEPS = range(1, len(list(ROOT.glob("step*/train.py"))) + 1)
 TP, PP, ZERO = "--tp 2", "--pp 2", "--zero 2"
 # flag: (what a run without it is given besides BASE, the flag). `{folder}` is the run's own folder.
 CHANGES = {
@@ -165,7 +168,7 @@ def observe_all(step: int, runs: list[str], folder: Path) -> dict[str, dict]:
     return {flags: observe(step, flags, folder / str(index)) for index, flags in enumerate(runs)}
 
 
-@pytest.mark.parametrize("step", range(1, len(list(ROOT.glob("step*/train.py"))) + 1))
+@pytest.mark.parametrize("step", STEPS)
 def test_every_flag_has_an_effect(step, tmp_path):
     names = flags_of(step)
     assert set(names) <= CHANGES.keys(), "a new flag needs a line in CHANGES"
@@ -180,3 +183,23 @@ def test_every_flag_has_an_effect(step, tmp_path):
         before, after = seen[0][without], seen[0][flags]
         assert not before["refused"], f"step {step}: {without} does not run"
         assert after != before, f"step {step}: --{name.replace('_', '-')} changes nothing"
+
+
+def norms_from_too_large_a_scale(step: int, folder: Path) -> list[float]:
+    """Gradient norms of a float16 run whose loss scale is so large at first that gradients overflow."""
+    real = LossScaler.__init__
+
+    def too_large(self, *args):
+        real(self, *args)
+        self.scale = 2.0**26
+
+    with mock.patch.object(LossScaler, "__init__", too_large):
+        assert not observe(step, f"--dtype float16 --optimizer sgd --steps 14 --run-dir {folder}", folder)["refused"]
+    return [line[2] for line in recorded(folder)[:-1]]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_float16_scales_the_loss_and_skips_steps(step, tmp_path):
+    norms = run_ranks(1 if step == 1 else 2, norms_from_too_large_a_scale, step, tmp_path)[0]
+    assert not math.isfinite(norms[0]), "the loss was not scaled"
+    assert 0.1 < norms[-1] < 10, "a step that overflowed was taken, or the norm or the update was not scaled back"
