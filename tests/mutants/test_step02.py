@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.harness.observing import observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step02.test_accounting import check_train, launch_in_data_parallel, watch_train
 from tests.mutants.patches import LATE, WRONG_NUMBERS, patched
@@ -38,7 +39,7 @@ def test_only_the_gradient_norm_shows_a_missing_share(mutated):
 
 def test_no_sync_off_by_one_is_rejected():
     flags = "--micro-batch 1 --dp-mode bucket"
-    for calls in run_ranks(2, watch_train, flags, "no_sync off by one"):
+    for [calls] in run_ranks(2, observe_each, watch_train, [flags], ["no_sync off by one"]):
         with pytest.raises(AssertionError, match="bucket 0 is launched in the phase optimizer"):
             check_train(calls, flags, 2)
 

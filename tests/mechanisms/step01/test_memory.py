@@ -1,31 +1,26 @@
 """Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
 
 import itertools
-import json
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 
-from common.command_line import parse
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.model import cross_entropy_sum
 from common.model_config import ModelConfig
 from common.presets import PRESETS
-from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.experiments import step_timeline as timeline
 from step01_single_gpu.experiments.gpt_block import GptBlock
-from step01_single_gpu.experiments.tools import Run
+from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model import prediction as memory
 from step01_single_gpu.memory_model.gpt import GptShape
 from step01_single_gpu.memory_model.peak import predict_peak
 from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, states, total_bytes
-from step01_single_gpu.train import train
 from tests.harness.ranks import run_ranks
 
 MODES = ("none", "selective", "full")
@@ -63,19 +58,6 @@ def test_saved_activations_are_predicted_to_the_byte(attention, dtype):
             assert sizes == sorted(each.untyped_storage().nbytes() for each in found.tensors), case
 
 
-def test_selective_keeps_no_scores_and_full_only_layer_inputs():
-    model, batch, seq = tiny(), 2, 64
-    found = {
-        mode: measured(model, TrainConfig(attention="naive", recompute=mode), batch, seq).tensors for mode in MODES
-    }
-    square = {mode: sum(t.numel() for t in tensors if t.shape[-2:] == (seq, seq)) for mode, tensors in found.items()}
-    assert square == {"none": model.layers * (6 * batch + 1) * seq**2, "selective": 0, "full": 0}  # and a mask
-    wide = [tensor for tensor in found["full"] if model.ffn in tensor.shape]
-    assert not wide
-    residual = [t for t in found["full"] if t.untyped_storage().nbytes() == batch * seq * model.hidden * 4]
-    assert len(residual) == model.layers + 3  # layer inputs; input, normalised and gain times that of the head
-
-
 @pytest.mark.parametrize("dtype, each", [("float32", 16), ("float64", 32), ("bfloat16", 18), ("float16", 18)])
 def test_states_are_the_live_tensors(dtype, each):
     run = Run(TrainConfig(dtype=dtype, seq_len=8, micro_batch=1, global_batch=1, layers=1))
@@ -111,36 +93,29 @@ def test_peak_of_a_step_is_predicted(attention, mode):
 def test_timeline_knows_what_is_what():
     config = TrainConfig(layers=2, vocab=2048, seq_len=64, micro_batch=2, global_batch=2)
     result = timeline.record(Run(config), 2)
-    held = states(config.model_config, torch.float32)
-    at = {name: index for index, name in enumerate(timeline.CATEGORIES)}
-    most = [max(sizes[index] for _, sizes in result.points) for index in range(len(at))]
-    assert most[at["parameters"]] == held["parameters"]
-    assert most[at["gradients"]] == held["gradients"]
-    assert most[at["moments"]] == held["moments"]
+    sizes = {name: [each[i] for _, each in result.points] for i, name in enumerate(timeline.CATEGORIES)}
+    expected = states(config.model_config, torch.float32)
     saved = saved_activations(config.model_config, 2, 64, torch.float32)
-    inputs = [each for each in saved if each.name in ("tokens", "targets")]  # they live all the time
-    assert most[at["activations"]] == total_bytes(saved) - total_bytes(inputs)
-    last = result.points[-1][1]
-    assert last[at["gradients"]] == 0 and last[at["activations"]] == 0
-    first_update = next(start for name, start, _ in result.phases if name == "optimizer")
-    early = [sizes[at["moments"]] for seconds, sizes in result.points if seconds < first_update - timeline.SLACK]
-    assert max(early) == 0 and last[at["moments"]] == held["moments"]
+    expected["activations"] = total_bytes(each for each in saved if each.name not in ("tokens", "targets"))
+    for name in ("parameters", "gradients", "moments", "activations"):
+        assert max(sizes[name]) == expected[name], name
+        assert sizes[name][-1] == (expected[name] if name in ("parameters", "moments") else 0), name
+    first_update = next(start for name, start, _ in result.phases if name == "optimizer") - timeline.SLACK
+    early = [point for point, (seconds, _) in zip(sizes["moments"], result.points) if seconds < first_update]
+    assert max(early) == 0
 
 
-def peaks_of_training(flags: str) -> tuple[TrainConfig, list[int]]:
+def peaks_of_training(flags: dict) -> list[int]:
     with tempfile.TemporaryDirectory() as folder:
-        config = parse(1, [*flags.split(), "--measure-memory", "--run-dir", folder])
-        config.resolve_and_check(1)
-        train(config, build_mesh(Degrees(), torch.device("cpu")))
-        lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    return config, [line["peak_memory_bytes"] for line in lines]
+        return [line["peak_memory_bytes"] for line in train_in(folder, **flags, measure_memory=True)]
 
 
 @pytest.mark.parametrize("dtype, mode", [("float32", "none"), ("bfloat16", "full")])
 def test_train_peaks_where_the_calculator_says(dtype, mode):
     """train.py as it is: a name in its loop that kept gradients or a graph alive would show."""
-    flags = f"--data synthetic --steps 3 --device cpu --seq-len 128 --vocab 1024 --dtype {dtype} --recompute {mode}"
-    [(config, peaks)] = run_ranks(1, peaks_of_training, flags)  # a process of its own: nothing else is alive there
+    flags = {"data": "synthetic", "steps": 3, "seq_len": 128, "vocab": 1024, "dtype": dtype, "recompute": mode}
+    config = TrainConfig(**flags)
+    [peaks] = run_ranks(1, peaks_of_training, flags)  # a process of its own: nothing else is alive there
     shape = (config.model_config, config.micro_batch, 128, config.torch_dtype, "fused", mode, "adamw", 4)
     for peak, first in zip(peaks, (True, False, False), strict=True):
         assert abs(predict_peak(*shape, first_step=first).peak / peak - 1) < 0.001
@@ -152,13 +127,13 @@ def test_train_peaks_where_the_calculator_says(dtype, mode):
 def test_layer_formula_and_its_parts():
     shape = GptShape(vocab=0, hidden=64, layers=1, heads=4)
     sbh, as2b = 16 * 2 * 64, 4 * 16**2 * 2
-    parts = gpt_memory.layer_activations(shape, 2, 16)
-    assert parts == {"attention": 11 * sbh, "scores": 5 * as2b, "mlp": 19 * sbh, "norms": 4 * sbh}
+    for mixed, (attention, scores, mlp, norms) in ((True, (11, 5, 19, 4)), (False, (21, 9, 37, 8))):
+        parts = gpt_memory.layer_activations(shape, 2, 16, mixed=mixed)
+        each = {"attention": attention * sbh, "scores": scores * as2b, "mlp": mlp * sbh, "norms": norms * sbh}
+        assert parts == each
     for mode in MODES:
         widget = sum(gpt_memory.layer_activations(shape, 2, 16, recompute=mode).values())
         assert widget == gpt_memory.text_activations(shape, 2, 16, mode), mode
-    float32 = gpt_memory.layer_activations(shape, 2, 16, mixed=False)
-    assert float32 == {"attention": 21 * sbh, "scores": 9 * as2b, "mlp": 37 * sbh, "norms": 8 * sbh}
     mlp = {kind: gpt_memory.layer_activations(shape, 2, 16, mlp=kind)["mlp"] // sbh for kind in gpt_memory.MLP_KINDS}
     assert mlp == {"gelu": 19, "relu": 11, "swiglu": 35}
 

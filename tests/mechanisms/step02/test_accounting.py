@@ -1,7 +1,6 @@
 """What data parallelism issues, when, in which order, how many bytes: no loss curve shows any of this."""
 
 import itertools
-import tempfile
 from unittest import mock
 
 import pytest
@@ -9,69 +8,40 @@ import torch
 from torch import nn
 
 from common import collectives
-from common.command_line import parse
 from common.config import TrainConfig
 from common.model import Decoder
-from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
-from common.process_groups import Degrees, Mesh, build_mesh, environment
-from common.weights.initialisation import materialise, random_values
-from step02_data_parallel.data_parallel import DataParallel
-from step02_data_parallel.train import train
+from common.process_groups import Degrees, build_mesh, environment
+from step02_data_parallel.data_parallel import DataParallel, fill_buckets
+from step02_data_parallel.train import build, train
+from tests.harness.observing import configure, mesh_of, observe_each
 from tests.harness.ranks import run_ranks
-from tests.mutants.patches import patched
 
-TIED = ModelConfig(vocab=64, hidden=32, layers=3, heads=4, kv_heads=2, ffn=48, tie_embeddings=True)
-UNTIED = ModelConfig(vocab=64, hidden=32, layers=3, heads=4, kv_heads=2, ffn=48, tie_embeddings=False)
-BUCKET_MB, STEPS, SEQ = 0.02, 2, 16
-
-
-def decoder(config: ModelConfig, dtype=torch.float32) -> Decoder:
-    model = Decoder(config)
-    materialise(model, dtype, torch.device("cpu"), random_values(0))
-    return model
-
-
-def alone() -> Mesh:
-    return build_mesh(Degrees(), torch.device("cpu"))
+BUCKET_MB, STEPS = 0.02, 2
+SHAPE = f"--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --bucket-mb {BUCKET_MB}"
+SHAPE += f" --data synthetic --device cpu --steps {STEPS} --micro-batch 1 --peak-tflops 1"
 
 
 # ---- what train() issues: how many, how large, when, in which order --------------------------------------------------
 
 
-def watch_train(flags: str, mutant: str | None = None) -> list[tuple]:
+def configuration(flags: str, world: int) -> TrainConfig:
+    return configure(2, f"{SHAPE} --global-batch {3 * world} {flags}", world)
+
+
+def watch_train(flags: str) -> list[tuple]:
     """The calls of a run of step 2's train() on this rank: (phase, op, group, elements, dtype, bytes, gradients that
     had been computed by then, of all parameters and micro-batches since the beginning of the run)."""
-    computed = [0]
-    with patched(mutant), tempfile.TemporaryDirectory() as folder:
-        accumulate = DataParallel.accumulate
+    computed, accumulate, config = [0], DataParallel.accumulate, configuration(flags, environment().world_size)
 
-        def counting(self, parameter, gradient):
-            computed[0] += 1
-            accumulate(self, parameter, gradient)
+    def counting(self, parameter, gradient):
+        computed[0] += 1
+        accumulate(self, parameter, gradient)
 
-        config = configuration(f"{flags} --run-dir {folder}", environment().world_size)
-        mesh = build_mesh(Degrees.of(config), torch.device("cpu"))
-        with mock.patch.object(DataParallel, "accumulate", counting):
-            with collectives.record(clock=lambda: computed[0]) as calls:
-                train(config, mesh)
-    calls = [call for call in calls if call.phase != "setup"]
-    return [(c.phase, c.op, c.group, c.elements, c.dtype, c.bytes, c.issue) for c in calls]
-
-
-def configuration(flags: str, world: int) -> TrainConfig:
-    shape = (
-        f"--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len {SEQ} --bucket-mb {BUCKET_MB}"
-    )
-    fixed = f"{shape} --data synthetic --device cpu --steps {STEPS} --peak-tflops 1"
-    config = parse(2, f"{fixed} --global-batch {3 * world} {flags}".split())
-    config.resolve_and_check(world)
-    return config
-
-
-def watch_all(cases: list[str], mutants: list[str | None]) -> list[list[tuple]]:
-    """Every case in turn on this rank."""
-    return [watch_train(flags, mutant) for flags, mutant in zip(cases, mutants, strict=True)]
+    with mock.patch.object(DataParallel, "accumulate", counting):
+        with collectives.record(clock=lambda: computed[0]) as calls:
+            train(config, mesh_of(config))
+    return [(c.phase, c.op, c.group, c.elements, c.dtype, c.bytes, c.issue) for c in calls if c.phase != "setup"]
 
 
 def buckets_by_formula(flags: str) -> list[list[int]]:
@@ -108,17 +78,16 @@ def check_train(calls: list[tuple], flags: str, world: int) -> None:
     assert next(calls, None) is None, "more collectives than expected"
 
 
+TIED = "tie-embeddings", "no-tie-embeddings"
 CASES = [
     f"--{tied} --dp-mode {mode} --micro-batch {micro_batch}"
-    for tied, mode, micro_batch in itertools.product(
-        ("tie-embeddings", "no-tie-embeddings"), ("naive", "overlap", "bucket"), (1, 3)
-    )
+    for tied, mode, micro_batch in itertools.product(TIED, ("naive", "overlap", "bucket"), (1, 3))
 ]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_train_issues_and_when(world):
-    for rank, found in enumerate(run_ranks(world, watch_all, CASES, [None] * len(CASES))):
+    for rank, found in enumerate(run_ranks(world, observe_each, watch_train, CASES)):
         for case, calls in zip(CASES, found, strict=True):
             try:
                 check_train(calls, case, world)
@@ -126,10 +95,13 @@ def test_what_train_issues_and_when(world):
                 raise AssertionError(f"rank {rank} of {world}, {case}: {error}") from error
 
 
-def test_formula_of_buckets():
-    tied, untied = "--micro-batch 1 --tie-embeddings", "--micro-batch 1 --no-tie-embeddings"
-    assert [len(buckets_by_formula(each)) for each in (tied, untied)] == [6, 7]
-    assert len(buckets_by_formula(f"{tied} --dp-mode overlap")) == 3 * 9 + 2, "a tied matrix is one parameter"
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def build_alone(flags: str) -> tuple[list[nn.Parameter], DataParallel]:
+    config = configuration(flags, 1)
+    model, gradients, _ = build(config, mesh_of(config))
+    return list(model.parameters()), gradients
 
 
 def check_launches(parameters: list[nn.Parameter], gradients, launched) -> None:
@@ -141,14 +113,26 @@ def check_launches(parameters: list[nn.Parameter], gradients, launched) -> None:
 
 
 def launch_in_data_parallel(mode: str) -> None:
-    parameters = list(decoder(TIED).parameters())
-    gradients = DataParallel(parameters, alone().dp_cp, mode, 0.001)
+    parameters, gradients = build_alone(f"--dp-mode {mode} --bucket-mb 0.001")
     check_launches(parameters, gradients, lambda: sum(bucket.work is not None for bucket in gradients.buckets))
 
 
 @pytest.mark.parametrize("mode", ["overlap", "bucket"])
 def test_complete_buckets_do_not_wait(mode):
     launch_in_data_parallel(mode)
+
+
+def test_a_late_gradient_is_an_error():
+    (*_, last), gradients = build_alone("--dp-mode overlap")
+    gradients.accumulate(last, torch.ones_like(last))
+    with pytest.raises(RuntimeError, match=f"{last.spec.name}: a gradient came after its bucket was launched"):
+        gradients.accumulate(last, torch.ones_like(last))
+
+
+def test_a_bucket_of_its_own():
+    parameters = list(Decoder(configuration("", 1).model_config).parameters())
+    parameters[3].spec.own_bucket = True
+    assert [len(each) for each in fill_buckets(parameters, "bucket", 25.0)] == [len(parameters) - 4, 1, 3]
 
 
 # ---- parameters that not every rank uses -----------------------------------------------------------------------------
@@ -169,52 +153,29 @@ class Choosy(nn.Module):
         return ((x @ first @ middle if whole else x @ first) @ last).square().sum()
 
 
-def ranks_unused() -> dict[str, tuple]:
-    """Rank 1 never uses the middle matrix, in the second step nobody does."""
-    mesh, result = build_mesh(Degrees(dp=3), torch.device("cpu")), {}
+def ranks_unused() -> dict[str, list]:
+    """Rank 1 never uses the middle matrix, in the second step nobody does. The calls of each mode, step by step."""
+    mesh, orders = build_mesh(Degrees(dp=3), torch.device("cpu")), {}
     inputs = [torch.full((2, 4), rank + 1.0, dtype=torch.float64) for rank in range(3)]
     for mode in ("naive", "overlap", "bucket"):
-        model, orders, differences = Choosy(), [], []
+        model, orders[mode] = Choosy(), []
         gradients = DataParallel(list(model.parameters()), mesh.dp_cp, mode, 100e-6)  # 100 bytes: a bucket a matrix
         for used in ([True, False, True], [False, False, False], [True, True, True]):
             with collectives.record() as calls:
                 for index in range(2):
                     with gradients.no_sync(index == 0):
                         model(inputs[mesh.rank], used[mesh.rank]).backward()
-                total = [gradient.clone() for gradient in gradients.finish()]
-            orders.append([(call.op, call.elements) for call in calls])
+                total = gradients.finish()
+            orders[mode].append([(call.op, call.elements) for call in calls])
             single = Choosy()
             for each, whole in 2 * list(zip(inputs, used)):
                 single(each, whole).backward()
             for mine, other in zip(total, single.parameters(), strict=True):
                 expected = torch.zeros_like(mine) if other.grad is None else other.grad
-                differences.append((mine - expected).norm().item() / (1 + expected.norm().item()))
-        result[mode] = orders, max(differences)
-    return result
+                torch.testing.assert_close(mine, expected, rtol=1e-14, atol=1e-14)
+    return orders
 
 
 def test_a_parameter_unused_on_one_rank_changes_no_order():
-    ranks = run_ranks(3, ranks_unused)
-    for mode, (orders, _) in ranks[0].items():
-        assert orders == [[("all_reduce", 16)] * 3] * 3, mode
-    for rank in ranks:
-        assert all(difference < 1e-14 for _, difference in rank.values()), rank
-
-
-# ---- buckets ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_bucket_of_its_own():
-    parameters = list(decoder(UNTIED).parameters())
-    parameters[3].spec.own_bucket = True
-    sizes = [len(bucket.parameters) for bucket in DataParallel(parameters, alone().dp_cp, "bucket").buckets]
-    assert sizes == [len(parameters) - 4, 1, 3]
-
-
-def test_a_late_gradient_is_an_error():
-    weight = nn.Parameter(torch.ones(4))
-    weight.spec = ParameterSpec("weight", (4,), ((0, 4),), None)
-    DataParallel([weight], alone().dp_cp)
-    weight.sum().backward()
-    with pytest.raises(RuntimeError, match="weight: a gradient came after its bucket was launched"):
-        weight.sum().backward()
+    for orders in run_ranks(3, ranks_unused):
+        assert orders == dict.fromkeys(("naive", "overlap", "bucket"), [[("all_reduce", 16)] * 3] * 3)

@@ -67,34 +67,26 @@ def test_exposed_share():
     assert {case: batch_recipe.exposed_share(*case) for case in cases} == pytest.approx(cases)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
 EXAMPLE = "--model llama3-8b --tokens-per-batch 4e6 --seq-len 4096 --gpus 128 --micro-batch 2"
+TOO_MANY = "--model llama3-1b --gpus 1024 --micro-batch 2 --tokens-per-batch 4.2e6"
+COMMANDS = [  # flags, status, parts of what is printed
+    (EXAMPLE, 0, ["= 4,194,304 tokens", "1,024 / (2 x 128) = 4 per rank", "not even 1 fits 80 GB", "30,002   60,004"]),
+    ("--model llama3-8b --gpus 128", 1, ["makes no state smaller"]),
+    ("--model llama3-1b --gpus 64 --recompute selective", 0, ["micro-batch    at most"]),
+    (TOO_MANY, 0, ["only 0.50 micro-batches", "a micro-batch of 1:", "513 data-parallel ranks"]),
+    ("--gpus 0", 2, ["error: --gpus 0 must be positive"]),
+    ("--tokens-per-batch nan", 2, ["error: --tokens-per-batch nan must be positive"]),
+    ("--model mixtral-8x7b", 2, ["error: --model mixtral-8x7b has experts"]),
+    ("--model nothing", 2, ["error: --model nothing is no preset"]),
+]
 
 
-@pytest.mark.parametrize(
-    "flags, status, shown, absent",
-    [
-        (EXAMPLE, 0, "1,024 sequences x 4,096 = 4,194,304 tokens", "GPU-rich"),
-        (EXAMPLE, 0, "1,024 / (2 x 128) = 4 per rank", "GPU-rich"),
-        (EXAMPLE, 0, "not even 1 fits 80 GB", "GPU-rich"),
-        (EXAMPLE, 0, "512 GPUs at  32.9 GB/s   30,002   60,004", "GPU-rich"),
-        ("--model llama3-8b --gpus 128", 1, "makes no state smaller", "global batch"),
-        ("--model llama3-1b --gpus 64 --recompute selective", 0, "micro-batch    at most", "GPU-rich"),
-        ("--model llama3-1b --gpus 1024 --micro-batch 2 --tokens-per-batch 4.2e6", 0, "only 0.50 micro-batches", "%%"),
-        ("--model llama3-1b --gpus 1024 --micro-batch 2 --tokens-per-batch 4.2e6", 0, "a micro-batch of 1:", "%%"),
-        ("--model llama3-1b --gpus 1024 --micro-batch 2 --tokens-per-batch 4.2e6", 0, "513 data-parallel ranks", "%%"),
-        ("--gpus 0", 2, "error: --gpus 0 must be positive", "global"),
-        ("--tokens-per-batch nan", 2, "error: --tokens-per-batch nan must be positive", "global"),
-        ("--model mixtral-8x7b", 2, "error: --model mixtral-8x7b has experts", "global"),
-        ("--model nothing", 2, "error: --model nothing is no preset", "global"),
-    ],
-)
-def test_command(flags, status, shown, absent, capsys):
+@pytest.mark.parametrize("flags, status, said", COMMANDS)
+def test_command(flags, status, said, capsys):
     assert main(flags.split()) == status
     printed = capsys.readouterr()
     text = printed.err if status == 2 else printed.out
-    assert shown in text and absent not in text
+    assert all(each in text for each in said), text
     assert status != 2 or len(text.splitlines()) == 1
 
 
@@ -108,20 +100,20 @@ def test_all_reduce_times():
     assert cost_model.all_reduce_seconds(1000, 4, LINK) == pytest.approx(6 * 0.001 + 0.0015)
 
 
-def test_overlap():
-    """naive exposes everything; hooks hide what fits into the backward; buckets save latency."""
-    naive = predictions.overlap([1000] * 2, [1] * 2, backward=1.0, ranks=2, link=LINK, mode="naive")
-    assert naive.communication == pytest.approx(2 * 0.003) and naive.exposed == pytest.approx(naive.communication)
-    assert naive.overlap_share == pytest.approx(0, abs=1e-9)
-    hooks = predictions.overlap([1000] * 2, [1] * 2, backward=1.0, ranks=2, link=LINK, mode="overlap")
-    assert hooks.communication == pytest.approx(0.006) and hooks.exposed == pytest.approx(0.003), "the last one"
-    slow = predictions.overlap([1000] * 4, [1] * 4, backward=0.004, ranks=2, link=LINK, mode="overlap")
-    assert slow.exposed == pytest.approx(0.001 + 4 * 0.003 - 0.004), "the link is never idle after the first"
-    hooks = predictions.overlap([1000] * 10, [1.0] * 10, 0.01, 2, LINK, "overlap")
-    buckets = predictions.overlap([1000] * 10, [1.0] * 10, 0.01, 2, LINK, "bucket", limit=5000)
-    assert hooks.communication - buckets.communication == pytest.approx(8 * 0.002), "eight messages fewer"
-    assert buckets.exposed == pytest.approx(0.005 + 2 * 0.007 - 0.01)
-    assert hooks.exposed == pytest.approx(0.001 + 0.03 - 0.01)
+@pytest.mark.parametrize(
+    "mode, buckets, messages, backward, seconds, exposed",
+    [
+        ("naive", 2, 2, 1.0, 0.003, 2 * 0.003),  # everything
+        ("overlap", 2, 2, 1.0, 0.003, 0.003),  # the last one
+        ("overlap", 4, 4, 0.004, 0.003, 0.001 + 4 * 0.003 - 0.004),  # the link is never idle after the first
+        ("overlap", 10, 10, 0.01, 0.003, 0.001 + 10 * 0.003 - 0.01),
+        ("bucket", 10, 2, 0.01, 0.007, 0.005 + 2 * 0.007 - 0.01),  # eight latencies fewer
+    ],
+)
+def test_overlap(mode, buckets, messages, backward, seconds, exposed):
+    found = predictions.overlap([1000] * buckets, [1] * buckets, backward, 2, LINK, mode, limit=5000)
+    assert found.communication == pytest.approx(messages * seconds) and found.exposed == pytest.approx(exposed)
+    assert mode != "naive" or found.overlap_share == pytest.approx(0, abs=1e-9)
 
 
 def test_strong_scaling_never_exceeds_one_gpus_speed():

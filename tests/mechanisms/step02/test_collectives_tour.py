@@ -20,31 +20,32 @@ def world_group() -> Group:
 
 
 def ranks_tour():
-    collectives_tour.NAP = 0.02
-    collectives_tour.tour(world_group(), torch.device("cpu"))
+    """The tour; then its ring against the library on values for which every order of additions rounds differently."""
+    collectives_tour.NAP, group = 0.02, world_group()
+    collectives_tour.tour(group, torch.device("cpu"))
+    for elements in (group.size, 12 * group.size):
+        tensor = torch.randn(elements, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank))
+        library, steps = tensor.clone(), []
+        collectives.all_reduce(library, group)
+        collectives_tour.ring_all_reduce(tensor, group, lambda *step, steps=steps: steps.append(step))
+        torch.testing.assert_close(tensor, library, rtol=1e-13, atol=1e-13)
+        expected = [(phase, step) for phase in ("reduce-scatter", "all-gather") for step in range(group.size - 1)]
+        assert steps == expected, steps
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_every_stop_on(world, capsys):
     run_ranks(world, ranks_tour)
     printed = capsys.readouterr().out
-    for name in ("broadcast", "reduce to", "all-reduce", "gather to", "all-gather", "scatter from", "reduce-scatter"):
-        assert f"\n[rank 0] {name}" in printed, name
-    for name in ("all-to-all", "send and receive", "ring all-reduce by hand", "barrier"):
-        assert f"\n[rank 0] {name}" in printed, name
     assert f"All 11 results are as asserted, on {world} ranks." in printed
     assert "[rank 1]" not in printed, "rank 0 prints for all, so the lines are in order"
-    assert printed.count("reduce-scatter ") >= world - 1 and printed.count("all-gather  ") >= world - 1
 
 
 def test_the_command_prints_before_and_after():
     result = torchrun(3, SCRIPT)
     assert result.returncode == 0, result.stderr
     stops = dict(re.findall(r"^(\S[^\n]*)\n((?:  .*\n)+)", result.stdout, re.MULTILINE))
-    after = {
-        title: [line.split("->")[1].strip() for line in text.splitlines() if "->" in line]
-        for title, text in stops.items()
-    }
+    after = {title: re.findall(r"-> *(.*?) *$", text, re.MULTILINE) for title, text in stops.items()}
     assert after["broadcast from rank 0"] == ["[1 2 3 4 5]"] * 3
     assert after["reduce to rank 0"][0] == "[6 6 6 6 6]  (the sum)"
     assert all(text.endswith("(not defined)") for text in after["reduce to rank 0"][1:])
@@ -67,25 +68,6 @@ def test_one_process_is_told_what_to_do():
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and "torchrun --nproc_per_node 3" in result.stderr
     assert len(result.stderr.splitlines()) == 1, "no traceback"
-
-
-def ranks_ring():
-    """The ring against the library on values for which every order of additions rounds differently."""
-    group = world_group()
-    for elements in (group.size, 12 * group.size):
-        tensor = torch.randn(elements, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank))
-        library = tensor.clone()
-        collectives.all_reduce(library, group)
-        steps = []
-        collectives_tour.ring_all_reduce(tensor, group, lambda phase, step, steps=steps: steps.append((phase, step)))
-        torch.testing.assert_close(tensor, library, rtol=1e-13, atol=1e-13)
-        expected = [(phase, step) for phase in ("reduce-scatter", "all-gather") for step in range(group.size - 1)]
-        assert steps == expected, steps
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_ring_all_reduce(world):
-    run_ranks(world, ranks_ring)
 
 
 def ranks_wrong_sum():

@@ -1,0 +1,41 @@
+"""What the tests share that watch a step's real train() from outside, on one of the ranks that `run_ranks` starts."""
+
+from collections.abc import Callable
+
+import torch
+
+from common.collectives import barrier
+from common.command_line import parse
+from common.config import TrainConfig
+from common.experiments import tcp_bytes
+from common.process_groups import Degrees, Mesh, build_mesh, environment
+from tests.mutants.patches import patched
+
+
+def configure(step: int, flags: str, world: int | None = None) -> TrainConfig:
+    """Return the configuration of a step's train.py under these flags on `world` ranks, or on those that there are."""
+    config = parse(step, flags.split())
+    config.resolve_and_check(world or environment().world_size)
+    return config
+
+
+def mesh_of(config: TrainConfig) -> Mesh:
+    """Return this rank's place among the ranks of `config`."""
+    return build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+
+
+def observe_each(observe: Callable[[str], object], cases: list[str], mutants: list[str | None] | None = None) -> list:
+    """Return `observe(flags)` of every case in turn on this rank, each under its mutant."""
+    found = []
+    for flags, mutant in zip(cases, mutants or [None] * len(cases), strict=True):
+        with patched(mutant):
+            found.append(observe(flags))
+    return found
+
+
+def sent_so_far(mesh: Mesh) -> int | None:
+    """Return the bytes that this rank's sockets have sent, counted while no rank has anything else to send."""
+    barrier(mesh.world)
+    sent = tcp_bytes.sent_by_me()
+    barrier(mesh.world)  # a rank that ends closes sockets that others still read
+    return sent
