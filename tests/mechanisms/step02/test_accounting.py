@@ -21,7 +21,6 @@ BUCKET_MB, STEPS = 0.02, 2
 SHAPE = f"--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --bucket-mb {BUCKET_MB}"
 SHAPE += f" --data synthetic --device cpu --steps {STEPS} --micro-batch 1 --peak-tflops 1"
 
-
 # ---- what train() issues: how many, how large, when, in which order --------------------------------------------------
 
 

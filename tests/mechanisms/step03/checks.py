@@ -1,7 +1,7 @@
 """What a step of ZeRO must hold, send and do, and when: formulas, and checks of an `Observation` against them.
 
-Nothing here asks the mechanism: sizes follow from the shape of the model, units from the rules of the design (buckets
-of so many MB, in stage 3 a region each). Each check raises AssertionError with a message that begins with its name.
+Nothing here asks the mechanism: sizes are those of the model, units follow from the rules of the design (buckets of so
+many MB, in stage 3 a region each). Each check raises AssertionError with a message that begins with its name.
 `test_accounting.py` runs all of them on the mechanism, `tests/mutants/test_step03.py` on known-wrong variants of it.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config import TrainConfig
+from common.model import Decoder
 from tests.mechanisms.step03.observe import OTHERS, Observation
 
 
@@ -28,28 +29,20 @@ class Plan:
     world: int
 
     def __post_init__(self):
-        config, model = self.config, self.config.model_config
-        self.stage, self.layers = config.zero, model.layers
+        config, model = self.config, Decoder(self.config.model_config)
+        self.stage, self.layers = config.zero, len(model.layers)
         self.replicas = config.zero_replicas if self.stage else self.world
         self.ranks = self.world // self.replicas  # over which ZeRO shards
         self.itemsize, self.wide = config.torch_dtype.itemsize, max(4, config.torch_dtype.itemsize)
+        self.states = 2 * self.wide + (self.wide if self.wide != self.itemsize else 0)  # moments; a master copy
         self.micro_batches = config.accumulation_steps
-        h, d, kv = model.hidden, model.heads * model.head_width, model.kv_heads * model.head_width
-        layer = {"attention_norm": h, "q": h * d, "k": h * kv, "v": h * kv, "o": d * h, "mlp_norm": h}
-        layer |= dict.fromkeys(("gate", "up", "down"), h * model.ffn)
-        head = "embedding" if model.tie_embeddings else "head"
-        self.sizes = {"embedding": model.vocab * h}  # in the order of the forward
-        self.regions = [["embedding"]]
-        for index in range(model.layers):
-            self.sizes |= {f"{index}.{name}": size for name, size in layer.items()}
-            self.regions.append([f"{index}.{name}" for name in layer])
-        self.sizes |= {"norm": h, head: model.vocab * h}
-        self.regions.append(["norm", head])
+        self.sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}  # in forward order
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        modules = [[model.embedding], *([layer] for layer in model.layers.values()), [model.norm, model.head]]
+        self.regions = [[names[each] for module in some for each in module.parameters()] for some in modules]
         self.parameters = sum(self.sizes.values())
-        self.units = [self._unit(names) for names in self._groups()]  # in the order of their reduction
-
-    def _unit(self, names: list[str]) -> FormulaUnit:
-        return FormulaUnit(tuple(names), math.ceil(sum(self.sizes[name] for name in names) / self.ranks))
+        groups = [(tuple(names), sum(self.sizes[name] for name in names)) for names in self._groups()]
+        self.units = [FormulaUnit(names, math.ceil(size / self.ranks)) for names, size in groups]  # as they are reduced
 
     def _groups(self) -> list[list[str]]:
         if self.stage == 3:  # the region that needs a parameter first has it
@@ -105,19 +98,16 @@ class Plan:
             "all_reduce": (sums if r > 1 else []) + last,
         }
 
-    def bytes_sent(self) -> int:
-        return sum(call[3] for calls in self.calls().values() for call in calls)
-
 
 # ---- checks of one rank ----------------------------------------------------------------------------------------------
 
 
 def check_calls(seen: Observation, plan: Plan) -> None:
     """Operations, groups, number, sizes and bytes, in order."""
-    expected = plan.calls()
-    assert {call[0] for call in seen.calls} <= expected.keys(), f"calls: {sorted({call[0] for call in seen.calls})}"
+    expected, found = plan.calls(), {call.op for call in seen.calls}
+    assert found <= expected.keys(), f"calls: {sorted(found)}"
     for op, wanted in expected.items():
-        found = [call[1:5] for call in seen.of(op)]
+        found = [(call.group, call.elements, call.dtype, call.bytes) for call in seen.of(op)]
         assert len(found) == len(wanted), f"calls: {len(found)} x {op} instead of {len(wanted)}"
         assert found == wanted, f"calls: {op} {found} instead of {wanted}"
 
@@ -125,7 +115,7 @@ def check_calls(seen: Observation, plan: Plan) -> None:
 def check_wire(seen: Observation, plan: Plan) -> None:
     """Bytes that the kernel counted on this rank's sockets."""
     if seen.on_wire is not None:
-        ratio = seen.on_wire / plan.bytes_sent()
+        ratio = seen.on_wire / sum(call[3] for calls in plan.calls().values() for call in calls)
         assert abs(ratio - 1) < 0.02, f"wire: {seen.on_wire} bytes, {ratio:.3f} of the formula"
 
 
@@ -134,8 +124,7 @@ def check_bytes_held(seen: Observation, plan: Plan) -> None:
     whole, shard = plan.padded, plan.padded // plan.ranks
     parameters = (shard if plan.stage == 3 else whole) * plan.itemsize
     gradients = (shard if plan.stage >= 2 else whole) * plan.wide
-    states = 2 * plan.wide + (plan.wide if plan.wide != plan.itemsize else 0)  # moments; a master copy
-    most = shard * states + 4 * len(plan.sizes)  # and a step counter for each tensor
+    most = shard * plan.states + 4 * len(plan.sizes)  # and a step counter for each tensor
     for moment, held in seen.held.items():
         assert held["parameters"] == parameters, f"bytes held: {held['parameters']} of parameters, not {parameters}"
         expected = gradients if moment == "before the update" else 0
@@ -161,7 +150,8 @@ def check_gathers_overlap(seen: Observation, plan: Plan) -> None:
     Stage 3 begins to gather what comes next right before it computes, and nothing earlier than that."""
     calls, gathers = seen.of("all_gather"), plan.gathers()
     assert len(calls) == len(gathers), "order of gathers: there are others than expected"
-    for (*_, issue, wait), (direction, region, _) in zip(calls, gathers, strict=True):
+    for call, (direction, region, _) in zip(calls, gathers, strict=True):
+        issue, wait = call.issue.at, call.wait_start and call.wait_start.at
         name = f"order of gathers: that for the {direction} of region {region}"
         assert wait == seen.position(f"{direction} {region}"), f"{name} is waited for elsewhere than right before it"
         if plan.stage < 3 or (direction, region) == ("forward", 0):
@@ -181,7 +171,7 @@ def check_reductions_overlap(seen: Observation, plan: Plan) -> None:
     calls, done, total = seen.of("reduce_scatter" if plan.ranks > 1 else "all_reduce"), 0, len(plan.sizes)
     assert seen.events.count("gradient") == total, "order of reductions: a parameter has not one gradient"
     for index, (unit, call) in enumerate(zip(plan.units, calls, strict=False)):
-        issue, done, name = call[5], done + len(unit.names), f"order of reductions: that of unit {index}"
+        issue, done, name = call.issue.at, done + len(unit.names), f"order of reductions: that of unit {index}"
         so_far = seen.events[:issue].count("gradient")
         if plan.stage < 3:  # the hook that launches runs before the one that counts its gradient
             # The backward meets the parameters of one layer in an order of its own; a layer has nine
@@ -213,32 +203,27 @@ def check_gradient_memory(seen: Observation, plan: Plan) -> None:
         alive = [index for index in range(count) if sample.gradients[index]]
         assert not alive or alive[-1] - alive[0] < 3, f"gradient memory: units {alive} at once"
     if plan.ranks > 1:
-        scatters = [sample for call, sample in zip(seen.calls, seen.at_issue) if call[0] == "reduce_scatter"]
-        for index, sample in enumerate(scatters):
-            before = sample.gradients[: max(0, index % len(sizes) - 1)]
+        for index, call in enumerate(seen.of("reduce_scatter")):
+            before = call.issue.gradients[: max(0, index % len(sizes) - 1)]
             assert not any(before), f"gradient memory: {before} are there while unit {index % len(sizes)} is launched"
 
 
 def check_phases(seen: Observation, plan: Plan) -> None:
-    """Gathers begin in the pass that waits for them, and reductions in the last backward at the latest."""
-    phases = {op: [p for call, p in zip(seen.calls, seen.phases) if call[0] == op] for op in plan.calls()}
+    """Gathers begin in the pass that waits for them, and reductions in the last backward at the latest; where all
+    micro-batches are summed first, none begins before it."""
+    phases = {op: [call.phase for call in seen.of(op)] for op in plan.calls()}
     gathers = [direction for direction, *_ in plan.gathers()] * (plan.micro_batches if plan.stage == 3 else 1)
     assert phases["all_gather"] == gathers, f"phases of gathers: {phases['all_gather']}"
     scatters = ["backward"] * len(phases["reduce_scatter"])
     if plan.stage == 3 and plan.config.zero_reduce == "step" and scatters:
         scatters[-1] = "optimizer"  # that of the first region, below which no backward begins
     assert phases["reduce_scatter"] == scatters, f"phases of reduce-scatters: {phases['reduce_scatter']}"
+    last = len(seen.events) - 1 - seen.events[::-1].index("forward 0")
+    early = [call for call in seen.of("reduce_scatter") if call.issue.at <= last and plan.reductions == 1]
+    assert not early, f"phases of reduce-scatters: {early} begin before the last micro-batch"
     *sums, _, _ = phases["all_reduce"]  # over the replicas: the norm and the loss are the last two
     late = 0 if plan.ranks == 1 else 2  # what waits for the last reduce-scatters
-    early = sums[: len(sums) - late]
-    assert set(early) <= {"backward"}, f"phases of sums over replicas: {sums}"
-
-
-def check_reduced_once(seen: Observation, plan: Plan) -> None:
-    """Where all micro-batches are summed first, nothing is reduced before the last one's backward."""
-    last = len(seen.events) - 1 - seen.events[::-1].index("forward 0")
-    for call in seen.of("reduce_scatter"):
-        assert call[5] > last, "reduced once: a reduce-scatter begins before the last micro-batch"
+    assert set(sums[: len(sums) - late]) <= {"backward"}, f"phases of sums over replicas: {sums}"
 
 
 # ---- checks of all ranks together ------------------------------------------------------------------------------------
@@ -246,17 +231,15 @@ def check_reduced_once(seen: Observation, plan: Plan) -> None:
 
 def check_same_order(ranks: list[Observation]) -> None:
     """Every rank issues the same collectives in the same order: NCCL would hang otherwise."""
-    for rank, seen in enumerate(ranks):
-        for mine, others in zip(seen.calls, ranks[0].calls, strict=False):
-            assert mine[:5] == others[:5], f"same order: rank {rank} issues {mine[:5]} where rank 0 has {others[:5]}"
-        assert len(seen.calls) == len(ranks[0].calls), f"same order: rank {rank} issues another number"
+    first, *others = ([(c.op, c.group, c.elements, c.dtype, c.bytes) for c in seen.calls] for seen in ranks)
+    for order in others:
+        assert order == first, f"same order: {order} where rank 0 has {first}"
 
 
 def check_optimizer_in_sum(ranks: list[Observation], plan: Plan) -> None:
     """All ranks together hold state for each parameter once a replica, and no padding."""
-    states = 2 * plan.wide + (plan.wide if plan.wide != plan.itemsize else 0)
     held = sum(seen.held["after the step"]["optimizer"] for seen in ranks)
-    counters = held - plan.replicas * plan.parameters * states
+    counters = held - plan.replicas * plan.parameters * plan.states
     least, most = plan.replicas * len(plan.sizes), plan.replicas * (len(plan.sizes) + len(plan.units) * plan.ranks)
     assert 4 * least <= counters <= 4 * most, f"optimizer in sum: {held} bytes"
 
@@ -273,6 +256,4 @@ def check(ranks: list[Observation], plan: Plan) -> None:
         if plan.micro_batches == 1:  # or every event has happened several times
             check_gathers_overlap(seen, plan)
             check_reductions_overlap(seen, plan)
-        if plan.reductions == 1:
-            check_reduced_once(seen, plan)
     check_optimizer_in_sum(ranks, plan)

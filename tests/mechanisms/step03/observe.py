@@ -11,17 +11,14 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
-import step03_zero.train
 from common import collectives
-from common.command_line import parse
 from common.config import TrainConfig
-from common.experiments import tcp_bytes as wire
 from common.measure.allocator import live_bytes
-from common.process_groups import Degrees, Mesh, build_mesh, environment
+from common.process_groups import Mesh
 from common.record.run_record import RunRecord
-from tests.mutants.patches import patched
+from step03_zero import train as step03
+from tests.harness.observing import configure, mesh_of, sent_so_far
 
 STEPS = 2  # of them the last one is watched: moments exist, and whatever a step has to reset was reset
 BASE = "--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu"
@@ -44,22 +41,19 @@ class Observation:
     """One step of one rank. Positions count `events`: what is at position p happened before events[p].
 
     events: "forward i", "forward i done", "backward i" of region i (embedding, layers, norm with head), and "gradient".
-    calls: (op, group, elements, dtype, bytes, position of issue, position of the wait).
-    phases, at_issue: the phase of the step in which each of the calls was issued, and what was held then.
+    calls: with the sample taken at each mark.
     held: bytes by kind, right before the update and after the step.
     """
 
     events: list[str] = field(default_factory=list)
-    calls: list[tuple] = field(default_factory=list)
-    phases: list[str] = field(default_factory=list)
+    calls: list[collectives.Call] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
-    at_issue: list[Sample] = field(default_factory=list)
     held: dict[str, dict[str, int]] = field(default_factory=dict)
     on_wire: int | None = None  # bytes that this rank's sockets sent
 
-    def of(self, op: str) -> list[tuple]:
+    def of(self, op: str) -> list[collectives.Call]:
         """The calls of one kind, in order."""
-        return [call for call in self.calls if call[0] == op]
+        return [call for call in self.calls if call.op == op]
 
     def position(self, event: str) -> int:
         assert self.events.count(event) == 1, f"{event} occurs {self.events.count(event)} times"
@@ -69,8 +63,8 @@ class Observation:
 class Watch:
     """Watches the last step of one run of step 3's train()."""
 
-    def __init__(self):
-        self.seen, self.recording = Observation(), False
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.seen, self.recording = mesh, Observation(), False
         gc.collect()
         gc.freeze()  # what the process holds so far is neither collected (it is large) nor listed any more
 
@@ -105,30 +99,24 @@ class Watch:
             self.sample()
             self.seen.events.append(event)
 
-    def sample(self) -> int:
-        """Take a sample; its number. It is the clock of the recorded calls."""
+    def sample(self) -> Sample:
+        """Take a sample. It is the clock of the recorded calls."""
         buckets = [unit.bucket for unit in self.zero.units]
         whole = tuple(0 if bucket is None else live_bytes([bucket.flat]) for bucket in buckets)
         self.seen.samples.append(Sample(len(self.seen.events), live_bytes(self.model.parameters()), whole))
-        return len(self.seen.samples) - 1
+        return self.seen.samples[-1]
 
     # ---- the step ----
 
     @contextmanager
     def step(self):
         """Around the step that is to be watched."""
-        sent, self.recording = _sent_so_far(), True
-        with collectives.record(clock=self.sample) as calls:
+        sent, self.recording = sent_so_far(self.mesh), True
+        with collectives.record(clock=self.sample) as self.seen.calls:
             yield
         self.recording = False
         if sent is not None:
-            self.seen.on_wire = _sent_so_far() - sent
-        for call in calls:
-            issue = self.seen.samples[call.issue]
-            wait = -1 if call.wait_start is None else self.seen.samples[call.wait_start].at  # -1: nobody waited
-            self.seen.calls.append((call.op, call.group, call.elements, call.dtype, call.bytes, issue.at, wait))
-            self.seen.phases.append(call.phase)
-            self.seen.at_issue.append(issue)
+            self.seen.on_wire = sent_so_far(self.mesh) - sent
         self.hold("after the step")
 
     def hold(self, moment: str, gradients: list[torch.Tensor] = ()) -> None:
@@ -136,31 +124,38 @@ class Watch:
         units, kinds = self.zero.units, {}
         kinds["parameters"] = [*self.model.parameters(), *self.zero.shards]
         kinds["gradients"] = [*gradients, *(unit.bucket.flat for unit in units if unit.bucket)]
-        kinds["gradients"] += [unit.reduced for unit in units]
+        kinds["gradients"] += [unit.reduced for unit in units if unit.reduced is not None]
         states = self.optimizer.inner.state.values()
         kinds["optimizer"] = [*self.optimizer.masters, *(each for state in states for each in state.values())]
-        known, held = set(), {}
+        known, held = [], {}
         for kind, tensors in kinds.items():
-            mine = {address: size for address, size in _storages(tensors).items() if address not in known}
-            known |= mine.keys()
-            held[kind] = sum(mine.values())
+            before = live_bytes(known)
+            known += tensors
+            held[kind] = live_bytes(known) - before
         for _ in range(200):  # gloo's thread may still be about to let go of a message that has arrived
             gc.collect()
-            everything = _storages(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-            held["others"] = sum(size for address, size in everything.items() if address not in known)
+            everything = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+            held["others"] = live_bytes(known + everything) - live_bytes(known)
             if held["others"] < OTHERS:
                 break
+            del everything
             time.sleep(0.01)
         self.seen.held[moment] = held
 
 
-@contextmanager
-def watched(watch: Watch):
-    """Watch what happens in here: one run of step 3's train()."""
-    real_build, real_step = step03_zero.train.build, RunRecord.step
+def prepare(flags: str) -> tuple[TrainConfig, Mesh]:
+    """The configuration of `BASE` and `flags`, and this rank's place, as `run` makes them."""
+    config = configure(3, f"{BASE} {flags}")
+    return config, mesh_of(config)
 
-    def build(config, mesh):
-        made = real_build(config, mesh)
+
+def observe(flags: str) -> Observation:
+    """Train on this rank and watch the last step."""
+    config, mesh = prepare(flags)
+    watch, real_build, real_step = Watch(mesh), step03.build, RunRecord.step
+
+    def build(*arguments):
+        made = real_build(*arguments)
         watch.attach(*made)
         return made
 
@@ -169,42 +164,6 @@ def watched(watch: Watch):
         with real_step(self, number) as measured, watch.step() if number == STEPS - 1 else ExitStack():
             yield measured
 
-    with mock.patch.object(step03_zero.train, "build", build), mock.patch.object(RunRecord, "step", step):
-        yield
-
-
-def prepare(flags: str) -> tuple[TrainConfig, Mesh]:
-    """The configuration of `BASE` and `flags`, and this rank's place, as `run` makes them."""
-    config = parse(3, [*BASE.split(), *flags.split()])
-    config.resolve_and_check(environment().world_size)
-    return config, build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
-
-
-def observe(flags: str, mutant: str | None = None) -> Observation:
-    """Train on this rank and watch the last step."""
-    config, mesh = prepare(flags)
-    watch = Watch()
-    with patched(mutant), watched(watch):
-        step03_zero.train.train(config, mesh)
+    with mock.patch.object(step03, "build", build), mock.patch.object(RunRecord, "step", step):
+        step03.train(config, mesh)
     return watch.seen
-
-
-def observe_all(cases: list[str], mutants: list[str | None] | None = None) -> list[Observation]:
-    """Every case in turn, on this rank of a world."""
-    return [observe(flags, mutant) for flags, mutant in zip(cases, mutants or [None] * len(cases), strict=True)]
-
-
-def _storages(tensors) -> dict[int, int]:
-    """Address -> bytes of every storage that has memory."""
-    storages = (each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor) and not each.is_meta)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr()}
-
-
-def _sent_so_far() -> int | None:
-    """Bytes that this rank's sockets have sent, at a moment when all ranks have finished what they were at."""
-    if not dist.is_initialized():
-        return wire.sent_by_me()
-    dist.barrier()
-    sent = wire.sent_by_me()
-    dist.barrier()  # a rank that ends closes sockets that others still read
-    return sent

@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from common.measure.allocator import MemoryMeter
+from common.counts import count_parameters
+from common.measure.allocator import MemoryMeter, live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
@@ -26,7 +27,7 @@ DEEP = "--layers 24 --hidden 64 --ffn 96 --vocab 256"  # many layers: one is lit
 
 
 def ranks_initial_weights(cases: list[str]) -> list[bool]:
-    """Whether this rank's shards are those of step 1's weights, bit for bit."""
+    """Whether this rank's shards are those of step 1's weights, bit for bit, and what is gathered from them too."""
     equal = []
     for flags in cases:
         config, mesh = prepare(flags)
@@ -35,28 +36,29 @@ def ranks_initial_weights(cases: list[str]) -> list[bool]:
         whole = {parameter.spec.name: parameter.detach() for parameter in alone.parameters()}
         model, zero, _ = build(config, mesh)
         pieces = [whole[shard.spec.name].flatten()[slice(*shard.spec.flat_range)] for shard in zero.shards]
-        equal.append(len(pieces) > 0 and all(map(torch.equal, zero.shards, pieces)))
         zero.gather()
         for unit in zero.units:
             unit.fetch().wait()
-        equal.append(all(torch.equal(whole[p.spec.name], p) for p in model.parameters()))
+        gathered = [(whole[parameter.spec.name], parameter) for parameter in model.parameters()]
+        pairs = [*zip(zero.shards, pieces, strict=True), *gathered]
+        equal.append(len(pieces) > 0 and all(torch.equal(one, other) for one, other in pairs))
     return equal
 
 
 def test_initial_weights_are_those_of_one_process():
     kinds = "--tie-embeddings --dtype bfloat16", "--no-tie-embeddings --dtype float32"
     cases = [f"--zero {stage} {SMALL} {kind} --micro-batch 1" for stage in range(4) for kind in kinds]
-    assert run_ranks(3, ranks_initial_weights, cases) == [[True] * 2 * len(cases)] * 3
+    assert run_ranks(3, ranks_initial_weights, cases) == [[True] * len(cases)] * 3
 
 
-def initial_peak() -> tuple[int, int, int]:
-    """Bytes at the peak while `Zero` makes stage 3 of a deep model, and those of its shards and of its largest unit."""
+def initial_peak() -> tuple[int, int, int, int]:
+    """Bytes at the peak while `Zero` makes stage 3 of a deep model; of its shards, its largest unit, and all of it."""
     config, mesh = prepare(f"{DEEP} --zero 3 --micro-batch 1")
     model = Decoder(config.model_config)
     with MemoryMeter("cpu").measure() as found:
         zero = Zero(model, config, mesh)
     shards, weights = zip(*((unit.shard.nbytes, unit.weights.nbytes) for unit in zero.units))
-    return found.peak_bytes, sum(shards), max(weights)
+    return found.peak_bytes, sum(shards), max(weights), 4 * count_parameters(config.model_config).total
 
 
 def check_initial_peak(peak: int, shards: int, unit: int, whole: int) -> None:
@@ -66,17 +68,17 @@ def check_initial_peak(peak: int, shards: int, unit: int, whole: int) -> None:
 
 
 def test_no_rank_ever_holds_the_whole_model():
-    whole = 4 * plan_of(f"{DEEP} --zero 3 --micro-batch 1", 4).parameters
-    for peak, shards, unit in run_ranks(4, initial_peak):
-        assert shards == pytest.approx(whole / 4, rel=0.001)
-        check_initial_peak(peak, shards, unit, whole)
+    for found in run_ranks(4, initial_peak):
+        assert found[1] == pytest.approx(found[-1] / 4, rel=0.001)
+        check_initial_peak(*found)
 
 
 # ---- memory of one micro-batch ---------------------------------------------------------------------------------------
 
 
-def peak_of_gradients(flags: str) -> tuple[int, int]:
-    """The peak of one micro-batch's backward beyond what was alive at its begin, and the largest unit's gradients."""
+def peak_of_gradients(flags: str) -> tuple[int, int, int]:
+    """Bytes at the peak of one micro-batch's backward beyond what was alive at its begin; of the largest unit's
+    gradients and of all."""
     config, mesh = prepare(f"{DEEP} --seq-len 4 --bucket-mb 0.1 --micro-batch 1 {flags}")
     model, zero, _ = build(config, mesh)
     tokens = torch.zeros(1, config.seq_len, dtype=torch.int64)
@@ -86,20 +88,20 @@ def peak_of_gradients(flags: str) -> tuple[int, int]:
         with MemoryMeter("cpu").measure() as found, zero.no_sync(False):
             loss.backward()
         zero.finish()
-    return found.peak_bytes, max(4 * unit.weights.numel() for unit in zero.units)
+    largest = max(4 * unit.weights.numel() for unit in zero.units)
+    return found.peak_bytes, largest, 4 * count_parameters(config.model_config).total
 
 
 def check_peak_of_gradients(peak: int, unit: int, whole: int) -> None:
     """This rank's half of the sum, and the bucket in flight, what it receives, and one or two that fill."""
+    assert whole > 15 * unit
     assert peak < whole / 2 + 5 * unit, f"peak of gradients: {peak} bytes, half of {whole} and {unit} for each bucket"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_reduced_buckets_are_freed(stage):
-    whole = 4 * plan_of(f"{DEEP} --zero {stage} --micro-batch 1", 2).parameters
-    for peak, unit in run_ranks(2, peak_of_gradients, f"--zero {stage}"):
-        assert whole > 15 * unit
-        check_peak_of_gradients(peak, unit, whole)
+    for found in run_ranks(2, peak_of_gradients, f"--zero {stage}"):
+        check_peak_of_gradients(*found)
 
 
 def launch_in_zero() -> None:
@@ -112,27 +114,23 @@ def test_complete_units_do_not_wait():
     launch_in_zero()
 
 
-# ---- activations -----------------------------------------------------------------------------------------------------
-
-
 def ranks_saved_activations(cases: list[str]) -> list[int]:
     """Bytes that autograd keeps for the backward of one micro-batch: storages other than the parameters'."""
     result = []
     for flags in cases:
         config, mesh = prepare(flags)
-        (model, zero, _), kept = build(config, mesh), {}
+        (model, zero, _), kept = build(config, mesh), []
 
         def keep(tensor, kept=kept):
-            kept[tensor.untyped_storage()._cdata] = tensor.detach()  # not by address: stage 3 frees and fills
+            kept.append(tensor.detach())
             return tensor
 
         zero.gather()
-        tokens, targets = (torch.randint(config.model_config.vocab, (2, config.seq_len)) for _ in range(2))
+        tokens = torch.randint(config.model_config.vocab, (2, config.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = cross_entropy_sum(model(tokens), targets) / targets.numel()
-        for parameter in model.parameters():
-            kept.pop(parameter.untyped_storage()._cdata, None)
-        result.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+            loss = cross_entropy_sum(model(tokens), tokens.clone()) / tokens.numel()
+        parameters = list(model.parameters())  # in stage 3 most of them are without memory again
+        result.append(live_bytes(kept + parameters) - live_bytes(parameters))
         with zero.no_sync(False):
             loss.backward()
         zero.finish()
@@ -142,11 +140,8 @@ def ranks_saved_activations(cases: list[str]) -> list[int]:
 def test_activations_are_the_same_in_every_stage():
     modes = ("none", "selective", "full")
     cases = [f"--zero {stage} --recompute {mode} {SMALL} --micro-batch 2" for stage in range(4) for mode in modes]
-    config = plan_of(cases[0], 2).config
-    predicted = [
-        total_bytes(saved_activations(config.model_config, 2, config.seq_len, torch.float32, "fused", mode))
-        for mode in modes
-    ]
+    model = plan_of(cases[0], 2).config.model_config
+    predicted = [total_bytes(saved_activations(model, 2, 16, torch.float32, "fused", mode)) for mode in modes]
     assert run_ranks(2, ranks_saved_activations, cases) == [predicted * 4] * 2
 
 
