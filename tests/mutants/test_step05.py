@@ -2,9 +2,10 @@
 
 import pytest
 
+from tests.harness.observing import observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step05 import test_accounting
-from tests.mechanisms.step05.observe import Observation, observe_all
+from tests.mechanisms.step05.observe import Observation, observe
 from tests.mutants.patches_step05 import MUTANTS
 from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
 from tests.parity.test_step05 import ADAMW, TIED, UNTIED
@@ -99,7 +100,7 @@ def observed() -> dict[tuple[str, str | None], list[Observation]]:
     """(flags, mutant) -> what 4 ranks did, and without a mutant."""
     cases = [(flags, name) for name, (_, flags, _) in HIGHER_PRICE.items()]
     cases += [(flags, None) for flags in dict.fromkeys(flags for flags, _ in cases)]
-    ranks = run_ranks(4, observe_all, [flags for flags, _ in cases], [name for _, name in cases])
+    ranks = run_ranks(4, observe_each, observe, [flags for flags, _ in cases], [name for _, name in cases])
     return dict(zip(cases, zip(*ranks, strict=True), strict=True))
 
 

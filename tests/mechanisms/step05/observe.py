@@ -10,19 +10,17 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 import step05_pipeline.train as step05
 from common import collectives
-from common.command_line import parse
 from common.config import TrainConfig
-from common.experiments import tcp_bytes
-from common.process_groups import Degrees, build_mesh, environment
+from common.measure.allocator import live_bytes
+from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from common.weight_gradients import WeightGradStore
 from step05_pipeline import pipeline as executor
 from step05_pipeline.pipeline import Pipeline
-from tests.mutants.patches import patched
+from tests.harness.observing import configure, mesh_of, sent_so_far
 
 STEPS = 2  # of which the last one is watched: whatever a step has to reset was reset
 BASE = "--layers 8 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu"
@@ -76,8 +74,8 @@ class _Kept:
 class Watch:
     """Watches the last step of one run on this rank; `observe` puts its methods around those of train()."""
 
-    def __init__(self):
-        self.seen, self.steps, self.marks = Observation(), 0, 0
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.seen, self.steps, self.marks = mesh, Observation(), 0, 0
         self.kept = defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
         self.stores, self.keys = [], {}  # weak references to the tensors of each store; which backward filled it
         self.sent = []  # storages
@@ -166,21 +164,22 @@ class Watch:
             return real(pipeline, *rest)
         self.attach(pipeline)
         self.seen.calls = stack.enter_context(collectives.record(self.mark))
-        before = _sent_so_far()
+        before = sent_so_far(self.mesh)
         with ExitStack() as inner:
             _wrap(inner, executor, "defer_weight_gradients", self.defer)
             _wrap(inner, WeightGradStore, "compute", self.compute)
             _wrap(inner, collectives, "send", self.send)
             _wrap(inner, collectives, "receive", self.message)
             loss = real(pipeline, *rest)
-        self.seen.on_wire = None if before is None else _sent_so_far() - before
+        self.seen.on_wire = None if before is None else sent_so_far(self.mesh) - before
         self.seen.left = sum(each.nbytes() for each in self.sent) + sum(map(_living_bytes, self.stores))
         self.seen.claimed = pipeline.peak_in_flight
         return loss
 
     def finish(self, real, pipeline: Pipeline):
-        before, gradients = _weight_bytes(pipeline), real(pipeline)
-        self.seen.weights = before, _weight_bytes(pipeline)
+        parameters = [parameter for stage in pipeline.stages for parameter in stage.parameters()]
+        before, gradients = live_bytes(parameters), real(pipeline)
+        self.seen.weights = before, live_bytes(parameters)
         return gradients
 
 
@@ -194,41 +193,19 @@ def _living_bytes(references: list[weakref.ref]) -> int:
     return sum(tensor.nbytes for reference in references if (tensor := reference()) is not None)
 
 
-def _weight_bytes(pipeline: Pipeline) -> int:
-    parameters = [parameter for stage in pipeline.stages for parameter in stage.parameters()]
-    return sum({each.data_ptr(): each.nbytes() for each in (p.untyped_storage() for p in parameters)}.values())
-
-
-def prepare(flags: str, world: int) -> TrainConfig:
+def prepare(flags: str, world: int | None = None) -> TrainConfig:
     """The configuration of `BASE` and `flags`."""
-    config = parse(5, [*BASE.split(), *flags.split()])
-    config.resolve_and_check(world)
-    return config
+    return configure(5, f"{BASE} {flags}", world)
 
 
-def observe(flags: str, mutant: str | None = None) -> Observation:
+def observe(flags: str) -> Observation:
     """Train on this rank and watch the last step."""
-    config, watch = prepare(flags, environment().world_size), Watch()
-    mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
-    with patched(mutant), ExitStack() as stack:
+    config = prepare(flags)
+    watch = Watch(mesh_of(config))
+    with ExitStack() as stack:
         _wrap(stack, Pipeline, "run", lambda *args: watch.run(stack, *args))
         _wrap(stack, Pipeline, "finish", watch.finish)
         _wrap(stack, Pipeline, "_act", watch.act)
         _wrap(stack, Tracer, "phase", watch.phase)
-        step05.train(config, mesh)
-    for call in watch.seen.calls:
-        call.clock = None  # which cannot be sent to the test
+        step05.train(config, watch.mesh)
     return watch.seen
-
-
-def observe_all(cases: list[str], mutants: list[str | None] | None = None) -> list[Observation]:
-    """Every case in turn, on this rank of a world."""
-    return [observe(flags, mutant) for flags, mutant in zip(cases, mutants or [None] * len(cases), strict=True)]
-
-
-def _sent_so_far() -> int | None:
-    """Bytes that this rank's sockets have sent, at a moment when all ranks have finished what they were at."""
-    dist.barrier()
-    sent = tcp_bytes.sent_by_me()
-    dist.barrier()  # a rank that ends closes sockets that others still read
-    return sent

@@ -16,19 +16,13 @@ NAMES = tuple(SCHEDULES)
 def random_case(name: str, draw: random.Random) -> tuple[Schedule, dict]:
     """A schedule of that name and what it was built with."""
     ranks = draw.choice((2, 4, 6, 8)) if name == "dualpipe" else draw.randint(1, 8)
-    case = {
-        "ranks": ranks,
-        "micro_batches": draw.randint(1, 20),
-        "chunks": SCHEDULES[name].chunks or draw.randint(1, 4),
-    }
+    case = {"ranks": ranks, "micro_batches": draw.randint(1, 20)}
+    case["chunks"] = SCHEDULES[name].chunks or draw.randint(1, 4)
     if name == "interleaved":
         case["micro_batches"] = ranks * draw.randint(1, 4)
     if name == "llama3":
         case["consecutive"] = ranks + draw.randint(0, 6)
     return build_schedule(name, **case), case
-
-
-# ---- what they are ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

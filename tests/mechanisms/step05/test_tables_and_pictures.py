@@ -1,6 +1,7 @@
 """A reader's own schedule from a CSV file; the command that draws schedules."""
 
 import random
+import re
 
 import pytest
 
@@ -30,19 +31,16 @@ def test_csv_round_trip(name, tmp_path):
 
 
 def test_own_table(tmp_path):
-    path = tmp_path / "own.csv"
-
-    def read(table: str, ranks: int, micro_batches: int):
-        path.write_text(table)
-        schedule = read_schedule(path, ranks, micro_batches)
+    for micro_batches, table, placement in (
+        (1, OWN, ((0, 1, 1, 0),)),
+        (2, "F0,F1,B0,B1\nF0,B0,F1,B1\n", ((0, 1),)),
+        (1, "# placement: 0 0 1\nF0,F0.1,B0.1,B0\nF0,B0\n", ((0, 0, 1),)),
+        (2, "# placement: bidirectional\nF0,F1.1,B1.1,B0\nF1.1,F0,B0,B1.1\n", ((0, 1), (1, 0))),
+    ):
+        (tmp_path / "own.csv").write_text(table)
+        schedule = read_schedule(tmp_path / "own.csv", 2, micro_batches)
         check_schedule(schedule)
-        return schedule
-
-    schedule = read(OWN, 2, 1)
-    assert (schedule.name, schedule.placement, schedule.micro_batches) == ("own", ((0, 1, 1, 0),), 1)
-    assert read("F0,F1,B0,B1\nF0,B0,F1,B1\n", 2, 2).placement == ((0, 1),)
-    assert read("# placement: 0 0 1\nF0,F0.1,B0.1,B0\nF0,B0\n", 2, 1).placement == ((0, 0, 1),)
-    assert read("# placement: bidirectional\nF0,F1.1,B1.1,B0\nF1.1,F0,B0,B1.1\n", 2, 2).placement == ((0, 1), (1, 0))
+        assert (schedule.name, schedule.placement, schedule.micro_batches) == ("own", placement, micro_batches)
 
 
 BAD_TABLES = [
@@ -58,9 +56,8 @@ BAD_TABLES = [
 @pytest.mark.parametrize(("table", "expected"), BAD_TABLES)
 def test_tables_that_cannot_be_read(table, expected, tmp_path):
     (tmp_path / "own.csv").write_text(table, errors="surrogatepass")
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=re.escape(expected)):
         read_schedule(tmp_path / "own.csv", 2, 2)
-    assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_text():
@@ -71,29 +68,28 @@ def test_text():
     halves = text(simulate(build_schedule("1f1b", 4, 8), Costs(communication=0.5)))
     last = "rank 3  ..............F0 B0--- F1 B1--- ...F2 B2---"  # every box has its name
     assert halves.splitlines()[3].startswith(last)
-    crowded = text(simulate(build_schedule("interleaved", 4, 128, 4))).splitlines()
-    assert len(crowded) == 4 and max(map(len, crowded)) > 100
 
 
 def test_command(tmp_path, capsys):
     table, picture = tmp_path / "own.csv", tmp_path / "own.png"
     write_csv(build_schedule("zb-h2", 4, 8), table)
-    assert main(["--schedule-file", str(table), "--out", str(picture)]) == 0
-    printed = capsys.readouterr().out
-    assert "makespan    27 = work of a rank 24 + bubble 3" in printed
-    assert "24 within each rank, bubble 0" in printed and "in flight   7/5/3/1" in printed
+    zb_h2 = ["27 = work of a rank 24 + bubble 3", "24 within each rank, bubble 0", "in flight   7/5/3/1"]
+    for flags, lines in (
+        (f"--schedule-file {table} --out {picture}", zb_h2),
+        ("--schedule llama3 --micro-batches 10 --consecutive 5 --costs B=2", ["makespan    34.5"]),
+        ("--schedule interleaved", ["28.5 = work of a rank 24 + bubble 4.5"]),  # costs are those of two stages
+    ):
+        assert main(flags.split()) == 0
+        printed = capsys.readouterr().out
+        assert all(line in printed for line in lines), printed
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["--schedule", "llama3", "--micro-batches", "10", "--consecutive", "5", "--costs", "B=2"]) == 0
-    assert "makespan    34.5" in capsys.readouterr().out
-    assert main(["--schedule", "interleaved"]) == 0  # a stage is half of what the costs are of
-    assert "makespan    28.5 = work of a rank 24 + bubble 4.5" in capsys.readouterr().out
     again = simulate(build_schedule("interleaved", 4, 64))  # boxes too small for a number
     assert draw({"simulated": again, "again": again}, picture, "ms").stat().st_size > 10_000
     for flags, message in (
-        (["--schedule", "gpipe"], "--schedule gpipe is unknown"),
-        (["--costs", "X=1"], "'X' is none of F, I, W, B, FB, communication"),
-        (["--costs", "F"], "'F' is not NAME=NUMBER"),
-        (["--out", str(tmp_path / "no" / "picture.png")], "cannot draw"),
+        ("--schedule gpipe", "--schedule gpipe is unknown"),
+        ("--costs X=1", "'X' is none of F, I, W, B, FB, communication"),
+        ("--costs F", "'F' is not NAME=NUMBER"),
+        (f"--out {tmp_path}/no/picture.png", "cannot draw"),
     ):
-        assert main(flags) == 2
+        assert main(flags.split()) == 2
         assert message in capsys.readouterr().err
