@@ -5,20 +5,17 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import step04_tensor_parallel.train as step04
 from common import collectives
-from common.command_line import parse
 from common.config import TrainConfig
-from common.experiments import tcp_bytes
-from common.process_groups import Degrees, build_mesh, environment
 from common.tracing.report import read_trace
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
+from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, stream, tp_mesh
 
@@ -96,26 +93,22 @@ def ranks_train(flags: list[str], folder: str | None = None) -> list[dict]:
     found = []
     for index, case in enumerate(flags):
         trace = f"--trace 0:{STEPS - 1} --run-dir {folder}/{index}" if folder else ""
-        config = parse(4, f"{SHAPE} {case} {trace}".split())
-        config.resolve_and_check(environment().world_size)
-        mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+        config = configure(4, f"{SHAPE} {case} {trace}")
+        mesh = mesh_of(config)
         logits, real, held = [], step04.vocab_parallel_cross_entropy_sum, {}
 
         def loss(made, *rest, logits=logits, real=real):
             logits.append(StorageWeakRef(made.untyped_storage()))
             return real(made, *rest)
 
-        dist.barrier()
-        before = tcp_bytes.sent_by_me()
+        before = sent_so_far(mesh)
         with (
             mock.patch.object(step04, "vocab_parallel_cross_entropy_sum", loss),
             collectives.record(clock=lambda logits=logits: not all(each.expired() for each in logits)) as calls,
         ):
             for tensor in step04.train(config, mesh):
                 held[tensor.spec.name] = held.get(tensor.spec.name, 0) + tensor.numel()
-        dist.barrier()
-        after = tcp_bytes.sent_by_me()
-        dist.barrier()  # a rank that ends closes sockets that others still read
+        after = sent_so_far(mesh)
         result = {"case": case, "micro-batches": config.accumulation_steps, "expected": expected_log(config, held)}
         result["log"] = [(call.phase, call.group, call.op, call.elements, call.bytes) for call in calls]
         result["types"] = {call.dtype for call in calls if call.group == "tp"}
