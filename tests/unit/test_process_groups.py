@@ -1,11 +1,10 @@
 """The mesh: who shares what, for every factorisation of 1 to 16 ranks and at 16,384, and as real communicators."""
 
 import itertools
-import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -15,27 +14,24 @@ from common import collectives, process_groups
 from common.config import TrainConfig
 from common.errors import UsageError
 from common.process_groups import GROUP_NAMES, Degrees, all_groups, build_mesh, coordinates, place_stages, separate
-from tests.harness.ranks import ROOT, run_ranks
+from tests.harness.ranks import run_command, run_ranks
 
 CPU = torch.device("cpu")
 
 
-def divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
 def layouts(world: int):
     """Every (tp, cp, pp, dp) with product `world`, with every ep and every number of ZeRO's copies."""
-    for tp, cp, pp in itertools.product(divisors(world), repeat=3):
-        if world % (tp * cp * pp) == 0:
-            dp = world // (tp * cp * pp)
-            for ep, copies in itertools.product(divisors(tp * cp * dp), divisors(dp * cp)):
-                yield Degrees(tp, cp, pp, dp, ep, copies)
+    divisors = [each for each in range(1, world + 1) if world % each == 0]
+    for tp, cp, pp, dp in itertools.product(divisors, repeat=4):
+        if tp * cp * pp * dp == world:
+            for ep, copies in itertools.product(divisors, repeat=2):
+                if tp * cp * dp % ep == 0 and dp * cp % copies == 0:
+                    yield Degrees(tp, cp, pp, dp, ep, copies)
 
 
-def by_definition(degrees: Degrees, kv_heads: int, placement) -> dict[str, set[tuple[int, ...]]]:
+def by_definition(degrees: Degrees, kv_heads: int, placement) -> dict[str, list[tuple[int, ...]]]:
     """Groups from what their members have in common. Two ranks share a group if all of that is equal."""
-    tp, cp, pp, dp, ep, copies = (getattr(degrees, name) for name in ("tp", "cp", "pp", "dp", "ep", "zero_replicas"))
+    tp, cp, pp, dp, ep, copies = astuple(degrees)
     groups = defaultdict(lambda: defaultdict(list))
     for rank, (d, p, c, t) in enumerate(itertools.product(range(dp), range(pp), range(cp), range(tp))):
         sample, place, shards = d * cp + c, (d * cp + c) * tp + t, dp * cp // copies
@@ -59,7 +55,7 @@ def by_definition(degrees: Degrees, kv_heads: int, placement) -> dict[str, set[t
         }
         for name, what in common.items():
             groups[name][what].append(rank)
-    return {name: {tuple(ranks) for ranks in each.values()} for name, each in groups.items()}
+    return {name: sorted(map(tuple, each.values())) for name, each in groups.items()}
 
 
 @pytest.mark.parametrize("world", range(1, 17))
@@ -70,10 +66,8 @@ def test_groups_are_what_their_members_have_in_common(world):
         placement, kv_heads = placements[number % 4], (1, 2, 4, 8, 16)[number % 5]
         if degrees.tp % kv_heads and kv_heads % degrees.tp:
             kv_heads = degrees.tp
-        groups, expected = all_groups(degrees, kv_heads, placement), by_definition(degrees, kv_heads, placement)
-        assert groups.keys() == expected.keys() == set(GROUP_NAMES)
-        for name in GROUP_NAMES:
-            assert len(groups[name]) == len(expected[name]) and set(groups[name]) == expected[name], (degrees, name)
+        groups = {name: sorted(ranks) for name, ranks in all_groups(degrees, kv_heads, placement).items()}
+        assert groups == by_definition(degrees, kv_heads, placement) and groups.keys() == set(GROUP_NAMES), degrees
     assert all_groups(degrees)["embed"] == all_groups(degrees, placement=(chain,))["embed"]
 
 
@@ -86,22 +80,16 @@ def test_sixteen_ranks_are_laid_out_as_in_llama_3():
 
 
 def test_named_examples():
-    assert all_groups(Degrees(tp=8), kv_heads=2)["kv_replica"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert all_groups(Degrees(tp=4), kv_heads=8)["kv_replica"] == [(0,), (1,), (2,), (3,)]
-    hybrid = all_groups(Degrees(dp=4, zero_replicas=2))
-    assert hybrid["shard"] == [(0, 1), (2, 3)], "neighbours share a model"
-    assert hybrid["replica"] == [(0, 2), (1, 3)]
-    both_ways = all_groups(Degrees(pp=4), placement=((0, 1, 2, 3), (3, 2, 1, 0)))
-    assert both_ways["mirror"] == [(0, 3), (1, 2)] and (0, 3) in both_ways["embed"]
-    v_shaped = all_groups(Degrees(pp=4), placement=((0, 1, 2, 3, 3, 2, 1, 0),))
-    assert v_shaped["embed"] == [(0,), (1,), (2,), (3,)], "first and last stage on one rank"
-
-
-def test_degrees_of_a_configuration():
-    """Without ZeRO every data-parallel rank holds a copy."""
-    assert Degrees.of(TrainConfig(dp=4)).zero_replicas == 4
-    assert Degrees.of(TrainConfig(dp=4, zero=1)).zero_replicas == 1
-    assert Degrees.of(TrainConfig(dp=4, zero=3, zero_replicas=2)).zero_replicas == 2
+    for options, name, expected in [
+        ({"degrees": Degrees(tp=8), "kv_heads": 2}, "kv_replica", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ({"degrees": Degrees(dp=4, zero_replicas=2)}, "shard", [(0, 1), (2, 3)]),  # neighbours share a model
+        ({"degrees": Degrees(dp=4, zero_replicas=2)}, "replica", [(0, 2), (1, 3)]),
+        ({"degrees": Degrees(pp=4), "placement": ((0, 1, 2, 3), (3, 2, 1, 0))}, "mirror", [(0, 3), (1, 2)]),
+        ({"degrees": Degrees(pp=4), "placement": ((0, 1, 2, 3, 3, 2, 1, 0),)}, "embed", [(0,), (1,), (2,), (3,)]),
+    ]:
+        assert all_groups(**options)[name] == expected
+    for flags, copies in [({}, 4), ({"zero": 1}, 1), ({"zero": 3, "zero_replicas": 2}, 2)]:
+        assert Degrees.of(TrainConfig(dp=4, **flags)).zero_replicas == copies
 
 
 def test_sixteen_thousand_ranks_take_work_in_proportion():
@@ -124,27 +112,23 @@ def test_sixteen_thousand_ranks_take_work_in_proportion():
     assert all(sum(map(len, groups[name])) == degrees.world for name in GROUP_NAMES)
 
 
-# ---- communicators ---------------------------------------------------------------------------------------------------
-
-
-def ranks_use_every_group(cases: list[tuple[Degrees, tuple | None]]) -> list[dict]:
-    results = []
+def ranks_use_every_group(cases: list[tuple[Degrees, tuple | None]]) -> None:
     for degrees, placement in cases:
         mesh = build_mesh(degrees, CPU, kv_heads=2)
         if placement:
             mesh = place_stages(mesh, placement)
-        for group in [*(getattr(mesh, name) for name in GROUP_NAMES), separate(mesh.world, 60)]:
+        groups, own = {name: getattr(mesh, name) for name in GROUP_NAMES}, separate(mesh.world, 60)
+        for name, expected in all_groups(degrees, 2, placement).items():
+            assert groups[name].ranks == next(ranks for ranks in expected if mesh.rank in ranks), f"{name}, {degrees}"
+        for group in [*groups.values(), own]:
             value = torch.tensor([float(2**mesh.rank)])
             collectives.all_reduce(value, group)
             assert value.item() == sum(2.0**rank for rank in group.ranks), f"{group.name} {group.ranks}"
-        made = [getattr(mesh, name) for name in GROUP_NAMES if name not in ("embed", "mirror")]
+        assert own.handle is not mesh.world.handle, "a thread of its own may use it"
+        made = [group for name, group in groups.items() if name not in ("embed", "mirror") and group.size > 1]
         for one, other in itertools.combinations(made, 2):
             shared = one.ranks == other.ranks and not {one.name, other.name} & {"pp_forward", "pp_backward"}
-            if one.size > 1 and other.size > 1:
-                assert (one.handle is other.handle) == shared, f"{one.name} and {other.name}, {degrees}"
-        assert separate(mesh.world, 60).handle is not mesh.world.handle, "a thread of its own may use it"
-        results.append({name: getattr(mesh, name).ranks for name in GROUP_NAMES})
-    return results
+            assert (one.handle is other.handle) == shared, f"{one.name} and {other.name}, {degrees}"
 
 
 EIGHT = [(Degrees(2, 2, 2, 1, 4), ((0, 1), (1, 0))), (Degrees(4, 1, 1, 2, 2), None)]
@@ -153,42 +137,25 @@ EIGHT += [(Degrees(1, 1, 8, 1), (tuple(range(8)) * 2,)), (Degrees(1, 2, 1, 4, 8,
 
 @pytest.mark.parametrize(("world", "cases"), [(8, EIGHT), (16, [(Degrees(2, 2, 2, 2, 8), None)])])
 def test_communicators_join_their_members(world, cases):
-    ranks = run_ranks(world, ranks_use_every_group, cases)
-    for rank, results in enumerate(ranks):
-        for (degrees, placement), members in zip(cases, results, strict=True):
-            groups = all_groups(degrees, 2, placement)
-            assert members == {name: next(each for each in groups[name] if rank in each) for name in GROUP_NAMES}
+    run_ranks(world, ranks_use_every_group, cases)
 
 
 def test_one_process_needs_no_torch_distributed():
-    mesh = build_mesh(Degrees(), CPU)
-    assert not torch.distributed.is_initialized()
     tensor = torch.ones(3)
-    collectives.all_reduce(tensor, mesh.world).wait()
-    assert tensor.tolist() == [1, 1, 1]
-
-
-def test_impossible_meshes_are_refused():
-    with pytest.raises(UsageError, match="tp 1 x cp 1 x pp 1 x dp 2 is not 1 ranks"):
-        build_mesh(Degrees(dp=2), CPU)
-    with pytest.raises(UsageError, match="tp 0 x"):
-        build_mesh(Degrees(tp=0), CPU)
+    collectives.all_reduce(tensor, build_mesh(Degrees(), CPU).world).wait()
+    assert tensor.tolist() == [1, 1, 1] and not torch.distributed.is_initialized()
+    for degrees, words in [(Degrees(dp=2), "tp 1 x cp 1 x pp 1 x dp 2 is not 1 ranks"), (Degrees(tp=0), "tp 0 x")]:
+        with pytest.raises(UsageError, match=words):
+            build_mesh(degrees, CPU)
     for degrees in Degrees(dp=4, ep=3), Degrees(dp=4, zero_replicas=3):  # TrainConfig names the flag
         with pytest.raises(RuntimeError):
             all_groups(degrees)
 
 
-# ---- the start -------------------------------------------------------------------------------------------------------
-
-
 def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones(monkeypatch):
-    """torchrun keeps its store across restarts. In the first start ranks 1 and 2 come and rank 0 does not."""
+    """torchrun keeps its store across restarts, and in it the port of a rank 0 that has died."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     launcher = HashStore()
-    launcher.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(RuntimeError):
-        process_groups._store_of_this_start(launcher, 1, timeout=0.1)
-    launcher.set_timeout(timedelta(seconds=20))
     dead = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launcher.set("port of rank 0", str(dead.port))
     del dead
@@ -196,18 +163,16 @@ def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones(monkey
         process_groups._store_of_this_start(launcher, 1, timeout=0.1)
     for attempt in ("second", "third"):
         with ThreadPoolExecutor(3) as threads:
-            waiting = [threads.submit(process_groups._store_of_this_start, launcher, rank, 20) for rank in (1, 2)]
-            stores = [process_groups._store_of_this_start(launcher, 0, 20), *(each.result() for each in waiting)]
+            starting = [threads.submit(process_groups._store_of_this_start, launcher, rank, 20) for rank in (1, 2, 0)]
+            stores = [each.result() for each in reversed(starting)]
         assert not any(store.check(["address"]) for store in stores), "nothing is left of an earlier start"
         stores[0].set("address", attempt)
         assert [store.get("address").decode() for store in stores] == [attempt] * 3
-        del stores, waiting
+        del stores, starting
 
 
 def test_heavy_packages_are_imported_only_where_they_are_used():
     """Sixteen ranks would each spend seconds on them."""
-    code = "import sys, step02_data_parallel.train\n"
-    code += "heavy = ('transformers', 'datasets', 'matplotlib', 'torch.distributed.checkpoint', 'pandas', 'pyarrow')\n"
-    code += "print([name for name in heavy if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    heavy = {"transformers", "datasets", "matplotlib", "torch.distributed.checkpoint", "pandas", "pyarrow"}
+    code = f"import sys, step02_data_parallel.train\nprint({heavy} & sys.modules.keys())"
+    assert run_command([sys.executable, "-c", code]).stdout == "set()\n"
