@@ -14,7 +14,7 @@ from common.process_groups import environment
 from step01_single_gpu.mixed_precision import Optimizer
 from tests.harness.ranks import run_ranks
 from tests.parity.runs import SMALL, assemble, train_here
-from tests.unit.test_huggingface import Reads
+from tests.unit.test_huggingface import counting_safe_open, elements_read
 
 # 4 tensor-parallel ranks share 2 K/V heads, and the vocabulary of 257 has 1 row of padding on 2 of them and 3 on 4
 TRAINING = "--layers 4 --vocab 257 --optimizer adamw --lr 1e-3 --clip 0.5"
@@ -71,17 +71,17 @@ def train_and_look(step: int, flags: str) -> dict:
         loaded(self, updates)
         found["loaded"] = state_of(self)
 
-    Reads.elements = {}
+    elements_read.clear()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Optimizer, "__init__", keep))
         stack.enter_context(mock.patch.object(Optimizer, "loaded", look))
-        stack.enter_context(mock.patch.object(safetensors, "safe_open", Reads))
+        stack.enter_context(mock.patch.object(safetensors, "safe_open", counting_safe_open))
         train_here(step, flags)
     if environment().rank == 0:
         folder = flags.split("--run-dir ")[1].split()[0]
         lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
         found["curve"] = [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
-    return found | {"end": state_of(made[-1]), "read": dict(Reads.elements)}
+    return found | {"end": state_of(made[-1]), "read": dict(elements_read)}
 
 
 def look_at_all(jobs: list[tuple[int, str]]) -> list[dict]:

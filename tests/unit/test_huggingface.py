@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors
@@ -75,59 +78,54 @@ def test_round_trip(config, dtype, tmp_path):
     assert (ours - other).norm() / other.norm() < (2e-6 if dtype == torch.float64 else 1e-6)
 
 
-def test_checkpoint_that_transformers_saved_in_several_files(tmp_path):
+def test_checkpoint_on_the_hub_that_transformers_saved_in_several_files(tmp_path, monkeypatch):
+    import huggingface_hub
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    theirs = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=True))
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.zeros(100, 32)}
-    save_file(extra, tmp_path / "model-as-old-files.safetensors")  # which are no parameters of their own
+    exported(tmp_path / "out", replace(LLAMA3, tie_embeddings=True))
+    theirs, folder = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "out")), tmp_path / "shards"
+    theirs.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.zeros(384, 32)}
+    save_file(extra, folder / "model-as-old-files.safetensors")  # which are no parameters of their own
 
-    config = replace(resolve(str(tmp_path)), max_positions=10**6)  # a longer context is no other model
-    values = stored_values(str(tmp_path), config)
-    x = tokens = torch.randint(100, (2, 100))
+    def download(name, allow_patterns):
+        files = ["config.json", "model-1-of-2.safetensors", "pytorch_model.bin", "consolidated.safetensors"]
+        kept = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns)
+        assert name == "owner/Model-1.7B" and list(kept) == files[:2]
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config = replace(resolve(str(folder)), max_positions=10**6)  # a longer context is no other model
+    x = tokens = torch.randint(384, (2, 100))
     for layers in ({"last": 1}, {"first": 1}):  # pipeline stages; the last one's tied head is the embedding
-        x = built(config, torch.float32, values, **layers)(x)
+        x = built(config, torch.float32, stored_values("owner/Model-1.7B", config), **layers)(x)
     torch.testing.assert_close(x, theirs(tokens).logits, rtol=0, atol=1e-6)
 
 
-# ---- boxes -----------------------------------------------------------------------------------------------------------
-
-
-class Reads:
-    """Replaces safetensors.safe_open: allows slices only, and counts the elements that were read of each weight."""
-
-    elements: dict[str, int] = {}
-
-    def __init__(self, *args, **kwargs):
-        self.file = REAL_SAFE_OPEN(*args, **kwargs)
-        self.keys, self.metadata = self.file.keys, self.file.metadata
-
-    def __enter__(self):
-        self.file.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self.file.__exit__(*error)
-
-    def get_slice(self, name):
-        view = self.file.get_slice(name)
-
-        def read(_, index):
-            values = view[index]
-            Reads.elements[name] = Reads.elements.get(name, 0) + values.numel()
-            return values
-
-        shape, kind = view.get_shape, view.get_dtype
-        return type("Slice", (), {"__getitem__": read, "get_shape": shape, "get_dtype": kind})()
-
-
+elements_read: Counter[str] = Counter()  # of each weight
 REAL_SAFE_OPEN = safetensors.safe_open
+
+
+class CountedSlice:
+    def __init__(self, name, view):
+        self.name, self.view, self.get_shape, self.get_dtype = name, view, view.get_shape, view.get_dtype
+
+    def __getitem__(self, index):
+        values = self.view[index]
+        elements_read[self.name] += values.numel()
+        return values
+
+
+@contextmanager
+def counting_safe_open(*args, **kwargs):
+    """Replaces safetensors.safe_open: allows slices only, and counts the elements that are read of each weight."""
+    with REAL_SAFE_OPEN(*args, **kwargs) as file:
+        yield SimpleNamespace(
+            keys=file.keys, metadata=file.metadata, get_slice=lambda name: CountedSlice(name, file.get_slice(name))
+        )
+
+
 BOXES = {
     "embedding.weight": ((288, 400), (0, 32)),  # vocabulary rows, the last 16 of which are padding
     "layers.0.attention.q_proj.weight": ((8, 16), (0, 32)),
@@ -141,7 +139,7 @@ BOXES = {
 def test_only_boxes_are_read(flat_range, tmp_path, monkeypatch):
     """Slices of tensor parallelism, and flat ranges of them, as ZeRO's shards have; into another dtype."""
     whole = {p.spec.name: p for p in exported(tmp_path / "out").parameters()}
-    monkeypatch.setattr(safetensors, "safe_open", Reads)
+    monkeypatch.setattr(safetensors, "safe_open", counting_safe_open)
     tensors, expected, elements = [], [], {}
     for name, box in BOXES.items():
         held = torch.full([stop - start for start, stop in box], torch.nan, dtype=torch.float64)  # nan: padding
@@ -155,26 +153,22 @@ def test_only_boxes_are_read(flat_range, tmp_path, monkeypatch):
         expected.append(held.nan_to_num(0))
         tensors.append(torch.full_like(held, 9))
         tensors[-1].spec = spec
-    Reads.elements = {}
+    elements_read.clear()
     stored_values(str(tmp_path / "out"), SMALL)(tensors)
     assert all(map(torch.equal, tensors, expected)), [tensor.spec.name for tensor in tensors]
-    assert Reads.elements == {name: count for name, count in elements.items() if count}
+    assert elements_read == {name: count for name, count in elements.items() if count}
 
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
 
 NORM, UNKNOWN = "model.layers.1.post_attention_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
-REFUSED = {  # words of the line: content of a file, or a weight
-    f"{NORM} is None, that of --model is (32,)": {NORM: None},
-    f"{NORM} is (33,), that of --model is (32,)": {NORM: torch.ones(33)},
-    f"{NORM} is quantised (torch.int8)": {NORM: torch.ones(32, dtype=torch.int8)},
-    f"{NORM} is quantised (torch.float8": {NORM: torch.ones(32, dtype=torch.float8_e4m3fn)},
-    f"{UNKNOWN} is (2, 2), that of --model is None": {UNKNOWN: torch.ones(2, 2)},
-    "cannot be read (": {"model.safetensors": b"x" * 100},
-    "cannot be read (it holds no .safetensors files": {"model.safetensors": None},
-    "cannot be read (It looks like the config": {"config.json": b"{"},
-    "has model_type gpt2": {"config.json": b'{"model_type": "gpt2"}'},
-}
+REFUSED = [  # a weight or a file, what it becomes (None: it is missing), and words of the line
+    (NORM, None, f"{NORM} is None, that of --model is (32,)"),
+    (NORM, torch.ones(33), f"{NORM} is (33,), that of --model is (32,)"),
+    (NORM, torch.ones(32, dtype=torch.float8_e4m3fn), f"{NORM} is quantised (torch.float8"),
+    (UNKNOWN, torch.ones(2, 2), f"{UNKNOWN} is (2, 2), that of --model is None"),
+    ("model.safetensors", b"x" * 100, "cannot be read ("),
+    ("model.safetensors", None, "cannot be read (it holds no .safetensors files"),
+    ("config.json", b"{", "cannot be read (It looks like the config"),
+]
 
 
 def test_loading_is_refused_in_one_line(tmp_path):
@@ -182,15 +176,13 @@ def test_loading_is_refused_in_one_line(tmp_path):
     cases = [("a/b/c", SMALL, "cannot be read ("), ("owner/no-such-model", SMALL, "cannot be read (")]
     for field, here in {"heads": 8, "rope_theta": 5e5, "norm_eps": 1e-6, "layers": 3, "tie_embeddings": True}.items():
         cases.append((str(tmp_path / "out"), replace(SMALL, **{field: here}), "is another model: its "))
-    for number, (words, change) in enumerate(REFUSED.items()):
+    for number, (name, content, words) in enumerate(REFUSED):
         folder = shutil.copytree(tmp_path / "out", tmp_path / str(number))
-        for name, content in change.items():
-            if (folder / name).exists():
-                (folder / name).write_bytes(content) if content else (folder / name).unlink()
-            else:
-                weights = load_file(folder / "model.safetensors") | {name: content}
-                weights = {key: value for key, value in weights.items() if value is not None}
-                save_file(weights, folder / "model.safetensors")
+        if name in (NORM, UNKNOWN):
+            weights = load_file(folder / "model.safetensors") | {name: content}
+            save_file({key: value for key, value in weights.items() if value is not None}, folder / "model.safetensors")
+        else:
+            (folder / name).write_bytes(content) if content else (folder / name).unlink()
         cases.append((str(folder), SMALL, words))
     for name_or_path, config, words in cases:
         with pytest.raises(UsageError) as caught:
@@ -214,19 +206,3 @@ def test_export_is_refused_in_one_line(tmp_path, capsys):
         assert export.main([str(source), str(out)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and words in error and error.count("\n") == 1, error
-
-
-def test_hub_checkpoint(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    def download(name, allow_patterns):
-        files = ["config.json", "model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"]
-        kept = huggingface_hub.utils.filter_repo_objects(
-            [*files, "consolidated.safetensors"], allow_patterns=allow_patterns
-        )
-        assert name == "owner/Model-1.7B" and list(kept) == files[:3]
-        return str(tmp_path / "out")
-
-    norm = exported(tmp_path / "out").norm.weight
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert torch.equal(built(SMALL, torch.float32, stored_values("owner/Model-1.7B", SMALL)).norm.weight, norm)
