@@ -2,21 +2,18 @@
 
 import json
 import math
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
 from common.record.compare import compare, labels, main, notes, plot, read_run, relative_difference, table
-
-ROOT = Path(__file__).parents[2]
+from tests.harness.ranks import ROOT, run_command
 
 
 def write_run(path, losses, norms=None, config=None):
     """A run directory with these curves; config None writes no config.json."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     curves = enumerate(zip(losses, norms or [1.0] * len(losses)))
     lines = [{"step": step, "loss": loss, "grad_norm": norm, "tokens_per_s": 100.0} for step, (loss, norm) in curves]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -36,11 +33,7 @@ def pair(tmp_path):
 def command(tmp_path, monkeypatch, capsys):
     """The command without its picture, whose drawing takes most of the time: status, stdout and stderr."""
     monkeypatch.setattr("common.record.compare.plot", lambda *arguments: None)
-
-    def call(*arguments):
-        return main([*map(str, arguments), "--out", str(tmp_path / "x.png")]), *capsys.readouterr()
-
-    return call
+    return lambda *arguments: (main([*map(str, arguments), "--out", str(tmp_path / "x.png")]), *capsys.readouterr())
 
 
 def test_relative_difference():
@@ -68,17 +61,8 @@ def test_exit_status(pair, command):
     assert command(pair[0], pair[0], "--tolerance", "0")[0] == 0
 
 
-def test_nan_in_one_run_only_is_a_difference(tmp_path, command):
-    one = write_run(tmp_path / "one", [1.0, math.nan, math.nan], config={})
-    two = write_run(tmp_path / "two", [1.0, math.nan, 1.0], config={})
-    status, out, _ = command(one, two, "--tolerance", "1e9")
-    assert status == 1 and "loss differs by inf at step 2" in out
-    assert command(one, one, "--tolerance", "0")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_what_cannot_be_compared_exits_with_2_and_one_line(pair, tmp_path, command):
+    for name, text, message in [
         ("metrics.jsonl", None, "No such file"),
         ("metrics.jsonl", "", "holds no step"),
         ("metrics.jsonl", '{"step": 0}\n{broken\n', "line 2 is not the record"),
@@ -88,15 +72,11 @@ def test_nan_in_one_run_only_is_a_difference(tmp_path, command):
         ("config.json", "{broken", "cannot be read"),
         ("config.json", "[1]", "cannot be read"),
         ("config.json", '{"corpus_sha256": "other"}', "different corpora"),
-    ],
-)
-def test_what_cannot_be_compared_exits_with_2_and_one_line(pair, command, name, text, message):
-    (pair[1] / name).unlink() if text is None else (pair[1] / name).write_text(text)
-    status, _, err = command(*pair, "--tolerance", "1e9")
-    assert status == 2 and message in err and str(pair[1]) in err and err.count("\n") == 1
-
-
-def test_unusable_arguments_exit_with_2_and_one_line(pair, command):
+    ]:
+        other = write_run(tmp_path / "other", [4.0], config={})
+        (other / name).unlink() if text is None else (other / name).write_text(text)
+        status, _, err = command(pair[0], other, "--tolerance", "1e9")
+        assert status == 2 and message in err and str(other) in err and err.count("\n") == 1
     for argument in ("--key=", "--steps=0", "--key=nothing", "--tolerance=nan", "--tolerance=-1"):
         status, _, err = command(pair[0], argument)
         assert status == 2 and err.count("\n") == 1, argument
@@ -113,36 +93,30 @@ def test_labels_name_the_layout(tmp_path):
 
 def test_notes_name_other_settings_and_what_was_left_out(tmp_path):
     settings = {"seed": 0, "dp": 1, "run_dir": "a", "torch_version": "2.11", "model_config": {"layers": 2}}
-    one = write_run(tmp_path / "one", [1.0, 1.0], config=settings)
     other = {"seed": 1, "dp": 2, "run_dir": "b", "torch_version": "2.13", "layers": 3, "model_config": {"layers": 3}}
-    two, three = write_run(tmp_path / "two", [1.0], config=other), write_run(tmp_path / "three", [1.0, 1.0])
-    with (three / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "loss"')
+    one = write_run(tmp_path / "one", [1.0], config=settings)
+    two, three = write_run(tmp_path / "two", [1.0, 1.0], config=other), write_run(tmp_path / "three", [])
+    (three / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0, "grad_norm": 1.0}\n{"step": 3, "loss"')
     assert notes(compare([read_run(one), read_run(two), read_run(three)])) == [
-        "two: has 1 steps, 2 in the reference",
+        "two: has 2 steps, 1 in the reference",
         "two: has layers 3 instead of 2, seed 1 instead of 0",
         "three: no corpus_sha256 in config.json, the corpus was not checked",
         "three: left out the last line of metrics.jsonl, which is half written",
     ]
 
 
-def test_the_picture(tmp_path):
-    norms, runs = [1.0, math.inf, 3.0], []
-    for index in range(12):
-        losses = [3.0, 2.0 + 1e-6 * index, math.nan if index == 4 else 1.0]
-        runs.append(read_run(write_run(tmp_path / f"run{index}", losses, norms, {})))
+def test_the_picture_and_the_command(tmp_path, capsys):
+    curves = [[3.0, 2.0 + 1e-6 * index, math.nan if index == 4 else 1.0] for index in range(12)]
+    norms = [1.0, math.inf, 3.0]
+    runs = [write_run(tmp_path / f"run{index}", losses, norms, {}) for index, losses in enumerate(curves)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of glyphs, layouts and empty legends
-        plot(compare(runs), tmp_path / "pictures" / "all.png", tolerance=1e-5)
-        plot(compare(runs[:1], ("loss",)), tmp_path / "one.png")
+        plot(compare([read_run(run) for run in runs]), tmp_path / "pictures" / "all.png", tolerance=1e-5)
+        plot(compare([read_run(runs[0])], ("loss",)), tmp_path / "one.png")
     assert (tmp_path / "pictures" / "all.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command(pair, tmp_path, capsys):
-    line = [sys.executable, "-m", "common.compare", *map(str, pair), "--tolerance", "1e-5"]
-    done = subprocess.run(line, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 1 and "FAIL two" in done.stdout, done.stderr
+    line = [sys.executable, "-m", "common.compare", *runs, "--tolerance", "1e-5"]
+    done = run_command(line, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and "FAIL run4: loss differs by inf at step 2" in done.stdout, done.stderr
     assert (tmp_path / "compare.png").exists()
-    assert main([str(pair[0]), "--out", str(tmp_path / "x.unknown")]) == 2
-    assert main([str(pair[0]), "--out", str(pair[0] / "metrics.jsonl" / "x.png")]) == 2
-    assert capsys.readouterr().err.count("\n") == 2
+    for out in (tmp_path / "x.unknown", runs[0] / "metrics.jsonl" / "x.png"):
+        assert main([str(runs[0]), "--out", str(out)]) == 2 and capsys.readouterr().err.count("\n") == 1

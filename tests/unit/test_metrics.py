@@ -58,7 +58,6 @@ def test_resuming_drops_later_and_half_written_lines(tmp_path):
     kept = path.read_bytes().splitlines(keepends=True)[:4]
     with path.open("a") as file:
         file.write('{"step": 3, "lo')  # killed here
-    assert read_metrics(path)[1]
     record = record_of(tmp_path, first_step=4)
     record.end_step(4, 1.0, {"loss": 2.0, "grad_norm": 1.0})
     records, cut_off = read_metrics(path)  # before close(): a run that is killed now has lost nothing
@@ -68,23 +67,13 @@ def test_resuming_drops_later_and_half_written_lines(tmp_path):
     assert [each["step"] for each in read_metrics(path)[0]] == [0, 1]
 
 
-@pytest.mark.parametrize("line", ["rubbish", "[1]", '{"loss": 1.0}', '{"step": null}'])
-def test_a_damaged_record_is_neither_continued_nor_changed(tmp_path, line):
-    path, text = tmp_path / "metrics.jsonl", f'{{"step": 0}}\n{line}\n{{"step": 1}}\n'
-    path.write_text(text)
-    with pytest.raises(UsageError, match="--run-dir .* line 2"):
-        record_of(tmp_path, first_step=2)
-    assert path.read_text() == text
-    with pytest.raises(UsageError, match="--run-dir .*metrics.jsonl cannot be written"):
-        record_of(path)
-
-
-def test_progress(capsys):
-    for total, lines in ((100, 21), (7, 7), (50, 26)):  # every max(1, total // 20) steps and the last
-        write_steps(record_of(None, steps=total), range(total))
-        first, *_, last = printed = capsys.readouterr().out.splitlines()
-        assert len(printed) == lines and f"{total - 1}/{total}" in last
-        assert first.split()[:4] == ["step", f"0/{total}", "loss", "1.0000"]
+def test_a_damaged_record_is_neither_continued_nor_changed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for line in ["rubbish", "[1]", '{"loss": 1.0}', '{"step": null}']:
+        path.write_text(text := f'{{"step": 0}}\n{line}\n{{"step": 1}}\n')
+        with pytest.raises(UsageError, match="--run-dir .* line 2"):
+            record_of(tmp_path, first_step=2)
+        assert path.read_text() == text
 
 
 def all_reduces(folder) -> bool:
@@ -98,10 +87,9 @@ def all_reduces(folder) -> bool:
 
 
 def test_comm_bytes_are_those_of_the_step(tmp_path):
-    """Of an all-reduce of n bytes over 2 ranks each sends n; rank 0 alone writes."""
-    assert run_ranks(2, all_reduces, tmp_path) == [True, False]
-    sent = [each["comm_bytes"] for each in read_metrics(tmp_path / "metrics.jsonl")[0]]
-    assert sent == [{"world": 40}, {"world": 4000}]
+    assert run_ranks(2, all_reduces, tmp_path) == [True, False], "rank 0 alone writes"
+    records, _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -116,27 +104,21 @@ def test_hfu_counts_what_is_recomputed_and_mfu_does_not(tmp_path, monkeypatch, r
     assert result["hfu"] == pytest.approx(8 * (3 * flops.forward + again) / 2 / 1e12, rel=1e-12)
 
 
-def test_vendors_numbers():
-    known = {"A100-SXM4-80GB": 312, "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200 NVL": 835, "B200": 2250, "A10": 125}
-    known |= {"GeForce RTX 4090": 165.2, "AMD Instinct MI300X": 1307.4}
+def test_peak_flops_are_the_vendors_or_measured_or_given(monkeypatch):
+    known = {"A100-SXM4-80GB": 312, "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200 NVL": 835, "B200": 2250}
     measured = ("V100-SXM2-16GB", "A100-SXM4-40GB MIG 3g.20gb", "GB200", "RTX 3090 Ti", "A10G", "L40")
-    for name, tflops in (known | dict.fromkeys(measured)).items():
+    for name, tflops in (known | {"AMD Instinct MI300X": 1307.4} | dict.fromkeys(measured)).items():
         assert vendor_tflops(name, "bfloat16") == tflops, name
     assert vendor_tflops("Tesla V100-PCIE-16GB", "float16") == 112 and vendor_tflops("NVIDIA L4", "float64") is None
-
-
-def test_peak_flops_says_where_it_comes_from(monkeypatch):
     flops, source = peak_flops("cpu", torch.float32)
-    assert flops > 1e8 and "measured" in source
-    assert peak_flops("cpu", torch.float32) == (flops, source)  # not measured again: two would differ
+    assert flops > 1e8 and "measured" in source and peak_flops("cpu", torch.float32)[0] == flops  # not measured again
     monkeypatch.setattr(hardware, "_measured", {})
     monkeypatch.setattr(hardware, "_measure_matmul", lambda device, dtype: 42.0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert peak_flops("cuda", torch.bfloat16)[0] == 989e12
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
-    assert peak_flops("cuda", torch.float32)[0] == 494e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert [peak_flops("cuda", dtype)[0] for dtype in (torch.bfloat16, torch.float32)] == [989e12, 494e12]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some New GPU")
-    assert peak_flops("cuda", torch.bfloat16) == (42.0, "Some New GPU, bfloat16: measured, the fastest matrix product")
+    assert peak_flops("cuda", torch.bfloat16)[0] == 42.0
     assert peak_flops("cuda", torch.bfloat16, 0.5) == (0.5e12, "given by --peak-tflops")
 
 
