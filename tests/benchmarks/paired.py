@@ -1,7 +1,6 @@
 """Paired timing: two ways to do the same work take turns in the same processes, so that drift cancels."""
 
 import argparse
-import dataclasses
 import gc
 import json
 import os
@@ -10,7 +9,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +18,6 @@ import torch.distributed as dist
 from common.config import TrainConfig
 from common.measure.allocator import MemoryMeter
 from tests.harness.ranks import run_ranks
-
-RESULTS = Path(__file__).parent / "results"
-MEMORY_WARMUP, MEMORY_STEPS = 2, 5
 
 # Ranks keep freed memory, as CUDA's caching allocator does. By default glibc returns it to the system whenever enough
 # of it happens to lie at the end of the heap; page faults then slow down the next step of either side.
@@ -68,15 +64,15 @@ def time_pairs(ours, peer, pairs: int, warmup: int = 3) -> list[tuple[float, flo
     return times
 
 
-def peak_bytes(step, device: torch.device) -> int:
+def peak_bytes(step, device: torch.device, warmup: int = 2, steps: int = 5) -> int:
     """Highest number of bytes alive during `step()`, the median of a few; with nothing else alive in the process.
     (Where a gloo thread drops the last reference to a message, its release is seen late, see `MemoryMeter`.)
     """
     warnings.filterwarnings("ignore", message="Memory block of unknown size")
     peaks, meter = [], MemoryMeter(device)
-    for _ in range(MEMORY_WARMUP):
+    for _ in range(warmup):
         step()
-    for _ in range(MEMORY_STEPS):
+    for _ in range(steps):
         gc.collect()
         dist.barrier()
         # Not subclasses: a DTensor has no memory, and its local tensor is in this list as well
@@ -114,7 +110,7 @@ def compare(title: str, world: int, on_rank: Callable, case, pairs: int) -> dict
     if not gap < 1e-3:
         raise SystemExit("the two sides do not train the same model")
     memory = {"memory_ratio": ours / peer, "ours_peak_bytes": ours, "peer_peak_bytes": peer}
-    return dataclasses.asdict(ratio) | memory | {"first_losses_differ_by": gap}
+    return asdict(ratio) | memory | {"first_losses_differ_by": gap}
 
 
 def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:
@@ -129,27 +125,28 @@ def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:
 
 
 def parse_options(description: str, **defaults) -> argparse.Namespace:
-    """Read --ranks and the other options, each with its default: a number, or a list of numbers."""
+    """Read --ranks and the other options, each with its default: a number, a list of numbers, or a list of names."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, default in ({"ranks": [2, 4]} | defaults).items():
-        parser.add_argument(f"--{name}", type=int, nargs="+" if isinstance(default, list) else None, default=default)
+        several, names = isinstance(default, list), isinstance(default, list) and isinstance(default[0], str)
+        kind = {"type": str, "choices": default} if names else {"type": int}
+        parser.add_argument(f"--{name}", nargs="*" if several else None, default=default, **kind)
     return parser.parse_args()
 
 
 def adamw_settings(model: torch.nn.Module, config: TrainConfig) -> dict:
     """Arguments for torch's AdamW that make it the optimizer of step 1."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return {"params": groups, "lr": config.lr, "betas": (0.9, 0.95), "eps": 1e-5, "fused": True}
 
 
 def keep(name: str, rows: dict) -> Path:
     """Write the figures, and what they were measured on, to tests/benchmarks/results/NAME.json."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
-    hardware = {"device": device, "cores": os.cpu_count(), "torch": torch.__version__}
-    content = {"hardware": hardware | {"date": time.strftime("%Y-%m-%d")}} | rows
-    path = RESULTS / f"{name}.json"
+    date, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
+    content = {"hardware": {"device": device, "cores": cores, "torch": torch.__version__, "date": date}} | rows
+    path = Path(__file__).parent / "results" / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path

@@ -9,8 +9,6 @@ Memory and the number of micro-batches in flight are measured apart from that, w
 last part has no peer: every schedule runs with layers that take a fixed time, against what the simulator says.
 """
 
-import argparse
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,18 +25,14 @@ from step01_single_gpu.mixed_precision import clip_factor
 from step05_pipeline.experiments.bubble import DELAY, play
 from step05_pipeline.stages import schedule_of, split_layers
 from step05_pipeline.train import build
-from tests.benchmarks.paired import compare, keep, measure_steps
+from tests.benchmarks.paired import adamw_settings, compare, keep, measure_steps, parse_options
 from tests.harness.ranks import run_ranks
 
 # 15 M parameters; a small vocabulary, so that stages are alike
 MODEL = ModelConfig(vocab=384, hidden=384, layers=8, heads=6, kv_heads=6, ffn=1024, tie_embeddings=False)
 SEQ, MICRO_BATCHES = 128, 8
-PEERS = {
-    "afab": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zbv": "ScheduleZBVZeroBubble",
-}
+PEERS = {"afab": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+PEERS |= {"zbv": "ScheduleZBVZeroBubble"}
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,19 +67,16 @@ def peer_step(name: str, mesh):
     """The same with PyTorch's stages and schedules."""
     rank, schedule = mesh.rank, schedule_of(configuration(name, mesh.world.size))
     ranges, stages, peak = split_layers(MODEL, schedule.stages, SEQ), [], [0]
+
+    def count_in_flight(*_):  # the stage stores this micro-batch when the hook has returned
+        peak[0] = max(peak[0], 1 + sum(len(stage.fwd_cache) for stage in stages))
+
     for chunk in range(schedule.chunks(rank)):
         _, number = schedule.stage_of(rank, chunk)
         model = Decoder(MODEL, first=ranges[number][0], last=ranges[number][1])
         materialise(model, torch.float32, mesh.device, random_values(0))
+        model.register_forward_hook(count_in_flight)
         stages.append(pipelining.PipelineStage(model, number, schedule.stages, mesh.device))
-    for stage in stages:
-
-        def forward(*args, real=stage.forward_one_chunk, **kwargs):
-            result = real(*args, **kwargs)
-            peak[0] = max(peak[0], sum(len(each.fwd_cache) for each in stages))
-            return result
-
-        stage.forward_one_chunk = forward
 
     def mean(logits, targets):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -93,10 +84,8 @@ def peer_step(name: str, mesh):
     mine = stages[0] if name in ("afab", "1f1b") else stages
     runner = getattr(pipelining.schedules, PEERS[name])(mine, MICRO_BATCHES, loss_fn=mean)
     first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
-    config, parameters = TrainConfig(), [p for stage in stages for p in stage.submod.parameters()]
-    groups = [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
-    groups = [{"params": each, "weight_decay": decay} for each, decay in zip(groups, (config.weight_decay, 0.0))]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
+    config, model = TrainConfig(), torch.nn.ModuleList([stage.submod for stage in stages])
+    parameters, optimizer = list(model.parameters()), torch.optim.AdamW(**adamw_settings(model, config))
     tokens, targets = batch()
 
     def step():
@@ -124,12 +113,11 @@ def on_rank(name: str, pairs: int, sides: tuple[str, ...]):
 
 def in_flight(name: str) -> tuple[int, int]:
     """Most micro-batches (of all stages of this rank) between their forward and backward: ours, the peer's."""
-    mesh, found = build_mesh(Degrees(pp=dist.get_world_size()), torch.device("cpu")), []
-    for make in (our_step, peer_step):
-        step, peak = make(name, mesh)
+    mesh = build_mesh(Degrees(pp=dist.get_world_size()), torch.device("cpu"))
+    made = our_step(name, mesh), peer_step(name, mesh)
+    for step, _ in made:
         step()
-        found.append(peak())
-    return tuple(found)
+    return tuple(peak() for _, peak in made)
 
 
 def executed_against_simulated() -> dict[str, dict[str, float]]:
@@ -139,32 +127,22 @@ def executed_against_simulated() -> dict[str, dict[str, float]]:
     print(f"executed / simulated, 4 ranks, 8 micro-batches, 8 layers that take {DELAY} ms each")
     for name, expected in simulated.items():
         found = measured[name]
-        rows[f"executed_{name}"] = row = {
-            "makespan_ratio": found.makespan / expected.makespan,
-            "bubble_ratio": found.bubble / expected.bubble,
-            "executed_ms": found.makespan,
-            "simulated_ms": expected.makespan,
-            "same_order": order[name],
-        }
-        ratios = f"makespan {row['makespan_ratio']:.4f}  bubble {row['bubble_ratio']:.3f}"
-        print(f"  {name:14} {ratios}  order {'the same' if order[name] else 'ANOTHER'}", flush=True)
+        makespan, bubble = found.makespan / expected.makespan, found.bubble / expected.bubble
+        row = {"makespan_ratio": makespan, "bubble_ratio": bubble, "executed_ms": found.makespan}
+        rows[f"executed_{name}"] = row | {"simulated_ms": expected.makespan, "same_order": order[name]}
+        print(f"  {name:14} makespan {makespan:.4f}  bubble {bubble:.3f}  same order: {order[name]}", flush=True)
     return rows
 
 
 def main() -> None:
     from tests.benchmarks.pipeline import in_flight, on_rank  # by the names under which ranks can import them
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--schedules", nargs="+", default=list(PEERS), choices=PEERS)
-    arguments, rows = parser.parse_args(), {}
+    arguments, rows = parse_options(__doc__, pairs=30, schedules=list(PEERS)), {}
     print("step 5 / torch.distributed.pipelining: throughput, median of pairs [95% interval]; peak memory")
     for world in arguments.ranks:
         for name in arguments.schedules:
             row = compare(f"{name} against {PEERS[name]}", world, on_rank, name, arguments.pairs)
-            counts = run_ranks(world, in_flight, name, timeout=600)
-            ours, peer = ([count[side] for count in counts] for side in (0, 1))
+            ours, peer = zip(*run_ranks(world, in_flight, name, timeout=600), strict=True)
             print(f"    in flight  {ours} against {peer} micro-batches on ranks 0 to {world - 1}", flush=True)
             rows[f"{name}_{world}_ranks"] = row | {"in_flight": ours, "peer_in_flight": peer}
     rows |= executed_against_simulated()
