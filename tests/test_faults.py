@@ -22,9 +22,8 @@ def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> s
     """torchrun in the background, its output in folder/log. `launch`: its last arguments, the script among them."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [*launcher, *launch, *SMALL, "--run-dir", str(folder), *flags]
-    files = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **files)
+    io = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **io)
 
 
 def steps_done(folder: Path) -> list[dict]:
@@ -44,15 +43,9 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 60):
 def rank_processes(launcher: subprocess.Popen) -> dict[int, int]:
     """Process number of every rank, by rank."""
     found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int(re.search(r"PPid:\s+(\d+)", (entry / "status").read_text()).group(1))
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        rank = [item for item in environment if item.startswith(b"RANK=")]
-        if parent == launcher.pid and rank:
-            found[int(rank[0][5:])] = int(entry.name)
+    for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        if rank := re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{number}/environ").read_bytes()):
+            found[int(rank[1])] = int(number)
     return found
 
 
@@ -72,9 +65,7 @@ def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
     process = start(3, tmp_path, *SAVING, "--async-save")
     wait_for(lambda: len(steps_done(tmp_path)) >= 45, process)
     os.kill(rank_processes(process)[1], signal.SIGKILL)
-    killed = time.monotonic()
-    assert process.wait(timeout=30) == 1
-    assert time.monotonic() - killed < 15
+    assert process.wait(timeout=15) == 1
     log = (tmp_path / "log").read_text()
     lost = re.findall(r"rank (\d): lost contact with another rank: (.*)", log)
     assert lost and "1" not in dict(lost) and not any("/" in line for _, line in lost), log
@@ -88,18 +79,14 @@ def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
 DIES_WHILE_IT_SAVES = """
 import os, runpy, signal, sys
 import torch.distributed.checkpoint as dcp
-
-marker = sys.argv[1]
-sys.argv = sys.argv[2:]
+marker, *sys.argv = sys.argv[1:]
 write_data = dcp.FileSystemWriter.write_data
-
 def write_and_die(writer, *args):
     result = write_data(writer, *args)
     if os.environ["RANK"] == "1" and "step-00000040" in str(writer.path) and not os.path.exists(marker):
         open(marker, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)  # all is written, but not yet complete
     return result
-
 dcp.FileSystemWriter.write_data = write_and_die
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -126,10 +113,8 @@ def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
     wait_for(lambda: len(steps_done(tmp_path)) >= 5, process)
     ranks = rank_processes(process)
     os.kill(ranks[1], signal.SIGSTOP)
-    stopped = time.monotonic()
-    try:
-        wait_for(lambda: "lost contact with another rank" in (tmp_path / "log").read_text(), process, 30)
-        assert time.monotonic() - stopped < 20, "5 s of timeout, and a busy machine"
+    try:  # 5 s of timeout, and a busy machine
+        wait_for(lambda: "lost contact with another rank" in (tmp_path / "log").read_text(), process, 20)
     finally:
         os.kill(ranks[1], signal.SIGKILL)  # the launcher itself would do so, after 30 s
     assert process.wait(timeout=30) == 1
@@ -142,9 +127,7 @@ def test_interrupt_ends_cleanly(tmp_path, ranks):
     os.kill(process.pid, signal.SIGINT)
     process.wait(timeout=20)
     log = (tmp_path / "log").read_text()
-    assert "interrupted" in log
-    assert 'step03_zero/train.py", line' not in log, "no traceback of ours"
-    assert steps_done(tmp_path)
+    assert "interrupted" in log and 'step03_zero/train.py", line' not in log and steps_done(tmp_path), log
 
 
 def test_plain_python_interrupt():
@@ -153,34 +136,32 @@ def test_plain_python_interrupt():
     process.stdout.readline()  # the first progress line: training has begun
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert errors.strip().splitlines()[-1] == "interrupted" and "Traceback" not in errors
+    assert process.returncode == 130 and errors.endswith("interrupted\n") and "Traceback" not in errors
 
 
-BAD_INPUT = [
-    ("--dp 3", "--dp 3"),
-    ("--global-batch 7", "--global-batch 7 is not divisible by"),
-    ("--heads 5", "--heads 5 does not divide --hidden 32"),
-    ("--tp 2", "--tp is not a flag of step03_zero"),
-    ("--data /no/such/file.txt", "--data /no/such/file.txt"),
-    ("--resume /no/such/checkpoint", "/no/such/checkpoint"),
-    ("--data README.md --vocab 384 --global-batch 9999 --micro-batch 1", "corpus too small for the batch"),
-    ("--trace 3", "--trace 3 is not FIRST:LAST"),
-]
+def assert_refused(done: subprocess.CompletedProcess, words: str) -> None:
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 def test_bad_input_is_one_line_and_status_2():
-    for flags, expected in BAD_INPUT:
-        done = run_command([sys.executable, SCRIPT, *SMALL, *flags.split()])
-        assert done.returncode == 2, (flags, done.stderr)
-        assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1, done.stderr
-        assert expected in done.stderr
+    for flags, words in [
+        ("--dp 3", "--dp 3"),
+        ("--global-batch 7", "--global-batch 7 is not divisible by"),
+        ("--heads 5", "--heads 5 does not divide --hidden 32"),
+        ("--tp 2", "--tp is not a flag of step03_zero"),
+        ("--data /no/such/file.txt", "--data /no/such/file.txt"),
+        ("--resume /no/such/checkpoint", "/no/such/checkpoint"),
+        ("--data README.md --vocab 384 --global-batch 9999 --micro-batch 1", "--data README.md is too small"),
+        ("--trace 3", "--trace 3 is not FIRST:LAST"),
+    ]:
+        assert_refused(run_command([sys.executable, SCRIPT, *SMALL, *flags.split()]), words)
 
 
 NOTES_ITS_STATUS = """
 import os, runpy, sys, time
 sys.path.insert(0, os.getcwd())
-folder, late, sys.argv = sys.argv[1], sys.argv[2], sys.argv[3:]
+folder, late, *sys.argv = sys.argv[1:]
 end = os._exit
 def note_and_end(status):
     os.write(os.open(f"{folder}/statuses", os.O_WRONLY | os.O_CREAT | os.O_APPEND), str(status).encode())
@@ -199,8 +180,7 @@ def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
     """One rank prints the line, also if it starts late; the launcher's signal to the others does not change the end."""
     wrapper = tmp_path / "notes_its_status.py"
     wrapper.write_text(NOTES_ITS_STATUS)
-    arguments = [wrapper, tmp_path, late, SCRIPT, *SMALL, *flags.split()]
-    done = torchrun(3, f"--max-restarts={restarts}", *arguments)
+    done = torchrun(3, f"--max-restarts={restarts}", wrapper, tmp_path, late, SCRIPT, *SMALL, *flags.split())
     assert done.stderr.count("error: --") == 1 + restarts, done.stderr
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
     assert (tmp_path / "statuses").read_text() == "2" * 3 * (1 + restarts), "status 2 on all ranks"
@@ -210,13 +190,11 @@ def test_a_run_folder_keeps_one_run(tmp_path):
     """A fresh start in a folder with checkpoints would leave them behind as its own, for --resume auto to find."""
     run = [sys.executable, SCRIPT, *SMALL, "--steps", "3", "--run-dir", tmp_path / "run"]
     assert run_command([*run, "--save-every", "2"]).returncode == 0
-    for flags, expected in [
+    for flags, words in [
         ([], "holds step-00000003 of an earlier run"),
         (["--resume", "auto", "--steps", "2"], "is after step 3, and --steps 2 ends before"),
         (["--resume", "auto", "--lr", "1"], "lr is 0.001 in the checkpoint and 1.0 in this run"),
         (["--run-dir", tmp_path / "run" / "config.json"], "cannot be written"),
     ]:
-        done = run_command([*run, *flags])
-        assert done.returncode == 2 and expected in done.stderr, done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
+        assert_refused(run_command([*run, *flags]), words)
     assert "nothing is left to train" in run_command([*run, "--resume", "auto"]).stdout
