@@ -68,8 +68,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
             # ---- clip by the global norm, update ----
             with tracer.phase("optimizer"):
                 gradients = zero.finish()
-                # norms and shared K/V heads: each tp rank has a partial sum
-                sum_extra_groups(optimizer.parameters, gradients, mesh)
+                sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads: partial sums
                 # the loss scale leaves the norm before it is clipped
                 norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)

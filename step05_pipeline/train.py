@@ -65,8 +65,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
             # ---- clip by the global norm, update ----
             with tracer.phase("optimizer"):
                 gradients = pipeline.finish()
-                # partial sums on tp ranks, and in stages that share a parameter
-                sum_extra_groups(optimizer.parameters, gradients, mesh)
+                sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
                 # the loss scale leaves the norm before it is clipped
                 norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
