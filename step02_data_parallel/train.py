@@ -65,7 +65,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
             # ---- clip by the global norm, update ----
             with tracer.phase("optimizer"):
                 gradients = data_parallel.finish()
-                # the loss scale leaves the norm before it is clipped
+                # the norm of the true gradients: the loss scale is divided out again
                 norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
                 if scaler.accept(norm):  # float16 skips a step that overflowed, and changes the scale

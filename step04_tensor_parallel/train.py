@@ -69,7 +69,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
             with tracer.phase("optimizer"):
                 gradients = zero.finish()
                 sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads: partial sums
-                # the loss scale leaves the norm before it is clipped
+                # the norm of the true gradients: the loss scale is divided out again
                 norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item() / scaler.scale
                 factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
                 if scaler.accept(norm):  # float16 skips a step that overflowed, and changes the scale
