@@ -42,6 +42,9 @@ help:
 	@echo 'PY=python          uses an environment of your own and installs nothing; it needs what'
 	@echo '                   pip install -c constraints.txt -e ".[test]" installs, in any version that pyproject.toml allows'
 
+# Two files of tests at a time, in the order of tests/conftest.py
+SIDE_BY_SIDE := -q -n 2 --dist loadfile --no-loadscope-reorder
+
 demo: $(READY)
 	$(PY) -m common.demo
 
@@ -49,10 +52,10 @@ demo-all: $(READY)
 	$(PY) -m common.demo --all
 
 test: lint
-	$(PY) -m pytest -q
+	$(PY) -m pytest $(SIDE_BY_SIDE)
 
 test-all: lint
-	TEST_ALL=1 $(PY) -m pytest -q
+	TEST_ALL=1 $(PY) -m pytest $(SIDE_BY_SIDE)
 
 lint: $(READY)
 	$(PY) -m ruff check .

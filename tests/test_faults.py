@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.ranks import ROOT, run_command, torchrun
+from tests.harness.ranks import ROOT, run_script, torchrun
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic --device cpu".split()
 SCRIPT = "step03_zero/train.py"
-SAVING = "--zero 3 --global-batch 6 --steps 160 --save-every 20".split()  # on three ranks
+SAVING = "--zero 3 --global-batch 6 --steps 80 --save-every 10".split()  # on three ranks
 
 
 def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> subprocess.Popen:
@@ -57,13 +57,13 @@ def curve(folder: Path) -> list[tuple]:
 def whole(tmp_path_factory) -> list[tuple]:
     """The curve of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
-    assert torchrun(3, SCRIPT, *SMALL, *SAVING, "--run-dir", folder).returncode == 0
+    assert run_script(SCRIPT, *SMALL, *SAVING, "--run-dir", folder, ranks=3).returncode == 0
     return curve(folder)
 
 
 def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
     process = start(3, tmp_path, *SAVING, "--async-save")
-    wait_for(lambda: len(steps_done(tmp_path)) >= 45, process)
+    wait_for(lambda: len(steps_done(tmp_path)) >= 23, process)
     os.kill(rank_processes(process)[1], signal.SIGKILL)
     assert process.wait(timeout=15) == 1
     log = (tmp_path / "log").read_text()
@@ -71,7 +71,7 @@ def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
     assert lost and "1" not in dict(lost) and not any("/" in line for _, line in lost), log
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: -9", log), "the launcher blames the rank that died"
 
-    resumed = torchrun(3, SCRIPT, *SMALL, *SAVING, "--run-dir", tmp_path, "--resume", "auto")
+    resumed = run_script(SCRIPT, *SMALL, *SAVING, "--run-dir", tmp_path, "--resume", "auto", ranks=3)
     assert resumed.returncode == 0, resumed.stderr
     assert curve(tmp_path) == whole, "bit for bit, each step once"
 
@@ -83,7 +83,7 @@ marker, *sys.argv = sys.argv[1:]
 write_data = dcp.FileSystemWriter.write_data
 def write_and_die(writer, *args):
     result = write_data(writer, *args)
-    if os.environ["RANK"] == "1" and "step-00000040" in str(writer.path) and not os.path.exists(marker):
+    if os.environ["RANK"] == "1" and "step-00000020" in str(writer.path) and not os.path.exists(marker):
         open(marker, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)  # all is written, but not yet complete
     return result
@@ -98,14 +98,14 @@ def test_torchrun_restarts_what_was_killed(whole, tmp_path):
     wrapper.write_text(DIES_WHILE_IT_SAVES)
     launch = ("--max-restarts", "3", str(wrapper), str(marker), SCRIPT)
     process = start(3, tmp_path, *SAVING, "--keep", "2", "--resume", "auto", launch=launch)
-    wait_for(lambda: marker.exists() and len(steps_done(tmp_path)) >= 65, process)
+    wait_for(lambda: marker.exists() and len(steps_done(tmp_path)) >= 33, process)
     os.kill(rank_processes(process)[0], signal.SIGKILL)
     log = tmp_path / "log"
     assert process.wait(timeout=90) == 0, log.read_text()
     assert re.findall(r"exitcode: (-9)\) local_rank: (\d)", log.read_text()) == [("-9", "1"), ("-9", "0")]
-    assert log.read_text().count("step  24/160") == 2, "what was half saved at 40 was not taken for a checkpoint"
+    assert log.read_text().count("step 12/80") == 2, "what was half saved at 20 was not taken for a checkpoint"
     assert curve(tmp_path) == whole, "bit for bit, each step once"
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000140", "step-00000160"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000070", "step-00000080"]
 
 
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
@@ -155,7 +155,7 @@ def test_bad_input_is_one_line_and_status_2():
         ("--data README.md --vocab 384 --global-batch 9999 --micro-batch 1", "--data README.md is too small"),
         ("--trace 3", "--trace 3 is not FIRST:LAST"),
     ]:
-        assert_refused(run_command([sys.executable, SCRIPT, *SMALL, *flags.split()]), words)
+        assert_refused(run_script(SCRIPT, *SMALL, *flags.split()), words)
 
 
 NOTES_ITS_STATUS = """
@@ -188,13 +188,13 @@ def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
 
 def test_a_run_folder_keeps_one_run(tmp_path):
     """A fresh start in a folder with checkpoints would leave them behind as its own, for --resume auto to find."""
-    run = [sys.executable, SCRIPT, *SMALL, "--steps", "3", "--run-dir", tmp_path / "run"]
-    assert run_command([*run, "--save-every", "2"]).returncode == 0
+    run = [SCRIPT, *SMALL, "--steps", "3", "--run-dir", tmp_path / "run"]
+    assert run_script(*run, "--save-every", "2").returncode == 0
     for flags, words in [
         ([], "holds step-00000003 of an earlier run"),
         (["--resume", "auto", "--steps", "2"], "is after step 3, and --steps 2 ends before"),
         (["--resume", "auto", "--lr", "1"], "lr is 0.001 in the checkpoint and 1.0 in this run"),
         (["--run-dir", tmp_path / "run" / "config.json"], "cannot be written"),
     ]:
-        assert_refused(run_command([*run, *flags]), words)
-    assert "nothing is left to train" in run_command([*run, "--resume", "auto"]).stdout
+        assert_refused(run_script(*run, *flags), words)
+    assert "nothing is left to train" in run_script(*run, "--resume", "auto").stdout

@@ -27,7 +27,7 @@ from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, run_ranks
 
 BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"
-BASE += " --global-batch 8 --micro-batch 1 --steps 3 --warmup 2 --dtype float64 --no-tie-embeddings"
+BASE += " --global-batch 8 --micro-batch 2 --steps 3 --warmup 2 --dtype float64 --no-tie-embeddings"
 STEPS = range(1, len(list(ROOT.glob("step*/train.py"))) + 1)
 TP, PP, ZERO = "--tp 2", "--pp 2", "--zero 2"
 # flag: (what a run without it is given besides BASE, the flag). `{folder}` is the run's own folder.
@@ -42,7 +42,7 @@ CHANGES = {
     "tie_embeddings": ("", "--tie-embeddings"),
     "init_from": ("", "--init-from {folder}"),
     "seq_len": ("", "--seq-len 8"),
-    "micro_batch": ("", "--micro-batch 2"),
+    "micro_batch": ("", "--micro-batch 1"),
     "global_batch": ("", "--global-batch 4"),
     "steps": ("", "--steps 2"),
     "optimizer": ("", "--optimizer sgd"),
@@ -78,14 +78,12 @@ CHANGES = {
     "pp": ("", PP),
     "schedule": (PP, "--schedule afab"),
     "virtual_stages": (f"{PP} --layers 6 --schedule interleaved", "--virtual-stages 3"),
-    "schedule_file": (f"{PP} --global-batch 4", f"--schedule-file {next(ROOT.glob('step05*/**/*.csv'))}"),
+    "schedule_file": (PP, f"--schedule-file {next(ROOT.glob('step05*/**/*.csv'))}"),
     "consecutive": (f"{PP} --layers 4 --schedule llama3", "--consecutive 4"),
     "layer_delay": (PP, "--layer-delay 20"),
 }
 # Carried out before train() is called; tests/test_faults.py and tests/unit/test_process_groups.py see their effect.
 AT_THE_START = {"device", "timeout", "memory_snapshot"}
-LINK_NS = 30_000_000  # of --link above: no call can be faster
-SLOW_STEP = 0.48  # seconds, of --layer-delay above: a layer's forward and backward for each of 8 micro-batches
 PEERLESS = {"link"}  # in one process there is nobody to talk to
 
 
@@ -111,7 +109,11 @@ def constant_weights(path: str, config) -> initialisation.InitialValues:
 def observe(step: int, flags: str, folder: Path) -> dict:
     """What can be seen of a run on this rank. A refusal is seen as such."""
     train = importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train
-    saved, in_background, save = [], [], checkpoint.save
+    saved, in_background, save, slept, sleep = [], [], checkpoint.save, [], time.sleep
+
+    def noted_sleep(seconds):  # of --link and --layer-delay
+        slept.append(seconds)
+        sleep(seconds)
 
     def noted_save(*args, **options):
         in_background.append(threading.current_thread() is not threading.main_thread())
@@ -129,15 +131,14 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         config = parse(step, f"{BASE} {flags}".format(folder=folder).split())
         config.resolve_and_check(environment().world_size)
         mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
-        start = time.perf_counter()
         with (
+            mock.patch.object(time, "sleep", noted_sleep),
             mock.patch.object(initialisation, "stored_values", constant_weights),
             mock.patch.object(checkpoint, "save", noted_save),
             collectives.record() as calls,
             saved_tensors,
         ):
             parameters = train(config, mesh)
-        seconds = time.perf_counter() - start
     except UsageError:
         return {"refused": True}
     return {
@@ -148,8 +149,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         "saved in the background": in_background,
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
         "record": recorded(folder),
-        "all calls are slow": all(call.completion - call.issue >= LINK_NS for call in calls if call.completion),
-        "all steps are slow": seconds >= config.steps * SLOW_STEP,
+        "waits": sum(slept) > 0,
     }
 
 

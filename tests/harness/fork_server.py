@@ -7,9 +7,11 @@ killing its process group leaves nothing behind, and it does so itself as soon a
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
+import runpy
 import signal
 import sys
 import time
@@ -44,7 +46,9 @@ def main(requests: int, replies: int) -> None:
             request = control[0].recv()
         except EOFError:
             return
-        _load(request["module"])
+        if "module" in request:
+            _load(request["module"])
+        gc.freeze()  # a collection in a rank would write to, and so copy, the pages that all ranks share
         control[1].send(serve(request, control))
 
 
@@ -98,13 +102,13 @@ def serve(request: dict, control: tuple[Connection, Connection]) -> dict[int, tu
 
 
 def run_rank(rank: int, request: dict) -> None:
-    """Be one rank: call the function, leave its result or its traceback in a file, end the process."""
+    """Be one rank: call the function or run the command, leave its result or its traceback in a file, end."""
     folder, world = Path(request["folder"]), request["world"]
     status = 1
     try:
-        output = os.open(folder / f"{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor, name in enumerate(("output", "errors" if "command" in request else "output"), start=1):
+            os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
         stacks = open(folder / f"{rank}.stacks", "w")  # open for as long as the process lives
         faulthandler.enable(stacks)
         # After the stack comes what SIGUSR1 does by default: it ends the process.
@@ -115,6 +119,9 @@ def run_rank(rank: int, request: dict) -> None:
         os.environ.update(request["environment"], RANK=str(rank), WORLD_SIZE=str(world))
         os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
         os.chdir(request["directory"])
+        if "command" in request:
+            status = _run(request["command"])
+            return
         try:
             report = {"result": _call(request)}
             status = 0
@@ -127,6 +134,27 @@ def run_rank(rank: int, request: dict) -> None:
         sys.stderr.flush()
     finally:
         os._exit(status)  # what the server would do at its exit is not a rank's to do
+
+
+def _run(command: list[str]) -> int:
+    """Do what `python *command` does, and return the exit status."""
+    try:
+        if command[0] == "-m":
+            sys.argv = command[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = command
+            sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _call(request: dict) -> bytes:

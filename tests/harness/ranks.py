@@ -18,6 +18,7 @@ import math
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,27 @@ def run_command(
     finally:
         _kill(process, mark)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def run_script(*command, ranks: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
+    """What `python *command` does from the top folder (a script or -m and a module), but on forked processes, which
+    have imported torch already. With several `ranks`, what they would do under torchrun: `stdout` and `stderr` are
+    those of all of them, rank 0's first, and the status is that of a rank that failed.
+    """
+    command = [str(each) for each in command]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+        port.close()
+        request = {"world": ranks, "timeout": timeout, "command": command, "folder": folder}
+        outcome = _ask_server(request | {"environment": environment, "directory": str(ROOT)})
+        texts = {}
+        for name in ("output", "errors", "stacks"):
+            texts[name] = "".join(Path(folder, f"{rank}.{name}").read_text(errors="replace") for rank in range(ranks))
+    failed = [code for code, _, was_ended in outcome.values() if code and not was_ended]
+    if not failed and any(was_ended for _, _, was_ended in outcome.values()):
+        raise CommandTimeout(f"after {timeout:g} s: {' '.join(command)}\n" + "\n".join(texts.values()))
+    return subprocess.CompletedProcess(command, failed[0] if failed else 0, texts["output"], texts["errors"])
 
 
 def torchrun(nproc: int, script: str | Path, *flags, **options) -> subprocess.CompletedProcess:

@@ -17,7 +17,7 @@ from tests.parity.test_step03_precision import assert_narrow_parity
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
-NAIVE = "--attention naive"
+NAIVE, WHOLE_SEQUENCE = "--attention naive", "--no-sequence-parallel"
 
 # ---- every pair of flags ---------------------------------------------------------------------------------------------
 
@@ -52,35 +52,36 @@ def test_every_pair_of_flags(world):
 
 # ---- hard cases, by name ---------------------------------------------------------------------------------------------
 
+FEW = "--micro-batch 3"  # 4 micro-batches, or 2 on each of two copies
 HARD = {
     "two copies of the model": [
         (2, f"{UNTIED} {ADAMW} --pp 2 --schedule dualpipe"),
         (2, f"{TIED} {SGD} --pp 2 --schedule dualpipe --recompute full"),
         (4, f"{TIED} {ADAMW} --pp 4 --layers 5 --schedule dualpipe --micro-batch 1"),
         (4, f"{TIED} {ADAMW} --pp 2 --dp 2 --schedule dualpipe --zero 1 --bucket-mb 0.01"),
-        (4, f"{UNTIED} {SGD} --pp 2 --tp 2 --schedule dualpipe --kv-heads 1"),
+        (4, f"{UNTIED} {SGD} --pp 2 --tp 2 {FEW} --schedule dualpipe --kv-heads 1"),
     ],
     "with data parallelism in every stage of ZeRO": [
-        (4, f"{TIED} {ADAMW} --pp 2 --schedule 1f1b --zero {stage}") for stage in (0, 1, 3)
+        (4, f"{TIED} {ADAMW} --pp 2 --micro-batch 2 --schedule 1f1b --zero {stage}") for stage in (0, 1, 3)
     ]
     + [
-        (4, f"{UNTIED} {ADAMW} --pp 2 --schedule zb-h1 --zero 2 --bucket-mb 0.01"),
-        (4, f"{TIED} {SGD} --pp 2 --layers 4 --schedule zbv --zero 3 --zero-reduce step"),
-        (4, f"{TIED} {ADAMW} --pp 2 --layers 4 --schedule zbv --zero 1 --zero-replicas 2"),
+        (4, f"{UNTIED} {ADAMW} --pp 2 --micro-batch 2 --schedule zb-h1 --zero 2 --bucket-mb 0.01"),
+        (4, f"{TIED} {SGD} --pp 2 --micro-batch 2 --layers 4 --schedule zbv --zero 3 --zero-reduce step"),
+        (4, f"{TIED} {ADAMW} --pp 2 --micro-batch 2 --layers 4 --schedule zbv --zero 1 --zero-replicas 2"),
         (4, f"{TIED} {SGD} --pp 2 --schedule zb-h2 --dp-mode naive"),
         (4, f"{UNTIED} {SGD} --pp 2 --schedule interleaved --layers 6 --virtual-stages 3 --dp-mode overlap"),
     ],
     "with tensor and sequence parallelism": [
-        (4, f"{TIED} {ADAMW} --pp 2 --tp 2 --vocab 257 --schedule 1f1b --recompute full"),
-        (4, f"{UNTIED} {ADAMW} --pp 2 --tp 2 --layers 4 --schedule zbv --tp-mode plain"),
-        (4, f"{TIED} {SGD} --pp 2 --tp 2 --layers 4 --schedule dualpipev --no-sequence-parallel --recompute full"),
-        (4, f"{UNTIED} {SGD} --pp 2 --tp 2 --schedule zb-h1 --tp-mode chunked --kv-heads 1"),
+        (4, f"{TIED} {ADAMW} --pp 2 --tp 2 {FEW} --vocab 257 --schedule 1f1b --recompute full"),
+        (4, f"{UNTIED} {ADAMW} --pp 2 --tp 2 {FEW} --layers 4 --schedule zbv --tp-mode plain"),
+        (4, f"{TIED} {SGD} --pp 2 --tp 2 {FEW} --layers 4 --schedule dualpipev {WHOLE_SEQUENCE} --recompute full"),
+        (4, f"{UNTIED} {SGD} --pp 2 --tp 2 {FEW} --schedule zb-h1 --tp-mode chunked --kv-heads 1"),
     ],
     "all at once": [
-        (8, f"{TIED} {ADAMW} --dp 2 --pp 2 --tp 2 --schedule 1f1b --zero 1"),
-        (8, f"{UNTIED} {ADAMW} --dp 2 --pp 2 --tp 2 --layers 4 --schedule interleaved --zero 3 --recompute full"),
+        (8, f"{TIED} {ADAMW} --dp 2 --pp 2 --tp 2 {FEW} --schedule 1f1b --zero 1"),
+        (8, f"{UNTIED} {ADAMW} --dp 2 --pp 2 --tp 2 {FEW} --layers 4 --schedule interleaved --zero 3 --recompute full"),
         (8, f"{TIED} {SGD} --dp 2 --pp 2 --tp 2 --schedule dualpipe --zero 1 --micro-batch 1 --global-batch 8"),
-        (8, f"{TIED} {ADAMW} --dp 2 --pp 2 --tp 2 --layers 4 --schedule zbv --zero 2 --vocab 257"),
+        (8, f"{TIED} {ADAMW} --dp 2 --pp 2 --tp 2 {FEW} --layers 4 --schedule zbv --zero 2 --vocab 257"),
     ],
     "more stages on a rank, fewer micro-batches than stages": [
         (2, f"{UNTIED} {SGD} --pp 2 --layers 8 --virtual-stages 4 --schedule breadth-first --micro-batch 12"),
@@ -109,7 +110,7 @@ def test_narrow_types(dtype):
     Not tied: in one process autograd adds the matrix's two gradients up in the narrow type itself, two stages in
     float32.
     """
-    training = f"{UNTIED} {ADAMW} --dtype {dtype} --micro-batch 1 --layers 4"
+    training = f"{UNTIED} {ADAMW} --dtype {dtype} --micro-batch 1 --global-batch 6 --layers 4"
     names = ("zb-h1", "zbv --zero 1") + (("1f1b", "interleaved", "dualpipe --zero 1") if dtype == "bfloat16" else ())
     cases = [f"{training} --pp 2 --schedule {name}" for name in names]
     for case, result in zip(cases, run_cases(2, 5, cases), strict=True):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from common import collectives
 from common.process_groups import Degrees, Group, build_mesh
 from step02_data_parallel import collectives_tour
-from tests.harness.ranks import RankFailure, run_command, run_ranks, torchrun
+from tests.harness.ranks import RankFailure, run_ranks, run_script
 
 SCRIPT = "step02_data_parallel/collectives_tour.py"
 
@@ -42,7 +41,7 @@ def test_every_stop_on(world, capsys):
 
 
 def test_the_command_prints_before_and_after():
-    result = torchrun(3, SCRIPT)
+    result = run_script(SCRIPT, ranks=3)
     assert result.returncode == 0, result.stderr
     stops = dict(re.findall(r"^(\S[^\n]*)\n((?:  .*\n)+)", result.stdout, re.MULTILINE))
     after = {title: re.findall(r"-> *(.*?) *$", text, re.MULTILINE) for title, text in stops.items()}
@@ -64,7 +63,7 @@ def test_the_command_prints_before_and_after():
 
 
 def test_one_process_is_told_what_to_do():
-    result = run_command([sys.executable, SCRIPT])
+    result = run_script(SCRIPT)
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: ") and "torchrun --nproc_per_node 3" in result.stderr
     assert len(result.stderr.splitlines()) == 1, "no traceback"
