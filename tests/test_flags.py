@@ -27,7 +27,7 @@ from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, run_ranks
 
 BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"
-BASE += " --global-batch 8 --micro-batch 2 --steps 3 --warmup 2 --dtype float64 --no-tie-embeddings"
+BASE += " --global-batch 8 --micro-batch 2 --steps 2 --warmup 2 --dtype float64 --no-tie-embeddings"
 STEPS = range(1, len(list(ROOT.glob("step*/train.py"))) + 1)
 TP, PP, ZERO = "--tp 2", "--pp 2", "--zero 2"
 # flag: (what a run without it is given besides BASE, the flag). `{folder}` is the run's own folder.
@@ -44,7 +44,7 @@ CHANGES = {
     "seq_len": ("", "--seq-len 8"),
     "micro_batch": ("", "--micro-batch 1"),
     "global_batch": ("", "--global-batch 4"),
-    "steps": ("", "--steps 2"),
+    "steps": ("", "--steps 1"),
     "optimizer": ("", "--optimizer sgd"),
     "lr": ("", "--lr 0.01"),
     "warmup": ("", "--warmup 5"),

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import sys
@@ -31,7 +32,11 @@ def on_ranks(world: int, function: Callable, *args, title: str = "", jobs: int =
     from tqdm import tqdm
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        context = processes.spawn(_rank, (world, folder, function, args), nprocs=world, join=False)
+        # On Linux, forked from a process that has imported torch once and has no threads
+        method = "forkserver" if sys.platform == "linux" else "spawn"
+        multiprocessing.set_forkserver_preload(["__main__", "torch._dynamo", "common.collectives"])
+        ranks = {"nprocs": world, "join": False, "start_method": method}
+        context = processes.start_processes(_rank, (world, folder, function, args), **ranks)
         label = f"{title} ({world} rank{'s' if world > 1 else ''})"
         with tqdm(total=jobs, desc=label, unit="run", leave=False, disable=not sys.stderr.isatty()) as bar:
             while not context.join(timeout=0.2):

@@ -35,16 +35,19 @@ def pairwise(factors: dict[str, Sequence], forbidden: Iterable[dict] = ()) -> li
     return chosen
 
 
-def thin(cases: list[dict]) -> list[dict]:
-    """A few of the cases, in which every single value of every factor still occurs, for a quick run of the tests.
+def thin(arrays: dict[int, list[dict]]) -> dict[int, list[dict]]:
+    """A few of the cases for each number of ranks, for a quick run of the tests.
 
-    With the environment variable TEST_ALL=1 (`make test-all`) all of them, and so every pair. Hard cases that have a
-    name do not pass through here: they always run.
+    Together they still have every single value of every factor, and each number of ranks a case. With the environment
+    variable TEST_ALL=1 (`make test-all`) all of them, and so every pair. Hard cases that have a name do not pass
+    through here: they always run.
     """
     if os.environ.get("TEST_ALL"):
-        return cases
-    missing, kept = {value for case in cases for value in case.items()}, []
+        return arrays
+    cases = [(world, {**case, "ranks": world}) for world, array in arrays.items() for case in array]
+    missing, kept = {value for _, case in cases for value in case.items()}, {world: [] for world in arrays}
     while missing:
-        kept.append(max(cases, key=lambda case: len(missing & case.items())))
-        missing -= kept[-1].items()
+        world, best = max(cases, key=lambda each: len(missing & each[1].items()))
+        kept[world].append({name: value for name, value in best.items() if name != "ranks"})
+        missing -= best.items()
     return kept

@@ -21,12 +21,18 @@ HARD = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_step02_equals_step01(world):
-    """Every combination, with 12 / world micro-batches of one sequence on each rank or with a single micro-batch."""
+WORLDS = [2, 3, 4]
+
+
+def every_combination(world: int) -> list[dict]:
+    """With 12 / world micro-batches of one sequence on each rank or with a single micro-batch."""
     factors = FACTORS | {"accumulation": ["--micro-batch 1", f"--micro-batch {12 // world}"]}
-    every = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
-    cases = [" ".join(case.values()) for case in thin(every)]
+    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_step02_equals_step01(world):
+    cases = [" ".join(case.values()) for case in thin({world: every_combination(world) for world in WORLDS})[world]]
     trainings = itertools.product(FACTORS["embeddings"], FACTORS["optimizer"])
     cases += [f"{' '.join(training)} {hard}" for training, hard in zip(itertools.cycle(trainings), HARD) if world != 3]
     assert_equal_to_step01(2, world, cases)
