@@ -72,11 +72,16 @@ class LossScaler:
         self.scale = 2.0**16 if self.dynamic else 1.0
         self.interval, self.good_steps = interval, 0
 
-    def accept(self, grad_norm: float) -> bool:
-        """Return whether the step with this global gradient norm may be taken, and adjust the scale for the next one.
+    def overflow(self, grad_norm: torch.Tensor) -> torch.Tensor | None:
+        """Return 1 if the step with this global gradient norm must be skipped and else 0, () of float32 on its device.
 
-        A single infinite or undefined gradient makes the global norm infinite or undefined, on all ranks alike.
+        A single infinite or undefined gradient makes the global norm infinite or undefined, on all ranks alike. Types
+        other than float16 skip no step: None.
         """
+        return (~grad_norm.isfinite()).float() if self.dynamic else None
+
+    def accept(self, grad_norm: float) -> bool:
+        """Return whether the step with this global gradient norm was taken, and adjust the scale for the next one."""
         if not self.dynamic:
             return True
         finite = math.isfinite(grad_norm)
@@ -88,9 +93,9 @@ class LossScaler:
         return finite
 
 
-def clip_factor(grad_norm: float, limit: float) -> float:
-    """Return the factor that brings gradients to a global norm of at most `limit` (0: no limit)."""
-    return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+def clip_factor(grad_norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return the factor () that brings gradients to a global norm of at most `limit` (0: no limit)."""
+    return (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(grad_norm)
 
 
 class Optimizer:
@@ -102,7 +107,7 @@ class Optimizer:
     """
 
     def __init__(self, parameters: list[nn.Parameter], config: TrainConfig):
-        self.parameters, self.updates = parameters, 0
+        self.parameters, self.updates, self.float64 = parameters, 0, config.torch_dtype == torch.float64
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
@@ -114,10 +119,23 @@ class Optimizer:
             self.inner = torch.optim.SGD(groups, lr=config.lr, fused=True)
 
     @torch.no_grad()
-    def step(self, gradients: list[torch.Tensor], lr: float, factor: float = 1.0) -> None:
-        """Update with `factor` times the gradients (clipping and unscaling in one), and empty their list."""
-        if factor != 1.0:
+    def step(
+        self,
+        gradients: list[torch.Tensor],
+        lr: float,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """Update with `factor` times the gradients (clipping and unscaling in one), and empty their list.
+
+        If `skip` is 1, nothing changes. Both are () on the device of the gradients: the fused kernel reads them there,
+        so the host need not wait for the norm that they come from. The caller counts the `updates` when it knows.
+        """
+        if factor is not None and self.float64:  # the kernel would take it as float32
             torch._foreach_mul_(gradients, factor)
+            factor = None
+        self.inner.grad_scale = None if factor is None else (1 / factor).float()  # which it divides gradients by
+        self.inner.found_inf = skip
         for group in self.inner.param_groups:
             group["lr"] = lr
         for master, gradient in zip(self.masters, gradients, strict=True):
@@ -125,10 +143,12 @@ class Optimizer:
         self.inner.step()
         self.inner.zero_grad()
         gradients.clear()  # or the caller's list would keep them alive through the next step
-        self.updates += 1
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master.dtype != parameter.dtype:
-                parameter.copy_(master)
+        self._copy_to_parameters()
+
+    def _copy_to_parameters(self) -> None:
+        """Round the masters to the parameters, unless they are the same tensors. One launch for many on CUDA."""
+        if self.masters and self.masters[0].dtype != self.parameters[0].dtype:
+            torch._foreach_copy_(self.parameters, self.masters)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -149,8 +169,7 @@ class Optimizer:
     def loaded(self, updates: int) -> None:
         """Take over what `checkpoint.load` has filled: `updates` steps were taken, and the model gets its weights."""
         self.updates = updates
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
+        for master in self.masters:
             if "step" in self.inner.state[master]:
                 self.inner.state[master]["step"].fill_(updates)
-            if master.dtype != parameter.dtype:
-                parameter.copy_(master)
+        self._copy_to_parameters()

@@ -1,5 +1,6 @@
 """A unit of ZeRO: how weights and gradients travel. When they do is decided by `Zero` in zero.py."""
 
+import math
 from dataclasses import replace
 
 from torch import nn
@@ -7,6 +8,9 @@ from torch import nn
 from common import collectives
 from common.process_groups import Group
 from step02_data_parallel.data_parallel import Bucket
+
+# By device, in elements: every shard begins at a multiple of it. CUDA kernels read 16 bytes at a time where they can
+ALIGNMENT = {"cuda": 64}
 
 
 class Unit:
@@ -23,7 +27,8 @@ class Unit:
 
     def __init__(self, parameters: list[nn.Parameter], stage: int, group: Group):
         self.parameters, self.stage, self.group = parameters, stage, group
-        share = -(-sum(parameter.numel() for parameter in parameters) // group.size)
+        align = ALIGNMENT.get(parameters[0].device.type, 1)
+        share = math.ceil(sum(parameter.numel() for parameter in parameters) / (group.size * align)) * align
         self.mine = slice(group.rank * share, (group.rank + 1) * share)
         self.weights = parameters[0].data.new_empty(share * group.size)
         self.shard = self.weights[self.mine] if stage < 3 else self.weights.new_empty(share)

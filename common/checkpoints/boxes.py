@@ -74,7 +74,9 @@ def write(folder: Path, boxes: Iterable[SavedBox], mesh: Mesh) -> None:
         def resolve_data(self, item):
             return tensors[item.index]
 
-    writer, planner, group = dcp.FileSystemWriter(folder), Planner(flatten_state_dict=False), mesh.world.handle
+    # Copying ahead would make each background writer open a CUDA context of its own on GPU 0
+    writer, planner = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), Planner(flatten_state_dict=False)
+    group = mesh.world.handle
     with clear_errors():
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not group)
 

@@ -64,15 +64,13 @@ class RunRecord:
     def step(self, step: int):
         """Time one step. The block puts loss, grad_norm, lr and, if there is one, aux_loss into the dict it receives.
 
-        On CUDA the clock starts when the device has finished all earlier work, and stops when it has finished the step.
+        The block ends with reading the loss, for which the host waits for the device: so the time is that of the work.
         """
         collectives.reset_bytes()
         measured = {"loss": math.nan, "aux_loss": 0.0}
-        self._synchronize()
         began = time.perf_counter()
         with self.meter.measure(self._alive()) as memory:
             yield measured
-        self._synchronize()
         seconds = time.perf_counter() - began
         measured |= {"peak_memory_bytes": memory.peak_bytes, "comm_bytes": dict(collectives.sent_bytes)}
         self.end_step(step, seconds, measured)
@@ -111,10 +109,6 @@ class RunRecord:
             raise UsageError(f"--run-dir {folder} cannot be written: {error.strerror}") from None
         except ValueError as error:
             raise UsageError(f"--run-dir {folder} cannot be continued: {error}") from None
-
-    def _synchronize(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
 
     def _alive(self):
         """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""

@@ -10,7 +10,7 @@ into runs/step01-figures, so that the lesson keeps its own).
 import sys
 
 from common.experiments.runner import run_experiments
-from step01_single_gpu.experiments import compute, memory, precision
+from step01_single_gpu.experiments import compute, launches, memory, precision
 
 EXPERIMENTS = [
     memory.saved_activation_bytes,
@@ -24,6 +24,7 @@ EXPERIMENTS = [
     precision.loss_scaling,
     precision.curves,
     compute.profile,
+    launches.launches,
 ]
 
 if __name__ == "__main__":

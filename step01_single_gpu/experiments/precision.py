@@ -73,7 +73,7 @@ class _NarrowOptimizer(Optimizer):
         super().__init__(parameters, config)
         self.narrow = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
 
-    def step(self, gradients, lr, factor=1.0):
+    def step(self, gradients, lr, factor, skip=None):
         for parameter, gradient in zip(self.parameters, gradients):
             parameter.grad = (gradient * factor).to(parameter.dtype)
         for group in self.narrow.param_groups:

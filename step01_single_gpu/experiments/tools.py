@@ -50,11 +50,12 @@ class Run:
         loss = self.accumulate(phase)
         with phase("optimizer"):
             gradients = self.gradients.finish()
-            norm = gradient_norm(self.parameters, gradients, self.mesh.world).item() / self.scaler.scale
+            norm = gradient_norm(self.parameters, gradients, self.mesh.world) / self.scaler.scale
             factor = clip_factor(norm, self.config.clip) / self.scaler.scale
-            taken = self.scaler.accept(norm)
-            if taken:
-                self.optimizer.step(gradients, self.config.lr, factor)
+            self.optimizer.step(gradients, self.config.lr, factor, self.scaler.overflow(norm))
+        norm = norm.item()
+        taken = self.scaler.accept(norm)
+        self.optimizer.updates += taken
         return loss, norm, taken
 
     def state(self) -> list[torch.Tensor]:

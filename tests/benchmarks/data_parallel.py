@@ -53,7 +53,7 @@ def our_step(config: TrainConfig, world: int, tokens, targets, tracer=None):
                 share.backward()
             with tracer.phase("optimizer"):
                 gradients = data_parallel.finish()
-                norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item()
+                norm = gradient_norm(optimizer.parameters, gradients, mesh.world)
                 optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
                 loss = share.detach()
                 collectives.all_reduce(loss, mesh.dp_cp)

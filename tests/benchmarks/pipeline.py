@@ -55,7 +55,7 @@ def our_step(name: str, mesh):
     def step():
         loss = pipeline.run(lambda index: (tokens[index : index + 1], targets[index : index + 1]), targets.numel())
         gradients = pipeline.finish()
-        norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item()
+        norm = gradient_norm(optimizer.parameters, gradients, mesh.world)
         optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
         collectives.all_reduce(loss, mesh.pp_forward)
         return loss.item()

@@ -43,7 +43,7 @@ def our_step(mode: str, mesh, tokens, targets):
         loss.backward()
         gradients = zero.finish()
         sum_extra_groups(optimizer.parameters, gradients, mesh)
-        norm = gradient_norm(optimizer.parameters, gradients, mesh.world).item()
+        norm = gradient_norm(optimizer.parameters, gradients, mesh.world)
         optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
         return loss.item()
 

@@ -43,7 +43,7 @@ def our_step(stage: int, mesh, tokens, targets):
         with zero.no_sync(False):
             share.backward()
         gradients = zero.finish()
-        norm = gradient_norm(zero.shards, gradients, mesh.world).item()
+        norm = gradient_norm(zero.shards, gradients, mesh.world)
         optimizer.step(gradients, config.lr, clip_factor(norm, config.clip))
         loss = share.detach()
         collectives.all_reduce(loss, mesh.dp_cp)

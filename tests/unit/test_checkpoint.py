@@ -138,6 +138,16 @@ def test_the_library_is_imported_late():
     assert run_command([sys.executable, "-c", code]).returncode == 0
 
 
+def test_no_writer_opens_a_cuda_context(run_dir, mesh, monkeypatch):
+    """DCP's loader that copies ahead would, on GPU 0, whichever GPU the rank uses. It is taken where there is CUDA."""
+    from torch.distributed.checkpoint import filesystem
+
+    monkeypatch.setattr(filesystem.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", None)  # to call it would be a TypeError
+    checkpoint.save(run_dir, 30, hold(), {}, mesh)
+    assert folder_of(run_dir, 30) in files.complete(run_dir)
+
+
 def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4

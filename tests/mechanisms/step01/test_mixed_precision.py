@@ -93,7 +93,8 @@ def test_an_overflowing_step_changes_nothing_but_the_scale():
     _, norm, taken = run.step()
     assert not taken and not math.isfinite(norm) and run.scaler.scale == 2.0**29
     assert all(torch.equal(p, old) for p, old in zip(run.parameters, before))
-    assert run.optimizer.updates == 0 and not run.optimizer.inner.state
+    assert run.optimizer.updates == 0
+    assert all(not value.any() for state in run.optimizer.inner.state.values() for value in state.values())
     run.scaler.scale = 2.0**10
     assert run.step()[2] and not torch.equal(run.parameters[0], before[0])
 
@@ -146,6 +147,26 @@ def test_training_equals_a_plain_torch_loop(optimizer, clip):
     parameters = {p.spec.name: p.detach().numpy() for p in model.parameters()}
     assert_parity(ours, Result(losses, norms, parameters), flags, 1e-12)
     assert all((norm > clip) == (clip < 100) for norm in norms)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_the_kernel_multiplies_and_skips(optimizer, dtype):
+    """A step with a factor is a step with gradients multiplied before; a skipped one changes nothing."""
+    values, gradient = torch.linspace(-1, 1, 9), torch.linspace(2, 3, 9, dtype=torch.float64)
+    factor = torch.tensor(1 / 3, dtype=torch.float64)
+    taken = []
+    for given, factors in ((gradient, factor), (gradient * factor, None)):
+        weight = parameter(values.tolist(), getattr(torch, dtype))
+        inner = Optimizer([weight], TrainConfig(optimizer=optimizer, dtype=dtype))
+        wide = inner.masters[0].dtype
+        for skip in (None, torch.tensor(1.0), torch.tensor(0.0)):
+            before = inner.masters[0].clone()
+            inner.step([given.to(wide)], 0.1, factors, skip)
+            assert torch.equal(inner.masters[0], before) == (skip is not None and skip.item() == 1)
+        assert torch.equal(weight.detach(), inner.masters[0].to(weight.dtype))
+        taken.append(inner.masters[0].double())
+    assert torch.allclose(*taken, rtol=1e-14 if dtype == "float64" else 1e-6, atol=0)
 
 
 def test_master_weights_add_up_updates_too_small_for_bfloat16():

@@ -12,13 +12,14 @@ from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 from step03_zero.train import build
+from step03_zero.unit import ALIGNMENT
 from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step02.test_accounting import check_launches
 from tests.mechanisms.step03.checks import check_calls, check_same_order
 from tests.mechanisms.step03.observe import Observation, observe, prepare
 from tests.mechanisms.step03.test_accounting import SMALL, plan_of
-from tests.parity.runs import assemble, assert_parity, train_case
+from tests.parity.runs import assemble, assert_parity, reference, train_case, training_of
 
 DEEP = "--layers 24 --hidden 64 --ffn 96 --vocab 256"  # many layers: one is little of the whole
 
@@ -49,6 +50,22 @@ def test_initial_weights_are_those_of_one_process():
     kinds = "--tie-embeddings --dtype bfloat16", "--no-tie-embeddings --dtype float32"
     cases = [f"--zero {stage} {SMALL} {kind} --micro-batch 1" for stage in range(4) for kind in kinds]
     assert run_ranks(3, ranks_initial_weights, cases) == [[True] * len(cases)] * 3
+
+
+ODD = "--zero 3 --hidden 20 --heads 2 --kv-heads 1 --ffn 27 --optimizer sgd"  # no multiple of 3 x 64 elements
+
+
+def ranks_aligned(flags: str) -> tuple[list[int], dict]:
+    """Where this rank's shards begin when they are aligned as on CUDA, and what training with them gives."""
+    with mock.patch.dict(ALIGNMENT, cpu=64):
+        _, zero, _ = build(*prepare(flags))
+        return [unit.mine.start for unit in zero.units], train_case(3, flags)
+
+
+def test_shards_begin_at_aligned_elements():
+    ranks = run_ranks(3, ranks_aligned, ODD)
+    assert {start % 64 for starts, _ in ranks for start in starts} == {0}
+    assert_parity(assemble([case for _, case in ranks]), reference(training_of(ODD)), ODD)
 
 
 def initial_peak() -> tuple[int, int, int, int]:
