@@ -80,10 +80,10 @@ class Watch:
             parameter.register_post_accumulate_grad_hook(lambda _: self.note("gradient"))
         update = optimizer.step
 
-        def step(gradients, *rest) -> None:
+        def step(gradients, *rest, **named) -> None:
             if self.recording:
                 self.hold("before the update", gradients)
-            update(gradients, *rest)
+            update(gradients, *rest, **named)
 
         optimizer.step = step
 
