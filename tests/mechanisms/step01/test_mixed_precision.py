@@ -11,6 +11,7 @@ from common.config import TrainConfig
 from common.data.batches import load_batches
 from common.model import Decoder, cross_entropy_sum
 from common.parameter import ParameterSpec
+from common.reductions import gradient_norm
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu import train as train_module
 from step01_single_gpu.experiments.tools import Run
@@ -167,6 +168,22 @@ def test_the_kernel_multiplies_and_skips(optimizer, dtype):
         assert torch.equal(weight.detach(), inner.masters[0].to(weight.dtype))
         taken.append(inner.masters[0].double())
     assert torch.allclose(*taken, rtol=1e-14 if dtype == "float64" else 1e-6, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_from_the_norm_to_the_update_the_host_does_not_wait(dtype):
+    run = Run(TrainConfig(dtype=dtype, seq_len=16, micro_batch=2, global_batch=2), "cuda")
+    run.step()  # makes the optimizer's state
+    run.accumulate()
+    gradients = run.gradients.finish()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = gradient_norm(run.parameters, gradients, run.mesh.world) / run.scaler.scale
+        factor = clip_factor(norm, 1.0) / run.scaler.scale
+        run.optimizer.step(gradients, 1e-3, factor, run.scaler.overflow(norm))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_master_weights_add_up_updates_too_small_for_bfloat16():
