@@ -6,10 +6,10 @@ orders wait for each other forever. Here all ranks issue their messages in one c
 message would be ready in a simulation where F, I and W take 1, B takes 2 and a message takes 1/4. These times fix the
 order only; real durations may differ.
 
-Issuing a message does not block. A rank waits in two places only: before an action, for the input of that action, and
-before a send, until its previous send in the same direction is complete. Activations and their gradients use one
-communicator each, so that neither delays the other. Two communicators alone would not prevent deadlocks: in a V, or
-with two copies of the model, both ranks of a pair send activations.
+Issuing a message does not block (on NCCL, the first between two ranks does). A rank waits in two places only: before an
+action, for the input of that action, and before a send, until its previous send in the same direction is complete.
+Activations and their gradients use one communicator each, so that neither delays the other. Two communicators alone
+would not prevent deadlocks: in a V, or with two copies of the model, both ranks of a pair send activations.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ def place_messages(schedule: Schedule) -> tuple[Program, ...]:
 
     This cannot deadlock. Consider the earliest message that has not arrived, ready at time t. All actions that its two
     ranks have to finish before they issue it end by t, so they need earlier messages only, and those have arrived. The
-    previous send, which its sender may wait for, is an earlier message too. So both ranks reach the message.
+    previous send, which its sender may wait for, is an earlier message too. So both ranks reach the message, even if
+    every message blocks its ranks until it has arrived.
 
     Raises UsageError if the schedule itself makes ranks wait for each other.
     """

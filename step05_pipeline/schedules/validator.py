@@ -77,7 +77,18 @@ def check_programs(schedule: Schedule, programs: tuple[Program, ...]) -> None:
     An operation completes when it is the first in the queues of both its ranks; each rank has one queue per direction.
     Like the executor, a rank waits before an action for the action's input, and before a send until its previous send
     in that direction is complete. Under these rules the result does not depend on which rank runs first.
+
+    The programs are played a second time with operations that block: a rank goes on only when the operation that it has
+    issued is complete. NCCL connects two ranks at their first message, and that blocks the one until the other comes.
     """
+    if stuck := _stuck(schedule, programs, blocking=False):
+        raise _wrong(schedule, f"deadlock: {stuck}")
+    if stuck := _stuck(schedule, programs, blocking=True):
+        raise _wrong(schedule, f"deadlock when a message blocks, as the first between two ranks does on NCCL: {stuck}")
+
+
+def _stuck(schedule: Schedule, programs: tuple[Program, ...], blocking: bool) -> str:
+    """Where the ranks wait forever; empty if all of them come to the end of their programs."""
     position = [0] * len(programs)  # of each rank, in its program
     # Operations that have been issued and are not complete
     queues = {(rank, direction): [] for rank in range(len(programs)) for direction in ("forward", "backward")}
@@ -87,7 +98,12 @@ def check_programs(schedule: Schedule, programs: tuple[Program, ...]) -> None:
     def first(rank: int, direction: str) -> Transfer | None:
         return next(iter(queues[rank, direction]), None)
 
+    def issued(rank: int) -> list[tuple[str, Transfer]]:
+        return [(each, item) for each in ("forward", "backward") if (item := first(rank, each))]
+
     def can_go_on(rank: int, item: Action | Transfer) -> bool:
+        if blocking and issued(rank):
+            return False
         if isinstance(item, Action):
             return (rank, schedule.input_of(rank, item)) in available
         sending = any(each.kind == "send" for each in queues[rank, item.output.direction])
@@ -114,13 +130,11 @@ def check_programs(schedule: Schedule, programs: tuple[Program, ...]) -> None:
                 moved = True
     stuck = []
     for rank, program in enumerate(programs):
-        if position[rank] < len(program):
+        if position[rank] < len(program) and not (blocking and issued(rank)):
             stuck.append(f"rank {rank} waits at {program[position[rank]]}")
-        for direction in ("forward", "backward"):
-            if item := first(rank, direction):
-                stuck.append(f"rank {rank}'s first {direction} operation is to {item}")
-    if stuck:
-        raise _wrong(schedule, f"deadlock: {'; '.join(stuck[:6])}{' ...' if len(stuck) > 6 else ''}")
+        for direction, item in issued(rank):
+            stuck.append(f"rank {rank}'s first {direction} operation is to {item}")
+    return "; ".join(stuck[:6]) + (" ..." if len(stuck) > 6 else "")
 
 
 def _wrong(schedule: Schedule, what: str) -> UsageError:

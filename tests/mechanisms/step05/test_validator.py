@@ -8,13 +8,14 @@ from graphlib import TopologicalSorter
 import pytest
 
 from common.errors import UsageError
-from step05_pipeline.schedules.actions import Action, Schedule
+from step05_pipeline.schedules.actions import Action, Output, Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.messages import Transfer, place_messages
 from step05_pipeline.schedules.validator import check_programs, check_schedule
 from tests.mechanisms.step05.test_schedules import random_case
 
 NAMES = tuple(SCHEDULES)
+BLOCKED = "deadlock when a message blocks, as the first between two ranks does on NCCL"
 
 
 def changed(schedule: Schedule, **texts: str) -> Schedule:
@@ -85,9 +86,10 @@ def test_messages_spelt_out():
 
 def test_messages_in_the_order_of_need_would_deadlock():
     """Each receive right before its action is what one writes first. With several stages on a rank it
-    asks for messages in another order than they were sent in, and NCCL hangs.
+    asks for messages in another order than they were sent in, and NCCL hangs. With one stage it hangs only if
+    messages block: then neighbours that both begin to send, the one forward, the other backward, never receive.
     """
-    hang = set()
+    hang, hang_if_blocked = set(), set()
     for name in NAMES:
         schedule, programs = build_schedule(name, 4, 8), []
         for rank, program in enumerate(place_messages(schedule)):
@@ -100,9 +102,10 @@ def test_messages_in_the_order_of_need_would_deadlock():
         try:
             check_programs(schedule, tuple(programs))
         except UsageError as error:
+            (hang_if_blocked if BLOCKED in str(error) else hang).add(name)
             assert "deadlock" in str(error) and "first forward operation is to" in str(error)
-            hang.add(name)
     assert hang == {"interleaved", "breadth-first", "llama3", "zbv", "dualpipe", "dualpipev"}
+    assert hang_if_blocked == {"1f1b", "zb-h1", "zb-h2"}  # naive and afab send in one direction at a time
 
 
 def test_crossed_messages_are_rejected():
@@ -124,6 +127,27 @@ def test_crossed_messages_are_rejected():
             programs[rank][one], programs[rank][other] = programs[rank][other], programs[rank][one]
             with pytest.raises(UsageError):
                 check_programs(schedule, tuple(map(tuple, programs)))
+
+
+def test_programs_that_hang_only_if_messages_block_are_rejected():
+    """Rank 0 sends its second activation before it asks for a gradient, rank 1 its first gradient before it asks for
+    that activation. With queues both go on; while NCCL connects them, neither does.
+    """
+    schedule = build_schedule("1f1b", 2, 2)
+    down, up = (lambda m: Output("forward", 0, 0, m)), (lambda m: Output("backward", 0, 1, m))
+    f0, f1, b0, b1 = (Action(kind, m) for kind in "FB" for m in range(2))
+    programs = (
+        (f0, Transfer("send", down(0), 1), f1, Transfer("send", down(1), 1))
+        + (Transfer("receive", up(0), 1), b0, Transfer("receive", up(1), 1), b1),
+        (Transfer("receive", down(0), 0), f0, b0, Transfer("send", up(0), 0))
+        + (Transfer("receive", down(1), 0), f1, b1, Transfer("send", up(1), 0)),
+    )
+    line = (
+        f"schedule 1f1b: {BLOCKED}: rank 0's first forward operation is to send forward 1 of stage 0 to rank 1; "
+        "rank 1's first backward operation is to send backward 0 of stage 1 to rank 0"
+    )
+    with pytest.raises(UsageError, match=f"^{line}$"):
+        check_programs(schedule, programs)
 
 
 def move(old: int, new: int):
