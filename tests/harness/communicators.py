@@ -1,4 +1,6 @@
-"""Plays the recorded messages of all ranks in time, on communicators that behave as NCCL's do."""
+"""Plays what all ranks have issued: messages in time, on communicators that behave as NCCL's do, or everything under a
+rule stricter than NCCL's.
+"""
 
 from collections import defaultdict
 
@@ -51,3 +53,51 @@ def replay(programs: list[list[Event]], communicators: list[dict[str, str]], lat
 
 def _belongs_to(call: Call, sender: int) -> bool:
     return call.op == "receive" and call.peer == sender
+
+
+def play_strictly(orders: list[list[list[Call]]], members: list[dict[str, tuple[int, ...]]]) -> None:
+    """Return if all ranks come to the end when every operation blocks its rank until all its members have come to it.
+
+    NCCL does not promise more: the first use of a communicator, or of a pair of ranks in it, blocks until the others
+    come, and operations on several communicators may be too many for one GPU to run at the same time.
+
+    Args:
+        orders: of each rank, its operations in the order of their launch, each as its calls: one, or those of a batch
+            of messages, which blocks the rank until all of them have met their other end.
+        members: of each rank, by the group of a call: the group's global ranks.
+
+    Raises AssertionError, which names the ranks and what they have come to, if they wait for each other forever.
+    """
+    rest = [iter(order) for order in orders]
+    now = [list(next(operations, ())) for operations in rest]  # what each rank has come to, and is not over
+    changed = list(range(len(orders)))  # ranks that have come to something new
+    while changed:
+        rank = changed.pop()
+        for call in tuple(now[rank]):
+            ends = members[rank][call.group] if call.peer is None else (rank, call.peer)
+            halves = [next((each for each in now[end] if _is_half(each, end, call, rank)), None) for end in ends]
+            if None not in halves:
+                for end, half in zip(ends, halves, strict=True):
+                    now[end].remove(half)
+                    if not now[end]:
+                        now[end] = list(next(rest[end], ()))
+                        changed.append(end)
+    stuck = [f"rank {rank} at {', '.join(map(_named, calls))}" for rank, calls in enumerate(now) if calls]
+    assert not stuck, f"ranks wait for each other forever: {'; '.join(stuck)}"
+
+
+def _is_half(call: Call, rank: int, other: Call, other_rank: int) -> bool:
+    """Whether two ranks' calls belong to one operation."""
+    if rank == other_rank:
+        return call is other
+    if call.peer is None:
+        same_op = call.op == other.op and other.peer is None
+    else:
+        same_op = {call.op, other.op} == {"send", "receive"} and (call.peer, other.peer) == (other_rank, rank)
+    same_size = call.elements == other.elements or call.op == "all_to_all"
+    return same_op and same_size and (call.group, call.dtype) == (other.group, other.dtype)
+
+
+def _named(call: Call) -> str:
+    to = "" if call.peer is None else f" {'to' if call.op == 'send' else 'from'} rank {call.peer}"
+    return f"{call.op} of {call.elements} in {call.group}{to}"

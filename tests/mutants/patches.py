@@ -11,7 +11,7 @@ import torch
 from common import collectives
 from common.data.batches import Batches
 from step02_data_parallel.data_parallel import DataParallel
-from tests.mutants import Mutants, patches_step03, patches_step04, patches_step05
+from tests.mutants import Mutants, patches_asynchrony, patches_step03, patches_step04, patches_step05
 
 WRONG_NUMBERS, LATE = Mutants(), Mutants()
 finish, no_sync, micro_batch = DataParallel.finish, DataParallel.no_sync, Batches.micro_batch
@@ -99,5 +99,5 @@ def patched(mutant: str | None):
     with contextlib.ExitStack() as stack:
         if mutant is not None:
             later = patches_step03.MUTANTS | patches_step04.MUTANTS | patches_step05.MUTANTS
-            (WRONG_NUMBERS | LATE | later)[mutant](stack)
+            (WRONG_NUMBERS | LATE | later | patches_asynchrony.MUTANTS)[mutant](stack)
         yield

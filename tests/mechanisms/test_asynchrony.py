@@ -1,0 +1,146 @@
+"""Every parallel mechanism trains the same under NCCL's semantics, bit for bit, in an order that cannot hang."""
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+import tests.mutants.patches  # noqa: F401  once in the fork server, instead of in every rank
+from common.collectives import Call
+from tests.harness.asynchrony import Seen, asynchrony
+from tests.harness.communicators import play_strictly
+from tests.harness.ranks import run_ranks
+from tests.mutants.patches_asynchrony import MUTANTS
+from tests.parity.runs import Result, assemble, differences, train_case
+
+BASE = "--hidden 16 --heads 4 --kv-heads 2 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 1 --steps 2"
+BASE += " --optimizer adamw --lr 1e-3 --clip 0.5 --bucket-mb 0.01"
+HYBRID = "--global-batch 8 --zero-replicas 2"  # two micro-batches on each of 4 ranks
+TP, PP = "--micro-batch 4 --tp 2", "--layers 4 --pp 2"
+LAYOUTS = [  # ranks, step, flags: a line for whatever communicates in a new way
+    *((2, 2, f"--dp-mode {mode}") for mode in ("naive", "overlap", "bucket")),
+    *((2, 3, f"--zero {stage} --recompute full") for stage in (1, 2, 3)),
+    *((4, 3, f"{HYBRID} --zero {stage}") for stage in (1, 2, 3)),
+    (4, 3, f"{HYBRID} --zero 3 --zero-reduce step --recompute full"),
+    *((2, 4, f"{TP} --tp-mode {mode}") for mode in ("plain", "overlap", "chunked")),
+    *((2, 4, f"{TP} --tp-mode {mode} --no-sequence-parallel") for mode in ("plain", "overlap")),
+    (4, 4, "--micro-batch 4 --tp 4 --tp-mode chunked"),
+    *((2, 5, f"{PP} --schedule {name}") for name in ("1f1b", "zb-h1", "zbv", "dualpipe", "interleaved")),
+    (4, 5, f"{PP} --micro-batch 2 --tp 2 --tp-mode chunked --schedule interleaved"),
+    (4, 5, f"{PP} --zero 3 --schedule zbv"),
+    (8, 5, f"{PP} --dp 2 --tp 2 --zero 2 --schedule zb-h1"),
+]
+WIDE = [  # one step each, for the order of the operations: numbers are not compared
+    (8, 4, f"{HYBRID} --tp 2 --zero 2"),
+    (8, 5, f"{PP} --dp 2 --tp 2 --zero 1 --schedule dualpipe"),
+    (8, 5, f"{PP} --dp 2 --tp 2 --zero 3 --schedule interleaved --tp-mode chunked"),
+    (8, 5, f"{PP} {HYBRID} --zero 3 --schedule 1f1b"),
+    (8, 5, "--layers 8 --pp 4 --zero 1 --global-batch 8 --schedule zbv"),
+    (8, 5, "--layers 8 --pp 8 --schedule zb-h2"),
+]
+PLANTED = {  # mutant: layout, what says so
+    "last bucket not waited for": ((2, 2, "--dp-mode bucket"), "all_reduce of dp_cp: never waited for"),
+    "weights of the previous region waited for": ((2, 3, "--zero 1 --recompute full"), "differences: {'loss': nan"),
+    "output freed while it is sent": ((2, 5, f"{PP} --schedule 1f1b"), "exchange of pp_forward: memory was freed"),
+    "partial sum changed while it is sent": ((2, 4, f"{TP} --tp-mode chunked"), "exchange of tp: a tensor was changed"),
+    "launches in the order of completion": (
+        (8, 4, f"{HYBRID} --tp 2 --zero 2"),
+        "ranks wait for each other forever",
+    ),
+}
+
+
+class Outcome(NamedTuple):
+    result: Result
+    seen: tuple[Seen, ...]  # by rank
+
+
+def train_asynchronously(step: int, flags: str, mutant: str | None) -> tuple[dict, Seen]:
+    with asynchrony() as seen:
+        result = train_case(step, f"{BASE} {flags}", mutant)
+    return result, seen
+
+
+def train_each(plain: list[tuple], asynchronous: list[tuple]) -> tuple[list[dict], list[tuple[dict, Seen]]]:
+    without = [train_case(step, f"{BASE} {flags}") for step, flags in plain]
+    return without, [train_asynchronously(*case) for case in asynchronous]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict:
+    """In one world for each number of ranks: the results without the fixture by layout, and outcomes with it by
+    (layout, mutant).
+    """
+    found, every = {}, [(layout, None) for layout in LAYOUTS + WIDE]
+    every += [(layout, name) for name, (layout, _) in PLANTED.items()]
+    for ranks in (2, 4, 8):
+        layouts = [layout for layout in LAYOUTS if layout[0] == ranks]
+        cases = [case for case in every if case[0][0] == ranks]
+        flat = [(layout[1], layout[2] + " --steps 1" * (layout in WIDE), name) for layout, name in cases]
+        results = run_ranks(ranks, train_each, [layout[1:] for layout in layouts], flat)
+        without, within = ([list(parts) for parts in zip(*each, strict=True)] for each in zip(*results, strict=True))
+        found |= {layout: assemble(parts) for layout, parts in zip(layouts, without, strict=True)}
+        for case, parts in zip(cases, within, strict=True):
+            trained, seen = zip(*parts, strict=True)
+            found[case] = Outcome(assemble(list(trained)), seen)
+    return found
+
+
+def check(outcome: Outcome, plain: Result | None) -> None:
+    """Raise AssertionError if a run would be wrong on NCCL, or might hang there."""
+    faults = [f"rank {rank}: {each}" for rank, seen in enumerate(outcome.seen) for each in seen.faults]
+    assert not faults, "; ".join(faults[:4])
+    play_strictly([seen.order for seen in outcome.seen], [seen.members for seen in outcome.seen])
+    found = differences(outcome.result, plain) if plain else {}
+    assert set(found.values()) <= {0.0}, f"differences: {found}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS + WIDE, ids=str)
+def test_mechanisms_rely_on_waits_alone(outcomes, layout):
+    check(outcomes[layout, None], outcomes.get(layout))
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_errors_are_rejected(outcomes, name):
+    layout, message = PLANTED[name]
+    with pytest.raises(AssertionError, match=message):
+        check(outcomes[layout, name], outcomes.get(layout))
+
+
+def test_every_mutant_is_tried():
+    assert PLANTED.keys() == MUTANTS.keys()
+
+
+def test_the_strict_player_on_two_ranks():
+    def message(op: str, peer: int) -> Call:
+        return Call(op, "pp", 2, "float64", 8, 0, "forward", peer)
+
+    total, members = [Call("all_reduce", "tp", 2, "float64", 8, 64, "forward")], [{"pp": (0, 1), "tp": (0, 1)}] * 2
+    first, second = ([message("send", peer), message("receive", peer)] for peer in (1, 0))
+    play_strictly([[first, total], [second, total]], members)  # both ways at once
+    play_strictly([[first[:1], total, first[1:]], [second[1:], total, second[:1]]], members)
+    line = "^ranks wait for each other forever: rank 0 at send of 8 in pp to rank 1; rank 1 at "
+    for other, where in (
+        ([second[:1], second[1:], total], "send of 8 in pp to rank 0"),
+        ([total, second], "all_reduce of 8 in tp"),
+    ):
+        with pytest.raises(AssertionError, match=f"{line}{where}$"):
+            play_strictly([[first[:1], first[1:], total], other], members)
+
+
+def test_the_strict_player_notices_exchanged_operations(outcomes):
+    """Not all of them: two neighbours may well be independent, or alike."""
+    draw, tried, noticed = random.Random(0), 0, 0
+    for layout in WIDE:
+        seen = outcomes[layout, None].seen
+        for _ in range(30):
+            orders = [list(each.order) for each in seen]
+            mine = draw.choice(orders)
+            place = draw.randrange(len(mine) - 1)
+            mine[place : place + 2] = reversed(mine[place : place + 2])
+            tried += 1
+            try:
+                play_strictly(orders, [each.members for each in seen])
+            except AssertionError:
+                noticed += 1
+    assert noticed > 0.4 * tried, f"{noticed} of {tried}"
