@@ -46,10 +46,10 @@ help:
 SIDE_BY_SIDE := -q -n 2 --dist loadfile --no-loadscope-reorder
 
 demo: $(READY)
-	$(PY) -m common.demo
+	$(PY) -m common.experiments.demo
 
 demo-all: $(READY)
-	$(PY) -m common.demo --all
+	$(PY) -m common.experiments.demo --all
 
 test: lint
 	$(PY) -m pytest $(SIDE_BY_SIDE)

@@ -2,7 +2,8 @@
 
 Two families of runs. In float32, with the defaults of the command line, every layout must agree with step 1 to 1e-5 at
 every step; in float64, which leaves hardly any rounding, to 1e-10. Everything is written to runs/demo, the picture to
-runs/demo/curves.png. `make demo-all` trains more layouts of each step.
+runs/demo/curves.png. `make demo-all` trains more layouts of each step. If there are fewer GPUs than ranks, all runs use
+the CPU, so that the same hardware computes them.
 """
 
 import argparse
@@ -12,9 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from common.record import compare
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "demo"
 
 # (name, script, ranks, flags); all are compared with the first
@@ -38,6 +41,11 @@ MORE_RUNS = [
 FAMILIES = [("float32", "--steps 50", 1e-5), ("float64", "--steps 10 --dtype float64", 1e-10)]
 
 
+def device_flag(gpus: int, ranks: int) -> str:
+    """Return the flag with which all runs use the CPU, if there are some GPUs but not one for each rank."""
+    return "--device cpu" if 0 < gpus < ranks else ""
+
+
 def train(script: str, ranks: int, flags: str, folder: Path) -> None:
     """Run one training with the command line that a reader could type, and print it first."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
@@ -52,11 +60,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="train more layouts of each step")
     runs = sorted(RUNS + MORE_RUNS) if parser.parse_args().all else RUNS
+    device = device_flag(torch.cuda.device_count(), max(ranks for _, _, ranks, _ in runs))
     status, began = 0, time.monotonic()
     for family, family_flags, tolerance in FAMILIES:
         folders = [FOLDER / family / name for name, *_ in runs]
         for folder, (_, script, ranks, flags) in zip(folders, runs):
-            train(script, ranks, f"{family_flags} {flags}", folder)
+            train(script, ranks, f"{family_flags} {device} {flags}", folder)
         print(f"\n== {family}: every run against {runs[0][0]}, tolerance {tolerance}\n", flush=True)
         picture = FOLDER / ("curves.png" if family == FAMILIES[0][0] else f"curves-{family}.png")
         status |= compare.main([*map(str, folders), "--tolerance", str(tolerance), "--out", str(picture)])
