@@ -167,6 +167,15 @@ class TrainConfig:
         self._check_data_parallel()
         self._check_logging()
 
+    def check_device(self, kind: str) -> None:
+        """Raises UsageError for a flag that means nothing on this kind of device, "cpu" or "cuda"."""
+        if self.memory_snapshot and kind == "cpu":
+            raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
+        for name in ("link", "layer_delay"):
+            if getattr(self, name) and kind == "cuda":
+                flag = f"{spelled(name)} {getattr(self, name)}"
+                raise UsageError(f"{flag} lets Python wait, which a GPU would not notice; it needs --device cpu")
+
     def _check_numbers(self) -> None:
         for name, value in vars(self).items():
             if type(value) in (int, float):

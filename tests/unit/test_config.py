@@ -171,6 +171,14 @@ def test_what_is_allowed_in_which_world():
         valid("", step=1, world=2)
 
 
+def test_flags_that_need_another_device():
+    for flags, kind in [("--link 50,1.5", "cuda"), ("--layer-delay 2.5", "cuda"), ("--memory-snapshot", "cpu")]:
+        config = valid(f"{flags} --trace 1:2 --run-dir x")
+        with pytest.raises(UsageError, match=f"^{flags} [^\n]*$"):
+            config.check_device(kind)
+        config.check_device({"cpu": "cuda", "cuda": "cpu"}[kind])
+
+
 def test_model_configurations_that_do_not_fit():
     for name, value in (("top_k", 7), ("top_k", 0), ("head_dim", -2), ("norm_eps", 0.0), ("rope_theta", math.nan)):
         with pytest.raises(UsageError, match=f" {value} "):
