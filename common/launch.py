@@ -7,11 +7,12 @@ import threading
 import time
 import traceback
 
+import torch
 import torch.distributed as dist
 
 from common.command_line import parse
 from common.errors import CommunicationError, UsageError
-from common.process_groups import Degrees, build_mesh, environment, init_distributed
+from common.process_groups import Degrees, build_mesh, environment, init_distributed, meet
 
 LINGER = 2.0  # seconds that a rank outlives its error, so that the launcher sees the rank that failed first
 START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags
@@ -30,8 +31,7 @@ def run(step: int, main, check=None) -> None:
         if check is not None:
             check(config)
         device = init_distributed(config.device, config.timeout)
-        if config.memory_snapshot and device.type != "cuda":
-            raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
+        config.check_device(device.type)
         main(config, build_mesh(Degrees.of(config), device, config.model_config.kv_heads, timeout=config.timeout))
 
     end_cleanly(train)
@@ -46,8 +46,10 @@ def end_cleanly(job) -> None:
     _let_interrupts_end_blocked_ranks()
     try:
         job()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # or the exit could meet a kernel of NCCL that still waits for another rank
         if dist.is_initialized():
-            dist.barrier()  # no rank tears down connections that a slower rank still uses
+            meet()  # no rank tears down connections that a slower rank still uses
         status = 0
     except UsageError as error:
         status = 2

@@ -4,8 +4,10 @@ The ranks form a grid of shape (dp, pp, cp, tp), numbered row by row as in Llama
 section 3.3.2). So tensor parallelism stays inside a node, and every group is a slice of the grid.
 """
 
+import json
 import math
 import os
+import platform
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -18,6 +20,11 @@ from common.config import TrainConfig
 from common.errors import CommunicationError, UsageError, first_line
 
 AXES = ("dp", "pp", "cp", "tp")  # of the grid, outermost first
+NCCL_SETTINGS = {  # environment variables; the user's own values win
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # communicators run in the order of issue, which is the same on all ranks
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # or matmuls that are queued already delay a gather that is to overlap with them
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # or the watchdog sleeps a minute before it ends a rank
+}
 
 # Which pipeline ranks hold which stage: one row per copy of the model, row[stage] = pipeline rank.
 Placement = tuple[tuple[int, ...], ...]
@@ -160,11 +167,32 @@ def environment() -> Environment:
     return Environment(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
 
 
+def choose_backend(places: list[tuple[str, str | None]], gpu: str = "GPU") -> tuple[str, str]:
+    """Return the backend of a run, and a line that says how many ranks run on which devices.
+
+    NCCL needs a GPU for each rank. Ranks that share a GPU use gloo, and so do ranks on the CPU.
+
+    Args:
+        places: of each rank, its node and the uuid of its GPU or None.
+        gpu: the name of the GPUs, for the line.
+
+    Raises UsageError if some ranks have a GPU and others have none.
+    """
+    gpus, nodes = {place for place in places if place[1]}, len({node for node, _ in places})
+    blind = [rank for rank, (_, uuid) in enumerate(places) if not uuid]
+    if gpus and blind:
+        raise UsageError(f"rank {blind[0]} sees no GPU, but others do; with --device cpu all ranks use the CPU")
+    backend = "NCCL" if len(gpus) == len(places) else "gloo"
+    where = f"one {gpu} each" if backend == "NCCL" else f"sharing {len(gpus)} {gpu}" if gpus else "on the CPU"
+    return backend.lower(), f"{len(places)} ranks on {nodes} node{'s' * (nodes > 1)}, {where}, {backend}"
+
+
 def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: str = "env://") -> torch.device:
     """Choose this rank's device and start torch.distributed, which a world of one rank does without.
 
-    The backend is NCCL if every local rank has a GPU of its own, else gloo. Raises UsageError for `--device cuda`
-    without CUDA, and CommunicationError if the ranks do not find each other within `timeout` seconds.
+    If a launcher such as torchrun has started the ranks, rank 0 prints on which devices. Raises UsageError for
+    `--device cuda` without CUDA and as `choose_backend` does, and CommunicationError if the ranks do not find each
+    other within `timeout` seconds.
     """
     rank, world_size, local_rank = environment()
     if device == "cuda" and not torch.cuda.is_available():
@@ -175,27 +203,35 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
         torch.cuda.set_device(chosen)
     if world_size == 1:
         return chosen
-    own_gpu = use_cuda and int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) <= torch.cuda.device_count()
-    options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if own_gpu else {"backend": "gloo"}
-    limit = timedelta(seconds=timeout)
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    gpu = torch.cuda.get_device_properties(chosen) if use_cuda else None
+    place = os.environ.get("NCCL_HOSTID", platform.node()), str(gpu.uuid) if gpu else None  # NCCL's idea of a node
+    limit, keys = timedelta(seconds=timeout), [f"place of rank {each}" for each in range(world_size)]
     try:
         store, *_ = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
         if dist.is_torchelastic_launched():
             store = _store_of_this_start(store, rank, timeout)
         store.set_timeout(limit)
+        store.set(keys[rank], json.dumps(place))
+        places = [tuple(json.loads(each)) for each in store.multi_get(keys)]  # waits for all ranks
+        backend, line = choose_backend(places, gpu.name if gpu else "")
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if backend == "nccl" else {"backend": "gloo"}
         dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **options)
-        _meet()
+        meet()
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(f"rendezvous of {world_size} ranks failed: {first_line(error)}") from error
+    if rank == 0 and init_method == "env://":
+        print(line, flush=True)
     return chosen
 
 
 def _store_of_this_start(launcher: dist.Store, rank: int, timeout: float) -> dist.Store:
     """Return a store that rank 0 serves, after it has posted its port in the store of torchrun.
 
-    torchrun's own store survives a restart, and so do the addresses of dead ranks in it. Its restart count could not
-    tell them apart: after a failure on one of two nodes, the nodes count differently. But a dead rank's port refuses
-    the connection.
+    torchrun's own store survives a restart, and so do the addresses of dead ranks in it, and NCCL's note that a rank
+    timed out, which would end the new ranks too. Its restart count could not tell old from new: after a failure on one
+    of two nodes, the nodes count differently. But a dead rank's port refuses the connection.
     """
     if rank == 0:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
@@ -217,7 +253,7 @@ def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = No
     tp, cp, pp, dp, world_size = degrees.tp, degrees.cp, degrees.pp, degrees.dp, environment().world_size
     if degrees.world != world_size:
         raise UsageError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not {world_size} ranks")
-    return Mesh(degrees=degrees, device=device, **_create(all_groups(degrees, kv_heads), timeout))
+    return Mesh(degrees=degrees, device=device, **_create(degrees, all_groups(degrees, kv_heads), timeout))
 
 
 def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Mesh:
@@ -225,7 +261,7 @@ def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Me
     if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
         return mesh
     groups = all_groups(mesh.degrees, placement=placement)
-    return replace(mesh, **_create({name: groups[name] for name in ("embed", "mirror")}, timeout))
+    return replace(mesh, **_create(mesh.degrees, {name: groups[name] for name in ("embed", "mirror")}, timeout))
 
 
 def separate(group: Group, timeout: float) -> Group:
@@ -236,26 +272,37 @@ def separate(group: Group, timeout: float) -> Group:
     return replace(group, handle=handle, backend="gloo")
 
 
-def _create(groups: dict[str, list], timeout: float) -> dict[str, Group]:
-    """Return this rank's group of each name. All ranks give the same `groups`, and create them in the same order."""
-    rank, world_size, _ = environment()
+def _create(degrees: Degrees, groups: dict[str, list], timeout: float) -> dict[str, Group]:
+    """Return this rank's group of each name. All ranks give the same `groups`, and create them in the same order.
+
+    Only the world has gloo beside NCCL, for what is on the CPU: another gloo mesh per group would cost time and file
+    descriptors.
+    """
+    (rank, world_size, _), limit = environment(), timedelta(seconds=timeout)
+    unused = ("edp",) if degrees.ep == 1 else ()  # without experts nothing is sent over it
     handles = {("shared", tuple(range(world_size))): dist.group.WORLD}
     backend = "" if world_size == 1 else "gloo" if dist.get_backend() == "gloo" else "nccl"
     result = {}
     for name, divided in groups.items():
         channel = name if name.startswith("pp_") else "shared"
         for ranks in divided:
-            if len(ranks) > 1 and (channel, ranks) not in handles:
-                handles[channel, ranks] = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+            if len(ranks) > 1 and (channel, ranks) not in handles and name not in unused:
+                options = None
+                if backend == "nccl" and channel != "shared":
+                    options = dist.ProcessGroupNCCL.Options()
+                    options.config.max_ctas = 4  # multiprocessors that an early receive may occupy while it waits
+                    options._timeout = limit  # or torch warns that this is not the `timeout` below
+                handles[channel, ranks] = dist.new_group(ranks, limit, backend, options)
             if rank in ranks:
-                result[name] = Group(name, ranks, ranks.index(rank), handles.get((channel, ranks)), backend)
+                handle = handles.get((channel, ranks), dist.GroupMember.NON_GROUP_MEMBER if len(ranks) > 1 else None)
+                result[name] = Group(name, ranks, ranks.index(rank), handle, backend)
     if world_size > 1:
-        _meet()
+        meet()
     return result
 
 
-def _meet() -> None:
+def meet() -> None:
     """Return when all ranks have called this. gloo's `new_group` returns when this rank's own connections are made: if
     the rank ended right then, it would look like a crash to others, which are still making theirs.
     """
-    dist.all_reduce(torch.zeros(1))  # on the CPU, since it is gloo that connects
+    dist.all_reduce(torch.zeros(1))  # on the CPU, where gloo connects the ranks

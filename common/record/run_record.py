@@ -47,6 +47,8 @@ class RunRecord:
             "model_config": dataclasses.asdict(config.model_config),
             "degrees": dataclasses.asdict(mesh.degrees),
             "world_size": mesh.world.size,
+            "backend": mesh.world.backend or None,
+            "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if mesh.world.backend == "nccl" else None,
             "corpus": corpus.name,
             "corpus_sha256": corpus.sha256,
             "corpus_tokens": len(corpus.tokens),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ from tests.harness.ranks import run_ranks
 KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}
 KEYS |= {"peak_memory_bytes", "comm_bytes"}
 TOKENS = 512  # per step
+CORPUS = SimpleNamespace(name="none", sha256="abc", tokens=range(1000))
+BATCHES = SimpleNamespace(corpus=CORPUS, target_tokens=TOKENS)
 
 
 def record_of(run_dir, first_step=0, device="cpu", **flags) -> RunRecord:
@@ -27,8 +30,7 @@ def record_of(run_dir, first_step=0, device="cpu", **flags) -> RunRecord:
     config = TrainConfig(run_dir=run_dir and str(run_dir), **({"steps": 10, "peak_tflops": 1.0} | flags))
     config.resolve_and_check(environment().world_size)
     mesh = build_mesh(Degrees.of(config), torch.device(device), config.model_config.kv_heads)
-    corpus = SimpleNamespace(name="none", sha256="abc", tokens=range(1000))
-    return RunRecord(config, mesh, SimpleNamespace(corpus=corpus, target_tokens=TOKENS), first_step)
+    return RunRecord(config, mesh, BATCHES, first_step)
 
 
 def write_steps(record, steps, **numbers):
@@ -90,6 +92,19 @@ def test_comm_bytes_are_those_of_the_step(tmp_path):
     assert run_ranks(2, all_reduces, tmp_path) == [True, False], "rank 0 alone writes"
     records, _ = read_metrics(tmp_path / "metrics.jsonl")
     assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["backend"], config["nccl_version"]) == ("gloo", None)
+
+
+def test_record_names_the_version_of_nccl(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    record = record_of(None)
+    mesh = replace(record.mesh, world=replace(record.mesh.world, backend="nccl"))
+    facts = RunRecord(record.config, mesh, BATCHES, 0).facts
+    assert [(each["backend"], each["nccl_version"]) for each in (facts, record.facts)] == [
+        ("nccl", "2.28.9"),
+        (None,) * 2,
+    ]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -1,18 +1,24 @@
 """The mesh: who shares what, for every factorisation of 1 to 16 ranks and at 16,384, and as real communicators."""
 
 import itertools
+import json
+import os
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from common import collectives, process_groups
+from common import collectives, launch, process_groups
 from common.config import TrainConfig
 from common.errors import UsageError
+from common.experiments.demo import device_flag
 from common.process_groups import GROUP_NAMES, Degrees, all_groups, build_mesh, coordinates, place_stages, separate
 from tests.harness.ranks import run_command, run_ranks
 
@@ -169,6 +175,113 @@ def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones(monkey
         stores[0].set("address", attempt)
         assert [store.get("address").decode() for store in stores] == [attempt] * 3
         del stores, starting
+
+
+def test_backend_of_ranks_in_different_places():
+    """NCCL needs a GPU per rank, whatever number of ranks the launcher calls local."""
+    two, sixteen = [("a", "x"), ("a", "y")], [(node, str(gpu)) for node in "ab" for gpu in range(8)]
+    for places, line in [
+        (two, "2 ranks on 1 node, one H200 each, NCCL"),
+        ([("a", "x"), ("b", "x")], "2 ranks on 2 nodes, one H200 each, NCCL"),  # names of nodes that NCCL_HOSTID gave
+        (sixteen, "16 ranks on 2 nodes, one H200 each, NCCL"),
+        (two + two[:1], "3 ranks on 1 node, sharing 2 H200, gloo"),
+        ([("a", None)] * 4, "4 ranks on 1 node, on the CPU, gloo"),
+        ([("a", None), ("b", None)], "2 ranks on 2 nodes, on the CPU, gloo"),
+    ]:
+        assert process_groups.choose_backend(places, "H200") == (line.split()[-1].lower(), line)
+    with pytest.raises(UsageError, match="rank 16 sees no GPU, but others do; with --device cpu "):
+        process_groups.choose_backend([*sixteen, ("c", None), ("c", None)])
+    assert [device_flag(gpus, 4) for gpus in (0, 1, 3, 4, 8)] == ["", "--device cpu", "--device cpu", "", ""]
+
+
+def test_start_of_nccl_after_a_watchdog_timeout(monkeypatch, capsys):
+    """Each process sees one GPU, its own. torchrun's store still holds the key with which NCCL ends all ranks.
+
+    NCCL looks for it in the store below all prefixes.
+    """
+    launcher, seen, place = HashStore(), {}, ("place of rank 1", json.dumps(["a", "y"]))
+    attempt = PrefixStore("/worker/attempt_1", launcher)
+    launcher.set_timeout(timedelta(seconds=5))
+    launcher.set("exception_dump", "1")
+    attempt.set(*place)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NCCL_HOSTID": "a"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "1", "TORCH_NCCL_HIGH_PRIORITY": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name in process_groups.NCCL_SETTINGS.keys() - environment.keys():
+        monkeypatch.setenv(name, "")  # so that the test's end restores it
+        monkeypatch.delenv(name)
+    gpu = SimpleNamespace(uuid="x", name="H200")
+    fakes = {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}
+    for name, fake in (fakes | {"get_device_properties": lambda device: gpu}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def init_process_group(store, **options):
+        below = getattr(store, "_underlying_non_prefix_store", store)
+        seen.update(options, environment=dict(os.environ), timed_out=below.check(["exception_dump"]))
+
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(attempt, 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(process_groups, "meet", lambda: None)
+
+    def other_rank():
+        process_groups._store_of_this_start(attempt, 1, timeout=5).set(*place)
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(other_rank)
+        assert process_groups.init_distributed(timeout=5) == torch.device("cuda:0")
+    assert seen["backend"] == "cpu:gloo,cuda:nccl" and seen["device_id"] == torch.device("cuda:0")
+    expected = process_groups.NCCL_SETTINGS | {"TORCH_NCCL_HIGH_PRIORITY": "0"}  # the user's own value
+    assert expected.items() <= seen["environment"].items() and len(expected) == 3
+    assert not seen["timed_out"], "the store is not new"
+    assert capsys.readouterr().out == "2 ranks on 1 node, one H200 each, NCCL\n"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_subgroups_have_one_backend_each(monkeypatch, backend):
+    made, limit = {}, timedelta(seconds=7)
+
+    def new_group(ranks, timeout=None, backend=None, pg_options=None):
+        made.setdefault(tuple(ranks), []).append((timeout, backend, pg_options))
+        return f"communicator {len(made)}"
+
+    options = lambda: SimpleNamespace(config=SimpleNamespace())  # noqa: E731
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(dist, "get_backend", lambda: {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}[backend])
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(process_groups, "meet", lambda: None)
+    mesh = build_mesh(Degrees(tp=2, pp=2, dp=2), CPU, timeout=7)
+    pipelines, others = {(0, 2), (1, 3), (4, 6), (5, 7)}, {(0, 1), (0, 4)}
+    assert made.keys() == {(0, 1), (2, 3), (4, 5), (6, 7)} | {(0, 4), (1, 5), (2, 6), (3, 7)} | pipelines
+    assert all(made[ranks] == [(limit, backend, None)] for ranks in others)
+    for ranks in pipelines:  # one for each direction, and `embed`
+        *early, (*same, options) = made[ranks]
+        assert len(early) == 2 and options is None and same == [limit, backend]
+        for given in early:
+            assert given[:2] == (limit, backend)
+            assert vars(given[2].config) == {"max_ctas": 4} if backend == "nccl" else given[2] is None
+    if backend == "nccl":
+        assert made[0, 2][0][2] is not made[0, 2][1][2], "torch keeps the options and changes them"
+    assert mesh.edp.ranks == (0, 1, 4, 5)
+    with pytest.warns(UserWarning, match="does not belong"), pytest.raises(AttributeError):  # no sum over the world
+        collectives.all_reduce(torch.ones(1), mesh.edp)
+
+
+def test_a_run_ends_when_the_gpu_is_idle_and_all_ranks_have_come(monkeypatch):
+    """The meeting is gloo's: an NCCL barrier may return while its kernel still needs the other ranks."""
+    calls = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launch, "_let_interrupts_end_blocked_ranks", lambda: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: calls.append(f"meet on the {tensor.device.type}"))
+    monkeypatch.setattr(dist, "barrier", lambda *_: calls.append("barrier"))
+    monkeypatch.setattr(os, "_exit", lambda status: calls.append(status))
+    launch.end_cleanly(lambda: calls.append("job"))
+    assert calls == ["job", "synchronize", "meet on the cpu", 0]
 
 
 def test_heavy_packages_are_imported_only_where_they_are_used():
