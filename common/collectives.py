@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import gloo
+from common.errors import communication_errors
 from common.link import Link
 from common.process_groups import Group
 
@@ -130,7 +131,7 @@ def receive(tensor: Tensor, source: int, group: Group, async_op: bool = False) -
 def barrier(group: Group) -> None:
     """Return when every rank of the group has called this."""
     if group.size > 1:
-        with gloo.communication_errors():
+        with communication_errors():
             dist.barrier(group.handle)
 
 
@@ -138,7 +139,7 @@ def all_gather_objects(value, group: Group) -> list:
     """Return the `value` (anything that can be pickled) of every rank of the group, in rank order."""
     values = [value] * group.size
     if group.size > 1:
-        with gloo.communication_errors():
+        with communication_errors():
             dist.all_gather_object(values, value, group=group.handle)
     return values
 
@@ -250,7 +251,7 @@ class Work:
 
     def launch(self, function: Callable, *args, **options) -> None:
         """Call a function of torch.distributed that returns one handle or several."""
-        with gloo.communication_errors():
+        with communication_errors():
             handles = function(*args, **options)
         self._handles += handles if isinstance(handles, list) else [handles]
         self._in_flight.append(args)
@@ -281,7 +282,7 @@ class Work:
         recorded = [(call, recording.clock) for recording, calls in self._recorded for call in calls]
         for call, clock in recorded:
             call.wait_start = clock()
-        with gloo.communication_errors():
+        with communication_errors():
             for handle in self._handles:
                 handle.wait()
         for function, args in self._afterwards:

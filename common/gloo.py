@@ -1,23 +1,15 @@
-"""What the gloo backend needs help with, and what either backend says of a lost rank.
+"""What the gloo backend needs help with.
 
 gloo communicates over TCP from CPU memory. Its own reduce-scatter is an all-reduce in disguise that sends twice the
 bytes, and its own all-gather copies everything through a second buffer: both are replaced here. Ranks that share a GPU
 use gloo as well, so their tensors are copied to and from CPU memory.
 """
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import CommunicationError, first_line
 from common.process_groups import Group
-
-_LOST_PEER = "Connection (closed|reset|refused)|Timed out|timeout|Broken pipe|Socket closed|NCCL error"
-_LOST_PEER += "|Read error|Write error|recvBytes|sendBytes"
 
 
 def serves(tensor: Tensor, group: Group) -> bool:
@@ -61,15 +53,3 @@ def all_gather(work, output: Tensor, input: Tensor, group: Group) -> None:
         parts[group.rank].copy_(input.view(-1))
     for part, source in zip(parts, group.ranks, strict=True):
         work.launch(dist.broadcast, part, source, group=group.handle, async_op=True)
-
-
-@contextmanager
-def communication_errors() -> Iterator[None]:
-    """Raise CommunicationError, with one plain line, in place of torch's RuntimeError about a lost or silent rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not re.search(_LOST_PEER, str(error)):  # a wrong size, say
-            raise
-        line = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without [.../gloo/transport/tcp/pair.cc:547]
-        raise CommunicationError(line.split(". ")[0]) from error  # and without gloo's advice

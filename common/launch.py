@@ -22,7 +22,7 @@ INTERRUPT_GRACE = 1.0  # seconds that a rank has to leave a collective after Ctr
 def run(step: int, main, check=None) -> None:
     """Parse the command line of a train.py, start torch.distributed, call `main(config, mesh)`, and end cleanly.
 
-    Before the start `check(config)` raises UsageError for what the step alone can judge.
+    Before the start `check(config)` raises UsageError for rules that only this step knows.
     """
 
     def train() -> None:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from common.config import TrainConfig
-from common.errors import CommunicationError, UsageError, first_line
+from common.errors import CommunicationError, UsageError, communication_errors, first_line
 
 AXES = ("dp", "pp", "cp", "tp")  # of the grid, outermost first
 NCCL_SETTINGS = {  # environment variables; the user's own values win
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # communicators run in the order of issue, which is the same on all ranks
-    "TORCH_NCCL_HIGH_PRIORITY": "1",  # or matmuls that are queued already delay a gather that is to overlap with them
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # without it, queued matmuls delay a gather that should overlap them
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # or the watchdog sleeps a minute before it ends a rank
 }
 
@@ -292,7 +292,8 @@ def _create(degrees: Degrees, groups: dict[str, list], timeout: float) -> dict[s
                     options = dist.ProcessGroupNCCL.Options()
                     options.config.max_ctas = 4  # multiprocessors that an early receive may occupy while it waits
                     options._timeout = limit  # or torch warns that this is not the `timeout` below
-                handles[channel, ranks] = dist.new_group(ranks, limit, backend, options)
+                with communication_errors():
+                    handles[channel, ranks] = dist.new_group(ranks, limit, backend, options)
             if rank in ranks:
                 handle = handles.get((channel, ranks), dist.GroupMember.NON_GROUP_MEMBER if len(ranks) > 1 else None)
                 result[name] = Group(name, ranks, ranks.index(rank), handle, backend)
@@ -305,4 +306,5 @@ def meet() -> None:
     """Return when all ranks have called this. gloo's `new_group` returns when this rank's own connections are made: if
     the rank ended right then, it would look like a crash to others, which are still making theirs.
     """
-    dist.all_reduce(torch.zeros(1))  # on the CPU, where gloo connects the ranks
+    with communication_errors():
+        dist.all_reduce(torch.zeros(1))  # on the CPU, where gloo connects the ranks

@@ -24,7 +24,7 @@ def take_gradients(parameters: list[nn.Parameter], sums) -> None:
 
     `sums` is whatever adds them up: `GradientSums` here, and what later steps put in its place.
 
-    It is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
+    The gradient is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
     """
 
     def take(parameter: nn.Parameter) -> None:  # torch passes the parameter, not its gradient
@@ -73,10 +73,10 @@ class LossScaler:
         self.interval, self.good_steps = interval, 0
 
     def overflow(self, grad_norm: torch.Tensor) -> torch.Tensor | None:
-        """Return 1 if the step with this global gradient norm must be skipped and else 0, () of float32 on its device.
+        """Return 1 if the step with this global gradient norm must be skipped and else 0, a 0-d float32 tensor.
 
-        A single infinite or undefined gradient makes the global norm infinite or undefined, on all ranks alike. Types
-        other than float16 skip no step: None.
+        A single infinite or undefined gradient makes the global norm infinite or undefined, on all ranks alike. For
+        types other than float16 return None: no step is skipped.
         """
         return (~grad_norm.isfinite()).float() if self.dynamic else None
 
@@ -94,7 +94,7 @@ class LossScaler:
 
 
 def clip_factor(grad_norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the factor () that brings gradients to a global norm of at most `limit` (0: no limit)."""
+    """Return the factor, a 0-d tensor, that brings gradients to a global norm of at most `limit` (0: no limit)."""
     return (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(grad_norm)
 
 
@@ -128,8 +128,8 @@ class Optimizer:
     ) -> None:
         """Update with `factor` times the gradients (clipping and unscaling in one), and empty their list.
 
-        If `skip` is 1, nothing changes. Both are () on the device of the gradients: the fused kernel reads them there,
-        so the host need not wait for the norm that they come from. The caller counts the `updates` when it knows.
+        If `skip` is 1, nothing changes. Both are 0-d tensors on the device of the gradients: the fused kernel reads
+        them there, so the host need not wait for the norm that they come from. The caller counts the `updates`.
         """
         if factor is not None and self.float64:  # the kernel would take it as float32
             torch._foreach_mul_(gradients, factor)

@@ -71,11 +71,13 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
                 sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads: partial sums
                 # the norm of the true gradients: the loss scale is divided out again
                 norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
-                factor, lr = clip_factor(norm, config.clip) / scaler.scale, config.learning_rate(step)
+                factor = clip_factor(norm, config.clip) / scaler.scale
+                lr = config.learning_rate(step)
                 optimizer.step(gradients, lr, factor, skip=scaler.overflow(norm))
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
             loss, norm = torch.stack([loss, norm]).tolist()  # only here the host waits for the device
-            optimizer.updates += scaler.accept(norm)  # float16 has skipped a step that overflowed: it changes the scale
+            if scaler.accept(norm):  # float16 may have skipped this step; it adjusts the scale
+                optimizer.updates += 1
             measured.update(loss=loss, grad_norm=norm, lr=lr)
 
         checkpoints.save(step + 1)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import UsageError
-from common.gloo import communication_errors
+from common.errors import UsageError, communication_errors
 from common.parameter import ParameterSpec
 from common.process_groups import Mesh
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from common import collectives
-from common.errors import CommunicationError
+from common.errors import CommunicationError, communication_errors
 from common.experiments import tcp_bytes
-from common.gloo import communication_errors
 from common.link import Link
 from common.process_groups import Degrees, Group, Mesh, build_mesh
 from tests.harness.ranks import run_ranks
