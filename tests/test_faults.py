@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.ranks import ROOT, run_script, torchrun
+from tests.harness.ranks import ROOT, rank_processes, run_script, torchrun
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic --device cpu".split()
 SCRIPT = "step03_zero/train.py"
@@ -38,15 +38,6 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 60):
     while not condition():
         assert process.poll() is None and time.monotonic() < end, "the run ended or did not get there"
         time.sleep(0.05)
-
-
-def rank_processes(launcher: subprocess.Popen) -> dict[int, int]:
-    """Process number of every rank, by rank."""
-    found = {}
-    for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-        if rank := re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{number}/environ").read_bytes()):
-            found[int(rank[1])] = int(number)
-    return found
 
 
 def curve(folder: Path) -> list[tuple]:

@@ -17,6 +17,7 @@ import atexit
 import math
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -85,7 +86,7 @@ def run_command(
     `env` is added to the variables of this process. After `timeout` seconds the command and everything that it started
     are killed, and CommandTimeout is raised.
     """
-    mark = "STARTED_BY_TEST", str(uuid.uuid4())
+    mark = new_mark()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}) | dict([mark])
     files = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [str(each) for each in args]
@@ -93,11 +94,11 @@ def run_command(
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        _kill(process, mark)
+        kill(process, mark)
         stdout, stderr = process.communicate()
         raise CommandTimeout(f"after {timeout:g} s: {' '.join(command)}\n{stdout}\n--- stderr:\n{stderr}") from None
     finally:
-        _kill(process, mark)
+        kill(process, mark)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
@@ -126,6 +127,15 @@ def torchrun(nproc: int, script: str | Path, *flags, **options) -> subprocess.Co
     """torchrun with this Python, `nproc` ranks and a free port. `options` are those of `run_command`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", nproc]
     return run_command([*launcher, script, *flags], **options)
+
+
+def rank_processes(launcher: subprocess.Popen) -> dict[int, int]:
+    """Process number of every rank that a torchrun has started and that still runs, by rank."""
+    found = {}
+    for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        if rank := re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{number}/environ").read_bytes()):
+            found[int(rank[1])] = int(number)
+    return found
 
 
 def stop_fork_server() -> None:
@@ -213,7 +223,14 @@ def _describe(rank: int, report: dict) -> str:
     return "\n".join(part.rstrip() for part in parts if part)
 
 
-def _kill(process: subprocess.Popen, mark: tuple[str, str]) -> None:
+def new_mark() -> tuple[str, str]:
+    """An environment variable, name and value, for a command and what it starts. A command within inherits both marks,
+    so whoever kills the outer one also kills the inner one.
+    """
+    return f"STARTED_BY_TEST_{uuid.uuid4().hex}", "1"
+
+
+def kill(process: subprocess.Popen, mark: tuple[str, str]) -> None:
     """Kill a command and what it started: its group, and every process with `mark` in its environment.
 
     torchrun gives each rank a session of its own, out of reach for the first; the second needs /proc.

@@ -37,11 +37,11 @@ def test_failed_ranks_are_reported_and_ended(what, said):
 
 
 def test_nothing_stays_behind(tmp_path):
-    """Neither of a command that takes too long, whose child has a session of its own, nor of a killed test process."""
+    """Neither of a command that takes too long, and runs one in a session of its own, nor of a killed test process."""
     mark = {"LEFT_BY": str(tmp_path)}
-    loop = "[sys.executable, '-c', 'while True: pass'], start_new_session=True"
+    loop = "from tests.harness.ranks import *; run_command([sys.executable, '-c', 'while True: pass'])"
     with pytest.raises(CommandTimeout, match="after 2 s"):
-        run_command([sys.executable, "-c", f"import subprocess, sys; subprocess.run({loop})"], timeout=2, env=mark)
+        run_command([sys.executable, "-c", loop], timeout=2, env=mark)
     code = "from tests.harness.test_harness import *; run_ranks(2, ranks_do, 'hang')"
     owner = subprocess.Popen([sys.executable, "-c", code], env=os.environ | mark, cwd=ROOT)
     wait_until_left(4, tmp_path)  # the owner, its fork server, two ranks

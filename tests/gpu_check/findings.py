@@ -1,0 +1,94 @@
+"""What the parts of the check find out, and the report that is made of it."""
+
+import importlib
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+NOT_ON_CPU = "not measured on the CPU"
+
+
+@dataclass
+class Findings:
+    """What one part has found so far. Its file is up to date after every line, so a part that is killed loses nothing.
+
+    folder: of this part alone, for its runs and its file, findings.json.
+    quick: as small and short as possible: does everything work?
+    lines: what was found, in order; `passed` is None where there is nothing to pass.
+    """
+
+    folder: Path
+    device: torch.device
+    quick: bool
+    lines: list[dict] = field(default_factory=list)
+
+    def check(self, what: str, passed: bool | None, value: object = "") -> None:
+        """Add something that must be true."""
+        self.lines.append({"what": what, "value": value, "passed": passed})
+        print(f"{MARKS[passed]}{what}: {value}", flush=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "findings.json").write_text(json.dumps(self.lines))
+
+    def note(self, what: str, value: object) -> None:
+        """Add a figure or, as a list of rows of which the first is the header, a table."""
+        self.check(what, None, value)
+
+
+MARKS = {None: "", True: "passed: ", False: "**failed**: "}
+
+
+def facts(device: torch.device) -> dict[str, str]:
+    """Return when, where and with what the check runs, by name."""
+    result = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "device": "CPU"}
+    result["command"] = " ".join(["python -m tests.gpu_check", *sys.argv[1:]])
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        result["device"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        result["driver"] = nvidia_smi("--query-gpu=driver_version").partition("\n")[0] or "unknown"
+        result |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    result |= {"torch": torch.__version__, "Python": platform.python_version()}
+    try:
+        return result | {"triton": importlib.import_module("triton").__version__}
+    except ImportError:
+        return result | {"triton": "not installed"}
+
+
+def nvidia_smi(query: str) -> str:
+    """Return what nvidia-smi answers, and an empty string where it is missing."""
+    try:
+        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def write_report(out: Path, about: dict[str, str], parts: list[dict]) -> None:
+    """Write OUT/gpu.json and the same as a text, OUT/gpu.md.
+
+    A part has a name, whether it passed, its seconds, its lines and, if it failed, what it printed last.
+    """
+    (out / "gpu.json").write_text(json.dumps({"about": about, "parts": parts}, indent=1) + "\n")
+    summary = [["part", "", "seconds"]]
+    summary += [[part["part"], MARKS[part["passed"]].rstrip(": "), f"{part['seconds']:.0f}"] for part in parts]
+    text = ["# What one GPU shows", "", *(f"- {name}: {value}" for name, value in about.items()), *_table(summary)]
+    for part in parts:
+        text += ["", f"## {part['part']}", ""]
+        for line in part["lines"]:
+            what = f"- {MARKS[line['passed']]}{line['what']}"
+            rows = isinstance(line["value"], list)
+            text += [f"{what}:", *_table(line["value"])] if rows else [f"{what}: {line['value']}".rstrip(": ")]
+        if part["printed"]:
+            text += ["", "What it printed last:", "", "```", part["printed"].replace("```", "'''"), "```"]
+    (out / "gpu.md").write_text("\n".join(text) + "\n")
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    header, *rows = ([cell.replace("|", "/") for cell in row] for row in rows)
+    return ["", *("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)), ""]

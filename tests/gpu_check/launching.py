@@ -1,0 +1,114 @@
+"""Several real ranks on one GPU: NCCL takes them for those of several hosts. And one rank, in this process."""
+
+import importlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common.command_line import STEP_NAMES, parse
+from common.process_groups import Degrees, build_mesh, init_distributed
+from tests.gpu_check.findings import Findings
+from tests.harness.ranks import ROOT, kill, new_mark, rank_processes
+
+# NCCL over the loopback interface, with few of the SMs that the ranks share
+ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4", "OMP_NUM_THREADS": "1"}
+
+
+class Agents:
+    """A command on several ranks of the one GPU, in the background; use it in `with`, which leaves nothing behind.
+
+    NCCL refuses two ranks on one device of one host, and believes what NCCL_HOSTID says of the host. So each rank is a
+    host of its own, with a torchrun of its own. With `together`, one torchrun starts them all, and they share the GPU
+    through gloo. With `restarts`, the torchruns tell each other of a failure (c10d); else none knows of the others.
+    """
+
+    def __init__(self, found: Findings, name: str, command: list, ranks: int = 2, together=False, restarts: int = 0):
+        hosts, self.mark, self.processes = 1 if together else ranks, new_mark(), []
+        self.logs = [found.folder / f"{name}-{host}.log" for host in range(hosts)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        meeting = ["--master_addr", "127.0.0.1", "--master_port", port]
+        if restarts:
+            meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
+        found.folder.mkdir(parents=True, exist_ok=True)
+        for host, log in enumerate(self.logs):
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts, *meeting]
+            launcher += ["--nproc_per_node", ranks // hosts, "--max_restarts", restarts]
+            launcher += [] if restarts else ["--node_rank", host]
+            environment = os.environ | ENVIRONMENT | ({} if together else {"NCCL_HOSTID": f"host-{host}"})
+            with open(log, "w") as output:
+                io = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+                io |= {"cwd": ROOT, "env": environment | dict([self.mark]), "start_new_session": True}
+                self.processes.append(subprocess.Popen([str(each) for each in [*launcher, *command]], **io))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            kill(process, self.mark)
+
+    def ranks(self) -> dict[int, int]:
+        """Return the process number of every rank that runs now, by rank."""
+        return {rank: number for process in self.processes for rank, number in rank_processes(process).items()}
+
+    def statuses(self, seconds: float) -> list[int | None]:
+        """Wait at most so long for the end of every torchrun. Returns their statuses, None of one that still runs."""
+        wait_for(lambda: all(process.poll() is not None for process in self.processes), seconds)
+        return [process.poll() for process in self.processes]
+
+    def log(self) -> str:
+        """Return what all ranks and their launchers have printed."""
+        return "\n".join(log.read_text(errors="replace") for log in self.logs)
+
+    def exit_codes(self) -> str:
+        """Return how ranks ended that did not end well, in the launchers' words: -9 for SIGKILL and so on."""
+        return ", ".join(re.findall(r"exitcode +: (-?\d+)", self.log()))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
+    """Wait until `condition()` holds. Returns how many seconds that took, None if it does not hold by then."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > seconds:
+            return None
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def run_on_ranks(
+    found: Findings, name: str, command: list, ranks: int, seconds: float, together: bool = False
+) -> tuple[list[int | None], str]:
+    """Run a command on several ranks of the one GPU to its end. Returns the statuses, and the last errors printed."""
+    with Agents(found, name, command, ranks, together) as agents:
+        statuses = agents.statuses(seconds)
+        return statuses, " / ".join(line.strip() for line in agents.log().splitlines() if "rror" in line)[-600:]
+
+
+def train_alone(found: Findings, name: str, step: int, flags: str, device: str = "", change=lambda _: None) -> list:
+    """Train in this process, a world of one rank, into a folder of that name. Returns the lines of its metrics.jsonl.
+
+    `change(config)` may set what no flag can.
+    """
+    config = parse(
+        step, [*flags.split(), "--device", device or found.device.type, "--run-dir", str(found.folder / name)]
+    )
+    change(config)
+    config.resolve_and_check(1)
+    mesh = build_mesh(Degrees.of(config), init_distributed(config.device), config.model_config.kv_heads)
+    importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh)
+    return steps_of(found.folder / name)
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """Return the steps that a run has recorded so far."""
+    path = Path(run_dir, "metrics.jsonl")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,133 @@
+"""The parts of tests/gpu_check work, as far as a CPU can tell; ranks are forked instead of started by torchrun."""
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+import torch
+
+from tests.gpu_check import __main__ as command
+from tests.gpu_check import faults, launching, one_gpu, parity, speed
+from tests.gpu_check.findings import Findings
+from tests.harness.ranks import CommandTimeout, run_script
+
+KERNELS = [  # as Kineto tells of them, in microseconds of its own clock
+    {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1000, "dur": 40},
+    {"ph": "X", "cat": "kernel", "name": "norm|x", "ts": 1050, "dur": 10},
+    {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1060, "dur": 40},
+]
+
+
+def forked(found, name, command, ranks, seconds, together=False):
+    """What `run_on_ranks` does, without torchrun."""
+    done = run_script(*command, ranks=ranks, timeout=seconds)
+    return [done.returncode], done.stderr
+
+
+@pytest.fixture
+def found(tmp_path, monkeypatch) -> Findings:
+    monkeypatch.setattr(launching, "run_on_ranks", forked)
+    return Findings(tmp_path / "part", torch.device("cpu"), quick=True)
+
+
+# `shared_gpu` differs from `nccl` in how ranks are launched, and `faults` kills what has been launched
+IN_THIS_PROCESS = [part for part in command.PARTS if part not in (parity.shared_gpu, faults.faults)]
+
+
+@pytest.mark.parametrize("part", IN_THIS_PROCESS, ids=lambda part: part.__name__)
+def test_parts_pass_on_the_cpu(part, found, monkeypatch):
+    monkeypatch.setattr(one_gpu, "run_command", lambda *_, **__: subprocess.CompletedProcess([], 0, "1 skipped", ""))
+    part(found)
+    assert any(line["passed"] for line in found.lines)
+    assert all(line["passed"] is not False for line in found.lines), found.lines
+
+
+RANK = """
+import os, pathlib, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+folder.mkdir(exist_ok=True)
+(folder / rank).write_text(f"{os.getpid()} {os.environ['NCCL_HOSTID']}")
+if rank == "0":
+    while not (folder / "1").exists():
+        time.sleep(0.01)
+    (folder / "metrics.jsonl").write_text("{}\\n" * 5)
+    while pathlib.Path("/proc", (folder / "1").read_text().split()[0]).exists():
+        time.sleep(0.01)
+    sys.exit(1)
+time.sleep(60)
+"""
+
+
+def test_a_lost_rank_under_real_launchers(found, tmp_path, monkeypatch):
+    """The ranks are only played: rank 0 waits for the end of rank 1."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    monkeypatch.setattr(faults, "training", lambda found, name, flags: [script, found.folder / name])
+    faults.lose_a_rank(found, signal.SIGKILL, timeout=20)
+    assert [line["passed"] for line in found.lines] == [True, True, None], found.lines
+    assert found.lines[-1]["value"] == "1, -9"
+    hosts = {(found.folder / "SIGKILL" / rank).read_text().split()[1] for rank in "01"}
+    assert len(hosts) == 2, "NCCL takes the ranks for those of two hosts"
+
+
+def test_a_layout_that_fails_does_not_stop_the_others(found, monkeypatch):
+    """The first one gives another curve, and the second ends its processes."""
+    left = []
+
+    def broken(found, name, command, ranks, seconds, together):
+        left.append(command[-3:])
+        answer = forked(found, name, command, ranks, seconds)
+        if len(left) > 1:
+            return answer
+        (found.folder / "5.done").unlink()
+        (found.folder / "6.done").unlink()
+        curve = found.folder / "4" / "metrics.jsonl"
+        curve.write_text(re.sub(r'("loss": \d\.\d{8})\d', r"\g<1>", curve.read_text()))
+        return [1], "error: what it said"
+
+    monkeypatch.setattr(launching, "run_on_ranks", broken)
+    parity.check_layouts(found, [4, 5, 6], "gloo")
+    assert left == [[4, 5, 6], [found.folder, "cpu", 6]]
+    assert [line["passed"] for line in found.lines] == [False, False, True, True], found.lines
+    assert "what it said" in found.lines[1]["value"]
+
+
+def test_figures_of_kernels():
+    assert speed.kernel_rows(KERNELS) == [("gemm", "2", "0.08", "88.9%"), ("norm|x", "1", "0.01", "11.1%")]
+    spans = [("step 4", "step", 0, 110), ("forward", "phase", 10, 40), ("backward", "phase", 50, 60)]
+    spans = [{"name": name, "cat": kind, "ts": start, "dur": length} for name, kind, start, length in spans]
+    rows, ratio = speed.compare_clocks(spans, KERNELS)
+    assert rows == [("forward", "0.04", "0.04", "1.000"), ("backward", "0.06", "0.05", "0.833")] and ratio == 1.1
+
+
+def test_one_part_after_the_other(tmp_path, monkeypatch, capsys):
+    """One passes, one fails, one takes too long: all are in the report, with what they had found."""
+    ends = {"nccl": 0, "speed": 1, "starts": CommandTimeout("after 300 s: it hangs")}
+
+    def run(arguments, timeout):
+        name = arguments[arguments.index("--only") + 1]
+        part = Findings(tmp_path / name, torch.device("cpu"), True)
+        part.check(f"first of {name}", True, 7)
+        part.note(f"table of {name}", [("a", "b"), ("x|y", "2")])
+        if isinstance(ends[name], Exception):
+            raise ends[name]
+        return subprocess.CompletedProcess(arguments, ends[name], "out", f"Traceback of {name}")
+
+    monkeypatch.setattr(command, "run_command", run)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # `main` changes it
+    assert command.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--only", *ends]) == 1
+    report = (tmp_path / "gpu.md").read_text()
+    assert re.findall(r"\| (\w+) \| (\S+) \| \d+ \|", report) == [
+        ("nccl", "passed"),
+        ("speed", "**failed**"),
+        ("starts", "**failed**"),
+    ]
+    assert all(f"- passed: first of {name}: 7\n" in report for name in ends) and "| x/y | 2 |" in report
+    assert "Traceback of speed" in report and "it hangs" in report and "Traceback of nccl" not in report
+    assert command.main(["--device", "cpu", "--out", str(tmp_path), "--only", "nccl"]) == 0
+    if not torch.cuda.is_available():
+        capsys.readouterr()
+        assert command.main([]) == 0 and capsys.readouterr().out.count("\n") == 1
+    assert sum(command.PARTS.values()) <= 40 * 60
