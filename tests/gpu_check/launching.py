@@ -3,12 +3,14 @@
 import importlib
 import json
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from common.command_line import STEP_NAMES, parse
@@ -31,9 +33,7 @@ class Agents:
     def __init__(self, found: Findings, name: str, command: list, ranks: int = 2, together=False, restarts: int = 0):
         hosts, self.mark, self.processes = 1 if together else ranks, new_mark(), []
         self.logs = [found.folder / f"{name}-{host}.log" for host in range(hosts)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         meeting = ["--master_addr", "127.0.0.1", "--master_port", port]
         if restarts:
             meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
@@ -71,6 +71,15 @@ class Agents:
     def exit_codes(self) -> str:
         """Return how ranks ended that did not end well, in the launchers' words: -9 for SIGKILL and so on."""
         return ", ".join(re.findall(r"exitcode +: (-?\d+)", self.log()))
+
+
+def free_port() -> int:
+    """Return a port below those that Linux gives to connections: none takes it before torchrun listens there."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
