@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,9 @@ def test_interrupt_ends_cleanly(tmp_path, ranks):
 
 def test_plain_python_interrupt():
     command = [sys.executable, "step01_single_gpu/train.py", *SMALL, "--steps", "100000"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests themselves run in the background
+    process = subprocess.Popen(command, cwd=ROOT, **pipes, preexec_fn=hears)
     process.stdout.readline()  # the first progress line: training has begun
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple) -
     """One rank, in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
 
     def done() -> None:
         if rank == 0:
@@ -63,6 +65,12 @@ def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple) -
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # not the regular exit: gloo's threads may still be releasing tensors, which aborts the process then
+
+
+def _end_with(parent) -> None:
+    """End this process when the one that started the ranks has ended, even if it was killed."""
+    parent.join()
+    os._exit(1)
 
 
 def train_quietly(train: Callable, **flags) -> None:

@@ -1,5 +1,6 @@
 """`python -m stepNN_name.experiments`: runs the experiments of a step."""
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,10 @@ def run_experiments(step: str, description: str, experiments: list[Callable], ar
     for number, name in enumerate(names, 1):
         print(f"\n==== {number} of {len(names)}, {name}: {by_name[name].__doc__.splitlines()[0]}", flush=True)
         start = time.perf_counter()
-        by_name[name](options.quick)
+        try:
+            by_name[name](options.quick)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
         print(f"  ({time.perf_counter() - start:.0f} s)", flush=True)
     return 0

@@ -89,6 +89,8 @@ def test_command(tmp_path, capsys):
         ("--schedule gpipe", "--schedule gpipe is unknown"),
         ("--costs X=1", "'X' is none of F, I, W, B, FB, communication"),
         ("--costs F", "'F' is not NAME=NUMBER"),
+        ("--costs F=inf", "a cost may be at most 1,000 times"),
+        ("--costs communication=1e9", "a cost may be at most 1,000 times"),
         (f"--out {tmp_path}/no/picture.png", "cannot draw"),
     ):
         assert main(flags.split()) == 2
