@@ -77,23 +77,6 @@ def run_cases(world: int, step: int, cases: list[str], mutants: list[str | None]
     return [assemble(list(parts)) for parts in zip(*ranks, strict=True)]
 
 
-def train_all(step: int, cases: list[str]) -> list[list[tuple]]:
-    """Every case in turn on this rank, each with flags of its own for everything."""
-    return [train_here(step, flags) for flags in cases]
-
-
-def together(run_dir: Path, boxes: list[list[tuple]]) -> Result:
-    """The record in a run's folder, and what its ranks own put together."""
-    return assemble([{"curve": [] if rank else curve_of(run_dir), "boxes": part} for rank, part in enumerate(boxes)])
-
-
-def run_in_folders(world: int, step: int, cases: dict[Path, str]) -> list[Result]:
-    """Several trainings in one world, each with its --run-dir, which stays."""
-    flags = [f"{each} --run-dir {folder}" for folder, each in cases.items()]
-    ranks = run_ranks(world, train_all, step, flags) if world > 1 else [train_all(step, flags)]
-    return [together(folder, list(parts)) for folder, parts in zip(cases, zip(*ranks, strict=True), strict=True)]
-
-
 def assemble(parts: list[dict]) -> Result:
     """What all ranks know, as the result of the whole run. Every element must be owned by exactly one rank."""
     whole, owners = {}, {}

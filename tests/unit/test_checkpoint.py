@@ -4,7 +4,6 @@ import json
 import math
 import resource
 import shutil
-import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
 from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
-from tests.harness.ranks import run_command, run_ranks
+from tests.harness.ranks import run_ranks
 
 SHAPES = {"parameter/weight": (7, 5), "exp_avg/gain": (6,), "exp_avg_sq/cube": (3, 2, 4), "parameter/scalar": ()}
 
@@ -131,11 +130,6 @@ def test_what_does_not_fit(run_dir, mesh):
     assert "exp_avg/gain has shape (6,) there and (5,)" in error_of(checkpoint.load, folder, [shorter], mesh)
     half = checkpoint.save(run_dir, 30, hold(0, 2), {}, mesh)
     assert "holds only a part of parameter/weight" in error_of(checkpoint.load, half, hold(), mesh)
-
-
-def test_the_library_is_imported_late():
-    code = "import common.checkpoints.checkpoint, sys; sys.exit('torch.distributed.checkpoint' in sys.modules)"
-    assert run_command([sys.executable, "-c", code]).returncode == 0
 
 
 def test_no_writer_opens_a_cuda_context(run_dir, mesh, monkeypatch):
