@@ -13,8 +13,9 @@ from tests.harness.ranks import stop_fork_server
 torch.set_num_threads(1)  # two tests run side by side
 
 
-# The longest first, so that no worker is left alone with one at the end of `make test`
-LONGEST = ("test_faults", "test_readme", "parity", "resume", "test_flags", "mutants", "mechanisms")
+# The longest first, so that no worker is left alone with one at the end of `make test`. Beside the fault tests, which
+# often wait, go those that need both cores
+LONGEST = ("test_faults", "parity", "test_readme", "resume", "test_flags", "mutants", "mechanisms")
 
 
 def pytest_collection_modifyitems(items):
