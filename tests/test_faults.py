@@ -1,6 +1,5 @@
 """What happens when something goes wrong: a rank dies, a rank stops, Ctrl-C, bad input. Nothing hangs or is lost."""
 
-import json
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.ranks import ROOT, rank_processes, run_script, torchrun
+from tests.harness.ranks import ROOT, rank_processes, run_script, steps_of, torchrun
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic --device cpu".split()
 SCRIPT = "step03_zero/train.py"
@@ -27,12 +26,6 @@ def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> s
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **io)
 
 
-def steps_done(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def wait_for(condition, process: subprocess.Popen, seconds: float = 60):
     """Poll until `condition()` is true; fail if the process ends or the time is over."""
     end = time.monotonic() + seconds
@@ -42,7 +35,7 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 60):
 
 
 def curve(folder: Path) -> list[tuple]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_done(folder)]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in steps_of(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +48,7 @@ def whole(tmp_path_factory) -> list[tuple]:
 
 def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
     process = start(3, tmp_path, *SAVING, "--async-save")
-    wait_for(lambda: len(steps_done(tmp_path)) >= 23, process)
+    wait_for(lambda: len(steps_of(tmp_path)) >= 23, process)
     os.kill(rank_processes(process)[1], signal.SIGKILL)
     assert process.wait(timeout=15) == 1
     log = (tmp_path / "log").read_text()
@@ -90,7 +83,7 @@ def test_torchrun_restarts_what_was_killed(whole, tmp_path):
     wrapper.write_text(DIES_WHILE_IT_SAVES)
     launch = ("--max-restarts", "3", str(wrapper), str(marker), SCRIPT)
     process = start(3, tmp_path, *SAVING, "--keep", "2", "--resume", "auto", launch=launch)
-    wait_for(lambda: marker.exists() and len(steps_done(tmp_path)) >= 33, process)
+    wait_for(lambda: marker.exists() and len(steps_of(tmp_path)) >= 33, process)
     os.kill(rank_processes(process)[0], signal.SIGKILL)
     log = tmp_path / "log"
     assert process.wait(timeout=90) == 0, log.read_text()
@@ -102,7 +95,7 @@ def test_torchrun_restarts_what_was_killed(whole, tmp_path):
 
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
     process = start(4, tmp_path, "--steps", "100000", "--timeout", "5")
-    wait_for(lambda: len(steps_done(tmp_path)) >= 5, process)
+    wait_for(lambda: len(steps_of(tmp_path)) >= 5, process)
     ranks = rank_processes(process)
     os.kill(ranks[1], signal.SIGSTOP)
     try:  # 5 s of timeout, and a busy machine
@@ -115,11 +108,11 @@ def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_interrupt_ends_cleanly(tmp_path, ranks):
     process = start(ranks, tmp_path, "--steps", "100000")
-    wait_for(lambda: len(steps_done(tmp_path)) >= 3, process)
+    wait_for(lambda: len(steps_of(tmp_path)) >= 3, process)
     os.kill(process.pid, signal.SIGINT)
     process.wait(timeout=20)
     log = (tmp_path / "log").read_text()
-    assert "interrupted" in log and 'step03_zero/train.py", line' not in log and steps_done(tmp_path), log
+    assert "interrupted" in log and 'step03_zero/train.py", line' not in log and steps_of(tmp_path), log
 
 
 def test_plain_python_interrupt():

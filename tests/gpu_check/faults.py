@@ -13,8 +13,9 @@ import torch
 from common.checkpoints import files
 from step01_single_gpu.save_resume import Checkpoints
 from tests.gpu_check.findings import NOT_ON_CPU, Findings, nvidia_smi
-from tests.gpu_check.launching import Agents, steps_of, train_alone, wait_for
+from tests.gpu_check.launching import Agents, train_alone, wait_for
 from tests.gpu_check.parity import SMALL, TOLERANCE, difference
+from tests.harness.ranks import steps_of
 
 GRACE = 15.0  # seconds beyond --timeout by which every rank must have ended
 START = 120.0  # seconds by which a run must have taken some steps

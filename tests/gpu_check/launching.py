@@ -1,7 +1,6 @@
 """Several real ranks on one GPU: NCCL takes them for those of several hosts. And one rank, in this process."""
 
 import importlib
-import json
 import os
 import random
 import re
@@ -11,12 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from common.command_line import STEP_NAMES, parse
 from common.process_groups import Degrees, build_mesh, init_distributed
 from tests.gpu_check.findings import Findings
-from tests.harness.ranks import ROOT, kill, new_mark, rank_processes
+from tests.harness.ranks import ROOT, kill, new_mark, rank_processes, steps_of
 
 # NCCL over the loopback interface, with few of the SMs that the ranks share
 ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4", "OMP_NUM_THREADS": "1"}
@@ -114,10 +112,3 @@ def train_alone(found: Findings, name: str, step: int, flags: str, device: str =
     mesh = build_mesh(Degrees.of(config), init_distributed(config.device), config.model_config.kv_heads)
     importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh)
     return steps_of(found.folder / name)
-
-
-def steps_of(run_dir: Path) -> list[dict]:
-    """Return the steps that a run has recorded so far."""
-    path = Path(run_dir, "metrics.jsonl")
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -17,7 +17,8 @@ from common.record.compare import relative_difference
 from step02_data_parallel.collectives_tour import tour
 from tests.gpu_check import launching
 from tests.gpu_check.findings import Findings
-from tests.gpu_check.launching import steps_of, train_alone
+from tests.gpu_check.launching import train_alone
+from tests.harness.ranks import steps_of
 
 TOLERANCE = 1e-10
 TIMEOUT = 60  # seconds for a collective

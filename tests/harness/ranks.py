@@ -14,6 +14,7 @@ the test module: what starts threads (datasets, transformers) is to be imported 
 """
 
 import atexit
+import json
 import math
 import os
 import pickle
@@ -136,6 +137,13 @@ def rank_processes(launcher: subprocess.Popen) -> dict[int, int]:
         if rank := re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{number}/environ").read_bytes()):
             found[int(rank[1])] = int(number)
     return found
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    """Return the steps that a run has recorded so far."""
+    path = Path(run_dir, "metrics.jsonl")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def stop_fork_server() -> None:
