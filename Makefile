@@ -42,8 +42,8 @@ help:
 	@echo 'PY=python          uses an environment of your own and installs nothing; it needs what'
 	@echo '                   pip install -c constraints.txt -e ".[test]" installs, in any version that pyproject.toml allows'
 
-# Two files of tests at a time, in the order of tests/conftest.py
-SIDE_BY_SIDE := -q -n 2 --dist loadfile --no-loadscope-reorder
+# Three files of tests at a time, in the order of tests/conftest.py: some wait, and leave a core to others
+SIDE_BY_SIDE := -q -n 3 --dist loadfile --no-loadscope-reorder
 
 demo: $(READY)
 	$(PY) -m common.experiments.demo

@@ -10,7 +10,7 @@ import torch
 
 from tests.harness.ranks import stop_fork_server
 
-torch.set_num_threads(1)  # two tests run side by side
+torch.set_num_threads(1)  # several tests run side by side
 
 
 # The longest first, so that no worker is left alone with one at the end of `make test`. Beside the fault tests, which
