@@ -26,6 +26,8 @@ ranks_step04 := 2
 flags_step04 := --tp 2
 ranks_step05 := 2
 flags_step05 := --pp 2
+ranks_step06 := 2
+flags_step06 := --cp 2
 
 help:
 	@echo 'make demo      train one run of each step on the default corpus, draw all curves, print the differences'

@@ -26,6 +26,7 @@ ROLES = {
 MOST_PARAMETERS = 10**13  # a larger model is a typing error
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TP_MODES = ("plain", "overlap", "chunked")
+CP_MODES, CP_SPLITS = ("ring", "allgather", "ulysses"), ("zigzag", "contiguous", "striped")
 MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "seed", "save_every", "keep", "zero", "layer_delay")
 NEEDS = {"save_every": "run_dir", "trace": "run_dir", "profile": "trace", "memory_snapshot": "trace"}
 NEEDS |= {"keep": "save_every", "async_save": "save_every"}  # a flag, and another one without which it means nothing
@@ -108,6 +109,10 @@ class TrainConfig:
     virtual_stages: int | None = flag(None, 5, "layout", "stages per pipeline rank (default: as the schedule asks)")
     schedule_file: str | None = flag(None, 5, "layout", "a schedule of your own, a CSV file")
     consecutive: int | None = flag(None, 5, "layout", "--schedule llama3: micro-batches in a row on one stage")
+    cp: int = flag(1, 6, "layout", "context parallelism: ranks that share every sequence")
+    cp_mode: str = flag("ring", 6, "layout", "how attention sees other ranks' keys and values", CP_MODES)
+    cp_split: str = flag("zigzag", 6, "layout", "which tokens of a sequence a rank holds", CP_SPLITS)
+    mask_documents: bool = flag(False, 6, "data", "attention sees no other document of the sequence")
     layer_delay: float = flag(0.0, 5, "logging", "a layer's forward takes at least so many ms, its backward twice that")
 
     @functools.cached_property
@@ -143,6 +148,11 @@ class TrainConfig:
             raise UsageError(f"--trace {self.trace} is not FIRST:LAST, such as 3:5")
         return int(first), int(last)
 
+    @property
+    def rank_seq_len(self) -> int:
+        """Tokens of each sequence that a rank works on; sequence parallelism divides them once more."""
+        return self.seq_len // self.cp
+
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: a linear warm-up, then constant."""
         return self.lr * min(1.0, (step + 1) / max(1, self.warmup))
@@ -160,9 +170,10 @@ class TrainConfig:
         if self.step_name == "step01_single_gpu" and world_size > 1:
             raise UsageError(f"{self.step_name} is one process, not {world_size}; step02_data_parallel takes several")
         if self.dp is None:
-            self.dp = max(1, world_size // (self.tp * self.pp))
-        if self.tp * self.pp * self.dp != world_size:
-            others = "".join(f"--{name} {getattr(self, name)} x " for name in ("tp", "pp") if getattr(self, name) > 1)
+            self.dp = max(1, world_size // (self.tp * self.cp * self.pp))
+        if self.tp * self.cp * self.pp * self.dp != world_size:
+            sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp")}
+            others = "".join(f"--{name} {size} x " for name, size in sizes.items() if size > 1)
             raise UsageError(f"{others}--dp {self.dp} does not equal the world size {world_size}")
         self._check_data_parallel()
         self._check_logging()
@@ -206,8 +217,9 @@ class TrainConfig:
                 raise UsageError(f"--tp {tp} does not divide --{name} {size}")
         if model.kv_heads % tp and tp % model.kv_heads:
             raise UsageError(f"--tp {tp} and --kv-heads {model.kv_heads}: one must divide the other")
-        if self.sequence_parallel and self.seq_len % tp:
-            raise UsageError(f"--tp {tp} does not divide --seq-len {self.seq_len} (or use --no-sequence-parallel)")
+        if self.sequence_parallel and self.rank_seq_len % tp:
+            tokens = f"--seq-len {self.seq_len}" + f" / --cp {self.cp}" * (self.cp > 1)
+            raise UsageError(f"--tp {tp} does not divide {tokens} (or use --no-sequence-parallel)")
         if self.tp_mode == "chunked" and not self.sequence_parallel:
             raise UsageError("--tp-mode chunked splits gathers along the sequence: it needs --sequence-parallel")
 
@@ -215,8 +227,9 @@ class TrainConfig:
         if self.global_batch % (self.micro_batch * self.dp):
             parts = f"--micro-batch {self.micro_batch} x dp {self.dp}"
             raise UsageError(f"--global-batch {self.global_batch} is not divisible by {parts}")
-        if self.dp % self.zero_replicas:
-            raise UsageError(f"--zero-replicas {self.zero_replicas} does not divide dp {self.dp}")
+        if self.dp * self.cp % self.zero_replicas:
+            ranks = f"dp {self.dp}" + f" x cp {self.cp}" * (self.cp > 1)
+            raise UsageError(f"--zero-replicas {self.zero_replicas} does not divide {ranks}")
         if not self.zero and self.zero_replicas > 1:
             raise UsageError(f"--zero-replicas {self.zero_replicas} needs --zero 1, 2 or 3")
         if self.zero and self.dp_mode != "bucket":

@@ -99,12 +99,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_width, config.hidden, bias=False)
 
-    def forward(self, x, rope):  # (batch, seq, hidden) -> (batch, seq, hidden)
+    def forward(self, x, rope, *mask):  # (batch, seq, hidden) -> (batch, seq, hidden)
         def split(y):  # (batch, seq, heads * d) -> (batch, heads, seq, d)
             return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
         q, k, v = map(split, self.apply_linears(x, (self.q_proj, self.k_proj, self.v_proj)))
-        out = self.core(rotate(q, *rope), rotate(k, *rope), v)  # (batch, heads, seq, d)
+        out = self.core(rotate(q, *rope), rotate(k, *rope), v, *mask)  # (batch, heads, seq, d)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
@@ -133,11 +133,11 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
-    def forward(self, x, rope):  # (batch, seq, hidden) -> (batch, seq, hidden)
-        return self.compute(x, *rope)
+    def forward(self, x, rope, *mask):  # (batch, seq, hidden) -> (batch, seq, hidden)
+        return self.compute(x, *rope, *mask)
 
-    def compute(self, x, cos, sin):
-        x = x + self.attention(self.attention_norm(x), (cos, sin))
+    def compute(self, x, cos, sin, *mask):
+        x = x + self.attention(self.attention_norm(x), (cos, sin), *mask)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -170,15 +170,18 @@ class Decoder(nn.Module):
         if config.tie_embeddings and self.has_head:
             self.head.weight.spec.name = "embedding.weight"  # even if these layers do not include the embedding
 
-    def forward(self, x, positions=None):
-        """`positions` (seq,) are those of the tokens in their sequence, by default 0, 1, 2, ..."""
+    def forward(self, x, positions=None, *mask):
+        """`positions` (seq,) are those of the tokens in their sequence, by default 0, 1, 2, ...
+
+        What `mask` holds is handed to the attention's core. The cores of this file take none.
+        """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         if self.has_embedding:
             x = self.embedding(x)  # (batch, seq, hidden)
         rope = rope_tables(self.config, positions, x.dtype)
         for layer in self.layers.values():
-            x = layer(x, rope)
+            x = layer(x, rope, *mask)
         return self.head(self.norm(x)) if self.has_head else x
 
 

@@ -48,8 +48,8 @@ class Degrees:
     @classmethod
     def of(cls, config: TrainConfig) -> "Degrees":
         """Return the degrees of a checked configuration. Without ZeRO every data-parallel rank holds a copy."""
-        replicas = config.zero_replicas if config.zero else config.dp
-        return cls(tp=config.tp, pp=config.pp, dp=config.dp, zero_replicas=replicas)
+        replicas = config.zero_replicas if config.zero else config.dp * config.cp
+        return cls(tp=config.tp, cp=config.cp, pp=config.pp, dp=config.dp, zero_replicas=replicas)
 
     @property
     def world(self) -> int:

@@ -49,9 +49,9 @@ class Pipeline:
         # The last B or W of each chunk: after it the chunk's gradients are complete
         self.last_actions = {action.chunk: action for action in schedule.actions[self.rank] if action.kind in "BW"}
         split = config.tp if config.sequence_parallel else 1
-        self.shape = config.micro_batch, config.seq_len // split, config.model_config.hidden  # of every message
-        # Of the whole sequence; with sequence parallelism, a later stage's input holds only a part of it
-        self.positions = torch.arange(config.seq_len, device=mesh.device)
+        self.shape = config.micro_batch, config.rank_seq_len // split, config.model_config.hidden  # of every message
+        # With sequence parallelism, a later stage's input holds fewer tokens than these
+        self.positions = torch.arange(config.rank_seq_len, device=mesh.device)
         self.peak_in_flight = 0  # the most (chunk, micro-batch) pairs between F and B (or I) in the last step
 
     def run(
@@ -60,7 +60,8 @@ class Pipeline:
         """Run forward and backward of all micro-batches of a step.
 
         Args:
-            micro_batch: index -> (tokens, targets), each (micro_batch, seq_len).
+            micro_batch: index -> (tokens, targets), each (micro_batch, seq_len), and perhaps what every stage's forward
+                takes after its input: positions (by default 0, 1, 2, ...) and mask.
             target_tokens: of the whole global batch, since every loss is a share of its mean.
             scale: a factor for the losses before the backward, see `LossScaler`.
 
@@ -112,15 +113,13 @@ class Pipeline:
                 time.sleep(max(0.0, start + least - time.perf_counter()))
 
     def _forward(self, action: Action, stage_input: torch.Tensor | None) -> None:
-        if stage_input is None:
-            x, _ = self.micro_batch(action.micro_batch)
-        else:
+        x, targets, *context = self.micro_batch(action.micro_batch)
+        if stage_input is not None:
             x = stage_input.detach().requires_grad_()  # the graph of this stage begins here
-        y = self.stages[action.chunk](x, self.positions)
+        y = self.stages[action.chunk](x, *(context or [self.positions]))
         if self.stage_numbers[action.chunk] < self.schedule.stages - 1:
             self.outputs[self.schedule.output_of(self.rank, action)] = y.detach()
         else:
-            _, targets = self.micro_batch(action.micro_batch)
             total = vocab_parallel_cross_entropy_sum(y, targets, self.config.model_config.vocab, self.mesh.tp)
             share = total / self.target_tokens
             self.loss += share.detach()

@@ -29,7 +29,7 @@ from tests.harness.ranks import ROOT, run_ranks
 BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"
 BASE += " --global-batch 8 --micro-batch 2 --steps 2 --warmup 2 --dtype float64 --no-tie-embeddings"
 STEPS = range(1, len(list(ROOT.glob("step*/train.py"))) + 1)
-TP, PP, ZERO = "--tp 2", "--pp 2", "--zero 2"
+TP, PP, CP, ZERO = "--tp 2", "--pp 2", "--cp 2", "--zero 2"
 # flag: (what a run without it is given besides BASE, the flag). `{folder}` is the run's own folder.
 CHANGES = {
     "model": ("", "--model llama3-1b"),
@@ -81,6 +81,10 @@ CHANGES = {
     "schedule_file": (PP, f"--schedule-file {next(ROOT.glob('step05*/**/*.csv'))}"),
     "consecutive": (f"{PP} --layers 4 --schedule llama3", "--consecutive 4"),
     "layer_delay": (PP, "--layer-delay 20"),
+    "cp": ("", CP),
+    "cp_mode": (CP, "--cp-mode allgather"),
+    "cp_split": (CP, "--cp-split contiguous"),
+    "mask_documents": ("--seq-len 20", "--mask-documents"),
 }
 # Carried out before train() is called; tests/test_faults.py and tests/unit/test_process_groups.py see their effect.
 AT_THE_START = {"device", "timeout", "memory_snapshot"}

@@ -11,7 +11,9 @@ from tests.harness.ranks import ROOT
 STEPS = sorted(path.parent.name for path in ROOT.glob("step*/train.py"))
 FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT / folder).rglob("*.py"))
 COMMANDS = {"common.compare", "common.tracer", "common.export"}  # what a user starts with python -m
-LOOKS = {f"common.experiments.{name}" for name in ("figures", "tables", "curves")}  # of whatever is printed or drawn
+LOOKS = {
+    f"common.experiments.{name}" for name in ("figures", "tables", "curves", "timelines")
+}  # of whatever is printed or drawn
 COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "process_groups", "launch")}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
 

@@ -1,6 +1,7 @@
 """The batches of a run as a pure function of (seed, step): resuming at step k needs only k, and no state is saved."""
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -48,16 +49,20 @@ class Batches:
         rows = np.stack([self._sample(step * self.global_batch + first + row) for row in range(micro_batch)])
         if rows.max() >= self.corpus.vocab:  # the embedding would fail without a clear word, or not at all
             raise ValueError(f"--data {self.corpus.name}: token {rows.max()} of a vocabulary of {self.corpus.vocab}")
-        tensors = [torch.from_numpy(part.astype(np.int64, order="C")) for part in (rows[:, :-1], rows[:, 1:])]
-        if torch.device(device).type == "cuda":
-            tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
-        return tuple(tensors)
+        return to_device([torch.from_numpy(part.astype(np.int64)) for part in (rows[:, :-1], rows[:, 1:])], device)
 
     def _sample(self, position: int) -> np.ndarray:
         """The tokens at a position of the endless sequence: (seq_len + 1,)."""
         epoch, place = divmod(position, self.samples)
         start = epoch_order(self.seed, epoch, self.samples)[place] * self.seq_len
         return self.corpus.tokens[start : start + self.seq_len + 1]
+
+
+def to_device(tensors: Iterable[torch.Tensor], device) -> tuple[torch.Tensor, ...]:
+    """Copy tensors from the CPU to a device, without a wait if that is a GPU."""
+    if torch.device(device).type == "cuda":
+        tensors = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    return tuple(tensors)
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch
@@ -77,4 +82,6 @@ def load_batches(config: TrainConfig, mesh: Mesh) -> Batches:
     on_all_ranks(mesh, lambda: corpora.append(load_corpus(config.data, config.tokenizer, needed)))
     if corpora[0].vocab > config.model_config.vocab:
         raise UsageError(f"--vocab {config.model_config.vocab} is below the {corpora[0].vocab} ids of the tokenizer")
+    if config.mask_documents and corpora[0].end is None:
+        raise UsageError(f"--mask-documents: --tokenizer {config.tokenizer} has no token that ends a document")
     return Batches(corpora[0], config.seq_len, config.global_batch, config.seed)

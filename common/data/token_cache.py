@@ -24,12 +24,14 @@ class Corpus(NamedTuple):
     tokens: one-dimensional, uint16 or uint32, usually a read-only memory map.
     sha256: of its documents in UTF-8, one after the other: for a single text file, what `sha256sum` prints.
     vocab: number of ids that the tokenizer can give; every token is below it.
+    end: the id that ends a document, None if the tokenizer has none.
     """
 
     name: str
     tokens: np.ndarray
     sha256: str
     vocab: int
+    end: int | None
 
 
 def load_corpus(data: str | None, tokenizer: str | None, needed_tokens: int) -> Corpus:
@@ -81,7 +83,8 @@ def _make(stem: str, source: Source, tokenizer: str | None) -> Corpus:
             sha256.update(text.encode())
     if not count:
         raise UsageError(f"--data {source.name} holds no text")
-    Path(f"{stem}.json").write_text(json.dumps({"name": source.name, "sha256": sha256.hexdigest(), "vocab": vocab}))
+    facts = {"name": source.name, "sha256": sha256.hexdigest(), "vocab": vocab, "end": end}
+    Path(f"{stem}.json").write_text(json.dumps(facts))
     np.save(f"{stem}.tmp.npy", np.concatenate(parts))
     os.replace(f"{stem}.tmp.npy", f"{stem}.npy")
     return _open(stem)
@@ -101,4 +104,4 @@ def synthetic(needed_tokens: int, document: int = 96) -> Corpus:
     tokens = np.zeros((documents, document), np.uint16)
     for place in range(document - 1):
         tokens[:, place] = successors[tokens[:, place - 1], random.randint(8, size=documents)]
-    return Corpus("synthetic", tokens.reshape(-1), hashlib.sha256(tokens.astype("<u2")).hexdigest(), 256)
+    return Corpus("synthetic", tokens.reshape(-1), hashlib.sha256(tokens.astype("<u2")).hexdigest(), 256, 0)

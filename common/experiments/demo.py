@@ -27,6 +27,7 @@ RUNS = [
     ("step03-zero-3", "step03_zero", 2, "--zero 3"),
     ("step04-tp2", "step04_tensor_parallel", 2, "--tp 2"),
     ("step05-pp2", "step05_pipeline", 2, "--pp 2"),
+    ("step06-cp2-tp2-pp2", "step06_context_parallel", 8, "--cp 2 --tp 2 --pp 2"),
 ]
 MORE_RUNS = [
     ("step02-naive", "step02_data_parallel", 2, "--dp-mode naive"),

@@ -14,9 +14,9 @@ from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
 from common.experiments.figures import figure_path, new_figure, save_figure
 from common.experiments.tables import compared, print_table
+from common.experiments.timelines import draw_timelines
 from common.presets import PRESETS
 from common.tracing.report import print_report, read_trace
-from common.tracing.timeline_picture import draw_timelines
 from step01_single_gpu.experiments.tools import MODES, Run, train_in
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model.gpt import GptShape

@@ -10,9 +10,9 @@ from common.experiments.figures import COLOURS, figure_path, new_figure, save_fi
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
 from common.experiments.tables import print_comparison
+from common.experiments.timelines import draw_timelines
 from common.experiments.traces import computation, quiet_step, quietest
 from common.tracing.report import Trace, read_trace
-from common.tracing.timeline_picture import draw_timelines
 from step02_data_parallel.experiments import predictions
 from step02_data_parallel.experiments.numbers import MODES, gradient_calls
 from step02_data_parallel.train import train

@@ -10,11 +10,11 @@ from common.experiments.figures import COLOURS, figure_path, new_figure, save_fi
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
 from common.experiments.tables import print_comparison, print_table
+from common.experiments.timelines import draw_timelines
 from common.experiments.traces import computation, quietest
 from common.model import Decoder
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
-from common.tracing.timeline_picture import draw_timelines
 from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, H100_TFLOPS, tokens_to_hide
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import prefetching, regions_of

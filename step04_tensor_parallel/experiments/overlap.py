@@ -14,10 +14,10 @@ from common.experiments.figures import figure_path
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
 from common.experiments.tables import print_comparison, print_table
+from common.experiments.timelines import draw_timelines
 from common.experiments.traces import quietest
 from common.process_groups import Group, Mesh
 from common.tracing.chrome_trace import Trace, read_trace
-from common.tracing.timeline_picture import draw_timelines
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import WAYS, way_of
 from step04_tensor_parallel.train import train

@@ -200,7 +200,7 @@ def test_one_process_tokenises_others_wait_and_the_next_takes_over_from_a_killed
 
 def numbered(samples: int, seq_len: int = 4) -> Corpus:
     """A corpus whose token i is i, and three tokens that are not enough for another sample."""
-    return Corpus("numbered", np.arange(samples * seq_len + 4, dtype=np.uint32), "", samples * seq_len + 4)
+    return Corpus("numbered", np.arange(samples * seq_len + 4, dtype=np.uint32), "", samples * seq_len + 4, None)
 
 
 def sample_ids(batches: Batches, step: int) -> list[int]:

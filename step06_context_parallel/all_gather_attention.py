@@ -1,0 +1,63 @@
+"""All-gather attention: every rank fetches the keys and values of all ranks at once (Llama 3, arXiv:2407.21783, section
+3.3.2).
+
+It is simpler than the ring, and cheap where several query heads share one key/value head. But all keys and values are
+in memory at once, and only the first block, that of a rank's own, is computed while the others arrive. In the backward
+they are gathered again, and a reduce-scatter sums their gradients.
+
+`ring_attention.py` does the same with messages between neighbours. Compare the two.
+"""
+
+import torch
+from torch import Tensor
+
+from common import collectives
+from common.collectives import Work
+from common.process_groups import Group
+from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
+from step06_context_parallel.layouts import Plan
+
+
+class AllGatherAttention(torch.autograd.Function):
+    """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, fused: bool):
+        k, v = k.contiguous(), v.contiguous()
+        merged = MergedAttention(q, fused)
+        gathered, gathering = start_gather([k, v], cp)
+        for hop in range(cp.size):
+            source = (cp.rank - hop) % cp.size
+            for block in plan.blocks[source]:
+                merged.add(block, *([each[source] for each in gathered] if hop else [k, v]))
+            for work in gathering:
+                work.wait()
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.plan, ctx.cp, ctx.fused = plan, cp, fused
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (q, k, v, out, lse), plan, cp = ctx.saved_tensors, ctx.plan, ctx.cp
+        gradients = AttentionGradients(gradient, q, out, lse, ctx.fused)
+        gathered, gathering = start_gather([k, v], cp)
+        sums = [torch.zeros_like(each, dtype=lse.dtype) for each in gathered]  # (cp, batch, kv_heads, seq/cp, d)
+        for hop in range(cp.size):
+            source = (cp.rank - hop) % cp.size
+            for block in plan.blocks[source]:
+                held = [each[source] for each in gathered] if hop else [k, v]
+                gradients.add(block, *held, *(each[source] for each in sums))
+            for work in gathering:
+                work.wait()
+        home = [torch.empty_like(each, dtype=lse.dtype) for each in (k, v)]
+        for total, parts in zip(home, sums, strict=True):
+            collectives.reduce_scatter(total, parts, cp)
+        return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+
+
+def start_gather(tensors: list[Tensor], cp: Group) -> tuple[list[Tensor], list[Work]]:
+    """Start to gather each tensor (...) of all ranks of the group: (cp, ...)."""
+    gathered = [each.new_empty(cp.size, *each.shape) for each in tensors]
+    works = [collectives.all_gather(*pair, cp, async_op=True) for pair in zip(gathered, tensors, strict=True)]
+    return gathered, works

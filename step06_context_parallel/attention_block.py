@@ -1,0 +1,112 @@
+"""One block of attention, forward and backward, and the sum of several blocks.
+
+Attention over many keys can be computed in blocks of keys. Each block gives its own output and the logarithm of the sum
+of its exponentials, and from these two numbers per query the outputs of several blocks can be combined exactly. This is
+the online softmax of FlashAttention (Dao et al., arXiv:2205.14135, section 3.1), here with each block on another rank.
+
+Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full, or causal with n = m; see `layouts`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from common.model import at_least_float32
+from step06_context_parallel.layouts import Block
+
+_aten = torch.ops.aten
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
+    """Return softmax(q k' / sqrt(d)) v (batch, heads, n, d), and the log-sum-exp of the scores (batch, heads, n).
+
+    The log-sum-exp has at least float32. Where there is a fused kernel, `fused` takes it: no scores are stored.
+    """
+    if not (fused and _has_kernel(q)):
+        scores = _scores(q, k, causal)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ _repeated(v, q), lse
+    if q.is_cuda:
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def attend_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, fused: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this block's part of the gradients of q, k and v.
+
+    `gradient`, `out` and `lse` are those of the attention over *all* keys, not of this block. With them the
+    probabilities of the block come out right: exp(score - lse) is normalised over all keys.
+    """
+    if not (fused and _has_kernel(q)):
+        p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (batch, heads, n, m)
+        dp = (gradient @ _repeated(v, q).transpose(-2, -1)).to(p.dtype)
+        delta = (gradient.to(p.dtype) * out).sum(-1, keepdim=True)  # what the softmax of a whole row subtracts
+        ds = (p * (dp - delta) * q.shape[-1] ** -0.5).to(q.dtype)
+        dq, dk, dv = ds @ _repeated(k, q), ds.transpose(-2, -1) @ q, p.to(q.dtype).transpose(-2, -1) @ gradient
+        return dq, *(each.unflatten(1, (k.shape[1], -1)).sum(2) for each in (dk, dv))
+    if q.is_cuda:
+        none = torch.empty(0, dtype=torch.int64, device=q.device)  # sequences of equal length, and no dropout
+        lengths = None, None, q.shape[2], k.shape[2]
+        return _aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, lse, *lengths, 0.0, causal, none, none
+        )
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, lse, 0.0, causal)
+
+
+def _has_kernel(q: Tensor) -> bool:
+    """CUDA's FlashAttention has neither float32 nor float64, and wants heads of a multiple of 8."""
+    return not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    scores = (q @ _repeated(k, q).transpose(-2, -1)).to(at_least_float32(q.dtype)) * q.shape[-1] ** -0.5
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores  # (batch, heads, n, m)
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """The K/V heads, once for each query head."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+class MergedAttention:
+    """The attention of `q` to all blocks that have been added so far: `out` like q and `lse`, in at least float32."""
+
+    def __init__(self, q: Tensor, fused: bool):
+        self.q, self.fused = q, fused
+        self.out = torch.zeros_like(q, dtype=at_least_float32(q.dtype))
+        self.lse = self.out.new_full(q.shape[:-1], -math.inf)
+
+    def add(self, block: Block, k: Tensor, v: Tensor) -> None:
+        """Add a block. What was there and what is new are weighted by their shares of the sum of exponentials."""
+        out, lse = attend(block.rows_of(self.q), block.columns_of(k), block.columns_of(v), block.causal, self.fused)
+        merged, before = block.rows_of(self.out), block.rows_of(self.lse)
+        total = torch.logaddexp(before, lse)
+        merged.mul_((before - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
+        before.copy_(total)
+
+
+class AttentionGradients:
+    """The backward of `MergedAttention`, block by block. `dq` is the sum so far, in at least float32.
+
+    Args:
+        gradient: of the attention's output.
+        out, lse: the output and the log-sum-exp of all blocks together.
+    """
+
+    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, fused: bool):
+        self.gradient, self.q, self.out, self.lse, self.fused = gradient, q, out, lse, fused
+        self.dq = torch.zeros_like(q, dtype=lse.dtype)
+
+    def add(self, block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add a block's gradients to `dq` and, in place, to `dk` and `dv`."""
+        gradient, q, out, lse, dq = map(block.rows_of, (self.gradient, self.q, self.out, self.lse, self.dq))
+        k, v, dk, dv = map(block.columns_of, (k, v, dk, dv))
+        parts = attend_backward(gradient, q, k, v, out, lse, block.causal, self.fused)
+        for total, part in zip((dq, dk, dv), parts, strict=True):
+            total += part

@@ -1,0 +1,75 @@
+"""Context parallelism by hand: every rank works on a part of each sequence, through the whole model.
+
+Norms, MLPs and the loss treat each token on its own and do not change. The attention must see the keys and values of
+other ranks, and `--cp-mode` offers three ways:
+  ring       keys and values travel from rank to rank
+  allgather  every rank fetches all of them at once
+  ulysses    two all-to-alls exchange parts of the sequence for parts of the heads
+To all other mechanisms a context-parallel rank is one that reads other tokens: gradients are summed over `dp_cp`.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from common.config import TrainConfig
+from common.data.batches import to_device
+from common.errors import UsageError
+from common.model import Decoder
+from common.process_groups import Group, Mesh
+from step06_context_parallel.all_gather_attention import AllGatherAttention
+from step06_context_parallel.layouts import Documents, Layout
+from step06_context_parallel.ring_attention import RingAttention
+from step06_context_parallel.ulysses_attention import ulysses_attention
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *, config: TrainConfig, cp: Group
+) -> Tensor:
+    """The attention core of one rank: q (batch, heads, seq/cp, d), k and v (batch, kv_heads, seq/cp, d) -> like q."""
+    layout, fused = Layout(config.cp_split, config.seq_len, cp.size, documents), config.attention == "fused"
+    if config.cp_mode == "ulysses":
+        return ulysses_attention(q, k, v, layout, cp, fused)
+    function = RingAttention if config.cp_mode == "ring" else AllGatherAttention
+    return function.apply(q, k, v, layout.plan(cp.rank), cp, fused)
+
+
+def apply_context_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
+    """Let the attention of every layer see the tokens of all context-parallel ranks, and no other documents."""
+    if mesh.cp.size > 1 or config.mask_documents:
+        for layer in model.layers.values():
+            layer.attention.core = partial(attention, config=config, cp=mesh.cp)
+
+
+def take_part(
+    tokens: Tensor, targets: Tensor, config: TrainConfig, mesh: Mesh, end: int | None
+) -> tuple[Tensor, Tensor, Tensor, Documents] | tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's part of the sequences of a micro-batch, on its device.
+
+    Args:
+        tokens, targets: (micro_batch, seq_len). Targets have been shifted before, so that the last token of a part has
+            its own, although the token that follows is on another rank.
+        end: the token that ends a document.
+
+    Returns tokens and targets, each (micro_batch, seq_len / cp), their positions in the sequence and, with
+    --mask-documents, the documents.
+    """
+    mine = torch.from_numpy(Layout(config.cp_split, config.seq_len, mesh.cp.size).positions(mesh.cp.rank))
+    part = to_device((tokens[:, mine], targets[:, mine], mine), mesh.device)
+    if not config.mask_documents:
+        return part
+    ends = [(row[:-1] == end).nonzero().flatten().tolist() for row in tokens]
+    return *part, tuple((0, *(each + 1 for each in row)) for row in ends)
+
+
+def check_context_parallel(config: TrainConfig) -> None:
+    """Raises UsageError if the sequences, or the heads, cannot be divided among the context-parallel ranks."""
+    cp, model = config.cp, config.model_config
+    chunks = 2 * cp if config.cp_split == "zigzag" and cp > 1 else cp
+    if config.seq_len % chunks:
+        why = f" of its {chunks} chunks" * (chunks > cp)
+        raise UsageError(f"--cp {cp} --cp-split {config.cp_split}: --seq-len {config.seq_len} is no multiple{why}")
+    heads, kv_heads = model.heads // config.tp, max(1, model.kv_heads // config.tp)
+    if config.cp_mode == "ulysses" and (heads % cp or kv_heads % cp and cp % kv_heads):
+        raise UsageError(f"--cp {cp} --cp-mode ulysses cannot divide {heads} heads and {kv_heads} K/V heads of a rank")

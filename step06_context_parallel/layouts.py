@@ -1,0 +1,130 @@
+"""Which rank holds which tokens of a sequence, and which blocks of attention follow from that. Pure data.
+
+With N ranks, there are three ways to split a sequence:
+  contiguous  rank r holds the r-th part. Its queries see all parts before it, so the last rank has the most work
+  zigzag      of 2N chunks, rank r holds chunk r and chunk 2N-1-r: an early one and a late one (Llama 3,
+              arXiv:2407.21783, section 3.3.2)
+  striped     rank r holds tokens r, r+N, r+2N, ... (Striped Attention, Brandon et al., arXiv:2311.09431)
+Whichever it is, the queries of one rank see an interval of another rank's keys, and the attention between the two ranks
+is a few rectangles or triangles. Masks of documents only make the intervals shorter.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Block(NamedTuple):
+    """A rectangle of attention: in `samples` of the micro-batch, queries `rows` see keys `columns`.
+
+    They see all of them or, if `causal`, query i of the block sees its keys 0 to i; the block is then a square.
+    """
+
+    samples: slice
+    rows: slice
+    columns: slice
+    causal: bool
+
+    @property
+    def pairs(self) -> int:
+        """The number of (query, key) pairs in one sample."""
+        rows, columns = (each.stop - each.start for each in (self.rows, self.columns))
+        return rows * (rows + 1) // 2 if self.causal else rows * columns
+
+    def rows_of(self, x):
+        """The block's rows of a tensor of queries (batch, heads, n, ...): a view."""
+        return x[self.samples, :, self.rows]
+
+    def columns_of(self, x):
+        """The block's columns of a tensor of keys or values (batch, kv_heads, m, d): a view."""
+        return x[self.samples, :, self.columns]
+
+
+def cut_into_blocks(
+    queries: np.ndarray, keys: np.ndarray, starts: tuple[int, ...] = (0,), causal: bool = True, samples=slice(None)
+) -> list[Block]:
+    """Cut the attention of some queries to some keys into as few blocks as possible. None of them is empty.
+
+    Query i sees an interval of the keys, [first[i], end[i]), and both ends can only move to the right as i grows.
+    As long as the interval stays the same, the queries make a full block. As long as its end moves by one from query to
+    query, they make a causal block, with a full one to its left.
+
+    Args:
+        queries, keys: positions in the sequence, increasing.
+        starts: the positions at which documents begin, increasing, the first of them 0. Queries see only their own.
+        causal: queries see no key that comes after them.
+        samples: for which samples of the micro-batch this holds.
+    """
+    bounds = np.append(starts, np.iinfo(np.int64).max)
+    document = np.searchsorted(bounds, queries, side="right") - 1
+    first = np.searchsorted(keys, bounds[document])
+    end = np.searchsorted(keys, queries + 1 if causal else bounds[document + 1])
+    found, row = [], 0
+    while (seeing := np.flatnonzero(end[row:] > first[row:])).size:
+        row += int(seeing[0])
+        growth = np.diff(end[row:])
+        step = growth[0] if growth.size and growth[0] == 1 else 0
+        changes = np.flatnonzero((growth != step) | (np.diff(first[row:]) != 0))
+        stop = row + 1 + int(changes[0] if changes.size else growth.size)
+        low, high = int(first[row]), int(end[row])
+        if step and stop - row > 1:
+            if low < high - 1:
+                found.append(Block(samples, slice(row, stop), slice(low, high - 1), False))
+            found.append(Block(samples, slice(row, stop), slice(high - 1, int(end[stop - 1])), True))
+        else:
+            found.append(Block(samples, slice(row, stop), slice(low, high), False))
+        row = stop
+    return found
+
+
+class Plan(NamedTuple):
+    """What one rank computes in an attention layer, and how far keys and values travel.
+
+    blocks: blocks[source] are those of this rank's queries and the keys of rank `source`.
+    reach: reach[source] is the number of hops, from rank to rank, that the keys of `source` have to travel until every
+        rank that needs them has seen them.
+    """
+
+    blocks: tuple[list[Block], ...]
+    reach: tuple[int, ...]
+
+
+Documents = tuple[tuple[int, ...], ...]  # of each sample of a micro-batch, the positions at which documents begin
+
+
+class Layout(NamedTuple):
+    """How sequences of `seq_len` tokens are divided among `ranks`, and what their queries may see."""
+
+    split: str
+    seq_len: int
+    ranks: int
+    documents: Documents | None = None  # queries see only their own document
+    causal: bool = True
+
+    def positions(self, rank: int) -> np.ndarray:
+        """Return the positions of a rank's tokens in their sequence, in increasing order: (seq_len / ranks,)."""
+        whole = np.arange(self.seq_len)
+        if self.split == "striped":
+            return whole[rank :: self.ranks]
+        if self.split == "contiguous" or self.ranks == 1:
+            return np.split(whole, self.ranks)[rank]
+        chunks = np.split(whole, 2 * self.ranks)
+        return np.concatenate([chunks[rank], chunks[-1 - rank]])
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (all layers of a micro-batch have one plan; a layout is small)
+    def plan(self, rank: int) -> Plan:
+        """Return the plan of a rank."""
+        held = [self.positions(each) for each in range(self.ranks)]
+
+        def between(rank: int, source: int) -> list[Block]:
+            if self.documents is None:
+                return cut_into_blocks(held[rank], held[source], causal=self.causal)
+            found = []
+            for index, starts in enumerate(self.documents):
+                found += cut_into_blocks(held[rank], held[source], starts, self.causal, slice(index, index + 1))
+            return found
+
+        hops, blocks = range(self.ranks), tuple(between(rank, source) for source in range(self.ranks))
+        reach = (max(hop for hop in hops if between((source + hop) % self.ranks, source)) for source in hops)
+        return Plan(blocks, tuple(reach))

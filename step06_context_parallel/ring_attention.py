@@ -1,0 +1,92 @@
+"""Ring attention: keys and values travel round the ranks, and each rank computes with those it has (Liu et al.,
+arXiv:2310.01889).
+
+Every rank keeps its queries. In hop h it computes with the keys and values of the rank h places before it, while the
+next ones arrive in a second buffer. In the backward they travel again, and the sums of their gradients follow one hop
+behind: each rank adds its part to the sums that have arrived and passes them on, and the last one sends them home.
+What no rank further on needs is not passed on; `Plan.reach` says how far.
+
+`all_gather_attention.py` does the same with one collective instead of the ring. Compare the two.
+"""
+
+import torch
+from torch import Tensor
+
+from common import collectives
+from common.collectives import Work
+from common.process_groups import Group
+from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
+from step06_context_parallel.layouts import Plan
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, fused: bool):
+        k, v = k.contiguous(), v.contiguous()
+        merged, held = MergedAttention(q, fused), [k, v]
+        for hop in range(cp.size):
+            arriving, passing = pass_on(held, k, hop, plan, cp)
+            for block in plan.blocks[(cp.rank - hop) % cp.size]:
+                merged.add(block, *held)
+            passing.wait()
+            held = arriving
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.plan, ctx.cp, ctx.fused = plan, cp, fused
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (q, k, v, out, lse), plan, cp = ctx.saved_tensors, ctx.plan, ctx.cp
+        gradients, held = AttentionGradients(gradient, q, out, lse, ctx.fused), [k, v]
+        home = [torch.empty_like(each, dtype=lse.dtype) for each in held]  # dk and dv, when all ranks have added theirs
+        arrived, travelling = [], Work()  # the sums for the keys and values that are held
+        for hop in range(cp.size):
+            arriving, passing = pass_on(held, k, hop, plan, cp)
+            sums = [torch.zeros_like(each, dtype=lse.dtype) for each in held]
+            for block in plan.blocks[(cp.rank - hop) % cp.size]:
+                gradients.add(block, *held, *sums)
+            travelling.wait()
+            for total, others in zip(sums, arrived):  # what the ranks before have added up; in hop 0 nothing
+                total += others
+            arrived, travelling = pass_on_sums(sums, home, hop, plan, cp)
+            passing.wait()
+            held = arriving
+        travelling.wait()
+        return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+
+
+def pass_on(held: list[Tensor], like: Tensor, hop: int, plan: Plan, cp: Group) -> tuple[list[Tensor], Work]:
+    """Start to send the keys and values of this hop to the next rank, and to receive those of the next hop.
+
+    Either may have no need to travel further. Returns the two tensors that arrive (or none), and when they have.
+    """
+    sends, receives = [], []
+    if hop < plan.reach[(cp.rank - hop) % cp.size]:
+        sends = [(each, (cp.rank + 1) % cp.size) for each in held]
+    if hop < plan.reach[(cp.rank - hop - 1) % cp.size]:
+        receives = [(torch.empty_like(like), (cp.rank - 1) % cp.size) for _ in range(2)]
+    return [each for each, _ in receives], collectives.exchange(sends, receives, cp, async_op=True)
+
+
+def pass_on_sums(sums: list[Tensor], home: list[Tensor], hop: int, plan: Plan, cp: Group) -> tuple[list[Tensor], Work]:
+    """Start to send the sums of this hop to the next rank that adds to them or, after the last one, home.
+
+    In the same way those of the next hop arrive, which are returned, and those of this rank's own keys and values, in
+    `home`.
+    """
+    source, next_source = (cp.rank - hop) % cp.size, (cp.rank - hop - 1) % cp.size
+    if hop == plan.reach[cp.rank] == 0:  # no other rank has seen them
+        for total, own in zip(home, sums, strict=True):
+            total.copy_(own)
+        sums = []
+    to = (cp.rank + 1) % cp.size if hop < plan.reach[source] else source
+    sends, receives = [(each, to) for each in sums], []
+    if hop < plan.reach[next_source]:
+        receives = [(torch.empty_like(each), (cp.rank - 1) % cp.size) for each in home]
+    arriving = [each for each, _ in receives]
+    if hop == plan.reach[cp.rank] > 0:
+        receives += [(each, (cp.rank + hop) % cp.size) for each in home]
+    return arriving, collectives.exchange(sends, receives, cp, async_op=True)

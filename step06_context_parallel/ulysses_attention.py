@@ -1,0 +1,60 @@
+"""Ulysses: an all-to-all turns parts of the sequence with all heads into the whole sequence with some of the heads
+(Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509).
+
+Attention treats every head on its own, so that each rank can run it without communication for heads/cp heads. A second
+all-to-all brings the outputs back. There can be no more ranks than query heads. Where there are fewer key/value heads
+than ranks, they are repeated first.
+"""
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import collectives
+from common.process_groups import Group
+from step06_context_parallel.layouts import Layout
+from step06_context_parallel.ring_attention import RingAttention
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part j of x (cp, ...) goes to rank j, and rank j's part for this rank comes back in its place."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cp: Group):
+        ctx.cp, received = cp, torch.empty_like(x, memory_format=torch.contiguous_format)
+        collectives.all_to_all(received, x.contiguous(), cp)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _AllToAll.apply(gradient, ctx.cp), None
+
+
+def gather_sequence(x: Tensor, cp: Group) -> Tensor:
+    """Give up heads for the whole sequence: (batch, heads, seq/cp, d) -> (batch, heads/cp, seq, d), in rank order."""
+    parts = _AllToAll.apply(x.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)  # (cp, batch, heads/cp, seq/cp, d)
+    return parts.movedim(0, 2).flatten(2, 3)
+
+
+def gather_heads(x: Tensor, cp: Group) -> Tensor:
+    """The way back: (batch, heads/cp, seq, d) -> (batch, heads, seq/cp, d)."""
+    parts = _AllToAll.apply(x.unflatten(2, (cp.size, -1)).movedim(2, 0), cp)  # (cp, batch, heads/cp, seq/cp, d)
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group, fused: bool) -> Tensor:
+    """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
+    places = _places(layout, q.device)
+    k, v = (each.repeat_interleave(max(1, cp.size // k.shape[1]), dim=1) for each in (k, v))
+    q, k, v = (gather_sequence(each, cp)[:, :, places.argsort()] for each in (q, k, v))
+    alone, whole = Group(cp.name, (cp.ranks[cp.rank],), 0), layout._replace(ranks=1)
+    out = RingAttention.apply(q, k, v, whole.plan(0), alone, fused)
+    return gather_heads(out[:, :, places], cp)
+
+
+@functools.lru_cache(maxsize=4)
+def _places(layout: Layout, device: torch.device) -> Tensor:
+    """The position in the sequence of each token in rank order: (seq,)."""
+    return torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])).to(device)
