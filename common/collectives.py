@@ -111,7 +111,8 @@ def exchange(sends: list[Message], receives: list[Message], group: Group, async_
         return Work()
     calls = [_call("send", tensor, group, _bytes(tensor), peer) for tensor, peer in sends]
     calls += [_call("receive", tensor, group, 0, peer) for tensor, peer in receives]
-    work = Work(calls, hops=1, link_bytes=max(_bytes(tensor) for tensor, _ in sends + receives))
+    directions = (sum(_bytes(tensor) for tensor, _ in messages) for messages in (sends, receives))
+    work = Work(calls, hops=1, link_bytes=max(directions))
     batch = [(dist.isend, gloo.stage(tensor, group), peer) for tensor, peer in sends]
     batch += [(dist.irecv, gloo.stage(tensor, group, work), peer) for tensor, peer in receives]
     work.launch(dist.batch_isend_irecv, [dist.P2POp(op, host, group.ranks[to], group.handle) for op, host, to in batch])

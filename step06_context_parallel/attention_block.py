@@ -51,7 +51,7 @@ def attend_backward(
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # sequences of equal length, and no dropout
         lengths = None, None, q.shape[2], k.shape[2]
         return _aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse, *lengths, 0.0, causal, none, none
+            gradient, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none
         )
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, lse, 0.0, causal)
 
