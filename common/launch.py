@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from common.command_line import parse
 from common.errors import CommunicationError, UsageError
-from common.process_groups import Degrees, build_mesh, environment, init_distributed, meet
+from common.process_groups import Degrees, build_mesh
+from common.start import environment, init_distributed, meet
 
 LINGER = 2.0  # seconds that a rank outlives its error, so that the launcher sees the rank that failed first
 START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags

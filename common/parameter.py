@@ -20,6 +20,7 @@ class ParameterSpec:
     global_shape: shape there. Rows of `box` beyond it are padding: zero, never saved, exported or counted.
     box: (start, stop) along each axis of the whole tensor: the slice that this rank holds.
     init_std: standard deviation of the initial normal distribution; None: ones.
+    shard_groups: names of the groups over which its gradient is summed: ranks that may shard it, and their copies.
     extra_groups: names of further groups over which its gradient is a partial sum.
     owner: this rank counts and saves the elements, and no other rank does.
     flat_range: [start, stop) of the flattened box, if the tensor is one-dimensional and holds only these elements.
@@ -30,6 +31,7 @@ class ParameterSpec:
     global_shape: tuple[int, ...]
     box: Box
     init_std: float | None
+    shard_groups: tuple[str, str] = ("shard", "replica")
     extra_groups: tuple[str, ...] = ()
     owner: bool = True
     flat_range: tuple[int, int] | None = None

@@ -1,30 +1,21 @@
-"""The start of torch.distributed, and the mesh: every named group of ranks that talk to each other.
+"""The mesh: every named group of ranks that talk to each other.
 
 The ranks form a grid of shape (dp, pp, cp, tp), numbered row by row as in Llama 3's 4D layout (arXiv:2407.21783,
 section 3.3.2). So tensor parallelism stays inside a node, and every group is a slice of the grid.
 """
 
-import json
 import math
-import os
-import platform
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from common.config import TrainConfig
-from common.errors import CommunicationError, UsageError, communication_errors, first_line
+from common.errors import UsageError, communication_errors
+from common.start import environment, meet
 
 AXES = ("dp", "pp", "cp", "tp")  # of the grid, outermost first
-NCCL_SETTINGS = {  # environment variables; the user's own values win
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # communicators run in the order of issue, which is the same on all ranks
-    "TORCH_NCCL_HIGH_PRIORITY": "1",  # without it, queued matmuls delay a gather that should overlap them
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # or the watchdog sleeps a minute before it ends a rank
-}
 
 # Which pipeline ranks hold which stage: one row per copy of the model, row[stage] = pipeline rank.
 Placement = tuple[tuple[int, ...], ...]
@@ -34,8 +25,8 @@ Placement = tuple[tuple[int, ...], ...]
 class Degrees:
     """How many ways each dimension splits. The world has tp * cp * pp * dp ranks; `TrainConfig` checks that.
 
-    `ep` divides the ranks of one pipeline stage a second time, for experts. `zero_replicas` is the number of copies of
-    the model among the dp * cp ranks; each copy is sharded over dp * cp / zero_replicas of them.
+    `ep` divides the ranks of one pipeline stage a second time, for `experts`. `zero_replicas` is the number of copies
+    of the model among the dp * cp ranks; each copy is sharded over dp * cp / zero_replicas of them.
     """
 
     tp: int = 1
@@ -44,6 +35,7 @@ class Degrees:
     dp: int = 1
     ep: int = 1
     zero_replicas: int = 1
+    experts: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Degrees":
@@ -54,6 +46,14 @@ class Degrees:
     @property
     def world(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def expert_replicas(self) -> int:
+        """The copies of an expert. Without sharding each of its holders has one, else there are as many as of the rest
+        of the model, if the number of holders allows that.
+        """
+        holders = self.dp * self.cp * self.tp // self.ep
+        return holders if self.zero_replicas == self.dp * self.cp else math.gcd(holders, self.zero_replicas)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ class Mesh:
     replica: Group  # the part of dp_cp that holds the same shard of different copies
     ep: Group  # the ranks that divide the experts among them
     edp: Group  # the ranks that hold the same experts
+    expert_shard: Group  # the part of edp that together holds one copy of them
+    expert_replica: Group  # the part of edp that holds the same shard of different copies
     embed: Group  # pipeline ranks with the first or the last stage
     mirror: Group  # pipeline ranks with copies of the same stages
 
@@ -129,6 +131,8 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
     same_head = max(1, degrees.tp // kv_heads) if kv_heads else 1
     zero = along("dp", "cp").unflatten(1, (degrees.zero_replicas, -1))  # neighbours share a copy of the model
     experts = along("dp", "cp", "tp").unflatten(1, (-1, degrees.ep))
+    holders = experts.transpose(1, 2).flatten(0, 1)  # of the same experts
+    expert_zero = holders.unflatten(1, (degrees.expert_replicas, -1))
     groups = {
         "world": grid.reshape(1, -1),
         "tp": along("tp"),
@@ -141,7 +145,9 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
         "shard": zero.flatten(0, 1),
         "replica": zero.transpose(1, 2).flatten(0, 1),
         "ep": experts.flatten(0, 1),
-        "edp": experts.transpose(1, 2).flatten(0, 1),
+        "edp": holders,
+        "expert_shard": expert_zero.flatten(0, 1),
+        "expert_replica": expert_zero.transpose(1, 2).flatten(0, 1),
     }
     result = {name: [tuple(ranks) for ranks in rows.tolist()] for name, rows in groups.items()}
     placement = placement or (tuple(range(degrees.pp)),)
@@ -151,97 +157,6 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
         parts = {tuple(sorted({rank}.union(*(each for each in linked if rank in each)))) for rank in range(degrees.pp)}
         result[name] = [tuple(ranks) for part in sorted(parts) for ranks in along("pp")[:, part].tolist()]
     return result
-
-
-class Environment(NamedTuple):
-    """This process among those that torchrun started. Plain `python train.py` is rank 0 of 1."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-
-
-def environment() -> Environment:
-    """Return what torchrun has set in this process's environment variables."""
-    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    return Environment(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
-
-
-def choose_backend(places: list[tuple[str, str | None]], gpu: str = "GPU") -> tuple[str, str]:
-    """Return the backend of a run, and a line that says how many ranks run on which devices.
-
-    NCCL needs a GPU for each rank. Ranks that share a GPU use gloo, and so do ranks on the CPU.
-
-    Args:
-        places: of each rank, its node and the uuid of its GPU or None.
-        gpu: the name of the GPUs, for the line.
-
-    Raises UsageError if some ranks have a GPU and others have none.
-    """
-    gpus, nodes = {place for place in places if place[1]}, len({node for node, _ in places})
-    blind = [rank for rank, (_, uuid) in enumerate(places) if not uuid]
-    if gpus and blind:
-        raise UsageError(f"rank {blind[0]} sees no GPU, but others do; with --device cpu all ranks use the CPU")
-    backend = "NCCL" if len(gpus) == len(places) else "gloo"
-    where = f"one {gpu} each" if backend == "NCCL" else f"sharing {len(gpus)} {gpu}" if gpus else "on the CPU"
-    return backend.lower(), f"{len(places)} ranks on {nodes} node{'s' * (nodes > 1)}, {where}, {backend}"
-
-
-def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: str = "env://") -> torch.device:
-    """Choose this rank's device and start torch.distributed, which a world of one rank does without.
-
-    If a launcher such as torchrun has started the ranks, rank 0 prints on which devices. Raises UsageError for
-    `--device cuda` without CUDA and as `choose_backend` does, and CommunicationError if the ranks do not find each
-    other within `timeout` seconds.
-    """
-    rank, world_size, local_rank = environment()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: PyTorch sees no CUDA device here")
-    use_cuda = device != "cpu" and torch.cuda.is_available()
-    chosen = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(chosen)
-    if world_size == 1:
-        return chosen
-    for name, value in NCCL_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    gpu = torch.cuda.get_device_properties(chosen) if use_cuda else None
-    place = os.environ.get("NCCL_HOSTID", platform.node()), str(gpu.uuid) if gpu else None  # NCCL's idea of a node
-    limit, keys = timedelta(seconds=timeout), [f"place of rank {each}" for each in range(world_size)]
-    try:
-        store, *_ = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
-        if dist.is_torchelastic_launched():
-            store = _store_of_this_start(store, rank, timeout)
-        store.set_timeout(limit)
-        store.set(keys[rank], json.dumps(place))
-        places = [tuple(json.loads(each)) for each in store.multi_get(keys)]  # waits for all ranks
-        backend, line = choose_backend(places, gpu.name if gpu else "")
-        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if backend == "nccl" else {"backend": "gloo"}
-        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **options)
-        meet()
-    except (RuntimeError, ValueError) as error:
-        raise CommunicationError(f"rendezvous of {world_size} ranks failed: {first_line(error)}") from error
-    if rank == 0 and init_method == "env://":
-        print(line, flush=True)
-    return chosen
-
-
-def _store_of_this_start(launcher: dist.Store, rank: int, timeout: float) -> dist.Store:
-    """Return a store that rank 0 serves, after it has posted its port in the store of torchrun.
-
-    torchrun's own store survives a restart, and so do the addresses of dead ranks in it, and NCCL's note that a rank
-    timed out, which would end the new ranks too. Its restart count could not tell old from new: after a failure on one
-    of two nodes, the nodes count differently. But a dead rank's port refuses the connection.
-    """
-    if rank == 0:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
-        launcher.set("port of rank 0", str(store.port))
-        return store
-    for _ in range(math.ceil(timeout)):  # each attempt may take a second
-        with suppress(dist.DistNetworkError):
-            port = int(launcher.get("port of rank 0"))
-            return dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timedelta(seconds=1))
-    raise RuntimeError("rank 0 does not answer")
 
 
 def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = None, timeout: float = 600.0) -> Mesh:
@@ -279,7 +194,7 @@ def _create(degrees: Degrees, groups: dict[str, list], timeout: float) -> dict[s
     descriptors.
     """
     (rank, world_size, _), limit = environment(), timedelta(seconds=timeout)
-    unused = ("edp",) if degrees.ep == 1 else ()  # without experts nothing is sent over it
+    unused = () if degrees.experts else ("edp", "expert_shard", "expert_replica")
     handles = {("shared", tuple(range(world_size))): dist.group.WORLD}
     backend = "" if world_size == 1 else "gloo" if dist.get_backend() == "gloo" else "nccl"
     result = {}
@@ -300,11 +215,3 @@ def _create(degrees: Degrees, groups: dict[str, list], timeout: float) -> dict[s
     if world_size > 1:
         meet()
     return result
-
-
-def meet() -> None:
-    """Return when all ranks have called this. gloo's `new_group` returns when this rank's own connections are made: if
-    the rank ended right then, it would look like a crash to others, which are still making theirs.
-    """
-    with communication_errors():
-        dist.all_reduce(torch.zeros(1))  # on the CPU, where gloo connects the ranks

@@ -134,15 +134,17 @@ def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) ->
     """Group the parameters, in reverse order of the forward, into buckets of at most `bucket_mb` each.
 
     A larger parameter gets a bucket to itself, as does one with `own_bucket` in its spec; in other modes each one does.
+    What is summed over other groups goes into other buckets.
     """
     limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
-    buckets, room = [], 0.0
+    buckets, open_bucket, room = [], {}, {}  # the last two by the groups of the sum
     for parameter in reversed(parameters):
         size = parameter.numel() * at_least_float32(parameter.dtype).itemsize
-        alone = parameter.spec.own_bucket
-        if not buckets or size > room or alone:
-            buckets.append([])
-            room = 0.0 if alone else limit
-        buckets[-1].append(parameter)
-        room -= size
+        alone, groups = parameter.spec.own_bucket, parameter.spec.shard_groups
+        if groups not in open_bucket or size > room[groups] or alone:
+            open_bucket[groups] = []
+            buckets.append(open_bucket[groups])
+            room[groups] = 0.0 if alone else limit
+        open_bucket[groups].append(parameter)
+        room[groups] -= size
     return buckets

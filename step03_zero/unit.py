@@ -25,8 +25,8 @@ class Unit:
     work       the reduce-scatter of the bucket or, after it, the all-reduce of `reduced` over the replicas
     """
 
-    def __init__(self, parameters: list[nn.Parameter], stage: int, group: Group):
-        self.parameters, self.stage, self.group = parameters, stage, group
+    def __init__(self, parameters: list[nn.Parameter], stage: int, group: Group, replicas: Group):
+        self.parameters, self.stage, self.group, self.replicas = parameters, stage, group, replicas
         align = ALIGNMENT.get(parameters[0].device.type, 1)
         share = math.ceil(sum(parameter.numel() for parameter in parameters) / (group.size * align)) * align
         self.mine = slice(group.rank * share, (group.rank + 1) * share)

@@ -64,7 +64,7 @@ class Zero:
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh, keep_gathered: bool = False):
-        self.stage, self.mode, self.replicas = config.zero, config.dp_mode, mesh.replica
+        self.stage, self.mode = config.zero, config.dp_mode
         self.by_layer = self.stage == 3 and not keep_gathered
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
         self.synchronising = self.last_micro_batch = True
@@ -76,9 +76,12 @@ class Zero:
             self.regions += [Region(layer, layer) for layer in model.layers.values()]
             self.regions += [Region(model.norm, model.head)] if model.has_head else []
             parameters = list(model.parameters())
-            for parameter in parameters:
-                parameter.spec.owner &= mesh.replica.rank == 0  # of the copies, the first one counts and saves it
-            self.units = [Unit(some, self.stage, mesh.shard) for some in self._groups(parameters, config.bucket_mb)]
+            self.units = []
+            for some in self._groups(parameters, config.bucket_mb):
+                shard, replica = (getattr(mesh, name) for name in some[0].spec.shard_groups)
+                for parameter in some:
+                    parameter.spec.owner &= replica.rank == 0  # of the copies, the first one counts and saves it
+                self.units.append(Unit(some, self.stage, shard, replica))
             self.shards = [piece for unit in self.units for _, piece in unit.pieces]
             initial_values(config)(self.shards)
         self.index_of = {parameter: index for index, unit in enumerate(self.units) for parameter in unit.parameters}
@@ -178,7 +181,7 @@ class Zero:
                 self._launch_complete()
         # Free early what has already been summed. Not with replicas: that launches an all-reduce over them, in an order
         # that would depend on each rank's timing.
-        if self.in_flight and self.replicas.size == 1 and self.in_flight.work.is_completed():
+        if self.in_flight and self.in_flight.replicas.size == 1 and self.in_flight.work.is_completed():
             self._complete()
 
     def _launch_complete(self) -> None:
@@ -201,7 +204,7 @@ class Zero:
         if unit is not None:
             unit.complete()
             if self.last_micro_batch:  # in stage 0 this is the whole sum, that of step 2
-                unit.work = collectives.all_reduce(unit.reduced, self.replicas, async_op=self.mode != "naive")
+                unit.work = collectives.all_reduce(unit.reduced, unit.replicas, async_op=self.mode != "naive")
 
     def launch_rest(self) -> None:
         """Launch what no hook has launched."""

@@ -21,7 +21,8 @@ from common.checkpoints import checkpoint
 from common.command_line import STEP_NAMES, parse
 from common.config import TrainConfig
 from common.errors import UsageError
-from common.process_groups import Degrees, build_mesh, environment
+from common.process_groups import Degrees, build_mesh
+from common.start import environment
 from common.weights import initialisation
 from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, run_ranks

@@ -14,7 +14,7 @@ COMMANDS = {"common.compare", "common.tracer", "common.export"}  # what a user s
 LOOKS = {
     f"common.experiments.{name}" for name in ("figures", "tables", "curves", "timelines")
 }  # of whatever is printed or drawn
-COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "process_groups", "launch")}
+COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launch")}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
 
 

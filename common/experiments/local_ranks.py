@@ -17,7 +17,8 @@ import torch
 
 from common.collectives import barrier
 from common.config import TrainConfig
-from common.process_groups import Degrees, build_mesh, environment, init_distributed
+from common.process_groups import Degrees, build_mesh
+from common.start import environment, init_distributed
 
 
 def on_ranks(world: int, function: Callable, *args, title: str = "", jobs: int = 1) -> list:

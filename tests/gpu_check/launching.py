@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from common.command_line import STEP_NAMES, parse
-from common.process_groups import Degrees, build_mesh, init_distributed
+from common.process_groups import Degrees, build_mesh
+from common.start import init_distributed
 from tests.gpu_check.findings import Findings
 from tests.harness.ranks import ROOT, kill, new_mark, rank_processes, steps_of
 

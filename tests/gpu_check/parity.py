@@ -12,8 +12,9 @@ import torch
 from common.collectives import barrier
 from common.command_line import STEP_NAMES, parse
 from common.launch import end_cleanly
-from common.process_groups import Degrees, build_mesh, environment, init_distributed
+from common.process_groups import Degrees, build_mesh
 from common.record.compare import relative_difference
+from common.start import environment, init_distributed
 from step02_data_parallel.collectives_tour import tour
 from tests.gpu_check import launching
 from tests.gpu_check.findings import Findings

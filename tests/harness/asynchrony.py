@@ -26,7 +26,7 @@ import torch
 
 from common import collectives
 from common.collectives import Call, Work
-from common.process_groups import environment
+from common.start import environment
 
 COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "exchange"  # or messages
 

@@ -160,7 +160,7 @@ def _run(command: list[str]) -> int:
 def _call(request: dict) -> bytes:
     import torch.distributed as dist
 
-    from common.process_groups import init_distributed
+    from common.start import init_distributed
 
     function, args, kwargs = pickle.loads(request["call"])
     # A hang is to show as the stacks of all ranks, not as gloo's timeout on some.

@@ -8,7 +8,8 @@ from common.collectives import barrier
 from common.command_line import parse
 from common.config import TrainConfig
 from common.experiments import tcp_bytes
-from common.process_groups import Degrees, Mesh, build_mesh, environment
+from common.process_groups import Degrees, Mesh, build_mesh
+from common.start import environment
 from tests.mutants.patches import patched
 
 

@@ -61,7 +61,7 @@ def _(self, action):
         yield
     if action.micro_batch == 0:
         for unit in zero.units:
-            all_reduce(unit.bucket.flat, zero.replicas)
+            all_reduce(unit.bucket.flat, unit.replicas)
 
 
 @MUTANTS.replaces("reduced before the last micro-batch", Zero, "_complete")

@@ -16,7 +16,8 @@ import torch
 
 from common.command_line import STEP_NAMES, parse
 from common.config import flag_names, spelled
-from common.process_groups import Degrees, build_mesh, environment
+from common.process_groups import Degrees, build_mesh
+from common.start import environment
 from tests.harness.ranks import run_ranks
 
 TOLERANCE = 1e-10

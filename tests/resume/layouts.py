@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 
-from common.process_groups import environment
+from common.start import environment
 from step01_single_gpu.mixed_precision import Optimizer
 from tests.harness.ranks import run_ranks
 from tests.parity.runs import SMALL, assemble, train_here

@@ -12,10 +12,11 @@ from common import collectives
 from common.config import TrainConfig
 from common.counts import count_flops
 from common.errors import UsageError
-from common.process_groups import Degrees, build_mesh, environment
+from common.process_groups import Degrees, build_mesh
 from common.record import hardware, run_record
 from common.record.hardware import peak_flops, vendor_tflops
 from common.record.run_record import RunRecord, read_metrics
+from common.start import environment
 from tests.harness.ranks import run_ranks
 
 KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}

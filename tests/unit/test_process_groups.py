@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import sys
 from collections import defaultdict
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from common import collectives, launch, process_groups
+from common import collectives, launch, process_groups, start
 from common.config import TrainConfig
 from common.errors import UsageError
 from common.experiments.demo import device_flag
@@ -37,7 +38,9 @@ def layouts(world: int):
 
 def by_definition(degrees: Degrees, kv_heads: int, placement) -> dict[str, list[tuple[int, ...]]]:
     """Groups from what their members have in common. Two ranks share a group if all of that is equal."""
-    tp, cp, pp, dp, ep, copies = astuple(degrees)
+    tp, cp, pp, dp, ep, copies, _ = astuple(degrees)
+    holders = tp * cp * dp // ep  # of an expert; without ZeRO each has a copy of its own
+    holding = 1 if copies == dp * cp else holders // math.gcd(holders, copies)  # one copy together
     groups = defaultdict(lambda: defaultdict(list))
     for rank, (d, p, c, t) in enumerate(itertools.product(range(dp), range(pp), range(cp), range(tp))):
         sample, place, shards = d * cp + c, (d * cp + c) * tp + t, dp * cp // copies
@@ -56,6 +59,8 @@ def by_definition(degrees: Degrees, kv_heads: int, placement) -> dict[str, list[
             "replica": (p, t, sample % shards),
             "ep": (p, place // ep),
             "edp": (p, place % ep),
+            "expert_shard": (p, place % ep, place // ep // holding),
+            "expert_replica": (p, place % ep, place // ep % holding),
             "embed": (d, c, t, -1 if end else p),
             "mirror": (d, c, t, min(row[stage] for row in placement for stage in held)),
         }
@@ -137,7 +142,7 @@ def ranks_use_every_group(cases: list[tuple[Degrees, tuple | None]]) -> None:
             assert (one.handle is other.handle) == shared, f"{one.name} and {other.name}, {degrees}"
 
 
-EIGHT = [(Degrees(2, 2, 2, 1, 4), ((0, 1), (1, 0))), (Degrees(4, 1, 1, 2, 2), None)]
+EIGHT = [(Degrees(2, 2, 2, 1, 4, experts=True), ((0, 1), (1, 0))), (Degrees(4, 1, 1, 2, 2, experts=True), None)]
 EIGHT += [(Degrees(1, 1, 8, 1), (tuple(range(8)) * 2,)), (Degrees(1, 2, 1, 4, 8, 2), None)]
 
 
@@ -166,10 +171,10 @@ def test_ranks_that_start_again_find_each_other_and_no_trace_of_dead_ones(monkey
     launcher.set("port of rank 0", str(dead.port))
     del dead
     with pytest.raises(RuntimeError, match="rank 0 does not answer"):
-        process_groups._store_of_this_start(launcher, 1, timeout=0.1)
+        start._store_of_this_start(launcher, 1, timeout=0.1)
     for attempt in ("second", "third"):
         with ThreadPoolExecutor(3) as threads:
-            starting = [threads.submit(process_groups._store_of_this_start, launcher, rank, 20) for rank in (1, 2, 0)]
+            starting = [threads.submit(start._store_of_this_start, launcher, rank, 20) for rank in (1, 2, 0)]
             stores = [each.result() for each in reversed(starting)]
         assert not any(store.check(["address"]) for store in stores), "nothing is left of an earlier start"
         stores[0].set("address", attempt)
@@ -188,9 +193,9 @@ def test_backend_of_ranks_in_different_places():
         ([("a", None)] * 4, "4 ranks on 1 node, on the CPU, gloo"),
         ([("a", None), ("b", None)], "2 ranks on 2 nodes, on the CPU, gloo"),
     ]:
-        assert process_groups.choose_backend(places, "H200") == (line.split()[-1].lower(), line)
+        assert start.choose_backend(places, "H200") == (line.split()[-1].lower(), line)
     with pytest.raises(UsageError, match="rank 16 sees no GPU, but others do; with --device cpu "):
-        process_groups.choose_backend([*sixteen, ("c", None), ("c", None)])
+        start.choose_backend([*sixteen, ("c", None), ("c", None)])
     assert [device_flag(gpus, 4) for gpus in (0, 1, 3, 4, 8)] == ["", "--device cpu", "--device cpu", "", ""]
 
 
@@ -208,7 +213,7 @@ def test_start_of_nccl_after_a_watchdog_timeout(monkeypatch, capsys):
     environment |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "1", "TORCH_NCCL_HIGH_PRIORITY": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    for name in process_groups.NCCL_SETTINGS.keys() - environment.keys():
+    for name in start.NCCL_SETTINGS.keys() - environment.keys():
         monkeypatch.setenv(name, "")  # so that the test's end restores it
         monkeypatch.delenv(name)
     gpu = SimpleNamespace(uuid="x", name="H200")
@@ -222,16 +227,16 @@ def test_start_of_nccl_after_a_watchdog_timeout(monkeypatch, capsys):
 
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(attempt, 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setattr(process_groups, "meet", lambda: None)
+    monkeypatch.setattr(start, "meet", lambda: None)
 
     def other_rank():
-        process_groups._store_of_this_start(attempt, 1, timeout=5).set(*place)
+        start._store_of_this_start(attempt, 1, timeout=5).set(*place)
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(other_rank)
-        assert process_groups.init_distributed(timeout=5) == torch.device("cuda:0")
+        assert start.init_distributed(timeout=5) == torch.device("cuda:0")
     assert seen["backend"] == "cpu:gloo,cuda:nccl" and seen["device_id"] == torch.device("cuda:0")
-    expected = process_groups.NCCL_SETTINGS | {"TORCH_NCCL_HIGH_PRIORITY": "0"}  # the user's own value
+    expected = start.NCCL_SETTINGS | {"TORCH_NCCL_HIGH_PRIORITY": "0"}  # the user's own value
     assert expected.items() <= seen["environment"].items() and len(expected) == 3
     assert not seen["timed_out"], "the store is not new"
     assert capsys.readouterr().out == "2 ranks on 1 node, one H200 each, NCCL\n"

@@ -11,7 +11,8 @@ from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder
 from common.parameter import ParameterSpec
-from common.process_groups import Degrees, build_mesh, environment
+from common.process_groups import Degrees, build_mesh
+from common.start import environment
 from step02_data_parallel.data_parallel import DataParallel, fill_buckets
 from step02_data_parallel.train import build, train
 from tests.harness.observing import configure, mesh_of, observe_each

@@ -7,7 +7,8 @@ import step04_tensor_parallel.train as step04
 from common.command_line import parse
 from common.model import Decoder
 from common.model_config import ModelConfig
-from common.process_groups import Degrees, build_mesh, environment
+from common.process_groups import Degrees, build_mesh
+from common.start import environment
 from common.weights.initialisation import materialise, random_values
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import decoder

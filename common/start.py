@@ -1,0 +1,119 @@
+"""The start of torch.distributed: who the ranks are, what connects them, and on which device each computes."""
+
+import json
+import math
+import os
+import platform
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from common.errors import CommunicationError, UsageError, communication_errors, first_line
+
+NCCL_SETTINGS = {  # environment variables; the user's own values win
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # communicators run in the order of issue, which is the same on all ranks
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # without it, queued matmuls delay a gather that should overlap them
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",  # or the watchdog sleeps a minute before it ends a rank
+}
+
+
+class Environment(NamedTuple):
+    """This process among those that torchrun started. Plain `python train.py` is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def environment() -> Environment:
+    """Return what torchrun has set in this process's environment variables."""
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    return Environment(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
+
+
+def choose_backend(places: list[tuple[str, str | None]], gpu: str = "GPU") -> tuple[str, str]:
+    """Return the backend of a run, and a line that says how many ranks run on which devices.
+
+    NCCL needs a GPU for each rank. Ranks that share a GPU use gloo, and so do ranks on the CPU.
+
+    Args:
+        places: of each rank, its node and the uuid of its GPU or None.
+        gpu: the name of the GPUs, for the line.
+
+    Raises UsageError if some ranks have a GPU and others have none.
+    """
+    gpus, nodes = {place for place in places if place[1]}, len({node for node, _ in places})
+    blind = [rank for rank, (_, uuid) in enumerate(places) if not uuid]
+    if gpus and blind:
+        raise UsageError(f"rank {blind[0]} sees no GPU, but others do; with --device cpu all ranks use the CPU")
+    backend = "NCCL" if len(gpus) == len(places) else "gloo"
+    where = f"one {gpu} each" if backend == "NCCL" else f"sharing {len(gpus)} {gpu}" if gpus else "on the CPU"
+    return backend.lower(), f"{len(places)} ranks on {nodes} node{'s' * (nodes > 1)}, {where}, {backend}"
+
+
+def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: str = "env://") -> torch.device:
+    """Choose this rank's device and start torch.distributed, which a world of one rank does without.
+
+    If a launcher such as torchrun has started the ranks, rank 0 prints on which devices. Raises UsageError for
+    `--device cuda` without CUDA and as `choose_backend` does, and CommunicationError if the ranks do not find each
+    other within `timeout` seconds.
+    """
+    rank, world_size, local_rank = environment()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch sees no CUDA device here")
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    chosen = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(chosen)
+    if world_size == 1:
+        return chosen
+    for name, value in NCCL_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    gpu = torch.cuda.get_device_properties(chosen) if use_cuda else None
+    place = os.environ.get("NCCL_HOSTID", platform.node()), str(gpu.uuid) if gpu else None  # NCCL's idea of a node
+    limit, keys = timedelta(seconds=timeout), [f"place of rank {each}" for each in range(world_size)]
+    try:
+        store, *_ = next(dist.rendezvous(init_method, rank, world_size, timeout=limit))
+        if dist.is_torchelastic_launched():
+            store = _store_of_this_start(store, rank, timeout)
+        store.set_timeout(limit)
+        store.set(keys[rank], json.dumps(place))
+        places = [tuple(json.loads(each)) for each in store.multi_get(keys)]  # waits for all ranks
+        backend, line = choose_backend(places, gpu.name if gpu else "")
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if backend == "nccl" else {"backend": "gloo"}
+        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **options)
+        meet()
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(f"rendezvous of {world_size} ranks failed: {first_line(error)}") from error
+    if rank == 0 and init_method == "env://":
+        print(line, flush=True)
+    return chosen
+
+
+def _store_of_this_start(launcher: dist.Store, rank: int, timeout: float) -> dist.Store:
+    """Return a store that rank 0 serves, after it has posted its port in the store of torchrun.
+
+    torchrun's own store survives a restart, and so do the addresses of dead ranks in it, and NCCL's note that a rank
+    timed out, which would end the new ranks too. Its restart count could not tell old from new: after a failure on one
+    of two nodes, the nodes count differently. But a dead rank's port refuses the connection.
+    """
+    if rank == 0:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+        launcher.set("port of rank 0", str(store.port))
+        return store
+    for _ in range(math.ceil(timeout)):  # each attempt may take a second
+        with suppress(dist.DistNetworkError):
+            port = int(launcher.get("port of rank 0"))
+            return dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timedelta(seconds=1))
+    raise RuntimeError("rank 0 does not answer")
+
+
+def meet() -> None:
+    """Return when all ranks have called this. gloo's `new_group` returns when this rank's own connections are made: if
+    the rank ended right then, it would look like a crash to others, which are still making theirs.
+    """
+    with communication_errors():
+        dist.all_reduce(torch.zeros(1))  # on the CPU, where gloo connects the ranks
