@@ -1,0 +1,150 @@
+"""Attention alone: outputs and gradients of every mode and split against one plain attention to the whole sequence."""
+
+import itertools
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.config import CP_MODES, CP_SPLITS
+from common.process_groups import Degrees, Group, build_mesh
+from step06_context_parallel.all_gather_attention import AllGatherAttention
+from step06_context_parallel.layouts import Documents, Layout
+from step06_context_parallel.ring_attention import RingAttention
+from step06_context_parallel.ulysses_attention import ulysses_attention
+from tests.harness.ranks import run_ranks
+from tests.parity.pairwise import pairwise
+
+BATCH, SEQ, WIDTH, HEADS = 2, 24, 6, 12
+KV_HEADS = {2: (12, 4, 1), 3: (12, 6, 1), 4: (12, 4, 2, 1)}  # by ranks: MHA, GQA, MQA; some are fewer than ranks
+DOCUMENTS = (
+    None,
+    ((0, 5, 6, 17), (0, 20)),
+    ((0,), (0, 6, 8, 12, 13, 18)),  # they begin where a rank's part or chunk does; one has a single token
+    ((0,), tuple(range(SEQ))),
+)
+CAUSAL, FUSED = (True, False), (True, False)
+EXTREME = 20.0
+NAMES = "out", "dq", "dk", "dv"
+
+
+def whole_attention(q, k, v, causal: bool, documents: Documents | None):
+    """Softmax over all scores at once, in the type of its inputs."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    samples, positions = q.shape[0], torch.arange(q.shape[2])
+    hidden = (positions[None, :] > positions[:, None]) & torch.tensor(causal)
+    hidden = hidden.repeat(samples, 1, 1, 1)
+    for sample, starts in enumerate(documents or ()):
+        number = torch.bucketize(positions, torch.tensor(starts), right=True)
+        hidden[sample] |= number[:, None] != number[None, :]
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+def inputs(kv_heads: int, dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
+    """q, k, v and the gradient of the output, the same on all ranks; scores are of the order of `scale` squared."""
+    random, shapes = torch.Generator().manual_seed(kv_heads), [HEADS, kv_heads, kv_heads, HEADS]
+    made = [torch.randn(BATCH, heads, SEQ, WIDTH, generator=random, dtype=torch.float64) for heads in shapes]
+    return [each.mul(scale if index < 2 else 1).to(dtype) for index, each in enumerate(made)]
+
+
+def expected(tensors: list[torch.Tensor], causal: bool, documents: Documents | None) -> list[torch.Tensor]:
+    """Output and gradients of the whole attention in float64."""
+    *qkv, gradient = (each.double() for each in tensors)
+    for each in qkv:
+        each.requires_grad_()
+    out = whole_attention(*qkv, causal, documents)
+    return [out.detach(), *torch.autograd.grad(out, qkv, gradient)]
+
+
+def on_this_rank(mode: str, tensors: list[torch.Tensor], layout: Layout, cp: Group, fused: bool) -> list[torch.Tensor]:
+    """Output and gradients of this rank's part of the sequence."""
+    mine = torch.from_numpy(layout.positions(cp.rank))
+    *qkv, gradient = (each[:, :, mine] for each in tensors)
+    for each in qkv:
+        each.requires_grad_()
+    if mode == "ulysses":
+        out = ulysses_attention(*qkv, layout, cp, fused)
+    else:
+        function = RingAttention if mode == "ring" else AllGatherAttention
+        out = function.apply(*qkv, layout.plan(cp.rank), cp, fused)
+    return [out.detach(), *torch.autograd.grad(out, qkv, gradient)]
+
+
+def cp_group() -> Group:
+    return build_mesh(Degrees(cp=dist.get_world_size()), torch.device("cpu")).cp
+
+
+def differences(found: list[torch.Tensor], whole: list[torch.Tensor], layout: Layout, rank: int) -> list[float]:
+    """||a-b|| / ||b|| of the output and of each gradient; infinite if anything in `found` is not finite."""
+    mine, result = torch.from_numpy(layout.positions(rank)), []
+    for ours, theirs in zip(found, (each[:, :, mine] for each in whole), strict=True):
+        difference = (ours.double() - theirs).norm() / theirs.norm()
+        result.append(difference.nan_to_num(torch.inf).item())
+    return result
+
+
+def ranks_compare(cases: list[tuple]) -> list[list[float]]:
+    """The differences of this rank in each case: (mode and split, K/V heads, causal, documents, fused), type, scale."""
+    cp, wholes, found = cp_group(), {}, []
+    for case in cases:
+        ((mode, split), kv_heads, causal, documents, fused), dtype, scale = case
+        layout, tensors = Layout(split, SEQ, cp.size, documents, causal), inputs(kv_heads, dtype, scale)
+        key = kv_heads, causal, documents, dtype, scale
+        if key not in wholes:
+            wholes[key] = expected(tensors, causal, documents)
+        results = on_this_rank(mode, tensors, layout, cp, fused)
+        assert all(each.dtype == dtype for each in results), case
+        found.append(differences(results, wholes[key], layout, cp.rank))
+    return found
+
+
+def cases_of(world: int) -> list[tuple]:
+    """All of them with TEST_ALL=1, else all pairs: of a mode with a split, and that with every other choice."""
+    ways = list(itertools.product(CP_MODES, CP_SPLITS))
+    choices = {"way": ways, "kv_heads": KV_HEADS[world], "causal": CAUSAL, "documents": DOCUMENTS, "fused": FUSED}
+    if os.environ.get("TEST_ALL"):
+        return list(itertools.product(*choices.values()))
+    return [tuple(case.values()) for case in pairwise(choices)]
+
+
+def check(world: int, cases: list[tuple], bound: Callable) -> None:
+    """Raise AssertionError if a result differs by `bound(name, fused, dtype)` or more on any rank."""
+    for rank, found in enumerate(run_ranks(world, ranks_compare, cases, timeout=600)):
+        for case, several in zip(cases, found, strict=True):
+            for name, difference in zip(NAMES, several, strict=True):
+                limit = bound(name, case[0][-1], case[1])
+                assert difference < limit, f"rank {rank} of {world}, {case}: {name} differs by {difference}"
+
+
+@pytest.mark.parametrize("world", KV_HEADS)
+def test_equals_the_whole_attention(world):
+    """In float64 to rounding, which is 2e-15."""
+    check(world, [(case, torch.float64, 1) for case in cases_of(world)], lambda *_: 1e-13)
+
+
+def test_narrow_types():
+    """In units of rounding of the type. What takes more of them is not the ring: float32 adds up as many terms, and the
+    naive core rounds scores, probabilities and the gradients of each query head.
+    """
+
+    def bound(name: str, fused: bool, dtype: torch.dtype) -> float:
+        return (4 if name == "out" or fused and dtype != torch.float32 else 16) * torch.finfo(dtype).eps / 2
+
+    types = torch.float32, torch.bfloat16, torch.float16
+    check(2, [(case, dtype, 1) for dtype in types for case in cases_of(2)], bound)
+
+
+def test_scores_in_the_hundreds():
+    """Exponentials of them would overflow in any type; ranks whose keys lose have a weight of 0 in the sum.
+
+    Gradients of q and k nearly vanish, since every query sees just one key, and so they are the difference of large
+    numbers: they must be finite, in float64 also right.
+    """
+    cases = [(case, dtype, EXTREME) for dtype in (torch.float64, torch.float32) for case in cases_of(2)]
+    bounds = {torch.float64: {"dq": 1e-6, "dk": 1e-6}, torch.float32: {"dq": 1e6, "dk": 1e6}}
+    check(2, cases, lambda name, _, dtype: bounds[dtype].get(name, 1e4 * torch.finfo(dtype).eps))
+    scores = inputs(1, torch.float64, EXTREME)
+    assert (scores[0] @ scores[1].transpose(-2, -1) * WIDTH**-0.5).abs().max() > 900
