@@ -1,0 +1,237 @@
+"""What context parallelism sends, when, and how much each rank computes: no loss curve shows any of this."""
+
+import itertools
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+
+import step06_context_parallel.train as step06
+from common import collectives
+from common.config import CP_MODES, CP_SPLITS, TrainConfig
+from step06_context_parallel import attention_block
+from step06_context_parallel.context_parallel import attention
+from tests.harness.observing import configure, mesh_of, sent_so_far
+from tests.harness.ranks import run_ranks
+
+# ---- what train() issues and computes --------------------------------------------------------------------------------
+
+STEPS, LAYERS, HEADS, WIDTH, TOKENS = 2, 2, 8, 16, 256  # TOKENS: of a sequence
+SHAPE = f"--layers {LAYERS} --hidden {HEADS * WIDTH} --heads {HEADS} --ffn 64 --vocab 256 --seq-len {TOKENS}"
+SHAPE += f" --steps {STEPS} --global-batch 2 --data synthetic --device cpu --peak-tflops 1"
+RECOMPUTE = "none", "full", "selective --attention naive"
+
+
+def cases(world: int) -> list[str]:
+    """Every mode under every split; by turns with every kind of recomputation, in both types, in one or two
+    micro-batches, with K/V heads for each query head, for some or for all. The last ones have data parallelism, too.
+    """
+    found = []
+    for index, (mode, split) in enumerate(itertools.product(CP_MODES, CP_SPLITS)):
+        flags = f"--cp {world} --cp-mode {mode} --cp-split {split} --micro-batch {1 + index % 2}"
+        flags += f" --kv-heads {(8, 4, 1)[(index + index // 3) % 3]} --recompute {RECOMPUTE[(index + 1) % 3]}"
+        found.append(flags + " --dtype bfloat16" * (index % 4 == 0))
+    dp = f"--cp {world // 2} --dp 2 --micro-batch 1 --kv-heads 4"
+    return [*found, f"{dp} --zero 1", dp] if world == 4 else found
+
+
+def exchanges(rank: int, ranks: int, split: str, elements: int, width: int, wide: int) -> tuple[list, list]:
+    """The messages of a ring layer, forward and backward: (op, elements, bytes, index of the peer).
+
+    Two tensors at a time: keys and values, `width` bytes an element, or the sums of their gradients, `wide` bytes.
+    """
+
+    def travel(source: int, hop: int) -> bool:
+        """Whether K/V of `source` go on from the rank that has them in this hop. Not if all later ranks are earlier in
+        the sequence."""
+        return hop < ranks - 1 and (split != "contiguous" or source + hop < ranks - 1)
+
+    def messages(op: str, peer: int, width: int) -> list[tuple]:
+        return 2 * [(op, elements, elements * width * (op == "send"), peer % ranks)]
+
+    forward, backward = [], []
+    for hop in range(ranks):
+        source, coming = (rank - hop) % ranks, (rank - hop - 1) % ranks
+        arrives = travel(coming, hop)
+        goes_on, is_here = travel(source, hop), hop == 0 or travel(source, hop - 1)
+        keys = messages("send", rank + 1, width) * goes_on + messages("receive", rank - 1, width) * arrives
+        home = hop > 0 and travel(rank, hop - 1) and not travel(rank, hop)  # this rank's own sums come back
+        sums = messages("send", rank + 1 if goes_on else source, wide) * (is_here and (goes_on or source != rank))
+        sums += messages("receive", rank - 1, wide) * arrives + messages("receive", rank + hop, wide) * home
+        forward += keys
+        backward += keys + sums
+    return forward, backward
+
+
+def layer_calls(config: TrainConfig, rank: int) -> tuple[list[tuple], list[tuple]]:
+    """(op, elements, bytes, peer) of all that one micro-batch issues in a layer, in its forward and its backward."""
+    cp, kv_heads, width = config.cp, config.model_config.kv_heads, config.torch_dtype.itemsize
+    head = config.micro_batch * TOKENS // cp * WIDTH  # elements of a head: K/V travel as they are, not repeated
+    if config.cp_mode == "ring":
+        return exchanges(rank, cp, config.cp_split, kv_heads * head, width, 4)
+    if config.cp_mode == "allgather":
+        elements = kv_heads * head
+        gather = 2 * [("all_gather", elements, (cp - 1) * elements * width, None)]
+        return gather, gather + 2 * [("reduce_scatter", cp * elements, (cp - 1) * elements * 4, None)]
+
+    def all_to_all(heads: int) -> list[tuple]:
+        return [("all_to_all", heads * head, heads * head * width * (cp - 1) // cp, None)]
+
+    queries, keys = all_to_all(HEADS), all_to_all(max(kv_heads, cp))  # a head for each rank
+    return queries + 2 * keys + queries, queries + 2 * keys + queries
+
+
+def pairs_of_rank(config: TrainConfig, rank: int) -> int:
+    """(Query, key) pairs of a sequence that a rank computes, summed over heads."""
+    cp, part = config.cp, TOKENS // config.cp
+    everything = TOKENS * (TOKENS + 1) // 2
+    if config.cp_mode == "ulysses" or config.cp_split == "zigzag":
+        return HEADS * everything // cp
+    if config.cp_split == "contiguous":
+        return HEADS * (rank * part**2 + part * (part + 1) // 2)
+    return HEADS * (cp * part * (part - 1) // 2 + (rank + 1) * part)  # the diagonal with itself and ranks before it
+
+
+def expected(config: TrainConfig, cp_rank: int, held: int) -> dict:
+    """What a rank that updates `held` elements does in the whole run."""
+    forward, backward = layer_calls(config, cp_rank)
+    again = 1 if config.recompute == "none" else 2  # the attention is computed again, and communicates again
+    micro_batch = [("forward", "cp", *call) for call in LAYERS * forward]
+    micro_batch += [("backward", "cp", *call) for call in LAYERS * ((again - 1) * forward + backward)]
+    step, replicas, width = config.accumulation_steps * micro_batch, config.cp * config.dp, 4
+    if config.zero:
+        sent = (replicas - 1) * held * width
+        step = [("forward", "shard", "all_gather", held, sent, None), *step]
+        step += [("backward", "shard", "reduce_scatter", replicas * held, sent, None)]
+    else:  # over all ranks that see other tokens, also where --dp is 1
+        step += [("backward", "replica", "all_reduce", held, 2 * (held * width * (replicas - 1) // replicas), None)]
+    for group in "world", "dp_cp":  # the norm; the loss
+        step += [("optimizer", group, "all_reduce", 1, 2 * (8 * (replicas - 1) // replicas), None)]
+    pairs = STEPS * LAYERS * config.accumulation_steps * config.micro_batch * pairs_of_rank(config, cp_rank)
+    return {"log": STEPS * step, "forward": again * pairs, "backward": pairs}
+
+
+class Blocks:
+    """Counts the blocks of attention that this rank computes, and the pairs in them."""
+
+    def __init__(self):
+        self.number, self.pairs = 0, Counter()
+
+    def __enter__(self):
+        self.patches = [
+            mock.patch.object(attention_block, name, self.counted(getattr(attention_block, name), kind, first))
+            for name, kind, first in (("attend", "forward", 0), ("attend_backward", "backward", 1))
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self.patches:
+            patch.stop()
+
+    def counted(self, real, kind: str, first: int):
+        def function(*args):
+            q, k, causal = args[first], args[first + 1], args[-2]
+            rows, columns = q.shape[2], k.shape[2]
+            self.pairs[kind] += q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if causal else rows * columns)
+            self.number += 1
+            return real(*args)
+
+        return function
+
+
+def ranks_train(flags: list[str]) -> list[tuple]:
+    """Of each case: what was expected of this rank, what it did, and what its sockets have sent."""
+    found = []
+    for case in flags:
+        config = configure(6, f"{SHAPE} {case}")
+        mesh = mesh_of(config)
+        before = sent_so_far(mesh)
+        with Blocks() as blocks, collectives.record() as calls:
+            held = sum(tensor.numel() for tensor in step06.train(config, mesh))
+        sockets = None if before is None else sent_so_far(mesh) - before
+        log = []
+        for call in calls:
+            peer = None if call.peer is None else mesh.cp.ranks.index(call.peer)
+            log.append((call.phase, call.group, call.op, call.elements, call.bytes, peer))
+        found.append((expected(config, mesh.cp.rank, held), {"log": log, **blocks.pairs}, sockets))
+    return found
+
+
+def check_train(ranks: list[list], flags: list[str]) -> None:
+    for rank, cases_of_rank in enumerate(ranks):
+        for case, (should, did, sockets) in zip(flags, cases_of_rank, strict=True):
+            for name, value in should.items():
+                assert did[name] == value, f"rank {rank}, {case}: {name}"
+            sent = sum(call[4] for call in should["log"])
+            assert sockets in (None, pytest.approx(sent, rel=0.02)), f"rank {rank}, {case}"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_train_issues_and_computes_what_its_layers_need(world):
+    """Every call of every phase, in order, with its size and peer; the same on the sockets; pairs of attention."""
+    check_train(run_ranks(world, ranks_train, cases(world)), cases(world))
+
+
+def test_sends_of_a_layer():
+    """A zigzag rank sends K/V cp-1 times; under a contiguous split half as many are sent in all, and each rank passes
+    on what came before it. Gradients make one hop more, which brings them home.
+    """
+    for ranks in range(2, 7):
+        for rank in range(ranks):
+            sends = {}
+            for split in CP_SPLITS:
+                directions = exchanges(rank, ranks, split, 1, 1, 1)
+                sends[split] = [sum(op == "send" for op, *_ in calls) for calls in directions]
+            assert sends["zigzag"] == sends["striped"] == [2 * (ranks - 1), 2 * (ranks - 1) + 2 * ranks]
+            last = rank == ranks - 1
+            forward = 0 if last else 2 * (rank + 1)
+            assert sends["contiguous"] == [forward, 2 * (ranks - 1) if last else 2 * forward]
+
+
+# ---- what happens while it waits -------------------------------------------------------------------------------------
+
+
+def ranks_order() -> dict[str, tuple[list[tuple], list[tuple]]]:
+    """Of a layer in each mode: (op, blocks computed before its issue, blocks before its wait), forward and backward."""
+    world, result = torch.distributed.get_world_size(), {}
+    for mode in CP_MODES:
+        config = configure(6, f"--seq-len {8 * world} --cp {world} --cp-mode {mode}")
+        mesh = mesh_of(config)
+        q, k, v = (torch.randn(1, 4, 8, 8, requires_grad=True) for _ in range(3))
+        with Blocks() as blocks, collectives.record(lambda blocks=blocks: blocks.number) as calls:
+            out = attention(q, k, v, config=config, cp=mesh.cp)
+            issued, blocks.number = len(calls), 0
+            out.sum().backward()
+        marks = [(call.op, call.issue, call.wait_start) for call in calls]
+        result[mode] = marks[:issued], marks[issued:]
+    return result
+
+
+def check_order(ranks: list[dict]) -> None:
+    """In every hop of the ring a rank sends and receives, then computes, then waits. The sums of a hop have the next
+    one to travel, and reach their owner when all is done. An all-gather has only the first block to hide behind.
+    """
+    cp = len(ranks)
+
+    def messages(issue: int, wait: int) -> list[tuple]:
+        return [(op, issue, wait) for op in ("send", "send", "receive", "receive")]
+
+    forward, backward = [], []
+    for hop in range(cp):
+        keys = messages(hop, hop + 1) if hop < cp - 1 else []
+        forward += keys
+        backward += keys + messages(hop + 1, min(hop + 2, cp))
+    gather, scatter = 2 * [("all_gather", 0, 1)], 2 * [("reduce_scatter", cp, cp)]
+    around = 3 * [("all_to_all", 0, 0)], [("all_to_all", 1, 1)]  # q, k and v; the output
+    for rank in ranks:
+        assert rank["ring"] == (forward, backward)
+        assert rank["allgather"] == (gather, gather + scatter)
+        assert rank["ulysses"] == (around[0] + around[1], [("all_to_all", 0, 0), *3 * around[1]])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_keys_and_values_travel_while_a_block_is_computed(world):
+    check_order(run_ranks(world, ranks_order))
