@@ -1,6 +1,7 @@
 """What context parallelism sends, when, and how much each rank computes: no loss curve shows any of this."""
 
 import itertools
+import os
 from collections import Counter
 from unittest import mock
 
@@ -32,6 +33,8 @@ def cases(world: int) -> list[str]:
         flags = f"--cp {world} --cp-mode {mode} --cp-split {split} --micro-batch {1 + index % 2}"
         flags += f" --kv-heads {(8, 4, 1)[(index + index // 3) % 3]} --recompute {RECOMPUTE[(index + 1) % 3]}"
         found.append(flags + " --dtype bfloat16" * (index % 4 == 0))
+    if not os.environ.get("TEST_ALL"):
+        found = found[:4] + found[-1:]  # in the other modes, the split only says who has which tokens
     dp = f"--cp {world // 2} --dp 2 --micro-batch 1 --kv-heads 4"
     return [*found, f"{dp} --zero 1", dp] if world == 4 else found
 
@@ -169,7 +172,7 @@ def check_train(ranks: list[list], flags: list[str]) -> None:
             assert sockets in (None, pytest.approx(sent, rel=0.02)), f"rank {rank}, {case}"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4] if os.environ.get("TEST_ALL") else [4])
 def test_train_issues_and_computes_what_its_layers_need(world):
     """Every call of every phase, in order, with its size and peer; the same on the sockets; pairs of attention."""
     check_train(run_ranks(world, ranks_train, cases(world)), cases(world))

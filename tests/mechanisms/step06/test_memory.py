@@ -1,0 +1,92 @@
+"""What a rank keeps for the backward, and how many keys and values of other ranks it holds at the same time."""
+
+import itertools
+
+import pytest
+import torch
+
+from common.config import CP_MODES, CP_SPLITS
+from common.measure.allocator import MemoryMeter
+from common.model import Decoder, rope_tables
+from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, total_bytes
+from step06_context_parallel.context_parallel import apply_context_parallel, attention
+from tests.harness.observing import configure, mesh_of
+from tests.harness.ranks import run_ranks
+
+BATCH, SEQ = 3, 48
+SHAPE = f"--hidden 64 --layers 1 --heads 8 --kv-heads 4 --ffn 48 --vocab 256 --seq-len {SEQ} --device cpu"
+TYPES = torch.float32, torch.bfloat16
+
+
+def ranks_saved() -> dict[tuple, int]:
+    """Bytes that a layer keeps, in every mode, split and type."""
+    world, result = torch.distributed.get_world_size(), {}
+    for mode, split, dtype in itertools.product(CP_MODES, CP_SPLITS, TYPES):
+        config = configure(6, f"{SHAPE} --cp {world} --cp-mode {mode} --cp-split {split}")
+        mesh, model = mesh_of(config), Decoder(config.model_config)
+        apply_context_parallel(model, config, mesh)
+        materialise(model, dtype, mesh.device, random_values(0))
+        x = torch.randn(BATCH, SEQ // world, 64).to(dtype).requires_grad_()
+        rope = rope_tables(config.model_config, torch.arange(SEQ // world), dtype)
+        with SavedTensors(model) as layer:
+            y = model.layers["0"](x, rope)
+        assert y.requires_grad, "the graph is alive"
+        result[mode, split, dtype] = layer.bytes - sum(table.untyped_storage().nbytes() for table in rope)
+    return result
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_activations_are_divided(world):
+    """All that step 1 keeps, divided by the number of ranks, to the byte. Keys and values of other ranks are fetched
+    again in the backward.
+    """
+    model = configure(6, SHAPE, 1).model_config
+    for found in run_ranks(world, ranks_saved):
+        for (mode, split, dtype), kept in found.items():
+            layer = [each for each in saved_activations(model, BATCH, SEQ, dtype) if each.name.startswith("layers.0.")]
+            more = 0
+            if mode == "ulysses":  # the output as the kernel gave it, besides what o_proj takes, and four permutations
+                more = next(each.bytes for each in layer if each.name.endswith("o_proj.input")) // world + 4 * 8 * SEQ
+            assert kept == total_bytes(layer) // world + more, (mode, split, dtype)
+
+
+# ---- keys and values of other ranks ----------------------------------------------------------------------------------
+
+
+MODES = "ring", "allgather"
+
+
+def ranks_peak() -> dict[str, tuple[float, float]]:
+    """In each mode: how many tensors as large as this rank's keys, of all that the forward allocates, are alive at most
+    at the same time; and of what the backward allocates.
+    """
+    world, result = torch.distributed.get_world_size(), {}
+    for mode in MODES:
+        config = configure(6, f"--seq-len {80 * world} --cp {world} --cp-mode {mode}")
+        mesh = mesh_of(config)
+        q, k, v = (torch.randn(1, heads, 80, 24, requires_grad=True) for heads in (15, 3, 3))  # sizes tell them apart
+        with MemoryMeter("cpu").measure() as forward:
+            out = attention(q, k, v, config=config, cp=mesh.cp)
+        with MemoryMeter("cpu").measure() as backward:
+            out.sum().backward()
+        sizes = k.nbytes, world * k.nbytes  # of one rank, or gathered
+        changes = [[e.bytes for e in each.allocations if abs(e.bytes) in sizes] for each in (forward, backward)]
+        result[mode] = tuple(max(itertools.accumulate(each)) / k.nbytes for each in changes)
+    return result
+
+
+def check_peak(ranks: list[dict]) -> None:
+    """Keys and values that are held and that arrive: four tensors, however many ranks there are. In the backward also
+    the sums that arrive, are added to and leave, those that come home, and the gradients of a block. An all-gather
+    holds those of all ranks at once and, in the backward, their gradients.
+    """
+    world = len(ranks)
+    for rank in ranks:
+        assert rank["ring"][0] == 2 * min(2, world - 1) and rank["ring"][1] <= 15
+        assert rank["allgather"][0] == 2 * world and rank["allgather"][1] >= 4 * world + 2
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ring_holds_two_parts_at_a_time(world):
+    check_peak(run_ranks(world, ranks_peak))
