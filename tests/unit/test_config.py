@@ -137,10 +137,11 @@ REFUSED = {  # by world size: flags named in the error line | others that are on
     --kv-heads 0; --ffn 0; --tp 0; --pp 0; --zero-replicas 0; --virtual-stages 0; --consecutive 0;
     --layer-delay -1.0; --steps many; --dtype int8; --optimizer lion; --attention flash; --recompute some;
     --device tpu; --dp-mode slow; --zero 5; --lr; --zero two; --zero-reduce never; --tp-mode ring; --model llama9;
-    --cp-mode p2p; --cp-split odd; --model mixtral-8x7b; --link fast; --link 50; --link 1,2,3; --link=-1,1; --link nan,1; --link 1,0;
+    --cp-mode p2p; --cp-split odd; --cp 2; --cp 0;
+    --model mixtral-8x7b; --link fast; --link 50; --link 1,2,3; --link=-1,1; --link nan,1; --link 1,0;
     --link 1,nan; --trace 5; --trace 5:3; --trace a:b; --trace 1:²; --trace=-1:2; --trace 100:100; --heads 3;
     --hidden 100; --hidden 24; --model debug | --hidden 100000000000; --dp 3; --kv-heads 3;
-    --seq-len 4096 --model smollm-135m; --pp 2; --tp 2; --cp 2; --cp 0; --global-batch 3; stray; --no-such-flag; --laye;
+    --seq-len 4096 --model smollm-135m; --pp 2; --tp 2; --global-batch 3; stray; --no-such-flag; --laye;
     --trace | 3:5 | --run-dir; --save-every | 5 | --run-dir; --resume auto | | --run-dir; --profile | | --trace;
     --memory-snapshot | | --trace; --keep | 2 | --save-every; --async-save | | --save-every;
     --profile --measure-memory | --trace 1:2 --run-dir x""",
@@ -148,8 +149,8 @@ REFUSED = {  # by world size: flags named in the error line | others that are on
     --zero-replicas 2; --pp 2 | --virtual-stages 3; --dp-mode naive | --zero 1; --zero-reduce step | --zero 1;
     --zero-reduce step; --cp 2 --dp 2""",
     3: "--tp 3; --tp 2; --tp 3 --ffn 100 | --heads 6 --hidden 96; --global-batch 8",
-    4: """--dp 2; --zero-replicas 3 | --zero 1; --tp 4 --kv-heads 6 | --heads 12 --hidden 96; --cp 2 --tp 2 --pp 2 --dp 1;
-    --tp 2 --cp 2 --seq-len 62; --zero-replicas 3 | --cp 2 --zero 1""",
+    4: """--dp 2; --zero-replicas 3 | --zero 1; --tp 4 --kv-heads 6 | --heads 12 --hidden 96;
+    --cp 2 --tp 2 --pp 2 --dp 1; --tp 2 --cp 2 --seq-len 62; --zero-replicas 3 | --cp 2 --zero 1""",
     8: "--pp 8; --pp 16",
 }
 
