@@ -1,5 +1,6 @@
 """A corpus as token ids: the first process that needs them makes them, and all others map the same file."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -97,10 +98,14 @@ def synthetic(needed_tokens: int, document: int = 96) -> Corpus:
     chain that ends with id 0. An id has four possible successors, with probabilities 1/2, 1/4, 1/8 and 1/8. Low ids
     are more frequent than high ones: a model first learns the frequencies and then, for longer, the transitions.
     """
+    return _synthetic(1 << min(max(14, (needed_tokens // document).bit_length()), 20), document)
+
+
+@functools.lru_cache(maxsize=1)  # a process that runs several trainings, as tests and experiments do, generates it once
+def _synthetic(documents: int, document: int) -> Corpus:
     random = np.random.RandomState(0)
     low = random.randint(256, size=(256, 4)) * random.randint(256, size=(256, 4)) >> 8  # products are often low
     successors = np.maximum(low, 1)[:, [0, 0, 0, 0, 1, 1, 2, 3]]
-    documents = 1 << min(max(14, (needed_tokens // document).bit_length()), 20)
     tokens = np.zeros((documents, document), np.uint16)
     for place in range(document - 1):
         tokens[:, place] = successors[tokens[:, place - 1], random.randint(8, size=documents)]

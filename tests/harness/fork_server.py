@@ -40,7 +40,10 @@ def main(requests: int, replies: int) -> None:
     _load(*PRELOAD)
     import torch
 
+    from common.data.token_cache import synthetic
+
     torch.set_num_threads(1)
+    synthetic(1)  # what most tests train on: all ranks inherit it
     while True:
         try:
             request = control[0].recv()
