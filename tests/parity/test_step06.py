@@ -176,8 +176,5 @@ def test_narrow_types(dtype):
     cases = [f"{training} --cp 2 {mode} {split}" for mode, split in zip((RING, GATHER, ULYSSES), SPLITS)]
     for case, result in zip(cases, run_cases(2, 6, cases), strict=True):
         found, bounds = differences(result, reference(training_of(case, 4))), BOUNDS[dtype]
-        print(
-            case, found["loss"], found["grad_norm"], max(v for k, v in found.items() if k not in ("loss", "grad_norm"))
-        )
         wrong = {name: value for name, value in found.items() if not value < bounds.get(name, bounds["parameters"])}
         assert not wrong, f"{case}: {wrong}"
