@@ -49,13 +49,18 @@ class RingAttention(torch.autograd.Function):
             for block in plan.blocks[(cp.rank - hop) % cp.size]:
                 gradients.add(block, *held, *sums)
             travelling.wait()
-            for total, others in zip(sums, arrived):  # what the ranks before have added up; in hop 0 nothing
-                total += others
+            add_up(sums, arrived)  # what the ranks before have added up; in hop 0 nothing
             arrived, travelling = pass_on_sums(sums, home, hop, plan, cp)
             passing.wait()
             held = arriving
         travelling.wait()
         return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+
+
+def add_up(sums: list[Tensor], arrived: list[Tensor]) -> None:
+    """Add what has arrived, if anything has. In a function of its own, none of it outlives the hop in a variable."""
+    for total, others in zip(sums, arrived):
+        total += others
 
 
 def pass_on(held: list[Tensor], like: Tensor, hop: int, plan: Plan, cp: Group) -> tuple[list[Tensor], Work]:

@@ -47,8 +47,9 @@ def gather_heads(x: Tensor, cp: Group) -> Tensor:
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group, fused: bool) -> Tensor:
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
     places = _places(layout, q.device)
+    order = places.argsort()
     k, v = (each.repeat_interleave(max(1, cp.size // k.shape[1]), dim=1) for each in (k, v))
-    q, k, v = (gather_sequence(each, cp)[:, :, places.argsort()] for each in (q, k, v))
+    q, k, v = (gather_sequence(each, cp)[:, :, order] for each in (q, k, v))
     alone, whole = Group(cp.name, (cp.ranks[cp.rank],), 0), layout._replace(ranks=1)
     out = RingAttention.apply(q, k, v, whole.plan(0), alone, fused)
     return gather_heads(out[:, :, places], cp)
