@@ -11,7 +11,14 @@ import torch
 from common import collectives
 from common.data.batches import Batches
 from step02_data_parallel.data_parallel import DataParallel
-from tests.mutants import Mutants, patches_asynchrony, patches_step03, patches_step04, patches_step05
+from tests.mutants import (
+    Mutants,
+    patches_asynchrony,
+    patches_step03,
+    patches_step04,
+    patches_step05,
+    patches_step06,
+)
 
 WRONG_NUMBERS, LATE = Mutants(), Mutants()
 finish, no_sync, micro_batch = DataParallel.finish, DataParallel.no_sync, Batches.micro_batch
@@ -98,6 +105,9 @@ def patched(mutant: str | None):
     """Apply a mutant of any step to this process for the duration; None: nothing."""
     with contextlib.ExitStack() as stack:
         if mutant is not None:
-            later = patches_step03.MUTANTS | patches_step04.MUTANTS | patches_step05.MUTANTS
-            (WRONG_NUMBERS | LATE | later | patches_asynchrony.MUTANTS)[mutant](stack)
+            steps = patches_step03, patches_step04, patches_step05, patches_step06, patches_asynchrony
+            every = WRONG_NUMBERS | LATE
+            for module in steps:
+                every |= module.MUTANTS
+            every[mutant](stack)
         yield

@@ -12,10 +12,12 @@ from step02_data_parallel.data_parallel import DataParallel
 from step03_zero.zero import Zero
 from step04_tensor_parallel import tensor_parallel
 from step05_pipeline.pipeline import Pipeline
+from step06_context_parallel import ring_attention
 from tests.mutants import Mutants
 
 MUTANTS = Mutants()
 finish, accumulate, send = DataParallel.finish, Zero.accumulate, Pipeline._send
+pass_on, pass_on_sums = ring_attention.pass_on, ring_attention.pass_on_sums
 
 
 @MUTANTS.replaces("last bucket not waited for", DataParallel, "finish")
@@ -67,3 +69,22 @@ def _(self, parameter, gradient):
     accumulate(self, parameter, gradient)
     if self.in_flight and self.in_flight.work.is_completed():
         self._complete()
+
+
+@MUTANTS.replaces("receive buffer overwritten while it is read", ring_attention, "pass_on")
+def _(held, like, hop, plan, cp):
+    """The ring has one receive buffer: what arrives next replaces what is being sent, and computed with."""
+    if hop == 0 or not held:
+        return pass_on(held, like, hop, plan, cp)
+    sends = [(each, (cp.rank + 1) % cp.size) for each in held if hop < plan.reach[(cp.rank - hop) % cp.size]]
+    receives = [(each, (cp.rank - 1) % cp.size) for each in held if hop < plan.reach[(cp.rank - hop - 1) % cp.size]]
+    return held[: len(receives)], collectives.exchange(sends, receives, cp, async_op=True)
+
+
+@MUTANTS.replaces("sums changed while they travel", ring_attention, "pass_on_sums")
+def _(sums, home, hop, plan, cp):
+    """The buffers in which sums travel are set to zero for the next hop as soon as they have been launched."""
+    arriving, work = pass_on_sums(sums, home, hop, plan, cp)
+    for total in sums:
+        total.zero_()
+    return arriving, work

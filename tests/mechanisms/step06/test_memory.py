@@ -46,8 +46,8 @@ def test_activations_are_divided(world):
         for (mode, split, dtype), kept in found.items():
             layer = [each for each in saved_activations(model, BATCH, SEQ, dtype) if each.name.startswith("layers.0.")]
             more = 0
-            if mode == "ulysses":  # the output as the kernel gave it, besides what o_proj takes, and four permutations
-                more = next(each.bytes for each in layer if each.name.endswith("o_proj.input")) // world + 4 * 8 * SEQ
+            if mode == "ulysses":  # the output as the kernel gave it, besides what o_proj takes, and two permutations
+                more = next(each.bytes for each in layer if each.name.endswith("o_proj.input")) // world + 2 * 8 * SEQ
             assert kept == total_bytes(layer) // world + more, (mode, split, dtype)
 
 
@@ -77,13 +77,13 @@ def ranks_peak() -> dict[str, tuple[float, float]]:
 
 
 def check_peak(ranks: list[dict]) -> None:
-    """Keys and values that are held and that arrive: four tensors, however many ranks there are. In the backward also
-    the sums that arrive, are added to and leave, those that come home, and the gradients of a block. An all-gather
-    holds those of all ranks at once and, in the backward, their gradients.
+    """Keys and values that are held and that arrive: four tensors, however many ranks there are. In the backward ten
+    more: sums that arrive, are added to, leave and come home, and the gradients of a block. An all-gather holds those
+    of all ranks at once and, in the backward, their gradients.
     """
     world = len(ranks)
     for rank in ranks:
-        assert rank["ring"][0] == 2 * min(2, world - 1) and rank["ring"][1] <= 15
+        assert rank["ring"][0] == 2 * min(2, world - 1) and rank["ring"][1] <= 14
         assert rank["allgather"][0] == 2 * world and rank["allgather"][1] >= 4 * world + 2
 
 
