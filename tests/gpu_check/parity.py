@@ -54,6 +54,9 @@ LAYOUTS = [
     Layout(2, 5, "--pp 2 --schedule 1f1b"),
     Layout(2, 5, "--pp 2 --schedule zbv"),
     Layout(2, 5, "--pp 2 --schedule dualpipe"),
+    Layout(2, 6, "--cp 2"),
+    Layout(2, 6, "--cp 2 --cp-mode allgather --cp-split striped"),
+    Layout(2, 6, "--cp 2 --cp-mode ulysses --zero 3"),
     Layout(4, 0),
     Layout(4, 3, "--zero 2 --zero-replicas 2 --bucket-mb 0.1"),
     Layout(4, 3, "--zero 3 --recompute full"),
@@ -62,9 +65,12 @@ LAYOUTS = [
     Layout(4, 5, "--pp 4 --schedule dualpipe"),
     Layout(4, 5, "--pp 2 --tp 2 --schedule zbv"),
     Layout(4, 5, "--pp 2 --zero 2 --schedule 1f1b"),
+    Layout(4, 6, "--cp 4 --cp-split contiguous"),
+    Layout(4, 6, "--cp 2 --tp 2 --zero 1"),
+    Layout(4, 6, "--cp 2 --pp 2 --schedule zbv --cp-mode allgather"),
 ]
 QUICK = [0, 6]  # indices of some layouts
-SHARED = [0, 3, 7, 9, 12]  # of those that run through gloo too
+SHARED = [0, 3, 7, 9, 12, 14]  # of those that run through gloo too
 
 
 def train_layouts(folder: Path, device: str, indices: list[int]) -> None:

@@ -16,7 +16,7 @@ from tests.parity.runs import Result, assemble, differences, train_case
 BASE = "--hidden 16 --heads 4 --kv-heads 2 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 1 --steps 2"
 BASE += " --optimizer adamw --lr 1e-3 --clip 0.5 --bucket-mb 0.01"
 HYBRID = "--global-batch 8 --zero-replicas 2"  # two micro-batches on each of 4 ranks
-TP, PP = "--micro-batch 4 --tp 2", "--layers 4 --pp 2"
+TP, PP, CP = "--micro-batch 4 --tp 2", "--layers 4 --pp 2", "--micro-batch 4 --cp 4"
 LAYOUTS = [  # ranks, step, flags: a line for whatever communicates in a new way
     *((2, 2, f"--dp-mode {mode}") for mode in ("naive", "overlap", "bucket")),
     *((2, 3, f"--zero {stage} --recompute full") for stage in (1, 2, 3)),
@@ -29,6 +29,12 @@ LAYOUTS = [  # ranks, step, flags: a line for whatever communicates in a new way
     (4, 5, f"{PP} --micro-batch 2 --tp 2 --tp-mode chunked --schedule interleaved"),
     (4, 5, f"{PP} --zero 3 --schedule zbv"),
     (8, 5, f"{PP} --dp 2 --tp 2 --zero 2 --schedule zb-h1"),
+    *((4, 6, f"{CP} --cp-split {split}") for split in ("zigzag", "contiguous")),
+    (4, 6, f"{CP} --recompute full --mask-documents --seq-len 64"),
+    *((4, 6, f"{CP} --cp-mode {mode}") for mode in ("allgather", "ulysses")),
+    (2, 6, "--micro-batch 2 --cp 2 --zero 3"),
+    (4, 6, "--micro-batch 2 --cp 2 --tp 2 --tp-mode chunked --cp-mode allgather"),
+    (4, 6, f"{PP} --micro-batch 2 --cp 2 --schedule zb-h1"),
 ]
 WIDE = [  # one step each, for the order of the operations: numbers are not compared
     (8, 4, f"{HYBRID} --tp 2 --zero 2"),
@@ -37,6 +43,9 @@ WIDE = [  # one step each, for the order of the operations: numbers are not comp
     (8, 5, f"{PP} {HYBRID} --zero 3 --schedule 1f1b"),
     (8, 5, "--layers 8 --pp 4 --zero 1 --global-batch 8 --schedule zbv"),
     (8, 5, "--layers 8 --pp 8 --schedule zb-h2"),
+    (8, 6, f"{PP} --micro-batch 2 --cp 2 --tp 2 --zero 1"),
+    (8, 6, f"{PP} --cp 2 --dp 2 --zero 3 --schedule zbv --cp-split contiguous"),
+    (8, 6, f"{HYBRID} --micro-batch 2 --cp 4 --zero 2 --cp-mode ulysses"),
 ]
 PLANTED = {  # mutant: layout, what says so
     "last bucket not waited for": ((2, 2, "--dp-mode bucket"), "all_reduce of dp_cp: never waited for"),
@@ -47,6 +56,8 @@ PLANTED = {  # mutant: layout, what says so
         (8, 4, f"{HYBRID} --tp 2 --zero 2"),
         "ranks wait for each other forever",
     ),
+    "receive buffer overwritten while it is read": ((4, 6, f"{CP} --cp-split zigzag"), "differences: {'loss': nan"),
+    "sums changed while they travel": ((4, 6, f"{CP} --cp-split zigzag"), "exchange of cp: a tensor was changed"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Layouts of steps 1 to 5, and what becomes of a run that is saved in one of them and resumed in another."""
+"""Layouts of steps 1 to 6, and what becomes of a run that is saved in one of them and resumed in another."""
 
 import json
 from contextlib import ExitStack
@@ -41,6 +41,8 @@ LAYOUTS = {  # name: (ranks, step, flags)
     "zero 3, two copies": (4, 3, "--zero 3 --zero-replicas 2"),
     "1f1b": (2, 5, "--pp 2 --schedule 1f1b"),
     "tp 2, zero 2, chunked": (4, 4, "--tp 2 --zero 2 --tp-mode chunked"),
+    "cp 2, zero 3": (2, 6, "--cp 2 --zero 3"),
+    "cp 2, zbv": (4, 6, "--cp 2 --pp 2 --schedule zbv --cp-mode allgather"),
 }
 
 

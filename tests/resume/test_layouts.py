@@ -24,8 +24,9 @@ BFLOAT16, FLOAT32 = (f"{UNTIED} --dtype {dtype} --micro-batch 1" for dtype in ("
 RINGS = {
     UNTIED: ["one process", "zbv", "zero 2", "tp 4", "dp", "1f1b, tp, zero 1", "zero 1 on 3", "dualpipe"]
     + ["tp 2, zero 1", "zero 3 on 3", "interleaved", "zero 1", "tp 2, zero 3", "zero 3", "zbv, zero 3"]
-    + ["zero 3, two copies"],
-    TIED: ["one process", "dualpipe, zero 1", "tp 2, zero 2, chunked", "zb-h2", "tp 4", "1f1b", "tp 4, sequence"],
+    + ["zero 3, two copies", "cp 2, zero 3"],
+    TIED: ["one process", "dualpipe, zero 1", "tp 2, zero 2, chunked", "zb-h2", "tp 4", "1f1b", "tp 4, sequence"]
+    + ["cp 2, zbv"],
     BFLOAT16: ["one process", "zero 2 on 3", "zero 3, two copies", "zero 3"],
     FLOAT32: ["zero 3, two copies", "zero 2 on 3"],
 }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from common.config import CP_MODES, CP_SPLITS
 from common.process_groups import Degrees, Group, build_mesh
 from step06_context_parallel.all_gather_attention import AllGatherAttention
+from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
 from step06_context_parallel.layouts import Documents, Layout
 from step06_context_parallel.ring_attention import RingAttention
 from step06_context_parallel.ulysses_attention import ulysses_attention
@@ -117,6 +118,44 @@ def check(world: int, cases: list[tuple], bound: Callable) -> None:
             for name, difference in zip(NAMES, several, strict=True):
                 limit = bound(name, case[0][-1], case[1])
                 assert difference < limit, f"rank {rank} of {world}, {case}: {name} differs by {difference}"
+
+
+def blocks_of_all_ranks(tensors: list[torch.Tensor], layout: Layout, fused: bool) -> list[torch.Tensor]:
+    """Output and gradients of the whole sequence, from the blocks of every rank in turn, without messages."""
+    q, k, v, gradient = tensors
+    found = [torch.zeros_like(each, dtype=torch.float64) for each in (q, q, k, v)]
+    held = [torch.from_numpy(layout.positions(rank)).to(q.device) for rank in range(layout.ranks)]
+    for rank, mine in enumerate(held):
+        merged, plan = MergedAttention(q[:, :, mine], fused), layout.plan(rank)
+        parts = [(block, held[source]) for source, blocks in enumerate(plan.blocks) for block in blocks]
+        for block, theirs in parts:
+            merged.add(block, k[:, :, theirs], v[:, :, theirs])
+        out = merged.out.to(q.dtype)
+        gradients = AttentionGradients(gradient[:, :, mine], merged.q, out, merged.lse, fused)
+        for block, theirs in parts:
+            sums = [torch.zeros_like(k[:, :, theirs], dtype=merged.lse.dtype) for _ in range(2)]
+            gradients.add(block, k[:, :, theirs], v[:, :, theirs], *sums)
+            for total, part in zip(found[2:], sums, strict=True):
+                total[:, :, theirs] += part
+        found[0][:, :, mine], found[1][:, :, mine] = out.double(), gradients.dq.double()
+    return found
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_blocks_are_the_whole_attention(device, dtype):
+    """As the kernels of a device compute them; heads are as wide as CUDA's FlashAttention wants them."""
+    random = torch.Generator().manual_seed(0)
+    made = [torch.randn(BATCH, heads, 48, 16, generator=random).to(dtype) for heads in (6, 2, 2, 6)]
+    for split, documents, fused in itertools.product(CP_SPLITS, DOCUMENTS[:3], FUSED):
+        layout = Layout(split, 48, 4, documents)
+        found = blocks_of_all_ranks([each.to(device) for each in made], layout, fused)
+        for name, ours, theirs in zip(NAMES, found, expected(made, True, documents), strict=True):
+            difference = ((ours.cpu() - theirs).norm() / theirs.norm()).item()
+            assert difference < 16 * torch.finfo(dtype).eps, (split, documents, fused, name, difference)
 
 
 @pytest.mark.parametrize("world", KV_HEADS)
