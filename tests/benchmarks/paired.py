@@ -74,7 +74,8 @@ def peak_bytes(step, device: torch.device, warmup: int = 2, steps: int = 5) -> i
         step()
     for _ in range(steps):
         gc.collect()
-        dist.barrier()
+        if dist.is_initialized():
+            dist.barrier()
         # Not subclasses: a DTensor has no memory, and its local tensor is in this list as well
         with meter.measure(o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)) as measured:
             step()
