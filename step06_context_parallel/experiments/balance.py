@@ -1,0 +1,183 @@
+"""How evenly the three splits divide the attention: pairs, time, and what the ring makes of them."""
+
+import time
+from collections.abc import Callable
+from unittest.mock import patch
+
+from common.collectives import barrier
+from common.config import TrainConfig
+from common.experiments.figures import COLOURS, save_figure
+from common.experiments.local_ranks import on_ranks
+from common.experiments.tables import compared, print_comparison, print_table
+from common.process_groups import Mesh
+from step06_context_parallel import attention_block, ring_attention
+from step06_context_parallel.experiments.predictions import SPLITS, critical_path, hop_pairs, rank_pairs
+from step06_context_parallel.experiments.tools import RANK_COLOURS, AttentionLayer, on_every_case
+from step06_context_parallel.layouts import Layout
+
+TOY = {"seq_len": 16, "layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "micro_batch": 1, "global_batch": 1}
+LONG = TOY | {"hidden": 256, "heads": 4, "kv_heads": 2}
+RANKS = 4
+
+
+def balance(quick: bool) -> None:
+    """(query, key) pairs of every rank and hop in three splits: by formula, in the running ring, and their time."""
+    tokens = 2048 if quick else 8192
+    cases = [
+        flags | {"cp_split": split, "cp": RANKS} for flags in (TOY, LONG | {"seq_len": tokens}) for split in SPLITS
+    ]
+    found = on_ranks(RANKS, on_every_case, watch, cases, title="balance", jobs=len(cases))
+    rows, paths = [], []
+    for index, split in enumerate(SPLITS):
+        for rank in range(RANKS):
+            hops = [pairs for pairs, _ in found[rank][index]["forward"]]
+            rows.append((f"{split}, rank {rank}", rank_pairs(split, rank, 16, RANKS), sum(hops)))
+        formula = critical_path(lambda rank, hop, split=split: hop_pairs(split, rank, hop, 16, RANKS), RANKS)
+        seen = critical_path(lambda rank, hop, index=index: found[rank][index]["forward"][hop][0], RANKS)
+        paths.append((split, formula, seen))
+    print_comparison("16 tokens on 4 ranks: pairs that `attend` was called with in a forward", "split", rows)
+    print_comparison("critical path: the sum over the ring's hops of the busiest rank's pairs", "split", paths)
+    compare_time(tokens, [part[len(SPLITS) :] for part in found])
+    if not quick:
+        compare_wall_clock(tokens)
+    draw_balance()
+
+
+def watch(mesh: Mesh, flags: dict, repetitions: int = 3) -> dict[str, list]:
+    """On a rank: pairs and seconds of its own processor time in each hop, (pairs, seconds) by phase.
+
+    The least of several times: ranks that share a core slow each other down even in processor time.
+    """
+    layer, hops = AttentionLayer(mesh, **flags), []
+
+    def next_hop(*args):
+        hops.append([0, 0.0])
+        return pass_on(*args)
+
+    def counted(function: Callable, tensors: int) -> Callable:
+        def call(*args):
+            *_, q, k = args[: tensors - 1]
+            start = time.thread_time()
+            result = function(*args)
+            rows, columns, causal = q.shape[2], k.shape[2], args[-2]
+            hops[-1][0] += rows * (rows + 1) // 2 if causal else rows * columns
+            hops[-1][1] += time.thread_time() - start
+            return result
+
+        return call
+
+    pass_on, result = ring_attention.pass_on, {}
+    blocks = {"attend": counted(attention_block.attend, 3)}
+    blocks["attend_backward"] = counted(attention_block.attend_backward, 4)
+    with patch.object(ring_attention, "pass_on", next_hop), patch.multiple(attention_block, **blocks):
+        for _ in range(repetitions):
+            for phase in ("forward", "backward"):
+                barrier(mesh.world)
+                hops.clear()
+                getattr(layer, phase)()
+                before = result.get(phase, hops)
+                result[phase] = [(pairs, min(seconds, old[1])) for (pairs, seconds), old in zip(hops, before)]
+    return result
+
+
+def compare_time(tokens: int, found: list[list[dict]]) -> None:
+    """Processor time of each rank and of the critical path, predicted from the pairs and one process's time a pair."""
+    alone = on_ranks(1, on_every_case, watch, [LONG | {"seq_len": tokens}], title="one process")[0][0]
+    title = (
+        f"{tokens:,} tokens on {RANKS} ranks, 4 heads: ms of processor time, predicted from one process's time a pair"
+    )
+    rows, paths = [], []
+    for phase in ("forward", "backward"):
+        ((pairs, seconds),) = alone[phase]
+        rate = 1e3 * seconds / pairs
+        for index, split in enumerate(SPLITS):
+            measured = [[1e3 * part[1] for part in each[index][phase]] for each in found]  # [rank][hop]
+            predicted = [rate * rank_pairs(split, rank, tokens, RANKS) for rank in range(RANKS)]
+            cells = [f"{sum(hops):.0f}" for hops in measured]
+            name = f"{phase}, {split}"
+            rows.append((name, *(f"{each:.0f}" for each in predicted), *cells))
+            path = rate * critical_path(
+                lambda rank, hop, split=split: hop_pairs(split, rank, hop, tokens, RANKS), RANKS
+            )
+            paths.append((name, path, critical_path(lambda rank, hop, m=measured: m[rank][hop], RANKS)))
+    header = ("", *(f"rank {rank}" for rank in range(RANKS)), *(f"measured {rank}" for rank in range(RANKS)))
+    print_table(title, header, rows)
+    print_comparison("critical path, ms", "", paths, ".0f")
+
+
+def compare_wall_clock(tokens: int) -> None:
+    """Two ranks that really run side by side: the splits against each other by the clock on the wall."""
+    cases = [LONG | {"seq_len": tokens, "cp_split": split, "cp": 2} for split in SPLITS]
+    found = on_ranks(2, time_layers, cases, 6, title="wall clock")
+    best = {split: max(part[index] for part in found) for index, split in enumerate(SPLITS)}
+    rows = []
+    for split in SPLITS:
+        path = critical_path(lambda rank, hop, split=split: hop_pairs(split, rank, hop, tokens, 2), 2)
+        even = critical_path(lambda rank, hop: hop_pairs("zigzag", rank, hop, tokens, 2), 2)
+        cells = compared(path / even, best[split] / best["zigzag"], ".3f")
+        rows.append((split, f"{1e3 * best[split]:.0f}", *cells))
+    header = ("split", "ms", "over zigzag: predicted", "measured", "ratio")
+    print_table(f"{tokens:,} tokens on 2 ranks: forward and backward of the attention, on the clock", header, rows)
+
+
+def time_layers(mesh: Mesh, done: Callable, cases: list[dict], rounds: int) -> list[float]:
+    """On a rank: the least seconds of forward and backward in each case. The cases take turns."""
+    layers, best = [AttentionLayer(mesh, **flags) for flags in cases], [float("inf")] * len(cases)
+    for _ in range(rounds):
+        for index, layer in enumerate(layers):
+            barrier(mesh.world)
+            start = time.perf_counter()
+            layer.forward()
+            layer.backward()
+            barrier(mesh.world)
+            best[index] = min(best[index], time.perf_counter() - start)
+    return best
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def draw_balance(tokens: int = 16) -> None:
+    """Above the causal mask, each query's row in the colour of its rank; below what that makes of the ring's hops."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 5.9), dpi=120, layout="constrained")
+    masks, charts = figure.subplots(2, len(SPLITS), height_ratios=(3.4, 1.7))
+    for mask, chart, split in zip(masks, charts, SPLITS):
+        layout = Layout(split, tokens, RANKS)
+        for rank in range(RANKS):
+            for query in layout.positions(rank):
+                mask.barh(query, query + 1, left=0, height=1, color=RANK_COLOURS[rank], align="edge")
+                mask.text(-0.35, query + 0.5, rank, ha="right", va="center", fontsize=8, color=RANK_COLOURS[rank])
+        for line in range(tokens + 1):
+            mask.plot([max(0, line - 1), tokens], [line, line], color="#DDDDDD", linewidth=0.5, zorder=0)
+            mask.plot([0, min(line, tokens)], [line, line], color="white", linewidth=0.8)
+            mask.plot([line, line], [line - 1 if line else 0, tokens], color="white", linewidth=0.8)
+        mask.set(xlim=(-1.2, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[])
+        mask.set_xlabel("key", fontsize=9)
+        mask.set_ylabel("query, and its rank", fontsize=9)
+        mask.spines[:].set_visible(False)
+        pairs = [rank_pairs(split, rank, tokens, RANKS) for rank in range(RANKS)]
+        mask.set_title(f"{split}: {' / '.join(map(str, pairs))} pairs", loc="left", fontsize=11, fontweight="bold")
+        draw_hops(chart, split, tokens)
+    save_figure(figure, "balance")
+
+
+def draw_hops(axis, split: str, tokens: int) -> None:
+    """A row for each rank: its pairs in every hop, and how long it waits for the busiest rank of the hop."""
+    start = 0
+    for hop in range(RANKS):
+        pairs = [hop_pairs(split, rank, hop, tokens, RANKS) for rank in range(RANKS)]
+        for rank, count in enumerate(pairs):
+            axis.barh(rank, max(pairs), left=start, height=0.8, color=COLOURS["idle"], edgecolor="white")
+            axis.barh(rank, count, left=start, height=0.8, color=RANK_COLOURS[rank], edgecolor="white")
+            if count:
+                axis.text(start + count / 2, rank, count, ha="center", va="center", fontsize=7.5, color="white")
+        start += max(pairs)
+    axis.axvline(start, color="black", linewidth=1)
+    axis.text(start + 0.8, -0.62, start, ha="left", va="center", fontsize=9, fontweight="bold")
+    axis.set(xlim=(0, 66), ylim=(3.5, -0.9), xlabel="pairs; gray: waits for the busiest rank")
+    axis.xaxis.label.set_size(9)
+    axis.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)], fontsize=9)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)

@@ -1,0 +1,102 @@
+"""What theory says of step 6: who computes how much, who sends how much, what a rank keeps, when a hop hides.
+
+N ranks share sequences of s tokens, n = s / N each. h is the width of all query heads, h_kv that of all K/V heads, beta
+the bytes of an activation. Sums of gradients travel in at least float32: beta_sum bytes.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from common.experiments.cost_model import Player
+from common.model import at_least_float32
+from common.model_config import ModelConfig
+from step01_single_gpu.memory_model.prediction import layer_activations, saved_activations, total_bytes
+
+SPLITS = ("contiguous", "zigzag", "striped")
+
+# ---- balance ---------------------------------------------------------------------------------------------------------
+
+
+def hop_pairs(split: str, rank: int, hop: int, tokens: int, ranks: int) -> int:
+    """(query, key) pairs that a rank computes in a hop of the causal ring, with the keys of the rank `hop` before it.
+
+    contiguous: a triangle, then squares as long as those keys come earlier in the sequence, then nothing
+    zigzag: of four squares of chunks always two, of which two halves in hop 0
+    striped: always a triangle, without its diagonal if the other rank's stripe is one token ahead
+    """
+    n = tokens // ranks
+    if split == "contiguous":
+        return n * (n + 1) // 2 if hop == 0 else n * n * (hop <= rank)
+    if split == "zigzag":
+        return 2 * (n // 2) ** 2 + (n // 2) * (hop == 0)
+    return n * (n + 1) // 2 if hop <= rank else n * (n - 1) // 2
+
+
+def rank_pairs(split: str, rank: int, tokens: int, ranks: int) -> int:
+    """All pairs of a rank."""
+    return sum(hop_pairs(split, rank, hop, tokens, ranks) for hop in range(ranks))
+
+
+def critical_path(pairs: Callable[[int, int], float], ranks: int) -> float:
+    """The sum over the ring's hops of what its busiest rank does, by `pairs(rank, hop)`: all wait for that one."""
+    return sum(max(pairs(rank, hop) for rank in range(ranks)) for hop in range(ranks))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def ring_sends(split: str, ranks: int, causal: bool = True) -> dict[str, int]:
+    """Tensors that all ranks together send in one layer: keys and values, and the sums of their gradients.
+
+    Keys and values of each rank travel to the other N - 1. Contiguous and causal, those of rank j are of no use to
+    ranks before it, so they stop at the last rank, after N - 1 - j hops. The sums travel as far, and then home.
+    """
+    reaches = [ranks - 1 - rank if split == "contiguous" and causal else ranks - 1 for rank in range(ranks)]
+    return {
+        "forward, K and V": 2 * sum(reaches),
+        "backward, K and V": 2 * sum(reaches),
+        "backward, dK and dV": 2 * sum(reach + 1 for reach in reaches if reach),
+    }
+
+
+def layer_bytes(mode: str, split: str, ranks: int, tokens: int, h: int, h_kv: int, beta: int, beta_sum: int) -> dict:
+    """Bytes that a rank sends for one layer, on average over ranks, by phase. `tokens`: batch times sequence length.
+
+    Ulysses sends (N-1)/N of its part of q, k, v and of the output, and the same of their gradients.
+    """
+    part = tokens // ranks * h_kv  # elements of a rank's keys
+    if mode == "ring":
+        sends = {phase: number / ranks for phase, number in ring_sends(split, ranks).items()}
+        backward = sends["backward, K and V"] * beta + sends["backward, dK and dV"] * beta_sum
+        return {"forward": sends["forward, K and V"] * part * beta, "backward": backward * part}
+    if mode == "allgather":
+        elements = 2 * (ranks - 1) * part
+        return {"forward": elements * beta, "backward": elements * (beta + beta_sum)}
+    both_ways = (ranks - 1) * tokens // ranks**2 * 2 * (h + h_kv) * beta
+    return {"forward": both_ways, "backward": both_ways}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def buffers(mode: str, ranks: int, part: int, beta: int, beta_sum: int) -> dict[str, int]:
+    """Bytes of keys and values, and of sums of their gradients, that a rank holds beyond what one rank alone would.
+
+    The ring holds what it computes with and what arrives. An all-gather holds the whole sequence.
+
+    Args:
+        part: elements of a rank's keys.
+    """
+    if ranks == 1:
+        return {"forward": 0, "backward": 0}
+    if mode == "ring":
+        held = min(2, ranks - 1)
+        # a hop's own sums are there in any case; with them those that arrive and those that leave
+        return {"forward": 2 * held * part * beta, "backward": 2 * part * (held * beta + 2 * beta_sum)}
+    return {"forward": 2 * ranks * part * beta, "backward": 2 * part * (ranks * beta + (ranks - 1) * beta_sum)}
+
+
+def kept(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, recompute: str = "none") -> int:
+    """Bytes that one layer keeps for the backward: those of step 1, for the tokens of a rank."""
+    return total_bytes(layer_activations(model, batch, tokens, dtype, "fused", recompute))
