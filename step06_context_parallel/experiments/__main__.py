@@ -12,11 +12,16 @@ predicted, and what others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step06_context_parallel.experiments import balance, frames
+from step06_context_parallel.experiments import balance, frames, memory, messages
 
 EXPERIMENTS = [
     balance.balance,
     frames.frames,
+    messages.messages,
+    messages.gradients,
+    messages.curves,
+    memory.buffers,
+    memory.activations,
 ]
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 from common.collectives import barrier
-from common.config import TrainConfig
 from common.experiments.figures import COLOURS, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_comparison, print_table

@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from common.experiments.cost_model import Player
-from common.model import at_least_float32
 from common.model_config import ModelConfig
-from step01_single_gpu.memory_model.prediction import layer_activations, saved_activations, total_bytes
+from step01_single_gpu.memory_model.prediction import layer_activations, total_bytes
 
 SPLITS = ("contiguous", "zigzag", "striped")
 
@@ -83,7 +81,8 @@ def layer_bytes(mode: str, split: str, ranks: int, tokens: int, h: int, h_kv: in
 def buffers(mode: str, ranks: int, part: int, beta: int, beta_sum: int) -> dict[str, int]:
     """Bytes of keys and values, and of sums of their gradients, that a rank holds beyond what one rank alone would.
 
-    The ring holds what it computes with and what arrives. An all-gather holds the whole sequence.
+    The ring holds what it computes with and what arrives. An all-gather holds the whole sequence, but makes room for
+    the gradients of a rank's own keys and values (2 parts) only when all the others have been released.
 
     Args:
         part: elements of a rank's keys.
@@ -94,9 +93,24 @@ def buffers(mode: str, ranks: int, part: int, beta: int, beta_sum: int) -> dict[
         held = min(2, ranks - 1)
         # a hop's own sums are there in any case; with them those that arrive and those that leave
         return {"forward": 2 * held * part * beta, "backward": 2 * part * (held * beta + 2 * beta_sum)}
-    return {"forward": 2 * ranks * part * beta, "backward": 2 * part * (ranks * beta + (ranks - 1) * beta_sum)}
+    return {"forward": 2 * ranks * part * beta, "backward": 2 * part * (ranks * beta + (ranks - 2) * beta_sum)}
 
 
-def kept(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, recompute: str = "none") -> int:
-    """Bytes that one layer keeps for the backward: those of step 1, for the tokens of a rank."""
-    return total_bytes(layer_activations(model, batch, tokens, dtype, "fused", recompute))
+def while_scattering(ranks: int, part: int, queries: int, beta: int, beta_sum: int) -> int:
+    """Bytes of an all-gather's backward while gloo's reduce-scatter runs, which receives the parts into a new buffer.
+
+    The sums of all ranks' keys and values, what arrives for one of them, the gathered keys and values, and the results:
+    gradients of the rank's queries (`queries` elements), keys and values.
+    """
+    return part * (3 * ranks * beta_sum + 2 * ranks * beta + 2 * beta_sum) + queries * beta_sum
+
+
+def kept(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, ulysses: int = 0) -> int:
+    """Bytes that one layer keeps for the backward: those of step 1, for the tokens of a rank.
+
+    Args:
+        ulysses: tokens of the whole sequence. Their order is kept, and the output twice: of a rank's heads for all
+            tokens, and of its tokens for all heads.
+    """
+    whole = total_bytes(layer_activations(model, batch, tokens, dtype, "fused", "none"))
+    return whole + (ulysses > 0) * batch * tokens * model.heads * model.head_width * dtype.itemsize + 8 * ulysses

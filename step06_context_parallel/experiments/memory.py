@@ -1,0 +1,89 @@
+"""What a rank keeps: buffers for keys and values, activations of a layer, and how long a sequence may then be."""
+
+import gc
+
+import torch
+
+from common.config import TrainConfig
+from common.experiments.local_ranks import on_ranks
+from common.experiments.tables import print_comparison
+from common.measure.allocator import MemoryMeter
+from common.process_groups import Mesh
+from step01_single_gpu.memory_model.prediction import SavedTensors
+from step06_context_parallel.all_gather_attention import AllGatherAttention
+from step06_context_parallel.experiments import predictions
+from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer, Run, on_every_case
+from step06_context_parallel.layouts import Layout
+from step06_context_parallel.ring_attention import RingAttention
+
+DTYPES = {"float32": 4, "bfloat16": 2}
+
+
+FUNCTIONS = {"ring": RingAttention, "allgather": AllGatherAttention}
+
+
+def buffers(quick: bool) -> None:
+    """Keys and values in memory at once: the ring holds two ranks' at any cp, an all-gather those of all ranks."""
+    part, rows, alone = 256, [], {}  # tokens of a rank
+    shape, keys = SHAPE | {"micro_batch": 1, "global_batch": 1}, [(d, mode) for d in DTYPES for mode in FUNCTIONS]
+    model = TrainConfig(**shape).model_config
+    size, queries = part * model.kv_heads * model.head_width, part * model.heads * model.head_width  # elements
+    for ranks in (1, 2) if quick else (1, 2, 4, 8):
+        flags = [shape | {"seq_len": part * ranks, "cp": ranks, "dtype": d, "cp_mode": mode} for d, mode in keys]
+        found = on_ranks(ranks, on_every_case, peaks, flags, title="buffers", jobs=len(flags))
+        for index, (dtype, mode) in enumerate(keys):
+            for phase, predicted in predictions.buffers(mode, ranks, size, DTYPES[dtype], 4).items():
+                peak = max(each[index][phase] for each in found)
+                before = alone.setdefault((dtype, phase), peak)  # one rank's ring, which sends nothing
+                if ranks > 1:
+                    if (mode, phase) == ("allgather", "backward"):
+                        scattering = predictions.while_scattering(ranks, size, queries, DTYPES[dtype], 4)
+                        predicted = max(predicted, scattering - before)
+                    rows.append((f"cp {ranks}, {dtype}, {mode}: {phase}", predicted, peak - before))
+    title = f"peak of one attention layer beyond that of one rank alone, {part} tokens a rank, bytes"
+    print_comparison(f"{title}; keys of a rank: {size} elements", "", rows)
+
+
+def peaks(mesh: Mesh, flags: dict) -> dict[str, int]:
+    """On a rank: bytes that the forward, and the backward, of one layer allocate at most. No mask: equal blocks."""
+    layer = AttentionLayer(mesh, **flags)
+    plan = Layout("contiguous", layer.config.seq_len, layer.mesh.cp.size, causal=False).plan(layer.mesh.cp.rank)
+    result = {}
+    for _ in range(2):  # the first one starts what the process needs once
+        gc.collect()
+        with MemoryMeter("cpu").measure() as measured:
+            out = FUNCTIONS[flags["cp_mode"]].apply(layer.q, layer.k, layer.v, plan, layer.mesh.cp, True)
+        result["forward"] = measured.peak_bytes
+        with MemoryMeter("cpu").measure() as measured:
+            torch.autograd.grad(out, (layer.q, layer.k, layer.v), layer.gradient)
+        result["backward"] = measured.peak_bytes
+        del out
+    return result
+
+
+def activations(quick: bool) -> None:
+    """Bytes that one layer keeps for the backward: those of one process, divided by cp."""
+    rows, config = [], TrainConfig(**SHAPE)
+    batch, seq = config.micro_batch, config.seq_len
+    for ranks in (1, 2) if quick else (1, 2, 4):
+        keys = [(dtype, mode) for dtype in DTYPES for mode in (MODES if ranks > 1 else ["ring"])]
+        shapes = [SHAPE | {"cp": ranks, "dtype": dtype, "cp_mode": mode} for dtype, mode in keys]
+        cases = [shape | {"layers": layers} for shape in shapes for layers in (1, 2)]
+        found = on_ranks(ranks, on_every_case, kept_for_backward, cases, title="activations", jobs=len(cases))[0]
+        for index, (dtype, mode) in enumerate(keys):
+            one, two = found[2 * index : 2 * index + 2]
+            whole = seq if mode == "ulysses" else 0
+            predicted = predictions.kept(config.model_config, batch, seq // ranks, getattr(torch, dtype), whole)
+            rows.append((f"cp {ranks}, {dtype}" + f", {mode}" * (ranks > 1), predicted, two - one))
+    print_comparison("bytes that one layer keeps on a rank", "", rows)
+
+
+def kept_for_backward(mesh: Mesh, flags: dict) -> int:
+    """Bytes that a forward leaves for the backward on this rank, each storage once, without the weights."""
+    run = Run(mesh, **flags)
+    (stage,) = run.pipeline.stages
+    tokens, _, *context = run.micro_batch(0)
+    with SavedTensors(stage) as saved:
+        logits = stage(tokens, *context)
+    del logits
+    return saved.bytes
