@@ -12,7 +12,7 @@ predicted, and what others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step06_context_parallel.experiments import balance, frames, memory, messages
+from step06_context_parallel.experiments import balance, frames, longest, memory, messages
 
 EXPERIMENTS = [
     balance.balance,
@@ -22,6 +22,8 @@ EXPERIMENTS = [
     messages.curves,
     memory.buffers,
     memory.activations,
+    longest.longest,
+    longest.published,
 ]
 
 if __name__ == "__main__":

@@ -114,3 +114,19 @@ def kept(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, ulysse
     """
     whole = total_bytes(layer_activations(model, batch, tokens, dtype, "fused", "none"))
     return whole + (ulysses > 0) * batch * tokens * model.heads * model.head_width * dtype.itemsize + 8 * ulysses
+
+
+def bytes_per_token(model: ModelConfig, ranks: int, mode: str, tp: int, recompute: str) -> float:
+    """Bytes that a token of a rank costs at the worst moment of a step: bfloat16, tp ranks with sequence parallelism.
+
+    All layers' activations, and either the loss's float32 log-probabilities and two more tensors of that size, or the
+    keys and values of the last layer's backward.
+    """
+    dtype = torch.bfloat16
+    layers = model.layers * total_bytes(layer_activations(model, 1, 1, dtype, "fused", recompute)) / tp
+    if recompute == "full":  # one layer is there as a whole
+        layers += kept(model, 1, 1, dtype) / tp
+    head = 2 * 4 * model.hidden / tp
+    loss = 3 * 4 * model.vocab / tp
+    keys = buffers(mode, ranks, model.kv_heads * model.head_width, 2, 4)["backward"] / tp
+    return layers + head + max(loss, keys)
