@@ -75,6 +75,13 @@ class Player:
         self.communication += seconds
         return self.free
 
+    def exchange(self, size: float) -> float:
+        """Start to send `size` bytes to a neighbor, and to receive as many. Returns when they will be there."""
+        seconds = self.link.alpha + size / self.link.bandwidth
+        self.free = max(self.free, self.now) + seconds
+        self.communication += seconds
+        return self.free
+
     def all_reduce(self, size: float) -> float:
         """Start an all-reduce: a reduce-scatter and an all-gather of `size` bytes. Returns when it will be complete."""
         self.message(size)

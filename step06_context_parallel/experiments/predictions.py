@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from common.experiments.cost_model import Player
 from common.model_config import ModelConfig
 from step01_single_gpu.memory_model.prediction import layer_activations, total_bytes
 
@@ -130,3 +131,59 @@ def bytes_per_token(model: ModelConfig, ranks: int, mode: str, tp: int, recomput
     loss = 3 * 4 * model.vocab / tp
     keys = buffers(mode, ranks, model.kv_heads * model.head_width, 2, 4)["backward"] / tp
     return layers + head + max(loss, keys)
+
+
+# ---- does it hide ----------------------------------------------------------------------------------------------------
+
+
+def tokens_to_hide(peak: float, bandwidth: float, share: float, causal: bool = True, backward: bool = False) -> float:
+    """Tokens of a rank from which on a hop's computation takes as long as its transfer. Derived here.
+
+    A hop has n^2 / 2 pairs (n^2 if not causal). In the forward they cost 4 h FLOPs each (q k' and p v), while K and V,
+    2 n h_kv elements of 2 bytes, travel. In the backward 10 h (five products), and the float32 sums travel as well:
+
+        forward    2 h n^2 / peak >= 4 n h_kv / bandwidth     n >= 2 (h_kv / h) peak / bandwidth
+        backward   5 h n^2 / peak >= 12 n h_kv / bandwidth    n >= 2.4 (h_kv / h) peak / bandwidth
+
+    Batch size, number of ranks and tensor parallelism (which divides h and h_kv) have cancelled.
+
+    Args:
+        peak: FLOP/s of a rank. bandwidth: bytes/s to the next rank. share: h_kv / h.
+    """
+    return (2.4 if backward else 2.0) * share * peak / bandwidth * (1 if causal else 0.5)
+
+
+def play_layer(mode: str, phase: str, player: Player, hops: list[float], part: float, groups: float) -> None:
+    """One attention layer of a rank, all of which do the same (zigzag).
+
+    Args:
+        hops: seconds that each hop computes.
+        part: bytes of a rank's keys, and of the sums of their gradients.
+        groups: query heads per K/V head.
+    """
+    ranks = len(hops)
+    if mode == "ulysses":
+        for tensors in ((groups, 1, 1), (groups,)) if phase == "forward" else ((groups,), (groups, 1, 1)):
+            for size in tensors:
+                player.wait(player.message(size * part))
+            if (len(tensors) > 1) == (phase == "forward"):
+                player.now += sum(hops)
+        return
+    if mode == "allgather":
+        arriving = [player.message(ranks * part) for _ in "kv"]
+        player.now += hops[0]
+        player.wait(arriving[-1])
+        player.now += sum(hops[1:])
+        if phase == "backward":
+            for _ in "kv":
+                player.wait(player.message(ranks * part))
+        return
+    travelling = 0.0
+    for hop, seconds in enumerate(hops):
+        arriving = player.exchange(2 * part) if hop < ranks - 1 else 0.0
+        player.now += seconds
+        if phase == "backward":
+            player.wait(travelling)
+            travelling = player.exchange(2 * part)
+        player.wait(arriving)
+    player.wait(travelling)

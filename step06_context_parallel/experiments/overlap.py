@@ -1,0 +1,172 @@
+"""What of the communication hides behind attention: ring, all-gather and Ulysses over a simulated slow link.
+
+On two cores four ranks cannot compute side by side. So each pair takes as long as one says here, as layers do with
+`--layer-delay`, and messages as long as `--link` says. What is measured is who waits for what.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+from common import collectives
+from common.config import TrainConfig
+from common.experiments.cost_model import Player
+from common.experiments.figures import figure_path
+from common.experiments.local_ranks import on_ranks
+from common.experiments.tables import compared, print_table
+from common.experiments.timelines import draw_timelines
+from common.experiments.traces import quietest
+from common.process_groups import Mesh
+from common.tracing.chrome_trace import Trace, read_trace
+from common.tracing.tracer import Tracer
+from step06_context_parallel import attention_block
+from step06_context_parallel.experiments import predictions
+from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer
+
+RANKS, TOKENS = 4, 256
+FLAGS = SHAPE | {"cp": RANKS, "seq_len": TOKENS, "micro_batch": 1, "global_batch": 1}
+HOP = 0.02  # seconds that the forward of a later hop computes
+BACKWARD = 2.5  # times a forward: five matrix products instead of two
+ALPHA = 200  # microseconds
+TRANSFERS = {"fast": 0.5, "as fast as a hop": 1.0, "slow": 2.0}  # time of a hop's keys and values, in hops
+DRAWN = 0.75  # the same, for the picture
+
+
+def overlap(quick: bool) -> None:
+    """Ring, all-gather and Ulysses over links of three speeds: exposed communication and time, and timelines."""
+    rows = []
+    speeds = {"as fast as a hop": 1.0} if quick else TRANSFERS
+    cases = [(mode, share) for share in (*speeds.values(), DRAWN) for mode in MODES]
+    traces = dict(zip(cases, traced(cases, 2 if quick else 6)))
+    for speed, share in speeds.items():
+        for mode in MODES:
+            for phase, predicted in play(mode, share).items():
+                found = measure(traces[mode, share], phase)
+                cells = [cell for pair in zip(predicted, found) for cell in compared(*(1e3 * x for x in pair), ".1f")]
+                rows.append((f"{speed}, {mode}: {phase}", *cells))
+    header = ("", "exposed: predicted", "measured", "ratio", "phase: predicted", "measured", "ratio")
+    title = f"{RANKS} ranks, zigzag, {1e3 * HOP:g} ms a hop in the forward, {1e3 * BACKWARD * HOP:g} in the backward"
+    print_table(f"{title}; ms of one layer", header, rows)
+    panels = []
+    for mode, what in (
+        ("allgather", "all-gather: one big gather, then compute"),
+        ("ring", "ring: fetch the next while computing"),
+    ):
+        blocked = sum(measure(traces[mode, DRAWN], phase)[0] for phase in ("forward", "backward"))
+        panels.append((f"{what}; waits {1e3 * blocked:.0f} ms", of_rank_0(traces[mode, DRAWN], DRAWN)))
+    print(f"  figure: {draw_timelines(panels, figure_path('overlap'), 0)}")
+
+
+def link_flag(share: float) -> str:
+    """`--link` on which the keys and values of a hop take `share` hops."""
+    gigabytes = 2 * part_bytes() / (share * HOP - ALPHA * 1e-6) / 1e9
+    return f"{ALPHA},{gigabytes:.9f}"
+
+
+def part_bytes() -> int:
+    """Bytes of a rank's keys; those of their gradients are the same, in float32."""
+    model = TrainConfig(**FLAGS).model_config
+    return 4 * TOKENS // RANKS * model.kv_heads * model.head_width
+
+
+# ---- measured --------------------------------------------------------------------------------------------------------
+
+
+def traced(cases: list[tuple[str, float]], steps: int) -> list[Trace]:
+    """The trace of each case (mode, transfer in hops)."""
+    with tempfile.TemporaryDirectory() as folder:
+        on_ranks(RANKS, run_cases, cases, steps, folder, title="overlap", jobs=len(cases))
+        return [read_trace(Path(folder, str(index))) for index in range(len(cases))]
+
+
+def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps: int, folder: str) -> None:
+    """On a rank: forward and backward of one layer, `steps` times for each case."""
+    for index, (mode, share) in enumerate(cases):
+        layer = AttentionLayer(mesh, **FLAGS | MODES[mode])
+        tracer = Tracer((0, steps - 1), layer.mesh, f"{folder}/{index}")
+        collectives.link = TrainConfig(link=link_flag(share)).link_model
+        with delayed(tracer):
+            for step in range(-1, steps):  # the first one is not traced
+                collectives.barrier(mesh.world)
+                with tracer.step(step):
+                    with tracer.phase("forward"):
+                        layer.forward()
+                    with tracer.phase("backward"):
+                        layer.backward()
+        collectives.link = None
+        tracer.close()
+        done()
+
+
+def delayed(tracer: Tracer):
+    """Context manager: a block of attention takes the time of its pairs. It is a phase of its own, with a number."""
+    per_pair = HOP / predictions.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) / FLAGS["heads"]
+    count = {"forward": 0, "backward": 0}
+
+    def slower(function: Callable, name: str, cost: float) -> Callable:
+        def call(*args):
+            start, (q, k) = time.perf_counter(), args[:2] if name == "forward" else args[1:3]
+            rows, columns, causal = q.shape[2], k.shape[2], args[-2]
+            pairs = rows * (rows + 1) // 2 if causal else rows * columns
+            number, count[name] = count[name] % RANKS, count[name] + 1
+            with tracer.phase(name, micro_batch=number):
+                result = function(*args)
+                time.sleep(max(0.0, start + cost * pairs * q.shape[1] - time.perf_counter()))
+            return result
+
+        return call
+
+    forward = slower(attention_block.attend, "forward", per_pair)
+    backward = slower(attention_block.attend_backward, "backward", BACKWARD * per_pair)
+    return patch.multiple(attention_block, attend=forward, attend_backward=backward)
+
+
+def measure(trace: Trace, phase: str) -> tuple[float, float]:
+    """Seconds that a rank was blocked in a phase of the quietest step, and seconds of the phase: means over ranks."""
+    step, blocked, whole = quietest(trace).step, 0.0, 0.0
+    for rank in trace.ranks:
+        spans = [span for span in trace.spans[rank] if span["args"]["step"] == step]
+        (outer,) = [each for each in spans if each["name"] == phase and "micro_batch" not in each["args"]]
+        end = outer["ts"] + outer["dur"]
+        whole += outer["dur"]
+        blocked += sum(
+            each["dur"] for each in spans if each["cat"] in ("wait", "issue") and outer["ts"] <= each["ts"] < end
+        )
+    return 1e-6 * blocked / len(trace.ranks), 1e-6 * whole / len(trace.ranks)
+
+
+def of_rank_0(trace: Trace, share: float) -> Trace:
+    """Rank 0's quietest step, as step 0, of its messages only the sends. All ranks do the same.
+
+    gloo tells when a send was waited for, and not when it was done, so that is drawn which the simulated link says.
+    """
+    step, free, spans = quietest(trace).step, 0.0, []
+    bandwidth = TrainConfig(link=link_flag(share)).link_model.bandwidth
+    for span in trace.spans[0]:
+        arguments = span["args"] | {"step": 0, "group": "link"}
+        if span["args"]["step"] != step or arguments.get("op") == "receive":  # at the same time as the send
+            continue
+        if arguments.pop("peer", None) is not None:
+            start = max(free, arguments["issue_us"])
+            free = start + 1e6 * arguments["bytes"] / bandwidth
+            span = span | {"ts": start, "dur": free - start}
+        spans.append(span | {"args": arguments})
+    return Trace({0: spans}, trace.steps, trace.degrees)
+
+
+# ---- predicted -------------------------------------------------------------------------------------------------------
+
+
+def play(mode: str, share: float) -> dict[str, tuple[float, float]]:
+    """The alpha-beta model of one layer: by phase, seconds that a rank is blocked, and seconds of the phase."""
+    link, size, result = TrainConfig(link=link_flag(share)).link_model, part_bytes(), {}
+    hops = [HOP * predictions.hop_pairs("zigzag", 0, hop, TOKENS, RANKS) for hop in range(RANKS)]
+    hops = [each / predictions.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) for each in hops]
+    model = TrainConfig(**FLAGS).model_config
+    for phase, cost in (("forward", 1.0), ("backward", BACKWARD)):
+        player = Player(RANKS, link)
+        predictions.play_layer(mode, phase, player, [cost * hop for hop in hops], size, model.heads / model.kv_heads)
+        result[phase] = player.blocked, player.now
+    return result
