@@ -12,7 +12,7 @@ predicted, and what others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step06_context_parallel.experiments import balance, frames, longest, memory, messages, overlap
+from step06_context_parallel.experiments import balance, cluster, frames, longest, memory, messages, overlap
 
 EXPERIMENTS = [
     balance.balance,
@@ -24,6 +24,7 @@ EXPERIMENTS = [
     memory.activations,
     longest.longest,
     longest.published,
+    cluster.condition,
     overlap.overlap,
 ]
 

@@ -167,6 +167,8 @@ def play(mode: str, share: float) -> dict[str, tuple[float, float]]:
     model = TrainConfig(**FLAGS).model_config
     for phase, cost in (("forward", 1.0), ("backward", BACKWARD)):
         player = Player(RANKS, link)
-        predictions.play_layer(mode, phase, player, [cost * hop for hop in hops], size, model.heads / model.kv_heads)
+        predictions.play_layer(
+            mode, phase, player, [cost * hop for hop in hops], size, size, model.heads / model.kv_heads
+        )
         result[phase] = player.blocked, player.now
     return result

@@ -153,12 +153,14 @@ def tokens_to_hide(peak: float, bandwidth: float, share: float, causal: bool = T
     return (2.4 if backward else 2.0) * share * peak / bandwidth * (1 if causal else 0.5)
 
 
-def play_layer(mode: str, phase: str, player: Player, hops: list[float], part: float, groups: float) -> None:
+def play_layer(
+    mode: str, phase: str, player: Player, hops: list[float], part: float, sums: float, groups: float
+) -> None:
     """One attention layer of a rank, all of which do the same (zigzag).
 
     Args:
         hops: seconds that each hop computes.
-        part: bytes of a rank's keys, and of the sums of their gradients.
+        part: bytes of a rank's keys. sums: those of the sums of their gradients.
         groups: query heads per K/V head.
     """
     ranks = len(hops)
@@ -176,7 +178,7 @@ def play_layer(mode: str, phase: str, player: Player, hops: list[float], part: f
         player.now += sum(hops[1:])
         if phase == "backward":
             for _ in "kv":
-                player.wait(player.message(ranks * part))
+                player.wait(player.message(ranks * sums))
         return
     travelling = 0.0
     for hop, seconds in enumerate(hops):
@@ -184,6 +186,6 @@ def play_layer(mode: str, phase: str, player: Player, hops: list[float], part: f
         player.now += seconds
         if phase == "backward":
             player.wait(travelling)
-            travelling = player.exchange(2 * part)
+            travelling = player.exchange(2 * sums)
         player.wait(arriving)
     player.wait(travelling)
