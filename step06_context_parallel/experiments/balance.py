@@ -10,7 +10,7 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_comparison, print_table
 from common.process_groups import Mesh
 from step06_context_parallel import attention_block, ring_attention
-from step06_context_parallel.experiments.predictions import SPLITS, critical_path, hop_pairs, rank_pairs
+from step06_context_parallel.experiments.predictions import SPLITS, all_pairs, critical_path
 from step06_context_parallel.experiments.tools import RANK_COLOURS, AttentionLayer, on_every_case
 from step06_context_parallel.layouts import Layout
 
@@ -28,12 +28,10 @@ def balance(quick: bool) -> None:
     found = on_ranks(RANKS, on_every_case, watch, cases, title="balance", jobs=len(cases))
     rows, paths = [], []
     for index, split in enumerate(SPLITS):
-        for rank in range(RANKS):
-            hops = [pairs for pairs, _ in found[rank][index]["forward"]]
-            rows.append((f"{split}, rank {rank}", rank_pairs(split, rank, 16, RANKS), sum(hops)))
-        formula = critical_path(lambda rank, hop, split=split: hop_pairs(split, rank, hop, 16, RANKS), RANKS)
-        seen = critical_path(lambda rank, hop, index=index: found[rank][index]["forward"][hop][0], RANKS)
-        paths.append((split, formula, seen))
+        formula = all_pairs(split, 16, RANKS)
+        seen = [[pairs for pairs, _ in part[index]["forward"]] for part in found]
+        rows += [(f"{split}, rank {rank}", sum(formula[rank]), sum(seen[rank])) for rank in range(RANKS)]
+        paths.append((split, critical_path(formula), critical_path(seen)))
     print_comparison("16 tokens on 4 ranks: pairs that `attend` was called with in a forward", "split", rows)
     print_comparison("critical path: the sum over the ring's hops of the busiest rank's pairs", "split", paths)
     compare_time(tokens, [part[len(SPLITS) :] for part in found])
@@ -82,25 +80,19 @@ def watch(mesh: Mesh, flags: dict, repetitions: int = 3) -> dict[str, list]:
 def compare_time(tokens: int, found: list[list[dict]]) -> None:
     """Processor time of each rank and of the critical path, predicted from the pairs and one process's time a pair."""
     alone = on_ranks(1, on_every_case, watch, [LONG | {"seq_len": tokens}], title="one process")[0][0]
-    title = (
-        f"{tokens:,} tokens on {RANKS} ranks, 4 heads: ms of processor time, predicted from one process's time a pair"
-    )
     rows, paths = [], []
     for phase in ("forward", "backward"):
         ((pairs, seconds),) = alone[phase]
-        rate = 1e3 * seconds / pairs
         for index, split in enumerate(SPLITS):
-            measured = [[1e3 * part[1] for part in each[index][phase]] for each in found]  # [rank][hop]
-            predicted = [rate * rank_pairs(split, rank, tokens, RANKS) for rank in range(RANKS)]
-            cells = [f"{sum(hops):.0f}" for hops in measured]
-            name = f"{phase}, {split}"
-            rows.append((name, *(f"{each:.0f}" for each in predicted), *cells))
-            path = rate * critical_path(
-                lambda rank, hop, split=split: hop_pairs(split, rank, hop, tokens, RANKS), RANKS
-            )
-            paths.append((name, path, critical_path(lambda rank, hop, m=measured: m[rank][hop], RANKS)))
-    header = ("", *(f"rank {rank}" for rank in range(RANKS)), *(f"measured {rank}" for rank in range(RANKS)))
-    print_table(title, header, rows)
+            name, formula = f"{phase}, {split}", all_pairs(split, tokens, RANKS)
+            predicted = [[1e3 * seconds / pairs * each for each in hops] for hops in formula]
+            measured = [[1e3 * part[1] for part in each[index][phase]] for each in found]
+            rows.append((name, *(f"{sum(a):.0f} / {sum(b):.0f}" for a, b in zip(predicted, measured))))
+            paths.append((name, critical_path(predicted), critical_path(measured)))
+    title = (
+        f"{tokens:,} tokens on {RANKS} ranks: ms of processor time, predicted (one process's time a pair) / measured"
+    )
+    print_table(title, ("", *(f"rank {rank}" for rank in range(RANKS))), rows)
     print_comparison("critical path, ms", "", paths, ".0f")
 
 
@@ -109,11 +101,9 @@ def compare_wall_clock(tokens: int) -> None:
     cases = [LONG | {"seq_len": tokens, "cp_split": split, "cp": 2} for split in SPLITS]
     found = on_ranks(2, time_layers, cases, 6, title="wall clock")
     best = {split: max(part[index] for part in found) for index, split in enumerate(SPLITS)}
-    rows = []
+    rows, paths = [], {split: critical_path(all_pairs(split, tokens, 2)) for split in SPLITS}
     for split in SPLITS:
-        path = critical_path(lambda rank, hop, split=split: hop_pairs(split, rank, hop, tokens, 2), 2)
-        even = critical_path(lambda rank, hop: hop_pairs("zigzag", rank, hop, tokens, 2), 2)
-        cells = compared(path / even, best[split] / best["zigzag"], ".3f")
+        cells = compared(paths[split] / paths["zigzag"], best[split] / best["zigzag"], ".3f")
         rows.append((split, f"{1e3 * best[split]:.0f}", *cells))
     header = ("split", "ms", "over zigzag: predicted", "measured", "ratio")
     print_table(f"{tokens:,} tokens on 2 ranks: forward and backward of the attention, on the clock", header, rows)
@@ -156,7 +146,7 @@ def draw_balance(tokens: int = 16) -> None:
         mask.set_xlabel("key", fontsize=9)
         mask.set_ylabel("query, and its rank", fontsize=9)
         mask.spines[:].set_visible(False)
-        pairs = [rank_pairs(split, rank, tokens, RANKS) for rank in range(RANKS)]
+        pairs = [sum(hops) for hops in all_pairs(split, tokens, RANKS)]
         mask.set_title(f"{split}: {' / '.join(map(str, pairs))} pairs", loc="left", fontsize=11, fontweight="bold")
         draw_hops(chart, split, tokens)
     save_figure(figure, "balance")
@@ -165,8 +155,7 @@ def draw_balance(tokens: int = 16) -> None:
 def draw_hops(axis, split: str, tokens: int) -> None:
     """A row for each rank: its pairs in every hop, and how long it waits for the busiest rank of the hop."""
     start = 0
-    for hop in range(RANKS):
-        pairs = [hop_pairs(split, rank, hop, tokens, RANKS) for rank in range(RANKS)]
+    for pairs in zip(*all_pairs(split, tokens, RANKS)):
         for rank, count in enumerate(pairs):
             axis.barh(rank, max(pairs), left=start, height=0.8, color=COLOURS["idle"], edgecolor="white")
             axis.barh(rank, count, left=start, height=0.8, color=RANK_COLOURS[rank], edgecolor="white")

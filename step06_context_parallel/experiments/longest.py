@@ -26,11 +26,10 @@ DEGREES = (1, 2, 4, 8, 16, 32, 64)
 
 def longest(quick: bool) -> None:
     """The longest sequence under a memory limit is cp times that of one rank: measured, and PREDICTED for 80 GB."""
-    trials = (256, 512) if quick else (512, 1024)
-    limit = LIMIT / 2 if quick else LIMIT
+    trials = 512, 1024
     low, high = on_ranks(1, on_every_case, peak, [SMALL | {"seq_len": each} for each in trials])[0]
     a_token = (high - low) / (trials[1] - trials[0])
-    fitting = int((limit - low) / a_token + trials[0]) // 16 * 16  # tokens of a rank
+    fitting = int((LIMIT - low) / a_token + trials[0]) // 16 * 16  # tokens of a rank
     rows, measured = [], {}
     for ranks in (1, 2) if quick else (1, 2, 4):
         modes = ("ring", "allgather") if ranks > 1 else ("ring",)
@@ -39,16 +38,16 @@ def longest(quick: bool) -> None:
         for index, mode in enumerate(modes):
             worst = max(each[index] for each in found)
             name = f"cp {ranks}, {mode}" if ranks > 1 else "one rank"
-            rows.append((name, f"{ranks * fitting:,}", *compared(limit, worst)))
-            assert worst <= limit, f"{name}: {worst} bytes"
+            rows.append((name, f"{ranks * fitting:,}", *compared(LIMIT, worst)))
+            assert worst <= LIMIT, f"{name}: {worst} bytes"
         measured[ranks] = ranks * fitting
     print_table(
-        f"{limit / 2**20:g} MiB for forward and backward; one rank's peaks with {trials[0]} and {trials[1]} tokens"
+        f"{LIMIT / 2**20:g} MiB for forward and backward; one rank's peaks with {trials[0]} and {trials[1]} tokens"
         f" predict that {fitting:,} fit",
         ("", "longest sequence", "limit, bytes", "measured peak", "ratio"),
         rows,
     )
-    predict_longest(measured, limit)
+    predict_longest(measured)
 
 
 def peak(mesh: Mesh, flags: dict) -> int:
@@ -62,7 +61,7 @@ def peak(mesh: Mesh, flags: dict) -> int:
     return measured.peak_bytes
 
 
-def predict_longest(measured: dict[int, int], limit: float) -> None:
+def predict_longest(measured: dict[int, int]) -> None:
     """The same for llama3-8b on GPUs of 80 GB: a table and a plot over cp."""
     name, rows, lines = "llama3-8b", [], {}
     model = PRESETS[name]
@@ -80,10 +79,10 @@ def predict_longest(measured: dict[int, int], limit: float) -> None:
         rows.append((f"cp {ranks}", f"{states / ranks / 1e9:.1f}", *cells))
     title = f"{name}, bfloat16, tp {TP} with SP, ZeRO-3 over cp, 80 GB; full: full recomputation"
     print_table(f"predicted: longest sequence, thousands of tokens: {title}", ("", "GB of states", *lines), rows)
-    draw_longest(measured, limit, lines)
+    draw_longest(measured, lines)
 
 
-def draw_longest(measured: dict[int, int], limit: float, lines: dict[str, list[float]]) -> None:
+def draw_longest(measured: dict[int, int], lines: dict[str, list[float]]) -> None:
     """Left what was measured under the small limit, right what is predicted for a GPU."""
     figure, (left, axis) = new_figure(columns=2, width=9.8, height=4.0, width_ratios=(1, 1.8))
     degrees, lengths = list(measured), list(measured.values())
@@ -93,7 +92,7 @@ def draw_longest(measured: dict[int, int], limit: float, lines: dict[str, list[f
     left.set(xscale="log", yscale="log", xlabel="cp", ylabel="tokens of one sequence", xlim=(0.85, max(measured) * 1.7))
     left.set_xticks(degrees, degrees)
     left.set_yticks(lengths, [f"{each:,}" for each in lengths])
-    left.set_title(f"our model, {limit / 2**20:g} MiB a rank", fontsize=10, loc="left")
+    left.set_title(f"our model, {LIMIT / 2**20:g} MiB a rank", fontsize=10, loc="left")
     left.legend(frameon=False, fontsize=9, loc="upper left")
     drawn = {  # with 8 K/V heads both modes coincide
         "allgather, full, 32 K/V heads": "the same, all-gather of 32 K/V heads instead of 8",

@@ -4,8 +4,6 @@ N ranks share sequences of s tokens, n = s / N each. h is the width of all query
 the bytes of an activation. Sums of gradients travel in at least float32: beta_sum bytes.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from common.experiments.cost_model import Player
@@ -32,14 +30,14 @@ def hop_pairs(split: str, rank: int, hop: int, tokens: int, ranks: int) -> int:
     return n * (n + 1) // 2 if hop <= rank else n * (n - 1) // 2
 
 
-def rank_pairs(split: str, rank: int, tokens: int, ranks: int) -> int:
-    """All pairs of a rank."""
-    return sum(hop_pairs(split, rank, hop, tokens, ranks) for hop in range(ranks))
+def all_pairs(split: str, tokens: int, ranks: int) -> list[list[int]]:
+    """The pairs of all ranks, `[rank][hop]`."""
+    return [[hop_pairs(split, rank, hop, tokens, ranks) for hop in range(ranks)] for rank in range(ranks)]
 
 
-def critical_path(pairs: Callable[[int, int], float], ranks: int) -> float:
-    """The sum over the ring's hops of what its busiest rank does, by `pairs(rank, hop)`: all wait for that one."""
-    return sum(max(pairs(rank, hop) for rank in range(ranks)) for hop in range(ranks))
+def critical_path(table: list[list[float]]) -> float:
+    """The sum over the ring's hops of what its busiest rank does, in a table `[rank][hop]`: all wait for that one."""
+    return sum(map(max, zip(*table)))
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
