@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from unittest.mock import patch
 
+import torch
+
 from common.collectives import barrier
 from common.experiments.figures import COLOURS, save_figure
 from common.experiments.local_ranks import on_ranks
@@ -36,11 +38,12 @@ def balance(quick: bool) -> None:
     print_comparison("critical path: the sum over the ring's hops of the busiest rank's pairs", "split", paths)
     compare_time(tokens, [part[len(SPLITS) :] for part in found])
     if not quick:
+        compare_triangles()
         compare_wall_clock(tokens)
     draw_balance()
 
 
-def watch(mesh: Mesh, flags: dict, repetitions: int = 3) -> dict[str, list]:
+def watch(mesh: Mesh, flags: dict, repetitions: int = 6) -> dict[str, list]:
     """On a rank: pairs and seconds of its own processor time in each hop, (pairs, seconds) by phase.
 
     The least of several times: ranks that share a core slow each other down even in processor time.
@@ -94,6 +97,28 @@ def compare_time(tokens: int, found: list[list[dict]]) -> None:
     )
     print_table(title, ("", *(f"rank {rank}" for rank in range(RANKS))), rows)
     print_comparison("critical path, ms", "", paths, ".0f")
+
+
+def compare_triangles() -> None:
+    """Why striped is slower than its pairs say: the kernel computes the tiles that a diagonal crosses as a whole."""
+    sizes = (512, 1024, 2048, 4096)
+    shares = zip(sizes, on_ranks(1, time_triangles, sizes)[0])
+    rows = [(f"{n:,} x {n:,}", (n + 1) / (2 * n), share) for n, share in shares]
+    print_comparison("processor time of a causal block over that of a full one", "block", rows, ".3f")
+
+
+def time_triangles(mesh: Mesh, done: Callable, sizes: tuple[int, ...]) -> list[float]:
+    """On a rank: the least time of a causal block over the least time of a full one, for each size."""
+    shares = []
+    for n in sizes:
+        q, k, v = (torch.randn(1, heads, n, 64) for heads in (4, 2, 2))
+        best = {True: float("inf"), False: float("inf")}
+        for causal in (True, False) * 8:
+            start = time.thread_time()
+            attention_block.attend(q, k, v, causal, True)
+            best[causal] = min(best[causal], time.thread_time() - start)
+        shares.append(best[True] / best[False])
+    return shares
 
 
 def compare_wall_clock(tokens: int) -> None:

@@ -51,7 +51,7 @@ def overlap(quick: bool) -> None:
     print_table(f"{title}; ms of one layer", header, rows)
     panels = []
     for mode, what in (
-        ("allgather", "all-gather: one big gather, then compute"),
+        ("allgather", "all-gather: one big gather, then compute (numbers: hops)"),
         ("ring", "ring: fetch the next while computing"),
     ):
         blocked = sum(measure(traces[mode, DRAWN], phase)[0] for phase in ("forward", "backward"))
