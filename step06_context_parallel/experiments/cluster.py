@@ -33,7 +33,7 @@ def condition(quick: bool) -> None:
             cells = (f"{share:.4g}", *(f"{each:,.0f}" for each in least), f"{131072 / max(least[:2]):.1f}")
             rows.append((f"{name}, {link}", *cells))
     header = ("", "h_kv / h", "forward", "backward", "forward, not causal", "cp up to which 128k tokens hide")
-    print_table("predicted: tokens of a rank from which on a hop hides; at half the peak, half as many", header, rows)
+    print_table("predicted: tokens per rank from which on a hop hides; at half the peak, half as many", header, rows)
     for name in ("llama3-8b", "llama3-405b"):
         compare_modes(name, 131072)
     draw_condition()
@@ -62,7 +62,7 @@ def compare_modes(name: str, tokens: int) -> None:
                 predictions.play_layer(mode, phase, player, [cost * hop for hop in hops], *sizes, groups)
                 blocked += player.blocked
             cells += [f"{1e3 * blocked:.2f}", f"{blocked / compute:.1%}"]
-        rows.append((f"cp {ranks}, {n:,} tokens a rank", f"{1e3 * compute:.1f}", *cells))
+        rows.append((f"cp {ranks}, {n:,} tokens per rank", f"{1e3 * compute:.1f}", *cells))
     header = ("", "computes, ms", *(head for mode in MODES for head in (mode, "share")))
     title = f"exposed ms of one layer of {name}, {tokens:,} tokens, between nodes, forward and backward, without tp"
     print_table(f"predicted: {title}", header, rows)
@@ -83,7 +83,7 @@ def draw_condition() -> None:
     axis.axhline(1, color="black", linewidth=1)
     axis.text(tokens[0] * 1.15, 0.027, "hidden behind the computation", fontsize=9.5)
     axis.text(tokens[-1] / 1.15, 1.15, "exposed", fontsize=9.5, ha="right")
-    axis.set(xscale="log", yscale="log", xlabel="tokens of a rank", ylabel="transfer / computation of a hop")
+    axis.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="transfer / computation of a hop")
     axis.set(xlim=(tokens[0], tokens[-1]), ylim=(0.02, 60))
     axis.set_xticks(tokens[::2], [f"{each // 1024}k" if each >= 1024 else each for each in tokens[::2]])
     axis.set_yticks([0.1, 1, 10], ["0.1", "1", "10"])

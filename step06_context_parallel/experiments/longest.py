@@ -92,7 +92,7 @@ def draw_longest(measured: dict[int, int], lines: dict[str, list[float]]) -> Non
     left.set(xscale="log", yscale="log", xlabel="cp", ylabel="tokens of one sequence", xlim=(0.85, max(measured) * 1.7))
     left.set_xticks(degrees, degrees)
     left.set_yticks(lengths, [f"{each:,}" for each in lengths])
-    left.set_title(f"our model, {LIMIT / 2**20:g} MiB a rank", fontsize=10, loc="left")
+    left.set_title(f"our model, {LIMIT / 2**20:g} MiB per rank", fontsize=10, loc="left")
     left.legend(frameon=False, fontsize=9, loc="upper left")
     drawn = {  # with 8 K/V heads both modes coincide
         "allgather, full, 32 K/V heads": "the same, all-gather of 32 K/V heads instead of 8",
@@ -111,7 +111,7 @@ def draw_longest(measured: dict[int, int], lines: dict[str, list[float]]) -> Non
     axis.set_yticks(list(ticks), ticks.values())
     for each in (left, axis):
         each.minorticks_off()
-    axis.set_title(f"predicted: llama3-8b, tp {TP}, 80 GB a GPU", fontsize=10, loc="left")
+    axis.set_title(f"predicted: llama3-8b, tp {TP}, 80 GB per GPU", fontsize=10, loc="left")
     axis.legend(*(each[::-1] for each in axis.get_legend_handles_labels()), frameon=False, fontsize=9, loc="upper left")
     save_figure(figure, "longest")
 
@@ -140,7 +140,7 @@ def published(quick: bool) -> None:
             cells = (f"{shown:g}", f"{gpt:.2f}", f"{shown / gpt:.3f}", f"{ours:.2f}", f"{full:.2f}")
             rows.append((f"tp {tp}, cp {cp}: {seq // 1024}k tokens", *cells))
     header = ("", "published", "GPT formula", "ratio", "ours, SP", "ours, SP, full recomputation")
-    print_table("predicted: GiB of activations a rank, one sequence, without scores", header, rows)
+    print_table("predicted: GiB of activations per rank, one sequence, without scores", header, rows)
     count = count_parameters(model).total
     states = {name: size * count / 2**30 for name, size in (("weights", 2), ("gradients", 2), ("optimizer", 8))}
     cells = [(f"tp {tp}, cp {cp}", *(f"{size / tp:.2f}" for size in states.values())) for tp, cp in PUBLISHED]
@@ -169,7 +169,7 @@ def draw_memory(states: dict[str, float], sizes: dict[tuple, float]) -> None:
         axis.set_title(f"tp {tp}, cp {cp}", fontsize=10, loc="left")
         axis.set_ylim(0, TOP)
         axis.grid(visible=False, axis="x")
-    axes[0].set_ylabel("GiB a GPU")
+    axes[0].set_ylabel("GiB per GPU")
     axes[2].text(-0.4, GPU / 2**30 + 6, "80 GB", fontsize=8.5)
     axes[2].legend(frameon=False, fontsize=9, loc="upper left")
     figure.suptitle("predicted: llama3-8b, bfloat16, one sequence, no recomputation", fontsize=10.5, x=0.01, ha="left")

@@ -40,7 +40,7 @@ def buffers(quick: bool) -> None:
                         scattering = predictions.while_scattering(ranks, size, queries, DTYPES[dtype], 4)
                         predicted = max(predicted, scattering - before)
                     rows.append((f"cp {ranks}, {dtype}, {mode}: {phase}", predicted, peak - before))
-    title = f"peak of one attention layer beyond that of one rank alone, {part} tokens a rank, bytes"
+    title = f"peak of one attention layer beyond that of one rank alone, {part} tokens per rank, bytes"
     print_comparison(f"{title}; keys of a rank: {size} elements", "", rows)
 
 
