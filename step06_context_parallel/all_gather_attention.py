@@ -5,7 +5,7 @@ It is simpler than the ring, and cheap where several query heads share one key/v
 in memory at once, and only the first block, that of a rank's own, is computed while the others arrive. In the backward
 they are gathered again, and a reduce-scatter sums their gradients.
 
-`ring_attention.py` does the same with messages between neighbours. Compare the two.
+`ring_attention.py` does the same with messages between neighbors. Compare the two.
 """
 
 import torch
@@ -28,9 +28,10 @@ class AllGatherAttention(torch.autograd.Function):
         gathered, gathering = start_gather([k, v], cp)
         for hop in range(cp.size):
             source = (cp.rank - hop) % cp.size
+            held = [each[source] for each in gathered] if hop else [k, v]
             for block in plan.blocks[source]:
-                merged.add(block, *([each[source] for each in gathered] if hop else [k, v]))
-            for work in gathering:
+                merged.add(block, *held)
+            for work in gathering:  # after the first hop all has arrived, and these waits return at once
                 work.wait()
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -45,8 +46,8 @@ class AllGatherAttention(torch.autograd.Function):
         sums = [torch.zeros_like(each, dtype=lse.dtype) for each in gathered]  # (cp, batch, kv_heads, seq/cp, d)
         for hop in range(cp.size):
             source = (cp.rank - hop) % cp.size
+            held = [each[source] for each in gathered] if hop else [k, v]
             for block in plan.blocks[source]:
-                held = [each[source] for each in gathered] if hop else [k, v]
                 gradients.add(block, *held, *(each[source] for each in sums))
             for work in gathering:
                 work.wait()

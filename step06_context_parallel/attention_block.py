@@ -4,6 +4,8 @@ Attention over many keys can be computed in blocks of keys. Each block gives its
 of its exponentials, and from these two numbers per query the outputs of several blocks can be combined exactly. This is
 the online softmax of FlashAttention (Dao et al., arXiv:2205.14135, section 3.1), here with each block on another rank.
 
+PyTorch's `scaled_dot_product_attention` does not return the second result, so its kernels are called by name.
+
 Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full, or causal with n = m; see `layouts`.
 """
 
@@ -38,7 +40,7 @@ def attend_backward(
     """Return this block's part of the gradients of q, k and v.
 
     `gradient`, `out` and `lse` are those of the attention over *all* keys, not of this block. With them the
-    probabilities of the block come out right: exp(score - lse) is normalised over all keys.
+    probabilities of the block come out right: exp(score - lse) is normalized over all keys.
     """
     if not (fused and _has_kernel(q)):
         p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (batch, heads, n, m)
@@ -85,10 +87,10 @@ class MergedAttention:
     def add(self, block: Block, k: Tensor, v: Tensor) -> None:
         """Add a block. What was there and what is new are weighted by their shares of the sum of exponentials."""
         out, lse = attend(block.rows_of(self.q), block.columns_of(k), block.columns_of(v), block.causal, self.fused)
-        merged, before = block.rows_of(self.out), block.rows_of(self.lse)
-        total = torch.logaddexp(before, lse)
-        merged.mul_((before - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
-        before.copy_(total)
+        out_so_far, lse_so_far = block.rows_of(self.out), block.rows_of(self.lse)
+        total = torch.logaddexp(lse_so_far, lse)
+        out_so_far.mul_((lse_so_far - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
+        lse_so_far.copy_(total)
 
 
 class AttentionGradients:

@@ -59,17 +59,23 @@ def take_part(
     part = to_device((tokens[:, mine], targets[:, mine], mine), mesh.device)
     if not config.mask_documents:
         return part
+    # No document begins behind the last token
     ends = [(row[:-1] == end).nonzero().flatten().tolist() for row in tokens]
     return *part, tuple((0, *(each + 1 for each in row)) for row in ends)
 
 
 def check_context_parallel(config: TrainConfig) -> None:
     """Raises UsageError if the sequences, or the heads, cannot be divided among the context-parallel ranks."""
-    cp, model = config.cp, config.model_config
-    chunks = 2 * cp if config.cp_split == "zigzag" and cp > 1 else cp
-    if config.seq_len % chunks:
-        why = f" of its {chunks} chunks" * (chunks > cp)
-        raise UsageError(f"--cp {cp} --cp-split {config.cp_split}: --seq-len {config.seq_len} is no multiple{why}")
-    heads, kv_heads = model.heads // config.tp, max(1, model.kv_heads // config.tp)
-    if config.cp_mode == "ulysses" and (heads % cp or kv_heads % cp and cp % kv_heads):
-        raise UsageError(f"--cp {cp} --cp-mode ulysses cannot divide {heads} heads and {kv_heads} K/V heads of a rank")
+    cp, model, tp = config.cp, config.model_config, config.tp
+    if config.seq_len % cp:
+        raise UsageError(f"--cp {cp} does not divide --seq-len {config.seq_len}")
+    if config.cp_split == "zigzag" and cp > 1 and config.seq_len % (2 * cp):
+        chunks = f"--cp {cp} --cp-split zigzag makes {2 * cp} chunks"
+        raise UsageError(f"{chunks}, which does not divide --seq-len {config.seq_len}")
+    if config.cp_mode == "ulysses":
+        heads, kv_heads, of = model.heads // tp, max(1, model.kv_heads // tp), f" / --tp {tp}" * (tp > 1)
+        if heads % cp:
+            raise UsageError(f"--cp {cp} --cp-mode ulysses does not divide --heads {model.heads}{of}")
+        if kv_heads % cp and cp % kv_heads:
+            kv = f"--kv-heads {model.kv_heads}{of}"
+            raise UsageError(f"--cp {cp} --cp-mode ulysses and {kv}: one must divide the other")

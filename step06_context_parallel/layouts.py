@@ -41,32 +41,39 @@ class Block(NamedTuple):
         return x[self.samples, :, self.columns]
 
 
-def cut_into_blocks(
-    queries: np.ndarray, keys: np.ndarray, starts: tuple[int, ...] = (0,), causal: bool = True, samples=slice(None)
-) -> list[Block]:
-    """Cut the attention of some queries to some keys into as few blocks as possible. None of them is empty.
+def visible_keys(
+    queries: np.ndarray, keys: np.ndarray, starts: tuple[int, ...] = (0,), causal: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `first` and `end`, both (queries,): query i sees the keys first[i] to end[i] - 1.
 
-    Query i sees an interval of the keys, [first[i], end[i]), and both ends can only move to the right as i grows.
-    As long as the interval stays the same, the queries make a full block. As long as its end moves by one from query to
-    query, they make a causal block, with a full one to its left.
+    Both can only grow with i. For example, tokens 4 to 7 see four keys each of tokens 0 to 3 (first 0 0 0 0, end 4 4 4
+    4), and of their own 1, 2, 3 and 4 (first 0 0 0 0, end 1 2 3 4).
 
     Args:
         queries, keys: positions in the sequence, increasing.
         starts: the positions at which documents begin, increasing, the first of them 0. Queries see only their own.
         causal: queries see no key that comes after them.
-        samples: for which samples of the micro-batch this holds.
     """
     bounds = np.append(starts, np.iinfo(np.int64).max)
-    document = np.searchsorted(bounds, queries, side="right") - 1
+    document = np.searchsorted(bounds, queries, side="right") - 1  # of each query
     first = np.searchsorted(keys, bounds[document])
     end = np.searchsorted(keys, queries + 1 if causal else bounds[document + 1])
+    return first, end
+
+
+def cut_into_blocks(first: np.ndarray, end: np.ndarray, samples: slice = slice(None)) -> list[Block]:
+    """Cut what `visible_keys` returns into as few blocks as possible, for these samples of the micro-batch.
+
+    As long as queries see the same keys, they make a full block. As long as each sees one key more than the one before,
+    they make a causal block, with a full one to its left. None of the blocks is empty.
+    """
     found, row = [], 0
     while (seeing := np.flatnonzero(end[row:] > first[row:])).size:
         row += int(seeing[0])
         growth = np.diff(end[row:])
         step = growth[0] if growth.size and growth[0] == 1 else 0
         changes = np.flatnonzero((growth != step) | (np.diff(first[row:]) != 0))
-        stop = row + 1 + int(changes[0] if changes.size else growth.size)
+        stop = row + 1 + int(changes[0] if changes.size else growth.size)  # the first row that does not go on like this
         low, high = int(first[row]), int(end[row])
         if step and stop - row > 1:
             if low < high - 1:
@@ -115,16 +122,21 @@ class Layout(NamedTuple):
     @functools.lru_cache(maxsize=64)  # noqa: B019 (all layers of a micro-batch have one plan; a layout is small)
     def plan(self, rank: int) -> Plan:
         """Return the plan of a rank."""
-        held = [self.positions(each) for each in range(self.ranks)]
+        held, ranks = [self.positions(each) for each in range(self.ranks)], range(self.ranks)
+        documents = [(0,)] if self.documents is None else self.documents
 
-        def between(rank: int, source: int) -> list[Block]:
-            if self.documents is None:
-                return cut_into_blocks(held[rank], held[source], causal=self.causal)
-            found = []
-            for index, starts in enumerate(self.documents):
-                found += cut_into_blocks(held[rank], held[source], starts, self.causal, slice(index, index + 1))
-            return found
+        def seen(of: int, source: int) -> list[tuple[np.ndarray, np.ndarray]]:
+            """For each sample: which keys of rank `source` the queries of rank `of` see."""
+            return [visible_keys(held[of], held[source], starts, self.causal) for starts in documents]
 
-        hops, blocks = range(self.ranks), tuple(between(rank, source) for source in range(self.ranks))
-        reach = (max(hop for hop in hops if between((source + hop) % self.ranks, source)) for source in hops)
-        return Plan(blocks, tuple(reach))
+        def needs(of: int, source: int) -> bool:
+            return any((end > first).any() for first, end in seen(of, source))
+
+        blocks = []
+        for source in ranks:
+            blocks.append([])
+            for index, (first, end) in enumerate(seen(rank, source)):
+                samples = slice(None) if self.documents is None else slice(index, index + 1)
+                blocks[-1] += cut_into_blocks(first, end, samples)
+        reach = [max(hop for hop in ranks if needs((source + hop) % self.ranks, source)) for source in ranks]
+        return Plan(tuple(blocks), tuple(reach))

@@ -25,13 +25,13 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, fused: bool):
         k, v = k.contiguous(), v.contiguous()
-        merged, held = MergedAttention(q, fused), [k, v]
+        merged, kv = MergedAttention(q, fused), [k, v]
         for hop in range(cp.size):
-            arriving, passing = pass_on(held, k, hop, plan, cp)
+            kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=k)
             for block in plan.blocks[(cp.rank - hop) % cp.size]:
-                merged.add(block, *held)
-            passing.wait()
-            held = arriving
+                merged.add(block, *kv)
+            kv_work.wait()
+            kv = kv_arriving
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.plan, ctx.cp, ctx.fused = plan, cp, fused
@@ -40,58 +40,57 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (q, k, v, out, lse), plan, cp = ctx.saved_tensors, ctx.plan, ctx.cp
-        gradients, held = AttentionGradients(gradient, q, out, lse, ctx.fused), [k, v]
-        home = [torch.empty_like(each, dtype=lse.dtype) for each in held]  # dk and dv, when all ranks have added theirs
-        arrived, travelling = [], Work()  # the sums for the keys and values that are held
+        gradients, kv = AttentionGradients(gradient, q, out, lse, ctx.fused), [k, v]
+        home = [torch.empty_like(each, dtype=lse.dtype) for each in kv]  # dk and dv, when all ranks have added theirs
+        sums_arriving, sums_work = [], Work()  # nothing is in flight yet
         for hop in range(cp.size):
-            arriving, passing = pass_on(held, k, hop, plan, cp)
-            sums = [torch.zeros_like(each, dtype=lse.dtype) for each in held]
+            kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=k)
+            sums = [torch.zeros_like(each, dtype=lse.dtype) for each in kv]
             for block in plan.blocks[(cp.rank - hop) % cp.size]:
-                gradients.add(block, *held, *sums)
-            travelling.wait()
-            add_up(sums, arrived)  # what the ranks before have added up; in hop 0 nothing
-            arrived, travelling = pass_on_sums(sums, home, hop, plan, cp)
-            passing.wait()
-            held = arriving
-        travelling.wait()
+                gradients.add(block, *kv, *sums)
+            sums_work.wait()
+            add_up(sums, sums_arriving)
+            sums_arriving, sums_work = pass_on_sums(sums, home, hop, plan, cp)
+            kv_work.wait()
+            kv = kv_arriving
+        sums_work.wait()
         return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+
+
+def pass_on(kv: list[Tensor], hop: int, plan: Plan, cp: Group, like: Tensor) -> tuple[list[Tensor], Work]:
+    """Start to send the keys and values of this hop to the next rank, and to receive those of the next hop.
+
+    Either may have no need to travel further. Returns the two tensors that arrive (or none), of the shape of `like`,
+    and the work to wait for.
+    """
+    sends, receives = [], []
+    if hop < plan.reach[(cp.rank - hop) % cp.size]:
+        sends = [(each, (cp.rank + 1) % cp.size) for each in kv]
+    if hop < plan.reach[(cp.rank - hop - 1) % cp.size]:
+        receives = [(torch.empty_like(like), (cp.rank - 1) % cp.size) for _ in range(2)]
+    return [each for each, _ in receives], collectives.exchange(sends, receives, cp, async_op=True)
 
 
 def add_up(sums: list[Tensor], arrived: list[Tensor]) -> None:
     """Add what has arrived, if anything has. In a function of its own, none of it outlives the hop in a variable."""
-    for total, others in zip(sums, arrived):
+    for total, others in zip(sums, arrived, strict=bool(arrived)):
         total += others
-
-
-def pass_on(held: list[Tensor], like: Tensor, hop: int, plan: Plan, cp: Group) -> tuple[list[Tensor], Work]:
-    """Start to send the keys and values of this hop to the next rank, and to receive those of the next hop.
-
-    Either may have no need to travel further. Returns the two tensors that arrive (or none), and when they have.
-    """
-    sends, receives = [], []
-    if hop < plan.reach[(cp.rank - hop) % cp.size]:
-        sends = [(each, (cp.rank + 1) % cp.size) for each in held]
-    if hop < plan.reach[(cp.rank - hop - 1) % cp.size]:
-        receives = [(torch.empty_like(like), (cp.rank - 1) % cp.size) for _ in range(2)]
-    return [each for each, _ in receives], collectives.exchange(sends, receives, cp, async_op=True)
 
 
 def pass_on_sums(sums: list[Tensor], home: list[Tensor], hop: int, plan: Plan, cp: Group) -> tuple[list[Tensor], Work]:
     """Start to send the sums of this hop to the next rank that adds to them or, after the last one, home.
 
     In the same way those of the next hop arrive, which are returned, and those of this rank's own keys and values, in
-    `home`.
+    `home`. Where keys were not passed on this far, there are no sums either: the list is empty.
     """
     source, next_source = (cp.rank - hop) % cp.size, (cp.rank - hop - 1) % cp.size
-    if hop == plan.reach[cp.rank] == 0:  # no other rank has seen them
+    to = (cp.rank + 1) % cp.size if hop < plan.reach[source] else source
+    if to == cp.rank:  # in hop 0, if no other rank uses this rank's keys: the sums are complete, and at home
         for total, own in zip(home, sums, strict=True):
             total.copy_(own)
-        sums = []
-    to = (cp.rank + 1) % cp.size if hop < plan.reach[source] else source
-    sends, receives = [(each, to) for each in sums], []
-    if hop < plan.reach[next_source]:
-        receives = [(torch.empty_like(each), (cp.rank - 1) % cp.size) for each in home]
-    arriving = [each for each, _ in receives]
-    if hop == plan.reach[cp.rank] > 0:
+    sends = [(each, to) for each in sums if to != cp.rank]
+    arriving = [torch.empty_like(each) for each in home] if hop < plan.reach[next_source] else []
+    receives = [(each, (cp.rank - 1) % cp.size) for each in arriving]
+    if hop > 0 and hop == plan.reach[cp.rank]:
         receives += [(each, (cp.rank + hop) % cp.size) for each in home]
     return arriving, collectives.exchange(sends, receives, cp, async_op=True)

@@ -50,6 +50,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group
     order = places.argsort()
     k, v = (each.repeat_interleave(max(1, cp.size // k.shape[1]), dim=1) for each in (k, v))
     q, k, v = (gather_sequence(each, cp)[:, :, order] for each in (q, k, v))
+    # Now this rank has all keys of its heads: the ring of one rank is attention without messages
     alone, whole = Group(cp.name, (cp.ranks[cp.rank],), 0), layout._replace(ranks=1)
     out = RingAttention.apply(q, k, v, whole.plan(0), alone, fused)
     return gather_heads(out[:, :, places], cp)

@@ -50,9 +50,9 @@ def watch(mesh: Mesh, flags: dict, repetitions: int = 6) -> dict[str, list]:
     """
     layer, hops = AttentionLayer(mesh, **flags), []
 
-    def next_hop(*args):
+    def next_hop(*args, **named):
         hops.append([0, 0.0])
-        return pass_on(*args)
+        return pass_on(*args, **named)
 
     def counted(function: Callable, tensors: int) -> Callable:
         def call(*args):

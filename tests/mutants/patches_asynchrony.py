@@ -72,13 +72,13 @@ def _(self, parameter, gradient):
 
 
 @MUTANTS.replaces("receive buffer overwritten while it is read", ring_attention, "pass_on")
-def _(held, like, hop, plan, cp):
+def _(kv, hop, plan, cp, like):
     """The ring has one receive buffer: what arrives next replaces what is being sent, and computed with."""
-    if hop == 0 or not held:
-        return pass_on(held, like, hop, plan, cp)
-    sends = [(each, (cp.rank + 1) % cp.size) for each in held if hop < plan.reach[(cp.rank - hop) % cp.size]]
-    receives = [(each, (cp.rank - 1) % cp.size) for each in held if hop < plan.reach[(cp.rank - hop - 1) % cp.size]]
-    return held[: len(receives)], collectives.exchange(sends, receives, cp, async_op=True)
+    if hop == 0 or not kv:
+        return pass_on(kv, hop, plan, cp, like)
+    sends = [(each, (cp.rank + 1) % cp.size) for each in kv if hop < plan.reach[(cp.rank - hop) % cp.size]]
+    receives = [(each, (cp.rank - 1) % cp.size) for each in kv if hop < plan.reach[(cp.rank - hop - 1) % cp.size]]
+    return kv[: len(receives)], collectives.exchange(sends, receives, cp, async_op=True)
 
 
 @MUTANTS.replaces("sums changed while they travel", ring_attention, "pass_on_sums")

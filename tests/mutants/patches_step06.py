@@ -150,11 +150,11 @@ everything = []  # that arrived since the first block of a layer
 
 
 @MUTANTS.replaces("all keys of a ring kept", ring_attention, "pass_on")
-def _(held, like, hop, plan, cp):
+def _(kv, hop, plan, cp, like):
     """A list keeps what has arrived until the next layer."""
     if hop == 0:
         everything.clear()
-    arriving, work = pass_on(held, like, hop, plan, cp)
+    arriving, work = pass_on(kv, hop, plan, cp, like)
     everything.extend(arriving)
     return arriving, work
 

@@ -32,7 +32,7 @@ WHOLE_SEQUENCE, NAIVE = "--no-sequence-parallel", "--attention naive"
 ONE, TWO = "--micro-batch 12", "--micro-batch 6"  # all samples in one micro-batch, or in two
 THREE = "--hidden 24 --layers 1 --heads 6"  # 3 ranks of Ulysses divide it
 ALL = bool(os.environ.get("TEST_ALL"))
-STEPS = "--steps 10" if ALL else "--steps 5"
+STEPS = "--steps 10" if ALL else "--steps 3"
 
 # ---- every pair of flags ---------------------------------------------------------------------------------------------
 

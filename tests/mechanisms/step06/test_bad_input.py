@@ -16,14 +16,14 @@ from tests.harness.ranks import run_script
 BASE = "--layers 1 --hidden 48 --heads 8 --ffn 48 --vocab 384 --data synthetic --device cpu --steps 1"
 ULYSSES = "--seq-len 48 --cp-mode ulysses"
 BAD = [  # flags, for as many ranks as --cp times --tp; what the line says
-    ("--cp 2 --seq-len 30", "--cp 2 --cp-split zigzag: --seq-len 30 is no multiple of its 4 chunks"),
-    ("--cp 4 --seq-len 36", "--cp 4 --cp-split zigzag: --seq-len 36 is no multiple of its 8 chunks"),
-    ("--cp 2 --seq-len 31 --cp-split contiguous", "--cp 2 --cp-split contiguous: --seq-len 31 is no multiple"),
-    ("--cp 3 --seq-len 32 --cp-split striped", "--cp 3 --cp-split striped: --seq-len 32 is no multiple"),
-    (f"--cp 3 {ULYSSES}", "--cp 3 --cp-mode ulysses cannot divide 8 heads and 4 K/V heads of a rank"),
-    (f"--cp 16 {ULYSSES} --cp-split striped", "cannot divide 8 heads and 4 K/V heads"),
-    (f"--cp 4 {ULYSSES} --heads 12 --kv-heads 6", "cannot divide 12 heads and 6 K/V heads"),
-    (f"--cp 4 --tp 4 {ULYSSES}", "cannot divide 2 heads and 1 K/V heads of a rank"),
+    ("--cp 2 --seq-len 30", "--cp 2 --cp-split zigzag makes 4 chunks, which does not divide --seq-len 30"),
+    ("--cp 4 --seq-len 36", "--cp 4 --cp-split zigzag makes 8 chunks, which does not divide --seq-len 36"),
+    ("--cp 2 --seq-len 31 --cp-split contiguous", "--cp 2 does not divide --seq-len 31"),
+    ("--cp 3 --seq-len 32 --cp-split striped", "--cp 3 does not divide --seq-len 32"),
+    (f"--cp 3 {ULYSSES}", "--cp 3 --cp-mode ulysses does not divide --heads 8"),
+    (f"--cp 16 {ULYSSES} --cp-split striped", "--cp 16 --cp-mode ulysses does not divide --heads 8"),
+    (f"--cp 4 {ULYSSES} --heads 12 --kv-heads 6", "ulysses and --kv-heads 6: one must divide the other"),
+    (f"--cp 4 --tp 4 {ULYSSES}", "--cp 4 --cp-mode ulysses does not divide --heads 8 / --tp 4"),
 ]
 GOOD = [
     "--cp 2 --seq-len 28",

@@ -9,7 +9,7 @@ import torch
 
 from common.config import CP_SPLITS
 from step06_context_parallel.context_parallel import take_part
-from step06_context_parallel.layouts import Layout, cut_into_blocks
+from step06_context_parallel.layouts import Layout, cut_into_blocks, visible_keys
 from tests.harness.observing import configure
 
 SPLITS_AND_RANKS = list(itertools.product(CP_SPLITS, range(1, 7)))
@@ -70,7 +70,7 @@ def test_any_queries_and_keys():
         queries, keys = (np.sort(random.permutation(12)[: random.randint(1, 12)]) for _ in range(2))
         starts, causal = some_documents(random, 12), bool(random.randint(2))
         expected = visible(queries, keys, starts, causal)
-        found = covered(cut_into_blocks(queries, keys, starts, causal), *expected.shape)
+        found = covered(cut_into_blocks(*visible_keys(queries, keys, starts, causal)), *expected.shape)
         assert np.array_equal(found, expected), (queries, keys, starts, causal)
 
 
