@@ -44,5 +44,6 @@ def test_status_2_before_the_process_group_starts(tmp_path):
     flags = f"{BASE} --global-batch 4 {BAD[0][0]}".replace("FOLDER", str(tmp_path)).split()
     done = torchrun(2, "step05_pipeline/train.py", *flags)
     assert done.stderr.count("error: ") == 1 and f"error: {BAD[0][1]}" in done.stderr, done.stderr
-    assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
+    codes = set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr))
+    assert "2" in codes <= {"2", "-15"}, done.stderr  # -15: torchrun has ended a rank that was still starting
     assert not re.search(r"rank \d failed:|step05_pipeline/\w+.py\", line", done.stderr), done.stderr
