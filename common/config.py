@@ -27,7 +27,8 @@ MOST_PARAMETERS = 10**13  # a larger model is a typing error
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 TP_MODES = ("plain", "overlap", "chunked")
 CP_MODES, CP_SPLITS = ("ring", "allgather", "ulysses"), ("zigzag", "contiguous", "striped")
-MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "seed", "save_every", "keep", "zero", "layer_delay")
+MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "seed", "save_every", "keep", "zero", "layer_delay", "experts")
+MAY_BE_ZERO += ("shared_experts", "dense_layers", "aux_coef", "z_coef", "capacity_factor")
 NEEDS = {"save_every": "run_dir", "trace": "run_dir", "profile": "trace", "memory_snapshot": "trace"}
 NEEDS |= {"keep": "save_every", "async_save": "save_every"}  # a flag, and another one without which it means nothing
 
@@ -113,18 +114,35 @@ class TrainConfig:
     cp_mode: str = flag("ring", 6, "layout", "how attention sees other ranks' keys and values", CP_MODES)
     cp_split: str = flag("zigzag", 6, "layout", "which tokens of a sequence a rank holds", CP_SPLITS)
     mask_documents: bool = flag(False, 6, "data", "attention sees no other document of the sequence")
+    experts: int | None = flag(None, 7, "model", "experts of a layer, between which a router chooses (0: dense)")
+    top_k: int | None = flag(None, 7, "model", "experts that every token passes through (default: the preset's, or 2)")
+    shared_experts: int | None = flag(None, 7, "model", "further experts that all tokens pass through")
+    dense_layers: int | None = flag(None, 7, "model", "so many layers come first that have no experts")
+    expert_ffn: int | None = flag(None, 7, "model", "SwiGLU width of one expert (default: the preset's, or --ffn)")
+    gate: str | None = flag(None, 7, "model", "how the router scores experts", ("softmax", "sigmoid"))
+    expert_groups: int | None = flag(None, 7, "model", "divide the experts into so many groups, for --node-limit")
+    node_limit: int | None = flag(None, 7, "model", "groups that the experts of one token may belong to")
+    balance: str = flag("aux", 7, "update", "what keeps the experts equally busy", ("none", "aux", "bias"))
+    aux_coef: float = flag(0.01, 7, "update", "--balance aux: coefficient of the auxiliary loss")
+    bias_rate: float = flag(1e-3, 7, "update", "--balance bias: how far a step moves the bias of an expert's score")
+    z_coef: float = flag(0.0, 7, "update", "coefficient of the z-loss, which keeps the router's logits small")
+    capacity_factor: float = flag(0.0, 7, "update", "drop what exceeds so many times an equal share (0: drop nothing)")
+    ep: int = flag(1, 7, "layout", "expert parallelism: ranks that the experts are divided among")
     layer_delay: float = flag(0.0, 5, "logging", "a layer's forward takes at least so many ms, its backward twice that")
 
     @functools.cached_property
     def model_config(self) -> ModelConfig:
         """The preset or file that --model names, with the replacements of --layers, --heads and so on."""
-        names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tie_embeddings")
-        changes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        preset, names = resolve(self.model), {field.name: field.name for field in dataclasses.fields(ModelConfig)}
+        names["groups_per_token"] = "node_limit"
+        changes = {ours: value for ours, name in names.items() if (value := getattr(self, name, None)) is not None}
         if "heads" in changes and "kv_heads" not in changes:  # the preset's K/V heads belong to the preset's heads
-            changes["kv_heads"] = math.gcd(resolve(self.model).kv_heads, changes["heads"])
+            changes["kv_heads"] = math.gcd(preset.kv_heads, changes["heads"])
         if "heads" in changes or "hidden" in changes:
             changes["head_dim"] = None
-        return dataclasses.replace(resolve(self.model), **changes)
+        if self.experts and not preset.experts:
+            changes = {"top_k": min(2, self.experts), "expert_ffn": self.ffn or preset.ffn} | changes
+        return dataclasses.replace(preset, **changes)
 
     @property
     def torch_dtype(self):
@@ -203,7 +221,7 @@ class TrainConfig:
         model.check()
         if (total := count_parameters(model).total) > MOST_PARAMETERS:
             raise UsageError(f"{name} has {total:,} parameters, more than {MOST_PARAMETERS:,}")
-        if model.experts:
+        if model.experts and self.step_name < f"step{self.__dataclass_fields__['experts'].metadata['step']:02}":
             raise UsageError(f"{name} has experts, which this step does not train")
         if self.seq_len > model.max_positions:
             raise UsageError(f"--seq-len {self.seq_len} exceeds the {model.max_positions} positions of {name}")

@@ -18,7 +18,13 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU."""
+    """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU.
+
+    A router scores the experts for each token (`gate`: by a softmax over all experts or a sigmoid of each), and the
+    `top_k` best ones are added up, weighted by gates: their scores, which `normalize_gates` makes sum to 1, times
+    `gate_scale`. With node-limited routing these experts belong to at most `groups_per_token` of `expert_groups` equal
+    groups of neighbours.
+    """
 
     vocab: int
     hidden: int
@@ -37,6 +43,11 @@ class ModelConfig:
     shared_experts: int = 0
     dense_layers: int = 0
     expert_ffn: int = 0
+    gate: str = "softmax"
+    normalize_gates: bool = True
+    gate_scale: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
 
     @property
     def head_width(self) -> int:

@@ -17,6 +17,7 @@ _LLAMA_32 = replace(_LLAMA_31, factor=32.0)
 _LLAMA_3 = {"rope_theta": 5e5, "rope_scaling": _LLAMA_31, "max_positions": 131072}
 _MIXTRAL = {"rope_theta": 1e6, "max_positions": 32768, "experts": 8, "top_k": 2, "expert_ffn": 14336}
 _DEEPSEEK = {"experts": 256, "top_k": 8, "shared_experts": 1, "dense_layers": 3, "expert_ffn": 2048}
+_DEEPSEEK |= {"gate": "sigmoid", "gate_scale": 2.5, "expert_groups": 8, "groups_per_token": 4}
 _DEEPSEEK |= {"head_dim": 128, "max_positions": 4096, "norm_eps": 1e-6}
 
 PRESETS = {  # vocabulary, hidden width, layers, heads, K/V heads, SwiGLU width, tied embeddings

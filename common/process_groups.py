@@ -41,7 +41,7 @@ class Degrees:
     def of(cls, config: TrainConfig) -> "Degrees":
         """Return the degrees of a checked configuration. Without ZeRO every data-parallel rank holds a copy."""
         replicas = config.zero_replicas if config.zero else config.dp * config.cp
-        return cls(tp=config.tp, cp=config.cp, pp=config.pp, dp=config.dp, zero_replicas=replicas)
+        return cls(config.tp, config.cp, config.pp, config.dp, config.ep, replicas)
 
     @property
     def world(self) -> int:

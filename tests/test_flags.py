@@ -31,6 +31,7 @@ BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq
 BASE += " --global-batch 8 --micro-batch 2 --steps 2 --warmup 2 --dtype float64 --no-tie-embeddings"
 STEPS = range(1, len(list(ROOT.glob("step*/train.py"))) + 1)
 TP, PP, CP, ZERO = "--tp 2", "--pp 2", "--cp 2", "--zero 2"
+MOE = "--experts 4"
 # flag: (what a run without it is given besides BASE, the flag). `{folder}` is the run's own folder.
 CHANGES = {
     "model": ("", "--model llama3-1b"),
@@ -86,6 +87,20 @@ CHANGES = {
     "cp_mode": (CP, "--cp-mode allgather"),
     "cp_split": (CP, "--cp-split contiguous"),
     "mask_documents": ("--seq-len 20", "--mask-documents"),
+    "experts": ("", MOE),
+    "top_k": (MOE, "--top-k 3"),
+    "shared_experts": (MOE, "--shared-experts 1"),
+    "dense_layers": (MOE, "--dense-layers 1"),
+    "expert_ffn": (MOE, "--expert-ffn 24"),
+    "gate": (MOE, "--gate sigmoid"),
+    "expert_groups": (MOE, "--expert-groups 2"),
+    "node_limit": (f"{MOE} --expert-groups 2", "--node-limit 2"),
+    "balance": (MOE, "--balance none"),
+    "aux_coef": (MOE, "--aux-coef 0.5"),
+    "bias_rate": (f"{MOE} --balance bias", "--bias-rate 0.5"),
+    "z_coef": (MOE, "--z-coef 0.1"),
+    "capacity_factor": (MOE, "--capacity-factor 0.5"),
+    "ep": (MOE, "--ep 2"),
 }
 # Carried out before train() is called; tests/test_faults.py and tests/unit/test_process_groups.py see their effect.
 AT_THE_START = {"device", "timeout", "memory_snapshot"}
