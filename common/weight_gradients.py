@@ -5,20 +5,25 @@ Zero-bubble pipelines (Qi et al., arXiv:2401.10241) compute the other one later.
 of autograd would run everything between the layers twice, so the linear layers themselves ask whether to defer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 
+def product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The weight gradient (out, in) of y = x W' for x (..., in) and the gradient (..., out) of y."""
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
 class WeightGradStore(list):
-    """Deferred weight gradients of one backward, as (weight, dy, x) in the order of the backward."""
+    """Deferred weight gradients of one backward, as (weight, dy, x, product) in the order of the backward."""
 
     def compute(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (weight, gradient) in order, and release each one's operands."""
         while self:
-            weight, gradient, x = self.pop(0)
-            yield weight, _product(gradient, x)
+            weight, gradient, x, multiply = self.pop(0)
+            yield weight, multiply(gradient, x)
 
 
 _store: WeightGradStore | None = None  # of the backward that is deferring; None: weight gradients are computed
@@ -35,16 +40,14 @@ def defer_weight_gradients() -> Iterator[WeightGradStore]:
         _store = before
 
 
-def weight_gradient(weight: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """The weight gradient (out, in) of y = x W' for x (..., in) and the gradient (..., out) of y; None if deferred."""
+def weight_gradient(
+    weight: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, multiply: Callable = product
+) -> torch.Tensor | None:
+    """The gradient of `weight`: `multiply(gradient, x)`, for a linear layer their product. None if it is deferred."""
     if _store is not None:
-        _store.append((weight, gradient, x))
+        _store.append((weight, gradient, x, multiply))
         return None
-    return _product(gradient, x)
-
-
-def _product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+    return multiply(gradient, x)
 
 
 class _Linear(torch.autograd.Function):

@@ -37,7 +37,7 @@ def test_deferred_and_computed_later():
     torch.testing.assert_close(x.grad, expected[0], rtol=0, atol=1e-12)
     assert weight.grad is None and all(gradient is None for gradient in fired), "nothing is computed yet"
     assert len(store) == 2 and all(entry[0] is weight for entry in store), "the parameter itself, once for each use"
-    kept, total = [weakref.ref(gradient) for _, gradient, _ in store], 0
+    kept, total = [weakref.ref(gradient) for _, gradient, _, _ in store], 0
     with torch.no_grad():
         for index, (_, gradient) in enumerate(store.compute()):
             total = total + gradient

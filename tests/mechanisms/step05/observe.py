@@ -126,7 +126,7 @@ class Watch:
             yield store
             self.splitting = False
         self.keys[id(store)] = self.backward
-        self.stores.append([weakref.ref(tensor) for _, *tensors in store for tensor in tensors])
+        self.stores.append([weakref.ref(tensor) for _, *tensors, _ in store for tensor in tensors])
         self.seen.stores = max(self.seen.stores, sum(_living_bytes(each) > 0 for each in self.stores))
 
     def compute(self, real, store):

@@ -1,0 +1,189 @@
+"""The router of a layer with experts: which experts a token passes through, and what keeps all of them busy.
+
+A router that is only trained to lower the loss soon sends most tokens to a few experts: those that get more tokens
+learn faster, and are chosen even more. `--balance` offers two remedies:
+  aux   an auxiliary loss for every sequence that grows with the imbalance (Switch: Fedus et al., arXiv:2101.03961; for
+        each sequence: DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
+  bias  no loss: a bias is added to the scores, only for the choice, and every step lowers that of busy experts (Wang
+        et al., arXiv:2408.15664)
+The z-loss (ST-MoE: Zoph et al., arXiv:2202.08906) keeps logits small. All statistics are those of single sequences or
+of the whole global batch, so that nothing depends on micro-batches or on how many ranks there are.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common import collectives
+from common.config import TrainConfig
+from common.model import Decoder, at_least_float32
+from common.process_groups import Group, Mesh
+from step01_single_gpu.mixed_precision import LossScaler
+
+
+class Router(nn.Module):
+    """Chooses `top_k` of the experts for every token, and says how much each of them counts.
+
+    weight      (experts, hidden)
+    bias        (experts,), a buffer: added to the scores for the choice alone. Zero, unless --balance bias moves it
+    load        (experts,) int64: how many tokens have chosen each expert since the last `start_over`
+    auxiliary   () float64: this rank's share of the auxiliary losses since then
+    dropped     () int64: how many choices exceeded the capacity of their expert since then
+    scaler      multiplies losses before the backward; `Balancing` brings the one of the run
+
+    Args:
+        sequence_groups: the groups over which sequences are divided. Each rank has the same number of their tokens.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, sequence_groups: tuple[Group, ...] = ()):
+        super().__init__()
+        self.config, self.shape, self.groups = config, config.model_config, sequence_groups
+        self.scaler = LossScaler(torch.float32)
+        self.weight = nn.Parameter(torch.empty(self.shape.experts, self.shape.hidden, device="meta"))
+        dtype = at_least_float32(config.torch_dtype)
+        self.register_buffer("bias", torch.zeros(self.shape.experts, dtype=dtype, device=device))
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget what has been counted."""
+        self.load = torch.zeros(self.shape.experts, dtype=torch.int64, device=self.bias.device)
+        self.auxiliary = torch.zeros((), dtype=torch.float64, device=self.bias.device)
+        self.dropped = torch.zeros((), dtype=torch.int64, device=self.bias.device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (batch, seq, hidden) -> the chosen experts (batch * seq, k) int64 and their gates, in at least float32.
+
+        A choice beyond the capacity of its expert is number `experts`, which does not exist, and its gate is 0.
+        """
+        dtype, experts = at_least_float32(x.dtype), self.shape.experts
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))  # (batch, seq, experts)
+        scores = logits.softmax(-1) if self.shape.gate == "softmax" else logits.sigmoid()
+        chosen = self.choose(scores.detach())  # (batch, seq, k)
+        gates = scores.gather(-1, chosen)
+        if self.shape.normalize_gates:
+            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        gates = gates * self.shape.gate_scale
+
+        counts = torch.zeros(len(x), experts, dtype=torch.int64, device=x.device)  # of each sequence's tokens here
+        counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
+        dropped = torch.zeros_like(chosen, dtype=torch.bool)
+        if self.config.capacity_factor:
+            dropped = earlier_choices(chosen) >= self.capacity(x.shape[1])
+        auxiliary = self.auxiliary_loss(logits, scores, counts)
+        gates = _Account.apply(gates.masked_fill(dropped, 0), auxiliary, self, counts.sum(0), dropped.sum())
+        return chosen.masked_fill(dropped, experts).flatten(0, 1), gates.flatten(0, 1)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """scores (..., experts) -> the best `top_k` experts of the allowed groups (..., k), the best one first."""
+        scores, groups = scores + self.bias, self.shape.expert_groups
+        if self.shape.groups_per_token < groups:
+            by_group = scores.unflatten(-1, (groups, -1))  # (..., groups, experts / groups)
+            two_best = by_group.topk(min(2, by_group.shape[-1])).values  # a group is as good as its two best experts
+            allowed = _best(two_best.sum(-1), self.shape.groups_per_token)
+            forbidden = torch.ones_like(two_best[..., 0], dtype=torch.bool).scatter_(-1, allowed, False)
+            scores = by_group.masked_fill(forbidden.unsqueeze(-1), -math.inf).flatten(-2)
+        return _best(scores, self.shape.top_k)
+
+    def capacity(self, seq: int) -> int:
+        """How many tokens of a sequence with `seq` tokens an expert takes: --capacity-factor times an equal share."""
+        return math.ceil(self.config.capacity_factor * self.shape.top_k * seq / self.shape.experts)
+
+    def auxiliary_loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+        """Return these tokens' share of the auxiliary losses, whose sum over the global batch is the mean.
+
+        For each sequence of T tokens this is alpha * sum_i f_i P_i (DeepSeek-V3, equations 17 to 20), where f_i is the
+        number of tokens that chose expert i as a multiple of an equal share k T / E, and P_i the mean probability of
+        expert i; and the mean over the tokens of the squared log-sum-exp of the logits.
+
+        Args:
+            logits, scores: (batch, seq, experts), of the tokens on this rank.
+            counts: (batch, experts), how many of them chose each expert.
+        """
+        config, share = self.config, 1 / self.config.global_batch
+        tokens = scores.shape[1] * math.prod(group.size for group in self.groups)  # of a whole sequence
+        loss = torch.zeros((), dtype=scores.dtype, device=scores.device)
+        if config.balance == "aux" and config.aux_coef:
+            counts = counts.clone()
+            for group in self.groups:
+                collectives.all_reduce(counts, group)
+            f = counts.to(scores.dtype) * (self.shape.experts / (self.shape.top_k * tokens))
+            p = (scores / scores.sum(-1, keepdim=True)).sum(1) / tokens
+            loss = loss + config.aux_coef * share * (f * p).sum()
+        if config.z_coef:
+            loss = loss + config.z_coef * share * logits.logsumexp(-1).square().sum() / tokens
+        return loss
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest scores along the last axis, the largest first. Of equal ones the first wins."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def earlier_choices(chosen: Tensor) -> Tensor:
+    """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert."""
+    flat = chosen.flatten(1)  # in the order of positions; a token chooses an expert once at most
+    experts, order = flat.sort(stable=True)
+    first = torch.searchsorted(experts, experts)  # where the run of the same expert begins
+    places = torch.arange(flat.shape[1], device=flat.device) - first
+    return torch.empty_like(flat).scatter_(1, order, places).view_as(chosen)
+
+
+class _Account(torch.autograd.Function):
+    """Passes the gates on. Its backward starts the one of the auxiliary losses, and adds up values and counts.
+
+    So a layer needs no second output, and everything is counted once: a forward that keeps no graph, because it is
+    going to be recomputed, leaves no trace.
+    """
+
+    @staticmethod
+    def forward(ctx, gates, auxiliary, router, load, dropped):
+        ctx.router, ctx.auxiliary, ctx.load, ctx.dropped = router, auxiliary.detach(), load, dropped
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router = ctx.router
+        router.auxiliary += ctx.auxiliary
+        router.load += ctx.load
+        router.dropped += ctx.dropped
+        return gradient, torch.full_like(ctx.auxiliary, router.scaler.scale), None, None, None
+
+
+class Balancing:
+    """What the routers of all layers do together, once a step: they compare loads and move their biases."""
+
+    def __init__(self, stages: list[Decoder], config: TrainConfig, mesh: Mesh, scaler: LossScaler):
+        self.routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
+        self.config, self.mesh = config, mesh
+        for router in self.routers:
+            router.scaler = scaler
+
+    @torch.no_grad()
+    def finish(self, skip: Tensor | None = None) -> Tensor:
+        """Move the biases, unless `skip` is 1 (as for `Optimizer.step`), and start counting anew.
+
+        Returns (3,) float64, the same on all ranks: the auxiliary losses of all layers, the load of an expert at its
+        worst as a multiple of the mean (mean over the layers), and how many choices were dropped.
+        """
+        result = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
+        if not self.config.model_config.experts:
+            return result[:3]
+        loads = [router.load.double() for router in self.routers]
+        for router in self.routers:
+            result[0] += router.auxiliary
+            result[2] += router.dropped
+            router.start_over()
+        sums = torch.cat([*loads, result])  # one message; float64 holds these integers exactly
+        collectives.all_reduce(sums, self.mesh.dp_cp)
+        *loads, result = sums.split([len(load) for load in loads] + [4])
+        for router, load in zip(self.routers, loads, strict=True):
+            if self.config.balance == "bias":
+                step = self.config.bias_rate * (load.mean() - load).sign()
+                router.bias += step if skip is None else step * (1 - skip)
+            result[1] += load.max() / load.mean()
+            result[3] += 1
+        collectives.all_reduce(result, self.mesh.pp_forward)
+        result[1] /= result[3]
+        return result[:3]

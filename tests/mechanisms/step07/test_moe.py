@@ -1,0 +1,148 @@
+"""The layer with experts against the formulas written out, on one process."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from common.model import Decoder
+from common.weight_gradients import defer_weight_gradients
+from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.recompute import apply_recompute
+from step07_expert_parallel import moe as module
+from step07_expert_parallel.moe import Counts, Experts, apply_experts
+from tests.harness.observing import mesh_of
+from tests.mechanisms.step07.layers import CASES, configured, inputs_of, layer_of, written_out
+
+
+def gradients_of(moe, x, loss) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*moe.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, (x, *parameters), allow_unused=True, materialize_grads=True)
+    return dict(zip(("x", *names), found, strict=True))
+
+
+def assert_close(found: dict, expected: dict, tolerance: float = 1e-12) -> None:
+    """Relative differences ||a - b|| / ||b||; what is zero must be zero."""
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        assert (found[name] - theirs).norm() <= tolerance * theirs.norm(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_formulas(case):
+    """Output, losses, gradients of both, loads and drops."""
+    config = configured(CASES[case])
+    moe, x = layer_of(config), inputs_of(config)
+    weights = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
+    expected, auxiliary, load, dropped = written_out(moe, x)
+    out = moe(x)
+    assert moe.router.load.sum() == 0, "counted in the backward"
+    found = gradients_of(moe, x, (out * weights).sum())
+    assert_close({"out": out}, {"out": expected})
+    assert_close(found, gradients_of(moe, x, (expected * weights).sum() + auxiliary))
+    router = moe.router
+    assert (router.load.tolist(), router.dropped.item()) == (load, dropped)
+    assert router.auxiliary.item() == pytest.approx(auxiliary.item(), rel=1e-12)
+    if "capacity" in case:
+        assert 0 < dropped < router.load.sum()
+
+
+@pytest.mark.parametrize("flags", ["", "--gate sigmoid --shared-experts 1", "--capacity-factor 1"])
+@pytest.mark.parametrize("favourite", [0, 3, 5])
+def test_all_tokens_choose_the_same_experts(favourite, flags):
+    config = configured(f"--experts 6 --top-k 1 --balance bias {flags}")
+    moe, x = layer_of(config), inputs_of(config)
+    moe.router.bias[favourite] += 100
+    expected, _, load, dropped = written_out(moe, x)
+    out = moe(x)
+    assert_close({"out": out}, {"out": expected})
+    found = gradients_of(moe, x, out.square().sum())
+    assert_close(found, gradients_of(moe, x, expected.square().sum()))
+    assert load == moe.router.load.tolist() == [36 * (index == favourite) for index in range(6)]
+    unused = [index for index in range(6) if index != favourite]
+    assert not any(found[f"experts.{name}"][unused].any() for name in ("gate_proj", "up_proj", "down_proj"))
+    assert dropped == moe.router.dropped == (30 if "capacity" in flags else 0)  # 2 of 12 tokens of each sequence
+
+
+def test_nothing_is_left():
+    """No rows at all, as on a rank whose experts nobody has chosen."""
+    experts, x = Experts(3, 8, 16), torch.zeros(0, 8, requires_grad=True)
+    for each in (experts, copy.deepcopy(experts).double()):
+        each(x.to(each.up_proj.dtype), Counts(torch.zeros(3, dtype=torch.int64))).sum().backward()
+        assert all(parameter.grad.abs().sum() == 0 for parameter in each.parameters()) and x.grad.shape == (0, 8)
+
+
+COUNTS = {"even": [4, 4, 4, 4], "empty": [0, 9, 0, 7], "one": [0, 0, 16, 0], "last": [0, 0, 0, 16]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("hidden", [8, 9])  # for rows of odd lengths there is no kernel
+def test_kernel_and_loop_agree(hidden, counts, dtype):
+    torch.manual_seed(0)
+    experts, x = Experts(4, hidden, 16).to(dtype), torch.randn(16, hidden, dtype=dtype, requires_grad=True)
+    for parameter in experts.parameters():
+        parameter.data.normal_()
+    results = []
+    with mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as kernel:
+        for has_kernel in (module._has_kernel, lambda *_: False):
+            with mock.patch.object(module, "_has_kernel", has_kernel):
+                out = experts(x, Counts(torch.tensor(counts)))
+                gradients = torch.autograd.grad(out.sum(), (x, *experts.parameters()))  # an expanded gradient
+                results.append({str(index): each.float() for index, each in enumerate((out, *gradients))})
+    assert kernel.call_count == (9 if hidden == 8 else 0)
+    assert_close(*results, tolerance=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_narrow_types_run_near_float64(dtype):
+    config = configured(f"{CASES['mixtral']} --dtype {dtype}")
+    moe, x = layer_of(config), inputs_of(config)
+    exact = copy.deepcopy(moe).double()
+    y = x.detach().double().requires_grad_()
+    out, expected = moe(x), exact(y)
+    assert out.dtype == x.dtype
+    found = gradients_of(moe, x, out.float().square().sum())
+    assert all(each.dtype == x.dtype for each in found.values())
+    wide = {name: each.double() for name, each in found.items()} | {"out": out.double()}
+    theirs = gradients_of(exact, y, expected.square().sum()) | {"out": expected}
+    assert_close(wide, theirs, 0.03 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("case", ["deepseek", "capacity"])
+def test_deferred_weight_gradients(case):
+    """The products of experts and shared experts are put off; the router's small one is not."""
+    config = configured(CASES[case])
+    moe, x = layer_of(config), inputs_of(config)
+    expected = gradients_of(moe, x, moe(x).square().sum())
+    with defer_weight_gradients() as store:
+        moe(x).square().sum().backward()
+    names = {parameter: name for name, parameter in moe.named_parameters()}
+    found = {"x": x.grad, "router.weight": moe.router.weight.grad}
+    assert [name for name in names.values() if name not in found and moe.get_parameter(name).grad is not None] == []
+    with torch.no_grad():
+        found |= {names[weight]: gradient for weight, gradient in store.compute()}
+    assert_close(found, expected)
+
+
+def counted(mode: str) -> list[tuple[int, int, float]]:
+    """What the routers have counted after a forward without and one with a backward."""
+    config = configured("--layers 3 --dense-layers 1 --experts 4 --capacity-factor 0.5 --z-coef 0.1")
+    model = Decoder(config.model_config)
+    apply_experts(model, config, mesh_of(config))
+    apply_recompute(model, mode)
+    materialise(model, torch.float64, torch.device("cpu"), random_values(0))
+    tokens = torch.arange(36).view(3, 12)
+    with torch.no_grad():
+        model(tokens)
+    model(tokens).square().mean().backward()
+    assert not hasattr(model.layers["0"].mlp, "router")
+    routers = [layer.mlp.router for layer in list(model.layers.values())[1:]]
+    return [(each.load.sum().item(), each.dropped.item(), each.auxiliary.item()) for each in routers]
+
+
+def test_counted_once_under_recomputation():
+    expected = counted("none")
+    assert [load for load, _, _ in expected] == [36 * 2] * 2 and all(min(each) > 0 for each in expected)
+    assert counted("selective") == counted("full") == expected
