@@ -18,13 +18,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU.
-
-    A router scores the experts for each token (`gate`: by a softmax over all experts or a sigmoid of each), and the
-    `top_k` best ones are added up, weighted by gates: their scores, which `normalize_gates` makes sum to 1, times
-    `gate_scale`. With node-limited routing these experts belong to at most `groups_per_token` of `expert_groups` equal
-    groups of neighbours.
-    """
+    """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU."""
 
     vocab: int
     hidden: int
@@ -43,11 +37,11 @@ class ModelConfig:
     shared_experts: int = 0
     dense_layers: int = 0
     expert_ffn: int = 0
-    gate: str = "softmax"
-    normalize_gates: bool = True
-    gate_scale: float = 1.0
-    expert_groups: int = 1
-    groups_per_token: int = 1
+    gate: str = "softmax"  # over the scores of all experts, or "sigmoid" of each
+    normalize_gates: bool = True  # the gates of a token's experts sum to 1, before they are
+    gate_scale: float = 1.0  # multiplied by this
+    expert_groups: int = 1  # equal groups of neighbours: a token's experts belong to
+    groups_per_token: int = 1  # so many of them at most (node-limited routing)
 
     @property
     def head_width(self) -> int:

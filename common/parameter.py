@@ -72,12 +72,9 @@ def _flat_boxes(shape: list[int], start: int, stop: int) -> list[list[tuple[int,
     return found
 
 
-def attach_specs(module: nn.Module, init_std: dict[str, float | None], prefix: str = "") -> None:
-    """Give every parameter of a whole `module` its spec. Of `init_std`, the first end of a name that fits counts.
-
-    `prefix` is the module's name in the whole model, if it is only a part.
-    """
-    for name, parameter in module.named_parameters(prefix):
+def attach_specs(module: nn.Module, init_std: dict[str, float | None]) -> None:
+    """Give every parameter of a whole `module` its spec. Of `init_std`, the first end of a name that fits counts."""
+    for name, parameter in module.named_parameters():
         shape = tuple(parameter.shape)
         std = next(value for suffix, value in init_std.items() if name.endswith(suffix))
         parameter.spec = ParameterSpec(name, shape, tuple((0, size) for size in shape), std)

@@ -37,6 +37,16 @@ HUGGINGFACE_NAMES = {"vocab": "vocab_size", "hidden": "hidden_size", "layers": "
 HUGGINGFACE_NAMES |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 HUGGINGFACE_NAMES |= {"ffn": "intermediate_size", "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
 HUGGINGFACE_NAMES |= {"max_positions": "max_position_embeddings"}
+_EXPERTS = {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
+_SHARED = {"expert_ffn": "moe_intermediate_size", "shared_experts": "n_shared_experts"}
+_SHARED |= {
+    "dense_layers": "first_k_dense_replace",
+    "expert_groups": "n_group",
+    "groups_per_token": "topk_group",
+}
+_SHARED |= {"gate_scale": "routed_scaling_factor", "normalize_gates": "norm_topk_prob"}
+# By model type; glm4_moe has the experts of DeepSeek-V3, but ordinary attention
+EXPERT_NAMES = {"mixtral": _EXPERTS | {"expert_ffn": "intermediate_size"}, "glm4_moe": _EXPERTS | _SHARED}
 ROPE_SCALING_NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -53,8 +63,8 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
 
     with hub_errors_in_one_line(f"{flag} {name}"):
         theirs = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    expressible = {"model_type": ("llama", "mistral", "mixtral"), "hidden_act": ("silu",), "sliding_window": (None,)}
-    expressible |= {"attention_bias": (None, False), "mlp_bias": (None, False)}
+    expressible = {"model_type": ("llama", "mistral", *EXPERT_NAMES), "hidden_act": ("silu",)}
+    expressible |= dict.fromkeys(("sliding_window", "attention_bias", "mlp_bias", "use_qk_norm"), (None, False))
     for key, values in expressible.items():
         if getattr(theirs, key, None) not in values:
             raise UsageError(f"{flag} {name} has {key} {getattr(theirs, key, None)}, which this decoder does not have")
@@ -62,11 +72,10 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
     rope = theirs.rope_parameters
     if rope["rope_type"] == "llama3" and 0 < rope["low_freq_factor"] < rope["high_freq_factor"] and rope["factor"] > 0:
         values["rope_scaling"] = RopeScaling(*(rope[key] for key in ROPE_SCALING_NAMES))
-    elif rope["rope_type"] != "default":
+    elif rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1) != 1:
         raise UsageError(f"{flag} {name} has rope_parameters {rope}, which this decoder does not have")
-    if theirs.model_type == "mixtral":
-        values |= {"experts": theirs.num_local_experts, "top_k": theirs.num_experts_per_tok}
-        values["expert_ffn"] = theirs.intermediate_size
+    values |= {ours: getattr(theirs, key) for ours, key in EXPERT_NAMES.get(theirs.model_type, {}).items()}
+    values["gate"] = "sigmoid" if theirs.model_type == "glm4_moe" else "softmax"
     return ModelConfig(rope_theta=rope["rope_theta"], **values)
 
 

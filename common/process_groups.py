@@ -41,7 +41,8 @@ class Degrees:
     def of(cls, config: TrainConfig) -> "Degrees":
         """Return the degrees of a checked configuration. Without ZeRO every data-parallel rank holds a copy."""
         replicas = config.zero_replicas if config.zero else config.dp * config.cp
-        return cls(config.tp, config.cp, config.pp, config.dp, config.ep, replicas)
+        experts = config.model_config.experts > 0
+        return cls(config.tp, config.cp, config.pp, config.dp, config.ep, replicas, experts)
 
     @property
     def world(self) -> int:

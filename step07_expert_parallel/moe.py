@@ -211,7 +211,9 @@ def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
             for projection, module in list(shared.named_children() if shared else ()):
                 shared.set_submodule(projection, DeferringLinear(module.weight))
             layer.mlp = MoE(router, experts, shared, NoDispatch())
-            attach_specs(layer.mlp, {"down_proj": residual, "down_proj.weight": residual, "": 0.02}, name)
+            attach_specs(layer.mlp, {"down_proj": residual, "down_proj.weight": residual, "": 0.02})
+            for parameter in layer.mlp.parameters():
+                parameter.spec.name = f"{name}.{parameter.spec.name}"
             first = mesh.dp_cp.rank == mesh.tp.rank == 0  # every rank has the whole bias
             whole = ((0, shape.experts),)
             router.bias.spec = ParameterSpec(f"{name}.router.bias", (shape.experts,), whole, init_std=0.0, owner=first)

@@ -13,16 +13,18 @@ from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.command_line import OneLineParser
 from common.errors import UsageError, first_line
-from common.model import Decoder
+from common.model import at_least_float32
 from common.model_config import ModelConfig, RopeScaling
-from common.presets import HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, hub_errors_in_one_line
+from common.parameter import ParameterSpec
+from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, hub_errors_in_one_line
 from common.process_groups import Degrees, build_mesh
-from common.weights.huggingface import huggingface_name
+from common.weights.huggingface import as_stored, check_config, model_type
 
 
 def export_checkpoint(source: str, out: str) -> str:
     """Export the checkpoint `source`, or the newest of the run folder `source`, in the run's --dtype; return which."""
-    from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+    from torch.distributed.checkpoint import FileSystemReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
     [folder] = files.candidates(os.path.join(".", source), "")  # a folder called auto is a folder
     run = json.loads((folder.parent.parent / "config.json").read_text())
@@ -31,23 +33,36 @@ def export_checkpoint(source: str, out: str) -> str:
         rope = {"rope_type": "llama3", **dict(zip(ROPE_SCALING_NAMES, scaling.values(), strict=True))}
         run["model_config"]["rope_scaling"] = RopeScaling(**scaling)
     config = ModelConfig(**run["model_config"])
-    weights, boxes = {}, []
-    for parameter in Decoder(config).parameters():
-        values = torch.empty(parameter.shape, dtype=getattr(torch, run["dtype"]))
-        weights[huggingface_name(parameter.spec.name)] = values
-        boxes += SavedBox.of("parameter", parameter.spec, values)
+    dtype, weights, boxes = getattr(torch, run["dtype"]), {}, []
+    for name, stored in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        kind, name = name.split("/")
+        if kind == "parameter":
+            exact = name.endswith(".bias")  # a router's, which is moved in small steps
+            values = torch.empty(stored.size, dtype=at_least_float32(dtype) if exact else dtype)
+            spec = ParameterSpec(name, tuple(stored.size), tuple((0, size) for size in stored.size), None)
+            weights |= {each.name: each.tensor for each in as_stored(spec, values, config)}
+            boxes += SavedBox.of(kind, spec, values)
     checkpoint.load(folder, boxes, build_mesh(Degrees(), torch.device("cpu")))
+    kind, biases = model_type(config), [each.tensor for each in boxes if each.name.endswith(".bias")]
+    if kind == "mixtral" and any(bias.any() for bias in biases):
+        raise UsageError(f"{folder} was trained with --balance bias, which transformers' {kind} cannot express")
 
     with hub_errors_in_one_line(f"--tokenizer {run['tokenizer']}"):
         tokenizer = AutoTokenizer.from_pretrained(run["tokenizer"]) if run["tokenizer"] else ByT5Tokenizer()
-    options = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
-    options |= {name: getattr(config, ours) for ours, name in HUGGINGFACE_NAMES.items()}
+    options = {f"{each}_token_id": getattr(tokenizer, f"{each}_token_id") for each in ("bos", "eos", "pad")}
+    names = HUGGINGFACE_NAMES | EXPERT_NAMES.get(kind, {})
+    options |= {name: getattr(config, ours) for ours, name in names.items()} | {"head_dim": config.head_width}
+    if kind == "glm4_moe":
+        options |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0}
     os.makedirs(out, exist_ok=True)
     if os.listdir(out):
         raise UsageError(f"{out} is not empty; an export would mix two models")
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**options, rope_parameters=rope | {"rope_theta": config.rope_theta}))
-    model.to(values.dtype).save_pretrained(out, state_dict=weights)
+        theirs = AutoConfig.for_model(kind, **options, rope_parameters=rope | {"rope_theta": config.rope_theta})
+        model = AutoModelForCausalLM.from_config(theirs)
+    theirs.save_pretrained(out)
+    check_config("an export to", out, config)
+    model.to(dtype).save_pretrained(out, state_dict=weights)
     if len(tokenizer) <= config.vocab:  # a run on synthetic tokens may have a smaller vocabulary
         tokenizer.save_pretrained(out)
     return str(folder)
