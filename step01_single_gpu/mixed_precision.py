@@ -10,6 +10,7 @@ In float32 and float64 the master weights are the weights themselves, and none o
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -104,10 +105,12 @@ class Optimizer:
     parameters  the tensors that this rank updates, in the training type: weights, or pieces of them
     masters     their values in at least float32: the optimizer updates these
     updates     how many steps were taken
+    buffers     further tensors with a spec, which others update: they are only saved and loaded with the rest
     """
 
-    def __init__(self, parameters: list[nn.Parameter], config: TrainConfig):
+    def __init__(self, parameters: list[nn.Parameter], config: TrainConfig, buffers: Sequence[torch.Tensor] = ()):
         self.parameters, self.updates, self.float64 = parameters, 0, config.torch_dtype == torch.float64
+        self.buffers = buffers
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
@@ -154,7 +157,7 @@ class Optimizer:
 
     def slices(self) -> list[SavedBox]:
         """Return the boxes of master weights and moments, which `checkpoint.save` reads and `checkpoint.load` fills."""
-        result = []
+        result = [box for each in self.buffers for box in SavedBox.of("parameter", each.spec, each)]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             spec, state = parameter.spec, self.inner.state[master]
             if isinstance(self.inner, torch.optim.AdamW) and not state:  # torch creates it in the first step

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.config import TrainConfig
+from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
 from common.model import Decoder, SwiGLU, at_least_float32
 from common.parameter import ParameterSpec, attach_specs
@@ -197,10 +197,11 @@ class MoE(nn.Module):
 def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     """Replace the MLPs of a `Decoder` on the meta device by experts, in all layers but the first `dense_layers`."""
     shape = config.model_config
-    if config.ep > 1:
-        raise UsageError(f"--ep {config.ep}: experts are not divided among ranks yet")
     if not shape.experts:
         return
+    for name, forbidden in (("ep", True), ("tp", True), ("cp", config.capacity_factor)):  # until they are divided
+        if getattr(config, name) > 1 and forbidden:
+            raise UsageError(f"--{name} {getattr(config, name)} does not go together with --experts yet")
     for index, layer in model.layers.items():
         if int(index) >= shape.dense_layers:
             residual, name = layer.mlp.down_proj.weight.spec.init_std, f"layers.{index}.mlp"
@@ -217,3 +218,25 @@ def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
             first = mesh.dp_cp.rank == mesh.tp.rank == 0  # every rank has the whole bias
             whole = ((0, shape.experts),)
             router.bias.spec = ParameterSpec(f"{name}.router.bias", (shape.experts,), whole, init_std=0.0, owner=first)
+
+
+def check_experts(config: TrainConfig) -> None:
+    """Raises UsageError if the experts do not fit together, or if a flag about them means nothing."""
+    shape = config.model_config
+    if not shape.experts:
+        for name in flag_names("model", "update", "layout"):
+            introduced = TrainConfig.__dataclass_fields__[name].metadata["step"] == 7
+            if introduced and getattr(config, name) not in (getattr(TrainConfig, name), 0):
+                raise UsageError(f"{spelled(name)} {getattr(config, name)} needs --experts")
+        return
+    groups, per_token = shape.expert_groups, shape.groups_per_token
+    if shape.expert_ffn < 1:
+        raise UsageError(f"--expert-ffn {shape.expert_ffn} must be at least 1")
+    if shape.dense_layers >= shape.layers:
+        raise UsageError(f"--dense-layers {shape.dense_layers} leaves none of --layers {shape.layers} for experts")
+    if shape.experts % groups:
+        raise UsageError(f"--expert-groups {groups} does not divide --experts {shape.experts}")
+    if per_token > groups:
+        raise UsageError(f"--node-limit {per_token} exceeds --expert-groups {groups}")
+    if shape.top_k > (allowed := shape.experts // groups * per_token):
+        raise UsageError(f"--top-k {shape.top_k} exceeds the {allowed} experts of --node-limit {per_token} groups")

@@ -151,12 +151,16 @@ class _Account(torch.autograd.Function):
         return gradient, torch.full_like(ctx.auxiliary, router.scaler.scale), None, None, None
 
 
+def routers_of(stages: list[Decoder]) -> list[Router]:
+    """All routers of this rank's layers."""
+    return [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
+
+
 class Balancing:
     """What the routers of all layers do together, once a step: they compare loads and move their biases."""
 
     def __init__(self, stages: list[Decoder], config: TrainConfig, mesh: Mesh, scaler: LossScaler):
-        self.routers = [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh, self.routers = config, mesh, routers_of(stages)
         for router in self.routers:
             router.scaler = scaler
 

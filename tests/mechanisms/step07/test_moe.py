@@ -6,12 +6,13 @@ from unittest import mock
 import pytest
 import torch
 
+from common.errors import UsageError
 from common.model import Decoder
 from common.weight_gradients import defer_weight_gradients
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.recompute import apply_recompute
 from step07_expert_parallel import moe as module
-from step07_expert_parallel.moe import Counts, Experts, apply_experts
+from step07_expert_parallel.moe import Counts, Experts, apply_experts, check_experts
 from tests.harness.observing import mesh_of
 from tests.mechanisms.step07.layers import CASES, configured, inputs_of, layer_of, written_out
 
@@ -146,3 +147,32 @@ def test_counted_once_under_recomputation():
     expected = counted("none")
     assert [load for load, _, _ in expected] == [36 * 2] * 2 and all(min(each) > 0 for each in expected)
     assert counted("selective") == counted("full") == expected
+
+
+REFUSED = {  # flags, and the words of the one line
+    "--top-k 3": "--top-k 3 needs --experts",
+    "--capacity-factor 1": "--capacity-factor 1.0 needs --experts",
+    "--experts 4 --top-k 5": "--top-k 5 must lie between 1 and --experts 4",
+    "--experts 4 --dense-layers 1": "--dense-layers 1 leaves none of --layers 1 for experts",
+    "--experts 4 --expert-groups 3": "--expert-groups 3 does not divide --experts 4",
+    "--experts 4 --expert-groups 2 --node-limit 3": "--node-limit 3 exceeds --expert-groups 2",
+    "--experts 4 --top-k 3 --expert-groups 2": "--top-k 3 exceeds the 2 experts of --node-limit 1 groups",
+    "--experts -1": "--experts -1 must be at least 0",
+    "--experts 4 --bias-rate 0": "--bias-rate 0.0 must be positive",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(flags):
+    with pytest.raises(UsageError) as caught:
+        check_experts(configured(flags))
+    assert str(caught.value) == REFUSED[flags]
+
+
+def test_what_fits():
+    for flags in ("", "--experts 0", "--model mixtral-8x7b --seq-len 64", "--model deepseek-v3-like", *CASES.values()):
+        check_experts(configured(flags if "--experts" in flags else f"{flags} --layers 4"))
+    shape = configured("--experts 4").model_config
+    assert (shape.top_k, shape.expert_ffn, shape.normalize_gates) == (2, 24, True)
+    assert not configured("--experts 4 --top-k 1").model_config.normalize_gates, "a gate of 1 could not be trained"
+    assert configured("--model mixtral-8x7b --top-k 1").model_config.normalize_gates, "as the preset says"
