@@ -37,16 +37,12 @@ HUGGINGFACE_NAMES = {"vocab": "vocab_size", "hidden": "hidden_size", "layers": "
 HUGGINGFACE_NAMES |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 HUGGINGFACE_NAMES |= {"ffn": "intermediate_size", "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
 HUGGINGFACE_NAMES |= {"max_positions": "max_position_embeddings"}
-_EXPERTS = {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
-_SHARED = {"expert_ffn": "moe_intermediate_size", "shared_experts": "n_shared_experts"}
-_SHARED |= {
-    "dense_layers": "first_k_dense_replace",
-    "expert_groups": "n_group",
-    "groups_per_token": "topk_group",
-}
-_SHARED |= {"gate_scale": "routed_scaling_factor", "normalize_gates": "norm_topk_prob"}
+_MOE = {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
+_GLM = {"expert_ffn": "moe_intermediate_size", "shared_experts": "n_shared_experts", "expert_groups": "n_group"}
+_GLM |= {"groups_per_token": "topk_group", "gate_scale": "routed_scaling_factor", "normalize_gates": "norm_topk_prob"}
+_GLM |= {"dense_layers": "first_k_dense_replace"}
 # By model type; glm4_moe has the experts of DeepSeek-V3, but ordinary attention
-EXPERT_NAMES = {"mixtral": _EXPERTS | {"expert_ffn": "intermediate_size"}, "glm4_moe": _EXPERTS | _SHARED}
+EXPERT_NAMES = {"mixtral": _MOE | {"expert_ffn": "intermediate_size"}, "glm4_moe": _MOE | _GLM}
 ROPE_SCALING_NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 

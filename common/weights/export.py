@@ -37,8 +37,8 @@ def export_checkpoint(source: str, out: str) -> str:
     for name, stored in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         kind, name = name.split("/")
         if kind == "parameter":
-            exact = name.endswith(".bias")  # a router's, which is moved in small steps
-            values = torch.empty(stored.size, dtype=at_least_float32(dtype) if exact else dtype)
+            wide = name.endswith(".bias")  # a router's, which moves in small steps
+            values = torch.empty(stored.size, dtype=at_least_float32(dtype) if wide else dtype)
             spec = ParameterSpec(name, tuple(stored.size), tuple((0, size) for size in stored.size), None)
             weights |= {each.name: each.tensor for each in as_stored(spec, values, config)}
             boxes += SavedBox.of(kind, spec, values)

@@ -15,6 +15,7 @@ from step07_expert_parallel import moe as module
 from step07_expert_parallel.moe import Counts, Experts, apply_experts, check_experts
 from tests.harness.observing import mesh_of
 from tests.mechanisms.step07.layers import CASES, configured, inputs_of, layer_of, written_out
+from tests.unit.test_model import Only64
 
 
 def gradients_of(moe, x, loss) -> dict[str, torch.Tensor]:
@@ -109,6 +110,15 @@ def test_narrow_types_run_near_float64(dtype):
     wide = {name: each.double() for name, each in found.items()} | {"out": out.double()}
     theirs = gradients_of(exact, y, expected.square().sum()) | {"out": expected}
     assert_close(wide, theirs, 0.03 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("case", ["node-limited", "capacity"])
+def test_float64_never_passes_through_float32(case):
+    config = configured(CASES[case])
+    moe, x = layer_of(config), inputs_of(config)
+    with Only64() as mode:
+        moe(x).square().sum().backward()
+    assert mode.seen > 50
 
 
 @pytest.mark.parametrize("case", ["deepseek", "capacity"])
