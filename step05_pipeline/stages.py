@@ -99,7 +99,7 @@ def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> N
     """
     for chunk, model in enumerate(stages):
         copy, stage = schedule.stage_of(mesh.pp_forward.rank, chunk)
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *model.buffers()):
             spec = parameter.spec
             tied = model.config.tie_embeddings and spec.name == "embedding.weight"
             if tied and schedule.stages > 1:

@@ -12,6 +12,7 @@ of the whole global batch, so that nothing depends on micro-batches or on how ma
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder, at_least_float32
-from common.process_groups import Group, Mesh
+from common.process_groups import Mesh
 from step01_single_gpu.mixed_precision import LossScaler
+from step06_context_parallel.layouts import Layout
 
 
 class Router(nn.Module):
@@ -33,13 +35,12 @@ class Router(nn.Module):
     dropped     () int64: how many choices exceeded the capacity of their expert since then
     scaler      multiplies losses before the backward; `Balancing` brings the one of the run
 
-    Args:
-        sequence_groups: the groups over which sequences are divided. Each rank has the same number of their tokens.
+    Sequences are divided over two groups: the ranks of `tp` hold neighbouring parts of what a rank of `cp` has.
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device, sequence_groups: tuple[Group, ...] = ()):
+    def __init__(self, config: TrainConfig, mesh: Mesh):
         super().__init__()
-        self.config, self.shape, self.groups = config, config.model_config, sequence_groups
+        self.config, self.shape, self.groups, device = config, config.model_config, (mesh.tp, mesh.cp), mesh.device
         self.scaler = LossScaler(torch.float32)
         self.weight = nn.Parameter(torch.empty(self.shape.experts, self.shape.hidden, device="meta"))
         dtype = at_least_float32(config.torch_dtype)
@@ -70,7 +71,7 @@ class Router(nn.Module):
         counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
         dropped = torch.zeros_like(chosen, dtype=torch.bool)
         if self.config.capacity_factor:
-            dropped = earlier_choices(chosen) >= self.capacity(x.shape[1])
+            dropped = self.earlier_choices(chosen) >= self.capacity
         auxiliary = self.auxiliary_loss(logits, scores, counts)
         gates = _Account.apply(gates.masked_fill(dropped, 0), auxiliary, self, counts.sum(0), dropped.sum())
         return chosen.masked_fill(dropped, experts).flatten(0, 1), gates.flatten(0, 1)
@@ -86,9 +87,27 @@ class Router(nn.Module):
             scores = by_group.masked_fill(forbidden.unsqueeze(-1), -math.inf).flatten(-2)
         return _best(scores, self.shape.top_k)
 
-    def capacity(self, seq: int) -> int:
-        """How many tokens of a sequence with `seq` tokens an expert takes: --capacity-factor times an equal share."""
-        return math.ceil(self.config.capacity_factor * self.shape.top_k * seq / self.shape.experts)
+    @property
+    def capacity(self) -> int:
+        """How many tokens of a sequence an expert takes: --capacity-factor times an equal share."""
+        share = self.shape.top_k * self.config.seq_len / self.shape.experts
+        return math.ceil(self.config.capacity_factor * share)
+
+    def earlier_choices(self, chosen: Tensor) -> Tensor:
+        """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert.
+
+        Earlier tokens may be on other ranks, which therefore exchange their choices: k small numbers for a token.
+        """
+        (tp, cp), whole = self.groups, chosen
+        for group in self.groups:
+            parts = whole.new_empty(group.size, *whole.shape)
+            collectives.all_gather(parts, whole.contiguous(), group)
+            whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
+        layout = Layout(self.config.cp_split, whole.shape[1], cp.size)
+        places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp.size)])).to(chosen.device)
+        earlier = count_earlier(whole[:, places.argsort()])[:, places]  # counted in the order of positions
+        start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
+        return earlier[:, start : start + chosen.shape[1]]
 
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         """Return these tokens' share of the auxiliary losses, whose sum over the global batch is the mean.
@@ -102,7 +121,7 @@ class Router(nn.Module):
             counts: (batch, experts), how many of them chose each expert.
         """
         config, share = self.config, 1 / self.config.global_batch
-        tokens = scores.shape[1] * math.prod(group.size for group in self.groups)  # of a whole sequence
+        tokens = config.seq_len
         loss = torch.zeros((), dtype=scores.dtype, device=scores.device)
         if config.balance == "aux" and config.aux_coef:
             counts = counts.clone()
@@ -121,9 +140,9 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def earlier_choices(chosen: Tensor) -> Tensor:
-    """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert."""
-    flat = chosen.flatten(1)  # in the order of positions; a token chooses an expert once at most
+def count_earlier(chosen: Tensor) -> Tensor:
+    """chosen (batch, seq, k), in the order of positions -> the same shape: how many earlier tokens chose the same."""
+    flat = chosen.flatten(1)  # a token chooses an expert once at most
     experts, order = flat.sort(stable=True)
     first = torch.searchsorted(experts, experts)  # where the run of the same expert begins
     places = torch.arange(flat.shape[1], device=flat.device) - first
@@ -151,9 +170,10 @@ class _Account(torch.autograd.Function):
         return gradient, torch.full_like(ctx.auxiliary, router.scaler.scale), None, None, None
 
 
-def routers_of(stages: list[Decoder]) -> list[Router]:
-    """All routers of this rank's layers."""
-    return [module for stage in stages for module in stage.modules() if isinstance(module, Router)]
+def routers_of(stages: list[Decoder]) -> list[tuple[int, Router]]:
+    """The routers of this rank's layers, each with the number of its layer."""
+    layers = [(int(index), layer.mlp) for stage in stages for index, layer in stage.layers.items()]
+    return [(index, mlp.router) for index, mlp in layers if hasattr(mlp, "router")]
 
 
 class Balancing:
@@ -161,7 +181,7 @@ class Balancing:
 
     def __init__(self, stages: list[Decoder], config: TrainConfig, mesh: Mesh, scaler: LossScaler):
         self.config, self.mesh, self.routers = config, mesh, routers_of(stages)
-        for router in self.routers:
+        for _, router in self.routers:
             router.scaler = scaler
 
     @torch.no_grad()
@@ -171,23 +191,19 @@ class Balancing:
         Returns (3,) float64, the same on all ranks: the auxiliary losses of all layers, the load of an expert at its
         worst as a multiple of the mean (mean over the layers), and how many choices were dropped.
         """
-        result = torch.zeros(4, dtype=torch.float64, device=self.mesh.device)
-        if not self.config.model_config.experts:
-            return result[:3]
-        loads = [router.load.double() for router in self.routers]
-        for router in self.routers:
-            result[0] += router.auxiliary
-            result[2] += router.dropped
+        shape, device = self.config.model_config, self.mesh.device
+        counts = torch.zeros(shape.layers * shape.experts + 2, dtype=torch.float64, device=device)
+        loads = counts[2:].view(shape.layers, shape.experts)
+        for index, router in self.routers:
+            loads[index] += router.load
+            counts[0] += router.auxiliary
+            counts[1] += router.dropped
             router.start_over()
-        sums = torch.cat([*loads, result])  # one message; float64 holds these integers exactly
-        collectives.all_reduce(sums, self.mesh.dp_cp)
-        *loads, result = sums.split([len(load) for load in loads] + [4])
-        for router, load in zip(self.routers, loads, strict=True):
-            if self.config.balance == "bias":
-                step = self.config.bias_rate * (load.mean() - load).sign()
+        collectives.all_reduce(counts, self.mesh.world)  # float64 holds these integers exactly
+        if self.config.balance == "bias":
+            for index, router in self.routers:
+                step = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
                 router.bias += step if skip is None else step * (1 - skip)
-            result[1] += load.max() / load.mean()
-            result[3] += 1
-        collectives.all_reduce(result, self.mesh.pp_forward)
-        result[1] /= result[3]
-        return result[:3]
+        loads = loads[shape.dense_layers :]
+        worst = (loads.amax(1) / loads.mean(1)).mean() if shape.experts else counts.new_zeros(())
+        return torch.stack((counts[0], worst, counts[1]))

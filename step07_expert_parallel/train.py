@@ -44,7 +44,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
     share_parameters(stages, schedule, mesh)
     # Micro-batches take turns on the layers: gathering at every use would repeat it in every action
     zero_wrappers = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
-    biases = [router.bias for router in routers_of(stages)]
+    biases = [router.bias for _, router in routers_of(stages)]
     if biases:
         initial_values(config)(biases)
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config, biases)
