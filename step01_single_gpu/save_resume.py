@@ -1,13 +1,19 @@
 """When a run saves a checkpoint, what the checkpoint holds, and which checkpoint a run may resume from."""
 
-import dataclasses
+import sys
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
+from common.checkpoints.boxes import SavedBox
+from common.checkpoints.files import DamagedCheckpoint
 from common.config import TrainConfig, flag_names
 from common.data.batches import Batches
 from common.errors import UsageError
-from common.process_groups import Mesh
+from common.process_groups import Mesh, separate
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer
 
 
@@ -17,14 +23,14 @@ class Checkpoints:
     def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, optimizer: Optimizer, scaler: LossScaler):
         self.config, self.mesh, self.batches = config, mesh, batches
         self.optimizer, self.scaler = optimizer, scaler
-        self.background = checkpoint.BackgroundSaves(mesh, config.timeout) if config.async_save else None
+        self.background = BackgroundSaves(mesh, config.timeout) if config.async_save else None
 
     def identity(self) -> dict:
         """What must be equal for the curve to go on: the model's shape, the data and the update rule.
 
         The data are equal if the text is, wherever it was read from. Layout, numbers of steps and logging are free.
         """
-        shape = {f"model.{name}": value for name, value in dataclasses.asdict(self.config.model_config).items()}
+        shape = {f"model.{name}": value for name, value in asdict(self.config.model_config).items()}
         flags = {name: getattr(self.config, name) for name in flag_names("data", "update") if name != "data"}
         return shape | flags | {"corpus": self.batches.corpus.sha256}
 
@@ -57,7 +63,7 @@ class Checkpoints:
         if config.resume:
             found = from_rank_0(mesh, lambda: files.candidates(config.resume, config.run_dir))
             if found:  # "auto" also starts a run
-                folder, extra = checkpoint.load_intact(found, self.optimizer.slices(), mesh, self.identity())
+                folder, extra = load_intact(found, self.optimizer.slices(), mesh, self.identity())
                 self.optimizer.loaded(extra["updates"])
                 if self.scaler.dynamic and extra["loss_scale"] is not None:
                     self.scaler.scale, self.scaler.good_steps = extra["loss_scale"], extra["good_steps"]
@@ -71,3 +77,53 @@ class Checkpoints:
             there = f"--run-dir {config.run_dir} holds {later[0].name} of an earlier run"
             raise UsageError(f"{there}: add --resume auto to go on from there, or take another folder")
         return first_step
+
+
+class BackgroundSaves:
+    """Saves copies while the training goes on, one checkpoint at a time.
+
+    A save's collectives fall between those of the training, at other moments on every rank. So they have a process
+    group of their own, on gloo since what they exchange is on the CPU.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: float = 600.0):
+        self.mesh = replace(mesh, world=separate(mesh.world, timeout))
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.pending: Future | None = None
+
+    def save(self, run_dir: str | Path, step: int, held: Iterable[SavedBox], extra: dict, keep: int = 0) -> None:
+        """Return when the tensors may change again: the previous save is complete, and this one has its copies.
+
+        Arguments are those of `checkpoint.save`, whose errors the next `wait` raises.
+        """
+        self.wait()
+        copies = [replace(each, tensor=each.tensor.detach().to("cpu", copy=True)) for each in held if each.owner]
+        self.pending = self.thread.submit(checkpoint.save, run_dir, step, copies, extra, self.mesh, keep)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is complete. Raises what went wrong with it, the same on all ranks."""
+        if self.pending is not None:
+            self.pending.result()
+
+
+def load_intact(folders: list[Path], held: Iterable[SavedBox], mesh: Mesh, identity: dict) -> tuple[Path, dict]:
+    """`checkpoint.load` the first of `folders` that is not damaged, and return that folder and its `extra`.
+
+    Rank 0 names and renames the damaged ones before it. Raises DamagedCheckpoint, and renames none, if all are damaged.
+    """
+    held, damaged = list(held), {}
+    for folder in folders:
+        try:
+            extra = checkpoint.load(folder, held, mesh, identity)
+            break
+        except DamagedCheckpoint as error:
+            damaged[folder] = error
+    else:
+        raise DamagedCheckpoint("; ".join(map(str, damaged.values())))
+
+    def set_aside() -> None:
+        for each, error in damaged.items():
+            print(f"{error}; renamed to {files.set_aside(each).name}, going on from {folder.name}", file=sys.stderr)
+
+    from_rank_0(mesh, set_aside)
+    return folder, extra

@@ -4,18 +4,14 @@
 """
 
 import json
-import sys
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 from common.all_ranks import from_rank_0, on_all_ranks
 from common.checkpoints import boxes, files
 from common.checkpoints.boxes import SavedBox
-from common.checkpoints.files import DamagedCheckpoint
 from common.errors import UsageError
-from common.process_groups import Mesh, separate
+from common.process_groups import Mesh
 
 
 def save(run_dir: str | Path, step: int, held: Iterable[SavedBox], extra: dict, mesh: Mesh, keep: int = 0) -> Path:
@@ -35,33 +31,6 @@ def save(run_dir: str | Path, step: int, held: Iterable[SavedBox], extra: dict, 
     return folder
 
 
-class BackgroundSaves:
-    """Saves copies while the training goes on, one checkpoint at a time.
-
-    A save's collectives fall between those of the training, at other moments on every rank. So they have a process
-    group of their own, on gloo since what they exchange is on the CPU.
-    """
-
-    def __init__(self, mesh: Mesh, timeout: float = 600.0):
-        self.mesh = replace(mesh, world=separate(mesh.world, timeout))
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.pending: Future | None = None
-
-    def save(self, run_dir: str | Path, step: int, held: Iterable[SavedBox], extra: dict, keep: int = 0) -> None:
-        """Return when the tensors may change again: the previous save is complete, and this one has its copies.
-
-        Arguments are those of `checkpoint.save`, whose errors the next `wait` raises.
-        """
-        self.wait()
-        copies = [replace(each, tensor=each.tensor.detach().to("cpu", copy=True)) for each in held if each.owner]
-        self.pending = self.thread.submit(save, run_dir, step, copies, extra, self.mesh, keep)
-
-    def wait(self) -> None:
-        """Return when the last checkpoint is complete. Raises what went wrong with it, the same on all ranks."""
-        if self.pending is not None:
-            self.pending.result()
-
-
 def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | None = None) -> dict:
     """Fill the tensors of `held` in place, whichever boxes were saved by whichever ranks, and return `extra`.
 
@@ -78,29 +47,6 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
             check_compatible(extra.get("identity", {}), identity)
         boxes.read(dcp.FileSystemReader(folder), held, mesh)
         return extra
-
-
-def load_intact(folders: list[Path], held: Iterable[SavedBox], mesh: Mesh, identity: dict) -> tuple[Path, dict]:
-    """`load` the first of `folders` that is not damaged, and return that folder and its `extra`.
-
-    Rank 0 names and renames the damaged ones before it. Raises DamagedCheckpoint, and renames none, if all are damaged.
-    """
-    held, damaged = list(held), {}
-    for folder in folders:
-        try:
-            extra = load(folder, held, mesh, identity)
-            break
-        except DamagedCheckpoint as error:
-            damaged[folder] = error
-    else:
-        raise DamagedCheckpoint("; ".join(map(str, damaged.values())))
-
-    def set_aside() -> None:
-        for each, error in damaged.items():
-            print(f"{error}; renamed to {files.set_aside(each).name}, going on from {folder.name}", file=sys.stderr)
-
-    from_rank_0(mesh, set_aside)
-    return folder, extra
 
 
 def check_compatible(saved: dict, now: dict) -> None:

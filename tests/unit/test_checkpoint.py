@@ -19,6 +19,7 @@ from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
 from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.save_resume import BackgroundSaves, load_intact
 from tests.harness.ranks import run_ranks
 
 SHAPES = {"parameter/weight": (7, 5), "exp_avg/gain": (6,), "exp_avg_sq/cube": (3, 2, 4), "parameter/scalar": ()}
@@ -239,7 +240,7 @@ def ranks_save_in_background(world, run_dir):
     """Updates and collectives go on while files are written; what is saved is what was there at the call."""
     mesh, gate, written, write_data = start(world), threading.Event(), [], dcp.FileSystemWriter.write_data
     held, seen = hold(mesh.rank, world, None), hold(mesh.rank, world, axis=-1)
-    saves, total = checkpoint.BackgroundSaves(mesh, timeout=60), torch.ones(1)
+    saves, total = BackgroundSaves(mesh, timeout=60), torch.ones(1)
 
     def wait_and_write(writer, plan, planner):
         written.extend(planner.resolve_data(item) for item in plan.items)
@@ -280,11 +281,11 @@ def ranks_load_intact(run_dir):
         folder = checkpoint.save(run_dir, step, hold(mesh.rank, 2), {}, mesh)
         from_rank_0(mesh, lambda: FAULTS[fault](folder / file))  # noqa: B023
         held, found = hold(mesh.rank, 2, axis=-1), from_rank_0(mesh, lambda: files.candidates("auto", run_dir))
-        folders.append(checkpoint.load_intact(found, held, mesh, None))
+        folders.append(load_intact(found, held, mesh, None))
         assert_filled(held, mesh.rank, 2, what=file, axis=-1)
     # A rank that looks at another storage must not make a checkpoint damaged
     found = [folder_of(run_dir, 10) if mesh.rank == 0 else run_dir / "elsewhere", run_dir / "elsewhere"]
-    return folders, error_of(checkpoint.load_intact, found, held, mesh, None)
+    return folders, error_of(load_intact, found, held, mesh, None)
 
 
 def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, mesh, capsys):

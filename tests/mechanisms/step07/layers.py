@@ -28,8 +28,8 @@ CASES = {
 }
 
 
-def configured(flags: str) -> TrainConfig:
-    return configure(7, f"{BASE} {flags}")
+def configured(flags: str, world: int = 1) -> TrainConfig:
+    return configure(7, f"{BASE} {flags}", world)
 
 
 def layer_of(config: TrainConfig, lively: float = 20.0) -> MoE:

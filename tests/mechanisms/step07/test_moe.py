@@ -11,8 +11,9 @@ from common.model import Decoder
 from common.weight_gradients import defer_weight_gradients
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.recompute import apply_recompute
-from step07_expert_parallel import moe as module
-from step07_expert_parallel.moe import Counts, Experts, apply_experts, check_experts
+from step07_expert_parallel import experts as module
+from step07_expert_parallel.experts import Counts, Experts
+from step07_expert_parallel.moe import apply_experts, check_experts
 from tests.harness.observing import mesh_of
 from tests.mechanisms.step07.layers import CASES, configured, inputs_of, layer_of, written_out
 from tests.unit.test_model import Only64
@@ -169,6 +170,7 @@ REFUSED = {  # flags, and the words of the one line
     "--experts 4 --top-k 3 --expert-groups 2": "--top-k 3 exceeds the 2 experts of --node-limit 1 groups",
     "--experts -1": "--experts -1 must be at least 0",
     "--experts 4 --bias-rate 0": "--bias-rate 0.0 must be positive",
+    "--ep 2": "--ep 2 needs --experts",
 }
 
 
@@ -177,6 +179,23 @@ def test_what_does_not_fit_is_refused_in_one_line(flags):
     with pytest.raises(UsageError) as caught:
         check_experts(configured(flags))
     assert str(caught.value) == REFUSED[flags]
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "line"),
+    [
+        (3, "--ep 3 --global-batch 6", "--ep 3 does not divide --experts 4"),
+        (2, "--ep 2 --pp 2 --layers 2", "--ep 2 does not divide the 1 ranks of a stage (dp x cp x tp)"),
+        (
+            *(2, "--tp 2 --kv-heads 2 --no-sequence-parallel"),
+            "--tp 2 with --experts needs sequence parallelism, or tokens would be sent twice",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_ranks(world, flags, line):
+    with pytest.raises(UsageError) as caught:
+        check_experts(configured(f"--experts 4 {flags}", world))
+    assert str(caught.value) == line
 
 
 def test_what_fits():

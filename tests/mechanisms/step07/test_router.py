@@ -1,22 +1,21 @@
 """The router: choices, ties, groups, places in the queue of an expert, and what balances the load."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from step01_single_gpu.mixed_precision import LossScaler
-from step07_expert_parallel.router import Balancing, Router, earlier_choices
+from step07_expert_parallel.router import Balancing, Router, count_earlier
 from tests.harness.observing import mesh_of
 from tests.mechanisms.step07.layers import CASES, choice_of, configured, inputs_of
-
-CPU = torch.device("cpu")
 
 
 def router_of(flags: str) -> Router:
     config = configured(flags)
-    router = Router(config, CPU).to_empty(device=CPU).to(config.torch_dtype)
-    router.bias.zero_()
-    router.start_over()
-    router.weight.data.copy_(torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0)))
+    router = Router(config, mesh_of(config))
+    weight = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(0))
+    router.weight = torch.nn.Parameter(weight.to(config.torch_dtype))
     return router
 
 
@@ -72,7 +71,7 @@ def test_gates(gate):
 
 def test_places_in_the_queue():
     chosen = torch.tensor([[[0, 1], [1, 2], [1, 0]], [[2, 0], [2, 1], [2, 0]]])
-    assert earlier_choices(chosen).tolist() == [[[0, 0], [1, 0], [2, 1]], [[0, 0], [1, 0], [2, 1]]]
+    assert count_earlier(chosen).tolist() == [[[0, 0], [1, 0], [2, 1]], [[0, 0], [1, 0], [2, 1]]]
 
 
 def test_losses_are_scaled_like_the_loss():
@@ -92,8 +91,10 @@ def test_losses_are_scaled_like_the_loss():
 
 def test_biases_move_against_the_load():
     config = configured("--experts 4 --balance bias --bias-rate 0.25 --dtype float32")
-    router = Router(config, CPU)
-    balancing = Balancing([torch.nn.ModuleList([router])], config, mesh_of(config), LossScaler(torch.float32))
+    mesh = mesh_of(config)
+    router = Router(config, mesh)
+    stage = SimpleNamespace(layers={"0": SimpleNamespace(mlp=SimpleNamespace(router=router))})
+    balancing = Balancing([stage], config, mesh, LossScaler(torch.float32))
 
     def finish(*load, skip=None):
         router.load, router.dropped = torch.tensor(load), torch.tensor(3)

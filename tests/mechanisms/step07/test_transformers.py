@@ -114,7 +114,7 @@ def test_the_auxiliary_loss_of_mixtral():
     """transformers takes all tokens of a batch as one sequence, and does not divide by k."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    config = configure(7, f"{BASE} {FAMILIES['mixtral']} --dtype float64 --balance aux --aux-coef 1")
+    config = configure(7, f"{BASE} {FAMILIES['mixtral']} --dtype float64 --balance aux --aux-coef 1 --seq-len 40")
     model, _ = built(config, random_values(0))
     router = model.layers["0"].mlp.router
     router.weight.data.mul_(50)
