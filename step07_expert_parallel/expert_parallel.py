@@ -16,6 +16,7 @@ from torch import Tensor
 from common import collectives
 from common.process_groups import Group
 from step07_expert_parallel.experts import Counts, to_host
+from step07_expert_parallel.interleave import switch
 
 
 class AllToAll:
@@ -46,6 +47,7 @@ class AllToAll:
         return result
 
     def wait(self) -> Tensor:
+        switch()  # another micro-batch may compute meanwhile
         (result, work), self.in_flight = self.in_flight, None
         work.wait()
         return result

@@ -27,6 +27,7 @@ from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel, check_context_parallel, take_part
+from step07_expert_parallel.interleave import InterleavedPipeline
 from step07_expert_parallel.moe import apply_experts, check_experts
 from step07_expert_parallel.router import Balancing, routers_of
 
@@ -48,7 +49,9 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
     if biases:
         initial_values(config)(biases)
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config, biases)
-    return Pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer
+    # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
+    kind = InterleavedPipeline if config.schedule.startswith("dualpipe") and config.ep > 1 else Pipeline
+    return kind(schedule, stages, zero_wrappers, config, mesh), optimizer
 
 
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ would not prevent deadlocks: in a V, or with two copies of the model, both ranks
 from dataclasses import dataclass
 
 from step05_pipeline.schedules.actions import Action, Output, Schedule
-from step05_pipeline.schedules.simulator import Costs, simulate
+from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class Transfer:
 Program = tuple[Action | Transfer, ...]
 
 
-def place_messages(schedule: Schedule) -> tuple[Program, ...]:
+def place_messages(schedule: Schedule, joint: bool = False) -> tuple[Program, ...]:
     """One program per rank: its actions in the schedule's order, with sends and receives between them.
+
+    With `joint`, an F and a B that `runs_as_one` accepts are one action: no message is placed between them.
 
     A message that is ready at time t is issued after all actions that end by t and before those that end later: by its
     sender right after the action that computes it, by its receiver before the action during which it arrives. If two
@@ -50,7 +52,9 @@ def place_messages(schedule: Schedule) -> tuple[Program, ...]:
     """
     # A message must take some time here. If it took none, an action that the receiver runs meanwhile would end exactly
     # when the message is ready. It would be sorted before the receive, which would be posted one action late.
-    spans = simulate(schedule, Costs(communication=0.25)).spans
+    spans = simulate(schedule, Costs(FB=3.0 if joint else None, communication=0.25)).spans
+    if joint:  # both end when the later one does
+        spans = [_joined(row) for row in spans]
     ready = {schedule.output_of(rank, action): end for rank, row in enumerate(spans) for action, _, end in row}
     messages = []
     for receiver, actions in enumerate(schedule.actions):
@@ -65,3 +69,12 @@ def place_messages(schedule: Schedule) -> tuple[Program, ...]:
     for program in programs:
         program.sort(key=lambda each: each[:2])  # actions that end at t, then messages of time t; stable
     return tuple(tuple(item for *_, item in program) for program in programs)
+
+
+def _joined(row) -> list[tuple[Action, float, float]]:
+    """The spans of a rank's actions, where both of a pair end with its second action."""
+    nexts, joined, paired = [*row[1:], None], [], False
+    for (action, start, end), following in zip(row, nexts, strict=True):
+        paired = not paired and following is not None and runs_as_one(action, following[0])
+        joined.append((action, start, following[2] if paired else end))
+    return joined

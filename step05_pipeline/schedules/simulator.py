@@ -154,10 +154,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(tuple(map(tuple, spans)))
 
 
+def runs_as_one(first: Action, second: Action) -> bool:
+    """Whether an action and the next one are an F and a B of other chunks and micro-batches, as DualPipe joins them."""
+    kinds, differ = first.kind + second.kind, first.chunk != second.chunk and first.micro_batch != second.micro_batch
+    return kinds == "FB" and differ
+
+
 def _block(actions: tuple[Action, ...], first: int, costs: Costs) -> tuple[Action, ...]:
     """The next action; or the next two, if they run as one."""
     pair = actions[first : first + 2]
-    if costs.FB and [each.kind for each in pair] == ["F", "B"]:
-        if pair[0].chunk != pair[1].chunk and pair[0].micro_batch != pair[1].micro_batch:
-            return pair
-    return pair[:1]
+    return pair if costs.FB and len(pair) == 2 and runs_as_one(*pair) else pair[:1]
