@@ -28,6 +28,8 @@ ranks_step05 := 2
 flags_step05 := --pp 2
 ranks_step06 := 2
 flags_step06 := --cp 2
+ranks_step07 := 2
+flags_step07 := --experts 8 --ep 2
 
 help:
 	@echo 'make demo      train one run of each step on the default corpus, draw all curves, print the differences'

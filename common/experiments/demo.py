@@ -1,7 +1,8 @@
 """`make demo`: train every step on the default corpus, draw all curves into one picture and print the differences.
 
-Two families of runs. In float32, with the defaults of the command line, every layout must agree with step 1 to 1e-5 at
-every step; in float64, which leaves hardly any rounding, to 1e-10. Everything is written to runs/demo, the picture to
+Three families of runs. In float32, with the defaults of the command line, every layout must agree with step 1 to 1e-5
+at every step; in float64, which leaves hardly any rounding, to 1e-10. Models with experts must agree with one process
+that holds all experts, to 1e-10. Everything is written to runs/demo, the picture to
 runs/demo/curves.png. `make demo-all` trains more layouts of each step. If there are fewer GPUs than ranks, all runs use
 the CPU, so that the same hardware computes them.
 """
@@ -39,7 +40,13 @@ MORE_RUNS = [
     ("step04-dp2-tp2", "step04_tensor_parallel", 4, "--dp 2 --tp 2"),
     ("step05-dp2-pp2-tp2", "step05_pipeline", 8, "--dp 2 --pp 2 --tp 2"),
 ]
-FAMILIES = [("float32", "--steps 50", 1e-5), ("float64", "--steps 10 --dtype float64", 1e-10)]
+EXPERTS = [
+    ("step07", "step07_expert_parallel", 1, ""),
+    ("step07-ep4-tp2", "step07_expert_parallel", 4, "--ep 4 --tp 2"),
+]
+FLOAT64 = "--steps 10 --dtype float64"
+MOE = f"{FLOAT64} --experts 8 --expert-ffn 128 --shared-experts 1 --balance bias"
+FAMILIES = [("float32", "--steps 50", 1e-5, RUNS), ("float64", FLOAT64, 1e-10, RUNS), ("experts", MOE, 1e-10, EXPERTS)]
 
 
 def device_flag(gpus: int, ranks: int) -> str:
@@ -60,10 +67,11 @@ def main() -> int:
     """Run everything; the exit status is that of the comparisons (1: a difference above the tolerance)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="train more layouts of each step")
-    runs = sorted(RUNS + MORE_RUNS) if parser.parse_args().all else RUNS
-    device = device_flag(torch.cuda.device_count(), max(ranks for _, _, ranks, _ in runs))
+    everything = parser.parse_args().all
     status, began = 0, time.monotonic()
-    for family, family_flags, tolerance in FAMILIES:
+    for family, family_flags, tolerance, runs in FAMILIES:
+        runs = sorted(runs + MORE_RUNS) if everything and runs is RUNS else runs
+        device = device_flag(torch.cuda.device_count(), max(ranks for _, _, ranks, _ in runs))
         folders = [FOLDER / family / name for name, *_ in runs]
         for folder, (_, script, ranks, flags) in zip(folders, runs):
             train(script, ranks, f"{family_flags} {device} {flags}", folder)
