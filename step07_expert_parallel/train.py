@@ -1,11 +1,10 @@
 """Step 7: the same run, with a model whose layers have many experts, of which each token passes through a few.
 
-    python step07_expert_parallel/train.py --experts 8
-    python step07_expert_parallel/train.py --experts 16 --top-k 4 --expert-ffn 96 --gate sigmoid --balance bias
-    torchrun --nproc_per_node 2 step07_expert_parallel/train.py --experts 8 --shared-experts 1 --dense-layers 1
+    torchrun --nproc_per_node 2 step07_expert_parallel/train.py --experts 8 --ep 2
+    torchrun --nproc_per_node 4 step07_expert_parallel/train.py --experts 8 --ep 4 --tp 2 --gate sigmoid --balance bias
+    torchrun --nproc_per_node 4 step07_expert_parallel/train.py --experts 8 --ep 2 --pp 2 --schedule dualpipe
 
-The lesson is in step07_expert_parallel/README.md. `diff` this file with step06_context_parallel/train.py to see what it
-adds.
+`diff` this file with step06_context_parallel/train.py to see what it adds.
 """
 
 import torch
