@@ -1,0 +1,90 @@
+"""A forward and a backward that take turns: who runs when, and what DualPipe's pairs make of it."""
+
+from functools import partial
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+
+from common import collectives
+from common.start import environment
+from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.schedules.actions import Action
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.messages import place_messages
+from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
+from step05_pipeline.schedules.validator import check_programs
+from step07_expert_parallel import interleave, train
+from tests.harness.ranks import run_ranks
+from tests.parity.runs import SMALL, train_here
+
+CPU = torch.device("cpu")
+
+
+def steps(name: str, count: int, seen: list, phase: str) -> None:
+    collectives.phase = phase
+    for step in range(count):
+        interleave.switch()
+        seen.append(f"{name}{step}")
+        assert collectives.phase == phase, "a task keeps its phase over the other one's turn"
+
+
+def test_tasks_take_turns_in_one_order():
+    for _ in range(20):
+        seen = []
+        first, second = (
+            lambda n=n, c=c, p=p: steps(n, c, seen, p) for n, c, p in (("f", 2, "forward"), ("b", 4, "backward"))
+        )
+        interleave.take_turns(first, second, CPU)
+        assert seen == ["f0", "b0", "f1", "b1", "b2", "b3"]
+    interleave.switch()  # alone, nobody has to wait
+
+
+def test_an_error_in_either_task_is_raised():
+    def fail():
+        interleave.switch()
+        raise RuntimeError("no")
+
+    for tasks in ((fail, lambda: None), (lambda: None, fail)):
+        with pytest.raises(RuntimeError, match="no"):
+            interleave.take_turns(*tasks, CPU)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_no_message_comes_between_a_pair(name, ranks):
+    schedule = build_schedule(name, ranks, 2 * ranks, None, None)
+    programs = place_messages(schedule, joint=True)
+    check_programs(schedule, programs)
+    pairs = 0
+    for actions, program in zip(schedule.actions, programs, strict=True):
+        assert [each for each in program if isinstance(each, Action)] == list(actions)
+        for first, second in pairwise(actions):
+            pairs += runs_as_one(first, second)
+            assert not runs_as_one(first, second) or program.index(second) == program.index(first) + 1
+    assert pairs >= 2 * (ranks - 1)
+    # What the pairs are for: a joint F and B that takes less than both
+    assert simulate(schedule, Costs(FB=2.5)).makespan < simulate(schedule, Costs()).makespan
+
+
+def phases(flags: str, interleaved: bool) -> list[str]:
+    """The phase of each all-to-all that a rank issues."""
+    kind = interleave.InterleavedPipeline if interleaved else Pipeline
+    with mock.patch.object(train, "InterleavedPipeline", kind), collectives.record() as calls:
+        train_here(7, flags)
+    return [call.phase for call in calls if call.op == "all_to_all"] if environment().rank == 0 else []
+
+
+def both(flags: str) -> list[list[str]]:
+    return [phases(flags, interleaved) for interleaved in (False, True)]
+
+
+def test_forward_and_backward_alternate():
+    flags = (
+        f"{SMALL} --layers 4 --steps 1 --micro-batch 1 --experts 4 --expert-ffn 16 --ep 2 --pp 2 --schedule dualpipe"
+    )
+    apart, together = run_ranks(4, both, flags)[0]
+    assert sorted(apart) == sorted(together)
+    changes = [sum(a != b for a, b in pairwise(order)) for order in (apart, together)]
+    assert changes[1] > 2 * changes[0], changes
