@@ -33,10 +33,8 @@ def steps(name: str, count: int, seen: list, phase: str) -> None:
 def test_tasks_take_turns_in_one_order():
     for _ in range(20):
         seen = []
-        first, second = (
-            lambda n=n, c=c, p=p: steps(n, c, seen, p) for n, c, p in (("f", 2, "forward"), ("b", 4, "backward"))
-        )
-        interleave.take_turns(first, second, CPU)
+        tasks = partial(steps, "f", 2, seen, "forward"), partial(steps, "b", 4, seen, "backward")
+        interleave.take_turns(*tasks, CPU)
         assert seen == ["f0", "b0", "f1", "b1", "b2", "b3"]
     interleave.switch()  # alone, nobody has to wait
 
