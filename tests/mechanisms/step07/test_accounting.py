@@ -1,0 +1,238 @@
+"""What expert parallelism sends, when, and what each rank holds: no loss curve shows any of this."""
+
+import itertools
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import step07_expert_parallel.train as step07
+from common import collectives
+from common.config import TrainConfig
+from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.router import Router
+from tests.harness.observing import configure, mesh_of, sent_so_far
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step07.layers import layer_of
+
+# ---- what train() issues and holds -----------------------------------------------------------------------------------
+
+WORLD, STEPS, LAYERS, HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 4, 2, 3, 128, 32, 8, 2, 64  # TOKENS: of a sequence
+WEIGHTS = 3 * EXPERTS * HIDDEN * FFN  # of the experts of a layer
+SHAPE = f"--layers {LAYERS} --dense-layers 1 --hidden {HIDDEN} --heads 4 --kv-heads 4 --ffn 64 --vocab 256"
+SHAPE += f" --seq-len {TOKENS} --experts {EXPERTS} --top-k {TOP_K} --expert-ffn {FFN} --shared-experts 1"
+SHAPE += f" --steps {STEPS} --global-batch 8 --data synthetic --device cpu --peak-tflops 1"
+CASES = [
+    "--dp 4 --ep 4 --micro-batch 1 --dtype bfloat16",
+    "--dp 4 --ep 2 --micro-batch 2 --zero 1",
+    "--dp 4 --ep 2 --micro-batch 1 --zero 2 --recompute full --balance bias --bias-rate 0.1",
+    "--dp 4 --ep 2 --micro-batch 1 --zero 1 --zero-replicas 2 --balance none",
+    "--dp 4 --ep 1 --micro-batch 2 --zero 3",
+    "--dp 2 --tp 2 --ep 4 --micro-batch 4 --recompute selective --balance bias --bias-rate 0.1",
+    "--cp 2 --tp 2 --ep 2 --micro-batch 4 --zero 3 --capacity-factor 0.9",
+]
+
+
+def choose_in_turn(self, scores: torch.Tensor) -> torch.Tensor:
+    """In place of `Router.choose`: the tokens of a rank take experts in turn, so that all of them get equally many."""
+    places = torch.arange(scores[..., 0].numel()).view(*scores.shape[:-1], 1) * self.shape.top_k
+    return (places + torch.arange(self.shape.top_k)) % self.shape.experts
+
+
+def ranks_train(cases: list[str], folder: str, evenly: bool = False) -> list[dict]:
+    """What this rank does, sends and holds in each case."""
+    found, real = [], Journey.__init__
+    for index, case in enumerate(cases):
+        counts = []
+
+        def travel(self, mine, ep, counts=counts):
+            counts.append(mine.host)
+            real(self, mine, ep)
+
+        config = configure(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
+        mesh = mesh_of(config)
+        before = sent_so_far(mesh)
+        choose = choose_in_turn if evenly else Router.choose
+        with (
+            mock.patch.object(Journey, "__init__", travel),
+            mock.patch.object(Router, "choose", choose),
+            collectives.record() as calls,
+        ):
+            tensors = step07.train(config, mesh)
+        sockets = None if before is None else sent_so_far(mesh) - before
+        result = {"counts": counts, "ep": mesh.ep.ranks, "edp": mesh.edp.size, "sockets": sockets}
+        result["log"] = [(call.phase, call.group, call.op, call.dtype, call.elements, call.bytes) for call in calls]
+        result["held"], result["owned"] = {True: 0, False: 0}, 0
+        for tensor in tensors[: len(tensors) - (LAYERS - 1)]:  # without the biases
+            of_experts = ".experts." in tensor.spec.name
+            result["held"][of_experts] += tensor.numel()
+            result["owned"] += tensor.numel() * of_experts * tensor.spec.owner
+        result["bias"] = [tensor.tolist() for tensor in tensors[-(LAYERS - 1) :]]
+        found.append(result)
+    return found
+
+
+def travels(config: TrainConfig, rank: int, ranks: list[dict]) -> list[tuple]:
+    """What this rank sends over `ep` in the whole run, (phase, group, op, type, elements, bytes): of every layer with
+    experts the numbers, the tokens and their outputs and, in the backward, the gradients of both.
+    """
+    mine, size, width = ranks[rank], config.ep, config.torch_dtype.itemsize
+    here, each = mine["ep"].index(rank), EXPERTS // size
+
+    def rows(source: int, target: int, index: int) -> int:
+        """Rows that one member of the group sends to another, the index-th time."""
+        counts = ranks[mine["ep"][source]]["counts"][index]
+        return sum(counts[target * each : (target + 1) * each])
+
+    def call(phase: str, numbers: list[int]) -> tuple:
+        dtype = str(config.torch_dtype).removeprefix("torch.")
+        sent = (sum(numbers) - numbers[here]) * HIDDEN * width
+        return (phase, "ep", "all_to_all", dtype, sum(numbers) * HIDDEN, sent)
+
+    log, places, kept = [], itertools.count(), []
+
+    def forward(phase: str) -> list[list]:
+        index = next(places)
+        sent = [rows(here, other, index) for other in range(size)]
+        received = [rows(other, here, index) for other in range(size)]
+        numbers = (phase, "ep", "all_to_all", "int64", EXPERTS, 8 * EXPERTS * (size - 1) // size)
+        log.extend([numbers, call(phase, sent), call(phase, received)])
+        return [call("backward", sent), call("backward", received)]
+
+    for _ in range(STEPS * config.accumulation_steps):
+        kept = [forward("forward") for _ in range(LAYERS - 1)]
+        while kept:
+            gradients = kept.pop()
+            if config.recompute == "full":
+                forward("backward")
+            log.extend(gradients)
+    return log if size > 1 else []
+
+
+def check_train(cases: list[str], found: list[list[dict]], folder: Path) -> None:
+    for index, case in enumerate(cases):
+        config, ranks = configure(7, f"{SHAPE} {case}", WORLD), [each[index] for each in found]
+        tokens = config.global_batch * TOKENS // WORLD // config.accumulation_steps  # of a rank, in a micro-batch
+        dropped = [json.loads(line)["dropped"] for line in (folder / str(index) / "metrics.jsonl").open()]
+        assert (sum(dropped) > 0) == bool(config.capacity_factor), case
+        forwards = STEPS * config.accumulation_steps * (LAYERS - 1) * (2 if config.recompute == "full" else 1)
+        rows = sum(sum(counts) for rank in ranks for counts in rank["counts"])
+        assert rows == forwards * WORLD * TOP_K * tokens - sum(dropped), f"{case}: tokens are lost, or come twice"
+        for rank, seen in enumerate(ranks):
+            where = f"rank {rank}, {case}"
+            log = [call for call in seen["log"] if call[1] == "ep"]
+            assert log == travels(config, rank, ranks), f"{where}: all-to-alls"
+            check_router(config, seen, tokens, where)
+            check_reduction(config, seen, where)
+            assert seen["sockets"] in (None, pytest.approx(sum(call[-1] for call in seen["log"]), rel=0.02)), where
+        assert sum(rank["owned"] for rank in ranks) == (LAYERS - 1) * WEIGHTS, f"{case}: owners of experts"
+        biases = [rank["bias"] for rank in ranks]
+        assert all(bias == biases[0] for bias in biases), f"{case}: biases differ between ranks"
+        moved = [any(bias) for bias in biases[0]]
+        assert moved == [config.balance == "bias"] * (LAYERS - 1), f"{case}: biases"
+
+
+def check_router(config: TrainConfig, seen: dict, tokens: int, where: str) -> None:
+    """Statistics of a sequence are added up over the ranks that share it; for the capacity they exchange choices."""
+    found = [call[1:3] + call[4:5] for call in seen["log"] if call[3] == "int64" and call[1] in ("tp", "cp")]
+    forward = []
+    if config.capacity_factor:  # the choices of this rank, then those of its tensor ranks
+        forward += [("tp", "all_gather", tokens * TOP_K), ("cp", "all_gather", config.tp * tokens * TOP_K)]
+    if config.balance == "aux":
+        forward += [(group, "all_reduce", config.micro_batch * EXPERTS) for group in ("tp", "cp")]
+    forward = [call for call in forward if getattr(config, call[0]) > 1]
+    assert found == len(seen["counts"]) * forward, f"{where}: statistics"
+
+
+def check_reduction(config: TrainConfig, seen: dict, where: str) -> None:
+    """Gradients of experts are summed over the holders of an expert, once, and no other gradient comes with them."""
+    held, dense = seen["held"][True], seen["held"][False]
+    replicas = config.zero_replicas if config.zero else seen["edp"]
+    shards = seen["edp"] // replicas if seen["edp"] > 1 else 1
+    copies = seen["edp"] // shards
+    assert held == (LAYERS - 1) * WEIGHTS // (config.ep * shards), f"{where}: experts are not divided by ep and edp"
+    times = STEPS * (config.accumulation_steps if config.zero >= 2 else 1)  # stages 2 and 3 sum every micro-batch
+    for group, op, size, expected in (
+        ("expert_shard", "reduce_scatter", shards, times * held * shards),
+        ("expert_replica", "all_reduce", copies, STEPS * held),
+        ("replica", "all_reduce", 1 if config.zero and config.zero_replicas == 1 else 2, STEPS * dense),
+    ):
+        calls = [call for call in seen["log"] if call[1] == group and call[2] == op]
+        assert sum(call[4] for call in calls) == expected * (size > 1), f"{where}: {op} over {group}"
+        assert all(call[0] == "backward" and call[3] == "float32" for call in calls), f"{where}: {group}"
+
+
+def test_train_sends_and_holds_what_its_experts_need(tmp_path):
+    """Every all-to-all of every phase, in order, with the numbers of tokens that were really sent."""
+    check_train(CASES, run_ranks(WORLD, ranks_train, CASES, str(tmp_path)), tmp_path)
+
+
+def test_bytes_of_the_formula(tmp_path):
+    """Of k rows per token, (EP-1)/EP are those of other ranks: 2 k tokens h bytes (EP-1)/EP for a layer's forward, and
+    as many for its backward.
+    """
+    cases = [f"--dp 4 --ep {ep} --micro-batch 2 --dtype {dtype}" for ep in (2, 4) for dtype in ("float32", "bfloat16")]
+    for rank in run_ranks(WORLD, ranks_train, cases, str(tmp_path), evenly=True):
+        for case, seen in zip(cases, rank, strict=True):
+            config = configure(7, f"{SHAPE} {case}", WORLD)
+            formula = 2 * TOP_K * 2 * TOKENS * HIDDEN * config.torch_dtype.itemsize * (config.ep - 1) // config.ep
+            for phase in ("forward", "backward"):
+                calls = [call for call in seen["log"] if call[:2] == (phase, "ep") and call[3] != "int64"]
+                assert sum(call[-1] for call in calls) == STEPS * (LAYERS - 1) * formula, (case, phase)
+
+
+# ---- what happens while it waits -------------------------------------------------------------------------------------
+
+
+class _Mark(torch.autograd.Function):
+    """Passes x on and notes when, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        note()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None
+
+
+def ranks_order() -> tuple[list[str], list[str]]:
+    """The order of what one layer does in its forward and in its backward, as words."""
+    config = configure(7, "--layers 1 --experts 4 --shared-experts 1 --dp 2 --ep 2 --seq-len 16 --global-batch 4")
+    moe, clock, timeline = layer_of(config), itertools.count(), []
+    for name in ("shared", "experts"):
+        module, real = getattr(moe, name), getattr(moe, name).forward
+
+        def marked(x, *rest, name=name, real=real):
+            note = lambda: timeline.append((next(clock), name))  # noqa: E731
+            return _Mark.apply(real(_Mark.apply(x, note), *rest), note)
+
+        module.forward = marked
+    x = torch.randn(1, 16, config.model_config.hidden, requires_grad=True)
+    with collectives.record(lambda: next(clock)) as calls:
+        y = moe(x)
+        middle = next(clock)
+        y.sum().backward()
+    for call, name in zip(calls, ("counts", "dispatch", "combine", "combine", "dispatch"), strict=True):
+        timeline += [(call.issue, f"start {name}"), (call.wait_start, f"wait for {name}")]
+    words = [(when < middle, word) for when, word in sorted(timeline)]
+    return tuple([word for early, word in words if early == half] for half in (True, False))
+
+
+def check_order(ranks: list[tuple]) -> None:
+    """The shared experts are computed while tokens travel; in the backward, theirs while gradients travel back."""
+    counts = ["start counts", "wait for counts"]
+    dispatch, combine = ([f"start {name}", f"wait for {name}"] for name in ("dispatch", "combine"))
+    around = [dispatch[0], "shared", "shared", dispatch[1]]
+    for forward, backward in ranks:
+        assert forward == [*counts, *around, "experts", "experts", *combine]
+        assert backward == [*combine, "experts", "experts", *around]
+
+
+def test_the_shared_experts_are_computed_while_tokens_travel():
+    check_order(run_ranks(2, ranks_order))
