@@ -18,6 +18,7 @@ from tests.mutants import (
     patches_step04,
     patches_step05,
     patches_step06,
+    patches_step07,
 )
 
 WRONG_NUMBERS, LATE = Mutants(), Mutants()
@@ -105,7 +106,7 @@ def patched(mutant: str | None):
     """Apply a mutant of any step to this process for the duration; None: nothing."""
     with contextlib.ExitStack() as stack:
         if mutant is not None:
-            steps = patches_step03, patches_step04, patches_step05, patches_step06, patches_asynchrony
+            steps = patches_step03, patches_step04, patches_step05, patches_step06, patches_step07, patches_asynchrony
             every = WRONG_NUMBERS | LATE
             for module in steps:
                 every |= module.MUTANTS

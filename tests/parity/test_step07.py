@@ -164,6 +164,21 @@ def test_all_tokens_go_to_one_expert():
         assert_parity(assemble(list(parts)), assemble([expected]), case)
 
 
+# ---- narrow types ----------------------------------------------------------------------------------------------------
+
+
+# Samples are rounded alike wherever their experts are, but not sums over the tokens of several ranks. The bounds are
+# about four times what is seen.
+BOUNDS = {"bfloat16": 1e-3, "float16": 1e-4}
+
+
+def test_narrow_types():
+    cases = [f"{ADAMW} --experts 8 {SHARED} {BIAS} {FOUR} --steps 3 --dtype {dtype}" for dtype in BOUNDS]
+    results = run_cases(2, 7, [f"{case} --dp 2 --ep 2" for case in cases])
+    for case, result, bound in zip(cases, results, BOUNDS.values(), strict=True):
+        assert_parity(result, assemble([train_case(7, case)]), case, bound)
+
+
 # ---- the record, and resuming ----------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from common.model import Decoder
 from common.presets import resolve
+from common.process_groups import Group
 from common.weights import export
 from common.weights.huggingface import as_stored, stored_values
 from common.weights.initialisation import materialise, random_values
@@ -31,13 +32,13 @@ FAMILIES = {  # transformers' type, and the flags
     "glm4_moe": "--experts 8 --top-k 3 --gate sigmoid --shared-experts 2 --expert-ffn 24 --dense-layers 1"
     " --expert-groups 4 --node-limit 2",
 }
-CPU = torch.device("cpu")
+CPU, ALONE = torch.device("cpu"), Group("ep", (0,), 0)
 
 
-def built(config: TrainConfig, values) -> tuple[Decoder, list[torch.Tensor]]:
+def built(config: TrainConfig, values, ep: Group = ALONE) -> tuple[Decoder, list[torch.Tensor]]:
     """A model and all that is saved of it: parameters and the biases of routers."""
     model = Decoder(config.model_config)
-    apply_experts(model, config, mesh_of(config))
+    apply_experts(model, config, replace(mesh_of(config), ep=ep))
     materialise(model, config.torch_dtype, CPU, values)
     tensors = [*model.parameters(), *(each.bias for each in model.modules() if isinstance(each, Router))]
     values(tensors)
@@ -99,6 +100,10 @@ def test_same_logits_and_gradients_and_back_again(family, dtype, tmp_path, monke
     assert replace(again, head_dim=None, ffn=48) == shape, "in Mixtral, ffn has no meaning"
     _, loaded = built(config, stored_values(str(tmp_path / "theirs"), shape))
     assert all(map(torch.equal, loaded, tensors)), [each.spec.name for each in tensors]
+    for rank in range(2):  # one of two that divide the experts
+        _, parts = built(config, stored_values(str(tmp_path / "theirs"), shape), Group("ep", (0, 1), rank))
+        for part, whole in zip(parts, tensors, strict=True):
+            assert torch.equal(part, whole[tuple(slice(*each) for each in part.spec.box)]), part.spec
 
     for parameter in theirs.parameters():  # fused ones; as weights they are written as they are found in files
         parameter.data = parameter.grad

@@ -1,0 +1,98 @@
+"""The suite rejects every known-wrong variant of experts and of expert parallelism, and says so by the right figure."""
+
+import pytest
+
+from common.start import environment
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step07 import test_accounting
+from tests.mutants.patches import patched
+from tests.mutants.patches_step07 import MUTANTS
+from tests.parity.runs import (
+    SMALL,
+    Result,
+    assemble,
+    assert_parity,
+    curve_of,
+    run_cases,
+    train_here,
+    training_of,
+)
+from tests.parity.test_step07 import ADAMW, BIAS, CAPACITY, FOUR, ONE, SHARED, TWO, on_one_process
+
+MODEL = f"{ADAMW} --experts 8 {SHARED} --steps 4"
+BASE = f"{MODEL} --dp 2 --ep 2 {FOUR}"
+FLAGS = dict.fromkeys(MUTANTS, BASE) | {  # those that show only under other flags
+    "experts' gradients averaged": f"{MODEL} --dp 2 {FOUR}",
+    "router's gradient not summed over tp": f"{MODEL} --tp 2 --ep 2 {TWO}",
+    "statistics of a rank": f"{MODEL} --aux-coef 0.1 --cp 2 --ep 2 {ONE}",
+    "places of a rank": f"{MODEL} {CAPACITY} --cp 2 --ep 2 {ONE}",
+    "loads of one copy": f"{MODEL} {BIAS} --pp 2 --schedule dualpipe {TWO}",
+}
+OF_CHECKPOINTS = "one rank's experts saved"
+HIGHER_PRICE = "dispatch waits before the shared experts", "gradients arrive before the shared experts' backward"
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[str, str | None], Result]:
+    """(flags, mutant) -> what came out on 2 ranks; of the unmutated code for all flags too."""
+    cases = [(flags, name) for name, flags in FLAGS.items()]
+    cases += [(flags, None) for flags in dict.fromkeys(FLAGS.values())]
+    results = run_cases(2, 7, [flags for flags, _ in cases], [name for _, name in cases])
+    return dict(zip(cases, results, strict=True))
+
+
+@pytest.mark.parametrize("flags", dict.fromkeys(FLAGS.values()))
+def test_the_case_itself_passes(results, flags):
+    assert_parity(results[flags, None], on_one_process(training_of(flags)), flags)
+
+
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in (OF_CHECKPOINTS, *HIGHER_PRICE)])
+def test_mutant_is_rejected(results, name):
+    with pytest.raises(AssertionError, match="relative differences above"):
+        assert_parity(results[FLAGS[name], name], on_one_process(training_of(FLAGS[name])), name)
+
+
+def ranks_save_and_resume(folder: str, mutants: list[str | None]) -> list[dict]:
+    """Of each mutant: two steps, a checkpoint, and from there two more steps on as many ranks."""
+    found = []
+    for index, mutant in enumerate(mutants):
+        flags = f"{SMALL} {BASE} --run-dir {folder}/{index} --save-every 2"
+        with patched(mutant):
+            train_here(7, f"{flags} --steps 2")
+            boxes = train_here(7, f"{flags} --resume auto")
+        curve = curve_of(f"{folder}/{index}") if environment().rank == 0 else []
+        found.append({"curve": curve, "boxes": boxes})
+    return found
+
+
+def test_a_checkpoint_with_the_experts_of_one_rank_is_noticed(results, tmp_path):
+    """Nothing complains when it is loaded, and the run that saved it goes on well."""
+    assert_parity(results[BASE, OF_CHECKPOINTS], on_one_process(training_of(BASE)), OF_CHECKPOINTS)
+    ranks = run_ranks(2, ranks_save_and_resume, str(tmp_path), [None, OF_CHECKPOINTS])
+    right, wrong = (assemble(list(parts)) for parts in zip(*ranks, strict=True))
+    assert_parity(right, on_one_process(training_of(BASE)), "resumed")
+    with pytest.raises(AssertionError, match="'loss'"):
+        assert_parity(wrong, on_one_process(training_of(BASE)), OF_CHECKPOINTS)
+
+
+def ranks_order() -> list[tuple]:
+    found = []
+    for mutant in (None, *HIGHER_PRICE):
+        with patched(mutant):
+            found.append(test_accounting.ranks_order())
+    return found
+
+
+@pytest.fixture(scope="module")
+def orders() -> list[list[tuple]]:
+    """What `check_order` looks at, without a mutant and under each."""
+    return [list(ranks) for ranks in zip(*run_ranks(2, ranks_order), strict=True)]
+
+
+@pytest.mark.parametrize("name", HIGHER_PRICE)
+def test_a_higher_price_is_noticed(results, orders, name):
+    """No curve shows it: it trains the same."""
+    assert_parity(results[FLAGS[name], name], on_one_process(training_of(FLAGS[name])), name)
+    test_accounting.check_order(orders[0])
+    with pytest.raises(AssertionError):
+        test_accounting.check_order(orders[1 + HIGHER_PRICE.index(name)])
