@@ -93,7 +93,8 @@ class _InFlight:
             return
         self.in_flight.remove(self)
         for tensor, address, bits in self.before:
-            if not tensor.untyped_storage().nbytes() or tensor.data_ptr() != address:
+            freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+            if freed or tensor.data_ptr() != address:
                 self.seen.faults.append(f"{self.name}: memory was freed before the wait")
             elif not torch.equal(_bits(tensor), bits):
                 self.seen.faults.append(f"{self.name}: a tensor was changed before the wait")

@@ -16,6 +16,7 @@ from tests.parity.runs import Result, assemble, differences, train_case
 BASE = "--hidden 16 --heads 4 --kv-heads 2 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 1 --steps 2"
 BASE += " --optimizer adamw --lr 1e-3 --clip 0.5 --bucket-mb 0.01"
 HYBRID = "--global-batch 8 --zero-replicas 2"  # two micro-batches on each of 4 ranks
+EP = "--experts 8 --expert-ffn 8 --shared-experts 1"
 TP, PP, CP = "--micro-batch 4 --tp 2", "--layers 4 --pp 2", "--micro-batch 4 --cp 4"
 LAYOUTS = [  # ranks, step, flags: a line for whatever communicates in a new way
     *((2, 2, f"--dp-mode {mode}") for mode in ("naive", "overlap", "bucket")),
@@ -35,6 +36,13 @@ LAYOUTS = [  # ranks, step, flags: a line for whatever communicates in a new way
     (2, 6, "--micro-batch 2 --cp 2 --zero 3"),
     (4, 6, "--micro-batch 2 --cp 2 --tp 2 --tp-mode chunked --cp-mode allgather"),
     (4, 6, f"{PP} --micro-batch 2 --cp 2 --schedule zb-h1"),
+    (2, 7, f"{EP} --ep 2 --balance bias --recompute full"),
+    (2, 7, f"{EP} --ep 2 --zero 3"),
+    (2, 7, f"{EP} --ep 2 --experts 64 --top-k 1"),  # most of which get no token
+    (4, 7, f"{EP} --ep 4 --tp 2 --cp 2 --micro-batch 2 --capacity-factor 0.9 --zero 1"),
+    (4, 7, f"{EP} --ep 2 --zero 2 {HYBRID} --z-coef 0.1"),
+    (4, 7, f"{EP} {PP} --ep 2 --micro-batch 2 --cp 2 --schedule zb-h1"),
+    (4, 7, f"{EP} {PP} --ep 2 --dp 2 --schedule dualpipe --balance bias"),
 ]
 WIDE = [  # one step each, for the order of the operations: numbers are not compared
     (8, 4, f"{HYBRID} --tp 2 --zero 2"),
@@ -46,6 +54,8 @@ WIDE = [  # one step each, for the order of the operations: numbers are not comp
     (8, 6, f"{PP} --micro-batch 2 --cp 2 --tp 2 --zero 1"),
     (8, 6, f"{PP} --cp 2 --dp 2 --zero 3 --schedule zbv --cp-split contiguous"),
     (8, 6, f"{HYBRID} --micro-batch 2 --cp 4 --zero 2 --cp-mode ulysses"),
+    (8, 7, f"{EP} {PP} --ep 4 --micro-batch 2 --cp 2 --tp 2 --zero 1 --schedule dualpipev"),
+    (8, 7, f"{EP} {PP} --ep 4 --dp 2 --tp 2 --zero 3 --schedule zbv --capacity-factor 1"),
 ]
 PLANTED = {  # mutant: layout, what says so
     "last bucket not waited for": ((2, 2, "--dp-mode bucket"), "all_reduce of dp_cp: never waited for"),
@@ -58,6 +68,8 @@ PLANTED = {  # mutant: layout, what says so
     ),
     "receive buffer overwritten while it is read": ((4, 6, f"{CP} --cp-split zigzag"), "differences: {'loss': nan"),
     "sums changed while they travel": ((4, 6, f"{CP} --cp-split zigzag"), "exchange of cp: a tensor was changed"),
+    "tokens used before they arrive": ((2, 7, f"{EP} --ep 2 --zero 3"), "differences: {'loss': nan"),
+    "gradients of tokens not waited for": ((2, 7, f"{EP} --ep 2 --zero 3"), "all_to_all of ep: never waited for"),
 }
 
 

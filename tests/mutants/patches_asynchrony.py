@@ -13,6 +13,8 @@ from step03_zero.zero import Zero
 from step04_tensor_parallel import tensor_parallel
 from step05_pipeline.pipeline import Pipeline
 from step06_context_parallel import ring_attention
+from step07_expert_parallel import expert_parallel
+from step07_expert_parallel.expert_parallel import AllToAll, Journey
 from tests.mutants import Mutants
 
 MUTANTS = Mutants()
@@ -88,3 +90,16 @@ def _(sums, home, hop, plan, cp):
     for total in sums:
         total.zero_()
     return arriving, work
+
+
+@MUTANTS.replaces("tokens used before they arrive", Journey, "arrive")
+def _(self, rows):
+    """Tokens are sorted by expert while they are on their way, and the wait comes after that."""
+    return self.there.finish(expert_parallel._Permute.apply(rows, self.order)), self.counts
+
+
+@MUTANTS.replaces("gradients of tokens not waited for", AllToAll, "wait")
+def _(self):
+    """The shared experts' backward takes longer than any all-to-all."""
+    (result, _), self.in_flight = self.in_flight, None
+    return result
