@@ -26,6 +26,7 @@ TIMEOUT = 60  # seconds for a collective
 SMALL = "--layers 4 --hidden 64 --heads 4 --kv-heads 2 --ffn 96 --vocab 256 --seq-len 32 --data synthetic"
 SMALL += " --global-batch 8 --micro-batch 1 --seed 3 --warmup 2"
 TRAINING = f"{SMALL} --steps 5 --dtype float64"
+EXPERTS = "--experts 8 --expert-ffn 32 --shared-experts 1 --balance bias --z-coef 0.01 --capacity-factor 1"
 
 
 class Layout(NamedTuple):
@@ -34,6 +35,11 @@ class Layout(NamedTuple):
     ranks: int
     step: int
     flags: str = ""
+
+    @property
+    def reference(self) -> str:
+        """Which of REFERENCES trains the same on one rank."""
+        return "experts" if "--experts" in self.flags else "dense"
 
     def __str__(self) -> str:
         return f"{self.ranks} ranks, " + (f"step {self.step} {self.flags}" if self.step else "tour of the collectives")
@@ -57,6 +63,9 @@ LAYOUTS = [
     Layout(2, 6, "--cp 2"),
     Layout(2, 6, "--cp 2 --cp-mode allgather --cp-split striped"),
     Layout(2, 6, "--cp 2 --cp-mode ulysses --zero 3"),
+    Layout(2, 7, f"{EXPERTS} --ep 2"),
+    Layout(2, 7, f"{EXPERTS} --ep 2 --tp 2 --recompute full"),
+    Layout(2, 7, f"{EXPERTS} --ep 2 --cp 2 --zero 3"),
     Layout(4, 0),
     Layout(4, 3, "--zero 2 --zero-replicas 2 --bucket-mb 0.1"),
     Layout(4, 3, "--zero 3 --recompute full"),
@@ -68,9 +77,13 @@ LAYOUTS = [
     Layout(4, 6, "--cp 4 --cp-split contiguous"),
     Layout(4, 6, "--cp 2 --tp 2 --zero 1"),
     Layout(4, 6, "--cp 2 --pp 2 --schedule zbv --cp-mode allgather"),
+    Layout(4, 7, f"{EXPERTS} --ep 4 --cp 2 --tp 2 --zero 1"),
+    Layout(4, 7, f"{EXPERTS} --ep 2 --pp 2 --schedule dualpipe"),
+    Layout(4, 7, f"{EXPERTS} --ep 2 --zero 2 --zero-replicas 2 --bucket-mb 0.1"),
 ]
+REFERENCES = {"dense": (1, TRAINING), "experts": (7, f"{TRAINING} {EXPERTS}")}  # step and flags of a run on one rank
 QUICK = [0, 6]  # indices of some layouts
-SHARED = [0, 3, 7, 9, 12, 14]  # of those that run through gloo too
+SHARED = [0, 3, 7, 9, 12, 14, 17]  # of those that run through gloo too
 
 
 def train_layouts(folder: Path, device: str, indices: list[int]) -> None:
@@ -93,11 +106,12 @@ def train_layouts(folder: Path, device: str, indices: list[int]) -> None:
 
 
 def check_layouts(found: Findings, indices: list[int], backend: str, together: bool = False) -> None:
-    """Train these layouts on ranks that talk through `backend`, and compare each with step 1 on the same device.
+    """Train these layouts on ranks that talk through `backend`, and compare each with one rank on the same device.
 
     Layouts with the same number of ranks share their processes. If one fails, those after it get new ones.
     """
-    train_alone(found, "reference", 1, TRAINING)
+    for name in {LAYOUTS[index].reference for index in indices}:
+        train_alone(found, name, *REFERENCES[name])
     for ranks in sorted({LAYOUTS[index].ranks for index in indices}):
         left = [index for index in indices if LAYOUTS[index].ranks == ranks]
         while left:
@@ -106,7 +120,9 @@ def check_layouts(found: Findings, indices: list[int], backend: str, together: b
             statuses, errors = launching.run_on_ranks(found, name, command, ranks, seconds, together)
             while left and (done := found.folder / f"{left[0]}.done").exists():
                 layout, index, used = LAYOUTS[left[0]], left.pop(0), done.read_text()
-                worst = difference(found, str(index), "reference") if layout.step else 0.0  # the tour asserts its own
+                worst = (
+                    difference(found, str(index), layout.reference) if layout.step else 0.0
+                )  # the tour asserts its own
                 found.check(str(layout), worst < TOLERANCE and used == backend, f"{worst:.1e} through {used}")
             if left:
                 found.check(str(LAYOUTS[left.pop(0)]), False, f"statuses {statuses}; {errors}")
@@ -126,7 +142,7 @@ def difference(found: Findings, run: str, expected: str) -> float:
 
 
 def nccl(found: Findings) -> None:
-    """Parity in float64 of 2 and 4 ranks, which talk through NCCL, with step 1."""
+    """Parity in float64 of 2 and 4 ranks, which talk through NCCL, with one rank."""
     backend = "nccl" if found.device.type == "cuda" else "gloo"
     check_layouts(found, QUICK if found.quick else list(range(len(LAYOUTS))), backend)
 

@@ -26,7 +26,7 @@ from tests.parity.runs import (
 )
 
 SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
-AUX, BIAS = "--aux-coef 0.1 --z-coef 0.01", "--balance bias --bias-rate 0.01"
+AUX, BIAS = "--aux-coef 0.1 --z-coef 0.01", "--balance bias --bias-rate 0.003"
 LIMIT, CAPACITY, SHARED = "--expert-groups 4 --node-limit 2", "--capacity-factor 0.9", "--shared-experts 1"
 ONE, TWO, FOUR = "--micro-batch 12", "--micro-batch 6", "--micro-batch 3"  # that many micro-batches, with --dp 1
 ALL = bool(os.environ.get("TEST_ALL"))

@@ -1,4 +1,4 @@
-"""Layouts of steps 1 to 6, and what becomes of a run that is saved in one of them and resumed in another."""
+"""Layouts of steps 1 to 7, and what becomes of a run that is saved in one of them and resumed in another."""
 
 import json
 from contextlib import ExitStack
@@ -43,6 +43,10 @@ LAYOUTS = {  # name: (ranks, step, flags)
     "tp 2, zero 2, chunked": (4, 4, "--tp 2 --zero 2 --tp-mode chunked"),
     "cp 2, zero 3": (2, 6, "--cp 2 --zero 3"),
     "cp 2, zbv": (4, 6, "--cp 2 --pp 2 --schedule zbv --cp-mode allgather"),
+    "all experts": (1, 7, ""),
+    "ep 4": (4, 7, "--ep 4 --dp 2 --tp 2"),
+    "ep 2, zero 3": (4, 7, "--ep 2 --dp 4 --zero 3 --recompute full"),
+    "ep 2, dualpipe": (4, 7, "--ep 2 --cp 2 --pp 2 --schedule dualpipe --zero 1"),
 }
 
 

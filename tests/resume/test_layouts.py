@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from common.weights import export
 from common.weights.huggingface import huggingface_name
 from tests.harness.ranks import run_ranks
-from tests.parity.runs import SMALL, curve_of, reference
+from tests.parity.runs import SMALL, assemble, curve_of, reference, train_case
 from tests.parity.test_step03_precision import NORM_TOLERANCE
 from tests.resume import layouts
 from tests.resume.layouts import LAYOUTS, TRAINING, Job, run_jobs, whole
 
 SAVED, END = 2, 4  # steps before the checkpoint, and in all
 UNTIED, TIED = "--no-tie-embeddings", "--tie-embeddings"
+EXPERTS = f"{UNTIED} --experts 8 --expert-ffn 20 --shared-experts 1 --dense-layers 1 --balance bias --bias-rate 0.003"
 BFLOAT16, FLOAT32 = (f"{UNTIED} --dtype {dtype} --micro-batch 1" for dtype in ("bfloat16", "float32"))
 # Within a ring, each layout resumes from the next one. Narrow types have micro-batches of one sample, since these are
 # rounded alike in every layout.
@@ -29,6 +30,7 @@ RINGS = {
     + ["cp 2, zbv"],
     BFLOAT16: ["one process", "zero 2 on 3", "zero 3, two copies", "zero 3"],
     FLOAT32: ["zero 3, two copies", "zero 2 on 3"],
+    EXPERTS: ["all experts", "ep 4", "ep 2, zero 3", "ep 2, dualpipe"],
 }
 CASES = [
     (Job(source, flags), Job(target, flags))
@@ -66,8 +68,9 @@ def resumed(saved, tmp_path_factory) -> dict[tuple[Job, Job], list[dict]]:
 def test_every_layout_goes_on_in_another(resumed):
     assert {layout for ring in RINGS.values() for layout in ring} == LAYOUTS.keys()
     for source, target in CASES:
-        ranks, exact = resumed[source, target], target.flags in (UNTIED, TIED)
-        expected = reference(f"{TRAINING} {target.flags} {'--micro-batch 12' if exact else ''} --steps {END}")
+        ranks, exact = resumed[source, target], target.flags in (UNTIED, TIED, EXPERTS)
+        flags = f"{TRAINING} {target.flags} {'--micro-batch 12' if exact else ''} --steps {END}"
+        expected = reference(flags) if target.flags != EXPERTS else assemble([train_case(7, flags)])
         tolerance = 1e-13 if exact else NORM_TOLERANCE / 10
         layouts.assert_goes_on(ranks, expected, SAVED, tolerance, f"{source} into {target}")
         if exact:
