@@ -192,6 +192,8 @@ class Balancing:
         worst as a multiple of the mean (mean over the layers), and how many choices were dropped.
         """
         shape, device = self.config.model_config, self.mesh.device
+        if not shape.experts:
+            return torch.zeros(3, dtype=torch.float64, device=device)
         counts = torch.zeros(shape.layers * shape.experts + 2, dtype=torch.float64, device=device)
         loads = counts[2:].view(shape.layers, shape.experts)
         for index, router in self.routers:
@@ -205,5 +207,5 @@ class Balancing:
                 step = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
                 router.bias += step if skip is None else step * (1 - skip)
         loads = loads[shape.dense_layers :]
-        worst = (loads.amax(1) / loads.mean(1)).mean() if shape.experts else counts.new_zeros(())
+        worst = (loads.amax(1) / loads.mean(1)).mean()
         return torch.stack((counts[0], worst, counts[1]))
