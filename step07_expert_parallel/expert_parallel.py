@@ -84,12 +84,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor):
         ctx.save_for_backward(order)
-        return x[order]
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx, gradient):
         (order,) = ctx.saved_tensors
-        return gradient[order.argsort()], None
+        return gradient.index_select(0, order.argsort()), None
 
 
 class Journey:

@@ -11,6 +11,7 @@ at its place, a token is the sum of the outputs of its experts, weighted by thei
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config import TrainConfig, flag_names, spelled
@@ -26,52 +27,65 @@ from step07_expert_parallel.router import Router
 # ---- to the experts and back -----------------------------------------------------------------------------------------
 
 
-def sort_by_expert(chosen: Tensor, experts: int, some_dropped: bool) -> tuple[Tensor, Counts]:
-    """Sort all choices, (tokens, k), by expert and then by token. What chose number `experts` is left out.
+class Choices:
+    """What tokens have chosen, sorted by expert and then by token: a row for each choice that is not dropped.
 
-    Returns `order`, for each sorted choice which of the tokens * k it is, and how many chose each expert.
+    counts          how many rows each expert has
+    order, tokens   (rows,) each: which of the tokens * k choices a row is, and of which token
+    places, starts  (rows,) and (tokens,): in places, from starts[t] on, stand the rows of token t
     """
-    flat = chosen.flatten()
-    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    counts, order = Counts(counts[:experts]), flat.argsort(stable=True)
-    return order[: sum(counts.host)] if some_dropped else order, counts
+
+    def __init__(self, chosen: Tensor, experts: int, some_dropped: bool):
+        """chosen: (tokens, k) int64. What chose number `experts` is dropped."""
+        flat, kept = chosen.flatten(), (chosen < experts).sum(-1)
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        self.counts, order = Counts(counts[:experts]), flat.argsort(stable=True)
+        self.order = order[: sum(self.counts.host)] if some_dropped else order
+        self.tokens = self.order // chosen.shape[1]
+        self.places, self.starts = self.order.argsort(), kept.cumsum(0) - kept
+
+    def add_up(self, rows: Tensor, gates: Tensor | None = None) -> Tensor:
+        """The sum of each token's rows times their gates: rows (rows, hidden), gates (rows,) -> (tokens, hidden).
+
+        PyTorch's sum over a bag of words does this in one pass and always in the same order. On a GPU, `index_add_`
+        does not keep to an order.
+        """
+        gates = None if gates is None else gates[self.places]
+        return F.embedding_bag(self.places, rows, self.starts, per_sample_weights=gates, mode="sum")
 
 
 class _Permute(torch.autograd.Function):
-    """x (tokens, hidden) -> one row for each choice, in this order. Backward: a token's gradient is a sum of rows."""
+    """x (tokens, hidden) -> one row for each choice. Backward: a token's gradient is a sum of rows."""
 
     @staticmethod
-    def forward(ctx, x, tokens):
-        ctx.save_for_backward(tokens)
-        ctx.length = len(x)
-        return x[tokens]
+    def forward(ctx, x, choices):
+        ctx.choices = choices
+        return x.index_select(0, choices.tokens)
 
     @staticmethod
     def backward(ctx, gradient):
-        (tokens,) = ctx.saved_tensors
-        total = gradient.new_zeros(ctx.length, gradient.shape[-1], dtype=at_least_float32(gradient.dtype))
-        return total.index_add_(0, tokens, gradient.to(total.dtype)).to(gradient.dtype), None
+        return ctx.choices.add_up(gradient.to(at_least_float32(gradient.dtype))).to(gradient.dtype), None
 
 
 class _Combine(torch.autograd.Function):
     """The mirror of it: a token is the sum of its rows times their gates, in the type of the gates.
 
-    rows (choices, hidden), gates (choices,) -> (length, hidden). Only the rows are kept for the backward, in their own
-    type.
+    rows (rows, hidden), gates (rows,) -> (tokens, hidden). Only the rows are kept for the backward, in their own type.
     """
 
     @staticmethod
-    def forward(ctx, rows, gates, tokens, length):
-        ctx.save_for_backward(rows, gates, tokens)
-        total = gates.new_zeros(length, rows.shape[-1])
-        return total.index_add_(0, tokens, rows * gates.unsqueeze(-1))
+    def forward(ctx, rows, gates, choices):
+        ctx.save_for_backward(rows, gates)
+        ctx.choices = choices
+        return choices.add_up(rows.to(gates.dtype), gates)
 
     @staticmethod
     def backward(ctx, gradient):
-        rows, gates, tokens = ctx.saved_tensors
-        gradient = gradient[tokens]  # (choices, hidden)
-        return (gradient * gates.unsqueeze(-1)).to(rows.dtype), (gradient * rows).sum(-1), None, None
+        rows, gates = ctx.saved_tensors
+        gradient = gradient.index_select(0, ctx.choices.tokens)  # (rows, hidden)
+        of_gates = (gradient * rows).sum(-1)
+        return gradient.mul_(gates.unsqueeze(-1)).to(rows.dtype), of_gates, None
 
 
 class MoE(nn.Module):
@@ -86,15 +100,13 @@ class MoE(nn.Module):
 
     def forward(self, x):
         chosen, gates = self.router(x)  # (tokens, k)
-        shape = self.router.shape
-        order, counts = sort_by_expert(chosen, shape.experts, bool(self.router.config.capacity_factor))
-        tokens = order // shape.top_k  # of each row
-        journey = Journey(counts, self.ep)
-        rows = journey.start(_Permute.apply(x.flatten(0, 1), tokens))
+        choices = Choices(chosen, self.router.shape.experts, bool(self.router.config.capacity_factor))
+        journey = Journey(choices.counts, self.ep)
+        rows = journey.start(_Permute.apply(x.flatten(0, 1), choices))
         shared = self.shared(x) if self.shared else 0
         rows, counts = journey.arrive(rows)
         rows = journey.back(self.experts(rows, counts))
-        return _Combine.apply(rows, gates.flatten()[order], tokens, len(chosen)).to(x.dtype).view_as(x) + shared
+        return _Combine.apply(rows, gates.flatten()[choices.order], choices).to(x.dtype).view_as(x) + shared
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -137,7 +137,11 @@ class Router(nn.Module):
 
 def _best(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest scores along the last axis, the largest first. Of equal ones the first wins."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    found = []
+    for _ in range(count):  # `topk` does not say which of equal ones it takes, and a whole `sort` takes longer
+        found.append(scores.max(-1, keepdim=True).indices)
+        scores = scores.scatter(-1, found[-1], -math.inf)
+    return torch.cat(found, -1)
 
 
 def count_earlier(chosen: Tensor) -> Tensor:

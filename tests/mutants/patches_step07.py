@@ -69,9 +69,9 @@ def _(self, skip=None):
 
 @MUTANTS.replaces("combined without gates", _Combine, "forward")
 @staticmethod
-def _(ctx, rows, gates, tokens, length):
+def _(ctx, rows, gates, choices):
     """A token is the plain sum of the outputs of its experts."""
-    return combine(ctx, rows, torch.ones_like(gates), tokens, length)
+    return combine(ctx, rows, torch.ones_like(gates), choices)
 
 
 @MUTANTS.replaces("sent back in another order", Journey, "back")

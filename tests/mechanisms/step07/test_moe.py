@@ -13,7 +13,7 @@ from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.recompute import apply_recompute
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.experts import Counts, Experts
-from step07_expert_parallel.moe import apply_experts, check_experts
+from step07_expert_parallel.moe import Choices, apply_experts, check_experts
 from tests.harness.observing import mesh_of
 from tests.mechanisms.step07.layers import CASES, configured, inputs_of, layer_of, written_out
 from tests.unit.test_model import Only64
@@ -74,6 +74,25 @@ def test_nothing_is_left():
     for each in (experts, copy.deepcopy(experts).double()):
         each(x.to(each.up_proj.dtype), Counts(torch.zeros(3, dtype=torch.int64))).sum().backward()
         assert all(parameter.grad.abs().sum() == 0 for parameter in each.parameters()) and x.grad.shape == (0, 8)
+
+
+CHOSEN = {"all": [[2, 0], [1, 2], [0, 1]], "some": [[3, 0], [3, 3], [2, 1]], "none": [[3, 3], [3, 3], [3, 3]]}
+
+
+@pytest.mark.parametrize("kept", CHOSEN)
+def test_rows_and_back(kept):
+    """Three tokens and three experts, of which number 3 stands for what is dropped."""
+    choices = Choices(torch.tensor(CHOSEN[kept]), 3, some_dropped=kept != "all")
+    expert = [each for row in CHOSEN[kept] for each in row]
+    rows = sorted((each, index) for index, each in enumerate(expert) if each < 3)
+    assert choices.order.tolist() == [index for _, index in rows]
+    assert choices.tokens.tolist() == [index // 2 for _, index in rows]
+    assert choices.counts.host == [expert.count(each) for each in range(3)]
+    x, gates = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 2.0, 4.0, 8.0, 16.0, 32.0])
+    times = [[sum(each < 3 for each in row)] for row in CHOSEN[kept]]
+    weights = [[sum(gates[index].item() for _, index in rows if index // 2 == token)] for token in range(3)]
+    for factors, of_rows in ((times, ()), (weights, (gates[choices.order],))):
+        assert torch.equal(choices.add_up(x[choices.tokens], *of_rows), x * torch.tensor(factors))
 
 
 COUNTS = {"even": [4, 4, 4, 4], "empty": [0, 9, 0, 7], "one": [0, 0, 16, 0], "last": [0, 0, 0, 16]}

@@ -50,6 +50,9 @@ def test_of_equal_scores_the_first_wins():
     assert limited.choose(scores).tolist() == [[0, 1, 2]]
     scores[0, 5] = 1
     assert limited.choose(scores).tolist() == [[5, 0, 1]]
+    scores = torch.randint(3, (200, 8), generator=torch.Generator().manual_seed(0)).double()
+    for router in (router_of("--experts 8 --top-k 3"), limited):
+        assert router.choose(scores).tolist() == [choice_of(row, [0] * 8, router.config) for row in scores.tolist()]
 
 
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
