@@ -32,7 +32,7 @@ class Choices:
 
     counts          how many rows each expert has
     order, tokens   (rows,) each: which of the tokens * k choices a row is, and of which token
-    places, starts  (rows,) and (tokens,): in places, from starts[t] on, stand the rows of token t
+    places, starts  (rows,) and (tokens,): the rows of token t are listed in places, from starts[t] on
     """
 
     def __init__(self, chosen: Tensor, experts: int, some_dropped: bool):
