@@ -1,0 +1,152 @@
+"""Step 7's layer with experts against transformers' Mixtral and against a loop over experts; several ranks against one.
+
+    python -m tests.benchmarks.expert_parallel                     # 30 pairs each
+    python -m tests.benchmarks.expert_parallel --experts 8 --pairs 5 --growth 1 2
+
+In the first part, two ways to do the same take turns in one process: forward and backward of one layer, router
+included, with the same weights. The peers of ours are
+  grouped_mm, eager, batched_mm  transformers' implementations. The last one copies an expert's matrices for every row,
+                                 so that it is measured with few tokens only
+  loop                           our layer without PyTorch's grouped product
+The number of experts grows, and every token goes through two of them, so that the FLOPs stay the same. The second part
+has one side. It divides the experts over ranks, each of which brings as many tokens.
+"""
+
+import statistics
+import time
+from unittest import mock
+
+import torch
+
+from common import collectives
+from common.config import TrainConfig
+from common.experiments.figures import SERIES, new_figure, write_png
+from step07_expert_parallel import experts as module
+from step07_expert_parallel.moe import MoE
+from tests.benchmarks.paired import compare, keep, measure_steps, parse_options, peak_bytes
+from tests.harness.observing import configure, mesh_of
+from tests.harness.ranks import ROOT, run_ranks
+from tests.mechanisms.step07.layers import layer_of
+
+HIDDEN, WIDTH, TOP_K, FEW = 256, 512, 2, 64  # FEW: tokens for batched_mm
+LABELS = {"grouped_mm": "transformers, grouped_mm", "eager": "transformers, eager", "loop": "ours, loop over experts"}
+
+
+def configuration(experts: int, tokens: int, ep: int = 1) -> TrainConfig:
+    """Of one layer on `ep` ranks, each of which has a sequence of this many tokens."""
+    flags = f"--layers 1 --hidden {HIDDEN} --expert-ffn {WIDTH} --experts {experts} --top-k {TOP_K} --balance none"
+    flags += f" --seq-len {tokens} --micro-batch 1 --global-batch {ep} --dp {ep} --ep {ep} --device cpu"
+    return configure(7, flags, ep)
+
+
+def inputs(tokens: int) -> list[torch.Tensor]:
+    """x, and the gradient of the layer's output."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(1, tokens, HIDDEN, generator=random) for _ in range(2)]
+
+
+def transformers_layer(implementation: str, ours: MoE) -> torch.nn.Module:
+    """Mixtral's block with our layer's weights."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+
+    shape = {"num_local_experts": ours.router.shape.experts, "num_experts_per_tok": TOP_K}
+    shape |= {"hidden_size": HIDDEN, "intermediate_size": WIDTH}
+    layer = MixtralSparseMoeBlock(MixtralConfig(**shape, experts_implementation=implementation))
+    layer.gate.weight.data = ours.router.weight.data
+    layer.experts.gate_up_proj.data = torch.cat((ours.experts.gate_proj.data, ours.experts.up_proj.data), 1)
+    layer.experts.down_proj.data = ours.experts.down_proj.data
+    return layer
+
+
+def forward_and_backward(layer: torch.nn.Module, tokens: int):
+    """A function without arguments that returns a number in which results show."""
+    (x, gradient), parameters = inputs(tokens), list(layer.parameters())
+    x.requires_grad_()
+
+    def step():
+        out = layer(x)
+        of_x, *_ = torch.autograd.grad(out, (x, *parameters), gradient)
+        return (out.norm() + of_x.norm()).item()
+
+    return step
+
+
+def side(name: str, experts: int, tokens: int):
+    """`forward_and_backward` of "ours" or of a peer."""
+    ours = layer_of(configuration(experts, tokens), 1.0)
+    if name not in ("ours", "loop"):
+        return forward_and_backward(transformers_layer(name, ours), tokens)
+    step = forward_and_backward(ours, tokens)
+    return mock.patch.object(module, "_has_kernel", lambda *_: False)(step) if name == "loop" else step
+
+
+def layer_on_rank(case: tuple[str, int, int], pairs: int, sides: tuple[str, ...]):
+    """What `measure_steps` returns."""
+    peer, *sizes = case
+    return measure_steps([side({"peer": peer}.get(each, each), *sizes) for each in sides], pairs, torch.device("cpu"))
+
+
+def divided_on_rank(ep: int, experts: int, tokens: int, steps: int) -> tuple[float, int]:
+    """Median seconds of a layer's forward and backward, and its peak bytes."""
+    config, times = configuration(experts, tokens, ep), []
+    mesh, step = mesh_of(config), forward_and_backward(layer_of(config, 1.0), tokens)
+    for _ in range(steps + 2):
+        collectives.barrier(mesh.world)
+        start = time.perf_counter()
+        step()
+        collectives.barrier(mesh.world)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]), peak_bytes(step, mesh.device, warmup=0, steps=3)
+
+
+def growth(ranks: list[int], experts: int, tokens: int, steps: int) -> dict[str, dict]:
+    rows = {}
+    print(f"{experts} experts divided over ranks that bring {tokens:,} tokens each: time per token, memory of a rank")
+    for ep in ranks:
+        seconds, peaks = zip(*run_ranks(ep, divided_on_rank, ep, experts, tokens, steps, timeout=600), strict=True)
+        row = {"us_per_token": max(seconds) / (ep * tokens) * 1e6, "peak_bytes": max(peaks)}
+        rows[f"divided_{ep}_ranks"] = row
+        print(f"  ep {ep}   {row['us_per_token']:8.1f} us   {max(peaks) / 1e6:8.1f} MB", flush=True)
+    return rows
+
+
+def draw(rows: dict[str, dict], experts: list[int]) -> None:
+    """Time and ratio over the number of experts. A peer's time is ours times the ratio of the pairs: drift cancels."""
+    figure, (times, ratios) = new_figure(columns=2, width=9)
+    ours = [min(rows[f"{peer}_{count}_experts"]["ours_s"] for peer in LABELS) * 1e3 for count in experts]
+    times.loglog(experts, ours, "o-", color=SERIES[0], label="ours")
+    for (peer, label), colour in zip(LABELS.items(), SERIES[1:]):
+        found = [rows[f"{peer}_{count}_experts"] for count in experts]
+        medians, lows, highs = ([row[key] for row in found] for key in ("median", "low", "high"))
+        peers = [time * ratio for time, ratio in zip(ours, medians, strict=True)]
+        times.loglog(experts, peers, "o-", color=colour, label=label)
+        ratios.fill_between(experts, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        ratios.semilogx(experts, medians, "o-", color=colour, label=f"against {label}")
+    ratios.axhline(1, color="black", linewidth=1)
+    times.set(ylabel="ms, forward and backward", yticks=(ticks := (100, 200, 500, 1000, 2000)), yticklabels=ticks)
+    ratios.set(ylabel="our throughput / theirs", ylim=(0.9, 1.5))  # eager leaves it soon
+    for axis in (times, ratios):
+        axis.set(xlabel="experts, two for each token", xticks=experts, xticklabels=experts)
+        axis.minorticks_off()
+        axis.legend(fontsize=8)
+    print(f"figure: {write_png(figure, ROOT / 'step07_expert_parallel/figures/experts_benchmark.png')}")
+
+
+def main() -> None:
+    from tests.benchmarks.expert_parallel import growth, layer_on_rank  # by the names under which ranks can import them
+
+    arguments = parse_options(__doc__, pairs=30, experts=[4, 8, 16, 32, 64], tokens=2048, growth=[1, 2, 4])
+    cases = [(peer, experts, arguments.tokens) for experts in arguments.experts for peer in LABELS]
+    rows = {}
+    print("our layer / transformers' and a loop: throughput, median of pairs [95% interval]; peak memory")
+    for peer, experts, tokens in [*cases, ("batched_mm", arguments.experts[0], FEW)]:
+        title = f"{peer}, {experts} experts, {tokens:,} tokens"
+        row = compare(title, 1, layer_on_rank, (peer, experts, tokens), arguments.pairs)
+        rows[f"{peer}_{experts}_experts"] = row | {"tokens": tokens}
+    rows |= growth(arguments.growth, arguments.experts[-1], arguments.tokens, 10)
+    print(f"written: {keep('expert_parallel', rows)}")
+    draw(rows, arguments.experts)
+
+
+if __name__ == "__main__":
+    main()
