@@ -1,0 +1,30 @@
+"""The claims of step 7, predicted and measured.
+
+    python -m step07_expert_parallel.experiments
+    python -m step07_expert_parallel.experiments --only traffic
+
+Prints tables of predicted, measured and measured / predicted, and draws into step07_expert_parallel/figures (with
+--quick into runs/step07-figures, so that the lesson keeps its own). Ranks are gloo processes on this machine. Measured
+is a clock, the trace, a counter of the kernel, or the storages behind tensors; what only a cluster can show is called
+predicted.
+"""
+
+import sys
+
+from common.experiments.runner import run_experiments
+from step07_expert_parallel.experiments import dualpipe, frames, memory, overlap, traffic
+
+EXPERIMENTS = [
+    frames.dispatch,
+    traffic.traffic,
+    traffic.preserved,
+    memory.memory,
+    memory.activations,
+    overlap.condition,
+    overlap.overlap,
+    dualpipe.dualpipe,
+    dualpipe.simulated,
+]
+
+if __name__ == "__main__":
+    sys.exit(run_experiments("step07_expert_parallel", __doc__.splitlines()[0], EXPERIMENTS))
