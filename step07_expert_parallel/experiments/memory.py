@@ -128,7 +128,9 @@ def draw_memory(measured: dict[tuple, Held]) -> None:
     handles = [Patch(facecolor=COLOURS[kind], label=kind) for kind in reversed(KINDS)]
     handles.append(Patch(facecolor="#AAAAAA", hatch="////", edgecolor="white", label="hatched: not of experts"))
     axis.legend(handles=handles, frameon=False, fontsize=9.5, loc="upper right")
-    axis.set_title(f"measured: {RANKS} ranks, float32, 90 % of the parameters are experts'", fontsize=10, loc="left")
+    experts, rest = predictions.split_parameters(TrainConfig(**MODEL).model_config)
+    title = f"measured: {RANKS} ranks, float32; experts have {experts / (experts + rest):.0%} of the parameters"
+    axis.set_title(title, fontsize=10, loc="left")
     save_figure(figure, "memory")
 
 

@@ -113,6 +113,12 @@ def shared_to_hide(model: ModelConfig, peak: float, bandwidth: float, ep: int, b
     return model.top_k * beta * (ep - 1) / ep * peak / (6 * bandwidth)
 
 
+def layer_flops(model: ModelConfig, seq: int) -> float:
+    """FLOPs of one token in the forward of a layer with experts: 2 for each weight, and causal attention."""
+    count = count_parameters(model)
+    return 2 * (count.attention + count.moe_active) + 2 * seq * model.heads * model.head_width
+
+
 def cheatsheet(model: ModelConfig, peak: float, bandwidth: float, ep: int) -> float:
     """The playbook's ratio of communication to computation: (EP-1) peak / (12 num_experts hidden bandwidth)."""
     return (ep - 1) * peak / (12 * model.experts * model.hidden * bandwidth)
