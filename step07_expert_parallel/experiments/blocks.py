@@ -4,8 +4,10 @@ On two cores several ranks cannot compute side by side, so experiments on overla
 `--layer-delay` does for layers, and messages that of `--link`. What is measured is who waits for what.
 """
 
+import itertools
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from common import weight_gradients
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.tracing.chrome_trace import Trace
 from common.tracing.tracer import Tracer
+from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.schedules.actions import Action
 
 BACKWARD = 2.0  # times a forward: the gradient of the input, and that of the weights
 
@@ -54,6 +58,19 @@ def slow_down(module: nn.Module, name: str, seconds: float, tracer: Tracer) -> N
     module.forward = forward
 
 
+def slow_weight_gradients(seconds: float):
+    """Context manager: the deferred gradients of a stage's weights take at least this time."""
+    compute = Pipeline._weight_gradients
+
+    def slower(pipeline: Pipeline, action: Action) -> None:
+        time.sleep(seconds)
+        compute(pipeline, action)
+
+    return mock.patch.object(Pipeline, "_weight_gradients", slower)
+
+
+LEGEND = {"forward": "forward", "backward": "backward", "all_to_all": "all-to-all, written in the color of its phase"}
+
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
@@ -68,14 +85,17 @@ def draw_lanes(name: str, panels: list[tuple[str, list[dict], float, float]], un
 
     figure, _ = new_figure(len(panels), width=8.0, height=0.9 + 1.25 * len(panels), sharex=True)
     for axis, (title, spans, start, end) in zip(figure.axes, panels):
-        for span in spans:
-            left, width = (span["ts"] - start) / 1e3, span["dur"] / 1e3
-            if left < -1 or span["ts"] >= end:
-                continue
-            if "block" in span["args"]:
-                draw_box(axis, left, width, 0, COLOURS[span["name"]], span["args"]["block"], "white")
-            elif span["name"] == "all_to_all" and span["args"]["dtype"] != "int64":
-                draw_box(axis, left, width, 1, COLOURS["all_to_all"], span["args"]["phase"][0].upper(), "black")
+        names = ("dispatch", "combine")
+        order = {"forward": itertools.cycle(names), "backward": itertools.cycle(names[::-1])}
+        for span in sorted(spans, key=lambda span: span["ts"]):
+            arguments, look = span["args"], None
+            if "block" in arguments:
+                look = 0, arguments["block"], COLOURS[span["name"]], "white"
+            elif span["name"] == "all_to_all" and arguments["dtype"] != "int64":
+                phase = arguments["phase"]
+                look = 1, next(order[phase]), COLOURS["all_to_all"], COLOURS[phase]
+            if look and start <= span["ts"] + 1000 and span["ts"] < end:
+                draw_box(axis, (span["ts"] - start) / 1e3, span["dur"] / 1e3, *look)
         length = (end - start) / 1e3
         axis.broken_barh([(0, length)], (0.08, 0.84), facecolors=COLOURS["idle"], zorder=0)
         axis.axvline(length, color="black", linewidth=1)
@@ -86,14 +106,13 @@ def draw_lanes(name: str, panels: list[tuple[str, list[dict], float, float]], un
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.set_title(title, loc="left", fontsize=10)
     figure.axes[-1].set(xlabel=unit, xlim=(0, 1.01 * max((end - start) / 1e3 for *_, start, end in panels)))
-    names = {"forward": "forward", "backward": "backward", "all_to_all": "all-to-all (F: forward, B: backward)"}
-    handles = [Patch(facecolor=COLOURS[key], label=label) for key, label in names.items()]
+    handles = [Patch(facecolor=COLOURS[key], label=label) for key, label in LEGEND.items()]
     handles.append(Patch(facecolor=COLOURS["idle"], label="waits"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     save_figure(figure, name)
 
 
-def draw_box(axis, left: float, width: float, row: int, colour: str, text: str, ink: str) -> None:
+def draw_box(axis, left: float, width: float, row: int, text: str, colour: str, ink: str) -> None:
     """A box in the row of the computation (0) or of the link (1, which is flatter), with a word in it."""
     bottom, height = (0.08, 0.84) if row == 0 else (1.12, 0.58)
     axis.broken_barh([(left, width)], (bottom, height), facecolors=colour, edgecolors="white", linewidth=0.6)

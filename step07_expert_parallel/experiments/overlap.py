@@ -79,8 +79,8 @@ TRAVELS = (0.015, 0.03, 0.06)  # seconds of an all-to-all of tokens
 DRAWN = 0.03
 VARIANTS = {  # (shared experts, whether they are computed while tokens travel)
     "no shared expert": (0, True),
-    "shared, but waits first": (1, False),
-    "shared, meanwhile": (1, True),
+    "shared one after the wait": (1, False),
+    "shared one while tokens travel": (1, True),
 }
 
 
@@ -104,7 +104,7 @@ def overlap(quick: bool) -> None:
         times = phases(trace, 0, step)
         spans = [span for span in trace.spans[0] if span["args"]["step"] == step]
         waits = sum(measure(trace, phase)[0] for phase in ("forward", "backward"))
-        title = f"{variant}: waits {1e3 * waits:.0f} ms"
+        title = f"{variant.replace('one', 'expert')}: waits {1e3 * waits:.0f} ms"
         panels.append((title, spans, times["forward"][0], times["backward"][1]))
     draw_lanes("overlap", panels, "ms of one layer, forward and backward")
 

@@ -142,7 +142,8 @@ class Clock:
         self.now = max(self.now, until)
 
 
-# What an action does, in order: ("compute", seconds), or ("travel", seconds) for an all-to-all that it waits for
+# What an action does, in order: ("compute", seconds); ("travel", seconds) for an all-to-all of tokens; "counts" for the
+# one of their numbers, in whose wait nobody else gets a turn
 Part = tuple[str, float]
 
 
@@ -161,6 +162,8 @@ def in_turns(first: list[Part], second: list[Part]) -> float:
             kind, seconds = tasks[running].pop(0)
             if kind == "compute":
                 clock.now += seconds
+            elif kind == "counts":
+                clock.wait(clock.send(seconds))
             else:
                 arrives[running] = clock.send(seconds)
         if tasks[1 - running] or arrives[1 - running]:

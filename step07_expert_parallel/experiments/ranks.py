@@ -12,6 +12,7 @@ from common.data.batches import load_batches
 from common.model import Decoder
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.reductions import gradient_norm, sum_extra_groups
+from common.tracing.tracer import Tracer
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.mixed_precision import clip_factor
 from step06_context_parallel.context_parallel import take_part
@@ -101,9 +102,9 @@ class Run:
         whole = self.batches.micro_batch(0, index, self.config.micro_batch, *place)
         return take_part(*whole, self.config, self.mesh, self.batches.corpus.end)
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self, tracer: Tracer | None = None) -> list[torch.Tensor]:
         """The finished gradients, one for each of the optimizer's parameters."""
-        self.pipeline.run(self.micro_batch, self.batches.target_tokens)
+        self.pipeline.run(self.micro_batch, self.batches.target_tokens, tracer=tracer)
         gradients = self.pipeline.finish()
         sum_extra_groups(self.optimizer.parameters, gradients, self.mesh)
         return gradients
