@@ -74,8 +74,8 @@ LEGEND = {"forward": "forward", "backward": "backward", "all_to_all": "all-to-al
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
-def draw_lanes(name: str, panels: list[tuple[str, list[dict], float, float]], unit: str) -> None:
-    """Draw what a rank computes, and below what its link carries, as NAME.png.
+def draw_lanes(name: str, panels: list[tuple[str, list[dict], float, float]], unit: str, letters: bool = False) -> None:
+    """Draw what a rank computes, and below what its link carries, as NAME.png. With `letters`, words are cut to one.
 
     Args:
         panels: (title, spans of a rank, start, end), the times in microseconds.
@@ -95,7 +95,9 @@ def draw_lanes(name: str, panels: list[tuple[str, list[dict], float, float]], un
                 phase = arguments["phase"]
                 look = 1, next(order[phase]), COLOURS["all_to_all"], COLOURS[phase]
             if look and start <= span["ts"] + 1000 and span["ts"] < end:
-                draw_box(axis, (span["ts"] - start) / 1e3, span["dur"] / 1e3, *look)
+                row, word, *colours = look
+                text = word[0].upper() if letters else word
+                draw_box(axis, (span["ts"] - start) / 1e3, span["dur"] / 1e3, row, text, *colours)
         length = (end - start) / 1e3
         axis.broken_barh([(0, length)], (0.08, 0.84), facecolors=COLOURS["idle"], zorder=0)
         axis.axvline(length, color="black", linewidth=1)

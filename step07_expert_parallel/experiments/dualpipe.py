@@ -50,12 +50,13 @@ def dualpipe(quick: bool) -> None:
         rows.append((f"the step, {name}", 1e3 * simulate(schedule, costs).makespan, 1e3 * whole))
         pairs = pairs_of(schedule, rank=0)
         start, end = window(trace, 0, step, pairs[len(pairs) // 2])
-        title = f"{name}: {(end - start) / 1e3:.0f} ms (the whole step {1e3 * whole:,.0f} ms)"
+        title = f"F and B {name}: {(end - start) / 1e3:.0f} ms (the whole step {1e3 * whole:,.0f} ms)"
         panels.append((title, [span for span in trace.spans[0] if span["args"]["step"] == step], start, end))
     title = f"{PP} stages x ep {EP}, {schedule.micro_batches} micro-batches; a stage has {LAYERS} layers of attention "
     title += f"{1e3 * ATTENTION:g} ms, experts {1e3 * EXPERTS:g} ms, all-to-alls {1e3 * TRAVEL:g} ms; ms"
     print_comparison(title, "", rows, ",.0f")
-    draw_lanes("dualpipe", panels, "ms of a forward and a backward of two micro-batches, rank 0")
+    words = "A: attention, E: experts; D: dispatch, C: combine"
+    draw_lanes("dualpipe", panels, f"ms on rank 0, two layers. {words}", letters=True)
 
 
 def run_both(mesh: Mesh, done: Callable, flags: dict, steps: int, folder: str) -> TrainConfig:
