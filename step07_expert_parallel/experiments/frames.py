@@ -99,21 +99,22 @@ def draw_stage(axis, places: Places, expert: dict[int, int], where: dict[int, tu
     """Two ranks, and every row at its place: light on its way there, filled once its expert has computed it."""
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
+    in_the_middle = {"ha": "center", "va": "center"}
     for rank in range(RANKS):
         frame = {"boxstyle": "round,pad=0.25", "facecolor": "#F7F7F7", "edgecolor": "#BBBBBB", "linewidth": 1}
         axis.add_patch(FancyBboxPatch((rank * WIDTH, -0.5), WIDTH - 1.6, 8.6, **frame))
-        axis.text(rank * WIDTH + (WIDTH - 1.6) / 2, 7.75, f"rank {rank}", ha="center", va="center", fontsize=10)
+        axis.text(rank * WIDTH + (WIDTH - 1.6) / 2, 7.75, f"rank {rank}", **in_the_middle)
         for token in range(TOKENS):
             x = rank * WIDTH + 2.7 * token
-            axis.add_patch(
-                Rectangle((x - 0.1, LEVELS["tokens"] - 0.1), 2.1, 1.1, facecolor="white", edgecolor="#888888")
-            )
+            look = {"facecolor": "white", "edgecolor": "#888888"}
+            axis.add_patch(Rectangle((x - 0.1, LEVELS["tokens"] - 0.1), 2.1, 1.1, **look))
+            name = letter(rank * ROWS + TOP_K * token)
+            axis.text(x + 0.95, LEVELS["tokens"] + 0.43, name, **in_the_middle, color="#BBBBBB")
         for box in range(EXPERTS // RANKS):
             index, x = rank * EXPERTS // RANKS + box, box_of(rank, box)
-            axis.add_patch(
-                Rectangle((x - 0.1, -0.35), 4.6, 1.35, facecolor="white", edgecolor=SERIES[index], linewidth=2)
-            )
-            axis.text(x + 2.2, 1.25, f"expert {index}", ha="center", va="center", fontsize=8, color=SERIES[index])
+            look = {"facecolor": "white", "edgecolor": SERIES[index], "linewidth": 2}
+            axis.add_patch(Rectangle((x - 0.15, -0.2), 5.2, 1.3, **look))
+            axis.text(x + 2.45, 1.4, f"expert {index}", **in_the_middle, fontsize=8, color=SERIES[index])
     for level in ("sorted", "arrived"):
         for x, y in places[level].values():
             axis.add_patch(Rectangle((x, y), 0.9, 0.9, facecolor=COLOURS["idle"], linewidth=0))
@@ -124,7 +125,7 @@ def draw_stage(axis, places: Places, expert: dict[int, int], where: dict[int, tu
         look = {"facecolor": colour if done else "white", "edgecolor": colour, "linewidth": 1.8}
         axis.add_patch(Rectangle((x + 0.04, y + 0.04), 0.82, 0.82, **look))
         ink = "white" if done else colour
-        axis.text(x + 0.45, y + 0.43, letter(row), ha="center", va="center", fontsize=9, color=ink, fontweight="bold")
+        axis.text(x + 0.45, y + 0.43, letter(row), **in_the_middle, fontsize=9, color=ink, fontweight="bold")
     axis.set(xlim=(-3.4, RANKS * WIDTH - 1.1), ylim=(-0.9, 8.5), xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
 

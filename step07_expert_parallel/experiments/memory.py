@@ -2,6 +2,8 @@
 
 import statistics
 
+import torch
+
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.experiments.figures import COLOURS, new_figure, save_figure
@@ -164,4 +166,12 @@ def kept_for_backward(mesh: Mesh, flags: dict) -> tuple[int, int, int]:
     layer.layer.experts.register_forward_pre_hook(lambda module, inputs: received.append(len(inputs[0])))
     with routing(evenly), SavedTensors(layer.layer) as saved:
         layer.forward()
-    return saved.bytes, received[0], layer.tokens
+    return live_bytes([*saved.tensors, *order_of_rows(layer.y)]), received[0], layer.tokens
+
+
+def order_of_rows(y: torch.Tensor) -> list[torch.Tensor]:
+    """What the layer keeps beside autograd's own: which rows a token has, in the node that has added them up."""
+    node = y.grad_fn
+    while not hasattr(node, "choices"):
+        node = node.next_functions[0][0]
+    return [each for each in vars(node.choices).values() if isinstance(each, torch.Tensor)]

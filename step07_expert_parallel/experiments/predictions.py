@@ -77,7 +77,7 @@ def activations(model: ModelConfig, tokens: int, rows: int, beta: int, ep: int) 
     router = tokens * 4 * (h + experts + 1)  # tokens in float32, their scores, the sums of their gates
     router += choices * (8 + 4 + 1)  # what was chosen, gates, and which choices were dropped
     router += 4 * experts * h if beta < 4 else 0  # its weights in float32
-    sorting = 2 * choices * 8  # of each row: which choice it is, and of which token
+    sorting = 3 * choices * 8 + tokens * 8  # of each row: which choice it is, of which token; rows by token
     arrived = 2 * rows * 8 if ep > 1 else 0  # the order of rows, and back
     of_experts = rows * (h + 4 * model.expert_ffn) * beta  # inputs; gate, silu, up and their product
     outputs = choices * (h * beta + 4)  # the rows that have come back, and their gates
