@@ -109,7 +109,7 @@ def draw_stage(axis, places: Places, expert: dict[int, int], where: dict[int, tu
             look = {"facecolor": "white", "edgecolor": "#888888"}
             axis.add_patch(Rectangle((x - 0.1, LEVELS["tokens"] - 0.1), 2.1, 1.1, **look))
             name = letter(rank * ROWS + TOP_K * token)
-            axis.text(x + 0.95, LEVELS["tokens"] + 0.43, name, **in_the_middle, color="#BBBBBB")
+            axis.text(x + 0.95, LEVELS["tokens"] + 0.43, name, **in_the_middle, color="#BBBBBB", zorder=2)
         for box in range(EXPERTS // RANKS):
             index, x = rank * EXPERTS // RANKS + box, box_of(rank, box)
             look = {"facecolor": "white", "edgecolor": SERIES[index], "linewidth": 2}
@@ -123,9 +123,9 @@ def draw_stage(axis, places: Places, expert: dict[int, int], where: dict[int, tu
     for row, (x, y) in where.items():
         colour = SERIES[expert[row]]
         look = {"facecolor": colour if done else "white", "edgecolor": colour, "linewidth": 1.8}
-        axis.add_patch(Rectangle((x + 0.04, y + 0.04), 0.82, 0.82, **look))
-        ink = "white" if done else colour
-        axis.text(x + 0.45, y + 0.43, letter(row), **in_the_middle, fontsize=9, color=ink, fontweight="bold")
+        axis.add_patch(Rectangle((x + 0.04, y + 0.04), 0.82, 0.82, **look, zorder=3))
+        look = {"fontsize": 9, "color": "white" if done else colour, "fontweight": "bold"}
+        axis.text(x + 0.45, y + 0.43, letter(row), **in_the_middle, **look, zorder=4)
     axis.set(xlim=(-3.4, RANKS * WIDTH - 1.1), ylim=(-0.9, 8.5), xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
 
