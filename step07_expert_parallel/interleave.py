@@ -99,4 +99,9 @@ class InterleavedPipeline(Pipeline):
         else:
             first, self.first = self.first, None
             act = super()._act
-            take_turns(lambda: act(first), lambda: act(action), self.mesh.device)
+
+            def forward() -> None:
+                switch()  # the backward begins with an all-to-all, behind which this computes its attention
+                act(first)
+
+            take_turns(forward, lambda: act(action), self.mesh.device)
