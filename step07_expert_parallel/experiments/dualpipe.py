@@ -138,7 +138,7 @@ def costs_of(name: str) -> Costs:
 def stage_costs(*layer, together: bool, communication: float = 0.0) -> Costs:
     """The costs of a stage's actions, with all-to-alls; F and B `together` hide those of each other."""
     actions = {kind: parts(kind, *layer) for kind in "FBIW"}
-    joint = in_turns(actions["F"], actions["B"]) if together else None
+    joint = in_turns(actions["B"], actions["F"]) if together else None  # the backward begins
     return Costs(**{kind: alone(each) for kind, each in actions.items()}, FB=joint, communication=communication)
 
 
