@@ -118,7 +118,7 @@ def draw_box(axis, left: float, width: float, row: int, text: str, colour: str, 
     """A box in the row of the computation (0) or of the link (1, which is flatter), with a word in it."""
     bottom, height = (0.08, 0.84) if row == 0 else (1.12, 0.58)
     axis.broken_barh([(left, width)], (bottom, height), facecolors=colour, edgecolors="white", linewidth=0.6)
-    look = {"ha": "center", "va": "center", "fontsize": 8, "color": ink, "clip_on": True}
+    look = {"ha": "center", "va": "center", "fontsize": 8.5, "color": ink, "fontweight": "bold", "clip_on": True}
     axis.text(left + width / 2, bottom + height / 2, text, **look)
 
 

@@ -37,7 +37,7 @@ KINDS = {"one after the other": Pipeline, "in turns": InterleavedPipeline}
 
 def dualpipe(quick: bool) -> None:
     """Real runs of `--schedule dualpipe --ep 2 --pp 2` over a slow link, F and B in turns or not, and timelines."""
-    flags, steps = FLAGS | {"global_batch": (4 if quick else 8) * EP}, 1 if quick else 2
+    flags, steps = FLAGS | {"global_batch": (4 if quick else 8) * EP}, 1 if quick else 3
     with tempfile.TemporaryDirectory() as folder:
         config = on_ranks(PP * EP, run_both, flags, steps, folder, title="dualpipe", jobs=len(KINDS))[0]
         traces = {name: read_trace(Path(folder, name)) for name in KINDS}

@@ -88,7 +88,7 @@ def overlap(quick: bool) -> None:
     """The shared expert under the dispatch, over links of three speeds: exposed communication, time, and timelines."""
     rows, travels = [], (DRAWN,) if quick else TRAVELS
     cases = [(variant, travel) for travel in travels for variant in VARIANTS]
-    traces = dict(zip(cases, traced(cases, 2 if quick else 4)))
+    traces = dict(zip(cases, traced(cases, 2 if quick else 6)))
     for variant, travel in cases:
         for phase, predicted in play(variant, travel).items():
             found = measure(traces[variant, travel], phase)
