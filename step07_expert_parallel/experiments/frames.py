@@ -46,7 +46,7 @@ def dispatch(quick: bool) -> None:
     places = places_of(ranks)
     expert = {row: index for seen in ranks for row, index in seen["expert"].items()}
     draw_strip(places, expert)
-    print(f"  figure: {draw_animation(places, expert)}")
+    print(f"  figure: {draw_animation(places, expert, 2 if quick else MOVING)}")
 
 
 def travel(mesh: Mesh, done: Callable) -> dict:
@@ -141,14 +141,14 @@ def draw_strip(places: Places, expert: dict[int, int]) -> None:
     save_figure(figure, "dispatch")
 
 
-def draw_animation(places: Places, expert: dict[int, int]) -> Path:
-    """Write dispatch.gif. Returns its path."""
+def draw_animation(places: Places, expert: dict[int, int], moving: int) -> Path:
+    """Write dispatch.gif, with `moving` frames for each move. Returns its path."""
     from PIL import Image
 
     images, durations = [], []
     for (level, done, title), (target, *_) in zip(STAGES, [*STAGES[1:], STAGES[-1]]):
-        for step in range(MOVING if target != level else 1):
-            way = (1 - torch.cos(torch.tensor(step / MOVING * torch.pi)).item()) / 2  # slow, fast, slow
+        for step in range(moving if target != level else 1):
+            way = (1 - torch.cos(torch.tensor(step / moving * torch.pi)).item()) / 2  # slow, fast, slow
             where = {
                 row: tuple(a + way * (b - a) for a, b in zip(place, places[target][row]))
                 for row, place in places[level].items()
