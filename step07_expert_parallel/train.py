@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 4 step07_expert_parallel/train.py --experts 8 --ep 4 --tp 2 --gate sigmoid --balance bias
     torchrun --nproc_per_node 4 step07_expert_parallel/train.py --experts 8 --ep 2 --pp 2 --schedule dualpipe
 
-`diff` this file with step06_context_parallel/train.py to see what it adds.
+The lesson is in step07_expert_parallel/README.md. `diff` this file with step06_context_parallel/train.py to see what it
+adds.
 """
 
 import torch

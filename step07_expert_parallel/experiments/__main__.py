@@ -1,20 +1,37 @@
 """The claims of step 7, predicted and measured.
 
-    python -m step07_expert_parallel.experiments
-    python -m step07_expert_parallel.experiments --only traffic
+    python -m step07_expert_parallel.experiments                   # all of them, about 12 minutes on 2 cores
+    python -m step07_expert_parallel.experiments --only routing
 
 Prints tables of predicted, measured and measured / predicted, and draws into step07_expert_parallel/figures (with
 --quick into runs/step07-figures, so that the lesson keeps its own). Ranks are gloo processes on this machine. Measured
 is a clock, the trace, a counter of the kernel, or the storages behind tensors; what only a cluster can show is called
-predicted.
+predicted, and what others have computed, published.
 """
 
 import sys
 
 from common.experiments.runner import run_experiments
-from step07_expert_parallel.experiments import dualpipe, frames, memory, overlap, traffic
+from step07_expert_parallel.experiments import (
+    active,
+    dualpipe,
+    frames,
+    learning,
+    memory,
+    nodes,
+    overlap,
+    routing,
+    same,
+    traffic,
+)
 
 EXPERIMENTS = [
+    routing.routing,
+    learning.learning,
+    active.active,
+    nodes.nodes,
+    same.gradients,
+    same.curves,
     frames.dispatch,
     traffic.traffic,
     traffic.preserved,

@@ -94,7 +94,8 @@ class Run:
         self.config, mesh = checked(mesh, **flags)
         self.batches = load_batches(self.config, mesh)
         self.pipeline, self.optimizer = build(self.config, mesh)
-        self.mesh, self.units = mesh, [unit for zero in self.pipeline.zero_wrappers for unit in zero.units]
+        self.mesh = self.pipeline.mesh  # with the groups of stages that share parameters
+        self.units = [unit for zero in self.pipeline.zero_wrappers for unit in zero.units]
 
     def micro_batch(self, index: int) -> tuple:
         """This rank's part of a micro-batch, as train.py takes it."""
