@@ -145,11 +145,6 @@ def all_gather_objects(value, group: Group) -> list:
     return values
 
 
-def reset_bytes() -> None:
-    """Start counting the sent bytes anew."""
-    sent_bytes.clear()
-
-
 def _call(op: str, tensor: Tensor, group: Group, sent: int, peer: int | None = None) -> Call:
     dtype, peer = str(tensor.dtype).removeprefix("torch."), None if peer is None else group.ranks[peer]
     return Call(op, group.name, group.size, dtype, tensor.numel(), sent, phase, peer)

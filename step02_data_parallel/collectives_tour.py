@@ -193,7 +193,7 @@ def ring(group: Group, device: torch.device) -> None:
         print("  a column per rank, in it a number per chunk; a digit at place r: rank r's part is in")
         print(f"  {'':21}", "   ".join(f"rank {rank}".ljust(width) for rank in range(n)))
     look("before", -1)
-    collectives.reset_bytes()
+    collectives.sent_bytes.clear()
     ring_all_reduce(tensor, group, look)
     sent = collectives.sent_bytes[group.name]
     check(tensor, library, "ring all-reduce equals the library's")

@@ -99,7 +99,7 @@ class Pipeline:
 
     def _act(self, action: Action) -> None:
         action_input = self._wait_for_input(action)  # on the CPU this wait is the bubble, and no part of the action
-        start = time.perf_counter()
+        start = self.clock()
         with self.tracer.phase(PHASES[action.kind], action=str(action)):
             if action.kind == "F":
                 self._forward(action, action_input)
@@ -110,7 +110,11 @@ class Pipeline:
             if self.config.layer_delay:
                 layers = len(self.stages[action.chunk].layers)
                 least = DELAYS[action.kind] * layers * self.config.layer_delay * 1e-3
-                time.sleep(max(0.0, start + least - time.perf_counter()))
+                time.sleep(max(0.0, start + least - self.clock()))
+
+    def clock(self) -> float:
+        """Seconds, for the time that an action takes."""
+        return time.perf_counter()
 
     def _forward(self, action: Action, stage_input: torch.Tensor | None) -> None:
         x, targets, *context = self.micro_batch(action.micro_batch)

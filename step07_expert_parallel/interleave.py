@@ -10,12 +10,15 @@ collectives in one order, and a GPU receives its kernels in one order, as if the
 """
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 
 import torch
 
 from common import collectives
+from common.tracing.tracer import Tracer
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.messages import place_messages
@@ -23,11 +26,17 @@ from step05_pipeline.schedules.simulator import runs_as_one
 
 
 class Turns:
-    """Two tasks, of which one runs and the other waits for its turn."""
+    """Two tasks, of which one runs and the other waits for its turn.
 
-    def __init__(self):
-        self.running, self.ended = 0, [False, False]
+    away   seconds that each of them has waited
+    error  what one of them has raised, or None. The other one raises it, too: alone it would issue other collectives
+           than other ranks do
+    """
+
+    def __init__(self, tracer: Tracer):
+        self.tracer, self.running, self.ended = tracer, 0, [False, False]
         self.may_run = [threading.Semaphore(0), threading.Semaphore(0)]
+        self.away, self.error = [0.0, 0.0], None
 
     def switch(self) -> None:
         """Let the other task run, unless it has ended, and return when it hands back or ends.
@@ -35,17 +44,27 @@ class Turns:
         Whichever thread calls this belongs to the running task: autograd may run a backward in a thread of its own.
         """
         mine, other = self.running, 1 - self.running
-        if self.ended[other]:
-            return
-        phase, self.running = collectives.phase, other
-        self.may_run[other].release()
-        self.may_run[mine].acquire()
-        collectives.phase = phase
+        if not self.ended[other]:
+            phase, self.running, left = collectives.phase, other, time.perf_counter()
+            with self.tracer.interrupted():
+                self.may_run[other].release()
+                self.may_run[mine].acquire()
+            collectives.phase = phase
+            self.away[mine] += time.perf_counter() - left
+        if self.error:
+            raise self.error
 
-    def end(self, task: int) -> None:
-        """The task has ended: the other one runs on alone."""
-        self.ended[task], self.running = True, 1 - task
-        self.may_run[1 - task].release()
+    @contextmanager
+    def task(self, number: int) -> Iterator[None]:
+        """Around a task. When it has ended, the other one runs on alone."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.ended[number], self.running = True, 1 - number
+            self.may_run[1 - number].release()
 
 
 _turns: Turns | None = None
@@ -58,27 +77,27 @@ def switch() -> None:
         _turns.switch()
 
 
-def take_turns(first: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
-    """Run both, `first` first, and change whenever the running one calls `switch`."""
+def take_turns(first: Callable[[], None], second: Callable[[], None], device: torch.device, tracer: Tracer) -> None:
+    """Run both, `first` first, and change whenever the running one calls `switch`. An error of either is raised."""
     global _turns
-    turns = _turns = Turns()
+    turns = _turns = Turns(tracer)
 
-    def task() -> None:
+    def run_second() -> None:
         turns.may_run[1].acquire()
         if device.type == "cuda":
             torch.cuda.set_device(device)  # every thread has its own
-        try:
-            second()
-        finally:
-            turns.end(1)
+        if not turns.error:
+            with turns.task(1):
+                second()
 
-    phase, waiting = collectives.phase, _second_thread.submit(task)
+    phase, waiting = collectives.phase, _second_thread.submit(run_second)
     try:
-        first()
+        with turns.task(0):
+            first()
+        waiting.result()
     finally:
-        turns.end(0)
-    waiting.result()
-    _turns, collectives.phase = None, phase
+        wait([waiting])
+        _turns, collectives.phase = None, phase
 
 
 class InterleavedPipeline(Pipeline):
@@ -104,4 +123,8 @@ class InterleavedPipeline(Pipeline):
                 switch()  # the backward begins with an all-to-all, behind which this computes its attention
                 act(first)
 
-            take_turns(forward, lambda: act(action), self.mesh.device)
+            take_turns(forward, lambda: act(action), self.mesh.device, self.tracer)
+
+    def clock(self) -> float:
+        """Without the time in which the action has waited for its turn."""
+        return super().clock() - (_turns.away[_turns.running] if _turns else 0.0)

@@ -55,7 +55,7 @@ class Choices:
         return F.embedding_bag(self.places, rows, self.starts, per_sample_weights=gates, mode="sum")
 
 
-class _Permute(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     """x (tokens, hidden) -> one row for each choice. Backward: a token's gradient is a sum of rows."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class MoE(nn.Module):
         chosen, gates = self.router(x)  # (tokens, k)
         choices = Choices(chosen, self.router.shape.experts, bool(self.router.config.capacity_factor))
         journey = Journey(choices.counts, self.ep)
-        rows = journey.start(_Permute.apply(x.flatten(0, 1), choices))
+        rows = journey.start(_Copy.apply(x.flatten(0, 1), choices))
         shared = self.shared(x) if self.shared else 0
         rows, counts = journey.arrive(rows)
         rows = journey.back(self.experts(rows, counts))
@@ -129,6 +129,7 @@ def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
         with torch.device("meta"):
             experts = Experts(count, shape.hidden, shape.expert_ffn)
             shared = SwiGLU(shape.hidden, shape.shared_experts * shape.expert_ffn) if shape.shared_experts else None
+        # Like all other matrices they put off their weight gradients, if the schedule splits the backward
         for projection, module in list(shared.named_children() if shared else ()):
             shared.set_submodule(projection, DeferringLinear(module.weight))
         layer.mlp = MoE(router, experts, shared, ep)
@@ -154,6 +155,12 @@ def check_experts(config: TrainConfig) -> None:
             if introduced and getattr(config, name) not in (getattr(TrainConfig, name), 0):
                 raise UsageError(f"{spelled(name)} {getattr(config, name)} needs --experts")
         return
+    for name, balance in (("aux_coef", "aux"), ("bias_rate", "bias")):
+        if config.balance != balance and getattr(config, name) != getattr(TrainConfig, name):
+            raise UsageError(f"{spelled(name)} {getattr(config, name)} needs --balance {balance}")
+    for name, needed in (("expert_groups", "node_limit"), ("node_limit", "expert_groups")):
+        if getattr(config, name) and not getattr(config, needed):
+            raise UsageError(f"{spelled(name)} {getattr(config, name)} needs {spelled(needed)}")
     groups, per_token = shape.expert_groups, shape.groups_per_token
     if shape.expert_ffn < 1:
         raise UsageError(f"--expert-ffn {shape.expert_ffn} must be at least 1")

@@ -91,7 +91,7 @@ class Router(nn.Module):
     def capacity(self) -> int:
         """How many tokens of a sequence an expert takes: --capacity-factor times an equal share."""
         share = self.shape.top_k * self.config.seq_len / self.shape.experts
-        return math.ceil(self.config.capacity_factor * share)
+        return math.ceil(min(self.config.capacity_factor * share, self.config.seq_len))
 
     def earlier_choices(self, chosen: Tensor) -> Tensor:
         """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert.

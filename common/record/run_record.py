@@ -68,7 +68,7 @@ class RunRecord:
 
         The block ends with reading the loss, for which the host waits for the device: so the time is that of the work.
         """
-        collectives.reset_bytes()
+        collectives.sent_bytes.clear()
         measured = {"loss": math.nan, "aux_loss": 0.0}
         began = time.perf_counter()
         with self.meter.measure(self._alive()) as memory:

@@ -41,6 +41,7 @@ class Tracer:
         self._clock = clock or (CudaClock(mesh) if mesh.device.type == "cuda" else CpuClock())
         self.profilers = Profilers(self._first, self._last, self._run_dir, mesh.rank, profile, memory_snapshot)
         self._step = None  # number of the traced step in progress
+        self._open = []  # the spans in progress, the step first: name, category, arguments, start
         self._events: list[Event] = []
         self._launches = []  # (step, calls of one launch, mark of its return)
 
@@ -71,14 +72,26 @@ class Tracer:
             collectives.phase = outer
 
     @contextlib.contextmanager
+    def interrupted(self):
+        """Context manager around something else that runs meanwhile: phases in progress end, and go on after it."""
+        phases, self._open = self._open[1:], self._open[:1]
+        for phase in phases:
+            self._end(*phase)
+        yield
+        self._open += [(*phase[:-1], self._clock.mark()) for phase in phases]
+
+    @contextlib.contextmanager
     def _span(self, name: str, category: str, **arguments):
         if self._step is None:
             yield
             return
         with torch.profiler.record_function(name) if self.profilers.profiler else contextlib.nullcontext():
-            start = self._clock.mark()
+            self._open.append((name, category, arguments, self._clock.mark()))
             yield
-            self._events.append(Event(self._step, name, category, COMPUTE, start, self._clock.mark(), arguments))
+            self._end(*self._open.pop())
+
+    def _end(self, name: str, category: str, arguments: dict, start) -> None:
+        self._events.append(Event(self._step, name, category, COMPUTE, start, self._clock.mark(), arguments))
 
     def _launched(self, handle, calls: list[collectives.Call], done_at: float) -> None:
         """`collectives` has launched one collective, or one batch of messages."""

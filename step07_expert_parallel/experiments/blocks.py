@@ -128,5 +128,7 @@ def phases(trace: Trace, rank: int, step: int) -> dict[str, tuple[float, float]]
     for span in trace.spans[rank]:
         arguments = span["args"]
         if span["cat"] == "phase" and arguments["step"] == step and "block" not in arguments:
-            result[arguments.get("action", span["name"])] = span["ts"], span["ts"] + span["dur"]
+            name = arguments.get("action", span["name"])  # which has several spans if it took turns
+            start, _ = result.get(name, (span["ts"], None))
+            result[name] = start, span["ts"] + span["dur"]
     return result

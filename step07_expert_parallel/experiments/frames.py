@@ -17,8 +17,8 @@ from step07_expert_parallel.moe import Choices
 
 RANKS, TOKENS, EXPERTS, TOP_K = 2, 4, 4, 2  # tokens: of a rank
 ROWS = TOKENS * TOP_K
-MOVING = 6  # frames of the animation for each move
-STILL, BETWEEN = 1900, 90  # ms that the first of them is shown, and each of the others
+MOVING = 8  # frames of the animation for each move
+STILL, BETWEEN = 1700, 120  # ms that the first of them is shown, and each of the others
 LEVELS = {"tokens": 6.2, "sorted": 4.2, "arrived": 2.2, "experts": 0.0}  # height of each place
 CAPTIONS = {"tokens": "tokens", "sorted": "rows by\nexpert", "arrived": "as they\narrive", "experts": "experts"}
 WIDTH = 12.4  # of a rank
@@ -26,9 +26,11 @@ STAGES = [  # (where rows are, whether experts have computed them, what happens)
     ("tokens", False, "1  The router has chosen two experts for each token"),
     ("sorted", False, "2  Copy each token twice, and sort the copies by expert"),
     ("arrived", False, "3  Dispatch: an all-to-all to the ranks of these experts"),
-    ("experts", True, "4  Sort what has arrived by expert, and compute"),
-    ("sorted", True, "5  Combine: the other all-to-all, back to where they were"),
-    ("tokens", True, "6  A token is the sum of its two results, times their gates"),
+    ("experts", False, "4  Sort what has arrived by expert"),
+    ("experts", True, "5  Compute: one product per expert"),
+    ("arrived", True, "6  Undo that sort"),
+    ("sorted", True, "7  Combine: the other all-to-all, back to where they were"),
+    ("tokens", True, "8  A token is the sum of its two results, times their gates"),
 ]
 Places = dict[str, dict[int, tuple[float, float]]]  # by level: (x, y) of each row
 
@@ -134,8 +136,8 @@ def draw_strip(places: Places, expert: dict[int, int]) -> None:
     """All key frames, as dispatch.png."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.4, 8.8), dpi=110, layout="constrained")
-    for axis, (level, done, title) in zip(figure.subplots(3, 2).flat, STAGES):
+    figure = Figure(figsize=(10.4, 11.4), dpi=110, layout="constrained")
+    for axis, (level, done, title) in zip(figure.subplots(4, 2).flat, STAGES):
         draw_stage(axis, places, expert, places[level], done)
         axis.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
     save_figure(figure, "dispatch")
@@ -146,14 +148,14 @@ def draw_animation(places: Places, expert: dict[int, int], moving: int) -> Path:
     from PIL import Image
 
     images, durations = [], []
-    for (level, done, title), (target, *_) in zip(STAGES, [*STAGES[1:], STAGES[-1]]):
+    for (level, done, title), (target, _, next_title) in zip(STAGES, [*STAGES[1:], STAGES[-1]]):
         for step in range(moving if target != level else 1):
             way = (1 - torch.cos(torch.tensor(step / moving * torch.pi)).item()) / 2  # slow, fast, slow
             where = {
                 row: tuple(a + way * (b - a) for a, b in zip(place, places[target][row]))
                 for row, place in places[level].items()
             }
-            images.append(draw_moment(places, expert, where, done, title))
+            images.append(draw_moment(places, expert, where, done, next_title if step else title))
             durations.append(STILL if step == 0 else BETWEEN)
     durations[-1] *= 2
     palette = images[-1].quantize(48, dither=Image.Dither.NONE)

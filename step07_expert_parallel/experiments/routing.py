@@ -75,7 +75,7 @@ def draw_load(found: dict[str, Training], last: int, layer: int = -1) -> None:
     curves.axhline(most, color="black", linewidth=1, linestyle=":")
     curves.legend(frameon=False, fontsize=9, loc="center right")
     bars.set(xlabel="experts, the busiest first", xticks=[])
-    bars.set_title(f"all experts, the last {last} steps", loc="left", fontsize=10, fontweight="bold")
+    bars.set_title(f"each expert's mean, the last {last} steps", loc="left", fontsize=10, fontweight="bold")
     save_figure(figure, "load")
 
 

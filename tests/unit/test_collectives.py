@@ -124,7 +124,7 @@ def ranks_bytes():
         "exchange": partial(collectives.exchange, [(whole, (me + 1) % n)], [(other, (me - 1) % n)]),
     }.items():
         issue(group)  # connections are made at the first use
-        collectives.reset_bytes()
+        collectives.sent_bytes.clear()
         collectives.barrier(group)
         before = tcp_bytes.sent_by_me()
         issue(group)

@@ -55,7 +55,7 @@ def two_runs(folder: str) -> dict:
         collectives.barrier(mesh.world)
         for step in range(5):
             collectives.link = LINK
-            collectives.reset_bytes()
+            collectives.sent_bytes.clear()
             with tracer.step(step):
                 with tracer.phase("forward", micro_batch=0):
                     busy(0.005)

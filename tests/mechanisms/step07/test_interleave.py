@@ -1,7 +1,9 @@
 """A forward and a backward that take turns: who runs when, and what DualPipe's pairs make of it."""
 
+import threading
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 from common import collectives
 from common.start import environment
+from common.tracing.chrome_trace import read_trace
+from common.tracing.tracer import Tracer
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import build_schedule
@@ -16,10 +20,11 @@ from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
 from step05_pipeline.schedules.validator import check_programs
 from step07_expert_parallel import interleave, train
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import RankFailure, run_ranks, steps_of
 from tests.parity.runs import SMALL, train_here
 
 CPU = torch.device("cpu")
+NO_TRACE = Tracer(None, SimpleNamespace(device=CPU, rank=0), None)
 
 
 def steps(name: str, count: int, seen: list, phase: str) -> None:
@@ -34,7 +39,7 @@ def test_tasks_take_turns_in_one_order():
     for _ in range(20):
         seen = []
         tasks = partial(steps, "f", 2, seen, "forward"), partial(steps, "b", 4, seen, "backward")
-        interleave.take_turns(*tasks, CPU)
+        interleave.take_turns(*tasks, CPU, NO_TRACE)
         assert seen == ["f0", "b0", "f1", "b1", "b2", "b3"]
     interleave.switch()  # alone, nobody has to wait
 
@@ -46,7 +51,7 @@ def test_an_error_in_either_task_is_raised():
 
     for tasks in ((fail, lambda: None), (lambda: None, fail)):
         with pytest.raises(RuntimeError, match="no"):
-            interleave.take_turns(*tasks, CPU)
+            interleave.take_turns(*tasks, CPU, NO_TRACE)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
@@ -98,3 +103,38 @@ def test_forward_and_backward_alternate():
     assert sorted(apart) == sorted(together)
     changes = [sum(a != b for a, b in pairwise(order)) for order in (apart, together)]
     assert changes[1] > 2 * changes[0], changes
+
+
+DELAY = 0.02
+DELAYED = f"{SMALL} --steps 1 --global-batch 4 --experts 4 --expert-ffn 16 --schedule dualpipev --ep 2 --dp 2"
+
+
+def test_a_rank_computes_one_thing_at_a_time(tmp_path):
+    """Delays of two tasks add up, and in the trace a task's spans leave out the other one's."""
+    run_ranks(2, train_here, 7, f"{DELAYED} --layer-delay {1e3 * DELAY} --trace 0:0 --run-dir {tmp_path}")
+    micro_batches, layers = 2, 2
+    (step,), spans = steps_of(tmp_path), read_trace(tmp_path).spans[0]
+    assert step["step_time_s"] >= micro_batches * layers * 3 * DELAY  # a backward takes twice as long as a forward
+    actions = [each for each in spans if each["cat"] == "phase" and "action" in each["args"]]
+    assert len(actions) > 2 * micro_batches * layers, "actions of a pair have several spans"
+    times = sorted((each["ts"], each["ts"] + each["dur"]) for each in actions)
+    assert all(start >= end for (_, end), (start, _) in pairwise(times))
+
+
+def fail_in_the_second_task() -> None:
+    """Rank 1's second backward of a pair fails when it starts."""
+    backward, calls = interleave.InterleavedPipeline._backward, []
+
+    def fail(self, *args):
+        calls.append(threading.current_thread().name)
+        if environment().rank == 1 and calls.count("second task_0") == 2:
+            raise MemoryError("out of memory")
+        backward(self, *args)
+
+    with mock.patch.object(interleave.InterleavedPipeline, "_backward", fail):
+        train_here(7, f"{DELAYED} --timeout 20")
+
+
+def test_an_error_of_the_second_task_is_that_of_the_run():
+    with pytest.raises(RankFailure, match="MemoryError: out of memory"):
+        run_ranks(2, fail_in_the_second_task)

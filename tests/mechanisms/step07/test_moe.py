@@ -179,14 +179,19 @@ def test_counted_once_under_recomputation():
     assert counted("selective") == counted("full") == expected
 
 
+GROUPS = "--experts 4 --expert-groups 2 --node-limit 1"
 REFUSED = {  # flags, and the words of the one line
     "--top-k 3": "--top-k 3 needs --experts",
     "--capacity-factor 1": "--capacity-factor 1.0 needs --experts",
     "--experts 4 --top-k 5": "--top-k 5 must lie between 1 and --experts 4",
     "--experts 4 --dense-layers 1": "--dense-layers 1 leaves none of --layers 1 for experts",
-    "--experts 4 --expert-groups 3": "--expert-groups 3 does not divide --experts 4",
+    "--experts 4 --aux-coef 0.1 --balance bias": "--aux-coef 0.1 needs --balance aux",
+    "--experts 4 --bias-rate 0.1": "--bias-rate 0.1 needs --balance bias",
+    "--experts 4 --expert-groups 2": "--expert-groups 2 needs --node-limit",
+    "--experts 4 --node-limit 1": "--node-limit 1 needs --expert-groups",
+    "--experts 4 --expert-groups 3 --node-limit 1": "--expert-groups 3 does not divide --experts 4",
     "--experts 4 --expert-groups 2 --node-limit 3": "--node-limit 3 exceeds --expert-groups 2",
-    "--experts 4 --top-k 3 --expert-groups 2": "--top-k 3 exceeds the 2 experts of --node-limit 1 groups",
+    f"{GROUPS} --top-k 3": "--top-k 3 exceeds the 2 experts of --node-limit 1 groups",
     "--experts -1": "--experts -1 must be at least 0",
     "--experts 4 --bias-rate 0": "--bias-rate 0.0 must be positive",
     "--ep 2": "--ep 2 needs --experts",
