@@ -58,7 +58,8 @@ def draw_learning(found: dict[str, list[Training]], losses: dict[str, np.ndarray
     for line, name in enumerate(others):
         below = losses["dense"] - losses[name]
         gaps.barh(line, below.mean(), height=0.6, color=COLOURS[name])
-        gaps.plot(below, [line] * len(below), "o", color="black", markeredgecolor="white", markersize=6)
+        places = line + np.linspace(-0.15, 0.15, len(below))  # side by side, where two seeds agree
+        gaps.plot(below, places, "o", color="black", markeredgecolor="white", markersize=6)
     gaps.axvline(0, color="black", linewidth=1)
     gaps.set_yticks(range(len(others)), others, fontsize=9)
     gaps.invert_yaxis()
