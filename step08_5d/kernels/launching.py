@@ -1,0 +1,65 @@
+"""What every kernel of this folder needs before its launch: Triton itself, block sizes, and how wide to compute.
+
+A kernel file imports `triton` and `tl` from here. Without Triton it can still be imported and its plain PyTorch
+reference used; only a launch of the kernel fails. Without a GPU, Triton interprets the kernels: slowly, with NumPy, but
+line by line as they are written.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.device_count():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before anything, also torch's compiler, loads Triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class _WithoutTriton:
+        """Stands in for the names that a kernel file uses while it is imported."""
+
+        constexpr = None
+
+        def __init__(self, kernel):
+            self.name = kernel.__name__
+
+        def __getitem__(self, grid):
+            raise ImportError(f"{self.name} is a Triton kernel, and Triton is not installed (pip install triton)")
+
+    _WithoutTriton.jit = _WithoutTriton
+    triton = tl = _WithoutTriton
+
+HAS_TRITON = hasattr(tl, "load")
+
+
+def can_launch(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on this tensor: compiled on CUDA, or interpreted."""
+    return HAS_TRITON and (tensor.is_cuda or triton.knobs.runtime.interpret)
+
+
+def wide_type(dtype: torch.dtype):
+    """The Triton type to compute in: float64 for float64, else float32. (`common.model.at_least_float32` in Triton.)"""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def ceil_div(size: int, part: int) -> int:
+    """How many parts of `part` elements cover `size` elements."""
+    return -(-size // part)
+
+
+def next_power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`: tl.arange takes no other length."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def warps_for(elements: int) -> int:
+    """Warps (of 32 threads) for a program that handles a block of `elements`: eight elements per thread, 16 bytes in
+    bfloat16, which is the widest load of one thread."""
+    return min(16, max(4, elements // 256))
+
+
+def processors(device: torch.device) -> int:
+    """The streaming multiprocessors of a GPU. For the interpreter 2, so that work is split there as well."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
