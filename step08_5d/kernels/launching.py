@@ -20,7 +20,7 @@ except ImportError:
     class _WithoutTriton:
         """Stands in for the names that a kernel file uses while it is imported."""
 
-        constexpr = None
+        constexpr = float32 = float64 = None
 
         def __init__(self, kernel):
             self.name = kernel.__name__
