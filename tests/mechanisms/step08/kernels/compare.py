@@ -65,7 +65,7 @@ class BytesMoved(TorchDispatchMode):
 
 
 def eager_bytes(reference, shapes, *settings) -> list[float]:
-    """Bytes per element of all inputs but weights that the reference moves in bfloat16: forward and backward."""
+    """The bytes that the reference moves in bfloat16 for inputs of these shapes: in the forward and in the backward."""
     with torch.device("meta"):
         inputs = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
         with BytesMoved() as forward:
