@@ -1,0 +1,191 @@
+"""FlashAttention against stored scores in float64: alone, as a block of ring attention, and with errors planted."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from common.model import naive_attention
+from step06_context_parallel import attention_block
+from step06_context_parallel.layouts import Layout
+from step08_5d.kernels import flash_attention
+from step08_5d.kernels.flash_attention import attend, attend_reference
+from step08_5d.kernels.flash_attention_backward import (
+    attend_backward,
+    attend_backward_reference,
+    flash_attention_core,
+)
+from step08_5d.kernels.launching import tl, triton
+from tests.mechanisms.step06.test_attention import blocks_of_all_ranks
+from tests.mechanisms.step08.kernels.compare import DEVICE, DTYPES, difference, needs_triton, random
+
+pytestmark = needs_triton
+NAMES = "out", "log-sum-exp", "dq", "dk", "dv"
+TILES = (32, 16), (16, 32)  # the causal edge of a tile of queries runs through two tiles of keys, and vice versa
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(request, monkeypatch):
+    """A short sequence has several of them."""
+    rows, columns = getattr(request, "param", TILES[0])
+    sizes = {"ROWS": rows, "COLUMNS": columns, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: sizes)
+
+
+with_all_tiles = pytest.mark.parametrize("small_tiles", TILES, ids=str, indirect=True)
+
+
+def inputs(n: int, m: int, width: int, dtype=torch.float64, kv_heads: int = 1, batch: int = 1, scale: float = 1.0):
+    """q, k, v and the gradient of the output, laid out as a linear layer writes them: (batch, seq, heads, d)."""
+    shapes = [(batch, length, heads, width) for length, heads in ((n, 2), (m, kv_heads), (m, kv_heads), (n, 2))]
+    made = [random(*shape, seed=seed).transpose(1, 2) for seed, shape in enumerate(shapes)]
+    return [each.mul(scale if index < 2 else 1).to(dtype) for index, each in enumerate(made)]
+
+
+def errors(tensors, causal: bool) -> dict[str, float]:
+    """The differences from the reference in float64, in units of the type's rounding."""
+    q, k, v, gradient = tensors
+    out, lse = attend(q, k, v, causal)
+    found = out, lse, *attend_backward(gradient, q, k, v, out, lse, causal)
+    assert all(each.dtype == q.dtype for each in (out, *found[2:]))
+    assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+    *qkv, gradient = (each.double() for each in tensors)
+    out, lse = attend_reference(*qkv, causal)
+    exact = out, lse, *attend_backward_reference(gradient, *qkv, out, lse, causal)
+    compared = zip(NAMES, found, exact, strict=True)
+    return {name: difference(a, b) / torch.finfo(a.dtype).eps for name, a, b in compared}
+
+
+def assert_right(tensors, causal: bool, limits: dict[str, float] | float = 8) -> None:
+    for name, error in errors(tensors, causal).items():
+        limit = limits[name] if isinstance(limits, dict) else limits
+        assert error < limit, f"{name}: {error} units"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_stored_scores(dtype):
+    assert_right(inputs(37, 37, 16, dtype), causal=True)
+
+
+@with_all_tiles
+@pytest.mark.parametrize(
+    "n, m, width, kv_heads, causal",
+    [(21, 50, 16, 1, False), (50, 16, 24, 2, False), (32, 32, 40, 2, True), (33, 33, 8, 1, True)],
+)
+def test_shapes(n, m, width, kv_heads, causal):
+    """Fewer and more keys than queries, sequences that end at a tile's end or one behind it, widths to be padded."""
+    assert_right(inputs(n, m, width, kv_heads=kv_heads), causal)
+
+
+def test_a_single_token():
+    q, k, v, gradient = inputs(1, 1, 16)
+    out, lse = attend(q, k, v, True)
+    dq, dk, dv = attend_backward(gradient, q, k, v, out, lse, True)
+    assert torch.equal(out, v.expand_as(out))  # its only key has all the weight, whatever the score
+    assert dq.abs().max() < 1e-15 and dk.abs().max() < 1e-15 and difference(dv, gradient.sum(1, keepdim=True)) < 1e-15
+
+
+def test_scores_in_the_hundreds():
+    """Their exponentials would overflow, and the largest score so far grows many times."""
+    tensors = inputs(40, 40, 16, scale=20.0)
+    limits = dict.fromkeys(NAMES, 64) | {"dq": 1e4, "dk": 1e4}  # differences of numbers that nearly agree
+    assert_right(tensors, True, limits)
+
+
+def test_views_and_expanded_gradients():
+    """Slices of a longer sequence, as ring attention makes them, and the gradient that `sum` sends back."""
+    q, k, v, _ = inputs(60, 60, 16, batch=2)
+    tensors = [each[:, :, 11:44] for each in (q, k, v)] + [torch.ones((), device=DEVICE).double().expand(2, 2, 33, 16)]
+    assert_right(tensors, causal=True)
+
+
+def test_as_the_block_of_ring_attention():
+    """Two ranks with zigzag chunks, whose blocks are merged by step 6."""
+    tensors, layout = inputs(36, 36, 16), Layout("zigzag", 36, 2)
+    with mock.patch.multiple(
+        attention_block,
+        attend=lambda q, k, v, causal, fused: attend(q, k, v, causal),
+        attend_backward=lambda *arguments: attend_backward(*arguments[:-1]),
+    ):
+        found = blocks_of_all_ranks(tensors, layout, fused=True)
+    *qkv, gradient = tensors
+    out, lse = attend_reference(*qkv, True)
+    exact = out, *attend_backward_reference(gradient, *qkv, out, lse, True)
+    assert max(map(difference, found, exact)) < 1e-14
+
+
+def test_core_of_the_model():
+    *qkv, gradient = inputs(20, 20, 16)
+    results = []
+    for core in (flash_attention_core, naive_attention):
+        leaves = [each.detach().requires_grad_() for each in qkv]
+        out = core(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, gradient)])
+    assert max(map(difference, *results)) < 1e-14
+
+
+def test_heads_that_are_too_wide():
+    with pytest.raises(ValueError, match="width 256 at most, not 288"):
+        attend(*inputs(4, 4, 288)[:3], True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_real_tiles(dtype, width, monkeypatch):
+    """In the sizes that are used; and two runs agree bit for bit, since no sum depends on who comes first."""
+    monkeypatch.undo()
+    tensors = inputs(777, 777, width, dtype)
+    assert_right(tensors, causal=True, limits=64)
+    out, lse = attend(*tensors[:3], True)
+    first, second = (attend_backward(tensors[3], *tensors[:3], out, lse, True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+# ---- errors that must show -------------------------------------------------------------------------------------------
+
+
+def without_rescaling(before, now):
+    return before * 0 + 1
+
+
+def not_itself(rows, columns, keys, CAUSAL):
+    return (columns < rows) & (columns < keys)
+
+
+def one_more(rows, columns, keys, CAUSAL):
+    return (columns <= rows + 1) & (columns < keys)
+
+
+def whole_tiles(rows, columns, keys, CAUSAL):
+    return columns <= rows if CAUSAL else columns < keys + 3
+
+
+def too_few_masked(first, keys, CAUSAL, ROWS, COLUMNS):
+    return (first + ROWS) // COLUMNS * COLUMNS, tl.minimum(first + ROWS, keys)
+
+
+def last_tile_left_out(first, keys, CAUSAL, ROWS, COLUMNS):
+    return (first + 1) // COLUMNS * COLUMNS, tl.minimum(first + ROWS - 1, keys) // COLUMNS * COLUMNS
+
+
+MUTANTS = {
+    "online softmax without rescaling": ("_rescaling", without_rescaling),
+    "a token does not see itself": ("visible", not_itself),
+    "a token sees the next one": ("visible", one_more),
+    "keys that do not exist": ("visible", whole_tiles),
+    "no mask where it is needed": ("keys_for", too_few_masked),
+    "the last keys are skipped": ("keys_for", last_tile_left_out),
+}
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_errors_show(name):
+    attribute, wrong = MUTANTS[name]
+    causal = name != "keys that do not exist"
+    with (
+        mock.patch.object(flash_attention, attribute, triton.jit(wrong)),
+        pytest.raises(AssertionError, match="units"),
+    ):
+        assert_right(inputs(37, 37, 16), causal)
