@@ -105,7 +105,7 @@ def _forward_kernel(
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
-# By padded width: queries and keys in a tile, warps of a program, and loads of a loop in flight. Forward, dq, dk and dv.
+# By padded width: queries and keys in a tile, warps of a program, loads of a loop in flight; forward, dq, dk and dv.
 # If a program keeps a larger tile, the rest is read less often, but the tile must fit into registers and, with what is
 # in flight, into shared memory
 TILES = {

@@ -88,7 +88,7 @@ def test_a_single_token():
 def test_scores_in_the_hundreds():
     """Their exponentials would overflow, and the largest score so far grows many times."""
     tensors = inputs(40, 40, 16, scale=20.0)
-    limits = dict.fromkeys(NAMES, 64) | {"dq": 1e4, "dk": 1e4}  # differences of numbers that nearly agree
+    limits = dict.fromkeys(NAMES, 1e3) | {"dq": 1e5, "dk": 1e5}  # which are differences of near equals
     assert_right(tensors, True, limits)
 
 
