@@ -146,7 +146,7 @@ def test_real_tiles(dtype, width, monkeypatch):
 
 
 def without_rescaling(before, now):
-    return before * 0 + 1
+    return tl.where(before == now, 1.0, 1.0)
 
 
 def not_itself(rows, columns, keys, CAUSAL):

@@ -1,0 +1,105 @@
+"""The head and the loss in one function that never has all logits: some tokens at a time.
+
+With v tokens in the vocabulary and hidden states of width h, logits take v / h times the memory of hidden states (63
+times in Llama 3.2 1B), and all they are good for is one number per token. So for each chunk of tokens we compute the
+logits, the loss, and at once the gradients of the chunk's hidden states and of the head. The next chunk's logits take
+the same memory. (Liger Kernel, Hsu et al., arXiv:2410.10989, section 3.2.) That is possible because the loss comes
+last: all that the backward adds is a factor, the gradient of the loss itself. It is plain PyTorch around
+`cross_entropy.py`, for any device.
+
+For n tokens of width h and v columns of the vocabulary on this rank, in numbers of e bytes:
+  FLOPs   6 n h v, as in any linear layer: nothing is computed twice
+  bytes   in every chunk, the head is read twice, and its gradient, in float32, is read and written
+  memory  logits of one chunk, c v e for c tokens, instead of n v e and the copies that the loss makes of them. The
+          gradients of the hidden states, n h e, and of the head, 4 h v, exist from the forward on, not from the
+          backward on; in return the hidden states themselves need not be kept
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.model import at_least_float32
+from common.process_groups import Group
+from common.weight_gradients import weight_gradient
+from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
+from step08_5d.kernels.cross_entropy import (
+    IGNORED,
+    logits_to_gradient,
+    logits_to_gradient_reference,
+    token_losses,
+)
+
+
+def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, group: Group) -> Tensor:
+    """The same with all logits: the head, and step 4's loss."""
+    return vocab_parallel_cross_entropy_sum(F.linear(x, weight), targets, vocab, group)
+
+
+def chunk_length(weight: Tensor, share: float = 0.25) -> int:
+    """Return how many tokens have logits that take `share` of the memory of the head's gradient, in at least float32.
+
+    Both are as long as the rank's part of the vocabulary, so the length does not depend on it: all ranks agree. Shorter
+    chunks save little, since that gradient stays, and read and write it more often.
+    """
+    wide = at_least_float32(weight.dtype).itemsize
+    return max(16, int(share * weight.shape[1] * wide / weight.element_size()) // 16 * 16)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a' b, where `total` is at least float32 and the others may be narrower."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.T, b)
+    elif total.is_cuda:
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)  # the sum is never rounded to the narrow type
+    else:
+        total += a.T @ b
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab, group, fused, length, with_gradients):  # x (tokens, hidden)
+        in_place = logits_to_gradient if fused else logits_to_gradient_reference
+        loss = x.new_zeros((), dtype=at_least_float32(x.dtype))
+        dx = dw = None
+        if with_gradients:
+            dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)
+        memory = x.new_empty(min(length, len(x)), len(weight))
+        for first in range(0, len(x), length):
+            chunk = slice(first, first + length)
+            logits = torch.mm(x[chunk], weight.T, out=memory[: len(x[chunk])])  # (length, vocab/tp)
+            losses, statistics = token_losses(logits, targets[chunk], vocab, group, fused)
+            loss += losses.sum()
+            if with_gradients:
+                in_place(logits, *statistics, (targets[chunk] != IGNORED).to(loss.dtype))
+                torch.mm(logits, weight, out=dx[chunk])
+                _add_product(dw, logits, x[chunk])
+        ctx.save_for_backward(dx, dw)
+        ctx.weight = weight
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dx, dw = ctx.saved_tensors
+        dw = weight_gradient(ctx.weight, dw, gradient, Tensor.mul_)  # in place, and so a second backward is an error
+        return dx.mul_(gradient), dw, *(None,) * 6
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab: int, group: Group, fused: bool, length: int | None = None
+) -> Tensor:
+    """Return the sum over tokens of -log p(target), the same on all ranks of the group.
+
+    With several ranks, each gradient of `x` is that of the rank's own columns: they have yet to be added up.
+
+    Args:
+        x: (batch, seq, hidden), what the head multiplies: with sequence parallelism, the gathered sequence.
+        weight: (padded vocabulary / tp, hidden), this rank's rows of the head.
+        targets: (batch, seq), in the whole vocabulary; IGNORED ones count for nothing.
+        vocab: size of the whole vocabulary, without padding.
+        fused: compute the loss in Triton.
+        length: tokens of a chunk, by default `chunk_length`.
+    """
+    length = length or chunk_length(weight)
+    settings = vocab, group, fused, length, torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *settings)
