@@ -1,0 +1,19 @@
+"""The kernels compile, also where there is no GPU to run them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.mechanisms.step08.kernels.compare import needs_triton
+
+
+@needs_triton
+@pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="compiles for some time: with TEST_ALL=1")
+def test_compiles(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.mechanisms.step08.kernels.compiling"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == 2 * 3 + 2 + 2  # kernels
