@@ -16,9 +16,6 @@ from step07_expert_parallel.experts import Counts
 from step08_5d.kernels import cross_entropy, flash_attention, flash_attention_backward, grouped_matmul
 
 CAPABILITY, SHARED = 90, 227 * 1024  # H100, and the bytes that a program may have there (CUDA C++ Programming Guide)
-    90,
-    227 * 1024,
-)  # H100, and the bytes that a program may have (NVIDIA, Hopper Tuning Guide, 1.4.2.3)
 
 
 class Driver:
