@@ -60,9 +60,7 @@ class TrainConfig:
     init_from: str | None = flag(None, 1, "model", "start from Hugging Face weights (folder or Hub name)")
     dtype: str = flag("float32", 1, "model", "type of parameters and activations", DTYPES)
 
-    data: str | None = flag(
-        None, 1, "data", "path (text, JSONL, parquet), Hub name or 'synthetic' (default: Python's library)"
-    )
+    data: str | None = flag(None, 1, "data", "text, JSONL, parquet, Hub name, 'synthetic' (default: Python's library)")
     tokenizer: str | None = flag(None, 1, "data", "Hugging Face tokenizer, name or path (default: bytes, as ByT5)")
     seq_len: int = flag(256, 1, "data", "tokens per sequence")
     global_batch: int = flag(8, 1, "data", "sequences per optimizer step, over all ranks and micro-batches")
@@ -128,6 +126,9 @@ class TrainConfig:
     z_coef: float = flag(0.0, 7, "update", "coefficient of the z-loss, which keeps the router's logits small")
     capacity_factor: float = flag(0.0, 7, "update", "drop what exceeds so many times an equal share (0: drop nothing)")
     ep: int = flag(1, 7, "layout", "expert parallelism: ranks that the experts are divided among")
+    fused: bool = flag(True, 8, "layout", "fused kernels: all on CUDA, head with loss everywhere (default)")
+    compile: bool = flag(False, 8, "layout", "compile norms, rotation and activation where no kernel computes them")
+    shapes: bool = flag(False, 8, "logging", "print the shapes, bytes and messages of one layer on rank 0")
     layer_delay: float = flag(0.0, 5, "logging", "a layer's forward takes at least so many ms, its backward twice that")
 
     @functools.cached_property

@@ -4,8 +4,8 @@ Pre-norm blocks of grouped-query attention (arXiv:2305.13245) with rotary embedd
 (arXiv:2002.05202), RMSNorm (arXiv:1910.07467), embedding tied to the head or not. Norm statistics, rotary tables,
 softmax and loss are computed in at least float32.
 
-The model knows nothing about parallelism. It may be built for a range of layers, and three of its functions may be
-replaced from outside: the attention's `core`, a block's `compute`, and `apply_linears`.
+The model knows nothing about parallelism. It may be built for a range of layers, and what others replace from outside
+are attributes: the attention's `core` and `rotate`, SwiGLU's `activation`, a block's `compute`, and `apply_linears`.
 """
 
 import math
@@ -56,10 +56,14 @@ def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype
     return angles.cos(), angles.sin()
 
 
-def rotate(x, cos, sin):
-    """Rotate the pairs (i, i + d/2) of each head of x (batch, heads, seq, d), computing in the tables' type."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+def rotate(q, k, cos, sin):
+    """Rotate the pairs (i, i + d/2) of each head of q and k (batch, heads, seq, d), computing in the tables' type."""
+
+    def turned(x):
+        first, second = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+    return turned(q), turned(k)
 
 
 def naive_attention(q, k, v):
@@ -93,7 +97,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
-        self.head_width, self.core, self.apply_linears = config.head_width, core, apply_linears
+        self.head_width, self.core, self.apply_linears, self.rotate = config.head_width, core, apply_linears, rotate
         self.q_proj = nn.Linear(config.hidden, config.heads * config.head_width, bias=False)
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
@@ -104,8 +108,13 @@ class Attention(nn.Module):
             return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
         q, k, v = map(split, self.apply_linears(x, (self.q_proj, self.k_proj, self.v_proj)))
-        out = self.core(rotate(q, *rope), rotate(k, *rope), v, *mask)  # (batch, heads, seq, d)
+        out = self.core(*self.rotate(q, k, *rope), v, *mask)  # (batch, heads, seq, d)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+def silu_and_multiply(gate, up):
+    """silu(gate) * up, of equal shapes."""
+    return F.silu(gate) * up
 
 
 class SwiGLU(nn.Module):
@@ -113,14 +122,14 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden: int, ffn: int):
         super().__init__()
-        self.apply_linears = apply_linears
+        self.apply_linears, self.activation = apply_linears, silu_and_multiply
         self.gate_proj = nn.Linear(hidden, ffn, bias=False)
         self.up_proj = nn.Linear(hidden, ffn, bias=False)
         self.down_proj = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x):  # (batch, seq, hidden) -> (batch, seq, hidden)
         gate, up = self.apply_linears(x, (self.gate_proj, self.up_proj))  # (batch, seq, ffn) each
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.activation(gate, up))
 
 
 class Block(nn.Module):
@@ -152,6 +161,7 @@ class Decoder(nn.Module):
         super().__init__()
         last = config.layers if last is None else last
         self.config, self.has_embedding, self.has_head = config, first == 0, last == config.layers
+        self.returns_loss = False  # a head that replaces ours may compute the loss itself
         with torch.device("meta"):
             if self.has_embedding:
                 self.embedding = nn.Embedding(config.vocab, config.hidden)
@@ -170,10 +180,11 @@ class Decoder(nn.Module):
         if config.tie_embeddings and self.has_head:
             self.head.weight.spec.name = "embedding.weight"  # even if these layers do not include the embedding
 
-    def forward(self, x, positions=None, *mask):
+    def forward(self, x, positions=None, *mask, targets=None):
         """`positions` (seq,) are those of the tokens in their sequence, by default 0, 1, 2, ...
 
-        What `mask` holds is handed to the attention's core. The cores of this file take none.
+        What `mask` holds is handed to the attention's core. The cores of this file take none. A head that returns the
+        loss, summed over tokens, takes `targets` (batch, seq).
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -182,10 +193,12 @@ class Decoder(nn.Module):
         rope = rope_tables(self.config, positions, x.dtype)
         for layer in self.layers.values():
             x = layer(x, rope, *mask)
-        return self.head(self.norm(x)) if self.has_head else x
+        if self.has_head:
+            x = self.norm(x)
+            return self.head(x, targets) if self.returns_loss else self.head(x)
+        return x
 
 
 def cross_entropy_sum(logits, targets):
     """Sum over tokens of -log p(target): logits (batch, seq, vocab), targets (batch, seq) -> () in at least float32."""
-    flat = logits.flatten(0, 1)
-    return F.cross_entropy(flat.to(at_least_float32(flat.dtype)), targets.flatten(), reduction="sum")
+    return F.cross_entropy(logits.flatten(0, 1).to(at_least_float32(logits.dtype)), targets.flatten(), reduction="sum")

@@ -153,16 +153,21 @@ class Optimizer:
         if self.masters and self.masters[0].dtype != self.parameters[0].dtype:
             torch._foreach_copy_(self.parameters, self.masters)
 
+    def state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what the optimizer keeps for a master weight. (By itself, torch makes it in the first step.)"""
+        state = self.inner.state[master]
+        if isinstance(self.inner, torch.optim.AdamW) and not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        return state
+
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def slices(self) -> list[SavedBox]:
         """Return the boxes of master weights and moments, which `checkpoint.save` reads and `checkpoint.load` fills."""
         result = [box for each in self.buffers for box in SavedBox.of("parameter", each.spec, each)]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
-            spec, state = parameter.spec, self.inner.state[master]
-            if isinstance(self.inner, torch.optim.AdamW) and not state:  # torch creates it in the first step
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            spec, state = parameter.spec, self.state_of(master)
             tensors = {"parameter": master} | {key: state[key] for key in ("exp_avg", "exp_avg_sq") if key in state}
             for kind, tensor in tensors.items():
                 result += SavedBox.of(kind, spec, tensor)

@@ -120,12 +120,14 @@ class Pipeline:
         x, targets, *context = self.micro_batch(action.micro_batch)
         if stage_input is not None:
             x = stage_input.detach().requires_grad_()  # the graph of this stage begins here
-        y = self.stages[action.chunk](x, *(context or [self.positions]))
+        stage = self.stages[action.chunk]
+        y = stage(x, *(context or [self.positions]), targets=targets)
         if self.stage_numbers[action.chunk] < self.schedule.stages - 1:
             self.outputs[self.schedule.output_of(self.rank, action)] = y.detach()
         else:
-            total = vocab_parallel_cross_entropy_sum(y, targets, self.config.model_config.vocab, self.mesh.tp)
-            share = total / self.target_tokens
+            if not stage.returns_loss:
+                y = vocab_parallel_cross_entropy_sum(y, targets, self.config.model_config.vocab, self.mesh.tp)
+            share = y / self.target_tokens
             self.loss += share.detach()
             y = share * self.scale
         self.in_flight[action.chunk, action.micro_batch] = x, y

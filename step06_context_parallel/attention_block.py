@@ -10,6 +10,7 @@ Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from common.model import at_least_float32
 from step06_context_parallel.layouts import Block
 
 _aten = torch.ops.aten
+own_kernels: tuple[Callable, Callable] | None = None  # `attend` and `attend_backward` that replace PyTorch's fused ones
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
@@ -25,6 +27,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool) -> tuple[
 
     The log-sum-exp has at least float32. Where there is a fused kernel, `fused` takes it: no scores are stored.
     """
+    if fused and own_kernels:
+        return own_kernels[0](q, k, v, causal)
     if not (fused and _has_kernel(q)):
         scores = _scores(q, k, causal)
         lse = scores.logsumexp(-1)
@@ -42,6 +46,8 @@ def attend_backward(
     `gradient`, `out` and `lse` are those of the attention over *all* keys, not of this block. With them the
     probabilities of the block come out right: exp(score - lse) is normalized over all keys.
     """
+    if fused and own_kernels:
+        return own_kernels[1](gradient, q, k, v, out, lse, causal)
     if not (fused and _has_kernel(q)):
         p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (batch, heads, n, m)
         dp = (gradient @ _repeated(v, q).transpose(-2, -1)).to(p.dtype)

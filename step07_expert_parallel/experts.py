@@ -5,6 +5,7 @@ are. PyTorch has a kernel that does so for all experts at once (`grouped_mm`); f
 take, a loop over the experts does the same.
 """
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
@@ -12,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.model import silu_and_multiply
 from common.weight_gradients import weight_gradient
+
+own_kernels: tuple[Callable, Callable] | None = None  # `multiply` and `multiply_transposed` where PyTorch has none
 
 
 def to_host(counts: Tensor) -> list[int]:
@@ -53,6 +57,8 @@ def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
     """The rows of each expert times its matrix: x (rows, in), matrices (experts, in, out) -> (rows, out)."""
     if _has_kernel(x, matrices, matrices.mT):
         return F.grouped_mm(x, matrices, offs=counts.ends)
+    if own_kernels:
+        return own_kernels[0](x, matrices, counts)
     out = x.new_empty(len(x), matrices.shape[-1])
     for rows, matrix in zip(counts.rows, matrices, strict=True):
         torch.mm(x[rows], matrix, out=out[rows])
@@ -63,6 +69,8 @@ def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
     """The transposed rows of each expert in y times those in x: (rows, out), (rows, in) -> (experts, out, in)."""
     if _has_kernel(y, x):
         return F.grouped_mm(y.T, x, offs=counts.ends)
+    if own_kernels:
+        return own_kernels[1](y, x, counts)
     out = x.new_empty(len(counts.device), y.shape[-1], x.shape[-1])
     for rows, matrix in zip(counts.rows, out, strict=True):
         torch.mm(y[rows].T, x[rows], out=matrix)
@@ -88,6 +96,7 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, hidden: int, ffn: int):
         super().__init__()
+        self.activation = silu_and_multiply
         self.gate_proj = nn.Parameter(torch.empty(count, ffn, hidden))
         self.up_proj = nn.Parameter(torch.empty(count, ffn, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, ffn))
@@ -95,4 +104,4 @@ class Experts(nn.Module):
     def forward(self, x, counts):  # (rows, hidden), sorted by expert -> (rows, hidden)
         gate = _GroupedLinear.apply(x, self.gate_proj, counts)
         up = _GroupedLinear.apply(x, self.up_proj, counts)
-        return _GroupedLinear.apply(F.silu(gate) * up, self.down_proj, counts)
+        return _GroupedLinear.apply(self.activation(gate, up), self.down_proj, counts)

@@ -9,17 +9,13 @@ tables, which all layers share, are all that is kept for it.
 
 The kernel reads and writes each element once: 4 bytes in bfloat16, forward as well as backward, which is the least
 possible. Eager operations move 36 bytes per element in the forward and 46 in the backward (a test counts them): half a
-dozen intermediate results are written and read again, most of them in float32.
+dozen intermediate results are written and read again, most of them in float32. (The reference is `rotate` of
+common/model.py.)
 """
 
 import torch
 
-from common.model import rotate
 from step08_5d.kernels.launching import next_power_of_two, tl, triton, warps_for
-
-
-def rotary_reference(q, k, cos, sin):
-    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 @triton.jit

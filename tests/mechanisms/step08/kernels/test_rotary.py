@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from common.model import rope_tables
+from common.model import rope_tables, rotate
 from common.model_config import ModelConfig
-from step08_5d.kernels.rotary import rotary, rotary_reference
+from step08_5d.kernels.rotary import rotary
 from tests.mechanisms.step08.kernels.compare import (
     DEVICE,
     DTYPES,
@@ -39,7 +39,7 @@ def inputs_of(batch, heads, kv_heads, seq, width, dtype=torch.float64) -> list[t
 
 def test_eager_bytes():
     cos_sin = [torch.empty(64, 16, device="meta") for _ in range(2)]
-    found = eager_bytes(rotary_reference, [(1, 32, 64, 16)] * 2, *cos_sin)
+    found = eager_bytes(rotate, [(1, 32, 64, 16)] * 2, *cos_sin)
     assert [each // (2 * 32 * 64 * 16) for each in found] == [36, 46]
 
 
@@ -47,7 +47,7 @@ def test_eager_bytes():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_same_as_reference(shape, dtype):
-    assert_same(rotary, rotary_reference, inputs_of(*shape, dtype=dtype), *tables(shape[3], shape[4], dtype))
+    assert_same(rotary, rotate, inputs_of(*shape, dtype=dtype), *tables(shape[3], shape[4], dtype))
 
 
 @needs_triton
@@ -58,7 +58,7 @@ def test_strides():
     assert turned.stride() == q.stride()  # the heads of a token stay side by side
     qkv = random(2, 5, 8 * 8).unflatten(-1, (8, 8)).transpose(1, 2)  # one linear layer for q, k and v: q has gaps
     for inputs in ((q.contiguous(), k), (qkv[:, :4], qkv[:, 4:6]), (q, k.mT.contiguous().mT)):
-        assert_same(rotary, rotary_reference, [each.detach() for each in inputs], cos, sin)
+        assert_same(rotary, rotate, [each.detach() for each in inputs], cos, sin)
 
 
 @needs_triton

@@ -1,0 +1,140 @@
+"""Puts the kernels of this step into the model and the optimizer (`--fused`), or compiles what they would do.
+
+Four small operations move most of the bytes of a layer: the norm with the addition before it, the rotation of queries
+and keys, and the activation of the MLP. Eager PyTorch reads and writes memory for every `*` and `+` in them. A kernel
+reads each input once and writes each output once, and so does the code that `torch.compile` makes of the same formulas.
+
+None of them talks to other ranks, registers hooks or owns weights. So they go into the model's seams, and no mechanism
+of an earlier step notices.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from common.config import TrainConfig
+from common.model import Block, Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
+from common.process_groups import Group, Mesh
+from step01_single_gpu.mixed_precision import Optimizer
+from step06_context_parallel import attention_block
+from step07_expert_parallel import experts
+from step08_5d.kernels import adamw, grouped_matmul, linear_cross_entropy, rms_norm, rotary, swiglu
+from step08_5d.kernels.flash_attention import WIDEST_HEAD, attend
+from step08_5d.kernels.flash_attention_backward import attend_backward, flash_attention_core
+
+
+class Pieces(NamedTuple):
+    """What computes the small operations of a layer; see the files in kernels/ for their arguments."""
+
+    rms_norm: Callable
+    add_rms_norm: Callable
+    rotate: Callable
+    activation: Callable
+
+
+KERNELS = Pieces(rms_norm.rms_norm, rms_norm.add_rms_norm, rotary.rotary, swiglu.swiglu)
+REFERENCES = Pieces(rms_norm.rms_norm_reference, rms_norm.add_rms_norm_reference, rotate, silu_and_multiply)
+
+
+@functools.cache
+def compiled_pieces() -> Pieces:
+    """The same formulas in PyTorch, compiled when they are first used."""
+    return Pieces(*(torch.compile(function, dynamic=False) for function in REFERENCES))
+
+
+def launches_kernels(config: TrainConfig, device: torch.device) -> bool:
+    """Whether the Triton kernels are taken. On the CPU they run in an interpreter, which is for tests."""
+    return config.fused and device.type == "cuda"
+
+
+def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
+    """Let kernels compute a `Decoder`: its small operations (or compile these), attention, experts, head with loss."""
+    in_kernels = launches_kernels(config, mesh.device)
+    if in_kernels:
+        apply_pieces(model, KERNELS)
+    elif config.compile:
+        apply_pieces(model, compiled_pieces())
+    # What steps 6 and 7 call for each block of the attention and for the experts of a rank
+    flash = in_kernels and config.attention == "fused" and config.model_config.head_width <= WIDEST_HEAD
+    attention_block.own_kernels = (attend, attend_backward) if flash else None
+    experts.own_kernels = (grouped_matmul.multiply, grouped_matmul.multiply_transposed) if in_kernels else None
+    for layer in model.layers.values():
+        if flash and layer.attention.core is fused_attention:  # the whole sequence on this rank, and no documents
+            layer.attention.core = flash_attention_core
+    if config.fused and model.has_head:
+        model.head, model.returns_loss = LossHead(model.head, config.model_config.vocab, mesh.tp, in_kernels), True
+
+
+def apply_pieces(model: Decoder, pieces: Pieces) -> None:
+    """Replace norms, rotation, activation, and with them the way through a layer."""
+    for layer in model.layers.values():
+        layer.attention_norm = Norm(layer.attention_norm, pieces)
+        layer.mlp_norm = Norm(layer.mlp_norm, pieces)
+        layer.attention.rotate = pieces.rotate
+        for module in layer.mlp.modules():
+            if hasattr(module, "activation"):  # a dense MLP, experts, and shared experts
+                module.activation = pieces.activation
+        layer.compute = functools.partial(compute, layer)
+    if model.has_head:
+        model.norm = Norm(model.norm, pieces)
+
+
+class Norm(nn.Module):
+    """RMSNorm, alone or after an addition."""
+
+    def __init__(self, norm: RMSNorm, pieces: Pieces):
+        super().__init__()
+        self.weight, self.eps, self.pieces = norm.weight, norm.eps, pieces
+
+    def forward(self, x):  # (..., size) -> (..., size)
+        return self.pieces.rms_norm(x, self.weight, self.eps)
+
+    def after_adding(self, x, residual):
+        """Return the norm of x + residual, and x + residual."""
+        return self.pieces.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+def compute(layer: Block, x, cos, sin, *mask):
+    """A decoder layer, where the norm after the attention also adds."""
+    out = layer.attention(layer.attention_norm(x), (cos, sin), *mask)
+    normed, x = layer.mlp_norm.after_adding(out, x)
+    return x + layer.mlp(normed)
+
+
+class LossHead(nn.Module):
+    """The head and the loss in one: logits exist for one chunk of the tokens at a time."""
+
+    def __init__(self, head: nn.Linear, vocab: int, tp: Group, in_kernels: bool):
+        super().__init__()
+        self.weight, self.split = head.weight, getattr(head, "split", None)  # how tensor parallelism has divided it
+        self.settings = vocab, tp, in_kernels
+
+    def forward(self, x, targets):  # (batch, seq, hidden), (batch, seq) -> (), the sum over tokens
+        if self.split:
+            x = self.split.begin_sublayer(x)
+        return linear_cross_entropy.linear_cross_entropy(x, self.weight, targets, *self.settings)
+
+
+def optimizer_class(config: TrainConfig, mesh: Mesh) -> type[Optimizer]:
+    """The optimizer whose update is one kernel, or that of step 1."""
+    return FusedAdamW if launches_kernels(config, mesh.device) and config.optimizer == "adamw" else Optimizer
+
+
+class FusedAdamW(Optimizer):
+    """AdamW that clips, updates the master weights and rounds them to the model's weights in one pass."""
+
+    @torch.no_grad()
+    def step(self, gradients, lr, factor=None, skip=None):
+        """As `Optimizer.step`. No number comes back to the host, so it does not wait."""
+        of_matrices, of_others = self.inner.param_groups
+        for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
+            state, copy = self.state_of(master), parameter if parameter.dtype != master.dtype else None
+            count, rate = (master.new_full((), number) for number in (self.updates + 1, lr))
+            group = of_matrices if parameter.spec.decay else of_others
+            settings = {key: group[key] for key in ("weight_decay", "betas", "eps")}
+            moments = state["exp_avg"], state["exp_avg_sq"]
+            adamw.adamw(master, *moments, gradient, copy, count, rate, factor, skip, **settings)
+        gradients.clear()

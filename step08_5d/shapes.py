@@ -1,0 +1,120 @@
+"""`--shapes`: what one layer of this run looks like on one rank, with the true shapes, bytes and messages.
+
+The playbook's figure of 5D parallelism writes beside every tensor which dimensions divide it. Here the same is read off
+a running layer, in its first forward, and every shape is checked against its formula.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from common import collectives
+from common.config import TrainConfig
+from common.model import Decoder
+from common.process_groups import GROUP_NAMES, Mesh
+
+RESIDUAL = "b, s/cp/sp, h"  # between the sublayers every token is on one rank of `tp`
+
+
+@dataclass
+class Row:
+    """One tensor: its place in the layer, its formula and shape, and what was sent since the tensor before it."""
+
+    place: str
+    formula: str
+    shape: tuple[int, ...]
+    bytes: int
+    calls: list[collectives.Call]
+
+
+def letters(config: TrainConfig) -> dict[str, int]:
+    """What the letters of the formulas stand for."""
+    model, split = config.model_config, config.tp if config.sequence_parallel else 1
+    names = {"b": config.micro_batch, "s": config.seq_len, "h": model.hidden, "f": model.ffn, "d": model.head_width}
+    names |= {"a": model.heads, "g": model.kv_heads, "E": model.experts, "k": model.top_k, "fe": model.expert_ffn}
+    return names | {"tp": config.tp, "cp": config.cp, "ep": config.ep, "sp": split}
+
+
+def evaluate(formula: str, names: dict[str, int]) -> tuple[int, ...]:
+    """The numbers behind "b, s/cp, a*d/tp". A division rounds up, since ranks share a K/V head if there are too few."""
+    sizes = []
+    for term in formula.split(", "):
+        product, *divisors = term.split("/")
+        size = math.prod(names[each] for each in product.split("*"))
+        sizes.append(-(-size // math.prod(names[each] for each in divisors)))
+    return tuple(sizes)
+
+
+class Watch:
+    """Looks at the first forward of one layer, and then calls `done(rows)`."""
+
+    def __init__(self, model: Decoder, config: TrainConfig, done):
+        self.layer, self.names, self.rows, self.seen = next(iter(model.layers.values())), letters(config), [], 0
+        self.done, self.recording, self.core = done, collectives.record(), self.layer.attention.core
+        attention, mlp = self.layer.attention, self.layer.mlp
+        attention.core = self._core
+        hooks = [(self.layer, "layer input", RESIDUAL, True), (self.layer.attention_norm, "norm", RESIDUAL, False)]
+        hooks.append((attention.o_proj, "attention, back in the residual", RESIDUAL, False))
+        if hasattr(mlp, "router"):
+            hooks.append((mlp.router, "chosen experts of each token", "b*s/cp/sp, k", False))
+            hooks.append((mlp.experts, "tokens of this rank's experts", "rows, h", True))
+        else:
+            hooks.append((mlp.down_proj, "inside the MLP", "b, s/cp, f/tp", True))
+        hooks += [(mlp, "MLP, back in the residual", RESIDUAL, False), (self.layer, "layer output", RESIDUAL, False)]
+        self.handles = [self._hook(*each) for each in hooks]
+        self.handles.append(self.layer.register_forward_hook(self._end))
+
+    def _hook(self, module: nn.Module, place: str, formula: str, before: bool):
+        """Note the module's (first) input, or else its (first) output."""
+        if before:
+            return module.register_forward_pre_hook(lambda _, inputs: self.note(place, formula, inputs[0]))
+        return module.register_forward_hook(
+            lambda _, inputs, out: self.note(place, formula, out[0] if isinstance(out, tuple) else out)
+        )
+
+    def note(self, place: str, formula: str, tensor: Tensor) -> None:
+        """Add a row. Raises AssertionError if the shape is not what the formula says."""
+        if not self.rows:
+            self.calls = self.recording.__enter__()
+        if "rows" in formula:  # only the router knows how many
+            self.names["rows"] = len(tensor)
+        expected = evaluate(formula, self.names)
+        assert tuple(tensor.shape) == expected, f"{place}: {tuple(tensor.shape)}, but ({formula}) is {expected}"
+        new, self.seen = self.calls[self.seen :], len(self.calls)
+        self.rows.append(Row(place, formula, expected, tensor.numel() * tensor.element_size(), new))
+
+    def _core(self, q, k, v, *mask):
+        self.note("queries", "b, a/tp, s/cp, d", q)
+        self.note("keys", "b, g/tp, s/cp, d", k)
+        out = self.core(q, k, v, *mask)
+        self.note("attention", "b, a/tp, s/cp, d", out)
+        return out
+
+    def _end(self, *_) -> None:
+        self.recording.__exit__(None, None, None)
+        self.layer.attention.core = self.core
+        for handle in self.handles:
+            handle.remove()
+        self.done(self.rows)
+
+
+def describe(rows: list[Row], mesh: Mesh) -> str:
+    """The groups of this rank and its layer, as text."""
+    groups = {name: getattr(mesh, name) for name in GROUP_NAMES}
+    lines = [f"rank {mesh.rank} talks to"]
+    lines += [f"  {name:15} {', '.join(map(str, each.ranks))}" for name, each in groups.items() if each.size > 1]
+    lines.append("its first layer, forward")
+    for row in rows:
+        for call in row.calls:
+            lines.append(f"      {call.op} over {call.group} ({call.group_size} ranks), sends {call.bytes:,} bytes")
+        shape = " x ".join(map(str, row.shape))
+        lines.append(
+            f"  {row.place:32} ({row.formula}){'':{max(1, 22 - len(row.formula))}}{shape}, {row.bytes:,} bytes"
+        )
+    return "\n".join(lines)
+
+
+def print_shapes(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
+    """Print, on rank 0, the shapes of its first layer when that has run for the first time."""
+    Watch(model, config, lambda rows: print(describe(rows, mesh), flush=True) if mesh.rank == 0 else None)

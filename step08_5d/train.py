@@ -1,0 +1,111 @@
+"""Step 8: the same run in all five dimensions, in BF16, with fused kernels.
+
+    torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --dtype bfloat16
+    torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --experts 8 --ep 4 --zero 1 --dtype bfloat16
+    torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --steps 1 --shapes
+
+`diff` this file with step07_expert_parallel/train.py to see what it adds.
+"""
+
+import torch
+
+from common import collectives
+from common.config import TrainConfig
+from common.data.batches import load_batches
+from common.launch import run
+from common.process_groups import Mesh, place_stages
+from common.record.run_record import RunRecord
+from common.reductions import gradient_norm, sum_extra_groups
+from common.tracing.tracer import Tracer
+from common.weights.initialisation import initial_values
+from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
+from step01_single_gpu.recompute import apply_recompute
+from step01_single_gpu.save_resume import Checkpoints
+from step03_zero.zero import Zero
+from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.stages import build_stages, schedule_of, share_parameters
+from step06_context_parallel.context_parallel import apply_context_parallel, check_context_parallel, take_part
+from step07_expert_parallel.interleave import InterleavedPipeline
+from step07_expert_parallel.moe import apply_experts, check_experts
+from step07_expert_parallel.router import Balancing, routers_of
+from step08_5d.fused import apply_kernels, optimizer_class
+from step08_5d.shapes import print_shapes
+
+
+def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
+    """Build this rank's stages of the model, what runs them in the order of the schedule, and their optimizer."""
+    schedule = schedule_of(config)
+    mesh = place_stages(mesh, schedule.placement, config.timeout)
+    stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
+    for stage in stages:
+        apply_tensor_parallel(stage, config, mesh)
+        apply_experts(stage, config, mesh)
+        apply_context_parallel(stage, config, mesh)
+        apply_kernels(stage, config, mesh)
+        apply_recompute(stage, config.recompute)
+    share_parameters(stages, schedule, mesh)
+    # Micro-batches take turns on the layers: gathering at every use would repeat it in every action
+    zero_wrappers = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
+    biases = [router.bias for _, router in routers_of(stages)]
+    if biases:
+        initial_values(config)(biases)
+    shards = [shard for zero in zero_wrappers for shard in zero.shards]
+    optimizer = optimizer_class(config, mesh)(shards, config, biases)
+    # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
+    kind = InterleavedPipeline if config.schedule.startswith("dualpipe") and config.ep > 1 else Pipeline
+    return kind(schedule, stages, zero_wrappers, config, mesh), optimizer
+
+
+def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
+    """Take the configured number of steps. Returns the tensors that this rank updates."""
+    collectives.link = config.link_model
+    batches = load_batches(config, mesh)
+    pipeline, optimizer = build(config, mesh)
+    if config.shapes:
+        print_shapes(pipeline.stages[0], config, mesh)
+    mesh = pipeline.mesh  # with the groups of stages that share parameters
+    scaler = LossScaler(config.torch_dtype)
+    balancing = Balancing(pipeline.stages, config, mesh, scaler)
+
+    checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
+    first_step = checkpoints.resume()
+    record = RunRecord(config, mesh, batches, first_step)
+    tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
+
+    for step in range(first_step, config.steps):
+        with record.step(step) as measured, tracer.step(step):
+            # ---- gradients of the global batch: its micro-batches go through the stages and back ----
+            def micro_batch(index: int, step: int = step) -> tuple:
+                whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
+                return take_part(*whole, config, mesh, batches.corpus.end)
+
+            loss = pipeline.run(micro_batch, batches.target_tokens, scaler.scale, tracer)
+
+            # ---- clip by the global norm, update ----
+            with tracer.phase("optimizer"):
+                gradients = pipeline.finish()
+                sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
+                # the norm of the true gradients: the loss scale is divided out again
+                norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
+                factor = clip_factor(norm, config.clip) / scaler.scale
+                lr = config.learning_rate(step)
+                optimizer.step(gradients, lr, factor, skip=scaler.overflow(norm))
+                statistics = balancing.finish(skip=scaler.overflow(norm))
+                collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
+                collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
+            # only here the host waits for the device
+            loss, norm, aux_loss, imbalance, dropped = torch.stack([loss, norm, *statistics]).tolist()
+            if scaler.accept(norm):  # float16 may have skipped this step; it adjusts the scale
+                optimizer.updates += 1
+            measured.update(loss=loss, grad_norm=norm, lr=lr, aux_loss=aux_loss, imbalance=imbalance, dropped=dropped)
+
+        checkpoints.save(step + 1)
+    checkpoints.close()
+    tracer.close()
+    record.close()
+    return [*optimizer.parameters, *optimizer.buffers]
+
+
+if __name__ == "__main__":
+    run(8, train, check_context_parallel, check_experts, schedule_of)

@@ -1,0 +1,85 @@
+"""A run whose model and optimizer use the kernels of step 8, in Triton's interpreter, trains as one without does."""
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+
+from common.config import TrainConfig
+from common.process_groups import Degrees, build_mesh
+from step06_context_parallel import attention_block
+from step07_expert_parallel import experts
+from step08_5d import fused
+from step08_5d import train as step08
+from step08_5d.kernels.flash_attention_backward import flash_attention_core
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step08.kernels.compare import needs_triton
+from tests.parity.runs import assemble, assert_parity, train_case, training_of
+
+TINY = "--layers 2 --hidden 16 --heads 2 --kv-heads 1 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 4 --steps 2"
+ADAMW = "--optimizer adamw --lr 1e-3 --clip 0.5"
+EXPERTS = "--experts 4 --expert-ffn 12 --shared-experts 1"
+
+
+def train_with_kernels(cases: list[str]) -> list[dict]:
+    """On a rank, or alone."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(fused, "launches_kernels", lambda config, device: config.fused))
+        for module in (attention_block, experts):  # train() sets these; later tests find them as they were
+            stack.enter_context(mock.patch.object(module, "own_kernels", None))
+        return [train_case(8, flags) for flags in cases]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "flags", ["", f"{EXPERTS} --recompute full", "--recompute selective --optimizer sgd --lr 1e-2"]
+)
+def test_kernels_train_the_same(flags):
+    case = f"{TINY} {ADAMW} {flags}"
+    assert_parity(assemble(train_with_kernels([case])), assemble([train_case(7, case)]), case)
+
+
+@needs_triton
+def test_kernels_and_other_dimensions():
+    cases = [f"{TINY} {ADAMW} --tp 2", f"{TINY} {ADAMW} --pp 2 --schedule zb-h1 --micro-batch 2 --vocab 257"]
+    cases += [f"{TINY} {ADAMW} --cp 2 --mask-documents"]
+    cases += [f"{TINY} {ADAMW} {EXPERTS} --dp 2 --ep 2 --zero 3 --micro-batch 2 --tie-embeddings"]
+    ranks = run_ranks(2, train_with_kernels, cases)
+    for case, parts in zip(cases, zip(*ranks, strict=True), strict=True):
+        assert_parity(assemble(list(parts)), assemble([train_case(7, training_of(case, 4))]), case)
+
+
+@needs_triton
+def test_bfloat16_with_kernels():
+    """Masters and moments stay float32; the update and its rounded copy are one kernel."""
+    case = f"{TINY} {ADAMW} --dtype bfloat16"
+    assert_parity(assemble(train_with_kernels([case])), assemble([train_case(7, case)]), case, 2e-2)
+
+
+def test_compiled_pieces_train_the_same():
+    case = f"{TINY} {ADAMW} {EXPERTS} --dtype float32"
+    with mock.patch.object(torch, "compile", lambda function, **_: function):  # the formulas, without a C++ compiler
+        fused.compiled_pieces.cache_clear()
+        result = assemble([train_case(8, f"{case} --compile")])
+    fused.compiled_pieces.cache_clear()
+    assert_parity(result, assemble([train_case(7, case)]), case, 1e-5)
+
+
+def test_what_is_replaced():
+    """Every norm, rotation and activation of the model, and nothing else."""
+    config = TrainConfig(step_name="step08_5d", device="cpu", experts=4, expert_ffn=8, shared_experts=1, dense_layers=1)
+    config.resolve_and_check(1)
+    mesh = build_mesh(Degrees.of(config), torch.device("cpu"))
+    with mock.patch.object(fused, "launches_kernels", lambda *_: True), ExitStack() as stack:
+        for module in (attention_block, experts):
+            stack.enter_context(mock.patch.object(module, "own_kernels", None))
+        pipeline, optimizer = step08.build(config, mesh)
+    (model,) = pipeline.stages
+    norms = [name for name, module in model.named_modules() if isinstance(module, fused.Norm)]
+    assert len(norms) == 2 * len(model.layers) + 1
+    modules = [module for module in model.modules() if hasattr(module, "activation")]
+    assert {module.activation for module in modules} == {fused.KERNELS.activation} and len(modules) == 1 + 3 * 2
+    assert {layer.attention.rotate for layer in model.layers.values()} == {fused.KERNELS.rotate}
+    assert {layer.attention.core for layer in model.layers.values()} == {flash_attention_core}
+    assert isinstance(model.head, fused.LossHead) and isinstance(optimizer, fused.FusedAdamW)
