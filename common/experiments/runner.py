@@ -11,7 +11,9 @@ from common.experiments import figures
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_experiments(step: str, description: str, experiments: list[Callable], argv: list[str] | None = None) -> int:
+def run_experiments(
+    step: str, description: str, experiments: list[Callable], argv: list[str] | None = None, module: str | None = None
+) -> int:
     """Run the experiments that the command line names, all of them by default. Returns the exit status.
 
     Figures are saved in the folder of the step, with --quick in runs/, so that the lesson keeps its own.
@@ -19,9 +21,10 @@ def run_experiments(step: str, description: str, experiments: list[Callable], ar
     Args:
         step: name of the step's folder.
         experiments: functions of `quick`; the first line of its docstring is printed before each.
+        module: what follows `python -m`, by default STEP.experiments.
     """
     by_name = {function.__name__: function for function in experiments}
-    parser = OneLineParser(prog=f"python -m {step}.experiments", description=description)
+    parser = OneLineParser(prog=f"python -m {module or step + '.experiments'}", description=description)
     parser.add_argument("--only", choices=by_name, help="one experiment (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements, rougher numbers")
     options = parser.parse_or_exit(argv)
