@@ -11,6 +11,8 @@ import torch
 from tests.harness.ranks import stop_fork_server
 
 torch.set_num_threads(1)  # several tests run side by side
+if not torch.cuda.device_count():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test, or a process that it starts, loads Triton
 
 
 # The longest first, so that no worker is left alone with one at the end of `make test`. Beside the fault tests, which
