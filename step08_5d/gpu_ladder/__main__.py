@@ -1,0 +1,28 @@
+"""The GPU ladder: kernels from eager PyTorch to CUDA C++, and what limits each of them.
+
+    python -m step08_5d.gpu_ladder                # all rungs
+    python -m step08_5d.gpu_ladder --only matmul
+    python -m step08_5d.gpu_ladder --quick        # smaller sizes; figures go to runs/step08-figures
+
+On a GPU the rungs have full sizes and are timed. Without one, Triton interprets the kernels on toy sizes, and we count
+what a GPU would be asked for: sectors of memory, bytes, FLOPs.
+"""
+
+import sys
+
+from common.experiments.runner import run_experiments
+from step08_5d.gpu_ladder.attention import attention
+from step08_5d.gpu_ladder.elu import elu
+from step08_5d.gpu_ladder.formats import formats
+from step08_5d.gpu_ladder.fusion import fusion
+from step08_5d.gpu_ladder.machine import missing
+from step08_5d.gpu_ladder.matmul import matmul
+from step08_5d.gpu_ladder.roofline import roofline
+
+EXPERIMENTS = [elu, matmul, fusion, attention, roofline, formats]
+
+if __name__ == "__main__":
+    for line in missing():
+        print(line)
+    module, description = "step08_5d.gpu_ladder", __doc__.splitlines()[0]
+    sys.exit(run_experiments("step08_5d/gpu_ladder", description, EXPERIMENTS, module=module))

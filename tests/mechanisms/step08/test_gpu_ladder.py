@@ -1,0 +1,243 @@
+"""The GPU ladder: every rung computes the same, and what is counted equals the formulas of the lesson."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.experiments import figures
+from step08_5d.gpu_ladder import attention, elu, formats, fusion, machine, matmul, roofline, traffic, transactions
+from step08_5d.gpu_ladder.transactions import Sizes
+from step08_5d.kernels.launching import HAS_TRITON
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton (pip install triton)")
+interprets = pytest.mark.skipif(not HAS_TRITON or machine.DEVICE.type == "cuda", reason="needs Triton's interpreter")
+SIZES = Sizes(32, 64, 32)
+LADDER = Path(machine.__file__).parent
+
+
+def random(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(machine.DEVICE, dtype)
+
+
+def assert_equal(ours: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-6) -> None:
+    assert ours.shape == exact.shape
+    assert machine.difference(ours, exact) < tolerance
+
+
+@pytest.mark.parametrize("variant", [elu.eager, pytest.param(elu.in_triton, marks=needs_triton)])
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+@pytest.mark.filterwarnings("ignore:overflow")  # of exp(100), which nobody selects
+def test_elu(variant, alpha):
+    x = torch.cat([random(2500), torch.tensor([0.0, 100.0, -100.0], device=machine.DEVICE)])  # exp(100) overflows
+    assert_equal(variant(x, alpha), F.elu(x.double(), alpha))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 6e-4), (torch.bfloat16, 8e-3), (torch.float64, 1e-14)])
+def test_elu_in_other_types(dtype, tolerance):
+    x = random(300, dtype=dtype)
+    assert_equal(elu.in_triton(x), F.elu(x.double(), elu.ALPHA), tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", matmul.IN_TRITON)
+@pytest.mark.parametrize("shape", [(33, 7, 5), (3, 40, 5), (2, 3, 35), (1, 1, 1)])
+def test_matmul_of_any_shape(kernel, shape):
+    m, n, k = shape
+    a, b = random(m, k), random(k, n, seed=1)
+    assert_equal(matmul.IN_TRITON[kernel](a, b), a.double() @ b.double())
+
+
+@needs_triton
+def test_tiled_matmul_in_16_bits():
+    a, b = random(40, 70, dtype=torch.float16), random(70, 33, dtype=torch.float16, seed=1)
+    assert_equal(matmul.tiled(a, b, tile=16, depth=32), a.double() @ b.double(), 1e-3)
+
+
+@pytest.mark.parametrize("variant", [fusion.eager, pytest.param(fusion.in_triton, marks=needs_triton)])
+@pytest.mark.parametrize("columns", [1, 5, 128, 130])
+def test_softmax(variant, columns):
+    x = 50 * random(7, columns)  # exp(x) without the maximum would overflow
+    assert_equal(variant(x), F.softmax(x.double(), -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module, arguments", [(elu, (999,)), (fusion, (7, 130))])
+def test_compiled(module, arguments):
+    x = random(*arguments)
+    assert_equal(torch.compile(module.eager)(x), module.eager(x.double()))
+
+
+@pytest.mark.gpu
+def test_cuda_kernels():
+    if machine.cuda_kernels() is None:
+        pytest.skip("no nvcc that works")
+    x, a, b = random(1000), random(50, 70), random(70, 33, seed=1)
+    assert_equal(machine.from_source("elu")(x, 0.3), F.elu(x.double(), 0.3))
+    for kernel in transactions.KERNELS:
+        assert_equal(machine.from_source(kernel)(a, b), a.double() @ b.double())
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    """matmul.cu as a library for the CPU, where a C++ compiler is at hand."""
+    if (compiler := shutil.which("g++")) is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("matmul")
+    calls = [
+        f"""
+        extern "C" long long run_{name}(int gx, int gy, const float* a, const float* b, float* c, int M, int N, int K,
+                                        long long* addresses) {{
+          return run({name}, {{gx, gy}}, {{TILE, TILE}}, a, b, c, M, N, K, addresses);
+        }}"""
+        for name in transactions.KERNELS
+    ]
+    includes = [f'#include "{Path(__file__).with_name("cuda_on_cpu.h")}"', f'#include "{LADDER / "matmul.cu"}"']
+    source, library = folder / "matmul.cpp", folder / "matmul.so"
+    source.write_text("\n".join([*includes, *calls]))
+    command = [compiler, "-std=c++20", "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return ctypes.CDLL(library)
+
+
+def run_on_cpu(library: ctypes.CDLL, kernel: str, size: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Run a kernel of matmul.cu. Returns its result, the product, and the addresses that it reads: (threads, reads)."""
+    a, b = (random(*shape, seed=seed).cpu().numpy() for seed, shape in enumerate([(size.M, size.K), (size.K, size.N)]))
+    memory = np.zeros(a.size + b.size + 8, np.float32)  # a and b behind each other, from an address that sectors divide
+    start = -memory.ctypes.data % traffic.SECTOR // 4
+    memory[start : start + a.size], memory[start + a.size : start + a.size + b.size] = a.ravel(), b.ravel()
+    c, addresses = np.zeros((size.M, size.N), np.float32), np.zeros(2 * size.M * size.N * size.K, np.int64)
+    pointer, first = ctypes.c_void_p, memory.ctypes.data + 4 * start
+    down, across = -(-size.M // transactions.TILE), -(-size.N // transactions.TILE)
+    grid = (down, across) if kernel == "naive" else (across, down)
+    run = getattr(library, f"run_{kernel}")
+    run.restype = ctypes.c_longlong
+    data = pointer(first), pointer(first + a.nbytes), pointer(c.ctypes.data)
+    length = run(*grid, *data, size.M, size.N, size.K, pointer(addresses.ctypes.data))
+    return c, a @ b, addresses[:length]
+
+
+@pytest.mark.parametrize("kernel", transactions.KERNELS)
+def test_cuda_source_computes_the_product(on_cpu, kernel):
+    result, product, _ = run_on_cpu(on_cpu, kernel, Sizes(34, 33, 70))
+    np.testing.assert_allclose(result, product, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", transactions.KERNELS)
+def test_cuda_source_reads_the_sectors_that_we_count(on_cpu, kernel):
+    *_, addresses = run_on_cpu(on_cpu, kernel, SIZES)
+    by_thread = addresses.reshape(SIZES.M * SIZES.N // traffic.LANES, traffic.LANES, -1)
+    found = sum(traffic.sectors(lanes) for warp in by_thread for lanes in warp.T)
+    stored = SIZES.M * SIZES.N // traffic.LANES * (32 if kernel == "naive" else 4)
+    assert addresses.size == transactions.predicted_loads(kernel, SIZES)
+    assert found + stored == transactions.predicted_sectors(kernel, SIZES)
+
+
+@pytest.mark.parametrize("kernel", transactions.KERNELS)
+@pytest.mark.parametrize("size", [SIZES, Sizes(64, 32, 64)])
+def test_simulated_transactions_are_as_predicted(kernel, size):
+    predicted = transactions.predicted_loads(kernel, size), transactions.predicted_sectors(kernel, size)
+    assert transactions.count(kernel, size) == predicted
+
+
+@interprets
+@pytest.mark.parametrize("kernel", transactions.KERNELS)
+def test_triton_kernels_touch_the_same_sectors(kernel):
+    k = 32 if kernel == "tiled" else 8  # a sector of each row at least
+    with traffic.kernel_traffic() as touched:
+        matmul.IN_TRITON[kernel](torch.zeros(32, k), torch.zeros(k, 32))
+    assert touched.sectors == transactions.predicted_sectors(kernel, Sizes(32, 32, k))
+
+
+def test_a_column_costs_eight_times_a_row():
+    column, row = (4 * stride * np.arange(32) for stride in (1000, 1))
+    assert (traffic.sectors(column), traffic.sectors(row), traffic.sectors(0 * row)) == (32, 4, 1)
+
+
+def test_bytes_of_eager_chains():
+    x = random(16, 100).cpu()
+    for chain, predicted in (
+        (elu.eager, elu.EAGER * x.numel()),
+        (fusion.eager, fusion.eager_bytes(*x.shape)),
+        (fusion.gelu, fusion.GELU * x.numel()),
+    ):
+        with traffic.BytesMoved() as counted:
+            chain(x)
+        assert counted.total == predicted
+    assert_equal(fusion.gelu(x), F.gelu(x.double(), approximate="tanh"))
+
+
+@interprets
+@pytest.mark.parametrize("kernel", [elu.in_triton, fusion.in_triton])
+def test_a_fused_kernel_reads_and_writes_once(kernel):
+    x = random(3, 100)
+    with traffic.kernel_traffic() as touched:
+        kernel(x)
+    assert (touched.numbers, touched.bytes) == (2 * x.numel(), 8 * x.numel())
+
+
+def test_attention():
+    q, k, v = (random(1, 2, 40, 16, dtype=torch.float64, seed=seed) for seed in range(3))
+    assert_equal(attention.naive(q, k, v), attention.flash(q, k, v), 1e-14)
+    for tokens in (128, 256):
+        assert attention.peak_bytes(attention.naive, tokens) == pytest.approx(attention.naive_peak(tokens), abs=64)
+        assert 1 <= attention.peak_bytes(attention.flash, tokens) / attention.flash_peak(tokens) < 1.3
+        q, k, v = (torch.empty(1, attention.HEADS, tokens, attention.WIDTH, device="meta") for _ in range(3))
+        with traffic.BytesMoved() as counted:
+            attention.naive(q, k, v)
+        assert counted.total == attention.naive_moved(tokens)
+
+
+def test_roofline_has_a_ridge():
+    ridge = roofline.peak_flops("H100") / roofline.BANDWIDTH["H100"]
+    below, above = (roofline.Operation("", factor * ridge, 1) for factor in (0.5, 2))
+    shares = [roofline.reachable(each, "H100") / roofline.peak_flops("H100") for each in (below, above)]
+    assert shares == pytest.approx([0.5, 1])
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_bits_and_numbers_of_formats(name):
+    dtype, exponent, mantissa = formats.FORMATS[name]
+    info = torch.finfo(dtype)
+    assert info.bits == 1 + exponent + mantissa
+    assert info.eps == 2.0**-mantissa and formats.between_one_and_two(dtype) == 2**mantissa - 1
+    assert formats.spacing(dtype, 1.0) == info.eps
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_8_bit_numbers_one_by_one(name):
+    dtype = formats.FORMATS[name][0]
+    numbers = formats.all_numbers(dtype)
+    assert ((numbers > 1) & (numbers < 2)).sum() == formats.between_one_and_two(dtype) == {"e4m3": 7, "e5m2": 3}[name]
+    assert numbers.max() == torch.finfo(dtype).max == {"e4m3": 448, "e5m2": 57344}[name]
+    assert numbers[numbers > 0].min() == formats.spacing(dtype, 0.0)
+
+
+@pytest.mark.parametrize("part", [fusion.fusion, roofline.roofline, formats.formats])
+def test_parts_print_and_draw(part, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(figures, "folder", tmp_path)
+    part(True)
+    assert "\n  ---" in capsys.readouterr().out
+    assert machine.DEVICE.type == "cuda" or len(list(tmp_path.glob("*.png"))) == 1
+
+
+def test_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(machine, "HAS_TRITON", False)
+    assert any(line.startswith("no Triton") for line in machine.missing())
+    assert machine.with_triton(elu.in_triton) == machine.NO_TRITON
+    if machine.DEVICE.type == "cpu":
+        assert machine.from_source("elu") == machine.NO_CUDA_SOURCE
+        assert any(line.startswith("no GPU") for line in machine.missing())
+
+
+@pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="compiles C++ for 10 seconds; set TEST_ALL=1")
+def test_compiled_on_the_cpu():
+    x = torch.randn(1000)
+    assert_equal(torch.compile(elu.eager)(x), elu.eager(x.double()))
