@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.ranks import ROOT, run_command, run_script
 
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("step*/README.md"))]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("step*/*/README.md"))]
 BY_HAND = ("make ", "git ", "source ", "cd ")  # `make test` runs this test; the others set up what runs it
 
 
