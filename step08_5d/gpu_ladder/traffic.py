@@ -31,7 +31,8 @@ class BytesMoved(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
         if not (function.is_view or name.startswith(("empty", "detach", "_unsafe_view"))):
-            read = {id(item): item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)}
+            sources = args[1:] if name == "copy_" else (args, kwargs)  # what it writes to, it does not read
+            read = {id(item): item for item in tree_leaves(sources) if isinstance(item, torch.Tensor)}
             written = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
             self.calls.append((name, sum(item.nbytes for item in [*read.values(), *written])))
         return result

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from step08_5d.gpu_ladder.traffic import BytesMoved
 from step08_5d.kernels.launching import HAS_TRITON
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton (pip install triton)")
@@ -45,23 +44,6 @@ def assert_same(kernel, reference, inputs, *settings) -> None:
     for index, (mine, theirs) in enumerate(zip(ours, exact, strict=True)):
         assert mine.shape == theirs.shape and mine.dtype == dtype
         assert difference(mine, theirs) < TOLERANCE[dtype], f"tensor {index}: {difference(mine, theirs)}"
-
-
-class BytesMoved(TorchDispatchMode):
-    """Adds up the bytes that every operation reads and writes: its inputs, each once, and its outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        result = function(*arguments, **(named or {}))
-        if not function.is_view and function != torch.ops.aten.detach.default:
-            read = arguments[1:] if function == torch.ops.aten.copy_.default else (arguments, named)
-            read = {id(each): each for each in tree_leaves(read) if isinstance(each, torch.Tensor)}
-            written = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-            self.total += sum(each.nbytes for each in [*read.values(), *written])
-        return result
 
 
 def eager_bytes(reference, shapes, *settings) -> list[float]:
