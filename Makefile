@@ -30,6 +30,8 @@ ranks_step06 := 2
 flags_step06 := --cp 2
 ranks_step07 := 2
 flags_step07 := --experts 8 --ep 2
+ranks_step08 := 8
+flags_step08 := --pp 2 --cp 2 --tp 2 --dtype bfloat16
 
 help:
 	@echo 'make demo      train one run of each step on the default corpus, draw all curves, print the differences'

@@ -99,11 +99,8 @@ def broadcast(tensor: Tensor, source: int, group: Group, async_op: bool = False)
     return work.launched(async_op)
 
 
-Message = tuple[Tensor, int]  # the tensor, and the index of the peer in the group
-
-
-def exchange(sends: list[Message], receives: list[Message], group: Group, async_op: bool = False) -> Work:
-    """Issue messages as one batch, so that NCCL cannot deadlock on their order. Peers are indices in the group.
+def exchange(sends: list, receives: list, group: Group, async_op: bool = False) -> Work:
+    """Issue messages as one batch, so that NCCL cannot deadlock on their order: pairs (tensor, index of its peer).
 
     Do not change what is sent before the wait.
     """

@@ -6,6 +6,7 @@ that the combination is refused. A flag that a step accepts and ignores leaves a
 
 import contextlib
 import importlib
+import io
 import json
 import math
 import threading
@@ -101,6 +102,9 @@ CHANGES = {
     "z_coef": (MOE, "--z-coef 0.1"),
     "capacity_factor": (MOE, "--capacity-factor 0.5"),
     "ep": (MOE, "--ep 2"),
+    "fused": ("", "--no-fused"),
+    "compile": ("", "--compile"),
+    "shapes": ("", "--shapes"),
 }
 # Carried out before train() is called; tests/test_faults.py and tests/unit/test_process_groups.py see their effect.
 AT_THE_START = {"device", "timeout", "memory_snapshot"}
@@ -130,6 +134,11 @@ def observe(step: int, flags: str, folder: Path) -> dict:
     """What can be seen of a run on this rank. A refusal is seen as such."""
     train = importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train
     saved, in_background, save, slept, sleep = [], [], checkpoint.save, [], time.sleep
+    compiled, printed = [], io.StringIO()
+
+    def noted_compile(function, **options):
+        compiled.append(function.__name__)
+        return function
 
     def noted_sleep(seconds):  # of --link and --layer-delay
         slept.append(seconds)
@@ -155,6 +164,8 @@ def observe(step: int, flags: str, folder: Path) -> dict:
             mock.patch.object(time, "sleep", noted_sleep),
             mock.patch.object(initialisation, "stored_values", constant_weights),
             mock.patch.object(checkpoint, "save", noted_save),
+            mock.patch.object(torch, "compile", noted_compile),
+            contextlib.redirect_stdout(printed),
             collectives.record() as calls,
             saved_tensors,
         ):
@@ -170,6 +181,8 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
         "record": recorded(folder),
         "waits": sum(slept) > 0,
+        "compiled": compiled,
+        "lines": len(printed.getvalue().splitlines()),
     }
 
 

@@ -3,15 +3,17 @@
 from collections.abc import Iterable
 
 
-def print_table(title: str, header: Iterable[str], rows: Iterable[Iterable]) -> None:
-    """Print a title and rows under a header; every column is as wide as its widest cell."""
-    rows = [[str(cell) for cell in row] for row in (header, *rows)]
+def aligned(rows: list[list[str]]) -> list[str]:
+    """A line for each row; every column is as wide as its widest cell."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows)]
-    print(f"\n{title}")
-    for index, (first, *cells) in enumerate(rows):
-        print("  " + "  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
-        if index == 0:
-            print("  " + "  ".join("-" * width for width in widths))
+    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for first, *cells in rows]
+
+
+def print_table(title: str, header: Iterable[str], rows: Iterable[Iterable]) -> None:
+    """Print a title and aligned rows under a header."""
+    rows = [[str(cell) for cell in row] for row in (header, *rows)]
+    dashes = ["-" * max(len(cell) for cell in column) for column in zip(*rows)]
+    print(f"\n{title}", *aligned([rows[0], dashes, *rows[1:]]), sep="\n  ")
 
 
 def compared(predicted: float, measured: float, digits: str = ",.0f", scale: float = 1) -> tuple[str, str, str]:

@@ -1,7 +1,6 @@
 """What experiments read from traces."""
 
-from common.tracing.chrome_trace import Trace
-from common.tracing.intervals import time_by_state
+from common.tracing.chrome_trace import Trace, time_by_state
 from common.tracing.report import StepRow, mean, report
 
 

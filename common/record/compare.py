@@ -15,6 +15,7 @@ from common.command_line import OneLineParser
 from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
 from common.experiments.curves import plot
+from common.experiments.tables import aligned
 from common.record.run_record import read_metrics
 
 KEYS = ("loss", "grad_norm")
@@ -144,9 +145,7 @@ def table(rows: list[Row]) -> str:
         for value, step in row.worst.values():
             line += ["reference", ""] if row is rows[0] else [f"{value:.2e}", str(step)]
         lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    aligned = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
-    return "\n".join("  ".join(line).rstrip() for line in aligned)
+    return "\n".join(line.rstrip() for line in aligned(lines))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -125,3 +125,21 @@ def read_trace(run_dir: str | Path) -> Trace:
         raise UsageError(f"{path}: {error.strerror}; --trace FIRST:LAST with --run-dir writes it") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a trace of this project: {type(error).__name__}: {error}") from None
+
+
+def time_by_state(*sets: list[tuple[float, float]]) -> dict[tuple[bool, ...], float]:
+    """Return for how long each state lasted. A state says for each set of intervals whether one is in progress.
+
+    `time_by_state([(0, 5)], [(3, 9)])` is {(True, False): 3, (True, True): 2, (False, True): 4}.
+    """
+    edges = sorted(
+        (time, index, change)
+        for index, intervals in enumerate(sets)
+        for start, end in intervals
+        for time, change in ((start, 1), (end, -1))
+    )
+    depth, result = [0] * len(sets), Counter()
+    for (time, index, change), (following, _, _) in zip(edges, edges[1:]):
+        depth[index] += change
+        result[tuple(count > 0 for count in depth)] += following - time
+    return result

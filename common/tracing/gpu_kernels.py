@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.experiments.tables import print_table
-from common.tracing.intervals import time_by_state
+from common.tracing.chrome_trace import time_by_state
 
 
 class Now(NamedTuple):

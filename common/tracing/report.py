@@ -16,9 +16,8 @@ from common.command_line import OneLineParser
 from common.errors import UsageError
 from common.experiments.tables import print_table
 from common.experiments.timelines import draw_timelines
-from common.tracing.chrome_trace import Trace, read_trace
+from common.tracing.chrome_trace import Trace, read_trace, time_by_state
 from common.tracing.gpu_kernels import print_kernels
-from common.tracing.intervals import time_by_state
 
 
 class Now(NamedTuple):

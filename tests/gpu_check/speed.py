@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from common import model
 from common.config import TrainConfig
 from common.model import RMSNorm, SwiGLU
-from common.tracing.chrome_trace import read_trace
+from common.tracing.chrome_trace import read_trace, time_by_state
 from common.tracing.gpu_kernels import classify_kernels
-from common.tracing.intervals import time_by_state
 from step01_single_gpu import train as step01
 from tests.gpu_check.findings import NOT_ON_CPU, Findings
 from tests.gpu_check.launching import train_alone

@@ -16,10 +16,9 @@ from common.collectives import all_reduce, exchange, receive, send
 from common.experiments.timelines import draw_timelines
 from common.link import Link
 from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh, build_mesh
-from common.tracing.chrome_trace import Event, chrome_events, read_trace
+from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_by_state
 from common.tracing.clocks import CudaClock
 from common.tracing.gpu_kernels import classify_kernels
-from common.tracing.intervals import time_by_state
 from common.tracing.report import main, mean, report
 from common.tracing.tracer import Tracer
 from tests.harness.ranks import run_ranks
