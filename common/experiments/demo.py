@@ -28,7 +28,8 @@ RUNS = [
     ("step03-zero-3", "step03_zero", 2, "--zero 3"),
     ("step04-tp2", "step04_tensor_parallel", 2, "--tp 2"),
     ("step05-pp2", "step05_pipeline", 2, "--pp 2"),
-    ("step06-cp2-tp2-pp2", "step06_context_parallel", 8, "--cp 2 --tp 2 --pp 2"),
+    ("step06-cp2", "step06_context_parallel", 2, "--cp 2"),
+    ("step08-pp2-cp2-tp2", "step08_5d", 8, "--pp 2 --cp 2 --tp 2"),
 ]
 MORE_RUNS = [
     ("step02-naive", "step02_data_parallel", 2, "--dp-mode naive"),
@@ -43,10 +44,11 @@ MORE_RUNS = [
 EXPERTS = [
     ("step07", "step07_expert_parallel", 1, ""),
     ("step07-ep4-tp2", "step07_expert_parallel", 4, "--ep 4 --tp 2"),
+    ("step08-pp2-cp2-tp2-ep4", "step08_5d", 8, "--pp 2 --cp 2 --tp 2 --ep 4"),
 ]
 FLOAT64 = "--steps 10 --dtype float64"
 MOE = f"{FLOAT64} --experts 8 --expert-ffn 128 --shared-experts 1 --balance bias"
-FAMILIES = [("float32", "--steps 50", 1e-5, RUNS), ("float64", FLOAT64, 1e-10, RUNS), ("experts", MOE, 1e-10, EXPERTS)]
+FAMILIES = [("float32", "--steps 40", 1e-5, RUNS), ("float64", FLOAT64, 1e-10, RUNS), ("experts", MOE, 1e-10, EXPERTS)]
 
 
 def device_flag(gpus: int, ranks: int) -> str:
