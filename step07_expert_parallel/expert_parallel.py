@@ -120,7 +120,8 @@ class Journey:
 
     def arrive(self, rows: Tensor) -> tuple[Tensor, Counts]:
         """Return the rows of this rank's experts, sorted by expert, and how many there are of each."""
-        return rows if self.alone else _Permute.apply(self.there.finish(rows), self.order), self.counts
+        arrived = rows if self.alone else _Permute.apply(self.there.finish(rows), self.order)
+        return arrived, self.counts
 
     def back(self, rows: Tensor) -> Tensor:
         """Send the outputs of this rank's experts back, and return those for the rows of this rank."""
