@@ -1,0 +1,23 @@
+"""What the experiments of this step share: small models, dense and with experts, and a training step to look into."""
+
+from common.experiments import training_step
+from common.experiments.training_step import checked
+from common.process_groups import Mesh
+from step08_5d import train
+
+STEP = {"step_name": "step08_5d"}  # a configuration of no step, or of an earlier one, refuses experts
+
+# Eight layers, heads and experts: each dimension can divide the model by 8
+DENSE = STEP | {"layers": 8, "hidden": 128, "ffn": 256, "heads": 8, "kv_heads": 8, "vocab": 512, "seq_len": 128}
+DENSE |= {"micro_batch": 1, "global_batch": 8, "data": "synthetic", "warmup": 1}
+EXPERTS = DENSE | {"experts": 8, "top_k": 2, "expert_ffn": 128, "balance": "none"}
+
+FOUR_D = {"pp": 2, "cp": 2, "tp": 2}  # of 8 ranks
+FIVE_D = FOUR_D | {"ep": 4}  # with experts
+
+
+class Run(training_step.Run):
+    """train.py's model, gradients and update on these ranks, without its record."""
+
+    def __init__(self, mesh: Mesh, **flags):
+        super().__init__(train, *checked(mesh, **flags))
