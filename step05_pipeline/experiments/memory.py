@@ -127,7 +127,7 @@ class Watcher:
         yield
         if self._pipeline:
             stores = self._pipeline.deferred.values()
-            stored = {_place(tensor) for store in stores for _, *tensors in store for tensor in tensors}
+            stored = {_place(tensor) for store in stores for _, *tensors, _ in store for tensor in tensors}
             self.peak = max(self.peak, sum(size for _, size in (self.saved.keys() | stored) - self._parameters))
 
 
