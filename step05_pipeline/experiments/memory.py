@@ -12,12 +12,13 @@ from common.counts import count_flops, count_parameters
 from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table
+from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step05_pipeline.experiments import predictions
-from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case
+from step05_pipeline.experiments.tools import ORDER, SHAPE, Run
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
@@ -62,10 +63,10 @@ def activations(quick: bool) -> None:
 def keep(mesh: Mesh, flags: dict) -> dict[str, int]:
     """On a rank, of one step: peak bytes kept for the backward, micro-batches in flight, the allocator's peak."""
     watcher = Watcher()
-    run = Run(mesh, observer=watcher, **flags)
+    run = Run(mesh, **flags)
     watcher.of(run)
     with watcher.hooks():
-        run.accumulate()
+        run.accumulate(watcher)
     alive = run.pipeline.peak_in_flight
     run.finish()
     run = Run(mesh, **flags)  # once more without hooks, which keep things longer

@@ -9,9 +9,10 @@ from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import overlay, reference_gradients
 from common.experiments.tables import print_comparison, print_table
+from common.experiments.training_step import on_every_case
 from common.process_groups import Mesh
 from step05_pipeline.experiments import predictions
-from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, on_every_case
+from step05_pipeline.experiments.tools import ORDER, SHAPE, Run
 from step05_pipeline.train import train
 
 PIPELINES = ("pp_forward", "pp_backward")

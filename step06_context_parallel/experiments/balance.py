@@ -10,10 +10,11 @@ from common.collectives import barrier
 from common.experiments.figures import COLOURS, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_comparison, print_table
+from common.experiments.training_step import on_every_case
 from common.process_groups import Mesh
 from step06_context_parallel import attention_block, ring_attention
 from step06_context_parallel.experiments.predictions import SPLITS, all_pairs, critical_path
-from step06_context_parallel.experiments.tools import RANK_COLOURS, AttentionLayer, on_every_case
+from step06_context_parallel.experiments.tools import RANK_COLOURS, AttentionLayer
 from step06_context_parallel.layouts import Layout
 
 TOY = {"seq_len": 16, "layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "micro_batch": 1, "global_batch": 1}

@@ -9,12 +9,13 @@ from common.counts import count_parameters
 from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table
+from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step01_single_gpu.memory_model.gpt import from_model, text_activations
 from step06_context_parallel.experiments import predictions
-from step06_context_parallel.experiments.tools import Run, on_every_case
+from step06_context_parallel.experiments.tools import Run
 
 SMALL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 256}
 SMALL |= {"data": "synthetic", "warmup": 1, "micro_batch": 1, "global_batch": 1}

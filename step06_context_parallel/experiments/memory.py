@@ -7,12 +7,13 @@ import torch
 from common.config import TrainConfig
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_comparison
+from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Mesh
 from step01_single_gpu.memory_model.prediction import SavedTensors
 from step06_context_parallel.all_gather_attention import AllGatherAttention
 from step06_context_parallel.experiments import predictions
-from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer, Run, on_every_case
+from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer, Run
 from step06_context_parallel.layouts import Layout
 from step06_context_parallel.ring_attention import RingAttention
 

@@ -9,11 +9,12 @@ from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import overlay, reference_gradients
 from common.experiments.tables import print_comparison, print_table
+from common.experiments.training_step import on_every_case
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step06_context_parallel.experiments import predictions
 from step06_context_parallel.experiments.predictions import SPLITS
-from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer, Run, on_every_case
+from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer, Run
 from step06_context_parallel.train import train
 
 DTYPES = {"float32": 4, "bfloat16": 2}

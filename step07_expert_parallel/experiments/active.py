@@ -7,11 +7,12 @@ from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_comparison, print_table
+from common.experiments.training_step import on_every_case
 from common.model import Decoder, cross_entropy_sum, naive_attention
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.weights.initialisation import materialise, random_values
-from step07_expert_parallel.experiments.ranks import checked, on_every_case
+from step07_expert_parallel.experiments.ranks import checked
 from step07_expert_parallel.experiments.tools import STEP
 from step07_expert_parallel.moe import apply_experts
 

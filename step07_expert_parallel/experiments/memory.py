@@ -9,12 +9,13 @@ from common.counts import count_parameters
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table
+from common.experiments.training_step import on_every_case
 from common.measure.allocator import live_bytes
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step01_single_gpu.memory_model.prediction import SavedTensors
 from step07_expert_parallel.experiments import predictions
-from step07_expert_parallel.experiments.ranks import BYTES, SHAPE, ExpertLayer, Run, on_every_case, routing
+from step07_expert_parallel.experiments.ranks import BYTES, SHAPE, ExpertLayer, Run, routing
 
 RANKS, DEGREES, STAGES = 4, (1, 2, 4), (0, 1, 2, 3)
 # As in Mixtral, nearly all parameters are those of experts

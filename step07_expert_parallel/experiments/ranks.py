@@ -1,39 +1,31 @@
 """What experiments on running ranks share: a layer with experts, its routing, and a training step to look into."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 
 from common.config import TrainConfig
-from common.data.batches import load_batches
+from common.experiments import training_step
 from common.model import Decoder
-from common.process_groups import Degrees, Mesh, build_mesh
-from common.reductions import gradient_norm, sum_extra_groups
-from common.tracing.tracer import Tracer
+from common.process_groups import Mesh
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.mixed_precision import clip_factor
-from step06_context_parallel.context_parallel import take_part
+from step07_expert_parallel import train
 from step07_expert_parallel.moe import apply_experts
 from step07_expert_parallel.router import Router
-from step07_expert_parallel.train import build
 
 # One layer: a token has as many numbers as it takes for headers of messages not to matter
 SHAPE = {"step_name": "step07_expert_parallel", "layers": 1, "hidden": 128, "ffn": 128, "heads": 4, "kv_heads": 4}
 SHAPE |= {"experts": 8, "top_k": 2, "expert_ffn": 64, "seq_len": 256, "micro_batch": 2}
 SHAPE |= {"balance": "none", "data": "synthetic", "warmup": 1}
 BYTES = {"float32": 4, "bfloat16": 2}
-mesh_of = functools.cache(build_mesh)  # all cases of one layout use the same groups
 
 
 def checked(mesh: Mesh, **flags) -> tuple[TrainConfig, Mesh]:
     """The configuration with these flags on the ranks of `mesh`, and its groups. One micro-batch, unless they say."""
     ranks = mesh.world.size // (flags.get("tp", 1) * flags.get("pp", 1))
-    config = TrainConfig(device="cpu", **{"global_batch": flags["micro_batch"] * ranks} | flags)
-    config.resolve_and_check(mesh.world.size)
-    return config, mesh_of(Degrees.of(config), mesh.device, config.model_config.kv_heads)
+    return training_step.checked(mesh, **{"global_batch": flags["micro_batch"] * ranks} | flags)
 
 
 class ExpertLayer:
@@ -87,39 +79,8 @@ def routing(evenly: bool) -> Iterator[None]:
         yield
 
 
-class Run:
+class Run(training_step.Run):
     """train.py's model, gradients and update on these ranks, without its record."""
 
     def __init__(self, mesh: Mesh, **flags):
-        self.config, mesh = checked(mesh, **flags)
-        self.batches = load_batches(self.config, mesh)
-        self.pipeline, self.optimizer = build(self.config, mesh)
-        self.mesh = self.pipeline.mesh  # with the groups of stages that share parameters
-        self.units = [unit for zero in self.pipeline.zero_wrappers for unit in zero.units]
-
-    def micro_batch(self, index: int) -> tuple:
-        """This rank's part of a micro-batch, as train.py takes it."""
-        place = self.mesh.dp.rank, self.mesh.dp.size
-        whole = self.batches.micro_batch(0, index, self.config.micro_batch, *place)
-        return take_part(*whole, self.config, self.mesh, self.batches.corpus.end)
-
-    def gradients(self, tracer: Tracer | None = None) -> list[torch.Tensor]:
-        """The finished gradients, one for each of the optimizer's parameters."""
-        self.pipeline.run(self.micro_batch, self.batches.target_tokens, tracer=tracer)
-        gradients = self.pipeline.finish()
-        sum_extra_groups(self.optimizer.parameters, gradients, self.mesh)
-        return gradients
-
-    def update(self, gradients: list[torch.Tensor]) -> None:
-        """Clip, and take an optimizer step."""
-        norm = gradient_norm(self.optimizer.parameters, gradients, self.mesh.world)
-        self.optimizer.step(gradients, self.config.learning_rate(0), clip_factor(norm, self.config.clip))
-
-
-def on_every_case(mesh: Mesh, done: Callable, function: Callable, cases: list[dict]) -> list:
-    """On a rank: `function(mesh, flags)` for each of the flags in `cases`."""
-    results = []
-    for flags in cases:
-        results.append(function(mesh, flags))
-        done()
-    return results
+        super().__init__(train, *checked(mesh, **flags))

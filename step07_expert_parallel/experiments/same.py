@@ -7,8 +7,9 @@ from torch import Tensor
 from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import overlay
+from common.experiments.training_step import on_every_case
 from common.process_groups import Mesh
-from step07_expert_parallel.experiments.ranks import Run, on_every_case
+from step07_expert_parallel.experiments.ranks import Run
 from step07_expert_parallel.experiments.tools import STEP
 from step07_expert_parallel.train import train
 

@@ -6,10 +6,11 @@ from common.collectives import barrier, record
 from common.experiments import tcp_bytes
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_table
+from common.experiments.training_step import on_every_case
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step07_expert_parallel.experiments import predictions
-from step07_expert_parallel.experiments.ranks import BYTES, SHAPE, ExpertLayer, on_every_case, routing
+from step07_expert_parallel.experiments.ranks import BYTES, SHAPE, ExpertLayer, routing
 
 PHASES = ("forward", "backward")
 LAYOUTS = ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2))  # (ep, tp) on ep ranks
