@@ -104,7 +104,7 @@ class Journey:
         self.counts, self.alone = counts, ep.size == 1
         if self.alone:
             return
-        sent = counts.device.view(ep.size, -1)  # (ep, experts of a rank)
+        sent = counts.on_device.view(ep.size, -1)  # (ep, experts of a rank)
         received = torch.empty_like(sent)
         collectives.all_to_all(received, sent, ep)
         rows_sent, rows_received = to_host(torch.stack((sent.sum(1), received.sum(1))))

@@ -25,25 +25,25 @@ def to_host(counts: Tensor) -> list[int]:
 
 
 class Counts:
-    """How many rows belong to each expert, in rows that are sorted by expert. `device`: (experts,) int64."""
+    """How many rows belong to each expert, in rows that are sorted by expert. `on_device`: (experts,) int64."""
 
-    def __init__(self, device: Tensor):
-        self.device = device
+    def __init__(self, on_device: Tensor):
+        self.on_device = on_device
 
     @cached_property
-    def host(self) -> list[int]:
+    def on_host(self) -> list[int]:
         """The same, where Python can read it."""
-        return to_host(self.device)
+        return to_host(self.on_device)
 
     @cached_property
     def ends(self) -> Tensor:
         """Behind the last row of each expert: (experts,) int32, on the device."""
-        return self.device.cumsum(0, dtype=torch.int32)
+        return self.on_device.cumsum(0, dtype=torch.int32)
 
     @property
     def rows(self) -> list[slice]:
         """The rows of each expert."""
-        return [slice(*ends) for ends in pairwise(accumulate(self.host, initial=0))]
+        return [slice(*ends) for ends in pairwise(accumulate(self.on_host, initial=0))]
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
@@ -71,7 +71,7 @@ def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
         return F.grouped_mm(y.T, x, offs=counts.ends)
     if own_kernels:
         return own_kernels[1](y, x, counts)
-    out = x.new_empty(len(counts.device), y.shape[-1], x.shape[-1])
+    out = x.new_empty(len(counts.on_device), y.shape[-1], x.shape[-1])
     for rows, matrix in zip(counts.rows, out, strict=True):
         torch.mm(y[rows].T, x[rows], out=matrix)
     return out

@@ -41,7 +41,7 @@ class Choices:
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         self.counts, order = Counts(counts[:experts]), flat.argsort(stable=True)
-        self.order = order[: sum(self.counts.host)] if some_dropped else order
+        self.order = order[: sum(self.counts.on_host)] if some_dropped else order
         self.tokens = self.order // chosen.shape[1]
         self.places, self.starts = self.order.argsort(), kept.cumsum(0) - kept
 

@@ -63,7 +63,7 @@ def travel(mesh: Mesh, done: Callable) -> dict:
     arrived = torch.empty_like(by_expert).index_copy_(0, journey.order, by_expert)
     seen = {"sorted": numbers, "arrived": arrived, "experts": by_expert, "back": journey.back(by_expert)}
     result = {key: [int(row) for row in rows] for key, rows in seen.items()}
-    result |= {"counts": choices.counts.host, "received": counts.host}
+    result |= {"counts": choices.counts.on_host, "received": counts.on_host}
     return result | {"expert": {mesh.rank * ROWS + row: int(index) for row, index in enumerate(chosen.flatten())}}
 
 

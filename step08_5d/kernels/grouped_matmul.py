@@ -122,7 +122,7 @@ def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
     out, x = x.new_empty(rows, columns), x if x.stride(1) == 1 else x.contiguous()
     grid = ceil_div(columns, tile["COLUMNS"]), ceil_div(rows, tile["ROWS"]) + experts
     _multiply_kernel[grid](
-        *(x, matrices, out, counts.device, x.stride(0), matrices.stride(), experts, inner, columns),
+        *(x, matrices, out, counts.on_device, x.stride(0), matrices.stride(), experts, inner, columns),
         PADDED_EXPERTS=next_power_of_two(experts),
         WIDE=wide_type(x.dtype),
         **tile,
@@ -133,11 +133,11 @@ def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
 def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
     """The transposed rows of each expert in y times those in x: (rows, out), (rows, in) -> (experts, out, in)."""
     y, x = (each if each.stride(1) == 1 else each.contiguous() for each in (y, x))
-    experts, height, width, tile = len(counts.device), y.shape[1], x.shape[1], tile_sizes(x)
+    experts, height, width, tile = len(counts.on_device), y.shape[1], x.shape[1], tile_sizes(x)
     out = x.new_empty(experts, height, width)
     grid = ceil_div(width, tile["COLUMNS"]), ceil_div(height, tile["ROWS"]), experts
     _multiply_transposed_kernel[grid](
-        *(y, x, out, counts.device, y.stride(0), x.stride(0), experts, height, width),
+        *(y, x, out, counts.on_device, y.stride(0), x.stride(0), experts, height, width),
         PADDED_EXPERTS=next_power_of_two(experts),
         WIDE=wide_type(x.dtype),
         **tile,

@@ -87,7 +87,7 @@ def test_rows_and_back(kept):
     rows = sorted((each, index) for index, each in enumerate(expert) if each < 3)
     assert choices.order.tolist() == [index for _, index in rows]
     assert choices.tokens.tolist() == [index // 2 for _, index in rows]
-    assert choices.counts.host == [expert.count(each) for each in range(3)]
+    assert choices.counts.on_host == [expert.count(each) for each in range(3)]
     x, gates = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 2.0, 4.0, 8.0, 16.0, 32.0])
     times = [[sum(each < 3 for each in row)] for row in CHOSEN[kept]]
     weights = [[sum(gates[index].item() for _, index in rows if index // 2 == token)] for token in range(3)]
