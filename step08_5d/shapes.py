@@ -5,7 +5,8 @@ a running layer, in its first forward, and every shape is checked against its fo
 """
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -13,8 +14,21 @@ from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import GROUP_NAMES, Mesh
+from step08_5d.shapes_picture import draw_shapes
 
 RESIDUAL = "b, s/cp/sp, h"  # between the sublayers every token is on one rank of `tp`
+MEANINGS = {
+    "b": "micro-batch",
+    "s": "tokens of a sequence",
+    "h": "hidden width",
+    "f": "width of the MLP",
+    "d": "width of a head",
+    "a": "heads",
+    "g": "K/V heads",
+    "k": "experts of a token",
+    "sp": "tp, or 1 without sequence parallelism",
+    "rows": "sent here by the routers of `ep`",
+}
 
 
 @dataclass
@@ -26,6 +40,17 @@ class Row:
     shape: tuple[int, ...]
     bytes: int
     calls: list[collectives.Call]
+
+    @property
+    def sent(self) -> list[tuple[str, str, int, int]]:
+        """(operation, group, its size, bytes sent) of each call. Messages that travel together are one exchange."""
+        result = []
+        for call in self.calls:
+            op = "exchange" if call.peer is not None else call.op.replace("_", "-")
+            if op == "exchange" and result and result[-1][:2] == (op, call.group):
+                call = replace(call, bytes=call.bytes + result.pop()[-1])
+            result.append((op, call.group, call.group_size, call.bytes))
+        return result
 
 
 def letters(config: TrainConfig) -> dict[str, int]:
@@ -47,7 +72,7 @@ def evaluate(formula: str, names: dict[str, int]) -> tuple[int, ...]:
 
 
 class Watch:
-    """Looks at the first forward of one layer, and then calls `done(rows)`."""
+    """Looks at the first forward of one layer, and then calls `done(rows, letters)`."""
 
     def __init__(self, model: Decoder, config: TrainConfig, done):
         self.layer, self.names, self.rows, self.seen = next(iter(model.layers.values())), letters(config), [], 0
@@ -96,25 +121,43 @@ class Watch:
         self.layer.attention.core = self.core
         for handle in self.handles:
             handle.remove()
-        self.done(self.rows)
+        self.done(self.rows, self.names)
 
 
-def describe(rows: list[Row], mesh: Mesh) -> str:
+def legend(rows: list[Row], names: dict[str, int]) -> list[str]:
+    """What the letters in the formulas of `rows` are, with their values, in lines."""
+    seen = {letter for row in rows for letter in re.findall(r"\w+", row.formula)}
+    words = [f"{letter} {names[letter]} ({MEANINGS.get(letter, 'ranks')})" for letter in names if letter in seen]
+    return [", ".join(words[at : at + 4]) for at in range(0, len(words), 4)]
+
+
+def describe(rows: list[Row], names: dict[str, int], mesh: Mesh) -> str:
     """The groups of this rank and its layer, as text."""
-    groups = {name: getattr(mesh, name) for name in GROUP_NAMES}
+    unused = () if mesh.degrees.experts else ("ep", "edp", "expert_shard", "expert_replica")
+    groups = {name: getattr(mesh, name) for name in GROUP_NAMES if name not in unused}
     lines = [f"rank {mesh.rank} talks to"]
     lines += [f"  {name:15} {', '.join(map(str, each.ranks))}" for name, each in groups.items() if each.size > 1]
     lines.append("its first layer, forward")
     for row in rows:
-        for call in row.calls:
-            lines.append(f"      {call.op} over {call.group} ({call.group_size} ranks), sends {call.bytes:,} bytes")
+        for op, group, size, sent in row.sent:
+            lines.append(f"      {op} over {group} ({size} ranks), sends {sent:,} bytes")
         shape = " x ".join(map(str, row.shape))
         lines.append(
             f"  {row.place:32} ({row.formula}){'':{max(1, 22 - len(row.formula))}}{shape}, {row.bytes:,} bytes"
         )
-    return "\n".join(lines)
+    return "\n".join(lines + legend(rows, names))
 
 
-def print_shapes(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
-    """Print, on rank 0, the shapes of its first layer when that has run for the first time."""
-    Watch(model, config, lambda rows: print(describe(rows, mesh), flush=True) if mesh.rank == 0 else None)
+def show_shapes(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
+    """Print, on rank 0, the shapes of its first layer when that has run for the first time.
+
+    With --run-dir they are also drawn, into RUN_DIR/shapes.png.
+    """
+
+    def show(rows: list[Row], names: dict[str, int]) -> None:
+        if mesh.rank == 0:
+            print(describe(rows, names, mesh), flush=True)
+            if config.run_dir:
+                draw_shapes(rows, legend(rows, names), config, f"{config.run_dir}/shapes.png")
+
+    Watch(model, config, show)

@@ -30,7 +30,7 @@ from step07_expert_parallel.interleave import InterleavedPipeline
 from step07_expert_parallel.moe import apply_experts, check_experts
 from step07_expert_parallel.router import Balancing, routers_of
 from step08_5d.fused import apply_kernels, optimizer_class
-from step08_5d.shapes import print_shapes
+from step08_5d.shapes import show_shapes
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
@@ -63,7 +63,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     batches = load_batches(config, mesh)
     pipeline, optimizer = build(config, mesh)
     if config.shapes:
-        print_shapes(pipeline.stages[0], config, mesh)
+        show_shapes(pipeline.stages[0], config, mesh)
     mesh = pipeline.mesh  # with the groups of stages that share parameters
     scaler = LossScaler(config.torch_dtype)
     balancing = Balancing(pipeline.stages, config, mesh, scaler)

@@ -35,6 +35,12 @@ COLOURS = {
     "measured": "#D55E00",
     "published": "#E69F00",
 }
+# what a rank sends, by the dimension that it sends it for: the colour of the operation that each one uses most
+DIMENSIONS = {"dp": "#D55E00", "pp": "#882255", "cp": "#CC79A7", "tp": "#E69F00", "ep": "#F0E442"}
+DIMENSION_OF = {name: name for name in DIMENSIONS}  # a group of the mesh
+DIMENSION_OF |= dict.fromkeys(("pp_forward", "pp_backward", "embed", "mirror"), "pp")
+DIMENSION_OF |= dict.fromkeys(("dp_cp", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp")
+DIMENSION_OF |= {"kv_replica": "tp"}
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # for things without a colour of their own
 
 folder = Path("runs")  # where figures are saved; the runner sets it

@@ -12,10 +12,11 @@ others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step08_5d.experiments import grid
+from step08_5d.experiments import grid, shapes
 
 EXPERIMENTS = [
     grid.grid,
+    shapes.shapes,
 ]
 
 if __name__ == "__main__":
