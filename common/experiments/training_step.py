@@ -65,6 +65,21 @@ class Run:
         factor = self.train.clip_factor(self.norm, self.config.clip)
         self.optimizer.step(gradients, self.config.learning_rate(0), factor)
 
+    # ---- what this rank holds, in pairs (a tensor whose spec says what it is part of, tensor to count) ----
+
+    def weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters: gathered units, and shards that are no part of one."""
+        return [(unit.parameters[0], each) for unit in self.units for each in (unit.weights, unit.shard)]
+
+    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The optimizer's state after an update: moments, and master weights that are no parameters."""
+        result, weights = [], {unit.shard.untyped_storage().data_ptr() for unit in self.units}
+        for shard, master in zip(self.shards, self.optimizer.masters, strict=True):
+            result += [(shard, each) for each in self.optimizer.inner.state[master].values() if each.dim()]
+            if master.untyped_storage().data_ptr() not in weights:
+                result.append((shard, master))
+        return result
+
 
 def on_every_case(mesh: Mesh, done: Callable, function: Callable, cases: list[dict]) -> list:
     """On a rank: `function(mesh, flags)` for each of the flags in `cases`."""

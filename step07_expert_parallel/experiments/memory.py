@@ -56,17 +56,9 @@ def bytes_held(mesh: Mesh, flags: dict) -> Held:
     """On a rank: parameters and gradients when the backwards have ended, and optimizer state after the update."""
     run = Run(mesh, **flags)
     gradients = run.gradients()
-    result = {
-        "parameters": by_part((unit.parameters[0], each) for unit in run.units for each in (unit.weights, unit.shard)),
-        "gradients": by_part(zip(run.optimizer.parameters, gradients, strict=True)),
-    }
+    result = {"parameters": by_part(run.weights()), "gradients": by_part(zip(run.shards, gradients, strict=True))}
     run.update(gradients)
-    states, weights = [], {unit.shard.untyped_storage().data_ptr() for unit in run.units}
-    for shard, master in zip(run.optimizer.parameters, run.optimizer.masters, strict=True):
-        states += [(shard, each) for each in run.optimizer.inner.state[master].values() if each.dim()]
-        if master.untyped_storage().data_ptr() not in weights:
-            states.append((shard, master))
-    return result | {"optimizer state": by_part(states)}
+    return result | {"optimizer state": by_part(run.states())}
 
 
 def by_part(tensors) -> tuple[int, int]:

@@ -1,13 +1,12 @@
 """What experiments on running ranks share: a layer with experts, its routing, and a training step to look into."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+import functools
 
 import torch
 
 from common.config import TrainConfig
 from common.experiments import training_step
+from common.experiments.even_routing import choosing
 from common.model import Decoder
 from common.process_groups import Mesh
 from common.weights.initialisation import materialise, random_values
@@ -20,6 +19,7 @@ SHAPE = {"step_name": "step07_expert_parallel", "layers": 1, "hidden": 128, "ffn
 SHAPE |= {"experts": 8, "top_k": 2, "expert_ffn": 64, "seq_len": 256, "micro_batch": 2}
 SHAPE |= {"balance": "none", "data": "synthetic", "warmup": 1}
 BYTES = {"float32": 4, "bfloat16": 2}
+routing = functools.partial(choosing, Router)  # in here experts are chosen in turn or, if not `evenly`, by the router
 
 
 def checked(mesh: Mesh, **flags) -> tuple[TrainConfig, Mesh]:
@@ -64,19 +64,6 @@ class ExpertLayer:
     def backward(self) -> None:
         self.x.grad = None
         self.y.backward(self.gradient)
-
-
-def in_turn(router: Router, scores: torch.Tensor) -> torch.Tensor:
-    """In place of `Router.choose`: tokens take the experts in turn, so that all experts get equally many."""
-    places = torch.arange(scores[..., 0].numel()).view(*scores.shape[:-1], 1) * router.shape.top_k
-    return (places + torch.arange(router.shape.top_k)) % router.shape.experts
-
-
-@contextmanager
-def routing(evenly: bool) -> Iterator[None]:
-    """Experts are chosen in turn in here or, if not `evenly`, by the router."""
-    with mock.patch.object(Router, "choose", in_turn if evenly else Router.choose):
-        yield
 
 
 class Run(training_step.Run):

@@ -12,11 +12,12 @@ others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step08_5d.experiments import grid, shapes
+from step08_5d.experiments import cost, grid, shapes
 
 EXPERIMENTS = [
     grid.grid,
     shapes.shapes,
+    cost.cost,
 ]
 
 if __name__ == "__main__":

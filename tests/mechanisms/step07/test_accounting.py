@@ -11,6 +11,7 @@ import torch
 import step07_expert_parallel.train as step07
 from common import collectives
 from common.config import TrainConfig
+from common.experiments.even_routing import choosing
 from step07_expert_parallel.expert_parallel import Journey
 from step07_expert_parallel.router import Router
 from tests.harness.observing import configure, mesh_of, sent_so_far
@@ -35,12 +36,6 @@ CASES = [
 ]
 
 
-def choose_in_turn(self, scores: torch.Tensor) -> torch.Tensor:
-    """In place of `Router.choose`: the tokens of a rank take experts in turn, so that all of them get equally many."""
-    places = torch.arange(scores[..., 0].numel()).view(*scores.shape[:-1], 1) * self.shape.top_k
-    return (places + torch.arange(self.shape.top_k)) % self.shape.experts
-
-
 def ranks_train(cases: list[str], folder: str, evenly: bool = False) -> list[dict]:
     """What this rank does, sends and holds in each case."""
     found, real = [], Journey.__init__
@@ -54,10 +49,9 @@ def ranks_train(cases: list[str], folder: str, evenly: bool = False) -> list[dic
         config = configure(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
         mesh = mesh_of(config)
         before = sent_so_far(mesh)
-        choose = choose_in_turn if evenly else Router.choose
         with (
             mock.patch.object(Journey, "__init__", travel),
-            mock.patch.object(Router, "choose", choose),
+            choosing(Router, evenly),
             collectives.record() as calls,
         ):
             tensors = step07.train(config, mesh)
