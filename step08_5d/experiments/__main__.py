@@ -12,12 +12,14 @@ others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step08_5d.experiments import cost, grid, shapes
+from step08_5d.experiments import cost, grid, shapes, timeline
 
 EXPERIMENTS = [
     grid.grid,
+    grid.order,
     shapes.shapes,
     cost.cost,
+    timeline.timeline,
 ]
 
 if __name__ == "__main__":

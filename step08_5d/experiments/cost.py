@@ -15,8 +15,6 @@ from common.experiments.tables import compared, print_comparison, print_table
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.process_groups import Mesh
-from step05_pipeline.schedules.simulator import simulate
-from step05_pipeline.stages import schedule_of
 from step07_expert_parallel.router import Router
 from step08_5d.experiments import formulas
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Run
@@ -38,7 +36,7 @@ DELAY = 20.0  # milliseconds of a layer's forward, for the bubble
 
 
 def cost(quick: bool) -> None:
-    """Eight ways to use 8 ranks for the same global batch: bytes, messages and memory of a rank, and the bubble."""
+    """Nine ways to use 8 ranks for the same global batch: bytes, messages and memory of a rank, and the bubble."""
     names = [name for name in CASES if not quick or "pp" in name]
     found = on_ranks(RANKS, on_every_case, measure, [CASES[name] for name in names], title="cost", jobs=len(names))
     found = {name: [rank[index] for rank in found] for index, name in enumerate(names)}
@@ -49,17 +47,15 @@ def cost(quick: bool) -> None:
     waits = on_ranks(RANKS, on_every_case, idle_share, [CASES[name] for name in pipelines], title="bubble")
     rows = []
     for index, name in enumerate(pipelines):
-        timeline = simulate(schedule_of(configs[name]))
         p, m = configs[name].pp, configs[name].accumulation_steps
-        idle = 1 - 3 * m / p / timeline.makespan if p else 0
         rows.append((name, (p - 1) / (m + p - 1), statistics.mean(rank[index] for rank in waits)))
-        assert idle >= 0
     print_comparison(f"idle share of a rank in the pipeline, 1F1B, a layer takes {DELAY:g} ms", "", rows, ".3f")
     if not quick:
         draw(found)
 
 
 def resolved(flags: dict) -> TrainConfig:
+    """The configuration as it is on `RANKS` ranks."""
     config = TrainConfig(**flags)
     config.resolve_and_check(RANKS)
     return config
@@ -129,6 +125,7 @@ def by_dimension(ranks: list[dict], kind: str) -> dict[str, float]:
 
 
 def print_bytes(found: dict[str, list[dict]], configs: dict[str, TrainConfig]) -> None:
+    """What a rank sends for each dimension, by formula and by the log of calls."""
     rows = []
     for name, ranks in found.items():
         measured, number = (by_dimension(ranks, kind) for kind in ("sent", "number"))
@@ -144,6 +141,7 @@ def print_bytes(found: dict[str, list[dict]], configs: dict[str, TrainConfig]) -
 
 
 def print_memory(found: dict[str, list[dict]], configs: dict[str, TrainConfig]) -> None:
+    """What a rank holds between steps, and at the peak of one."""
     rows = []
     for name, ranks in found.items():
         held = [sum(rank["held"].values()) for rank in ranks]
@@ -180,14 +178,14 @@ def draw(found: dict[str, list[dict]]) -> None:
     left.set(title="MB that a rank sends in a step", ylim=(len(names) - 0.4, -0.6))
     right.set(title="MB on the fullest rank, at the peak of a step")
     for axis in (left, right):
-        axis.margins(x=0.12)
+        axis.set_xlim(0, 1.13 * axis.dataLim.x1)
         axis.tick_params(axis="y", length=0)
         axis.grid(visible=False, axis="y")
         axis.spines[["top", "right"]].set_visible(False)
         axis.axhline(list(CASES).index("experts: dp 8") - 0.5, color="#999999", linewidth=0.8)
-    words = {"dp": "gradients and weights (dp, cp, ZeRO)", "pp": "pp", "cp": "cp", "tp": "tp", "ep": "ep"}
+    words = {name: f"for {name}" for name in DIMENSIONS} | {"dp": "gradients and weights (dp, cp, ZeRO)"}
     handles = [Patch(facecolor=colour, label=words[name]) for name, colour in DIMENSIONS.items()]
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=9, frameon=False, title="for")
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=9, frameon=False)
     kinds = {kind: kind for kind in KINDS} | {"activations": "activations and all else"}
     handles = [Patch(facecolor=COLOURS[kind], label=label) for kind, label in kinds.items()]
     figure.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=9, frameon=False)

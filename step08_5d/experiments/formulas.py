@@ -50,7 +50,8 @@ def sent(config: TrainConfig) -> dict[str, float]:
         result["cp"] = m * layers * 2 * keys * (3 * cp - 2)
     if tp > 1:
         collectives = (5 if model.experts else 10) * layers + 4 / pp
-        whole = 2 * layers * h + h / pp + layers * h * model.experts  # norms and routers: summed over tp
+        whole = 2 * layers * h + h / pp + layers * h * model.experts  # norms and routers: summed over tp,
+        whole /= copies if config.zero else 1  # with ZeRO only this rank's shard of them
         loss = reduced(3 * tokens * WIDTH, tp) / pp
         result["tp"] = m * (collectives * (tp - 1) / tp * stream + loss) + reduced(whole * WIDTH, tp)
     if ep > 1:
