@@ -23,7 +23,11 @@ SPEED, LINK = 0.1e9, Link(0.0, 2.5e6)  # FLOP/s of a rank; each group has a link
 RANKS, DRAWN = 8, (0, 4)  # the first stage, and the rank of the second one that it sends to
 # What the forward of a layer does, in order: products and attention (a hop has one or two blocks), and messages
 PRODUCTS = ("q", "k", "v", "o", "router", "experts, gate", "experts, up", "experts, down")
-MESSAGES = {"tp": ("all-\ngather", "reduce-\nscatter"), "cp": ("K", "V"), "ep": ("counts", "dispatch", "combine")}
+MESSAGES = {
+    "tp": ("all-\ngather", "reduce-\nscatter"),
+    "cp": ("K", "V"),
+    "ep": ("", "dispatch", "combine"),
+}  # counts come first
 MESSAGES |= {"pp": ("output",), "dp": ()}
 
 
@@ -91,18 +95,17 @@ def on_links(trace: Trace, rank: int, step: int) -> list[Sent]:
 def print_shares(trace: Trace, step: int) -> None:
     """Of a step, mean over ranks: what takes which share, and what of each dimension's messages computing covers."""
     times = {name: [0.0, 0.0, 0.0] for name in DIMENSIONS}  # waited for, on the link, covered
-    whole = computing = 0.0
+    whole = computing = meeting = 0.0
     for rank in trace.ranks:
         spans, (start, end) = spans_of(trace, rank, step), trace.window(rank, step)
         compute = [interval(span) for span in spans if "op" in span["args"] and span["cat"] == "phase"]
         whole += end - start
         computing += sum(end - start for start, end in compute)
-        sent = on_links(trace, rank, step)
+        sent, blocked = on_links(trace, rank, step), [each for each in spans if each["cat"] in ("wait", "issue")]
+        meeting += sum(each["dur"] for each in blocked if each["args"]["group"] == "world")
         for name in DIMENSIONS:
-            blocked = [each for each in spans if each["cat"] in ("wait", "issue")]
-            blocked = [each for each in blocked if DIMENSION_OF.get(each["args"]["group"]) == name]
             states = time_by_state([(each.start, each.end) for each in sent if each.dimension == name], compute)
-            times[name][0] += sum(each["dur"] for each in blocked)
+            times[name][0] += sum(each["dur"] for each in blocked if DIMENSION_OF.get(each["args"]["group"]) == name)
             times[name][1] += states.get((True, False), 0) + states.get((True, True), 0)
             times[name][2] += states.get((True, True), 0)
     scale, rows = (
@@ -111,10 +114,11 @@ def print_shares(trace: Trace, step: int) -> None:
     )
     rows[0] += ("", "", "")
     for name, (waited, flying, hidden) in times.items():
-        label = f"waits for {name}" + (" (bubble included)" if name == "pp" else "")
+        label = f"waits for {name}" + (", in the bubble too" if name == "pp" else "")
         cells = f"{scale * waited:,.0f}", f"{waited / whole:.1%}", f"{scale * flying:,.0f}", f"{scale * hidden:,.0f}"
         rows.append((label, *cells, f"{hidden / flying:.0%}"))
-    rest = whole - computing - sum(waited for waited, *_ in times.values())
+    rows.append(("waits for the norm of the gradient", f"{scale * meeting:,.0f}", f"{meeting / whole:.1%}", "", "", ""))
+    rest = whole - computing - meeting - sum(waited for waited, *_ in times.values())
     rows.append(("all else", f"{scale * rest:,.0f}", f"{rest / whole:.1%}", "", "", ""))
     header = ("", "ms", "share", "on its links, ms", "while computing, ms", "share")
     print_table(f"a step of {scale * whole:,.0f} ms, mean over {RANKS} ranks", header, rows)
