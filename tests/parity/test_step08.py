@@ -7,6 +7,7 @@ import random
 import pytest
 
 from common.command_line import parse
+from common.config import TrainConfig
 from common.errors import UsageError
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from step05_pipeline.stages import schedule_of
@@ -16,7 +17,9 @@ from tests.parity.runs import SMALL, Result, assemble, assert_parity, run_cases,
 
 ALL = bool(os.environ.get("TEST_ALL"))
 STEPS = "--steps 10" if ALL else "--steps 2"
-COUNTS = {4: 8, 8: 28, 16: 30} if ALL else {4: 2, 8: 6, 16: 2}  # layouts by number of ranks
+EVERY = {(4, 2): 8, (8, 3): 28, (16, 3): 22, (16, 5): 8}  # (ranks, at least so many dimensions): layouts
+SEED = 9  # a layout or two of all rarer kinds are among them, as a test below says
+COUNTS = EVERY if ALL else {(4, 2): 2, (8, 3): 6, (16, 3): 1, (16, 5): 1}
 
 TRAINING = {  # what is trained; dense or with experts
     "model": ["", "--tie-embeddings", "--experts 8 --expert-ffn 20", "--experts 8 --expert-ffn 20 --top-k 3"],
@@ -43,21 +46,27 @@ LAYOUT = {
 }
 
 
-def is_allowed(world: int, flags: str) -> bool:
-    """Whether a run with these flags starts."""
+def configuration(world: int, flags: str) -> TrainConfig:
+    """What a run with these flags starts with. Raises UsageError if it does not start."""
     config = parse(8, f"{SMALL} {flags}".split())
+    config.resolve_and_check(world)
+    for check in (check_context_parallel, check_experts, schedule_of):
+        check(config)
+    return config
+
+
+def is_allowed(world: int, flags: str) -> bool:
     try:
-        config.resolve_and_check(world)
-        for check in (check_context_parallel, check_experts, schedule_of):
-            check(config)
+        configuration(world, flags)
     except UsageError:
         return False
     return True
 
 
-def draw(world: int, count: int) -> list[str]:
-    """Different layouts of this many ranks, each with three dimensions at least."""
-    chance, chosen = random.Random(world), []
+@functools.cache
+def draw(world: int, least: int, count: int) -> list[str]:
+    """Different layouts of this many ranks, in which at least so many of the five dimensions are divided."""
+    chance, chosen = random.Random(f"{world} {least} {SEED}"), []
     while len(chosen) < count:
         degrees = {name: chance.choice([1, 2, 2, 4]) for name in ("dp", "pp", "cp", "tp")}
         parts = [chance.choice(values) for values in (*TRAINING.values(), *LAYOUT.values())]
@@ -67,7 +76,7 @@ def draw(world: int, count: int) -> list[str]:
             degrees["ep"] = chance.choice([1, 2, 4, 8])
             dimensions += degrees["ep"] > 1
         flags = " ".join([*(f"--{name} {size}" for name, size in degrees.items()), *filter(None, parts), "--layers 4"])
-        if dimensions >= 3 - (world == 4) and is_allowed(world, flags) and flags not in chosen:
+        if dimensions >= least and is_allowed(world, flags) and flags not in chosen:
             chosen.append(flags)
     return chosen
 
@@ -77,8 +86,30 @@ def on_one_process(flags: str) -> Result:
     return assemble([train_case(7, flags)])
 
 
-@pytest.mark.parametrize("world", COUNTS)
-def test_equals_one_process(world):
-    cases = [f"{STEPS} {flags}" for flags in draw(world, COUNTS[world])]
+# Worlds of eight layouts: each has a time limit
+@pytest.mark.parametrize(
+    "world, least, first", [(*key, i) for key, count in COUNTS.items() for i in range(0, count, 8)]
+)
+def test_equals_one_process(world, least, first):
+    cases = [f"{STEPS} {flags}" for flags in draw(world, least, COUNTS[world, least])[first : first + 8]]
     for case, result in zip(cases, run_cases(world, 8, cases), strict=True):
         assert_parity(result, on_one_process(training_of(case)), f"{world} ranks, {case}")
+
+
+def test_what_the_layouts_cover():
+    """Every kind is there, in runs that divide what it is about (this runs none)."""
+    drawn = [configuration(key[0], flags) for key, count in EVERY.items() for flags in draw(*key, count)]
+    pp, cp, tp, ep = ([each for each in drawn if getattr(each, name) > 1] for name in ("pp", "cp", "tp", "ep"))
+    zero = {(each.zero, each.zero_replicas, each.zero_reduce) for each in drawn if each.dp * each.cp > 1}
+    assert {stage for stage, *_ in zero} == {0, 1, 2, 3} and {(3, 2, "micro-batch"), (2, 1, "step")} <= zero
+    assert {each.schedule for each in pp} == SCHEDULES.keys()
+    assert {"dualpipe", "dualpipev", "zb-h1"} <= {each.schedule for each in pp if each.ep > 1}
+    assert len({(each.cp_mode, each.cp_split) for each in cp}) == 3 * 3
+    assert len({(each.mask_documents, each.fused) for each in cp if each.tp > 1}) == 2 * 2
+    assert {each.tp_mode for each in tp if each.sequence_parallel} == {"plain", "overlap", "chunked"}
+    assert not all(each.sequence_parallel for each in tp) and any(each.kv_heads < each.tp for each in tp)
+    assert len({(bool(each.experts), each.recompute) for each in drawn}) == 2 * 3
+    assert len({(each.balance, bool(each.capacity_factor)) for each in ep if each.cp * each.tp > 1}) == 2 * 2
+    assert any(each.tie_embeddings for each in pp)
+    all_five = [each for each in ep if min(each.dp, each.pp, each.cp, each.tp) > 1]
+    assert len(all_five) >= EVERY[16, 5] and len({each.schedule for each in all_five}) >= 4
