@@ -94,6 +94,7 @@ def _gradient_kernel(
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     target = tl.load(targets + row)
+    target = tl.where(target < columns, target, -1)  # none of ours
     largest = tl.load(largest + row)
     scale = tl.load(gradient + row).to(WIDE)
     probability_scale = scale / tl.load(total + row)

@@ -1,7 +1,5 @@
 """The kernels of the divided loss against their references, step 4's loss and PyTorch's, alone and on several ranks."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +15,6 @@ from step08_5d.kernels.cross_entropy import (
     row_statistics,
     row_statistics_reference,
 )
-from step08_5d.kernels.launching import HAS_TRITON, tl, triton
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import tp_mesh
 from tests.mechanisms.step08.kernels.compare import DEVICE, DTYPES, TOLERANCE, difference, needs_triton, random
@@ -41,7 +38,7 @@ def small_blocks(monkeypatch):
 def assert_right(dtype=torch.float64, columns: int = 37, scale: float = 1.0) -> None:
     """37 columns of a larger matrix, of which the last may be padding."""
     logits, targets = random(ROWS, 40, dtype=dtype).mul(scale)[:, :37], shards_targets()
-    wide, gradient = logits.double(), random(ROWS, seed=1)
+    wide, gradient = logits.to(torch.float64, copy=True), random(ROWS, seed=1)  # both turn into gradients in place
     found, exact = (row_statistics(logits, targets, columns), row_statistics_reference(wide, targets, columns))
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(found.isinf(), exact.isinf()), "infinite"
@@ -122,17 +119,3 @@ def ranks_against_step_4(fused: bool) -> dict[tuple, float]:
 def test_ranks(fused):
     for found in run_ranks(3, ranks_against_step_4, fused):
         assert len(found) == 6 and max(found.values()) < 4, found
-
-
-# ---- errors that must show -------------------------------------------------------------------------------------------
-
-
-def without_rescaling(before, now):
-    return tl.where(before == now, 1.0, 1.0)
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda" or not HAS_TRITON, reason="needs Triton's interpreter")
-def test_errors_show(small_blocks):
-    wrong = mock.patch.object(cross_entropy, "rescaling", triton.jit(without_rescaling))
-    with wrong, pytest.raises(AssertionError, match="statistics"):
-        assert_right()
