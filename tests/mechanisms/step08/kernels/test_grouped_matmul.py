@@ -14,7 +14,6 @@ from step08_5d.kernels.grouped_matmul import (
     multiply_transposed,
     multiply_transposed_reference,
 )
-from step08_5d.kernels.launching import tl, triton
 from tests.mechanisms.step08.kernels.compare import DEVICE, DTYPES, TOLERANCE, difference, needs_triton, random
 
 pytestmark = needs_triton
@@ -89,35 +88,3 @@ def test_experts_of_step_7():
 def test_real_tiles(dtype, monkeypatch):
     monkeypatch.undo()
     assert_right([300, 0, 1000, 129, 7], 192, 320, dtype)
-
-
-# ---- errors that must show -------------------------------------------------------------------------------------------
-
-
-def without_partial_tiles(tile, counts, experts, ROWS, PADDED_EXPERTS):
-    """Rounds the tiles of an expert down."""
-    expert = tl.arange(0, PADDED_EXPERTS)
-    count = tl.load(counts + expert, mask=expert < experts, other=0).to(tl.int32)
-    tiles = count // ROWS
-    passed = tl.cumsum(tiles, 0) <= tile
-    found, first = tl.sum(passed.to(tl.int32), 0), tl.sum(tl.where(passed, count, 0), 0)
-    end = first + tl.sum(tl.where(expert == found, count, 0), 0)
-    return found, first + (tile - tl.sum(tl.where(passed, tiles, 0), 0)) * ROWS, end
-
-
-def one_tile_too_many(tile, counts, experts, ROWS, PADDED_EXPERTS):
-    """Counts a tile to the expert before, if that one's tiles have just ended."""
-    expert = tl.arange(0, PADDED_EXPERTS)
-    count = tl.load(counts + expert, mask=expert < experts, other=0).to(tl.int32)
-    tiles = (count + ROWS - 1) // ROWS
-    passed = tl.cumsum(tiles, 0) < tile
-    found, first = tl.sum(passed.to(tl.int32), 0), tl.sum(tl.where(passed, count, 0), 0)
-    end = first + tl.sum(tl.where(expert == found, count, 0), 0)
-    return found, first + (tile - tl.sum(tl.where(passed, tiles, 0), 0)) * ROWS, end
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
-@pytest.mark.parametrize("wrong", [without_partial_tiles, one_tile_too_many])
-def test_errors_show(wrong):
-    with mock.patch.object(grouped_matmul, "find_tile", triton.jit(wrong)), pytest.raises(AssertionError):
-        assert_right([5, 20, 16], 16, 16)

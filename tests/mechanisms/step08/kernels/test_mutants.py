@@ -1,0 +1,120 @@
+"""Known-wrong kernels: something in the source is replaced, and the test of that kernel must notice."""
+
+import functools
+import importlib
+import inspect
+from unittest import mock
+
+import pytest
+import torch
+
+from step08_5d.kernels import adamw as update
+from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul, rms_norm, rotary, swiglu
+from step08_5d.kernels import flash_attention_backward as backward
+from step08_5d.kernels import linear_cross_entropy as head
+from tests.mechanisms.step08.kernels import (
+    test_adamw,
+    test_cross_entropy,
+    test_flash_attention,
+    test_grouped_matmul,
+    test_linear_cross_entropy,
+    test_rms_norm,
+    test_rotary,
+    test_swiglu,
+)
+from tests.mechanisms.step08.kernels.compare import DEVICE, assert_same, needs_triton
+
+# Kernel, what it has, what it has in place of that
+MUTANTS = {
+    # attention: the online softmax, its mask and its gradient
+    "online softmax without rescaling": (flash_attention._rescaling, "before - now", "now - now"),
+    "a token does not see itself": (flash_attention.visible, "columns <= rows", "columns < rows"),
+    "a token sees the next one": (flash_attention.visible, "columns <= rows", "columns <= rows + 1"),
+    "keys that do not exist": (flash_attention.visible, "columns < keys", "columns < keys + 3"),
+    "no mask where it is needed": (flash_attention.keys_for, "(first + 1)", "(first + ROWS)"),
+    "the last keys skipped": (flash_attention.keys_for, "first + ROWS, keys", "first + ROWS - COLUMNS, keys"),
+    "the first queries skipped": (backward._key_gradient_kernel, "start // ROWS", "(start + ROWS) // ROWS"),
+    "no mask in the backward": (backward._key_gradient_kernel, "tl.cdiv(start + COLUMNS - 1, ROWS)", "start // ROWS"),
+    "gradient of one query head": (backward._key_gradient_kernel, "(kv_head + 1) * group)", "kv_head * group + 1)"),
+    "softmax's gradient lost": (backward._query_gradient_kernel, "(dp - deltas[:, None])", "dp"),
+    "gradient not scaled": (backward._query_gradient_kernel, "sums * SCALE", "sums"),
+    # the head and the loss
+    "online sum without rescaling": (cross_entropy.rescaling, "before - now", "now - now"),
+    "padding has a probability": (cross_entropy._statistics_kernel, "column < columns", "column < columns + 4"),
+    "padding has a gradient": (cross_entropy._gradient_kernel, "column < columns", "column < width"),
+    "target not subtracted": (cross_entropy._gradient_kernel, "column == target", "column < 0"),
+    "gradient of the last chunk": (head._add_product, "total.addmm_(a.T, b)", "total.copy_(a.T @ b)"),
+    "weight's gradient not scaled": (head._LinearCrossEntropy, "dw, gradient,", "dw, gradient / gradient,"),
+    # the small operations
+    "gradient past the residual": (rms_norm._backward_kernel, "g += stream", "g = stream"),
+    "residual's gradient lost": (rms_norm._backward_kernel, "g += stream", "g += 0 * stream"),
+    "root's gradient lost": (rms_norm._backward_kernel, "(tl.sum(g * y, ", "(0 * tl.sum(g * y, "),
+    "weight's gradient of the last rows": (rms_norm._backward_kernel, "d_weight += ", "d_weight = "),
+    "turned on instead of back": (rotary._rotary_kernel, "s = -s", "s = s"),
+    "gate's gradient lost": (swiglu._backward_kernel, "(d * u * s", "(0 * s"),
+    "slope of the sigmoid lost": (swiglu._backward_kernel, "(1 + g * (1 - s))).to", "1).to"),
+    # experts
+    "partial tiles left out": (grouped_matmul.find_tile, "(count + ROWS - 1)", "count"),
+    "one tile too many": (grouped_matmul.find_tile, "tl.cumsum(tiles, 0) <= tile", "tl.cumsum(tiles, 0) < tile"),
+    "rows of all experts before": (grouped_matmul._multiply_transposed_kernel, "range(end - ", "range(0 * "),
+    # the update
+    "first moment not corrected": (update._adamw_kernel, "tl.exp(count * LOG_BETA1)", "0 * count"),
+    "second moment not corrected": (update._adamw_kernel, "tl.exp(count * LOG_BETA2)", "0 * count"),
+    "decay without the learning rate": (update._adamw_kernel, "rate * DECAY", "DECAY"),
+    "clip factor lost": (update._adamw_kernel, "tl.load(factor).to(WIDE)", "1"),
+    "overflow not skipped": (update._adamw_kernel, "tl.load(skip) != 0", "tl.load(skip) < 0"),
+    "update in the narrow copy lost": (update._adamw_kernel, "w.to(copy", "(w + m).to(copy"),
+}
+
+
+def check_attention():
+    for causal in (True, False):
+        test_flash_attention.assert_right(test_flash_attention.inputs(20, 20, 16), causal)
+
+
+def check_norm():
+    inputs = test_rms_norm.inputs_of((600, 12), torch.float64, 2)  # more rows than a program handles at once
+    assert_same(rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference, inputs, test_rms_norm.EPS)
+
+
+CHECKS = {
+    flash_attention: check_attention,
+    backward: check_attention,
+    cross_entropy: functools.partial(test_cross_entropy.assert_right, columns=33),
+    head: functools.partial(test_linear_cross_entropy.test_chunks, length=5, fused=False),
+    rms_norm: check_norm,
+    rotary: functools.partial(test_rotary.test_same_as_reference, test_rotary.SHAPES["grouped"], torch.float64),
+    swiglu: functools.partial(test_swiglu.test_same_as_reference, (2, 3, 7), torch.float64),
+    grouped_matmul: functools.partial(test_grouped_matmul.assert_right, [5, 20, 16], 16, 16),
+    update: functools.partial(test_adamw.test_same_as_step_1, torch.bfloat16, 1e-6, update.adamw),
+}
+
+
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch):
+    tile = {"ROWS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: tile)
+    monkeypatch.setattr(grouped_matmul, "tile_sizes", lambda x: tile | {"ROWS": 16, "INNER": 16})
+    monkeypatch.setattr(cross_entropy, "_blocks", lambda x: {"BLOCK": 16, "WIDE": cross_entropy.wide_type(x.dtype)})
+
+
+@needs_triton
+@pytest.mark.parametrize("module", CHECKS, ids=lambda module: module.__name__.split(".")[-1])
+def test_right_kernels_pass(module):
+    CHECKS[module]()
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
+@pytest.mark.filterwarnings("ignore:invalid value")  # infinity minus infinity, of a mutant
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_rejected(name, tmp_path):
+    kernel, right, wrong = MUTANTS[name]
+    function = getattr(kernel, "fn", kernel)
+    module, source = importlib.import_module(function.__module__), inspect.getsource(function)
+    assert source.count(right) == 1
+    path, made = tmp_path / "mutant.py", {}  # a file, since Triton reads the source once more
+    path.write_text(source.replace(right, wrong))
+    exec(compile(path.read_text(), path, "exec"), vars(module), made)
+    with mock.patch.object(module, function.__name__, made[function.__name__]), pytest.raises(AssertionError):
+        CHECKS[module]()
