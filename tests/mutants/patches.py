@@ -19,6 +19,7 @@ from tests.mutants import (
     patches_step05,
     patches_step06,
     patches_step07,
+    patches_step08,
 )
 
 WRONG_NUMBERS, LATE = Mutants(), Mutants()
@@ -106,9 +107,9 @@ def patched(mutant: str | None):
     """Apply a mutant of any step to this process for the duration; None: nothing."""
     with contextlib.ExitStack() as stack:
         if mutant is not None:
-            steps = patches_step03, patches_step04, patches_step05, patches_step06, patches_step07, patches_asynchrony
+            steps = patches_step03, patches_step04, patches_step05, patches_step06, patches_step07, patches_step08
             every = WRONG_NUMBERS | LATE
-            for module in steps:
+            for module in (*steps, patches_asynchrony):
                 every |= module.MUTANTS
             every[mutant](stack)
         yield

@@ -15,20 +15,20 @@ from step08_5d import train as step08
 from step08_5d.kernels.flash_attention_backward import flash_attention_core
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step08.kernels.compare import needs_triton
-from tests.parity.runs import assemble, assert_parity, train_case, training_of
+from tests.parity.runs import Result, assemble, assert_parity, train_case, training_of
 
 TINY = "--layers 2 --hidden 16 --heads 2 --kv-heads 1 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 4 --steps 2"
 ADAMW = "--optimizer adamw --lr 1e-3 --clip 0.5"
 EXPERTS = "--experts 4 --expert-ffn 12 --shared-experts 1"
 
 
-def train_with_kernels(cases: list[str]) -> list[dict]:
+def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
     """On a rank, or alone."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(fused, "launches_kernels", lambda config, device: config.fused))
         for module in (attention_block, experts):  # train() sets these; later tests find them as they were
             stack.enter_context(mock.patch.object(module, "own_kernels", None))
-        return [train_case(8, flags) for flags in cases]
+        return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
 
 
 @needs_triton
@@ -64,6 +64,24 @@ def test_compiled_pieces_train_the_same():
         result = assemble([train_case(8, f"{case} --compile")])
     fused.compiled_pieces.cache_clear()
     assert_parity(result, assemble([train_case(7, case)]), case, 1e-5)
+
+
+def train_in_pieces(flags: str, mutant: str | None = None) -> tuple[Result, int]:
+    """The result with the formulas that `--compile` would compile, and how many activations were computed for it."""
+    activation = mock.Mock(side_effect=fused.REFERENCES.activation)
+    with mock.patch.object(fused, "compiled_pieces", lambda: fused.REFERENCES._replace(activation=activation)):
+        return assemble([train_case(8, f"{flags} --compile", mutant)]), activation.call_count
+
+
+def assert_recomputes(calls: int) -> None:
+    assert calls == 2 * 2 * 2, "every activation of two layers in two steps should be computed twice"
+
+
+def test_pieces_are_recomputed():
+    case = f"{TINY} {ADAMW} --recompute full"
+    result, calls = train_in_pieces(case)
+    assert_recomputes(calls)
+    assert_parity(result, assemble([train_case(7, case)]), case)
 
 
 def test_what_is_replaced():
