@@ -10,7 +10,7 @@ from tests.parity.runs import Result, assemble, assert_parity, run_cases, traini
 from tests.parity.test_step08 import on_one_process
 
 ADAMW = "--optimizer adamw --lr 1e-3 --clip 0.5"
-MODEL = f"--steps 3 {ADAMW} --micro-batch 3"
+MODEL = f"--steps 2 {ADAMW} --micro-batch 3"
 EXPERTS = "--experts 8 --expert-ffn 20 --cp 2 --tp 2 --ep 4"
 FLAGS = {
     "head's split lost": f"{MODEL} --cp 2 --tp 2 --no-sequence-parallel",
