@@ -18,7 +18,7 @@ from tests.parity.runs import SMALL, Result, assemble, assert_parity, run_cases,
 ALL = bool(os.environ.get("TEST_ALL"))
 STEPS = "--steps 10" if ALL else "--steps 2"
 EVERY = {(4, 2): 8, (8, 3): 28, (16, 3): 22, (16, 5): 8}  # (ranks, at least so many dimensions): layouts
-SEED = 9  # a layout or two of all rarer kinds are among them, as a test below says
+SEED = 9  # with it, the layouts cover all that a test below asks for
 COUNTS = EVERY if ALL else {(4, 2): 2, (8, 3): 6, (16, 3): 1, (16, 5): 1}
 
 TRAINING = {  # what is trained; dense or with experts
