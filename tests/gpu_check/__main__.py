@@ -1,5 +1,6 @@
-"""`python -m tests.gpu_check [--only PART ...] [--device cpu --quick]`: run the parts, write the report."""
+"""`python -m tests.gpu_check [--only PART ...] [--rows TEXT] [--device cpu --quick]`: run parts, write the report."""
 
+import argparse
 import json
 import os
 import shutil
@@ -11,19 +12,22 @@ from pathlib import Path
 import torch
 
 from common.command_line import OneLineParser
-from tests.gpu_check import faults, one_gpu, parity, speed
+from tests.gpu_check import faults, kernels, models, one_gpu, parity, profiles
 from tests.gpu_check.findings import Findings, facts, write_report
+from tests.gpu_check.rows import trace_only
 from tests.harness.ranks import CommandTimeout, run_command
 
 PARTS = {  # in order of value, each with its limit in seconds
     parity.nccl: 480,
-    one_gpu.one_gpu: 420,
-    speed.speed: 480,
+    one_gpu.one_gpu: 480,
+    kernels.kernels: 420,
+    models.models: 780,
+    parity.shared_gpu: 300,
     faults.faults: 300,
     faults.async_save: 180,
-    speed.tracer: 90,
-    parity.shared_gpu: 150,
-    parity.starts: 300,
+    profiles.tracer: 90,
+    parity.starts: 210,
+    one_gpu.kernel_tests: 360,
 }
 BY_NAME = {part.__name__: part for part in PARTS}
 SHOWN = 3000  # characters of what a part printed that failed, from the end
@@ -37,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what has a meaning there")
     parser.add_argument("--quick", action="store_true", help="as small as possible: does every part work?")
+    parser.add_argument("--rows", default="", metavar="TEXT", help="of kernels and models, those whose name has this")
     parser.add_argument("--inside", action="store_true", help="run the part of --only in this process")
     options = parser.parse_or_exit(argv)
     if options.list:
@@ -49,24 +54,25 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     device, out = torch.device(options.device), options.out.resolve()
     if options.inside:
-        return run_inside(options.only[0], Findings(out / options.only[0], device, options.quick))
+        return run_inside(options.only[0], Findings(out / options.only[0], device, options.quick, options.rows))
     out.mkdir(parents=True, exist_ok=True)
     about, parts = facts(device), []
     for name in options.only or BY_NAME:
-        parts.append(run_part(name, out, options.device, options.quick))
+        parts.append(run_part(name, out, options))
         write_report(out, about, parts)
         print(f"{name}: {'passed' if parts[-1]['passed'] else 'FAILED'}, {parts[-1]['seconds']:.0f} s", flush=True)
     print(f"report: {out / 'gpu.md'}")
     return int(not all(part["passed"] for part in parts))
 
 
-def run_part(name: str, out: Path, device: str, quick: bool) -> dict:
+def run_part(name: str, out: Path, options: argparse.Namespace) -> dict:
     """Run a part in a process of its own, which ends with all that it has started when its time is over."""
     shutil.rmtree(out / name, ignore_errors=True)  # of an earlier check
-    command = [sys.executable, "-m", "tests.gpu_check", "--inside", "--only", name, "--out", out, "--device", device]
+    command = [sys.executable, "-m", "tests.gpu_check", "--inside", "--only", name, "--out", out]
+    command += ["--device", options.device, f"--rows={options.rows}", *["--quick"] * options.quick]
     start, limit, file = time.monotonic(), PARTS[BY_NAME[name]], out / name / "findings.json"
     try:
-        done = run_command(command + ["--quick"] * quick, timeout=limit)
+        done = run_command(command, timeout=limit)
         status, printed = done.returncode, f"{done.stdout}\n{done.stderr}".strip()
     except CommandTimeout as error:
         status, printed = 1, f"{error}\nIts limit of {limit} s was over."
@@ -78,6 +84,7 @@ def run_part(name: str, out: Path, device: str, quick: bool) -> dict:
 
 def run_inside(name: str, found: Findings) -> int:
     """Run a part in this process, and return its exit status."""
+    trace_only(found.device)
     try:
         BY_NAME[name](found)
     except Exception:

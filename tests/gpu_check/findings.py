@@ -1,10 +1,13 @@
 """What the parts of the check find out, and the report that is made of it."""
 
+import contextlib
 import importlib
 import json
 import platform
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,26 +23,58 @@ class Findings:
 
     folder: of this part alone, for its runs and its file, findings.json.
     quick: as small and short as possible: does everything work?
+    rows: of the parts that measure rows of tables, only those with this in their names.
     lines: what was found, in order; `passed` is None where there is nothing to pass.
     """
 
     folder: Path
     device: torch.device
     quick: bool
+    rows: str = ""
     lines: list[dict] = field(default_factory=list)
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "findings.json"
+
+    def read(self) -> None:
+        """Take over what another process has found for this part."""
+        self.lines = json.loads(self.file.read_text()) if self.file.exists() else []
 
     def check(self, what: str, passed: bool | None, value: object = "") -> None:
         """Add something that must be true."""
         self.lines.append({"what": what, "value": value, "passed": passed})
         print(f"{MARKS[passed]}{what}: {value}", flush=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "findings.json").write_text(json.dumps(self.lines))
+        self._write()
 
     def note(self, what: str, value: object) -> None:
         """Add a figure or, as a list of rows of which the first is the header, a table."""
         self.check(what, None, value)
 
+    def row(self, table: str, header: list[str], cells: list[str]) -> None:
+        """Add a row to the table of this name, which begins with its first row."""
+        found = [line["value"] for line in self.lines if line["what"] == table]
+        if not found:
+            return self.note(table, [header, cells])
+        found[0].append(cells)
+        print(*cells, sep=" | ", flush=True)
+        self._write()
 
+    @contextlib.contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """In this block an error is something that failed, and what comes after the block goes on."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.check(what, False, f"{type(error).__name__}: {str(error).strip()[:SHOWN]}")
+
+    def _write(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(self.lines))
+
+
+SHOWN = 600  # characters of an error
 MARKS = {None: "", True: "passed: ", False: "**failed**: "}
 
 

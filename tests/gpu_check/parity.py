@@ -80,10 +80,16 @@ LAYOUTS = [
     Layout(4, 7, f"{EXPERTS} --ep 4 --cp 2 --tp 2 --zero 1"),
     Layout(4, 7, f"{EXPERTS} --ep 2 --pp 2 --schedule dualpipe"),
     Layout(4, 7, f"{EXPERTS} --ep 2 --zero 2 --zero-replicas 2 --bucket-mb 0.1"),
+    Layout(2, 8, "--tp 2"),
+    Layout(4, 8, "--cp 2 --pp 2 --schedule zb-h1"),
+    Layout(4, 8, f"{EXPERTS} --ep 4 --cp 2 --tp 2 --zero 3 --recompute full"),
+    Layout(8, 8, "--pp 2 --cp 2 --tp 2 --recompute selective"),
+    Layout(8, 8, f"{EXPERTS} --pp 2 --cp 2 --tp 2 --ep 4 --zero 1"),
+    Layout(16, 8, f"{EXPERTS} --dp 2 --pp 2 --cp 2 --tp 2 --ep 8 --zero 1 --schedule dualpipe"),
 ]
 REFERENCES = {"dense": (1, TRAINING), "experts": (7, f"{TRAINING} {EXPERTS}")}  # step and flags of a run on one rank
 QUICK = [0, 6]  # indices of some layouts
-SHARED = [0, 3, 7, 9, 12, 14, 17]  # of those that run through gloo too
+SHARED = [0, 3, 7, 9, 12, 14, 17]  # of those that run through gloo too; those of more than 4 ranks do so only
 
 
 def train_layouts(folder: Path, device: str, indices: list[int]) -> None:
@@ -115,7 +121,7 @@ def check_layouts(found: Findings, indices: list[int], backend: str, together: b
     for ranks in sorted({LAYOUTS[index].ranks for index in indices}):
         left = [index for index in indices if LAYOUTS[index].ranks == ranks]
         while left:
-            command, seconds = [found.folder, found.device.type, *left], TIMEOUT + 10 * len(left)
+            command, seconds = [found.folder, found.device.type, *left], TIMEOUT + (10 + 2 * ranks) * len(left)
             command, name = ["-m", "tests.gpu_check.parity", *command], f"layouts-{left[0]}"
             statuses, errors = launching.run_on_ranks(found, name, command, ranks, seconds, together)
             while left and (done := found.folder / f"{left[0]}.done").exists():
@@ -144,12 +150,14 @@ def difference(found: Findings, run: str, expected: str) -> float:
 def nccl(found: Findings) -> None:
     """Parity in float64 of 2 and 4 ranks, which talk through NCCL, with one rank."""
     backend = "nccl" if found.device.type == "cuda" else "gloo"
-    check_layouts(found, QUICK if found.quick else list(range(len(LAYOUTS))), backend)
+    few = [index for index, layout in enumerate(LAYOUTS) if layout.ranks <= 4]
+    check_layouts(found, QUICK if found.quick else few, backend)
 
 
 def shared_gpu(found: Findings) -> None:
-    """Parity in float64 of ranks that share the GPU, as more ranks than GPUs do: through gloo."""
-    check_layouts(found, QUICK[1:2] if found.quick else SHARED, "gloo", together=True)
+    """Parity in float64 of ranks that share the GPU, as more ranks than GPUs do: through gloo, in five dimensions."""
+    many = [index for index, layout in enumerate(LAYOUTS) if layout.ranks > 4]
+    check_layouts(found, [many[1]] if found.quick else [*SHARED, *many], "gloo", together=True)
 
 
 def starts(found: Findings) -> None:

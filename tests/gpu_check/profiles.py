@@ -1,0 +1,75 @@
+"""What a GPU does during a step, seen by Kineto: which kernels, for how long; and whether our tracer says the same."""
+
+import json
+
+from common.tracing.chrome_trace import read_trace, time_by_state
+from common.tracing.gpu_kernels import classify_kernels
+from tests.gpu_check.findings import NOT_ON_CPU, Findings
+from tests.gpu_check.launching import train_alone
+
+TINY = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --dtype bfloat16 --global-batch {} --micro-batch {}"
+TINY += " --seq-len {}"
+
+
+def kineto_events(found: Findings, name: str) -> list[dict]:
+    """Return the events of a run that torch.profiler has seen."""
+    return json.loads((found.folder / name / "profile" / "rank-0.json").read_text())["traceEvents"]
+
+
+def note_kernels(found: Findings, name: str, seconds: float) -> None:
+    """The kernels of a run's profiled step become a table, and are compared with the median time of other steps."""
+    events = kineto_events(found, name)
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    if not kernels:
+        return
+    found.note(f"kernels of a step, {name}", [("kernel", "launches", "ms", "share"), *kernel_rows(kernels)])
+    times = classify_kernels(events)
+    busy = times["compute"] + times["copies"]
+    found.note(f"{name}: kernels of a step, idle", f"{1e3 * busy:.1f} ms, {1 - busy / seconds:.1%}")
+
+
+def kernel_rows(kernels: list[dict]) -> list[tuple[str, ...]]:
+    """Return the 15 kernels that take longest: name, launches, ms and share of the time of all kernels."""
+    by_name: dict[str, list[float]] = {}
+    for event in kernels:
+        by_name.setdefault(event["name"], []).append(event["dur"])
+    total = sum(map(sum, by_name.values()))
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:15]
+    return [(name[:90], str(len(us)), f"{sum(us) / 1e3:.2f}", f"{sum(us) / total:.1%}") for name, us in longest]
+
+
+def tracer(found: Findings) -> None:
+    """What our tracer says of forward, backward and optimizer, against the times of the kernels that Kineto saw."""
+    model_flags = "--model smollm-135m --dtype bfloat16 --seq-len 1024 --micro-batch 8 --global-batch 16"
+    model_flags = TINY.format(2, 1, 16) if found.quick else model_flags
+    train_alone(found, "run", 1, f"{model_flags} --data synthetic --steps 6 --trace 4:5 --profile")
+    rows, ratio = compare_clocks(read_trace(found.folder / "run").spans[0], kineto_events(found, "run"))
+    found.check("the tracer wrote all phases", {row[0] for row in rows} == {"forward", "backward", "optimizer"})
+    found.note("ms of two steps", [("phase", "our tracer", "kernels in it", "ratio"), *rows])
+    if ratio is None:
+        found.note("the tracer against Kineto", NOT_ON_CPU)
+    else:
+        found.check("two steps by our tracer / by Kineto", 0.95 < ratio < 1.1, f"{ratio:.3f}")
+
+
+def compare_clocks(spans: list[dict], events: list[dict]) -> tuple[list[tuple[str, ...]], float | None]:
+    """Return for each phase our time and that of the kernels within, and the ratio of the whole; None without kernels.
+
+    The two traces have different clocks. Both end when the last kernel does.
+    """
+
+    def times(items: list[dict], shift: float = 0.0) -> list[tuple[float, float]]:
+        return [(each["ts"] + shift, each["ts"] + each["dur"] + shift) for each in items]
+
+    steps = times([span for span in spans if span["cat"] == "step"])
+    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    end = max(stop for _, stop in steps)
+    kernels = times(kernels, end - max((stop for _, stop in times(kernels)), default=0.0))
+    phases, rows = [span for span in spans if span["cat"] == "phase"], []
+    for name in dict.fromkeys(phase["name"] for phase in phases):
+        intervals = times([phase for phase in phases if phase["name"] == name])
+        ours, theirs = sum(stop - start for start, stop in intervals), 0.0
+        if kernels:
+            theirs = time_by_state(intervals, kernels).get((True, True), 0.0)
+        rows.append((name, f"{ours / 1e3:.2f}", f"{theirs / 1e3:.2f}", f"{theirs / ours:.3f}"))
+    return rows, (end - min(steps)[0]) / (end - min(kernels)[0]) if kernels else None
