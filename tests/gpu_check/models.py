@@ -47,7 +47,7 @@ def models(found: Findings) -> None:
         found.note("rows that are left out", "transformers or Liger Kernel is not installed")
     if found.quick:
         names = [f"{next(iter(MODELS))}, {way}" for way in ("eager", "compiled", "fused", EAGER) if way in ways]
-    measure_rows(found, "models", names, TIME)
+    measure_rows(found, __name__, names, TIME)
     for model in MODELS:
         losses = {way: [line["loss"] for line in steps_of(found.folder / f"{model}, {way}")] for way in OURS}
         for way, curve in losses.items():

@@ -19,7 +19,7 @@ FAILED = 3  # the status of a process whose last row has failed, and has said so
 
 
 def measure_rows(found: Findings, module: str, names: list[str], seconds: int) -> None:
-    """Call `measure(found, name)` of tests/gpu_check/MODULE.py for each name that --rows chooses.
+    """Call `measure(found, name)` of this module for each name that --rows chooses.
 
     A row that takes more than `seconds`, raises, or ends its process has failed.
     """
@@ -54,7 +54,7 @@ def main(module: str, folder: str, device: str, size: str, seconds: str, *names:
     found = Findings(Path(folder), torch.device(device), size == "quick")
     found.read()
     trace_only(found.device)
-    measure = importlib.import_module(f"tests.gpu_check.{module}").measure
+    measure = importlib.import_module(module).measure
     for name in names:
         faulthandler.dump_traceback_later(int(seconds), exit=True)
         ended = False

@@ -97,6 +97,23 @@ def test_a_layout_that_fails_does_not_stop_the_others(found, monkeypatch):
     assert "what it said" in found.lines[1]["value"]
 
 
+def measure(found, name):
+    """A row of the test below."""
+    if name == "raises":
+        raise ValueError("what it said")
+    if name == "dies":
+        os._exit(7)
+    found.row("table", ["name"], [name])
+
+
+def test_a_row_that_fails_does_not_stop_the_others(found):
+    rows.measure_rows(found, __name__, ["first", "raises", "dies", "last"], 60)
+    table, *failed = found.lines
+    assert table["value"] == [["name"], ["first"], ["last"]]
+    assert [(line["what"], line["passed"]) for line in failed] == [("raises", False), ("dies", False)]
+    assert failed[0]["value"] == "ValueError: what it said" and "status 7" in failed[1]["value"]
+
+
 def test_figures_of_kernels():
     assert profiles.kernel_rows(KERNELS) == [("gemm", "2", "0.08", "88.9%"), ("norm|x", "1", "0.01", "11.1%")]
     spans = [("step 4", "step", 0, 110), ("forward", "phase", 10, 40), ("backward", "phase", 50, 60)]
