@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--inside", action="store_true", help="run the part of --only in this process")
     options = parser.parse_or_exit(argv)
     if options.list:
-        print("\n".join(f"{name:11} {part.__doc__.splitlines()[0]}" for name, part in BY_NAME.items()))
+        print("\n".join(f"{name:12} {part.__doc__.splitlines()[0]}" for name, part in BY_NAME.items()))
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("No CUDA device here, so there is nothing to check; --device cpu --quick tries the parts on the CPU.")

@@ -14,9 +14,13 @@ from step08_5d import fused
 from step08_5d import train as step08
 from step08_5d.kernels.flash_attention_backward import flash_attention_core
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step08.kernels.compare import needs_triton
+from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON
 from tests.parity.runs import Result, assemble, assert_parity, train_case, training_of
 
+in_interpreter = pytest.mark.skipif(
+    not HAS_TRITON or DEVICE.type == "cuda",
+    reason="needs Triton's interpreter; `python -m tests.gpu_check` has the GPU",
+)
 TINY = "--layers 2 --hidden 16 --heads 2 --kv-heads 1 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 4 --steps 2"
 ADAMW = "--optimizer adamw --lr 1e-3 --clip 0.5"
 EXPERTS = "--experts 4 --expert-ffn 12 --shared-experts 1"
@@ -31,7 +35,7 @@ def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
 
 
-@needs_triton
+@in_interpreter
 @pytest.mark.parametrize(
     "flags", ["", f"{EXPERTS} --recompute full", "--recompute selective --optimizer sgd --lr 1e-2"]
 )
@@ -40,7 +44,7 @@ def test_kernels_train_the_same(flags):
     assert_parity(assemble(train_with_kernels([case])), assemble([train_case(7, case)]), case)
 
 
-@needs_triton
+@in_interpreter
 def test_kernels_and_other_dimensions():
     cases = [f"{TINY} {ADAMW} --tp 2", f"{TINY} {ADAMW} --pp 2 --schedule zb-h1 --micro-batch 2 --vocab 257"]
     cases += [f"{TINY} {ADAMW} --cp 2 --mask-documents"]
@@ -50,7 +54,7 @@ def test_kernels_and_other_dimensions():
         assert_parity(assemble(list(parts)), assemble([train_case(7, training_of(case, 4))]), case)
 
 
-@needs_triton
+@in_interpreter
 def test_bfloat16_with_kernels():
     """Masters and moments stay float32; the update and its rounded copy are one kernel."""
     case = f"{TINY} {ADAMW} --dtype bfloat16"
