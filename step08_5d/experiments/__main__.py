@@ -12,14 +12,21 @@ others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step08_5d.experiments import cost, grid, shapes, timeline
+from step08_5d.experiments import cluster, cost, first, grid, head, layer_bytes, memory_8b, precision, shapes, timeline
 
 EXPERIMENTS = [
     grid.grid,
     grid.order,
     shapes.shapes,
+    precision.precision,
+    precision.masters,
     cost.cost,
     timeline.timeline,
+    head.head,
+    layer_bytes.layer_bytes,
+    memory_8b.memory_8b,
+    cluster.llama,
+    first.first,
 ]
 
 if __name__ == "__main__":
