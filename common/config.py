@@ -128,9 +128,7 @@ class TrainConfig:
     ep: int = flag(1, 7, "layout", "expert parallelism: ranks that the experts are divided among")
     fused: bool = flag(True, 8, "layout", "fused kernels: all on CUDA, head with loss everywhere (default)")
     compile: bool = flag(False, 8, "layout", "compile norms, rotation and activation where no kernel computes them")
-    shapes: bool = flag(
-        False, 8, "logging", "print shapes, bytes and messages of a layer (and draw them into --run-dir)"
-    )
+    shapes: bool = flag(False, 8, "logging", "print, and draw into --run-dir, a layer's shapes, bytes and messages")
     layer_delay: float = flag(0.0, 5, "logging", "a layer's forward takes at least so many ms, its backward twice that")
 
     @functools.cached_property
