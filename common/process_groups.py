@@ -161,7 +161,7 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
 
 
 def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = None, timeout: float = 600.0) -> Mesh:
-    """Return the mesh of this rank. All ranks call it together, since all take part in creating each group.
+    """Return the mesh of this rank. All ranks call it together.
 
     Groups of a mesh with the same members share a communicator, except `pp_forward` and `pp_backward`: on one NCCL
     communicator an early receive of one direction would hold up the sends of the other.
@@ -169,7 +169,7 @@ def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = No
     tp, cp, pp, dp, world_size = degrees.tp, degrees.cp, degrees.pp, degrees.dp, environment().world_size
     if degrees.world != world_size:
         raise UsageError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not {world_size} ranks")
-    return Mesh(degrees=degrees, device=device, **_create(degrees, all_groups(degrees, kv_heads), timeout))
+    return Mesh(degrees=degrees, device=device, **_create(degrees, device, all_groups(degrees, kv_heads), timeout))
 
 
 def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Mesh:
@@ -177,7 +177,8 @@ def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Me
     if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
         return mesh
     groups = all_groups(mesh.degrees, placement=placement)
-    return replace(mesh, **_create(mesh.degrees, {name: groups[name] for name in ("embed", "mirror")}, timeout))
+    groups = {name: groups[name] for name in ("embed", "mirror")}
+    return replace(mesh, **_create(mesh.degrees, mesh.device, groups, timeout))
 
 
 def separate(group: Group, timeout: float) -> Group:
@@ -188,28 +189,30 @@ def separate(group: Group, timeout: float) -> Group:
     return replace(group, handle=handle, backend="gloo")
 
 
-def _create(degrees: Degrees, groups: dict[str, list], timeout: float) -> dict[str, Group]:
-    """Return this rank's group of each name. All ranks give the same `groups`, and create them in the same order.
+def _create(degrees: Degrees, device: torch.device, groups: dict[str, list], timeout: float) -> dict[str, Group]:
+    """Return this rank's group of each name. Only the members of a group connect and wait for each other.
 
-    Only the world has gloo beside NCCL, for what is on the CPU: another gloo mesh per group would cost time and file
-    descriptors.
+    To others it is a number that they count, as torch names groups by it: all ranks must give the same `groups`. (With
+    `use_local_synchronization` a rank would count its own alone, and hang with one that is in more or fewer of them.)
+
+    Only the world has gloo beside NCCL, for what is on the CPU: more gloo meshes would cost time and file descriptors.
     """
     (rank, world_size, _), limit = environment(), timedelta(seconds=timeout)
     unused = () if degrees.experts else ("edp", "expert_shard", "expert_replica")
     handles = {("shared", tuple(range(world_size))): dist.group.WORLD}
-    backend = "" if world_size == 1 else "gloo" if dist.get_backend() == "gloo" else "nccl"
+    backend = "" if world_size == 1 else "nccl" if "nccl" in dist.get_backend() else dist.get_backend()
+    connect = {"device_id": device} if backend == "nccl" else {}  # now, and not at its first use
     result = {}
     for name, divided in groups.items():
         channel = name if name.startswith("pp_") else "shared"
         for ranks in divided:
             if len(ranks) > 1 and (channel, ranks) not in handles and name not in unused:
-                options = None
-                if backend == "nccl" and channel != "shared":
-                    options = dist.ProcessGroupNCCL.Options()
+                options = dist.ProcessGroupNCCL.Options() if backend == "nccl" and channel != "shared" else None
+                if options:
                     options.config.max_ctas = 4  # multiprocessors that an early receive may occupy while it waits
                     options._timeout = limit  # or torch warns that this is not the `timeout` below
                 with communication_errors():
-                    handles[channel, ranks] = dist.new_group(ranks, limit, backend, options)
+                    handles[channel, ranks] = dist.new_group(ranks, limit, backend, options, **connect)
             if rank in ranks:
                 handle = handles.get((channel, ranks), dist.GroupMember.NON_GROUP_MEMBER if len(ranks) > 1 else None)
                 result[name] = Group(name, ranks, ranks.index(rank), handle, backend)

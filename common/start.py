@@ -58,8 +58,7 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
     """Choose this rank's device and start torch.distributed, which a world of one rank does without.
 
     If a launcher such as torchrun has started the ranks, rank 0 prints on which devices. Raises UsageError for
-    `--device cuda` without CUDA and as `choose_backend` does, and CommunicationError if the ranks do not find each
-    other within `timeout` seconds.
+    `--device cuda` without CUDA and as `choose_backend` does, CommunicationError if ranks do not meet in `timeout` s.
     """
     rank, world_size, local_rank = environment()
     if device == "cuda" and not torch.cuda.is_available():
@@ -85,6 +84,7 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
         backend, line = choose_backend(places, gpu.name if gpu else "")
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if backend == "nccl" else {"backend": "gloo"}
         dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **options)
+        dist.group.WORLD.bound_device_id = None  # or every new group would split NCCL's world, which takes all ranks
         meet()
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(f"rendezvous of {world_size} ranks failed: {first_line(error)}") from error

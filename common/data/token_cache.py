@@ -38,8 +38,7 @@ class Corpus(NamedTuple):
 def load_corpus(data: str | None, tokenizer: str | None, needed_tokens: int) -> Corpus:
     """Return the tokens of `data` (see `find_source`) under `tokenizer` (see `load_tokenizer`), from the cache.
 
-    While one process makes them, others wait for its lock; if it dies, the next one starts again. Raises UsageError
-    for input that cannot be read.
+    While one process makes them, others wait for its lock, and start again if it dies. Raises UsageError for bad input.
     """
     if data == "synthetic":
         return synthetic(needed_tokens)

@@ -1,8 +1,7 @@
 """RUN_DIR/trace.json: what every rank recorded, in Chrome's Trace Event Format, for the report and for Perfetto.
 
 A rank is a process of the trace, a lane a thread. Complete events ("X") on the compute lane (thread 0) have the
-category `step`, `phase`, `issue` or `wait`; on the lane of a group, and for messages on its send and its receive lane,
-it is `communication`.
+category `step`, `phase`, `issue` or `wait`; on a group's lane, or its lanes of sends and receives, `communication`.
 """
 
 import hashlib

@@ -81,8 +81,7 @@ def random_box(spec: ParameterSpec, seed: int, device: torch.device | str = "cpu
     """Initial values of `spec.box` in float32, the same in every layout.
 
     Element i of a tensor is a function of (seed, name, i) alone. SplitMix64 (Steele, Lea, Flood 2014) turns the counter
-    i, started at a hash of seed and name, into 64 random bits, and the inverse of the normal distribution function
-    turns these into a sample.
+    i, started at a hash of seed and name, into 64 random bits, and the inverse normal distribution into a sample.
     """
     box_shape = tuple(stop - start for start, stop in spec.box)
     inside = tuple(

@@ -226,7 +226,9 @@ def test_start_of_nccl_after_a_watchdog_timeout(monkeypatch, capsys):
         seen.update(options, environment=dict(os.environ), timed_out=below.check(["exception_dump"]))
 
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(attempt, 0, 2)]))
+    world = SimpleNamespace(bound_device_id=torch.device("cuda:0"))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     monkeypatch.setattr(start, "meet", lambda: None)
 
     def other_rank():
@@ -239,14 +241,16 @@ def test_start_of_nccl_after_a_watchdog_timeout(monkeypatch, capsys):
     expected = start.NCCL_SETTINGS | {"TORCH_NCCL_HIGH_PRIORITY": "0"}  # the user's own value
     assert expected.items() <= seen["environment"].items() and len(expected) == 3
     assert not seen["timed_out"], "the store is not new"
+    assert world.bound_device_id is None, "a new group would split the world"
     assert capsys.readouterr().out == "2 ranks on 1 node, one H200 each, NCCL\n"
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_subgroups_have_one_backend_each(monkeypatch, backend):
-    made, limit = {}, timedelta(seconds=7)
+    made, limit, gpu = {}, timedelta(seconds=7), torch.device("cuda:0")
 
-    def new_group(ranks, timeout=None, backend=None, pg_options=None):
+    def new_group(ranks, timeout=None, backend=None, pg_options=None, device_id=None):
+        assert (device_id == gpu) == (backend == "nccl"), "NCCL connects at once"
         made.setdefault(tuple(ranks), []).append((timeout, backend, pg_options))
         return f"communicator {len(made)}"
 
@@ -257,7 +261,7 @@ def test_subgroups_have_one_backend_each(monkeypatch, backend):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(process_groups, "meet", lambda: None)
-    mesh = build_mesh(Degrees(tp=2, pp=2, dp=2), CPU, timeout=7)
+    mesh = build_mesh(Degrees(tp=2, pp=2, dp=2), gpu, timeout=7)
     pipelines, others = {(0, 2), (1, 3), (4, 6), (5, 7)}, {(0, 1), (0, 4)}
     assert made.keys() == {(0, 1), (2, 3), (4, 5), (6, 7)} | {(0, 4), (1, 5), (2, 6), (3, 7)} | pipelines
     assert all(made[ranks] == [(limit, backend, None)] for ranks in others)

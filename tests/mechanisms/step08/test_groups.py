@@ -1,0 +1,43 @@
+"""Groups of a large world, on one of its ranks: it makes its own, and ranks agree on their names."""
+
+import torch
+import torch.distributed as dist
+
+from common.process_groups import GROUP_NAMES, Degrees, Mesh, build_mesh, place_stages
+from step08_5d.experiments.groups import LAYOUTS, one_rank_of, start_of
+
+LARGE = LAYOUTS["16,384 ranks, ZeRO, ep 64"]
+
+
+def names_of(mesh: Mesh) -> dict[str, str]:
+    """What torch calls the communicator of each group, which is how its ranks find each other."""
+    groups = [getattr(mesh, name) for name in GROUP_NAMES]
+    groups = [group for group in groups if isinstance(group.handle, dist.ProcessGroup)]
+    for group in groups:
+        assert tuple(dist.get_process_group_ranks(group.handle)) == group.ranks, group.name
+    return {group.name: group.handle.group_name for group in groups}
+
+
+def test_a_rank_connects_to_its_own_groups_only():
+    for rank, embed in [(0, 1), (LARGE.tp * LARGE.cp, 0)]:  # only first and last stage share the embedding
+        start = start_of(LARGE, rank)
+        # tp, cp, two of the pipeline, dp, dp_cp, shard, replica (which is expert_replica), ep, edp, expert_shard
+        assert start.mine == 11 + embed and start.groups > 1000 * start.mine
+        assert start.building < 10, "seconds of a core"
+        with one_rank_of(LARGE.world, rank):
+            names_of(build_mesh(LARGE, torch.device("cpu"), 8))
+            assert len(dist.distributed_c10d._world.pg_names) == 1 + start.mine, "torch has made others, or two alike"
+
+
+def test_ranks_in_different_numbers_of_groups_agree_on_names():
+    """A rank of the first stage and its neighbor of the second, who has no part in `embed`."""
+    found, degrees, chain = [], Degrees(tp=2, cp=2, pp=4, dp=2, zero_replicas=4), (0, 1, 2, 3)
+    for rank in (0, 4):
+        with one_rank_of(degrees.world, rank):
+            meshes = [build_mesh(degrees, torch.device("cpu")) for _ in range(2)]
+            found.append([names_of(place_stages(mesh, (chain, chain[::-1]))) for mesh in meshes])
+    for first, second in zip(*found, strict=True):
+        assert "embed" in first and "embed" not in second and "mirror" in second
+        same = ("pp_forward", "pp_backward")
+        assert [first[name] for name in same] == [second[name] for name in same]
+        assert len({first[name] for name in (*same, "tp", "cp", "embed")}) == 5
