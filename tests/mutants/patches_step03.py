@@ -12,6 +12,7 @@ import torch
 from common import collectives
 from common.parameter import ParameterSpec
 from common.process_groups import Group
+from step01_single_gpu.mixed_precision import Optimizer
 from step02_data_parallel import data_parallel
 from step03_zero import train
 from step03_zero.unit import Unit
@@ -23,6 +24,7 @@ free, complete, start_over, make_bucket = Unit.free, Unit.complete, Unit.start_o
 initialise, gather, prefetch, finish = Zero.__init__, Zero.gather, Zero._prefetch, Zero.finish
 no_sync, after_forward, complete_in_flight = Zero.no_sync, Zero._after_forward, Zero._complete
 all_reduce, norm, decay = collectives.all_reduce, train.gradient_norm, ParameterSpec.decay.fget
+update = Optimizer.step
 
 
 # ---- wrong numbers ---------------------------------------------------------------------------------------------------
@@ -120,6 +122,15 @@ def _(self):
 # Gradients are added up and reduced in the type of the weights
 MUTANTS.replaces("sums in bfloat16", data_parallel, "at_least_float32")(lambda dtype: dtype)
 MUTANTS.replaces("sums in bfloat16", Zero, "finish")(lambda self: [gradient.float() for gradient in finish(self)])
+
+
+@MUTANTS.replaces("updates in bfloat16", Optimizer, "step")
+def _(self, *arguments, **options):
+    """There are no master weights: an update smaller than half a step of bfloat16 is lost."""
+    update(self, *arguments, **options)
+    with torch.no_grad():
+        for master in self.masters:
+            master.copy_(master.bfloat16())
 
 
 # ---- right numbers, wrong structure ----------------------------------------------------------------------------------
