@@ -12,11 +12,24 @@ others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step08_5d.experiments import cluster, cost, first, grid, head, layer_bytes, memory_8b, precision, shapes, timeline
+from step08_5d.experiments import (
+    cluster,
+    cost,
+    first,
+    grid,
+    groups,
+    head,
+    layer_bytes,
+    memory_8b,
+    precision,
+    shapes,
+    timeline,
+)
 
 EXPERIMENTS = [
     grid.grid,
     grid.order,
+    groups.groups,
     shapes.shapes,
     precision.precision,
     precision.masters,
