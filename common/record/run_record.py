@@ -115,7 +115,7 @@ class RunRecord:
     def _alive(self):
         """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""
         if self.config.measure_memory and self.mesh.device.type == "cpu":
-            yield from (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_cuda)
+            yield from (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
 
 
 def read_metrics(path: Path) -> tuple[list[dict], bool]:
