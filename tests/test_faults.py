@@ -93,6 +93,47 @@ def test_torchrun_restarts_what_was_killed(whole, tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000070", "step-00000080"]
 
 
+FIVE = "--pp 2 --cp 2 --tp 2 --experts 8 --expert-ffn 16 --ep 4 --zero 3 --global-batch 6 --steps 6 --save-every 2"
+FIVE = ["step08_5d/train.py", *SMALL, *FIVE.split()]
+DIES_IN_A_STEP = """
+import os, runpy, signal, sys
+from common.collectives import Work
+from common.record.run_record import RunRecord
+marker, *sys.argv = sys.argv[1:]
+begin_step, issue, now = RunRecord.step, Work.__init__, {"step": 0, "calls": 0}
+def noting_step(record, number):
+    now.update(step=number, calls=0)
+    return begin_step(record, number)
+def issue_or_die(work, *args, **options):
+    now["calls"] += 1
+    if os.environ["RANK"] == "5" and now == {"step": 3, "calls": 40} and not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    issue(work, *args, **options)
+RunRecord.step, Work.__init__ = noting_step, issue_or_die
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_five_dimensions_go_on_after_a_kill(tmp_path):
+    """A rank dies in the middle of a step, while its peers in four dimensions wait for it, each in another group."""
+    wrapper, marker, folder = tmp_path / "dies_in_a_step.py", tmp_path / "marker", tmp_path / "run"
+    wrapper.write_text(DIES_IN_A_STEP)
+    assert run_script(*FIVE, "--run-dir", tmp_path / "whole", ranks=8).returncode == 0
+    died = run_script(wrapper, marker, *FIVE, "--run-dir", folder, ranks=8)
+    assert died.returncode and "lost contact with another rank" in died.stderr and len(steps_of(folder)) == 3
+    resumed = run_script(*FIVE, "--run-dir", folder, "--resume", "auto", ranks=8)
+    assert resumed.returncode == 0 and resumed.stdout.count("step 2/6") == 1, resumed.stderr
+    assert curve(folder) == curve(tmp_path / "whole"), "bit for bit, each step once"
+    if os.environ.get("TEST_ALL"):  # the same by torchrun, which takes half a minute to start 8 ranks twice
+        marker.unlink()
+        (tmp_path / "torchrun").mkdir()
+        launch = ("--max-restarts", "1", str(wrapper), str(marker), FIVE[0])
+        process = start(8, tmp_path / "torchrun", *FIVE[1:], "--resume", "auto", launch=launch)
+        assert process.wait(timeout=240) == 0 and marker.exists()
+        assert curve(tmp_path / "torchrun") == curve(tmp_path / "whole"), "bit for bit, each step once"
+
+
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
     process = start(4, tmp_path, "--steps", "100000", "--timeout", "5")
     wait_for(lambda: len(steps_of(tmp_path)) >= 5, process)

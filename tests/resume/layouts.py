@@ -1,6 +1,8 @@
-"""Layouts of steps 1 to 7, and what becomes of a run that is saved in one of them and resumed in another."""
+"""Layouts of all steps, and what becomes of a run that is saved in one of them and resumed in another."""
 
 import json
+import os
+import random
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from common.start import environment
 from step01_single_gpu.mixed_precision import Optimizer
 from tests.harness.ranks import run_ranks
 from tests.parity.runs import SMALL, assemble, train_here
+from tests.parity.test_step08 import LAYOUT, is_allowed
 from tests.unit.test_huggingface import counting_safe_open, elements_read
 
 # 4 tensor-parallel ranks share 2 K/V heads, and the vocabulary of 257 has 1 row of padding on 2 of them and 3 on 4
@@ -47,6 +50,9 @@ LAYOUTS = {  # name: (ranks, step, flags)
     "ep 4": (4, 7, "--ep 4 --dp 2 --tp 2"),
     "ep 2, zero 3": (4, 7, "--ep 2 --dp 4 --zero 3 --recompute full"),
     "ep 2, dualpipe": (4, 7, "--ep 2 --cp 2 --pp 2 --schedule dualpipe --zero 1"),
+    "8 ranks, zero 1": (8, 8, "--pp 2 --cp 2 --tp 2 --zero 1"),
+    "8 ranks, ep 4, zero 3": (8, 8, "--pp 2 --cp 2 --tp 2 --ep 4 --zero 3"),
+    "8 ranks, ep 2, zbv": (8, 8, "--dp 2 --pp 2 --tp 2 --ep 2 --schedule zbv --zero 2 --recompute full"),
 }
 
 
@@ -55,6 +61,20 @@ class Job(NamedTuple):
 
     layout: str
     flags: str
+
+
+def draw_layouts(training: str, count: int) -> list[str]:
+    """Add layouts of 8 ranks, drawn from all that the steps know, to LAYOUTS if TEST_ALL=1 is set; their names."""
+    chance, names = random.Random(training), []
+    while os.environ.get("TEST_ALL") and len(names) < count:
+        degrees = {name: chance.choice([1, 2, 2, 4]) for name in ("dp", "pp", "cp", "tp")}
+        degrees |= {"ep": chance.choice([2, 4, 8])} if "--experts" in training else {}
+        parts = [f"--{name} {size}" for name, size in degrees.items()]
+        flags = " ".join(filter(None, parts + [chance.choice(values) for values in LAYOUT.values()]))
+        if flags not in LAYOUTS and is_allowed(8, f"{TRAINING} {training} {flags}"):
+            LAYOUTS[flags] = 8, 8, flags
+            names.append(flags)
+    return names
 
 
 def state_of(optimizer: Optimizer) -> list[tuple]:
@@ -97,7 +117,7 @@ def look_at_all(jobs: list[tuple[int, str]]) -> list[dict]:
 def run_jobs(jobs: dict[Job, str]) -> dict[Job, list[dict]]:
     """What every rank has found in each job, given also its --run-dir and so on. One start of a world for its jobs."""
     found = {}
-    for world in range(1, 5):
+    for world in sorted({ranks for ranks, _, _ in LAYOUTS.values()}):
         mine = [job for job in jobs if LAYOUTS[job.layout][0] == world]
         calls = []
         for job in mine:

@@ -25,13 +25,16 @@ BFLOAT16, FLOAT32 = (f"{UNTIED} --dtype {dtype} --micro-batch 1" for dtype in ("
 RINGS = {
     UNTIED: ["one process", "zbv", "zero 2", "tp 4", "dp", "1f1b, tp, zero 1", "zero 1 on 3", "dualpipe"]
     + ["tp 2, zero 1", "zero 3 on 3", "interleaved", "zero 1", "tp 2, zero 3", "zero 3", "zbv, zero 3"]
-    + ["zero 3, two copies", "cp 2, zero 3"],
+    + ["zero 3, two copies", "8 ranks, zero 1", "cp 2, zero 3"],
     TIED: ["one process", "dualpipe, zero 1", "tp 2, zero 2, chunked", "zb-h2", "tp 4", "1f1b", "tp 4, sequence"]
     + ["cp 2, zbv"],
     BFLOAT16: ["one process", "zero 2 on 3", "zero 3, two copies", "zero 3"],
     FLOAT32: ["zero 3, two copies", "zero 2 on 3"],
-    EXPERTS: ["all experts", "ep 4", "ep 2, zero 3", "ep 2, dualpipe"],
+    EXPERTS: ["all experts", "ep 4", "8 ranks, ep 4, zero 3", "8 ranks, ep 2, zbv", "ep 2, zero 3"]
+    + ["ep 2, dualpipe"],
 }
+for flags in (UNTIED, TIED, EXPERTS):  # more, with TEST_ALL=1
+    RINGS[flags] += layouts.draw_layouts(flags, 10)
 CASES = [
     (Job(source, flags), Job(target, flags))
     for flags, ring in RINGS.items()
