@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --experts 8 --ep 4 --zero 1 --dtype bfloat16
     torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --steps 1 --shapes
 
-Kernels are in step08_5d/kernels. `diff` this file with step07_expert_parallel/train.py to see what it adds.
+The lesson is in step08_5d/README.md. `diff` this file with step07_expert_parallel/train.py to see what it adds.
 """
 
 import torch
