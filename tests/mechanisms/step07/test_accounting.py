@@ -43,7 +43,7 @@ def ranks_train(cases: list[str], folder: str, evenly: bool = False) -> list[dic
         counts = []
 
         def travel(self, mine, ep, counts=counts):
-            counts.append(mine.host)
+            counts.append(mine.on_host)
             real(self, mine, ep)
 
         config = configure(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
