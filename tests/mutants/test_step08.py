@@ -93,7 +93,7 @@ def test_mutant_is_rejected_with_kernels(results_of_kernels, name):
 
 def test_a_lost_recompute_is_noticed():
     """No curve shows it: it trains the same."""
-    flags = f"{TINY} {ADAMW} --recompute full"
+    flags = f"{TINY} {ADAMW} --layers 2 --recompute full"
     result, calls = train_in_pieces(flags, HIGHER_PRICE)
     assert_parity(result, on_one_process(flags), HIGHER_PRICE)
     with pytest.raises(AssertionError, match="computed twice"):
