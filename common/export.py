@@ -1,8 +1,6 @@
 """`python -m common.export RUN OUT`: make a Hugging Face folder of a run's newest checkpoint."""
 
-import sys
-
 from common.weights.export import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

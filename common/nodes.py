@@ -1,8 +1,6 @@
 """`python -m common.nodes --nodes 2 --ranks 2 --bandwidth 200mbit -- SCRIPT FLAGS`: torchrun on several nodes."""
 
-import sys
-
 from common.experiments.nodes import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,8 +1,6 @@
 """`python -m common.tracer RUN_DIR`: report what a traced run computed, sent and waited for, and draw its timeline."""
 
-import sys
-
 from common.tracing.report import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

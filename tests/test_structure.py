@@ -10,7 +10,7 @@ from tests.harness.ranks import ROOT
 
 STEPS = sorted(path.parent.name for path in ROOT.glob("step*/train.py"))
 FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT / folder).rglob("*.py"))
-COMMANDS = {"common.compare", "common.tracer", "common.export"}  # what a user starts with python -m
+COMMANDS = {"common.compare", "common.tracer", "common.export", "common.nodes"}  # what a user starts with python -m
 LOOKS = {
     f"common.experiments.{name}" for name in ("figures", "tables", "curves", "timelines")
 }  # of whatever is printed or drawn
@@ -79,7 +79,7 @@ def test_no_rooms_of_common_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
 def test_imports_point_one_way(module):
-    number, experiment = step_of(module), ".experiments" in module or ".gpu_ladder" in module
+    number, experiment = step_of(module), module == "common.nodes" or re.search(r"\.(experiments|gpu_ladder)", module)
     for other in IMPORTS[module]:
         assert not other.startswith("tests"), f"{module} imports {other}"
         assert step_of(other) <= number, f"{module} imports {other}, which comes later"

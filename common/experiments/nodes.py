@@ -135,8 +135,9 @@ def address(node: int) -> str:
 
 def torchrun(options: argparse.Namespace, node: int) -> tuple[dict[str, str], list[str]]:
     """What a node runs: environment variables, and the command."""
-    variables = {name: "cable" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    variables = {"GLOO_SOCKET_IFNAME": "cable", "NCCL_SOCKET_IFNAME": "cable"}
     variables["NCCL_HOSTID"] = f"node{node}"  # nodes differ, although the machine has one name
+    variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would warn that addresses have no names
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # the nodes share the cores
     command = f"-m torch.distributed.run --nnodes {options.nodes} --node_rank {node} --nproc_per_node {options.ranks}"
     command += f" --master_addr {address(0)} --master_port 29500"
@@ -184,7 +185,9 @@ def run(options: argparse.Namespace) -> int:
         if done.returncode:
             why = "This kernel has no netem: leave --latency out" if "netem" in line else ADVICE
             raise NotHere(f"{line}: {done.stderr.strip().splitlines()[0]} {why}")
-    print(f"{options.nodes} nodes; to look inside: nsenter -U -m -n --preserve-credentials -t {os.getpid()}", flush=True)
+    print(
+        f"{options.nodes} nodes; to look inside: nsenter -U -m -n --preserve-credentials -t {os.getpid()}", flush=True
+    )
     nodes = Nodes()
     try:
         for node in range(options.nodes):
@@ -200,7 +203,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def shell(line: str) -> subprocess.CompletedProcess:
-    return subprocess.run(shlex.split(line), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    """Run a line as a shell would."""
+    return subprocess.run(line, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
 class Nodes:

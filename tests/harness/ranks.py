@@ -14,6 +14,7 @@ the test module: what starts threads (datasets, transformers) is to be imported 
 """
 
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -245,9 +246,16 @@ def kill(process: subprocess.Popen, mark: tuple[str, str]) -> None:
     """
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
+    for number in marked(mark):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            os.kill(number, signal.SIGKILL)
+
+
+def marked(mark: tuple[str, str]) -> list[int]:
+    """The processes with `mark` in their environment."""
+    found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             if "=".join(mark).encode() in environment.read_bytes().split(b"\0"):
-                os.kill(int(environment.parent.name), signal.SIGKILL)
-        except OSError:  # it ended meanwhile, or is another user's
-            continue
+                found.append(int(environment.parent.name))
+    return found

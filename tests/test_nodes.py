@@ -1,0 +1,138 @@
+"""Two nodes on this machine train as one process does, over a cable whose bytes are counted, and leave nothing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.experiments.nodes import SEPARATE
+from step05_pipeline.experiments import predictions
+from tests.harness.ranks import ROOT, kill, marked, new_mark, run_command, run_script, steps_of
+
+TRY = "ip link add cable0 type veth peer name cable1; tc qdisc add dev cable0 root tbf rate 1mbit burst 2kb latency 1s"
+TRIED = sys.platform == "linux" and subprocess.run(
+    [*SEPARATE.split(), "sh", "-ec", TRY], capture_output=True, text=True
+)
+pytestmark = pytest.mark.skipif(not TRIED or TRIED.returncode, reason=f"no network namespaces with tbf here: {TRIED}")
+
+MODEL = "--layers 4 --hidden 64 --heads 4 --kv-heads 4 --ffn 96 --vocab 256 --data synthetic --device cpu".split()
+MODEL += "--seq-len 512 --global-batch 8 --micro-batch 1 --dtype float64 --warmup 1".split()
+STEP = ("step05_pipeline/train.py", *MODEL)
+
+
+def nodes_command(*command, ranks: int = 1) -> list[str]:
+    words = [sys.executable, "-m", "common.nodes", "--ranks", ranks, "--bandwidth", "100mbit", "--", *command]
+    return [str(word) for word in words]
+
+
+def start(folder: Path, mark: tuple[str, str], *command) -> subprocess.Popen:
+    """Start nodes in the background, their output in folder/log."""
+    io = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict([mark])
+    return subprocess.Popen(nodes_command(*command), cwd=ROOT, env=environment, start_new_session=True, **io)
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not get there"
+        time.sleep(0.05)
+
+
+def assert_nothing_left(mark: tuple[str, str]) -> None:
+    """Namespaces and mounts live as long as a process in them; those on the machine's own list live for ever."""
+    wait_for(lambda: not marked(mark), 5)  # the kernel may still be at work
+    assert not Path("/run/netns/node0").exists() and "cable" not in Path("/proc/net/dev").read_text()
+
+
+def test_two_nodes_train_as_one_process(tmp_path):
+    one, two, mark = tmp_path / "one", tmp_path / "two", new_mark()
+    assert run_script("step01_single_gpu/train.py", *MODEL, "--steps", 4, "--run-dir", one).returncode == 0
+    command = nodes_command(*STEP, "--steps", 4, "--pp", 2, "--tp", 2, "--run-dir", two, ranks=2)
+    done = run_command(command, env=dict([mark]))
+    assert done.returncode == 0 and "4 ranks on 2 nodes" in done.stdout, done.stdout + done.stderr
+    for kind in ("loss", "grad_norm"):
+        assert [step[kind] for step in steps_of(two)] == pytest.approx(
+            [step[kind] for step in steps_of(one)], rel=1e-10
+        )
+
+    message = predictions.message_bytes(b=1, s=512, h=64, beta=8, tp=2)
+    expected = 4 * 2 * 8 * message  # steps, tensor ranks, micro-batches: forward from node 0, backward from node 1
+    sent = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) bytes sent", done.stdout)]
+    # besides, 66 bytes of headers for each 1448, acknowledgements, the start, and a few small collectives
+    assert len(sent) == 2 and all(1.04 < each / expected < 1.1 for each in sent), f"{sent} instead of {expected}"
+    assert_nothing_left(mark)
+
+
+@pytest.mark.parametrize("fault", ["cut", *["killed"] * bool(os.environ.get("TEST_ALL"))])
+def test_a_lost_node_ends_the_other_and_the_run_resumes(fault, tmp_path):
+    mark, flags = new_mark(), ["--steps", "60", "--pp", "2", "--save-every", "4"]
+    short = ["--seq-len", "64"]
+    process = start(tmp_path, mark, *STEP, *short, *flags, "--timeout", "6", "--run-dir", tmp_path / "run")
+    try:
+        wait_for(lambda: len(steps_of(tmp_path / "run")) >= 6)
+        if fault == "cut":
+            inside = f"nsenter -U -m -n --preserve-credentials -t {process.pid}".split()
+            subprocess.run([*inside, *"ip -n node1 link set cable down".split()], check=True)
+        else:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[1]), signal.SIGKILL)
+        assert process.wait(timeout=30) not in (0, 2)
+    finally:
+        kill(process, mark)
+    log = (tmp_path / "log").read_text()
+    assert "rank 0: lost contact with another rank" in log, log
+    assert_nothing_left(mark)
+
+    for folder, more in (("run", ["--resume", "auto"]), ("whole", [])):
+        again = run_script(*STEP, *short, *flags, *more, "--run-dir", tmp_path / folder, ranks=2)
+        assert again.returncode == 0, again.stderr
+    curves = [[(each["step"], each["loss"]) for each in steps_of(tmp_path / name)] for name in ("run", "whole")]
+    assert curves[0] == curves[1] and len(curves[0]) == 60, "bit for bit, each step once"
+
+
+SLEEPS = "import sys, time; open(sys.argv[1], 'a').write('.'); time.sleep(100)"
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_nothing_stays_behind(sent, status, tmp_path):
+    mark, script, note = new_mark(), tmp_path / "sleeps.py", tmp_path / "note"
+    script.write_text(SLEEPS)
+    process = start(tmp_path, mark, script, note)
+    try:
+        wait_for(lambda: note.exists() and note.read_text() == "..")
+        process.send_signal(sent)
+        assert process.wait(timeout=30) == status, (tmp_path / "log").read_text()
+        assert_nothing_left(mark)
+    finally:
+        kill(process, mark)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--bandwidth fast -- x.py", "--bandwidth: fast is not of the form 200mbit"),
+        ("--latency 3 -- x.py", "--latency: 3 is not of the form 0.5ms"),
+        ("--nodes 1 -- x.py", "--nodes 1 is not"),
+        ("--ranks 0 -- x.py", "--ranks 0 is not"),
+        ("--nodes 2", "what shall the nodes run?"),
+    ],
+)
+def test_bad_arguments_are_one_line(flags, words):
+    done = run_script("-m", "common.nodes", *flags.split())
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and words in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_print_shows_the_commands():
+    done = run_script(
+        "-m", "common.nodes", "--nodes", 3, "--bandwidth", "1gbit", "--latency", "1ms", "--print", "--", "x.py"
+    )
+    assert done.returncode == 0 and done.stdout.startswith("unshare --user")
+    for line in ("ip link add switch type bridge", "tbf rate 1gbit burst 25000b", "netem delay 1ms", "--node_rank 2"):
+        assert line in done.stdout, done.stdout
