@@ -5,7 +5,8 @@
 
 A node has a network of its own (a network namespace) and processes of its own (a process namespace), and is joined to
 the others by a virtual cable that the kernel limits. Each node runs its own torchrun, and ranks on different nodes
-reach each other over the cable alone. The files are the same on all nodes, as on a cluster with a shared disk.
+reach each other over the cable alone, and nothing else in the world. The files are the same on all nodes, as on a
+cluster with a shared disk.
 
 It needs no root: in a user namespace, any user may build networks. All of it exists only for the processes inside, so
 the kernel removes it when the last of them has ended, whatever ended them. `--print` shows how it is done.
@@ -56,13 +57,13 @@ class NotHere(Exception):
 
 def quantity(text: str, units: str, example: str) -> str:
     """Check the argument of a flag, such as 200mbit. Raises ArgumentTypeError if it is none."""
-    if not re.fullmatch(rf"\d+(\.\d+)?({units})", text) or not number(text):
+    if not re.fullmatch(rf"\d+(\.\d+)?({units})", text) or not value_of(text):
         raise argparse.ArgumentTypeError(f"{text} is not of the form {example}")
     return text
 
 
-def number(text: str) -> float:
-    """Bits per second, or seconds: 200mbit is 2e8."""
+def value_of(text: str) -> float:
+    """Bits per second, or seconds: of 200mbit, 2e8."""
     value, unit = re.fullmatch(r"([\d.]+)(\w+)", text).groups()
     return float(value) * UNITS[unit]
 
@@ -121,7 +122,7 @@ def limit(tc: str, device: str, bandwidth: str | None, latency: str | None) -> l
     """
     lines, place = [], "root"
     if bandwidth:
-        burst = max(2000, round(number(bandwidth) / 8 * 2e-4))
+        burst = max(2000, round(value_of(bandwidth) / 8 * 2e-4))
         lines.append(f"{tc} qdisc add dev {device} root handle 1: tbf rate {bandwidth} burst {burst}b latency 1s")
         place = "parent 1:1"
     if latency:
@@ -184,10 +185,8 @@ def run(options: argparse.Namespace) -> int:
         done = shell(line)
         if done.returncode:
             why = "This kernel has no netem: leave --latency out" if "netem" in line else ADVICE
-            raise NotHere(f"{line}: {done.stderr.strip().splitlines()[0]} {why}")
-    print(
-        f"{options.nodes} nodes; to look inside: nsenter -U -m -n --preserve-credentials -t {os.getpid()}", flush=True
-    )
+            raise NotHere(f"{line}: {(done.stderr.strip().splitlines() or ['failed'])[0]} {why}")
+    print(f"to look inside: nsenter -t {os.getpid()} -U -m -n --preserve-credentials", flush=True)
     nodes = Nodes()
     try:
         for node in range(options.nodes):
@@ -221,15 +220,16 @@ class Nodes:
             io = {"stdin": subprocess.DEVNULL, "env": os.environ | variables, "start_new_session": True}
             self.processes.append(subprocess.Popen([*within(node), *command], **io))
 
-    def stop(self, number: int, _) -> None:
+    def stop(self, signal_number: int, _) -> None:
         """Pass a signal on to every torchrun. After a second one, or when the time is over, kill the nodes."""
         if self.stopped:
             return self.kill()
-        self.stopped = number
+        self.stopped = signal_number
         signal.alarm(GRACE)
         for process in self.processes:
-            for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-                os.kill(int(child), number)
+            if process.poll() is None:
+                for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                    os.kill(int(child), signal_number)
 
     def wait(self) -> int:
         """Wait for all nodes. Returns the status of the first that failed; after a signal 128 and its number."""

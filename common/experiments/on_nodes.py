@@ -28,7 +28,12 @@ def on_nodes(nodes: int, ranks: int, function: Callable, *args, bandwidth: str =
     with tempfile.TemporaryDirectory(prefix="nodes-") as folder:
         Path(folder, "call").write_bytes(pickle.dumps((function, args)))
         command = ["common.nodes", f"--nodes={nodes}", f"--ranks={ranks}", *cable, "--", "-m", __name__, folder]
-        options = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}, "capture_output": True, "text": True}
+        options = {
+            "cwd": ROOT,
+            "env": os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+            "capture_output": True,
+            "text": True,
+        }
         done = subprocess.run([sys.executable, "-m", *command], **options)
         if done.returncode == 2:
             raise UsageError(done.stderr.strip().removeprefix("error: "))

@@ -12,7 +12,7 @@ tensors; what only a cluster can show is called predicted, and what others have 
 import sys
 
 from common.experiments.runner import run_experiments
-from step05_pipeline.experiments import bubble, cluster, memory, messages, schedules
+from step05_pipeline.experiments import bubble, cluster, memory, messages, nodes, schedules
 
 EXPERIMENTS = [
     schedules.naive,
@@ -26,6 +26,7 @@ EXPERIMENTS = [
     messages.curves,
     memory.activations,
     memory.balance,
+    nodes.nodes,
     cluster.condition,
     cluster.scaling,
 ]
