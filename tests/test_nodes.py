@@ -71,8 +71,8 @@ def test_two_nodes_train_as_one_process(tmp_path):
 
 @pytest.mark.parametrize("fault", ["cut", *["killed"] * bool(os.environ.get("TEST_ALL"))])
 def test_a_lost_node_ends_the_other_and_the_run_resumes(fault, tmp_path):
-    mark, step = new_mark(), [*STEP, "--seq-len", "64", "--pp", "2", "--save-every", "4"]
-    process = start(tmp_path, mark, *step, "--steps", "100000", "--timeout", "6", "--run-dir", tmp_path / "run")
+    mark, step = new_mark(), [*STEP, "--seq-len", "64", "--steps", "60", "--pp", "2", "--save-every", "4"]
+    process = start(tmp_path, mark, *step, "--timeout", "6", "--run-dir", tmp_path / "run")
     try:
         wait_for(lambda: len(steps_of(tmp_path / "run")) >= 6)
         if fault == "cut":
@@ -88,12 +88,11 @@ def test_a_lost_node_ends_the_other_and_the_run_resumes(fault, tmp_path):
     assert "rank 0: lost contact with another rank" in log, log
     assert_nothing_left(mark)
 
-    steps = len(steps_of(tmp_path / "run")) + 2
     for folder, more in (("run", ["--resume", "auto"]), ("whole", [])):
-        again = run_script(*step, "--steps", steps, *more, "--run-dir", tmp_path / folder, ranks=2)
+        again = run_script(*step, *more, "--run-dir", tmp_path / folder, ranks=2)
         assert again.returncode == 0, again.stderr
     curves = [[(each["step"], each["loss"]) for each in steps_of(tmp_path / name)] for name in ("run", "whole")]
-    assert curves[0] == curves[1] and len(curves[0]) == steps, "bit for bit, each step once"
+    assert curves[0] == curves[1] and len(curves[0]) == 60, "bit for bit, each step once"
 
 
 SLEEPS = "import sys, time; open(sys.argv[1], 'a').write('.'); time.sleep(100)"

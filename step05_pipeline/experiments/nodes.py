@@ -15,8 +15,8 @@ from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 
 NODES = RANKS = 2  # nodes, and ranks on each
-CABLE = "50mbit"
-MODEL = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 512, "vocab": 256, "data": "synthetic"}
+CABLE = "20mbit"
+MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 256, "vocab": 256, "data": "synthetic"}
 MODEL |= {"seq_len": 128, "micro_batch": 1, "global_batch": 8, "warmup": 1}
 LAYOUTS = {
     "tp inside, pp across": {"tp": 2, "pp": 2},
@@ -26,7 +26,8 @@ LAYOUTS = {
 # What crosses the cable in each direction for every byte of the tensor, when 2 of 4 ranks are on either side: of a ring
 # (all-reduce), of an all-to-all (reduce-scatter on gloo) and of four broadcasts (all-gather on gloo)
 CROSSES = {"all_reduce": 1.5, "reduce_scatter": 1.0, "all_gather": 1.25}
-PACKET = 1514 / 1448  # bytes on the cable for each byte that TCP carries in a full packet
+# Bytes on the cable for each that TCP carries in packets of 1448: headers, and an answer to every other packet
+PACKET = (1514 + 66 / 2) / 1448
 
 
 def nodes(quick: bool) -> None:
