@@ -26,11 +26,11 @@ def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> s
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **io)
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 60):
-    """Poll until `condition()` is true; fail if the process ends or the time is over."""
-    end = time.monotonic() + seconds
+def wait_for(condition, process: subprocess.Popen):
+    """Poll until `condition()` is true; fail if the process ends or a minute is over."""
+    end = time.monotonic() + 60
     while not condition():
-        assert process.poll() is None and time.monotonic() < end, "the run ended or did not get there"
+        assert process.poll() is None and time.monotonic() < end, f"ended with {process.poll()}, or too slow"
         time.sleep(0.05)
 
 
@@ -50,7 +50,7 @@ def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
     process = start(3, tmp_path, *SAVING, "--async-save")
     wait_for(lambda: len(steps_of(tmp_path)) >= 23, process)
     os.kill(rank_processes(process)[1], signal.SIGKILL)
-    assert process.wait(timeout=15) == 1
+    assert process.wait(timeout=60) == 1
     log = (tmp_path / "log").read_text()
     lost = re.findall(r"rank (\d): lost contact with another rank: (.*)", log)
     assert lost and "1" not in dict(lost) and not any("/" in line for _, line in lost), log
@@ -135,15 +135,15 @@ def test_five_dimensions_go_on_after_a_kill(tmp_path):
 
 
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
-    process = start(4, tmp_path, "--steps", "100000", "--timeout", "5")
+    process = start(4, tmp_path, "--steps", "100000", "--timeout", "15")  # the start is within it too
     wait_for(lambda: len(steps_of(tmp_path)) >= 5, process)
     ranks = rank_processes(process)
     os.kill(ranks[1], signal.SIGSTOP)
-    try:  # 5 s of timeout, and a busy machine
-        wait_for(lambda: "lost contact with another rank" in (tmp_path / "log").read_text(), process, 20)
+    try:
+        wait_for(lambda: "lost contact with another rank" in (tmp_path / "log").read_text(), process)
     finally:
         os.kill(ranks[1], signal.SIGKILL)  # the launcher itself would do so, after 30 s
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=60) == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -151,7 +151,7 @@ def test_interrupt_ends_cleanly(tmp_path, ranks):
     process = start(ranks, tmp_path, "--steps", "100000")
     wait_for(lambda: len(steps_of(tmp_path)) >= 3, process)
     os.kill(process.pid, signal.SIGINT)
-    process.wait(timeout=20)
+    process.wait(timeout=60)
     log = (tmp_path / "log").read_text()
     assert "interrupted" in log and 'step03_zero/train.py", line' not in log and steps_of(tmp_path), log
 
@@ -163,7 +163,7 @@ def test_plain_python_interrupt():
     process = subprocess.Popen(command, cwd=ROOT, **pipes, preexec_fn=hears)
     process.stdout.readline()  # the first progress line: training has begun
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors.endswith("interrupted\n") and "Traceback" not in errors
 
 

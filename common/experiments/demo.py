@@ -51,10 +51,10 @@ EXPERTS = [
 FLOAT64 = "--steps 5 --dtype float64"
 MOE = f"{FLOAT64} --experts 8 --expert-ffn 128 --shared-experts 1 --balance bias"
 FAMILIES = [  # (name, flags, tolerance, runs); step 8 starts 8 ranks, so that float64 leaves it to the experts
-    ("float32", "--steps 40", 1e-5, RUNS + STEP_8),
+    ("float32", "--steps 20", 1e-5, RUNS + STEP_8),
     ("float64", FLOAT64, 1e-10, RUNS),
     ("experts", MOE, 1e-10, EXPERTS),
-    ("bfloat16", "--steps 20", 1e-2, BFLOAT16),
+    ("bfloat16", "--steps 10", 1e-2, BFLOAT16),
 ]
 ALSO_COMPARED = {"bfloat16": [FOLDER / "float32" / name for name in ("step01", "step08-pp2-cp2-tp2")]}
 
