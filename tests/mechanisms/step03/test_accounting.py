@@ -1,5 +1,7 @@
 """What each stage of ZeRO holds, sends and does, and when: no curve shows any of this."""
 
+import os
+
 import pytest
 
 from common.counts import count_parameters
@@ -32,7 +34,7 @@ def cases(world: int) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, 4] if os.environ.get("TEST_ALL") else [2, 4])
 def runs(request) -> tuple[int, dict[str, list[Observation]]]:
     """What every rank of a world did in every case."""
     world = request.param
