@@ -16,7 +16,9 @@ def on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
     result = error = None
     try:
         result = function() if function else None
-    except (UsageError, OSError) as caught:
+    except UsageError as caught:
+        error = caught
+    except OSError as caught:
         error = UsageError(str(caught))
     outcomes = collectives.all_gather_objects((result, error), mesh.world)
     for _, error in outcomes:

@@ -7,6 +7,7 @@ with step 1, `differences` compares two results, and `assert_equal_to_step01` is
 import functools
 import importlib
 import json
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,8 @@ from tests.harness.ranks import run_ranks
 
 TOLERANCE = 1e-10
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu"
-SMALL += " --global-batch 12 --micro-batch 1 --steps 10 --dtype float64 --weight-decay 0.1 --seed 3"
+STEPS = 10 if os.environ.get("TEST_ALL") else 3
+SMALL += f" --global-batch 12 --micro-batch 1 --steps {STEPS} --dtype float64 --weight-decay 0.1 --seed 3"
 
 
 @dataclass
