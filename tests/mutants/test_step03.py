@@ -20,7 +20,7 @@ from tests.parity.runs import assert_parity, differences, reference, run_cases, 
 from tests.parity.test_step03 import ADAMW, ODD, UNTIED
 from tests.parity.test_step03_precision import assert_narrow_parity
 
-TRAINING = f"{UNTIED} {ADAMW} --steps 5 --bucket-mb 0.02"
+TRAINING = f"{UNTIED} {ADAMW} --steps 3 --bucket-mb 0.02"
 
 # ---- wrong numbers: rejected by parity -------------------------------------------------------------------------------
 

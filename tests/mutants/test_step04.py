@@ -9,7 +9,7 @@ from tests.mutants.patches_step04 import MUTANTS
 from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
 from tests.parity.test_step04 import ADAMW, CHUNKED, ONE, PADDED, PLAIN, UNTIED, WHOLE_SEQUENCE
 
-BASE = f"{UNTIED} {ADAMW} {ONE} --tp 2 --steps 4"
+BASE = f"{UNTIED} {ADAMW} {ONE} --tp 2 --steps 2"
 FLAGS = dict.fromkeys(MUTANTS, BASE) | {  # those that show only under other flags
     "K/V replicas drift": f"{BASE} --kv-heads 1 {WHOLE_SEQUENCE}",
     "f and f* swapped": f"{BASE} {WHOLE_SEQUENCE} {PLAIN}",

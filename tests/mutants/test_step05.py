@@ -10,9 +10,9 @@ from tests.mutants.patches_step05 import MUTANTS
 from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
 from tests.parity.test_step05 import ADAMW, TIED, UNTIED
 
-BASE = f"{UNTIED} {ADAMW} --steps 4 --micro-batch 3 --layers 4 --pp 2"  # 4 micro-batches on 2 ranks
+BASE = f"{UNTIED} {ADAMW} --steps 2 --micro-batch 3 --layers 4 --pp 2"  # 4 micro-batches on 2 ranks
 TIED_BASE = BASE.replace(UNTIED, TIED)
-DP = f"{UNTIED} {ADAMW} --steps 4 --micro-batch 2 --layers 4 --pp 2 --dp 2"  # 3 micro-batches on each of 4
+DP = f"{UNTIED} {ADAMW} --steps 2 --micro-batch 2 --layers 4 --pp 2 --dp 2"  # 3 micro-batches on each of 4
 WRONG_NUMBERS = {  # mutant: (ranks, flags) under which it shows
     "missing share of micro-batches": (2, f"{BASE} --schedule 1f1b"),
     "loss of one rank": (2, f"{BASE} --schedule 1f1b"),

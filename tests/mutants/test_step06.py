@@ -9,7 +9,7 @@ from tests.mutants.patches_step06 import MUTANTS
 from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
 from tests.parity.test_step06 import ADAMW, CONTIGUOUS, DOCUMENTS, GATHER, ONE, ULYSSES, UNTIED, masked
 
-BASE = f"{UNTIED} {ADAMW} {ONE} --cp 2 --steps 4"
+BASE = f"{UNTIED} {ADAMW} {ONE} --cp 2 --steps 2"
 FLAGS = dict.fromkeys(MUTANTS, BASE) | {  # those that show only under other flags
     "dK/dV of the own queries only": f"{BASE} {GATHER}",
     "Ulysses in rank order": f"{BASE} {ULYSSES}",

@@ -33,7 +33,7 @@ def assert_narrow_parity(result, expected, case: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_bfloat16(world):
-    training = f"{UNTIED if world == 2 else TIED} {ADAMW} --dtype bfloat16 --steps 6"
+    training = f"{UNTIED if world == 2 else TIED} {ADAMW} --dtype bfloat16 --steps 3"
     cases = [f"{training} --zero {stage} --bucket-mb 0.02" for stage in range(4)]
     cases += [f"{training} --zero 3 --recompute full", f"{training} --zero 2 --zero-reduce step"]
     cases += [f"{training} --zero {stage} --zero-replicas {world}" for stage in (1, 3)]
