@@ -7,7 +7,8 @@ from step05_pipeline.schedules.simulator import Timeline
 
 NAMES = {"F": "forward", "B": "backward", "I": "input's gradient", "W": "weights' gradient"}
 LIGHTEST = 0.55  # share of white in the colour of a rank's last chunk
-WIDTH, ROW = 12.0, 0.3  # inches: of the picture, of a rank
+WIDTH, ROW = 9.2, 0.29  # inches: of the picture, of a rank
+LARGEST, SMALLEST = 9.5, 4.5  # points: of the text in a box
 COLUMNS = 400  # of text, at most
 
 # ---- a picture -------------------------------------------------------------------------------------------------------
@@ -31,24 +32,29 @@ def draw(timelines: dict[str, Timeline], path: str | Path, unit: str = "time of 
     figure, axes = new_figure(len(ranks), width=WIDTH, height=height, **shape)
     axes = axes[:, 0]
     for axis, (title, timeline) in zip(axes, timelines.items()):
-        _draw(axis, timeline, longest)
-        axis.set_title(title, loc="left", fontsize=10)
+        draw_rows(axis, timeline, longest, inches=0.92 * WIDTH / longest)
+        axis.set_title(title, loc="left", fontsize=10.5)
     axes[-1].tick_params(axis="x", length=3)
-    axes[-1].set_xlabel(unit, fontsize=9)
+    axes[-1].set_xlabel(unit, fontsize=9.5)
     used = {action.kind for each in timelines.values() for row in each.spans for action, _, _ in row}
     looks = [NAMES[kind] for kind in "FBIW" if kind in used] + ["idle"]
     handles = [Patch(facecolor=COLOURS[name], label=name) for name in looks]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9, frameon=False)
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9.5, frameon=False)
     return write_png(figure, path)
 
 
-def _draw(axis, timeline: Timeline, longest: float) -> None:
+def draw_rows(axis, timeline: Timeline, longest: float, inches: float, names: bool = False) -> None:
+    """Draw a row for each rank on an axis of time that ends at `longest`.
+
+    Args:
+        inches: of one unit of time in the picture, by which the size of the text is chosen.
+        names: write `F0` into a box instead of `0`.
+    """
     from matplotlib.colors import to_rgb
 
-    chunks = 1 + max(action.chunk for row in timeline.spans for action, _, _ in row)
-    inches = 0.94 * WIDTH / longest  # of one unit of time
-    shortest = min(end - begin for row in timeline.spans for _, begin, end in row)
-    line = min(0.6, 10 * shortest * inches)  # points between boxes: a seventh of the smallest
+    spans = [span for row in timeline.spans for span in row]
+    chunks = 1 + max(action.chunk for action, _, _ in spans)
+    line = min(0.6, 10 * inches * min(end - begin for _, begin, end in spans))  # a seventh of the smallest box
     for rank, row in enumerate(timeline.spans):
         axis.broken_barh([(0, timeline.makespan)], (rank - 0.45, 0.9), facecolors=COLOURS["idle"])
         boxes = [(begin - timeline.start, end - begin) for _, begin, end in row]
@@ -58,15 +64,15 @@ def _draw(axis, timeline: Timeline, longest: float) -> None:
             colours.append([part + (1 - part) * white for part in to_rgb(COLOURS[NAMES[action.kind]])])
         axis.broken_barh(boxes, (rank - 0.45, 0.9), facecolors=colours, edgecolors="white", linewidth=line)
         for (left, width), (action, _, _) in zip(boxes, row):
-            size = min(8.0, width * inches * 72 / (0.62 * len(str(action.micro_batch)) + 0.35))  # points
-            if size >= 4.5:
+            text = str(action) if names else str(action.micro_batch)
+            size = min(LARGEST, width * inches * 72 / (0.62 * len(text) + 0.35))
+            if size >= SMALLEST:
                 dark = action.chunk < max(1, chunks / 2) and action.kind in "FB"
                 colour = "white" if dark else "black"
-                place = left + width / 2, rank + 0.03
-                axis.text(*place, action.micro_batch, ha="center", va="center", fontsize=size, color=colour)
+                axis.text(left + width / 2, rank + 0.03, text, ha="center", va="center", fontsize=size, color=colour)
     axis.set(xlim=(0, longest), ylim=(len(timeline.spans) - 0.5, -0.5))
-    axis.set_yticks(range(len(timeline.spans)), [f"rank {rank}" for rank in range(len(timeline.spans))], fontsize=8)
-    axis.tick_params(length=0, labelsize=8)
+    axis.set_yticks(range(len(timeline.spans)), [f"rank {rank}" for rank in range(len(timeline.spans))], fontsize=9.5)
+    axis.tick_params(length=0, labelsize=9.5)
     axis.spines[:].set_visible(False)
     axis.grid(False)
 
