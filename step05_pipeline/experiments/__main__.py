@@ -12,9 +12,12 @@ tensors; what only a cluster can show is called predicted, and what others have 
 import sys
 
 from common.experiments.runner import run_experiments
-from step05_pipeline.experiments import bubble, cluster, memory, messages, nodes, schedules
+from step05_pipeline.experiments import bubble, cluster, drawings, frames, memory, messages, nodes, schedules
 
 EXPERIMENTS = [
+    drawings.toy,
+    drawings.deadlock,
+    frames.frames,
     schedules.naive,
     schedules.schedules,
     schedules.bubbles,
@@ -27,6 +30,7 @@ EXPERIMENTS = [
     memory.activations,
     memory.balance,
     nodes.nodes,
+    nodes.slack,
     cluster.condition,
     cluster.scaling,
 ]

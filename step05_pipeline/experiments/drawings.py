@@ -43,10 +43,12 @@ def draw_toy(lines: dict[str, Timeline]) -> None:
     axes[0].spines[:].set_visible(False)
     for axis, (title, line) in zip(axes[1:], lines.items()):
         draw_rows(axis, line, 12, inches=0.62, names=True)
+        starts = {(rank, action): start for rank, row in enumerate(line.spans) for action, start, _ in row}
         for rank, row in enumerate(line.spans):
             for action, _, end in row:
                 if (action.kind, rank) in (("F", 0), ("B", 1)):
-                    axis.annotate("", (end + 0.1, 1 - rank), (end - 0.12, rank), arrowprops=arrow, zorder=5)
+                    used = starts[1 - rank, action] + 0.1, 1 - rank
+                    axis.annotate("", used, (end - 0.12, rank), arrowprops=arrow, zorder=5)
         axis.set_title(f"{title}; {line.makespan:g} units", loc="left", fontsize=10.5, fontweight="bold")
         axis.set_xticks(range(0, 13))
     axes[-1].set_xlabel("time", fontsize=9.5)

@@ -9,11 +9,11 @@ from step05_pipeline.schedules.timeline import NAMES, draw_rows
 
 RANKS, MICRO_BATCHES = 4, 8
 MOMENTS = [  # (time, what happens)
-    (1.5, "fill: micro-batch 0 is on its way down"),
-    (4.5, "the last rank makes the first gradient"),
-    (8.5, "it travels up, and those above wait for it"),
-    (16.5, "steady: forwards and backwards take turns, nobody waits"),
-    (26.5, "drain: the last backward begins its way up"),
+    (1.5, "fill: 0 travels down"),
+    (4.5, "the first gradient"),
+    (8.5, "it travels up"),
+    (16.5, "steady: nobody waits"),
+    (26.5, "drain: the last gradient"),
     (32.5, "only rank 0 still works"),
 ]
 BETWEEN, LAST = 280, 2500  # ms that each frame of the animation is shown, and the last one
@@ -67,11 +67,11 @@ def draw_strip(line: Timeline) -> None:
     """All moments, as filling.png."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.4, 8.2), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9.4, 5.6), dpi=110, layout="constrained")
     for number, (axis, (time, title)) in enumerate(zip(figure.subplots(3, 2).flat, MOMENTS), 1):
         draw_moment(axis, line, time, length=1.0)
-        axis.set_title(f"{number}  {title}", fontsize=9.5, loc="left", fontweight="bold")
-        axis.text(-0.1, -1.75, f"time {time:g}", fontsize=9, color="#666666")
+        axis.set_title(f"{number}  {title}", fontsize=10.5, loc="left", fontweight="bold")
+        axis.set_title(f"time {time:g}", fontsize=9.5, loc="right", color="#666666")
     save_figure(figure, "filling")
 
 
@@ -98,8 +98,7 @@ def draw_moment(axis, line: Timeline, time: float, length: float) -> None:
         end, y = receiver * (BOX + GAP) + (0 if down else BOX), 0.78 if down else 0.3
         arrow = {"arrowstyle": "-|>", "color": COLOURS["send"], "linewidth": 2, "shrinkA": 1, "shrinkB": 1}
         axis.annotate("", (end, y), (start, y), arrowprops=arrow)
-    axis.text(-0.1, -1.2, "keeps the activations of the micro-batches in red", fontsize=8.5, color="#666666")
-    axis.set(xlim=(-0.15, RANKS * (BOX + GAP) - GAP + 0.15), ylim=(-1.95, 1.8), xticks=[], yticks=[])
+    axis.set(xlim=(-0.15, RANKS * (BOX + GAP) - GAP + 0.15), ylim=(-0.9, 1.75), xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
 
 
@@ -110,7 +109,7 @@ def draw_animation(line: Timeline, coarser: int) -> None:
     images, times = [], [step / 2 + 0.25 for step in range(0, int(2 * line.makespan), coarser)]
     for time in times:
         figure = Figure(figsize=(7.6, 4.4), dpi=90)
-        above, below = figure.add_axes((0.03, 0.47, 0.95, 0.44)), figure.add_axes((0.09, 0.09, 0.89, 0.34))
+        above, below = figure.add_axes((0.03, 0.5, 0.95, 0.4)), figure.add_axes((0.09, 0.09, 0.89, 0.34))
         draw_moment(above, line, time, length=0.5)
         past = [[span for span in row if span[1] <= time] for row in line.spans]
         draw_rows(below, Timeline(tuple(map(tuple, past))), line.makespan, inches=6.7 / line.makespan)

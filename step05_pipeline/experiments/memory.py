@@ -2,14 +2,14 @@
 
 import functools
 import gc
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 
 import torch
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
-from common.experiments.figures import SERIES, new_figure, save_figure
+from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table
 from common.experiments.training_step import on_every_case
@@ -18,11 +18,13 @@ from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step05_pipeline.experiments import predictions
-from step05_pipeline.experiments.tools import ORDER, SHAPE, Run
+from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, pipeline_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.stages import schedule_of, split_layers
+
+TAUGHT = {"afab": "AFAB", "1f1b": "1F1B", "interleaved": "interleaved", "zb-h1": "ZB-H1"}  # in the lesson
 
 
 def activations(quick: bool) -> None:
@@ -57,7 +59,7 @@ def activations(quick: bool) -> None:
         cells.append((name, *(f"{each:,}" for each in peaks), f"{max(figures[name]):.2f}"))
     header = ("", *(f"rank {rank}" for rank in range(ranks)), "fullest, kept / one rank's")
     print_table("peak of the allocator in a step: activations, gradients, messages, temporaries, bytes", header, cells)
-    draw_activations(figures, ranks, micro_batches)
+    draw_tradeoff(figures, ranks, micro_batches)
 
 
 def keep(mesh: Mesh, flags: dict) -> dict[str, int]:
@@ -132,21 +134,24 @@ class Watcher:
             self.peak = max(self.peak, sum(size for _, size in (self.saved.keys() | stored) - self._parameters))
 
 
-def draw_activations(shares: dict[str, list[float]], ranks: int, micro_batches: int) -> None:
-    """Bars for each schedule and rank, in units of what one process keeps of one micro-batch of the whole model."""
-    figure, axis = new_figure(width=9.5, height=3.6)
-    for rank in range(ranks):
-        places = [place + (rank - (ranks - 1) / 2) * 0.8 / ranks for place in range(len(shares))]
-        heights = [each[rank] for each in shares.values()]
-        axis.bar(places, heights, width=0.76 / ranks, color=SERIES[rank], label=f"rank {rank}")
-    axis.axhline(1, color="black", linewidth=1, linestyle="--", label="one process, one micro-batch")
-    axis.set_xticks(range(len(shares)), shares, fontsize=8)
-    axis.set_ylabel("bytes / those of one process")
-    title = f"measured: activations at the peak of a step of {micro_batches} micro-batches, {ranks} ranks; "
-    axis.set_title(title + "1 is what one process keeps of one micro-batch", fontsize=9.5, loc="left")
-    axis.grid(visible=False, axis="x")
-    axis.legend(frameon=False, fontsize=8, ncols=2)
-    save_figure(figure, "activations")
+def draw_tradeoff(shares: dict[str, list[float]], ranks: int, micro_batches: int) -> None:
+    """A dot for each schedule: what its fullest rank keeps, and how long its ranks wait."""
+    places = defaultdict(list)
+    for name, each in shares.items():
+        schedule, costs = pipeline_of(name, ranks, micro_batches)
+        places[round(max(each), 2), simulate(schedule, costs).bubble].append(name)
+    figure, axis = new_figure(width=7.4, height=4.2)
+    for (kept, bubble), names in places.items():
+        if bubble > 10:
+            continue  # naive, as slow as one rank
+        taught = TAUGHT.get(names[0])
+        look = {"color": COLOURS["measured"] if taught else "#999999", "markersize": 10 if taught else 7}
+        axis.plot(kept, bubble, "o", **look)
+        font = {"fontsize": 11, "fontweight": "bold"} if taught else {"fontsize": 9, "color": "#555555"}
+        axis.annotate(taught or ", ".join(names), (kept, bubble), xytext=(8, 5), textcoords="offset points", **font)
+    axis.set(xlim=(0.8, 2.6), ylim=(0, 10.5), ylabel="bubble, units (of 24 units of work; simulated)")
+    axis.set_xlabel("kept by the fullest rank (measured; 1: what one process keeps for one micro-batch)")
+    save_figure(figure, "tradeoff")
 
 
 # ---- parameters, and who gets how many layers ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import time
 from common import collectives
 from common.errors import UsageError
 from common.experiments import tcp_bytes
+from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import on_nodes
 from common.experiments.tables import compared, print_table
@@ -100,3 +101,76 @@ def crosses(call: collectives.Call, mesh: Mesh) -> float:
     whole = call.elements * (4 if call.dtype == "float32" else 8)
     whole *= len(ranks) if call.op == "all_gather" else 1  # its call names the part
     return CROSSES[call.op] * whole / RANKS
+
+
+# ---- when messages hide ----------------------------------------------------------------------------------------------
+
+MESSAGE_MS = 40  # of a message on the cable
+SLACK = {"layers": 2, "pp": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256, "data": "synthetic"}
+SLACK |= {"seq_len": 128, "micro_batch": 1, "global_batch": 8, "warmup": 1}
+SWEEP = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # time of a message / time of a forward
+
+
+def slack(quick: bool) -> None:
+    """Two nodes, a slow cable: time that messages add to a step while layers get faster, for AFAB and 1F1B."""
+    size = SLACK["micro_batch"] * SLACK["seq_len"] * SLACK["hidden"] * 4
+    cable = round(8 * PACKET * size / MESSAGE_MS)  # kbit/s
+    sweep = (0.5, 2.0) if quick else SWEEP
+    keys = [(name, ratio) for name in ("afab", "1f1b") for ratio in sweep]
+    cases = [SLACK | {"schedule": name, "layer_delay": MESSAGE_MS / ratio} for name, ratio in keys]
+    try:
+        found = on_nodes(NODES, 1, steps, cases, 1 if quick else 3, bandwidth=f"{cable}kbit")[0]
+    except UsageError as error:
+        print(f"  left out: {error}")
+        return
+    rows, added, m = [], {}, SLACK["global_batch"] // SLACK["micro_batch"]
+    for (name, ratio), measured in zip(keys, found):
+        forward = MESSAGE_MS / ratio
+        free, predicted = (played_on_cable(name, m, ratio * on) * forward for on in (0, 1))
+        milliseconds = 1e3 * measured["seconds"]
+        rows.append((f"{name}, message = {ratio:g} F", f"{forward:.0f}", f"{free:.0f}", *compared(predicted, milliseconds)))
+        added[name, ratio] = (milliseconds - free) / MESSAGE_MS
+    title = f"a message takes {MESSAGE_MS} ms; {m} micro-batches; a step, ms"
+    print_table(title, ("", "F, ms", "without messages", "predicted", "measured", "ratio"), rows)
+    draw_slack(added, m)
+
+
+def played_on_cable(name: str, m: int, message: float) -> float:
+    """Time of a step on two ranks in units of a forward, where messages queue for the cable.
+
+    The simulator lets any number of messages travel side by side. Here one that is ready waits for the previous one in
+    its direction, which matters if messages take longer than what makes them.
+    """
+    schedule = build_schedule(name, 2, m)
+    ends, free, clock, done = {}, {"forward": 0.0, "backward": 0.0}, [0.0, 0.0], [0, 0]
+    while any(done[rank] < len(schedule.actions[rank]) for rank in range(2)):
+        for rank in range(2):
+            if done[rank] == len(schedule.actions[rank]):
+                continue
+            action = schedule.actions[rank][done[rank]]
+            needed = schedule.input_of(rank, action)
+            if needed and needed not in ends:
+                continue
+            clock[rank] = max(clock[rank], ends.get(needed, 0.0)) + (1 if action.kind == "F" else 2)
+            done[rank] += 1
+            made = schedule.output_of(rank, action)
+            if made.stage == (0 if made.direction == "forward" else 1):  # a message; the others are nobody's input
+                free[made.direction] = ends[made] = max(clock[rank], free[made.direction]) + message
+    return max(clock)
+
+
+def draw_slack(added: dict[tuple[str, float], float], m: int) -> None:
+    """What the messages of a step add to its time, over their length: measured dots on predicted lines."""
+    figure, axis = new_figure(width=7.4, height=3.9)
+    fine = [step / 40 for step in range(6, 85)]
+    for name, colour, label in (("1f1b", SERIES[0], "1F1B"), ("afab", SERIES[1], "AFAB")):
+        free = played_on_cable(name, m, 0)
+        axis.plot(fine, [(played_on_cable(name, m, x) - free) / x for x in fine], color=colour, linewidth=2)
+        dots = [(ratio, value) for (other, ratio), value in added.items() if other == name]
+        axis.plot(*zip(*dots), "o", color=colour, markersize=8, label=label)
+    axis.axvline(1, color="black", linestyle="--", linewidth=1)
+    axis.text(0.98, 0.3, "the condition holds", ha="right", fontsize=10)
+    axis.text(1.02, 0.3, "it does not", ha="left", fontsize=10)
+    axis.set(ylim=(0, None), xlabel="a message takes ... times a forward", ylabel="waiting in a step, in messages")
+    axis.legend(frameon=False, fontsize=10.5)
+    save_figure(figure, "slack")

@@ -10,11 +10,8 @@ from step05_pipeline.schedules.validator import check_schedule
 
 UNIT = "time; 1 is the forward of a quarter of the model"
 LLAMA3 = "llama3 with N = 8"
-FAMILIES = {  # of the pictures in the lesson
-    "one_stage": ("afab", "1f1b"),
-    "several_stages": ("interleaved", "breadth-first"),
-    "split_backward": ("zb-h1", "zb-h2", "zbv"),
-}
+GALLERY = {"afab": "AFAB", "1f1b": "1F1B", "interleaved": "interleaved, two stages per rank", "zb-h1": "ZB-H1"}
+OTHERS = ("breadth-first", LLAMA3, "zb-h2", "zbv")
 
 
 def played(name: str, ranks: int = 4, micro_batches: int = 8, chunks: int | None = None) -> Timeline:
@@ -25,9 +22,8 @@ def played(name: str, ranks: int = 4, micro_batches: int = 8, chunks: int | None
 
 
 def title_of(label: str, timeline: Timeline) -> str:
-    """`1f1b: 33 units, of them bubble 9; in flight 4/3/2/1`. A label begins with the name of its schedule."""
-    lost = f"{timeline.makespan:g} units, of them bubble {timeline.bubble:g}"
-    return f"{label}: {lost}; in flight {in_flight(label, timeline)}"
+    """`zbv: 25.5 units, bubble 1.5; in flight 8/8/8/8 halves`. A label begins with the name of its schedule."""
+    return f"{label}: {timeline.makespan:g} units, bubble {timeline.bubble:g}; in flight {in_flight(label, timeline)}"
 
 
 def in_flight(label: str, timeline: Timeline) -> str:
@@ -55,12 +51,9 @@ def schedules(quick: bool) -> None:
     print_table(
         "p 4, m 8, F = I = W = 1 (of a quarter of the model), B = 2; 24 units of work on each rank", header, rows
     )
-    for figure, names in FAMILIES.items():
-        draw_figure({title_of(name, lines[name]): lines[name] for name in names}, figure, UNIT)
-    del lines["naive"]  # as long as three of the others
-    lines["llama3"] = lines.pop(LLAMA3)  # with N = 4 it is interleaved
-    labels = {name: LLAMA3 if name == "llama3" else name for name in lines}
-    draw_figure({title_of(labels[name], line): line for name, line in lines.items()}, "gallery", UNIT)
+    panels = {f"{label}: {lines[name].makespan:g} units": lines[name] for name, label in GALLERY.items()}
+    draw_figure(panels, "gallery", UNIT)
+    draw_figure({title_of(name, lines[name]): lines[name] for name in OTHERS}, "others", UNIT)
     draw_both_ends()
 
 
@@ -77,18 +70,15 @@ def draw_both_ends() -> None:
 
 def naive(quick: bool) -> None:
     """SIMULATED: one whole batch through 4 ranks: 12 units where 3 would do; and cut into micro-batches."""
-    rows, lines = [], {}
+    rows = []
     for name, micro_batches in (("naive", 1), ("afab", 4), ("afab", 8), ("afab", 32)):
         unit = 1 / micro_batches
         line = simulate(build_schedule(name, 4, micro_batches), Costs(F=unit, I=unit, W=unit))
         label = "one batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
         r = predictions.bubble_ratio(4, micro_batches)
         rows.append((label, f"{line.makespan:g}", f"{line.ideal:g}", f"{r:.4f}", f"{line.bubble_ratio:.4f}"))
-        if micro_batches < 32:
-            lines[f"{label}: {line.makespan:g} units, bubble {line.bubble:g}"] = line
     header = ("4 ranks", "makespan", "ideal", "(p - 1)/m", "simulated r")
     print_table("one batch; a rank's forward of it takes 1, its backward 2", header, rows)
-    draw_figure(lines, "naive", "time; 1 is a rank's forward of the whole batch")
 
 
 # ---- interleaving ----------------------------------------------------------------------------------------------------
@@ -119,8 +109,6 @@ def bubbles(quick: bool) -> None:
         places = [place + (number - 1.5) * 0.2 for place in range(len(MICRO_BATCHES))]
         formulas, simulated = zip(*(ratios[m, v] for m in MICRO_BATCHES))
         axis.plot(places, simulated, "o", color=colour, markersize=5, label=f"v = {v}")
-        for place, ratio in zip(places, simulated):
-            axis.text(place, ratio * 1.15, f"{ratio:.2f}", ha="center", fontsize=6.5)
         cut = [(place, each) for place, each, real in zip(places, formulas, simulated) if real > each + 1e-9]
         axis.plot(*zip(*cut), "_", color="black", markersize=11) if cut else None
     axis.plot([], [], "_", color="black", markersize=11, label="(p - 1)/(v m), where it is less")
@@ -135,17 +123,14 @@ def bubbles(quick: bool) -> None:
 
 def llama3(quick: bool) -> None:
     """SIMULATED: Llama 3's figure 6, 4 ranks with 2 stages each, 10 micro-batches, N of them in a row."""
-    rows, lines = [], {}
+    rows = []
     for n in (4, 5, 7, 10):
         schedule = build_schedule("llama3", 4, 10, 2, consecutive=n)
         check_schedule(schedule)
         line = simulate(schedule, Costs(F=0.5, I=0.5, W=0.5))
         kept = in_flight("llama3", line)
         rows.append((n, f"{line.makespan:g}", f"{line.bubble:g}", f"{line.bubble_ratio:.3f}", kept))
-        lines[f"N = {n}: {line.makespan:g} units; in flight {kept}"] = line
     print_table("p 4, v 2, M 10; half a unit is a stage's forward", ("N", "makespan", "bubble", "r", "in flight"), rows)
-    del lines[next(title for title in lines if title.startswith("N = 7"))]
-    draw_figure(lines, "llama3", UNIT)
 
 
 # ---- split backwards -------------------------------------------------------------------------------------------------

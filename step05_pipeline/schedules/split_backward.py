@@ -11,7 +11,7 @@ from step05_pipeline.schedules.actions import Action, expand_pattern
 
 
 def zero_bubble_h1(p: int, m: int, v: int) -> list[list[Action]]:
-    """Zero Bubble (Qi et al., arXiv:2401.10241, section 2.1): 1F1B's order of F and I. Bubble: (p - 1)(F + I - W).
+    """Zero Bubble (Qi et al., arXiv:2401.10241, section 2.1): 1F1B's order of F and I. Bubble: (p - 1)(F + B - 2W).
 
     Rank k defers each W by k micro-batches. Counting micro-batches whose W is still due, every rank holds up to p, as
     many as 1F1B's first rank.
@@ -20,7 +20,7 @@ def zero_bubble_h1(p: int, m: int, v: int) -> list[list[Action]]:
 
 
 def zero_bubble_h2(p: int, m: int, v: int) -> list[list[Action]]:
-    """Zero Bubble (section 2.2): more forwards at first. Bubble within a rank: (p - 1)(F + I - 2W).
+    """Zero Bubble (section 2.2): more forwards at first. Bubble within a rank: (p - 1)(F + B - 3W).
 
     Counting micro-batches whose W is still due, every rank holds up to 2p - 1. Ranks finish one after another, in the
     order in which they began: the bubble only vanishes if each may start its next step without waiting for the others.
