@@ -79,7 +79,7 @@ def scaling(quick: bool) -> None:
         bubble = [first * theory[name, p] for p in values]
         axes[0].plot(places, bubble, "--", color=colour, label="predicted: the bubble alone")
         axes[1].plot(places, [rest[name, p] for p in values], "o-", color=colour, label=name)
-    titles = ("published: tokens a second and GPU", "published / (1/(1 + r)): what is left without the bubble")
+    titles = ("published: tokens per second and GPU", "published / (1/(1 + r)): what is left without the bubble")
     for axis, title in zip(axes, titles):
         axis.set_xticks(range(5), [f"pp {p}" for p in (2, 4, 8, 16, 32)])
         axis.set_ylim(0, 17500)

@@ -59,7 +59,7 @@ def draw_toy(lines: dict[str, Timeline]) -> None:
 
 
 def deadlock(quick: bool) -> None:
-    """The messages of 1F1B on 3 ranks with 2 micro-batches in their common order; two orders that wait forever; drawn."""
+    """The messages of 1F1B on 3 ranks in their common order, and two orders that wait forever; drawn."""
     programs = place_messages(build_schedule("1f1b", 3, 2))
     halves = [[item for item in program if isinstance(item, Transfer)] for program in programs]
     order = common_order(halves)
@@ -97,7 +97,9 @@ def draw_deadlock(order: list[tuple]) -> None:
         (a, b), (c, d) = places[start], places[end]
         side = 0.42 if a < c else -0.42
         connect(left, (a * 1.6 + side, b * 2), (c * 1.6 - side, d * 2), "--")
-    left.text(0.8, 3.1, "Each rank's first message is the other's second:\nboth wait forever.", ha="center", fontsize=10)
+    left.text(
+        0.8, 3.1, "Each rank's first message is the other's second:\nboth wait forever.", ha="center", fontsize=10
+    )
     left.set_title("each rank has an order of its own", fontsize=10.5, loc="left", fontweight="bold")
     stuck = 5
     for number, (sender, output, receiver) in enumerate(order, 1):
@@ -109,8 +111,13 @@ def draw_deadlock(order: list[tuple]) -> None:
         side = 0.45 if sender < receiver else -0.45
         connect(right, (sender * 1.3 + side, y), (receiver * 1.3 - side, y), "-")
     right.set_title("all ranks follow one list (1F1B, 3 ranks)", fontsize=10.5, loc="left", fontweight="bold")
-    right.text(-0.45, 8 * 0.78 - 0.1, f"Is {stuck} stuck? All before it got through (gray),\n"
-               "so both of its ranks have come to it.", va="top", fontsize=10)
+    right.text(
+        -0.45,
+        8 * 0.78 - 0.1,
+        f"Is {stuck} stuck? All before it got through (gray),\nso both of its ranks have come to it.",
+        va="top",
+        fontsize=10,
+    )
     for axis, ranks, step in ((left, 2, 1.6), (right, 3, 1.3)):
         for rank in range(ranks):
             axis.text(rank * step, -0.75, f"rank {rank}", **IN_THE_MIDDLE, fontsize=10.5, fontweight="bold")

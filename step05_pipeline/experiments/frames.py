@@ -49,14 +49,14 @@ def kept_at(row, time: float) -> list[int]:
     return [each for each in started if each not in done]
 
 
-def arriving(line: Timeline, time: float, length: float) -> list[tuple[int, int, Action]]:
-    """(sender, receiver, action) of the messages sent in the `length` before a time."""
+def arriving(line: Timeline, time: float, length: float) -> list[tuple[int, int]]:
+    """(sender, receiver) of the messages sent in the `length` before a time."""
     found = []
     for rank, row in enumerate(line.spans):
         for action, _, end in row:
             other = rank + (1 if action.kind == "F" else -1)
             if time - length < end <= time and 0 <= other < RANKS:
-                found.append((rank, other, action))
+                found.append((rank, other))
     return found
 
 
@@ -68,6 +68,7 @@ def draw_strip(line: Timeline) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.4, 5.6), dpi=110, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12)
     for number, (axis, (time, title)) in enumerate(zip(figure.subplots(3, 2).flat, MOMENTS), 1):
         draw_moment(axis, line, time, length=1.0)
         axis.set_title(f"{number}  {title}", fontsize=10.5, loc="left", fontweight="bold")
@@ -92,7 +93,7 @@ def draw_moment(axis, line: Timeline, time: float, length: float) -> None:
             card = {"facecolor": COLOURS["activations"], "edgecolor": "white", "linewidth": 1}
             axis.add_patch(Rectangle((left, -0.75), 0.48, 0.55, **card))
             axis.text(left + 0.24, -0.49, number, **in_the_middle, fontsize=9, color="white")
-    for sender, receiver, action in arriving(line, time, length):
+    for sender, receiver in arriving(line, time, length):
         down = receiver > sender
         start = sender * (BOX + GAP) + (BOX if down else 0)
         end, y = receiver * (BOX + GAP) + (0 if down else BOX), 0.78 if down else 0.3

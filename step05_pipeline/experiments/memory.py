@@ -149,7 +149,7 @@ def draw_tradeoff(shares: dict[str, list[float]], ranks: int, micro_batches: int
         axis.plot(kept, bubble, "o", **look)
         font = {"fontsize": 11, "fontweight": "bold"} if taught else {"fontsize": 9, "color": "#555555"}
         axis.annotate(taught or ", ".join(names), (kept, bubble), xytext=(8, 5), textcoords="offset points", **font)
-    axis.set(xlim=(0.8, 2.6), ylim=(0, 10.5), ylabel="bubble, units (of 24 units of work; simulated)")
+    axis.set(xlim=(0.8, 2.6), ylim=(0, 10.5), ylabel="bubble (units, simulated; the work takes 24)")
     axis.set_xlabel("kept by the fullest rank (measured; 1: what one process keeps for one micro-batch)")
     save_figure(figure, "tradeoff")
 

@@ -128,7 +128,9 @@ def slack(quick: bool) -> None:
         forward = MESSAGE_MS / ratio
         free, predicted = (played_on_cable(name, m, ratio * on) * forward for on in (0, 1))
         milliseconds = 1e3 * measured["seconds"]
-        rows.append((f"{name}, message = {ratio:g} F", f"{forward:.0f}", f"{free:.0f}", *compared(predicted, milliseconds)))
+        rows.append(
+            (f"{name}, message = {ratio:g} F", f"{forward:.0f}", f"{free:.0f}", *compared(predicted, milliseconds))
+        )
         added[name, ratio] = (milliseconds - free) / MESSAGE_MS
     title = f"a message takes {MESSAGE_MS} ms; {m} micro-batches; a step, ms"
     print_table(title, ("", "F, ms", "without messages", "predicted", "measured", "ratio"), rows)

@@ -111,7 +111,7 @@ def bubbles(quick: bool) -> None:
         axis.plot(places, simulated, "o", color=colour, markersize=5, label=f"v = {v}")
         cut = [(place, each) for place, each, real in zip(places, formulas, simulated) if real > each + 1e-9]
         axis.plot(*zip(*cut), "_", color="black", markersize=11) if cut else None
-    axis.plot([], [], "_", color="black", markersize=11, label="(p - 1)/(v m), where it is less")
+    axis.plot([], [], "_", color="black", markersize=11, label="(pp - 1)/(v m), where it is less")
     axis.set(yscale="log", ylim=(0.02, 14), ylabel="r = bubble / ideal")
     axis.set_yticks([0.03, 0.1, 0.3, 1, 3, 10], [0.03, 0.1, 0.3, 1, 3, 10])
     axis.set_xticks(range(len(MICRO_BATCHES)), [f"m = {m}" for m in MICRO_BATCHES])

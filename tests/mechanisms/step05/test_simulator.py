@@ -6,7 +6,15 @@ import random
 import pytest
 
 from common.errors import UsageError
-from step05_pipeline.experiments.predictions import BUBBLES, bubble_ratio, dualpipe_bubble, efficiency
+from common.presets import PRESETS
+from step05_pipeline.experiments.predictions import (
+    BUBBLES,
+    bubble_ratio,
+    dualpipe_bubble,
+    efficiency,
+    hide_ratio,
+    hide_ratio_of,
+)
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
@@ -96,6 +104,16 @@ def test_bubble_of_dualpipe_whose_f_and_b_run_as_one(p, m, costs):
             assert whole == pytest.approx(dualpipe_bubble(p, together, i + w, w))
         cut = run("dualpipev", p // 2, m // 2, Costs(f, i, w, FB=together))  # of as many stages
         assert longest_idle(cut) == pytest.approx(whole)
+
+
+def test_when_a_message_could_hide():
+    """Appendix A3's ratio for Llama 3 70B in 8 stages: in elements as printed, in bytes, with the model's own FLOPs."""
+    model, peak, bandwidth = PRESETS["llama3-70b"], 989e12, 50e9
+    printed = hide_ratio(model.hidden, 10, peak, bandwidth, beta=1)
+    assert printed == pytest.approx(8 * peak / (32 * model.hidden * model.layers * bandwidth))  # the cheatsheet's row
+    assert printed == pytest.approx(0.00755, rel=1e-3)
+    assert hide_ratio(model.hidden, 10, peak, bandwidth) == pytest.approx(0.0151, rel=1e-3)
+    assert hide_ratio_of(model, 8192, 10, peak, bandwidth) == pytest.approx(0.0164, rel=1e-2)
 
 
 def test_unequal_stages():
