@@ -10,21 +10,28 @@ into runs/step01-figures, so that the lesson keeps its own).
 import sys
 
 from common.experiments.runner import run_experiments
-from step01_single_gpu.experiments import compute, launches, memory, precision
+from step01_single_gpu.experiments import compute, launches, memory, playbook, precision, toy
 
 EXPERIMENTS = [
+    toy.toy,
     memory.saved_activation_bytes,
-    memory.llama_bars,
     memory.first_steps,
     memory.accumulation,
+    memory.out_of_memory,
+    compute.same_gradients,
     compute.recomputation,
-    compute.utilisation,
+    compute.flops,
+    compute.profile,
+    launches.launches,
     precision.bytes_per_parameter,
     precision.master_weights,
     precision.loss_scaling,
     precision.curves,
-    compute.profile,
-    launches.launches,
+    playbook.gpt_layer,
+    playbook.llama_bars,
+    playbook.claims,
+    playbook.llama_profile,
+    playbook.widget,
 ]
 
 if __name__ == "__main__":

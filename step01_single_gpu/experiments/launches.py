@@ -1,4 +1,4 @@
-"""How many kernels a step launches, and how often the host waits for the device: on a GPU both can cost more than work.
+"""Does the host keep up with the device? Kernels that a step launches, times that it waits, and the host's own time.
 
 Counted on the CPU. PyTorch hands every operator to a dispatch mode, which counts those that a GPU would launch kernels
 for: not views, which compute nothing, and not allocations. A foreach operator counts as one, although on a GPU it
@@ -12,11 +12,17 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.config import TrainConfig
+from common.counts import count_parameters
+from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.tables import print_table
-from step01_single_gpu.experiments.tools import train_in
+from common.presets import PRESETS
+from step01_single_gpu.experiments.compute import shortest
+from step01_single_gpu.experiments.tools import Run, train_in
 
 READS = ("item", "tolist", "__bool__", "__float__")  # of a tensor: on a GPU the host waits for its value
-FLAGS = {"layers": 2, "seq_len": 64, "micro_batch": 2, "global_batch": 4, "peak_tflops": 1.0}
+FLAGS = {"seq_len": 64, "micro_batch": 2, "peak_tflops": 1.0}
+PEAK = 989e12  # FLOP/s of an H100 in bfloat16 (its data sheet, dense)
 
 
 class _Launches(TorchDispatchMode):
@@ -32,26 +38,93 @@ class _Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _count(dtype: str, steps: int) -> tuple[int, int]:
+def _count(dtype: str, steps: int, layers: int = 2, micro_batches: int = 2) -> tuple[int, int]:
     """Launches and reads of a run of train.py."""
     reads = []
+    flags = FLAGS | {"layers": layers, "global_batch": 2 * micro_batches, "dtype": dtype, "steps": steps}
     with ExitStack() as stack:
         for name in READS:
             real = getattr(torch.Tensor, name)
             counting = mock.patch.object(torch.Tensor, name, lambda self, real=real: reads.append(0) or real(self))
             stack.enter_context(counting)
         counted = stack.enter_context(_Launches())
-        train_in(
-            stack.enter_context(tempfile.TemporaryDirectory()), dtype=dtype, data="synthetic", steps=steps, **FLAGS
-        )
+        train_in(stack.enter_context(tempfile.TemporaryDirectory()), data="synthetic", **flags)
     return counted.count, len(reads)
 
 
-def launches(quick: bool) -> None:
+def _of_a_step(dtype: str, layers: int = 2, micro_batches: int = 2) -> tuple[int, int]:
     """What one step adds to a run: a run of three steps minus a run of two."""
+    fewer, more = (_count(dtype, steps, layers, micro_batches) for steps in (2, 3))
+    return more[0] - fewer[0], more[1] - fewer[1]
+
+
+def launches(quick: bool) -> None:
+    """Kernels that a step launches, how often the host waits, and how many tokens keep a GPU busy meanwhile."""
     rows = []
     for dtype in ("float32", "bfloat16", "float16"):
-        (few, fewer_reads), (many, reads) = (_count(dtype, steps) for steps in (2, 3))
-        rows.append((dtype, f"{many - few:,}", reads - fewer_reads))
+        counted, reads = _of_a_step(dtype)
+        one, two = (_of_a_step(dtype, micro_batches=each)[0] for each in (1, 2))
+        three, four = (_of_a_step(dtype, layers=3, micro_batches=each)[0] for each in (1, 2))
+        rows.append((dtype, f"{counted:,}", reads, (four - three) - (two - one)))
     title = "One step of 2 layers and 2 micro-batches, counted on the CPU"
-    print_table(title, ("", "kernels launched", "times that the host waits"), rows)
+    header = ("", "kernels launched", "times that the host waits", "kernels of a layer and micro-batch")
+    print_table(title, header, rows)
+
+    tiny = {"hidden": 8, "heads": 1, "ffn": 8, "vocab": 16, "seq_len": 2, "micro_batch": 1, "dtype": "bfloat16"}
+    runs = {(layers, k): Run(TrainConfig(**tiny, layers=layers, global_batch=k)) for layers in (2, 6) for k in (1, 3)}
+    seconds = shortest({case: run.step for case, run in runs.items()}, quick)
+    host = (seconds[6, 3] - seconds[6, 1] - seconds[2, 3] + seconds[2, 1]) / (4 * 2)
+    print(f"\nhost's time for a layer of a micro-batch, forward and backward: {host * 1e6:.0f} microseconds")
+    rows = []
+    for name in ("smollm-135m", "smollm-1.7b", "llama3-8b", "llama3-70b"):
+        model = PRESETS[name]
+        count = count_parameters(model)
+        layer = count.attention + count.dense_mlp
+        rows.append((name, f"{layer / 1e6:.2f}", *(f"{each * PEAK / (6 * layer):,.0f}" for each in (host, 1e-3))))
+    header = ("", "million parameters of a layer", "tokens", "tokens if it takes 1 ms")
+    print_table("Predicted: tokens of a micro-batch from which an H100 at its peak is never idle", header, rows)
+    draw_host()
+
+
+def draw_host() -> None:
+    """Host and device on a virtual clock: long kernels, short ones, and a host that reads after every micro-batch."""
+    cases = {
+        "long kernels: the host runs ahead": (2.0, False),
+        "the same, but the host reads the loss of every micro-batch": (2.0, True),
+        "short kernels: the device waits for the host": (0.6, False),
+    }
+    figure, axes = new_figure(len(cases), width=8.6, height=4.0, sharex=True)
+    for axis, (title, (kernel, reads)) in zip(axes, cases.items()):
+        host, device = host_and_device(kernel, reads)
+        for row, (name, spans) in enumerate((("host", host), ("device", device))):
+            for start, width, kind in spans:
+                look = {"facecolor": COLOURS[kind], "edgecolor": "white", "linewidth": 0.6}
+                if kind == "idle":
+                    look = {"facecolor": "white", "edgecolor": "#555555", "hatch": "/////", "linewidth": 0.5}
+                axis.broken_barh([(start, width)], (row + 0.08, 0.84), **look)
+            axis.text(-0.4, row + 0.5, name, ha="right", va="center", fontsize=10)
+        axis.set_title(title, fontsize=10.5, loc="left", pad=3)
+        axis.set(ylim=(2, 0), yticks=[], xticks=[])
+        axis.grid(visible=False)
+        axis.spines[:].set_visible(False)
+    axes[-1].set_xlabel("time", fontsize=10, loc="right")
+    axes[0].set_xlim(0, 28)
+    save_figure(figure, "host")
+
+
+def host_and_device(kernel: float, reads: bool) -> tuple[list, list]:
+    """(start, width, kind) of what both do in two micro-batches of six kernels, each of which takes 1 to launch."""
+    now, free, host, device = 0.0, 0.0, [], []
+    for _ in range(2):
+        for kind in ["forward"] * 3 + ["backward"] * 3:
+            host.append((now, 1.0, "other"))
+            now += 1.0
+            if now > free and device:
+                device.append((free, now - free, "idle"))
+            free = max(now, free)
+            device.append((free, kernel, kind))
+            free += kernel
+        if reads and now < free:
+            host.append((now, free - now, "idle"))
+            now = free
+    return host, device

@@ -1,14 +1,18 @@
 """Experiments on precision: bytes a parameter, why master weights, why a loss scale, curves on top of each other."""
 
 import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
-from common.experiments.figures import SERIES, new_figure, save_figure
+from common.experiments.curves import plot
+from common.experiments.figures import figure_path
 from common.experiments.tables import compared, print_table
 from common.measure.allocator import live_bytes
+from common.record.compare import compare, read_run, table
 from step01_single_gpu.experiments.tools import HEADER, Run, train_in
 from step01_single_gpu.memory_model.prediction import states
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer
@@ -119,26 +123,24 @@ def loss_scaling(quick: bool) -> None:
     print(f"  growth after 3 good steps, then an overflow: {scales} x 2^16")
 
 
+VARIANTS = {
+    "micro-batch 2": {},
+    "micro-batch 8": {"micro_batch": 8},
+    "micro-batch 1": {"micro_batch": 1},
+    "naive, selective": {"attention": "naive", "recompute": "selective"},
+    "fused, full": {"recompute": "full"},
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
 def curves(quick: bool) -> None:
-    """The same run in float32, bfloat16 and float16: train.py itself, default corpus."""
-    steps = 10 if quick else 60
-    flags = {"layers": 2, "seq_len": 128, "micro_batch": 4, "global_batch": 4, "steps": steps}
-    losses = {}
-    for dtype in ("float32", "bfloat16", "float16"):
-        with tempfile.TemporaryDirectory() as folder:
-            losses[dtype] = [line["loss"] for line in train_in(folder, **flags, dtype=dtype)]
-    figure, axes = new_figure(columns=2, width=9.5, height=3.2)
-    rows = []
-    styles = zip(("-", "--", "-"), SERIES, (6, 3.5, 1))  # wide lines below narrow ones: the curves coincide
-    for (dtype, values), (style, colour, width) in zip(losses.items(), styles):
-        differences = [abs(value / base - 1) for value, base in zip(values, losses["float32"])]
-        axes[0].plot(values, style, color=colour, lw=width, label=dtype)
-        if dtype != "float32":
-            axes[1].semilogy(differences, color=colour, lw=1, label=dtype)
-        rows.append((dtype, f"{values[0]:.5f}", f"{values[-1]:.5f}", f"{max(differences):.1e}"))
-    axes[0].set(xlabel="step", ylabel="loss")
-    axes[1].set(xlabel="step", ylabel="relative difference to float32")
-    for axis in axes:
-        axis.legend(fontsize=8)
-    save_figure(figure, "precision")
-    print_table(f"Loss over {steps} steps", ("", "first", "last", "largest difference"), rows)
+    """The default run with other micro-batches, with recomputation and in narrow types, against itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, flags in VARIANTS.items():
+            train_in(Path(folder, name), steps=10 if quick else 40, **flags)
+        rows = compare([read_run(Path(folder, name)) for name in VARIANTS])
+    rows = [replace(row, name=name) for row, name in zip(rows, VARIANTS)]
+    print(f"\n{table(rows)}")
+    plot(rows, figure_path("curves"))
+    print(f"  figure: {figure_path('curves')}")

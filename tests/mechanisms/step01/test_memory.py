@@ -12,7 +12,7 @@ from common.measure.allocator import MemoryMeter, live_bytes
 from common.model import cross_entropy_sum
 from common.model_config import ModelConfig
 from common.presets import PRESETS
-from step01_single_gpu.experiments import step_timeline as timeline
+from step01_single_gpu.experiments import memory_timeline as timeline
 from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.memory_model import __main__ as calculator
@@ -91,11 +91,11 @@ def test_peak_of_a_step_is_predicted(attention, mode):
 
 
 def test_timeline_knows_what_is_what():
-    config = TrainConfig(layers=2, vocab=2048, seq_len=64, micro_batch=2, global_batch=2)
+    config = TrainConfig(layers=1, vocab=512, seq_len=32, micro_batch=2, global_batch=2)
     result = timeline.record(Run(config), 2)
     sizes = {name: [each[i] for _, each in result.points] for i, name in enumerate(timeline.CATEGORIES)}
     expected = states(config.model_config, torch.float32)
-    saved = saved_activations(config.model_config, 2, 64, torch.float32)
+    saved = saved_activations(config.model_config, 2, 32, torch.float32)
     expected["activations"] = total_bytes(each for each in saved if each.name not in ("tokens", "targets"))
     for name in ("parameters", "gradients", "moments", "activations"):
         assert max(sizes[name]) == expected[name], name

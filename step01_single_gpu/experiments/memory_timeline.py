@@ -126,20 +126,29 @@ def _stack(events: list[Allocation], labels: list, alive: dict[int, int]) -> lis
     return points
 
 
-def draw(timeline: Timeline, predicted: list[int], axis) -> None:
-    """Stacked areas, the phases as shades, the predicted peak of every step as a line."""
-    xs = [seconds for seconds, _ in timeline.points]
-    ys = [[sizes[index] / MIB for _, sizes in timeline.points] for index in range(len(CATEGORIES))]
+def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
+    """The first `steps` steps: stacked areas, a strip with the phases, the predicted peak of each step as a line."""
+    end = timeline.steps[steps - 1][1]
+    points = [point for point in timeline.points if point[0] <= end]
+    xs = [seconds for seconds, _ in points]
+    ys = [[sizes[index] / MIB for _, sizes in points] for index in range(len(CATEGORIES))]
     axis.stackplot(xs, ys, labels=CATEGORIES, colors=[COLOURS[name] for name in CATEGORIES], step="post", lw=0)
     top = max(predicted) / MIB
-    for name, start, end in timeline.phases:
-        short = {"forward": "FWD", "backward": "BWD", "optimizer": "OPT"}[name]
-        axis.axvline(start, color="black", lw=0.4, ls=":")
-        if end - start > 0.02 * xs[-1]:
-            axis.text((start + end) / 2, top * 1.06, short, ha="center", fontsize=7)
-    for index, ((start, end), peak) in enumerate(zip(timeline.steps, predicted)):
-        axis.hlines(peak / MIB, start, end, color="black", lw=1, label=None if index else "predicted peak")
-        axis.text((start + end) / 2, top * 1.16, f"training step {index + 1}", ha="center", fontsize=8)
-        axis.annotate("OPT", (end, 0), (end, -0.02 * top), ha="right", va="top", fontsize=6, annotation_clip=False)
-    axis.set(ylim=(0, top * 1.25), xlim=(0, xs[-1]), xlabel="seconds", ylabel="MiB alive")
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    for name, start, stop in timeline.phases:
+        if stop <= end:
+            axis.broken_barh([(start, stop - start)], (-0.11 * top, 0.07 * top), color=COLOURS[name], linewidth=0)
+            if name != "optimizer":
+                axis.text((start + stop) / 2, -0.075 * top, name, ha="center", va="center", fontsize=8, color="white")
+    for number, (start, stop) in enumerate(timeline.steps[:steps], 1):
+        axis.hlines(predicted[number - 1] / MIB, start, stop, color="black", lw=1.2)
+        axis.text((start + stop) / 2, 1.04 * top, f"training step {number}", ha="center", fontsize=11)
+        axis.axvline(stop, color="black", lw=0.8, ls=":")
+    axis.set(ylim=(-0.13 * top, top * 1.14), xlim=(0, end))
+    axis.set_xlabel("seconds", fontsize=10)
+    axis.set_ylabel("MiB", fontsize=10)
+    axis.legend(
+        *(each[::-1] for each in axis.get_legend_handles_labels()),
+        fontsize=10,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
