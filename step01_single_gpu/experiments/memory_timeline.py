@@ -5,6 +5,7 @@ live (parameters at the start, whatever autograd keeps, gradient sums, optimizer
 allocation that was alive at its address. What nobody labelled is a temporary.
 """
 
+import bisect
 import contextlib
 import time
 from dataclasses import dataclass
@@ -127,28 +128,33 @@ def _stack(events: list[Allocation], labels: list, alive: dict[int, int]) -> lis
 
 
 def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
-    """The first `steps` steps: stacked areas, a strip with the phases, the predicted peak of each step as a line."""
-    end = timeline.steps[steps - 1][1]
-    points = [point for point in timeline.points if point[0] <= end]
-    xs = [seconds for seconds, _ in points]
-    ys = [[sizes[index] / MIB for _, sizes in points] for index in range(len(CATEGORIES))]
-    axis.stackplot(xs, ys, labels=CATEGORIES, colors=[COLOURS[name] for name in CATEGORIES], step="post", lw=0)
+    """The first `steps` steps: stacked areas, a strip with the phases, the predicted peak of each step as a line.
+
+    The axis counts the allocator's events, so that the picture does not depend on what else the machine does.
+    """
+    times = [seconds for seconds, _ in timeline.points]
+
+    def place(seconds: float) -> int:
+        return bisect.bisect_left(times, seconds)
+
+    end = place(timeline.steps[steps - 1][1])
+    ys = [[sizes[index] / MIB for _, sizes in timeline.points[:end]] for index in range(len(CATEGORIES))]
+    colours = [COLOURS[name] for name in CATEGORIES]
+    axis.stackplot(range(end), ys, labels=CATEGORIES, colors=colours, step="post", lw=0)
     top = max(predicted) / MIB
-    for name, start, stop in timeline.phases:
+    for name, *limits in timeline.phases:
+        start, stop = map(place, limits)
         if stop <= end:
             axis.broken_barh([(start, stop - start)], (-0.11 * top, 0.07 * top), color=COLOURS[name], linewidth=0)
             if name != "optimizer":
-                axis.text((start + stop) / 2, -0.075 * top, name, ha="center", va="center", fontsize=8, color="white")
-    for number, (start, stop) in enumerate(timeline.steps[:steps], 1):
+                axis.text((start + stop) / 2, -0.075 * top, name, ha="center", va="center", fontsize=9, color="white")
+    for number, limits in enumerate(timeline.steps[:steps], 1):
+        start, stop = map(place, limits)
         axis.hlines(predicted[number - 1] / MIB, start, stop, color="black", lw=1.2)
         axis.text((start + stop) / 2, 1.04 * top, f"training step {number}", ha="center", fontsize=11)
         axis.axvline(stop, color="black", lw=0.8, ls=":")
-    axis.set(ylim=(-0.13 * top, top * 1.14), xlim=(0, end))
-    axis.set_xlabel("seconds", fontsize=10)
+    axis.set(ylim=(-0.13 * top, top * 1.14), xlim=(0, end), xticks=[])
+    axis.set_xlabel("allocations and releases, in order", fontsize=10)
     axis.set_ylabel("MiB", fontsize=10)
-    axis.legend(
-        *(each[::-1] for each in axis.get_legend_handles_labels()),
-        fontsize=10,
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], labels[::-1], fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
