@@ -123,12 +123,12 @@ def loss_scaling(quick: bool) -> None:
     print(f"  growth after 3 good steps, then an overflow: {scales} x 2^16")
 
 
-VARIANTS = {
-    "micro-batch 2": {},
-    "micro-batch 8": {"micro_batch": 8},
-    "micro-batch 1": {"micro_batch": 1},
-    "naive, selective": {"attention": "naive", "recompute": "selective"},
-    "fused, full": {"recompute": "full"},
+VARIANTS = {  # "at a time": sequences of a micro-batch
+    "2 at a time": {},
+    "8 at a time": {"micro_batch": 8},
+    "1 at a time": {"micro_batch": 1},
+    "selective": {"attention": "naive", "recompute": "selective"},
+    "full": {"recompute": "full"},
     "float16": {"dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16"},
 }
