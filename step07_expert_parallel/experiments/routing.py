@@ -59,7 +59,7 @@ def draw_load(found: dict[str, Training], last: int, layer: int = -1) -> None:
     above.colorbar(image, ax=maps, ticks=range(5), pad=0.01).set_label("load / equal share", fontsize=9)
     curves, bars = below.subplots(1, 2, width_ratios=(1.5, 1))
     for place, (name, load) in enumerate(loads.items()):
-        curves.plot(smooth(load.max(1), window), color=COLOURS[name], label=TITLES[name], linewidth=1.8)
+        curves.plot(smooth(load, window).max(1), color=COLOURS[name], label=TITLES[name], linewidth=1.8)
         final = np.sort(load[-last:].mean(0))[::-1]
         bars.bar(np.arange(experts) + 0.27 * (place - 1), final, width=0.25, color=COLOURS[name])
     for panel in (curves, bars):
