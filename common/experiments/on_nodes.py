@@ -1,18 +1,36 @@
-"""A function on ranks of several nodes: `on_nodes` is to `on_ranks` as `python -m common.nodes` is to torchrun."""
+"""A function on ranks of several nodes: `on_nodes` is to `on_ranks` as `python -m common.nodes` is to torchrun.
+
+Below it, what experiments on two nodes of two ranks share: the bytes that cross the cable, and the time they take.
+"""
 
 import os
 import pickle
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from common import collectives
 from common.errors import UsageError
+from common.experiments import tcp_bytes
+from common.experiments.nodes import value_of
 from common.experiments.runner import ROOT
+from common.experiments.tables import compared
 from common.launch import end_cleanly
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment, init_distributed
+
+NODES = RANKS = 2  # nodes, and ranks on each
+# What crosses the cable in each direction for every byte of the tensor, when 2 of 4 ranks are on either side: of a ring
+# (all-reduce), of an all-to-all (also reduce-scatter on gloo) and of four broadcasts (all-gather on gloo)
+CROSSES = {"all_reduce": 1.5, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_gather": 1.25}
+HEADER = ("", "predicted, MB", "measured", "ratio", "s without limit", "s on the cable")
+HEADER += ("predicted, s", "measured", "ratio")
 
 
 def on_nodes(nodes: int, ranks: int, function: Callable, *args, bandwidth: str = "", latency: str = "") -> list:
@@ -40,6 +58,58 @@ def on_nodes(nodes: int, ranks: int, function: Callable, *args, bandwidth: str =
         if done.returncode:
             raise RuntimeError(f"{function.__name__} failed on {nodes} nodes:\n{done.stdout}\n{done.stderr}")
         return [pickle.loads(Path(folder, f"{rank}.result").read_bytes()) for rank in range(nodes * ranks)]
+
+
+def timed(mesh: Mesh, functions: list[Callable], repeats: int) -> list[dict]:
+    """On a rank: for each function the median of its seconds, and the bytes that this node sent over the cable for it.
+
+    All of them are called in their order, `repeats` times. Call them once before: a first time is slower.
+    """
+    seconds, sent = ([[] for _ in functions] for _ in range(2))
+    for _ in range(repeats):
+        for index, function in enumerate(functions):
+            before = tcp_bytes.sent_through("cable")
+            collectives.barrier(mesh.world)  # all have read their counters
+            start = time.perf_counter()
+            function()
+            collectives.barrier(mesh.world)
+            seconds[index].append(time.perf_counter() - start)
+            sent[index].append(tcp_bytes.sent_through("cable") - before)
+            collectives.barrier(mesh.world)
+    return [{"seconds": statistics.median(s), "sent": statistics.mean(b)} for s, b in zip(seconds, sent)]
+
+
+def crosses(call: collectives.Call, mesh: Mesh) -> float:
+    """Bytes that a rank's part of a collective, or its message, sends over the cable."""
+    ranks = getattr(mesh, call.group).ranks
+    if call.peer is not None:
+        ranks = mesh.rank, call.peer
+    if len({rank // RANKS for rank in ranks}) == 1:
+        return 0.0
+    if len(ranks) == 2:
+        return call.bytes
+    whole = call.elements * getattr(torch, call.dtype).itemsize
+    whole *= len(ranks) if call.op == "all_gather" else 1  # its call names the part
+    return CROSSES[call.op] * whole / RANKS
+
+
+def seconds_on(cable: str, sent: float) -> float:
+    """Seconds that the cable needs for these bytes of a node, headers not yet included."""
+    return tcp_bytes.PACKET * sent / (value_of(cable) / 8)
+
+
+def compared_cells(
+    sent: float, predicted: float, cable: str, free: dict, slow: dict, digits: str = ".2f"
+) -> tuple[str, ...]:
+    """The cells of a row under HEADER, but for its name.
+
+    Args:
+        sent: predicted bytes that a node sends, without headers. predicted: seconds with the cable's limit.
+        free, slow: what `timed` has found on rank 0, without that limit and with it.
+    """
+    seconds = format(free["seconds"], digits), format(seconds_on(cable, sent), digits)
+    sizes = compared(tcp_bytes.PACKET * sent, slow["sent"], digits, 1e6)
+    return *sizes, *seconds, *compared(predicted, slow["seconds"], digits)
 
 
 def answer() -> None:
