@@ -12,7 +12,7 @@ predicted, and what others have computed, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step06_context_parallel.experiments import balance, cluster, frames, longest, memory, messages, overlap
+from step06_context_parallel.experiments import balance, cluster, frames, longest, memory, messages, nodes, overlap
 
 EXPERIMENTS = [
     balance.balance,
@@ -26,6 +26,7 @@ EXPERIMENTS = [
     longest.published,
     cluster.condition,
     overlap.overlap,
+    nodes.nodes,
 ]
 
 if __name__ == "__main__":

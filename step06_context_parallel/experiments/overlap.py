@@ -7,6 +7,7 @@ On two cores four ranks cannot compute side by side. So each pair takes as long 
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -65,6 +66,12 @@ def link_flag(share: float) -> str:
     return f"{ALPHA},{gigabytes:.9f}"
 
 
+def hops() -> list[float]:
+    """Seconds that the forward of each hop computes."""
+    pairs = [predictions.hop_pairs("zigzag", 0, hop, TOKENS, RANKS) for hop in range(RANKS)]
+    return [HOP * each / pairs[1] for each in pairs]
+
+
 def part_bytes() -> int:
     """Bytes of a rank's keys; those of their gradients are the same, in float32."""
     model = TrainConfig(**FLAGS).model_config
@@ -100,7 +107,7 @@ def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps:
         done()
 
 
-def delayed(tracer: Tracer):
+def delayed(tracer: Tracer | None = None):
     """Context manager: a block of attention takes the time of its pairs. It is a phase of its own, with a number."""
     per_pair = HOP / predictions.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) / FLAGS["heads"]
     count = {"forward": 0, "backward": 0}
@@ -111,7 +118,7 @@ def delayed(tracer: Tracer):
             rows, columns, causal = q.shape[2], k.shape[2], args[-2]
             pairs = rows * (rows + 1) // 2 if causal else rows * columns
             number, count[name] = count[name] % RANKS, count[name] + 1
-            with tracer.phase(name, micro_batch=number):
+            with tracer.phase(name, micro_batch=number) if tracer else nullcontext():
                 result = function(*args)
                 time.sleep(max(0.0, start + cost * pairs * q.shape[1] - time.perf_counter()))
             return result
@@ -162,13 +169,11 @@ def of_rank_0(trace: Trace, share: float) -> Trace:
 def play(mode: str, share: float) -> dict[str, tuple[float, float]]:
     """The alpha-beta model of one layer: by phase, seconds that a rank is blocked, and seconds of the phase."""
     link, size, result = TrainConfig(link=link_flag(share)).link_model, part_bytes(), {}
-    hops = [HOP * predictions.hop_pairs("zigzag", 0, hop, TOKENS, RANKS) for hop in range(RANKS)]
-    hops = [each / predictions.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) for each in hops]
     model = TrainConfig(**FLAGS).model_config
     for phase, cost in (("forward", 1.0), ("backward", BACKWARD)):
         player = Player(RANKS, link)
         predictions.play_layer(
-            mode, phase, player, [cost * hop for hop in hops], size, size, model.heads / model.kv_heads
+            mode, phase, player, [cost * hop for hop in hops()], size, size, model.heads / model.kv_heads
         )
         result[phase] = player.blocked, player.now
     return result

@@ -1,0 +1,80 @@
+"""Attention across two nodes: what ring, all-gather and Ulysses send over the cable, and what hides behind attention.
+
+The cable is one of `python -m common.nodes`. On two cores four ranks cannot compute side by side, so each (query, key)
+pair takes as long as in the experiment `overlap`.
+"""
+
+from collections import Counter
+
+from common import collectives
+from common.errors import UsageError
+from common.experiments.cost_model import Player
+from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
+from common.experiments.tables import print_table
+from common.link import Link
+from common.process_groups import Mesh
+from step06_context_parallel.experiments import predictions
+from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, HOP, delayed, hops, part_bytes
+from step06_context_parallel.experiments.tools import MODES, AttentionLayer
+
+CABLES = ("40mbit", "10mbit")  # a hop's keys and values take 0.7 hops, and 2.8
+PHASES = {"forward": 1.0, "backward": BACKWARD}
+
+
+def nodes(quick: bool) -> None:
+    """Two nodes, cables of two speeds: bytes that cross them and the time of a layer, of each mode."""
+    repeats = 2 if quick else 7
+    try:
+        alone = on_nodes(NODES, RANKS, layers, repeats)[0]
+        found = {cable: on_nodes(NODES, RANKS, layers, repeats, bandwidth=cable) for cable in CABLES}
+    except UsageError as error:
+        print(f"  left out: {error}")
+        return
+    for cable, ranks in found.items():
+        rows = []
+        for key, free in alone.items():
+            sent, slow = sum((each[key]["crossing"] for each in ranks[:RANKS]), Counter()), ranks[0][key]
+            whole, exposed = sum(sent.values()), predict(*key, sent, cable)
+            cells = compared_cells(whole, free["seconds"] + exposed, cable, free, slow, ".3f")
+            waits = exposed, slow["seconds"] - free["seconds"]
+            rows.append((", ".join(key), *cells, *(f"{1 - each / seconds_on(cable, whole):.0%}" for each in waits)))
+        title = f"{NODES} nodes of {RANKS} ranks, a cable of {cable}, {1e3 * HOP:g} ms a hop in the forward, "
+        title += f"{1e3 * BACKWARD * HOP:g} in the backward: sent by a node in one layer, and its time"
+        print_table(title, (*HEADER, "hidden: predicted", "measured"), rows)
+
+
+def predict(mode: str, phase: str, sent: Counter, cable: str) -> float:
+    """Predicted seconds that ranks wait for the cable.
+
+    Args:
+        sent: bytes of a node, by collective. In a hop of the ring, one rank of each node sends over the cable.
+    """
+    computes = [PHASES[phase] * seconds for seconds in hops()]
+    if mode == "ring":
+        player = Player(NODES * RANKS, Link(0, 1 / seconds_on(cable, 1)))
+        predictions.play_layer(mode, phase, player, computes, part_bytes(), part_bytes(), 1)
+        return player.blocked
+    on_cable = {op: seconds_on(cable, number) for op, number in sent.items()}
+    behind = computes[0] if mode == "allgather" else 0  # its own block: all that can be computed without the others'
+    return max(0, on_cable.pop("all_gather", 0) - behind) + sum(on_cable.values())
+
+
+def layers(mesh: Mesh, repeats: int) -> dict[tuple[str, str], dict]:
+    """On a rank: for each (mode, phase) of one layer its time, and the bytes that its node sent.
+
+    `crossing` counts what theory says that this rank's part of the bytes is, by collective.
+    """
+    found = {}
+    for mode, flags in MODES.items():
+        layer = AttentionLayer(mesh, **FLAGS | flags)
+        with delayed():
+            for phase in PHASES:
+                with collectives.record() as calls:
+                    getattr(layer, phase)()
+                crossing = Counter()
+                for call in calls:
+                    crossing[call.op] += crosses(call, layer.mesh)
+                found[mode, phase] = {"crossing": crossing}
+            for phase, result in zip(PHASES, timed(mesh, [layer.forward, layer.backward], repeats)):
+                found[mode, phase] |= result
+    return found
