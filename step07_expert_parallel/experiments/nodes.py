@@ -1,150 +1,117 @@
-"""To how many nodes does a token travel? Random and trained routers, with and without a limit."""
+"""Experts on two nodes: what crosses the cable, a copy of a token per expert or one per node, with and without a limit.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from math import comb
+`OncePerNode` sends as DeepSeek-V3 does (arXiv:2412.19437, section 3.2.2): a token crosses to a node once, to the rank
+that has the place of its own rank there, which hands it on to the ranks of its node. It is made of the same parts as
+the layer of this step, and its gradients are the same.
+"""
+
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from common.collectives import record
-from common.experiments.figures import SERIES, new_figure, save_figure
-from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison, print_table
-from common.experiments.training_step import on_every_case
-from common.process_groups import Mesh
-from step07_expert_parallel.experiments.ranks import ExpertLayer, checked
-from step07_expert_parallel.experiments.tools import SMALL, watch
-from step07_expert_parallel.router import Router
+from common import collectives
+from common.errors import UsageError
+from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
+from common.experiments.tables import print_table
+from common.experiments.training_step import mesh_of
+from common.process_groups import Degrees, Mesh
+from step07_expert_parallel import moe
+from step07_expert_parallel.experiments.node_limit import fan_out
+from step07_expert_parallel.experiments.ranks import Run
+from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.moe import Choices, MoE, _Combine, _Copy
 
-# DeepSeek-V3: 256 experts on 8 nodes, 8 for each token, on 4 nodes at most (arXiv:2412.19437, sections 2.1.2 and 4.2)
-NODES, LIMIT, EXPERTS, TOP_K = 8, 4, 256, 8
-MODEL = SMALL | {"experts": EXPERTS, "top_k": TOP_K, "expert_ffn": 8, "gate": "sigmoid", "expert_groups": NODES}
-MODEL |= {"balance": "bias", "bias_rate": 0.01}
-LIMITS = {"no limit": NODES, f"at most {LIMIT} nodes": LIMIT}
+CABLE = "50mbit"
+LAYERS, HIDDEN, TOKENS, EXPERTS, TOP_K = 2, 128, 1024, 8, 4  # tokens of a rank
+MODEL = {"step_name": "step07_expert_parallel", "layers": LAYERS, "hidden": HIDDEN, "heads": 4, "kv_heads": 4}
+MODEL |= {"experts": EXPERTS, "top_k": TOP_K, "expert_ffn": 32, "vocab": 256, "data": "synthetic", "warmup": 1}
+MODEL |= {"seq_len": 256, "micro_batch": TOKENS // 256, "global_batch": NODES * RANKS * TOKENS // 256}
+MODEL |= {"ep": NODES * RANKS, "expert_groups": NODES}
+LIMITS = {"no limit": NODES, "at most 1 node": 1}
 
 
-def fan_out(nodes: int, experts: int, chosen: int) -> float:
-    """The expected number of nodes of a token that chooses any `chosen` of the `experts` on `nodes` nodes.
+class OncePerNode(MoE):
+    """The layer, if a token is sent once to each node that holds some of its experts, and handed on there."""
 
-    It misses a node if all its choices are among the experts of the others: C(E - E/nodes, k) of C(E, k) cases.
-    """
-    return nodes * (1 - comb(experts - experts // nodes, chosen) / comb(experts, chosen))
+    def forward(self, x):
+        grid = mesh_of(Degrees(dp=NODES, tp=RANKS), x.device)
+        across, inside = grid.dp, grid.tp  # the ranks of this one's place on all nodes; the ranks of its node
+        chosen, gates = self.router(x)
+        gates = gates.new_zeros(len(gates), EXPERTS).scatter(1, chosen, gates).unflatten(1, (NODES, -1))
+
+        nodes = choices_of(gates.sum(-1))  # as experts are chosen, but for each node: at most once
+        rows = torch.cat((_Copy.apply(x.flatten(0, 1), nodes), gates.flatten(0, 1)[nodes.order]), -1)
+        outer = Journey(nodes.counts, across)
+        rows, _ = outer.arrive(outer.start(rows))
+        tokens, gates = rows.split((x.shape[-1], gates.shape[-1]), -1)  # gates of this node's experts
+
+        experts = choices_of(gates)
+        inner = Journey(experts.counts, inside)
+        rows, counts = inner.arrive(inner.start(_Copy.apply(tokens, experts)))
+        rows = inner.back(self.experts(rows, counts))
+        rows = outer.back(_Combine.apply(rows, gates.flatten()[experts.order], experts))  # the node's sum of a token
+        return _Combine.apply(rows, rows.new_ones(len(rows)), nodes).view_as(x)
+
+
+def choices_of(gates: Tensor) -> Choices:
+    """gates (tokens, n), those of others than the chosen are 0: each token chooses as many of the n as it needs."""
+    number = gates.shape[-1]
+    return Choices(torch.where(gates > 0, torch.arange(number), number), number, some_dropped=True)
+
+
+WAYS = {"a copy per expert (ours)": MoE, "a copy per node": OncePerNode}
 
 
 def nodes(quick: bool) -> None:
-    """Nodes that a token travels to, with and without the limit: by formula, by our router, after it has learned."""
-    cases = [MODEL | {"node_limit": limit, "steps": 20 if quick else 200} for limit in LIMITS.values()]
-    found = on_ranks(1, on_every_case, route, cases, title="nodes", jobs=len(cases))[0]
-    rows, parts = [], []
-    for (name, limit), (counts, loss) in zip(LIMITS.items(), found):
-        predicted = fan_out(limit, EXPERTS * limit // NODES, TOP_K)
-        for how, reached in counts.items():
-            rows.append((f"{name}, {how}", predicted, reached.mean().item()))
-            parts.append((f"{name}, {how}", *(f"{share:.1%}" for share in shares(reached)), int(reached.max())))
-        print(f"  {name}: loss {loss:.3f} at the end of the training")
-    print_comparison(f"nodes of a token, on average; predicted: any {TOP_K} experts of allowed nodes", "", rows, ".2f")
-    print_table("share of the tokens by number of nodes", ("", *range(1, NODES + 1), "most"), parts)
-    draw_nodes({name: counts["trained router"] for name, (counts, _) in zip(LIMITS, found)}, compare_copies(quick))
+    """Two nodes, a slow cable: bytes of a step's tokens and its time, with and without the node limit."""
+    repeats, cases = 1 if quick else 3, [(way, limit) for way in WAYS for limit in LIMITS]
+    try:
+        free = on_nodes(NODES, RANKS, steps, cases, repeats)[0]
+        slow = on_nodes(NODES, RANKS, steps, cases, repeats, bandwidth=CABLE)
+    except UsageError as error:
+        print(f"  left out: {error}")
+        return
+    rows = []
+    for index, (way, limit) in enumerate(cases):
+        alone, ranks = free[index], [part[index] for part in slow]
+        crossing = copies(way, LIMITS[limit])
+        sent = sum(token_bytes(way, crossing) + each["others"] for each in ranks[:RANKS])
+        predicted = alone["seconds"] + seconds_on(CABLE, sent)
+        cells = compared_cells(sent, predicted, CABLE, alone, ranks[0])
+        rows.append((f"{way}, {limit}", f"{crossing:.2f}", *cells, f"{ranks[0]['norm']:.6f}"))
+    title = f"{NODES} nodes of {RANKS} ranks, a cable of {CABLE}: sent by a node in a step, and the step's time"
+    print_table(title, (HEADER[0], "copies that cross", *HEADER[1:], "gradient norm"), rows)
 
 
-def route(mesh: Mesh, flags: dict) -> tuple[dict[str, Tensor], float]:
-    """On the only rank: nodes of tokens with random scores, and with those of the last steps of a training; its loss.
+def copies(way: str, limit: int) -> float:
+    """Predicted copies of a token that leave its node in a dispatch."""
+    per_node = WAYS[way] is OncePerNode
+    return (fan_out(limit, EXPERTS * limit // NODES, TOP_K) if per_node else TOP_K) * (NODES - 1) / NODES
 
-    The loss is the mean of the last 20 steps.
+
+def token_bytes(way: str, crossing: float) -> float:
+    """Predicted bytes of tokens that a rank sends over the cable in a step.
+
+    There are four journeys in each layer: to the experts and back, in the forward and in the backward. With one copy
+    per node two of them carry the gates of the node's experts, or their gradients.
     """
-    config, mesh = checked(mesh, **flags)
-    scores = torch.randn(32, 1024, EXPERTS, generator=torch.Generator().manual_seed(0)).sigmoid()
-    random = Router(config, mesh).choose(scores)
-    with all_choices() as seen:
-        training = watch(mesh, None, flags)
-    layers = config.model_config.layers
-    learned = torch.cat(seen[-16 * layers :])  # 16 steps of one micro-batch each
-    return {"random scores": nodes_of(random), "trained router": nodes_of(learned)}, training.mean("loss", 20)
+    gates = EXPERTS // NODES if WAYS[way] is OncePerNode else 0
+    return LAYERS * crossing * TOKENS * 4 * (4 * HIDDEN + 2 * gates)
 
 
-@contextmanager
-def all_choices() -> Iterator[list[Tensor]]:
-    """All that routers choose in here: a tensor (batch, seq, k) for each time that one is asked."""
-    seen, choose = [], Router.choose
+def steps(mesh: Mesh, cases: list[tuple[str, str]], repeats: int) -> list[dict]:
+    """On a rank: for each case the time of a step's gradients, and the bytes that its node sent for them.
 
-    def choose_and_keep(self: Router, scores: Tensor) -> Tensor:
-        seen.append(choose(self, scores))
-        return seen[-1]
-
-    with patch.object(Router, "choose", choose_and_keep):
-        yield seen
-
-
-def nodes_of(chosen: Tensor) -> Tensor:
-    """chosen (..., k) -> (tokens,): the number of nodes that hold at least one of a token's experts."""
-    return on_node(chosen).sum(-1).flatten()
-
-
-def on_node(chosen: Tensor) -> Tensor:
-    """chosen (..., k) -> (..., nodes): 1 where the node holds at least one of the token's experts."""
-    return torch.zeros(*chosen.shape[:-1], NODES).scatter_(-1, chosen // (EXPERTS // NODES), 1)
-
-
-def shares(counts: Tensor) -> list[float]:
-    """The part of the tokens that travel to 1, 2, ... nodes."""
-    return [(counts == number).float().mean().item() for number in range(1, NODES + 1)]
-
-
-# ---- what that means for bytes ---------------------------------------------------------------------------------------
-
-
-def compare_copies(quick: bool) -> list[tuple[str, float, float]]:
-    """Copies of a token that leave its node: one for each expert, as we send them, or one for each node.
-
-    Ranks play the nodes. Measured are the bytes of the dispatch; one copy for each node is counted from the choices.
-    Returns (name, predicted, measured).
+    `others` is what this rank's part of all bytes but those of tokens is, `norm` that of the gradients.
     """
-    model = MODEL | {"layers": 1, "ep": NODES, "micro_batch": 2 if quick else 8, "global_batch": 16 if quick else 64}
-    cases = [model | {"node_limit": limit} for limit in LIMITS.values()]
-    found = on_ranks(NODES, on_every_case, dispatch, cases, title="copies", jobs=len(cases))
-    rows, away = [], (NODES - 1) / NODES  # of all nodes but its own
-    for kind, way in enumerate(("one per expert (ours)", "one per node")):
-        for index, (name, limit) in enumerate(LIMITS.items()):
-            copies = TOP_K if kind == 0 else fan_out(limit, EXPERTS * limit // NODES, TOP_K)
-            rows.append((f"{way}, {name}", copies * away, sum(part[index][kind] for part in found) / NODES))
-    print_comparison("copies of a token that leave its node in a dispatch", "", rows, ".2f")
-    return rows
-
-
-def dispatch(mesh: Mesh, flags: dict) -> tuple[float, float]:
-    """On a rank: copies of a token that it sent to others, and how many it would send with one for each node."""
-    layer = ExpertLayer(mesh, **flags)
-    with record() as calls, all_choices() as seen:
-        layer.forward()
-    rows, _ = (call for call in calls if call.dtype != "int64")  # dispatch and combine
-    others = on_node(seen[0]).sum() - on_node(seen[0])[..., mesh.rank].sum()
-    return rows.bytes / (layer.tokens * layer.x.shape[-1] * layer.x.element_size()), others.item() / layer.tokens
-
-
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def draw_nodes(found: dict[str, Tensor], copies: list[tuple[str, float, float]]) -> None:
-    """Left, the share of a trained router's tokens by number of nodes; right, the copies that leave the node."""
-    figure, (left, right) = new_figure(1, 2, width=10, height=3.6, width_ratios=(1.25, 1))
-    for place, (name, reached) in enumerate(found.items()):
-        x = [number + 0.4 * place - 0.2 for number in range(1, NODES + 1)]
-        left.bar(x, shares(reached), width=0.38, color=SERIES[place], label=f"{name}: {reached.mean():.2f} on average")
-    left.set_title("nodes that a token travels to", loc="left", fontsize=10, fontweight="bold")
-    left.set(xlabel="nodes", ylabel="share of the tokens", ylim=(0, 1.28), xticks=range(1, NODES + 1))
-    left.set_yticks((0, 0.25, 0.5, 0.75, 1))
-    left.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    left.legend(frameon=False, fontsize=9, loc="upper left")
-    for place, (_, _, measured) in enumerate(copies):
-        x = place + place // 2 * 0.5
-        right.bar(x, measured, width=0.9, color=SERIES[place % 2])
-        right.text(x, measured + 0.1, f"{measured:.2f}", ha="center", va="bottom", fontsize=10)
-    right.set_title("copies that leave its node", loc="left", fontsize=10, fontweight="bold")
-    right.set_xticks((0.5, 3), ("one copy per expert\n(as here)", "one copy per node\n(as DeepSeek-V3)"))
-    right.set_ylim(0, TOP_K)
-    for panel in (left, right):
-        panel.grid(visible=False, axis="x")
-        panel.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, "nodes")
+    found = []
+    for way, limit in cases:
+        with patch.object(moe, "MoE", WAYS[way]):
+            run = Run(mesh, **MODEL | {"node_limit": LIMITS[limit]})
+        with collectives.record() as calls:
+            run.gradients()
+        (result,) = timed(mesh, [run.gradients], repeats)
+        others = sum(crosses(call, run.mesh) for call in calls if call.op != "all_to_all")
+        found.append(result | {"others": others, "norm": float(run.norm)})
+    return found
