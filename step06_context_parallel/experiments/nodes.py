@@ -14,16 +14,21 @@ from common.experiments.tables import print_table
 from common.link import Link
 from common.process_groups import Mesh
 from step06_context_parallel.experiments import predictions
-from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, HOP, delayed, hops, part_bytes
+from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, delayed, hops, part_bytes
 from step06_context_parallel.experiments.tools import MODES, AttentionLayer
 
-CABLES = ("40mbit", "10mbit")  # a hop's keys and values take 0.7 hops, and 2.8
+CABLES = ("20mbit", "5mbit")  # a hop's keys and values take 0.7 hops, and 2.8
+HOP = 0.08  # seconds that the forward of a later hop computes
+BATCH = 2
+# gloo works on two broadcasts at a time. Those of ranks 0 and 1 send four parts over the cable in one direction while
+# one travels in the other; with ranks 2 and 3 it is the other way round. So all four take as long as 8 parts, not 5
+TURNS = 8 / 5
 PHASES = {"forward": 1.0, "backward": BACKWARD}
 
 
 def nodes(quick: bool) -> None:
     """Two nodes, cables of two speeds: bytes that cross them and the time of a layer, of each mode."""
-    repeats = 2 if quick else 7
+    repeats = 1 if quick else 3
     try:
         alone = on_nodes(NODES, RANKS, layers, repeats)[0]
         found = {cable: on_nodes(NODES, RANKS, layers, repeats, bandwidth=cable) for cable in CABLES}
@@ -35,7 +40,7 @@ def nodes(quick: bool) -> None:
         for key, free in alone.items():
             sent, slow = sum((each[key]["crossing"] for each in ranks[:RANKS]), Counter()), ranks[0][key]
             whole, exposed = sum(sent.values()), predict(*key, sent, cable)
-            cells = compared_cells(whole, free["seconds"] + exposed, cable, free, slow, ".3f")
+            cells = compared_cells(whole, free["seconds"] + exposed, cable, free, slow)
             waits = exposed, slow["seconds"] - free["seconds"]
             rows.append((", ".join(key), *cells, *(f"{1 - each / seconds_on(cable, whole):.0%}" for each in waits)))
         title = f"{NODES} nodes of {RANKS} ranks, a cable of {cable}, {1e3 * HOP:g} ms a hop in the forward, "
@@ -49,14 +54,14 @@ def predict(mode: str, phase: str, sent: Counter, cable: str) -> float:
     Args:
         sent: bytes of a node, by collective. In a hop of the ring, one rank of each node sends over the cable.
     """
-    computes = [PHASES[phase] * seconds for seconds in hops()]
+    computes = [PHASES[phase] * seconds for seconds in hops(HOP)]
     if mode == "ring":
         player = Player(NODES * RANKS, Link(0, 1 / seconds_on(cable, 1)))
-        predictions.play_layer(mode, phase, player, computes, part_bytes(), part_bytes(), 1)
+        predictions.play_layer(mode, phase, player, computes, BATCH * part_bytes(), BATCH * part_bytes(), 1)
         return player.blocked
     on_cable = {op: seconds_on(cable, number) for op, number in sent.items()}
     behind = computes[0] if mode == "allgather" else 0  # its own block: all that can be computed without the others'
-    return max(0, on_cable.pop("all_gather", 0) - behind) + sum(on_cable.values())
+    return max(0, TURNS * on_cable.pop("all_gather", 0) - behind) + sum(on_cable.values())
 
 
 def layers(mesh: Mesh, repeats: int) -> dict[tuple[str, str], dict]:
@@ -66,8 +71,8 @@ def layers(mesh: Mesh, repeats: int) -> dict[tuple[str, str], dict]:
     """
     found = {}
     for mode, flags in MODES.items():
-        layer = AttentionLayer(mesh, **FLAGS | flags)
-        with delayed():
+        layer = AttentionLayer(mesh, **FLAGS | flags | {"micro_batch": BATCH, "global_batch": BATCH})
+        with delayed(None, HOP):
             for phase in PHASES:
                 with collectives.record() as calls:
                     getattr(layer, phase)()

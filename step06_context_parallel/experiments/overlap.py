@@ -66,10 +66,10 @@ def link_flag(share: float) -> str:
     return f"{ALPHA},{gigabytes:.9f}"
 
 
-def hops() -> list[float]:
-    """Seconds that the forward of each hop computes."""
+def hops(later: float) -> list[float]:
+    """Seconds that the forward of each hop computes. `later`: of a later hop; the first one has a few more pairs."""
     pairs = [predictions.hop_pairs("zigzag", 0, hop, TOKENS, RANKS) for hop in range(RANKS)]
-    return [HOP * each / pairs[1] for each in pairs]
+    return [later * each / pairs[1] for each in pairs]
 
 
 def part_bytes() -> int:
@@ -94,7 +94,7 @@ def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps:
         layer = AttentionLayer(mesh, **FLAGS | MODES[mode])
         tracer = Tracer((0, steps - 1), layer.mesh, f"{folder}/{index}")
         collectives.link = TrainConfig(link=link_flag(share)).link_model
-        with delayed(tracer):
+        with delayed(tracer, HOP):
             for step in range(-1, steps):  # the first one is not traced
                 collectives.barrier(mesh.world)
                 with tracer.step(step):
@@ -107,9 +107,13 @@ def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps:
         done()
 
 
-def delayed(tracer: Tracer | None = None):
-    """Context manager: a block of attention takes the time of its pairs. It is a phase of its own, with a number."""
-    per_pair = HOP / predictions.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) / FLAGS["heads"]
+def delayed(tracer: Tracer | None, hop: float):
+    """Context manager: a block of attention takes the time of its pairs. It is a phase of its own, with a number.
+
+    Args:
+        hop: seconds that the forward of a later hop computes.
+    """
+    per_pair = hop / predictions.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) / FLAGS["heads"]
     count = {"forward": 0, "backward": 0}
 
     def slower(function: Callable, name: str, cost: float) -> Callable:
@@ -173,7 +177,7 @@ def play(mode: str, share: float) -> dict[str, tuple[float, float]]:
     for phase, cost in (("forward", 1.0), ("backward", BACKWARD)):
         player = Player(RANKS, link)
         predictions.play_layer(
-            mode, phase, player, [cost * hop for hop in hops()], size, size, model.heads / model.kv_heads
+            mode, phase, player, [cost * hop for hop in hops(HOP)], size, size, model.heads / model.kv_heads
         )
         result[phase] = player.blocked, player.now
     return result

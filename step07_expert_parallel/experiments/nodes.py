@@ -21,9 +21,10 @@ from step07_expert_parallel.experiments.node_limit import fan_out
 from step07_expert_parallel.experiments.ranks import Run
 from step07_expert_parallel.expert_parallel import Journey
 from step07_expert_parallel.moe import Choices, MoE, _Combine, _Copy
+from step07_expert_parallel.router import Router
 
-CABLE = "50mbit"
-LAYERS, HIDDEN, TOKENS, EXPERTS, TOP_K = 2, 128, 1024, 8, 4  # tokens of a rank
+CABLE = "20mbit"
+LAYERS, HIDDEN, TOKENS, EXPERTS, TOP_K = 2, 64, 1024, 8, 4  # tokens of a rank
 MODEL = {"step_name": "step07_expert_parallel", "layers": LAYERS, "hidden": HIDDEN, "heads": 4, "kv_heads": 4}
 MODEL |= {"experts": EXPERTS, "top_k": TOP_K, "expert_ffn": 32, "vocab": 256, "data": "synthetic", "warmup": 1}
 MODEL |= {"seq_len": 256, "micro_batch": TOKENS // 256, "global_batch": NODES * RANKS * TOKENS // 256}
@@ -105,13 +106,20 @@ def steps(mesh: Mesh, cases: list[tuple[str, str]], repeats: int) -> list[dict]:
 
     `others` is what this rank's part of all bytes but those of tokens is, `norm` that of the gradients.
     """
-    found = []
+    found, choose = [], Router.choose
+
+    def choose_at_random(self: Router, scores: Tensor) -> Tensor:
+        """As a router of balanced loads, so that both directions of the cable carry the same; every time alike."""
+        generator = torch.Generator().manual_seed(mesh.rank)
+        return choose(self, torch.rand(scores.shape, generator=generator))
+
     for way, limit in cases:
         with patch.object(moe, "MoE", WAYS[way]):
             run = Run(mesh, **MODEL | {"node_limit": LIMITS[limit]})
-        with collectives.record() as calls:
-            run.gradients()
-        (result,) = timed(mesh, [run.gradients], repeats)
+        with patch.object(Router, "choose", choose_at_random):
+            with collectives.record() as calls:
+                run.gradients()
+            (result,) = timed(mesh, [run.gradients], repeats)
         others = sum(crosses(call, run.mesh) for call in calls if call.op != "all_to_all")
         found.append(result | {"others": others, "norm": float(run.norm)})
     return found
