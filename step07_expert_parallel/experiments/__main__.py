@@ -1,6 +1,6 @@
 """The claims of step 7, predicted and measured.
 
-    python -m step07_expert_parallel.experiments                   # all of them, about 12 minutes on 2 cores
+    python -m step07_expert_parallel.experiments                   # all of them, about 14 minutes on 2 cores
     python -m step07_expert_parallel.experiments --only routing
 
 Prints tables of predicted, measured and measured / predicted, and draws into step07_expert_parallel/figures (with

@@ -80,7 +80,7 @@ def nodes(quick: bool) -> None:
         sent = sum(token_bytes(way, crossing) + each["others"] for each in ranks[:RANKS])
         predicted = alone["seconds"] + seconds_on(CABLE, sent)
         cells = compared_cells(sent, predicted, CABLE, alone, ranks[0])
-        rows.append((f"{way}, {limit}", f"{crossing:.2f}", *cells, f"{ranks[0]['norm']:.6f}"))
+        rows.append((f"{way}, {limit}", f"{crossing:.2f}", *cells, f"{ranks[0]['norm']:.8f}"))
     title = f"{NODES} nodes of {RANKS} ranks, a cable of {CABLE}: sent by a node in a step, and the step's time"
     print_table(title, (HEADER[0], "copies that cross", *HEADER[1:], "gradient norm"), rows)
 
