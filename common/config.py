@@ -128,6 +128,7 @@ class TrainConfig:
     ep: int = flag(1, 7, "layout", "expert parallelism: ranks that the experts are divided among")
     fused: bool = flag(True, 8, "layout", "fused kernels: all on CUDA, head with loss everywhere (default)")
     compile: bool = flag(False, 8, "layout", "compile norms, rotation and activation where no kernel computes them")
+    order: str = flag("tp,cp,pp,dp", 8, "layout", "how the degrees are laid over the ranks, from near to far")
     shapes: bool = flag(False, 8, "logging", "print, and draw into --run-dir, a layer's shapes, bytes and messages")
     layer_delay: float = flag(0.0, 5, "logging", "a layer's forward takes at least so many ms, its backward twice that")
 
@@ -192,9 +193,10 @@ class TrainConfig:
         if self.dp is None:
             self.dp = max(1, world_size // (self.tp * self.cp * self.pp))
         if self.tp * self.cp * self.pp * self.dp != world_size:
-            sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp")}
-            others = "".join(f"--{name} {size} x " for name, size in sizes.items() if size > 1)
+            others = "".join(f"--{name} {size} x " for name in ("tp", "cp", "pp") if (size := getattr(self, name)) > 1)
             raise UsageError(f"{others}--dp {self.dp} does not equal the world size {world_size}")
+        if sorted(self.order.split(",")) != ["cp", "dp", "pp", "tp"]:
+            raise UsageError(f"--order {self.order} must name tp, cp, pp and dp, each once, separated by commas")
         self._check_data_parallel()
         self._check_logging()
 

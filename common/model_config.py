@@ -60,10 +60,8 @@ class ModelConfig:
         if self.head_width < 2:
             raise UsageError(f"heads of width {self.head_width} are too narrow; rotary embeddings turn pairs")
         if self.head_width % 2:
-            raise UsageError(
-                f"--hidden {self.hidden} over --heads {self.heads} gives heads of odd width {self.head_width}; "
-                "rotary embeddings turn pairs"
-            )
+            division = f"--hidden {self.hidden} over --heads {self.heads}"
+            raise UsageError(f"{division} gives heads of odd width {self.head_width}; rotary embeddings turn pairs")
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise UsageError(f"--top-k {self.top_k} must lie between 1 and --experts {self.experts}")
         for name in ("norm_eps", "rope_theta"):

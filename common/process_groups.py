@@ -1,7 +1,8 @@
 """The mesh: every named group of ranks that talk to each other.
 
 The ranks form a grid of shape (dp, pp, cp, tp), numbered row by row as in Llama 3's 4D layout (arXiv:2407.21783,
-section 3.3.2). So tensor parallelism stays inside a node, and every group is a slice of the grid.
+section 3.3.2). So tensor parallelism stays inside a node, and every group is a slice of the grid. `--order` turns the
+grid round: a rank gets another place in it and other groups, but only the rounding of sums depends on that.
 """
 
 import math
@@ -15,7 +16,7 @@ from common.config import TrainConfig
 from common.errors import UsageError, communication_errors
 from common.start import environment, meet
 
-AXES = ("dp", "pp", "cp", "tp")  # of the grid, outermost first
+AXES = ("dp", "pp", "cp", "tp")  # of the grid, outermost first, unless --order turns it round
 
 # Which pipeline ranks hold which stage: one row per copy of the model, row[stage] = pipeline rank.
 Placement = tuple[tuple[int, ...], ...]
@@ -26,7 +27,8 @@ class Degrees:
     """How many ways each dimension splits. The world has tp * cp * pp * dp ranks; `TrainConfig` checks that.
 
     `ep` divides the ranks of one pipeline stage a second time, for `experts`. `zero_replicas` is the number of copies
-    of the model among the dp * cp ranks; each copy is sharded over dp * cp / zero_replicas of them.
+    of the model among the dp * cp ranks; each copy is sharded over dp * cp / zero_replicas of them. Both take ranks in
+    ascending order, whatever the order of the `axes`, so that the nearest ones of a stage share experts or a copy.
     """
 
     tp: int = 1
@@ -36,13 +38,14 @@ class Degrees:
     ep: int = 1
     zero_replicas: int = 1
     experts: bool = False
+    axes: tuple[str, ...] = AXES
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Degrees":
         """Return the degrees of a checked configuration. Without ZeRO every data-parallel rank holds a copy."""
         replicas = config.zero_replicas if config.zero else config.dp * config.cp
-        experts = config.model_config.experts > 0
-        return cls(config.tp, config.cp, config.pp, config.dp, config.ep, replicas, experts)
+        experts, axes = config.model_config.experts > 0, tuple(reversed(config.order.split(",")))
+        return cls(config.tp, config.cp, config.pp, config.dp, config.ep, replicas, experts, axes)
 
     @property
     def world(self) -> int:
@@ -50,9 +53,7 @@ class Degrees:
 
     @property
     def expert_replicas(self) -> int:
-        """The copies of an expert. Without sharding each of its holders has one, else there are as many as of the rest
-        of the model, if the number of holders allows that.
-        """
+        """Copies of an expert: one per holder without sharding, else as many as of the model, or a divisor of that."""
         holders = self.dp * self.cp * self.tp // self.ep
         return holders if self.zero_replicas == self.dp * self.cp else math.gcd(holders, self.zero_replicas)
 
@@ -109,7 +110,7 @@ GROUP_NAMES = tuple(field.name for field in fields(Mesh) if field.type is Group)
 def coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
     """Return the position of `rank` on each axis of the grid."""
     result = {}
-    for axis in reversed(AXES):
+    for axis in reversed(degrees.axes):
         rank, result[axis] = divmod(rank, getattr(degrees, axis))
     return result
 
@@ -122,11 +123,11 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
         placement: of the stages (default: stage i on rank i). `embed` joins the ranks that hold the first or the last
             stage, `mirror` those that hold copies of the same stages.
     """
-    grid = torch.arange(degrees.world).reshape([getattr(degrees, axis) for axis in AXES])
+    grid = torch.arange(degrees.world).reshape([getattr(degrees, axis) for axis in degrees.axes])
 
     def along(*axes: str) -> torch.Tensor:
-        """(groups, members): ranks that differ in `axes` only."""
-        moved = [AXES.index(axis) for axis in axes]
+        """(groups, members): ranks that differ in `axes` only, in ascending order."""
+        moved = sorted(degrees.axes.index(axis) for axis in axes)
         return grid.movedim(moved, list(range(-len(axes), 0))).flatten(-len(axes)).flatten(0, -2)
 
     same_head = max(1, degrees.tp // kv_heads) if kv_heads else 1

@@ -108,7 +108,8 @@ CHANGES = {
     "shapes": ("", "--shapes"),
 }
 # Carried out before train() is called; tests/test_faults.py and tests/unit/test_process_groups.py see their effect.
-AT_THE_START = {"device", "timeout", "memory_snapshot"}
+# (And two ranks divide in one dimension only, which needs no order.)
+AT_THE_START = {"device", "timeout", "memory_snapshot", "order"}
 PEERLESS = {"link"}  # in one process there is nobody to talk to
 
 

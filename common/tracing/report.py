@@ -82,8 +82,7 @@ def mean(rows: list[StepRow]) -> StepRow:
 
 def print_report(trace: Trace, step: int | None = None) -> None:
     """Print the rows of `report` in milliseconds, the mean of each step, and the collectives of an average step."""
-    rows = report(trace, step)
-    if not rows:
+    if not (rows := report(trace, step)):
         raise UsageError("the trace has no steps: the run ended before the first step of --trace")
     cells = []
     for number in dict.fromkeys(row.step for row in rows):

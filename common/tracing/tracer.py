@@ -119,7 +119,7 @@ class Tracer:
         if mesh.rank == 0:
             seen = {rank: path for rank, path in paths.items() if path.exists()}  # all, if all see the same folder
             metadata = {"ranks": list(seen), "steps": sorted({event.step for event in events})}
-            metadata |= {"degrees": vars(degrees), "clock": self._clock.name}
+            metadata |= {"degrees": {axis: getattr(degrees, axis) for axis in indices}, "clock": self._clock.name}
             events = [event for path in seen.values() for event in json.loads(path.read_text())]
             result.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "metadata": metadata}))
             for path in seen.values():

@@ -43,6 +43,7 @@ LAYOUT = {
     "micro_batch": ["--micro-batch 1", "--micro-batch 3"],
     "bucket": ["", "--bucket-mb 0.01"],
     "fused": ["", "--no-fused"],
+    "order": ["", "--order dp,pp,cp,tp", "--order pp,tp,dp,cp", "--order cp,dp,tp,pp"],
 }
 
 
@@ -111,5 +112,7 @@ def test_what_the_layouts_cover():
     assert len({(bool(each.experts), each.recompute) for each in drawn}) == 2 * 3
     assert len({(each.balance, bool(each.capacity_factor)) for each in ep if each.cp * each.tp > 1}) == 2 * 2
     assert any(each.tie_embeddings for each in pp)
+    assert len({each.order for each in ep if each.pp > 1 and each.zero}) == len(LAYOUT["order"])
+    assert len({configuration(8, flags).order for flags in draw(8, 3, COUNTS[8, 3])}) == len(LAYOUT["order"])
     all_five = [each for each in ep if min(each.dp, each.pp, each.cp, each.tp) > 1]
     assert len(all_five) >= EVERY[16, 5] and len({each.schedule for each in all_five}) >= 4

@@ -51,7 +51,7 @@ LAYOUTS = {  # name: (ranks, step, flags)
     "ep 2, zero 3": (4, 7, "--ep 2 --dp 4 --zero 3 --recompute full"),
     "ep 2, dualpipe": (4, 7, "--ep 2 --cp 2 --pp 2 --schedule dualpipe --zero 1"),
     "8 ranks, zero 1": (8, 8, "--pp 2 --cp 2 --tp 2 --zero 1"),
-    "8 ranks, ep 4, zero 3": (8, 8, "--pp 2 --cp 2 --tp 2 --ep 4 --zero 3"),
+    "8 ranks, cp inside, zero 3": (8, 8, "--pp 2 --cp 2 --tp 2 --ep 4 --zero 3 --order cp,pp,tp,dp"),
     "8 ranks, ep 2, zbv": (8, 8, "--dp 2 --pp 2 --tp 2 --ep 2 --schedule zbv --zero 2 --recompute full"),
 }
 

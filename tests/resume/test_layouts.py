@@ -31,7 +31,7 @@ RINGS = {
     + ["cp 2, zbv"],
     BFLOAT16: ["one process", "zero 2 on 3", "zero 3, two copies", "zero 3"],
     FLOAT32: ["zero 3, two copies", "zero 2 on 3"],
-    EXPERTS: ["all experts", "ep 4", "8 ranks, ep 4, zero 3", "8 ranks, ep 2, zbv", "ep 2, zero 3"]
+    EXPERTS: ["all experts", "ep 4", "8 ranks, cp inside, zero 3", "8 ranks, ep 2, zbv", "ep 2, zero 3"]
     + ["ep 2, dualpipe"],
 }
 LEFT_OUT = {"zero 2", "dp", "zero 1", "zero 3 on 3", "zbv, zero 3", "zb-h2", "1f1b", "tp 4, sequence"}

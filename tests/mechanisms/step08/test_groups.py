@@ -1,12 +1,40 @@
-"""Groups of a large world, on one of its ranks: it makes its own, and ranks agree on their names."""
+"""How 16 ranks are laid out, and groups of a large world on one of its ranks: it makes its own, under common names."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from common.process_groups import GROUP_NAMES, Degrees, Mesh, build_mesh, place_stages
+from common.command_line import parse
+from common.errors import UsageError
+from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates, place_stages
 from step08_5d.experiments.groups import LAYOUTS, one_rank_of, start_of
 
 LARGE = LAYOUTS["16,384 ranks, ZeRO, ep 64"]
+
+
+def test_sixteen_ranks_are_laid_out_as_in_llama_3():
+    """Llama 3 (arXiv:2407.21783), figure 5: 16 GPUs, every degree 2, groups of [TP, CP, PP, DP]."""
+    groups = all_groups(Degrees(2, 2, 2, 2))
+    assert [groups[name][0] for name in ("tp", "cp", "pp_forward", "dp")] == [(0, 1), (0, 2), (0, 4), (0, 8)]
+    assert (12, 13) in groups["tp"] and (0, 2, 8, 10) in groups["dp_cp"]
+    assert coordinates(13, Degrees(2, 2, 2, 2)) == {"tp": 1, "cp": 0, "pp": 1, "dp": 1}
+
+
+def test_order_of_the_degrees():
+    """The nearest come first. In any order, ranks that follow each other share the experts, or a copy of the model."""
+    config = parse(8, "--tp 2 --cp 2 --pp 2 --experts 8 --ep 4 --zero 1 --order dp,pp,tp,cp".split())
+    config.resolve_and_check(16)
+    degrees = Degrees.of(config)
+    groups = {name: ranks[0] for name, ranks in all_groups(degrees).items()}
+    assert [groups[name] for name in ("dp", "pp_forward", "tp", "cp")] == [(0, 1), (0, 2), (0, 4), (0, 8)]
+    assert groups["dp_cp"] == (0, 1, 8, 9) and (groups["ep"], groups["edp"]) == ((0, 1, 4, 5), (0, 8))
+    assert all_groups(replace(degrees, zero_replicas=2))["shard"][0] == (0, 1)
+    assert coordinates(13, degrees) == {"dp": 1, "pp": 0, "tp": 1, "cp": 1}
+    for wrong in ("tp,cp,pp", "tp,cp,pp,dp,dp", "tp,cp,pp,ep", "tp, cp, pp, dp", ""):
+        with pytest.raises(UsageError, match=f"^--order {wrong} must name [^\n]*$"):
+            replace(config, order=wrong).resolve_and_check(16)
 
 
 def names_of(mesh: Mesh) -> dict[str, str]:
