@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from common import collectives
 from common.errors import UsageError
 from common.experiments import tcp_bytes
-from common.experiments.nodes import value_of
+from common.experiments.nodes import limit, value_of
 from common.experiments.runner import ROOT
 from common.experiments.tables import compared
 from common.launch import end_cleanly
@@ -58,6 +59,22 @@ def on_nodes(nodes: int, ranks: int, function: Callable, *args, bandwidth: str =
         if done.returncode:
             raise RuntimeError(f"{function.__name__} failed on {nodes} nodes:\n{done.stdout}\n{done.stderr}")
         return [pickle.loads(Path(folder, f"{rank}.result").read_bytes()) for rank in range(nodes * ranks)]
+
+
+@contextmanager
+def limited(mesh: Mesh, bandwidth: str) -> Iterator[None]:
+    """On every rank: the cable of two nodes, which was built without a limit, has one in this block.
+
+    So one start of all ranks is enough to measure with and without.
+    """
+    lines = limit("tc", "cable", bandwidth, None) if environment().local_rank == 0 else []  # one rank of each node
+    for line in lines:
+        subprocess.run(line.split(), check=True)
+    collectives.barrier(mesh.world)
+    yield
+    collectives.barrier(mesh.world)
+    if lines:
+        subprocess.run("tc qdisc del dev cable root".split(), check=True)
 
 
 def timed(mesh: Mesh, functions: list[Callable], repeats: int) -> list[dict]:
