@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from common import collectives
@@ -53,7 +54,11 @@ def record_step(mesh: Mesh, done: Callable, flags: dict) -> tuple:
         with collectives.record() as calls:
             run.update(run.gradients())
     groups = {name: getattr(run.mesh, name).ranks for name in GROUP_NAMES}
-    return groups, [Use(call.op, call.group, call.bytes, call.peer) for call in calls]
+    return groups, uses_of(calls)
+
+
+def uses_of(calls: list[collectives.Call]) -> list[Use]:
+    return [Use(call.op, call.group, call.bytes, call.peer) for call in calls]
 
 
 def grid(quick: bool) -> None:
@@ -125,7 +130,8 @@ def order(quick: bool) -> None:
     for model in MODELS:
         rows, classes = [], {node: {} for node in (8, 4, 2)}
         for axes in itertools.permutations(AXES):
-            found = {node: crossing(model, axes, node) for node in (8, 4, 2)}
+            turned, uses = replace(DEGREES, axes=axes), [uses for _, uses in recorded(model)]
+            found = {node: crossing(uses, turned, node) for node in (8, 4, 2)}
             totals = {node: sum(each.values()) for node, each in found.items()}
             rows.append((totals, ", ".join(axes)))
             for node, inside in ((8, 3), (4, 2), (2, 1)):  # which axes are within a node is all that matters
@@ -140,35 +146,35 @@ def order(quick: bool) -> None:
         draw_order(classes)
 
 
-def crossing(model: str, axes: tuple[str, ...], node: int) -> dict[str, float]:
-    """Bytes between nodes by dimension, if ranks are placed with these axes, outermost first, on nodes of this size.
+def crossing(recorded: list[list[Use]], degrees: Degrees, node: int) -> dict[str, float]:
+    """Bytes between nodes of this size by dimension, if ranks have the order of `degrees.axes`.
 
+    Every rank sends what the rank at its place in the grid has sent in the recorded run, which had the default order.
     Messages have a sender and a receiver. All-to-alls send an equal part to each rank. The other collectives are rings
     in which ranks of one node are neighbors: each rank sends all that it sends to the next one.
     """
 
     def place(rank: int) -> int:
-        position, result = coordinates(rank, DEGREES), 0
-        for axis in axes:
-            result = result * getattr(DEGREES, axis) + position[axis]
+        position, result = coordinates(rank, replace(degrees, axes=AXES)), 0
+        for axis in degrees.axes:
+            result = result * getattr(degrees, axis) + position[axis]
         return result
 
-    nodes = {rank: place(rank) // node for rank in range(DEGREES.world)}
+    listed = all_groups(degrees).items()
+    groups = {name: {rank: ranks for ranks in every for rank in ranks} for name, every in listed}
     result: dict[str, float] = defaultdict(float)
-    for rank, (groups, uses) in enumerate(recorded(model)):
-        following = {}
-        for name, ranks in groups.items():
-            ring = sorted(ranks, key=place)
-            following[name] = ring[(ring.index(rank) + 1) % len(ring)]
+    for rank, uses in enumerate(recorded):
+        mine = place(rank)
         for use in uses:
             if use.group == "world" or use.op == "receive":
                 continue
-            members = groups[use.group]
+            members = groups[use.group][mine]
             if use.op == "all_to_all":
-                share = sum(nodes[each] != nodes[rank] for each in members) / (len(members) - 1)
+                share = sum(each // node != mine // node for each in members) / (len(members) - 1)
             else:
-                to = following[use.group] if use.peer is None else use.peer
-                share = float(nodes[to] != nodes[rank])
+                following = members[(members.index(mine) + 1) % len(members)]
+                to = following if use.peer is None else place(use.peer)
+                share = float(to // node != mine // node)
             result[DIMENSION_OF[use.group]] += share * use.bytes
     return result
 
