@@ -21,6 +21,7 @@ from step08_5d.experiments import (
     head,
     layer_bytes,
     memory_8b,
+    nodes,
     precision,
     shapes,
     timeline,
@@ -29,6 +30,7 @@ from step08_5d.experiments import (
 EXPERIMENTS = [
     grid.grid,
     grid.order,
+    nodes.nodes,
     groups.groups,
     shapes.shapes,
     precision.precision,
