@@ -8,8 +8,6 @@ from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.on_nodes import HEADER, compared_cells, limited, on_nodes, seconds_on, timed
 from common.experiments.tables import print_table
 from common.process_groups import AXES, Degrees, Mesh
-from step05_pipeline.schedules.catalogue import build_schedule
-from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d.experiments.grid import NODE, crossing, uses_of
 from step08_5d.experiments.tools import STEP, Run
 
@@ -61,15 +59,13 @@ def nodes(quick: bool) -> None:
 def predict(across: str, micro_batches: int, without: float, on_cable: float) -> float:
     """Predicted seconds of a step, from those without a limit and those that its bytes take on the cable.
 
-    Collectives are waited for. Messages of a pipeline travel while ranks work, which step 5's simulator knows. It lets
-    them overtake each other, and on a cable the second waits for the first: one message more.
+    Collectives are waited for. In a pipeline of two stages the first gradient returns after the first activation has
+    arrived: one message more than there are micro-batches. Meanwhile others compute, but for the first forward and the
+    last backward.
     """
     if across != "pp":
         return without + on_cable
-    schedule = build_schedule("1f1b", DEGREES.pp, micro_batches)
-    unit = without / simulate(schedule, Costs(F=1, I=1, W=1)).makespan
-    message = on_cable / micro_batches
-    return simulate(schedule, Costs(F=unit, I=unit, W=unit, communication=message)).makespan + message
+    return max(without, (micro_batches + 1) / micro_batches * on_cable + without / micro_batches)
 
 
 def steps(mesh: Mesh, cases: list[dict]) -> list[dict]:
