@@ -85,7 +85,7 @@ class Run:
         self.gradients = self.zero.finish()
         held = {"parameters": self.parameter_bytes(), "gradients": self.gradient_bytes()}
         observe("optimizer")
-        norm = gradient_norm(self.optimizer.parameters, self.gradients, self.mesh.world).item()
+        norm = gradient_norm(self.optimizer.parameters, self.gradients, self.mesh.world)
         self.optimizer.step(self.gradients, self.config.learning_rate(step), clip_factor(norm, self.config.clip))
         observe("end")
         states = [value for state in self.optimizer.inner.state.values() for value in state.values() if value.dim()]
