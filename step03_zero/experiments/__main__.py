@@ -1,6 +1,6 @@
 """The claims of step 3, predicted and measured.
 
-    python -m step03_zero.experiments                   # all of them, 5 to 10 minutes on 2 cores
+    python -m step03_zero.experiments                   # all of them, about 10 minutes on 2 cores
     python -m step03_zero.experiments --only memory --quick
 
 Prints tables of predicted, measured and measured / predicted, and draws into step03_zero/figures (with --quick into
@@ -11,10 +11,12 @@ the trace, a counter of the kernel, or the storages behind tensors; what only a 
 import sys
 
 from common.experiments.runner import run_experiments
-from step03_zero.experiments import memory, overlap, residency, stages, traffic
+from step03_zero.experiments import frames, holds, memory, nodes, overlap, residency, stages, traffic
 
 EXPERIMENTS = [
+    holds.holds,
     stages.stages,
+    frames.frames,
     memory.memory,
     residency.residency,
     residency.peak,
@@ -23,6 +25,8 @@ EXPERIMENTS = [
     traffic.curves,
     overlap.overlap,
     overlap.condition,
+    overlap.formulas,
+    nodes.nodes,
     memory.llama,
 ]
 

@@ -13,9 +13,12 @@ from common.measure.allocator import live_bytes
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 from step03_zero.experiments import predictions
-from step03_zero.experiments.tools import MB, PARTS, SHAPE, STAGES, Run, on_every_case, units_of
+from step03_zero.experiments.tools import MIB, PARTS, SHAPE, STAGES, Run, on_every_case, units_of
 
 GIB = 2**30
+# Read off the bars of the playbook's figure of 8 B parameters on 8 ranks (zero3_memoryusage), GiB
+PUBLISHED = {0: (15, 15, 60), 1: (15, 15, 7.5), 2: (15, 1.875, 7.5), 3: (1.875, 1.875, 7.5)}
+PUBLISHED_ACTIVATIONS = {1024: 4.25, 4096: 17, 16384: 68}
 
 
 def memory(quick: bool) -> None:
@@ -36,8 +39,8 @@ def memory(quick: bool) -> None:
             sizes = measured[ranks, dtype, stage]
             rows += [(f"{stage}: {part}", size, sizes[part]) for part, size in zip(PARTS, expected)]
             rows.append((f"{stage}: sum", sum(expected), sum(sizes[part] for part in PARTS)))
-        title = f"{dtype}, {ranks} ranks, {parameters:,} parameters: MB that a rank holds"
-        print_comparison(title, "stage", rows, ",.3f", MB)
+        title = f"{dtype}, {ranks} ranks, {parameters:,} parameters: MiB that a rank holds"
+        print_comparison(title, "stage", rows, ",.3f", MIB)
     print("  Measured: the storages behind the tensors, each once, mean over ranks. Units are padded to equal shards,")
     print("  by less than N elements each; with these shapes no padding is needed.")
 
@@ -93,19 +96,19 @@ def draw_memory(parameters: int, measured: dict) -> None:
                 place, top, expected_top = stage + (number - 0.5) * 0.4, 0.0, 0.0
                 expected = predictions.held(parameters, stage, ranks, predictions.OURS[dtype])
                 for part, size in zip(PARTS, expected):
-                    height = measured[ranks, dtype, stage][part] / MB
+                    height = measured[ranks, dtype, stage][part] / MIB
                     axis.bar(place, height, 0.36, top, color=COLOURS[part], edgecolor="white", linewidth=0.5)
-                    top, expected_top = top + height, expected_top + size / MB
+                    top, expected_top = top + height, expected_top + size / MIB
                     axis.plot([place - 0.2, place + 0.2], [expected_top] * 2, color="black", linewidth=1)
-                axis.text(place, top + 1, f"N={ranks}", ha="center", va="bottom", fontsize=7)
-        axis.set_xticks(STAGES, [f"stage {stage}" for stage in STAGES])
+                axis.text(place, top + 1, f"{ranks}", ha="center", va="bottom", fontsize=11)
+        axis.set_xticks(STAGES, [f"stage {stage}" for stage in STAGES], fontsize=12)
         widths, total = " + ".join(map(str, predictions.OURS[dtype])), sum(predictions.OURS[dtype])
-        axis.set_title(f"{dtype}: {widths} = {total} bytes", fontsize=10, loc="left")
-        axis.set_ylim(0, 1.08 * parameters * total / MB)
-    axes[0].set_ylabel("MB on a rank")
+        axis.set_title(f"{dtype}: {widths} = {total} bytes per parameter", fontsize=12, loc="left")
+        axis.set_ylim(0, 1.08 * parameters * total / MIB)
+    axes[0].set_ylabel("MiB on each of 2 or 4 ranks", fontsize=12)
     handles = [axes[0].bar(0, 0, color=COLOURS[part], label=part) for part in PARTS]
     handles += axes[0].plot([], [], color="black", linewidth=1, label="predicted")
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
     save_figure(figure, "memory")
 
 
@@ -117,36 +120,48 @@ def llama(quick: bool) -> None:
     model, ranks = PRESETS["llama3-8b"], 8
     count, rows = count_parameters(model).total, []
     for stage in STAGES:
-        ours = predictions.held(count, stage, ranks, predictions.OURS["bfloat16"])
-        published = predictions.held(count, stage, ranks, predictions.PLOTTED)
-        cells = [" / ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in (published, ours)]
-        rows.append((stage, cells[0], cells[1], f"{sum(ours) / GIB:.1f}"))
-    header = ("stage", "2 + 2 + 8, as published", "2 + 4 + 12, as here", "sum")
-    print_table(
-        f"{count / 1e9:.2f} B parameters, {ranks} ranks: GiB of parameters / gradients / optimizer", header, rows
-    )
+        plotted, ours = (
+            predictions.held(count, stage, ranks, widths)
+            for widths in (predictions.PLOTTED, predictions.OURS["bfloat16"])
+        )
+        cells = [" / ".join(f"{size / GIB:.2f}" for size in sizes) for sizes in (plotted, ours)]
+        published = " / ".join(f"{size:g}" for size in PUBLISHED[stage])
+        ratio = sum(PUBLISHED[stage]) / (sum(plotted) / GIB)
+        rows.append((stage, published, cells[0], f"{ratio:.4f}", cells[1], f"{sum(ours) / GIB:.1f}"))
+    header = ("stage", "published", "2 + 2 + 8 bytes", "ratio of the sums", "2 + 4 + 12, as here", "sum")
+    title = f"{count / 1e9:.2f} B parameters, {ranks} ranks: GiB of parameters / gradients / optimizer"
+    print_table(title, header, rows)
 
-    lengths = (1024, 4096, 16384)
-    figure, axes = new_figure(columns=3, width=9.5)
-    for axis, length in zip(axes, lengths):
-        saved = saved_activations(model, 1, length, torch.bfloat16, recompute="selective")
-        activations = total_bytes(saved) / GIB
+    rows = []
+    for length, published in PUBLISHED_ACTIVATIONS.items():
+        cells = [f"{activations(length, how) / GIB:.2f}" for how in ("none", "selective", "full")]
+        rows.append((f"{length:,} tokens", published, *cells))
+    print_table("GiB of activations, micro-batch 1", ("", "published", "ours: none", "selective", "full"), rows)
+    draw_llama(count, ranks)
+
+
+def activations(length: int, recompute: str) -> float:
+    """Return the bytes of activations that a sequence of Llama 3 8B keeps in bfloat16."""
+    return total_bytes(saved_activations(PRESETS["llama3-8b"], 1, length, torch.bfloat16, recompute=recompute))
+
+
+def draw_llama(count: int, ranks: int) -> None:
+    """Draw what each GPU holds by stage and length of the sequence."""
+    figure, axes = new_figure(columns=3, width=9.5, sharey=True)
+    for axis, length in zip(axes, PUBLISHED_ACTIVATIONS):
         for stage in STAGES:
-            sizes = predictions.held(count, stage, ranks, predictions.OURS["bfloat16"])
-            bottom = 0.0
-            for part, size in zip((*PARTS, "activations"), (*sizes, activations * GIB)):
+            sizes, bottom = predictions.held(count, stage, ranks, predictions.OURS["bfloat16"]), 0.0
+            for part, size in zip((*PARTS, "activations"), (*sizes, activations(length, "selective"))):
                 label = part if stage == 0 else None
                 axis.bar(stage, size / GIB, 0.7, bottom, color=COLOURS[part], label=label)
                 bottom += size / GIB
-            axis.text(stage, bottom + 2, f"{bottom:.0f}", ha="center", fontsize=8)
-        axis.axhline(80e9 / GIB, color="black", linewidth=1, linestyle="--")
-        axis.set_xticks(STAGES, STAGES)
-        axis.set_title(f"sequences of {length:,}", fontsize=10, loc="left")
-        print(f"  activations of {length:,} tokens: {activations:.2f} GiB")
+            axis.text(stage, bottom + 2, f"{bottom:.0f}", ha="center", fontsize=12)
+        axis.axhline(80, color="black", linewidth=1.2, linestyle="--")
+        axis.set_xticks(STAGES, STAGES, fontsize=12)
+        axis.set_title(f"{length:,} tokens", fontsize=12, loc="left", fontweight="bold")
         axis.set_ylim(0, 260)
-    axes[0].set_ylabel("GiB on each GPU")
-    axes[1].set_xlabel("stage of ZeRO (dashed: 80 GB)")
-    figure.suptitle("predicted: llama3-8b on 8 GPUs, bfloat16, micro-batch 1, selective recomputation", fontsize=10)
+    axes[0].set_ylabel("GiB on each of 8 GPUs", fontsize=12)
+    axes[1].set_xlabel("stage of ZeRO (dashed: an H100 of 80 GB)", fontsize=12)
     handles = axes[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
     save_figure(figure, "llama_memory")

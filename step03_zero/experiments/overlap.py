@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.config import TrainConfig
+from common.counts import count_parameters
 from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player, fill_buckets
 from common.experiments.figures import COLOURS, figure_path, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
@@ -13,6 +14,7 @@ from common.experiments.tables import print_comparison, print_table
 from common.experiments.timelines import draw_timelines
 from common.experiments.traces import computation, quietest
 from common.model import Decoder
+from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
 from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, H100_TFLOPS, tokens_to_hide
@@ -21,12 +23,12 @@ from step03_zero.experiments.tools import prefetching, regions_of
 from step03_zero.train import train
 
 LINK = "2000,0.2"  # as in step 2: 2 ms a message, 0.2 GB/s
-VARIANTS = {  # name: flags, title in the figure; stage 0 is not drawn
+VARIANTS = {  # name: flags, title in the figure, if it is drawn
     "0": ({"zero": 0}, ""),
-    "1": ({"zero": 1}, "stage 1: gathers before the forward needs them, reduce-scatters as buckets fill"),
-    "2": ({"zero": 2}, "stage 2: the same messages; each bucket is freed once it has been summed"),
-    "3": ({"zero": 3}, "stage 3: each unit is gathered while its neighbour computes, in forward and backward"),
-    "3, no prefetch": ({"zero": 3}, "stage 3 without prefetch: each unit waits for its own gather"),
+    "1": ({"zero": 1}, "stage 1: gathers before the forward needs them"),
+    "2": ({"zero": 2}, ""),
+    "3": ({"zero": 3}, "stage 3: a unit is gathered while its neighbor computes"),
+    "3, no prefetch": ({"zero": 3}, "stage 3 without prefetch: a unit waits for its own gather"),
 }
 
 
@@ -50,7 +52,11 @@ def overlap(quick: bool) -> None:
     shares = [(name, f"{row.overlap_share:.0%}") for name, row in rows.items()]
     print_table("overlap share", ("stage", "measured"), shares)
 
-    panels = [(VARIANTS[name][1], by_operation(trace)) for name, trace in traces.items() if VARIANTS[name][1]]
+    panels = [
+        (f"{VARIANTS[name][1]}; blocked for {1e3 * rows[name].exposed_s:.0f} ms", by_operation(trace))
+        for name, trace in traces.items()
+        if VARIANTS[name][1]
+    ]
     print(f"  figure: {draw_timelines(panels, figure_path('timelines'), step=0)}")
 
 
@@ -140,3 +146,25 @@ def condition(quick: bool) -> None:
     axes.set_title("predicted at full peak of an H100, from published bandwidths", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=9)
     save_figure(figure, "condition")
+
+
+def formulas(quick: bool) -> None:
+    """PREDICTED: the playbook's conditions for ZeRO-2 and 3, as printed and as they should be."""
+    peak, parameters, tokens, rows = H100_TFLOPS * 1e12, count_parameters(PRESETS["llama3-8b"]).total, 4096, []
+    for gpus, gather in ALL_GATHER_GB_PER_S.items():
+        scatter = predictions.REDUCE_SCATTER_GB_PER_S[gpus] * 1e9
+        printed = (
+            predictions.appendix_a3(gpus, gather * 1e9, peak, tokens),
+            predictions.cheatsheet_zero3(gpus, gather * 1e9, peak, tokens),
+            predictions.cheatsheet_zero2(gpus, scatter, peak, tokens, parameters),
+        )
+        ours = (
+            predictions.tokens_to_hide_gather(gpus, gather * 1e9, peak) / tokens,
+            predictions.tokens_to_hide_scatter(gpus, scatter, peak) / tokens,
+        )
+        cells = (*(f"{each:.3g}" for each in (*printed[:2], ours[0], printed[2], ours[1])),)
+        rows.append((gpus, *cells))
+    header = ("GPUs", "A3, ZeRO-3", "cheatsheet, ZeRO-3", "ours: gather, 2 bytes")
+    header += ("cheatsheet, ZeRO-2", "ours: reduce-scatter, 4 bytes")
+    title = f"communication / computation that hides it, {tokens:,} tokens per GPU; it hides up to 1"
+    print_table(title, header, rows)

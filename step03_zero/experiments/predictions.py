@@ -130,6 +130,26 @@ def tokens_to_hide_backward(
     return (ranks - 1) / ranks * peak_flops / 4 * (widths[0] / gather + widths[1] / scatter)
 
 
+def tokens_to_hide_scatter(ranks: int, bandwidth: float, peak_flops: float, width: int = 4) -> float:
+    """Return the tokens whose backward, 4 P tokens, takes as long as stage 2's reduce-scatter of P gradients."""
+    return width / 4 * (ranks - 1) / ranks * peak_flops / bandwidth
+
+
+def appendix_a3(ranks: int, bandwidth: float, peak_flops: float, tokens: float) -> float:
+    """Return the playbook's ratio for ZeRO-3 (appendix A3): elements, although a bandwidth is bytes per second."""
+    return 1 / (2 * tokens) * (ranks - 1) / ranks * peak_flops / bandwidth
+
+
+def cheatsheet_zero3(ranks: int, bandwidth: float, peak_flops: float, tokens: float) -> float:
+    """Return the ratio of the playbook's cheatsheet for ZeRO-3, which also lacks 1/N."""
+    return (ranks - 1) * peak_flops / (2 * tokens * bandwidth)
+
+
+def cheatsheet_zero2(ranks: int, bandwidth: float, peak_flops: float, tokens: float, parameters: float) -> float:
+    """Return the ratio of the playbook's cheatsheet for ZeRO-2: the number of parameters should have cancelled."""
+    return (ranks - 1) * parameters * peak_flops / (4 * bandwidth * tokens * ranks)
+
+
 # ---- the link, played ------------------------------------------------------------------------------------------------
 
 
@@ -170,12 +190,21 @@ def play_buckets(
     player.wait(complete)
 
 
-def play_units(player: Player, sizes: list[int], costs: list, times: tuple, prefetch: bool = True) -> None:
+def play_units(
+    player: Player,
+    sizes: list[float],
+    costs: list,
+    times: tuple,
+    prefetch: bool = True,
+    scattered: list[float] | None = None,
+) -> None:
     """Play a step of stage 3.
 
     Args:
-        sizes: bytes of each unit, in the order of the forward. costs, times: as of `play_buckets`, of the units.
+        sizes: bytes of each unit's weights, in the order of the forward. costs, times: as of `play_buckets`, of units.
+        scattered: bytes of each unit's gradients, by default those of its weights.
     """
+    scattered = scattered or sizes
     forward, backward = (seconds / sum(costs) for seconds in times)
     last, arrival = len(sizes) - 1, {}  # when the weights of the units that are gathered have arrived
 
@@ -199,9 +228,9 @@ def play_units(player: Player, sizes: list[int], costs: list, times: tuple, pref
             if prefetch and unit > 1:
                 fetch(unit - 1)
         if unit < last:  # the gradients of the unit above follow the gather that has just been launched
-            previous, complete = complete, player.message(sizes[unit + 1])
+            previous, complete = complete, player.message(scattered[unit + 1])
             player.wait(previous)
         player.now += backward * costs[unit]
-    previous, complete = complete, player.message(sizes[0])
+    previous, complete = complete, player.message(scattered[0])
     player.wait(previous)
     player.wait(complete)

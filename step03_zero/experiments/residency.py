@@ -18,7 +18,7 @@ from common.process_groups import Mesh
 from common.record.run_record import read_metrics
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 from step03_zero.experiments import predictions
-from step03_zero.experiments.tools import MB, SHAPE, STAGES, Run, prefetching, units_of
+from step03_zero.experiments.tools import MIB, SHAPE, STAGES, Run, prefetching, units_of
 from step03_zero.train import train
 from step03_zero.unit import Unit
 
@@ -51,7 +51,7 @@ def residency(quick: bool) -> None:
         rows.append((f"{name}: gradients", expected, max(held for *_, held in logs[name]["points"])))
         expected = 4 * model.parameters / (2 if stage > 1 else 1)
         rows.append((f"{name}: gradients at the end", expected, logs[name]["end"]))
-    print_comparison("2 ranks, float32: most MB in memory at any moment of a step", "", rows, ",.3f", MB)
+    print_comparison("2 ranks, float32: most MiB in memory at any moment of a step", "", rows, ",.3f", MIB)
     print(
         "  Not counted: what a collective itself needs. On gloo a reduce-scatter receives as much as its bucket holds."
     )
@@ -112,23 +112,23 @@ def draw_residency(logs: dict[str, dict], model: predictions.Model) -> None:
         points, phases = logs[name]["points"], logs[name]["phases"]
         for axis, column in zip(axes, (1, 2)):
             xs = [by_phase(point[0], phases) for point in points]
-            ys = [point[column] / MB for point in points]
+            ys = [point[column] / MIB for point in points]
             axis.step(xs, ys, where="post", color=colour, linestyle=style, linewidth=1.6, label=name)
-    whole, shard = 4 * model.parameters / MB, 2 * model.parameters / MB
+    whole, shard = 4 * model.parameters / MIB, 2 * model.parameters / MIB
     for axis, what in zip(axes, ("parameters", "gradients")):
-        axis.set(xlim=(0, 3), ylim=(0, 1.12 * whole), ylabel=f"MB of {what} on rank 0")
-        axis.set_xticks([0.5, 1.5, 2.5], ["forward", "backward", "optimizer"])
+        axis.set(xlim=(0, 3), ylim=(0, 1.12 * whole), ylabel=f"MiB of {what} on rank 0")
+        axis.set_xticks([0.5, 1.5, 2.5], ["forward", "backward", "optimizer"], fontsize=12)
         axis.tick_params(axis="x", length=0)
         axis.grid(visible=False, axis="x")
         for edge in (1, 2):
             axis.axvline(edge, color="#999999", linewidth=0.8)
-    peak = predictions.resident(model, 2, 4) / MB
+    peak = predictions.resident(model, 2, 4) / MIB
     for height, text in ((whole, "all"), (peak, "shard + 2 units"), (shard, "shard")):
         axes[0].axhline(height, color="black", linewidth=0.8, linestyle=":")
-        axes[0].text(2.97, height + 0.2, text, ha="right", va="bottom", fontsize=8)
-    axes[0].legend(frameon=False, loc="lower left", fontsize=9)
+        axes[0].text(2.97, height + 0.2, text, ha="right", va="bottom", fontsize=11)
+    axes[0].legend(frameon=False, loc="lower left", fontsize=12)
     title = f"2 ranks, float32, {model.parameters / 1e6:.1f} M parameters in {len(model.units)} units"
-    axes[0].set_title(title, fontsize=10, loc="left")
+    axes[0].set_title(title, fontsize=11, loc="left")
     save_figure(figure, "residency")
 
 
@@ -154,11 +154,11 @@ def peak(quick: bool) -> None:
                 jobs = [("run", flags | {"zero": stage})]
                 on_ranks(ranks, run_jobs, jobs, folder, train, title=f"peak, stage {stage}")
                 records, _ = read_metrics(Path(folder, "run", "metrics.jsonl"))
-            peaks = [record["peak_memory_bytes"] / MB for record in records[1:]]
-            states = sum(predictions.held(model.parameters, stage, ranks, predictions.OURS["float32"])) / MB
-            cells = (f"{size:,.1f}" for size in (states, kept / MB, min(peaks), max(peaks)))
+            peaks = [record["peak_memory_bytes"] / MIB for record in records[1:]]
+            states = sum(predictions.held(model.parameters, stage, ranks, predictions.OURS["float32"])) / MIB
+            cells = (f"{size:,.1f}" for size in (states, kept / MIB, min(peaks), max(peaks)))
             rows.append((f"{ranks} ranks, stage {stage}", *cells))
-    header = ("MB", "states: predicted", "activations: predicted", "peak: least", "most of the steps")
+    header = ("MiB", "states: predicted", "activations: predicted", "peak: least", "most of the steps")
     print_table(f"float32, {model.parameters:,} parameters in {len(model.units)} units: rank 0", header, rows)
     print(
         "  On the CPU a peak may come out high (see common/measure/allocator.py), so the least is nearest to the truth."

@@ -19,7 +19,7 @@ from step03_zero.train import build
 from step03_zero.zero import Zero
 
 STAGES = (0, 1, 2, 3)
-MB = 1e6
+MIB = 2**20
 PARTS = ("parameters", "gradients", "optimizer state")
 SHAPE = MODEL | {"seq_len": 64, "micro_batch": 1, "bucket_mb": BUCKET_MB}
 
