@@ -11,6 +11,7 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_table
 from common.process_groups import Mesh
 from step03_zero.experiments.tools import SHAPE, Run
+from step03_zero.unit import Unit
 from step03_zero.zero import Zero
 
 RANKS = 2
@@ -19,18 +20,18 @@ SMALL = SHAPE | {"layers": 2, "hidden": 32, "ffn": 64, "seq_len": 8, "zero": 3, 
 MOVING = 8  # frames of the animation in which messages travel, for each key frame
 STILL, BETWEEN = 900, 110  # ms that the last of them is shown, and each of the others
 TITLES = (
-    "1  Forward of E: layer 0 is on its way",
-    "2  Forward of layer 0: E is freed, layer 1 is on its way",
-    "3  Forward of layer 1: layer 0 is freed, H is on its way",
-    "4  Forward of H: layer 1 is freed",
-    "5  Backward of H: layer 1 is on its way again",
-    "6  Backward of layer 1: H's gradients are summed",
-    "7  Backward of layer 0: layer 1's gradients are summed",
-    "8  Backward of E: layer 0's gradients are summed",
-    "9  The backward is over: halves of everything",
-    "10  Updated: new weights, no gradients",
+    "1  Forward of E; layer 0 is on its way",
+    "2  Forward of layer 0; layer 1 is on its way",
+    "3  Forward of layer 1; H is on its way",
+    "4  Forward of H",
+    "5  Backward of H; layer 1 is on its way again",
+    "6  Backward of layer 1; H's gradients travel",
+    "7  Backward of layer 0; layer 1's gradients travel",
+    "8  Backward of E; layer 0's gradients travel",
+    "9  Before the update: half of everything",
+    "10  After the update: new weights, no gradients",
 )
-State = dict[str, str]  # of "W" and "G" of a unit: "absent", "own", "arriving", "whole", "leaving", "updated"
+State = dict[str, str]  # of "W" and "G" of a unit: "absent", "own", "arriving", "whole", "leaving"
 
 
 def frames(quick: bool) -> None:
@@ -51,39 +52,43 @@ def watch(mesh: Mesh, done: Callable) -> list[tuple[int | None, list[State]]]:
     run, seen = Run(mesh, **SMALL), []
     run.step(0)
 
-    def note(current: int | None, updated: bool = False) -> None:
-        seen.append((current, [state_of(run.zero, unit, current, updated) for unit in run.zero.units[::-1]]))
+    def note(current: int | None, phase: str) -> None:
+        seen.append((current, [state_of(run.zero, unit, current, phase) for unit in run.zero.units[::-1]]))
 
     def then_note(method: Callable) -> Callable:
         def noted(zero: Zero, index: int, *rest) -> None:
             method(zero, index, *rest)
-            note(index)
+            note(index, "backward")
 
         return noted
 
     def observe(phase: str) -> None:
         if phase in ("optimizer", "end"):
-            note(None, updated=phase == "end")
+            note(None, phase)
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Zero, "_before_backward", then_note(Zero._before_backward)))
         for index, region in enumerate(run.zero.regions):  # after the hook of `Zero`
-            handle = region.first.register_forward_pre_hook(lambda *_, index=index: note(index))
+            handle = region.first.register_forward_pre_hook(lambda *_, index=index: note(index, "forward"))
             patches.callback(handle.remove)
         run.step(1, observe)
     return seen
 
 
-def state_of(zero: Zero, unit, current: int | None, updated: bool) -> State:
-    """What a rank holds of a unit's weights and gradients."""
-    computes = current is not None and unit in zero.regions[current].units
-    weights = "updated" if updated else "own" if unit.gathering is None else "whole" if computes else "arriving"
-    gradients = "own" if unit.reduced is not None else "absent"
-    if unit.bucket is not None:
-        gradients = "leaving" if zero.in_flight is unit else "whole"
-    if current is None and not updated:
-        gradients = "own"  # `finish` has handed them out
-    return {"W": weights, "G": gradients if not updated else "absent"}
+def state_of(zero: Zero, unit: Unit, current: int | None, phase: str) -> State:
+    """What a rank holds of a unit's weights and gradients. `current`: the region that computes."""
+    if phase == "end":
+        return {"W": "own", "G": "absent"}
+    if phase == "optimizer":  # the gradients have been handed out
+        return {"W": "own", "G": "own"}
+    computes = unit in zero.regions[current].units
+    weights = "own" if unit.gathering is None else "whole" if computes else "arriving"
+    gradients = "absent" if unit.reduced is None else "own"
+    if zero.in_flight is unit:
+        gradients = "leaving"
+    elif phase == "backward" and computes:  # they are about to be computed
+        gradients = "whole"
+    return {"W": weights, "G": gradients}
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -116,19 +121,18 @@ def draw_moment(axis, current: int | None, states: list[State], way: float = 1.0
             axis.text(place(rank, unit, "W", 1)[0], 3.02, UNITS[unit], **middle, fontsize=12)
             for part, what in KIND.items():
                 for half in range(RANKS):
-                    dark = to_rgba(COLOURS[what], 1.0 if state["W"] != "updated" or part == "G" else 1.0)
-                    light, x, y = to_rgba(COLOURS[what], 0.4), *place(rank, unit, part, half)
+                    dark, light = (to_rgba(COLOURS[what], share) for share in (1.0, 0.4))
+                    x, y = place(rank, unit, part, half)
                     look = {"facecolor": "white", "edgecolor": "#999999", "linewidth": 0.6}
                     held, mine = state[part], half == rank
                     if held == "whole":
                         look["facecolor"] = dark if mine and part == "W" else light
-                    elif mine and held in ("own", "arriving", "updated"):
+                    elif mine and held in ("own", "arriving"):
                         look["facecolor"] = dark
                     elif held == "leaving":
                         look["facecolor"] = light
-                    if held == "arriving" and not mine and way == 1.0 or held == "leaving" and way == 1.0:
-                        look |= {"hatch": "/////", "facecolor": "white"}
-                        look["edgecolor"] = COLOURS[what]
+                    if way == 1.0 and (held == "leaving" or held == "arriving" and not mine):
+                        look |= {"hatch": "/////", "facecolor": "white", "edgecolor": COLOURS[what]}
                     axis.add_patch(Rectangle((x, y), HALF, 1.0, **look))
                     if way < 1.0 and not mine and held in ("arriving", "leaving"):
                         travel(axis, rank, unit, part, half, held, way)

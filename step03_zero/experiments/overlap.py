@@ -143,8 +143,8 @@ def condition(quick: bool) -> None:
     axes.set_xticks(gpus, gpus)
     axes.minorticks_off()
     axes.set_yticks([2e3, 5e3, 1e4, 2e4, 5e4, 1e5], ["2k", "5k", "10k", "20k", "50k", "100k"])
-    axes.set_title("predicted at full peak of an H100, from published bandwidths", fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=9)
+    axes.set_title("predicted for H100s at their peak, from published bandwidths", fontsize=11.5, loc="left")
+    axes.legend(frameon=False, fontsize=11)
     save_figure(figure, "condition")
 
 

@@ -6,7 +6,13 @@ and rank 1 the right ones.
 
 from common.experiments.figures import COLOURS, new_figure, save_figure
 
-MOMENTS = ("forward, in layer 1", "backward, in layer 1", "backward is over", "after the optimizer", "next step begins")
+MOMENTS = (
+    "forward\nin layer 1",
+    "backward\nin layer 1",
+    "backward\nis over",
+    "after the\noptimizer",
+    "next step\nbegins",
+)
 NAMES = {
     0: "stage 0: data parallelism",
     1: "stage 1: optimizer state sharded",
@@ -28,7 +34,7 @@ MESSAGES = {  # (stage, moment): the collectives in flight, and their layers
     (0, 1): "all-reduce 2",
     (1, 1): "reduce-scatter 2",
     (2, 1): "reduce-scatter 2",
-    (3, 1): "all-gather 0, reduce-scatter 2",
+    (3, 1): "all-gather 0,\nreduce-scatter 2",
     (3, 0): "all-gather 2",
     (1, 4): "all-gather 1, 2",
     (2, 4): "all-gather 1, 2",
@@ -71,18 +77,18 @@ def stages(quick: bool) -> None:
     """The drawing of what each rank holds when; nothing is measured."""
     from matplotlib.patches import Patch
 
-    figure, axes = new_figure(len(NAMES), len(MOMENTS), width=11, height=7.8)
+    figure, axes = new_figure(len(NAMES), len(MOMENTS), width=11, height=8.6)
     for stage, row in enumerate(axes):
         for moment, axis in enumerate(row):
             draw(axis, stage, moment)
             if stage == 0:
-                axis.text(3.4, 4.75, MOMENTS[moment], ha="center", fontsize=10, weight="bold")
-        name = row[0].text(-0.7, 3.95, NAMES[stage], fontsize=10, weight="bold", color="#444444")
+                axis.text(3.4, 4.75, MOMENTS[moment], ha="center", fontsize=12.5, weight="bold")
+        name = row[0].text(-0.7, 3.95, NAMES[stage], fontsize=12.5, weight="bold", color="#444444")
         name.set_in_layout(False)  # it is wider than its panel, which must not grow for it
     figure.get_layout_engine().set(h_pad=0.1)
     handles = [Patch(**look(state), label=text) for state, (*_, text) in LOOKS.items()]
-    figure.suptitle("P: parameters, G: gradients, O: master weights and moments; the layers are 0, 1, 2", fontsize=10)
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle("P: parameters, G: gradients, O: master weights and moments; the layers are 0, 1, 2", fontsize=12)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
     save_figure(figure, "stages")
 
 
@@ -102,14 +108,14 @@ def draw(axis, stage: int, moment: int) -> None:
     axis.axis("off")
     for rank in range(RANKS):
         left = 3.75 * rank
-        axis.text(left + 1.6, 3.25, f"rank {rank}", ha="center", fontsize=8)
+        axis.text(left + 1.6, 3.25, f"rank {rank}", ha="center", fontsize=11)
         for number, (letter, state_of) in enumerate(zip("PGO", (parameters, gradients, optimizer))):
             x = left + 1.15 * number
-            axis.text(x + 0.45, -0.15, letter, ha="center", va="top", fontsize=8, color="#444444")
+            axis.text(x + 0.45, -0.15, letter, ha="center", va="top", fontsize=11, color="#444444")
             for layer in range(LAYERS):
                 for half in range(RANKS):
                     state = state_of(stage, moment, layer, half == rank)
                     axis.add_patch(Rectangle((x + 0.45 * half, layer), 0.45, 1, **look(state)))
     for layer in range(LAYERS):
-        axis.text(-0.12, layer + 0.5, layer, ha="right", va="center", fontsize=7, color="#444444")
-    axis.text(3.4, -0.75, MESSAGES.get((stage, moment), ""), ha="center", va="top", fontsize=8, style="italic")
+        axis.text(-0.12, layer + 0.5, layer, ha="right", va="center", fontsize=10, color="#444444")
+    axis.text(3.4, -0.75, MESSAGES.get((stage, moment), ""), ha="center", va="top", fontsize=10.5, style="italic")
