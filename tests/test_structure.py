@@ -16,6 +16,7 @@ LOOKS = {
 }  # of whatever is printed or drawn
 COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launch")}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
+COLLECTIVE |= {"step02_data_parallel.two_ranks"}  # a lesson's first example, which imports nothing of ours
 
 
 def name_of(path: Path) -> str:

@@ -43,8 +43,8 @@ def overlap(quick: bool) -> None:
 
     titles = {
         "naive": "naive: {} all-reduces, all after the backward",
-        "overlap": "overlap: {} all-reduces, each as soon as its gradient is there",
-        "bucket": f"bucket: {{}} all-reduces of up to {BUCKET_MB:g} MB",
+        "overlap": "overlap: {} all-reduces, each as soon as its gradient has been computed",
+        "bucket": f"bucket: {{}} all-reduces of up to {BUCKET_MB:g} MB, each as soon as its bucket is full",
     }
     panels = []
     for mode, trace in traces.items():
@@ -56,15 +56,13 @@ def bucket_size(quick: bool) -> None:
     """Small buckets pay latency, large ones start late: exposed communication against the size of a bucket."""
     megabytes = (0.1, 1.0, 2.5, 25.0) if quick else (0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 25.0)
     traces = traced_runs({f"{size:g}": {"bucket_mb": size} for size in megabytes}, "bucket_size", quick)
-    backwards = [computation(trace, "backward") for trace in traces.values()]
-    backward = statistics.median(backwards)
+    backward = statistics.median(computation(trace, "backward") for trace in traces.values())
     measured = [1e3 * quietest(trace).exposed_s for trace in traces.values()]
     rows = []
-    for size, own, milliseconds in zip(megabytes, backwards, measured):
+    for size, milliseconds in zip(megabytes, measured):
         count = len(fill_buckets(tensor_sizes()[0], size * 1e6))
-        rows.append((f"{size:g} ({count})", 1e3 * predict(own, "bucket", size).exposed, milliseconds))
-    shown = ", ".join(f"{1e3 * seconds:.0f}" for seconds in backwards)
-    print(f"\n2 ranks, --link {LINK}; the predictions start from the backwards measured: {shown} ms")
+        rows.append((f"{size:g} ({count})", 1e3 * predict(backward, "bucket", size).exposed, milliseconds))
+    print(f"\n2 ranks, --link {LINK}; predicted from the median of the backwards measured, {1e3 * backward:.0f} ms")
     print_comparison("exposed communication, ms a step", "bucket size in MB (buckets)", rows, ".1f")
 
     figure, axes = new_figure()
