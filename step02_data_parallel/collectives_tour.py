@@ -108,7 +108,7 @@ def all_gather(group: Group, device: torch.device) -> None:
     result = torch.zeros(2 * group.size, device=device)
     collectives.all_gather(result, tensor, group)
     check(result.view(-1, 2), [[rank + 1] * 2 for rank in range(group.size)], "all-gather")
-    show("all-gather", "every rank's piece, on all: ZeRO-3 fetches its parameters so", tensor, result, group)
+    show("all-gather", "every rank's piece, on all: the second half of an all-reduce", tensor, result, group)
 
 
 def reduce_scatter(group: Group, device: torch.device) -> None:
@@ -122,7 +122,7 @@ def reduce_scatter(group: Group, device: torch.device) -> None:
     check(result, expected, "reduce-scatter")
     if group.size == 3:
         check(result, [[6, 12], [14, 56], [36, 288]][group.rank], "reduce-scatter, the playbook's numbers")
-    show("reduce-scatter", "rank j gets the sum of all ranks' piece j (ZeRO-2)", pieces, result, group)
+    show("reduce-scatter", "rank j gets the sum of all ranks' piece j: the first half of an all-reduce", pieces, result, group)
 
 
 def all_to_all(group: Group, device: torch.device) -> None:
@@ -130,7 +130,7 @@ def all_to_all(group: Group, device: torch.device) -> None:
     result = torch.zeros_like(tensor)
     collectives.all_to_all(result, tensor, group)
     check(result, [10 * (rank + 1) + group.rank + 1 for rank in range(group.size)], "all-to-all")
-    show("all-to-all", "piece j goes to rank j: a transposition across ranks (experts)", tensor, result, group)
+    show("all-to-all", "piece j goes to rank j: a transposition across ranks", tensor, result, group)
 
 
 # ---- point to point --------------------------------------------------------------------------------------------------
@@ -143,12 +143,12 @@ def send_receive(group: Group, device: torch.device) -> None:
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     collectives.exchange([(tensor, right)], [(result, left)], group)
     check(result, [left + 1] * 2, "send and receive")
-    idea = "to the right neighbour, from the left one, issued together (pipeline, ring attention)"
+    idea = "to the right neighbor, from the left one, issued together"
     show("send and receive", idea, tensor, result, group)
 
 
 def ring_all_reduce(tensor: torch.Tensor, group: Group, after_step=lambda phase, step: None) -> None:
-    """All-reduce by hand in two phases of N-1 messages of K/N bytes, each to the right neighbour.
+    """All-reduce by hand in two phases of N-1 messages of K/N bytes, each to the right neighbor.
 
     The tensor is cut into N chunks. Reduce-scatter: in step s rank r sends chunk r-s on and adds what arrives
     to chunk r-s-1; after N-1 steps it holds the complete sum of chunk r+1. All-gather: the complete chunks go

@@ -29,7 +29,7 @@ from step01_single_gpu.mixed_precision import take_gradients
 
 
 class Bucket:
-    """The gradients of some parameters, one behind the other in a flat buffer in which micro-batches are added up.
+    """The gradients of some parameters, end to end in a flat buffer, in which micro-batches are added up.
 
     flat     the buffer, in at least float32, of `size` elements (default: as many as the parameters have)
     views    parameter -> its part of `flat`, in its shape
@@ -61,7 +61,7 @@ class Bucket:
             self.filled.add(parameter)
 
     def zero_unused(self) -> None:
-        """Where this rank has not used a parameter, its share of the sum over ranks is zero."""
+        """Write zeros for the parameters that this rank has not used: they are its share of the sum over ranks."""
         for parameter in self.views.keys() - self.filled:
             self.views[parameter].zero_()
 
@@ -117,7 +117,7 @@ class DataParallel:
         self.next_bucket += 1
 
     def finish(self) -> list[torch.Tensor]:
-        """After the last backward: launch what is left, wait for all. The summed gradients, one for each parameter.
+        """Launch what the last backward has left, wait for all, and return the summed gradients, one per parameter.
 
         They are views of the buckets and valid until the next backward.
         """
@@ -133,8 +133,8 @@ class DataParallel:
 def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
     """Group the parameters, in reverse order of the forward, into buckets of at most `bucket_mb` each.
 
-    A larger parameter gets a bucket to itself, as does one with `own_bucket` in its spec; in other modes each one does.
-    What is summed over other groups goes into other buckets.
+    A larger parameter gets a bucket to itself, and so does one with `own_bucket` in its spec; in modes naive and overlap
+    every parameter does. Gradients that are summed over different groups of ranks never share a bucket.
     """
     limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
     buckets, open_bucket, room = [], {}, {}  # the last two by the groups of the sum

@@ -11,7 +11,7 @@ from common.presets import PRESETS
 from step01_single_gpu.memory_model.peak import predict_peak
 from step02_data_parallel import batch_recipe
 from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, fill, largest_micro_batch, main, tokens_to_hide
-from step02_data_parallel.experiments import predictions
+from step02_data_parallel.experiments import cluster, predictions
 
 
 def test_the_playbooks_example():
@@ -120,3 +120,7 @@ def test_strong_scaling_never_exceeds_one_gpus_speed():
     shape = {"samples": 256, "micro_batch": 1, "seq_len": 4096, "alone": 1000.0, "peak_flops": 4e14}
     speeds = [predictions.tokens_per_second_per_gpu(dp, **shape, gradient_bytes=4) for dp in (8, 64, 256)]
     assert speeds[0] == 1000.0 and speeds[2] < speeds[1] <= 1000.0
+
+
+def test_published_drops_of_strong_scaling():
+    assert [100 * drop for drop in cluster.drops()] == pytest.approx([-6.3, -6.0, -12.0, -15.0, -40.6], abs=0.05)
