@@ -122,7 +122,8 @@ def reduce_scatter(group: Group, device: torch.device) -> None:
     check(result, expected, "reduce-scatter")
     if group.size == 3:
         check(result, [[6, 12], [14, 56], [36, 288]][group.rank], "reduce-scatter, the playbook's numbers")
-    show("reduce-scatter", "rank j gets the sum of all ranks' piece j: the first half of an all-reduce", pieces, result, group)
+    idea = "rank j gets the sum of all ranks' piece j: the first half of an all-reduce"
+    show("reduce-scatter", idea, pieces, result, group)
 
 
 def all_to_all(group: Group, device: torch.device) -> None:

@@ -133,8 +133,8 @@ class DataParallel:
 def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
     """Group the parameters, in reverse order of the forward, into buckets of at most `bucket_mb` each.
 
-    A larger parameter gets a bucket to itself, and so does one with `own_bucket` in its spec; in modes naive and overlap
-    every parameter does. Gradients that are summed over different groups of ranks never share a bucket.
+    A larger parameter gets a bucket to itself, and so does one with `own_bucket` in its spec, and every parameter in
+    modes naive and overlap. Gradients that are summed over different groups of ranks never share a bucket.
     """
     limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
     buckets, open_bucket, room = [], {}, {}  # the last two by the groups of the sum
