@@ -7,7 +7,7 @@ The order of decisions is that of The Ultra-Scale Playbook, "Our journey up to n
 sequence length and the largest micro-batch that fits one GPU, use all GPUs for data parallelism, and accumulate as many
 micro-batches as the global batch needs. Can the backward of the last one then hide the all-reduce of the gradients?
 
-GB are 10^9 bytes; bandwidths are NCCL's bus bandwidth: an all-reduce of K bytes counts as 2(N-1)/N K.
+Bandwidths, in 10^9 bytes per second, are NCCL's bus bandwidth: an all-reduce of K bytes counts as 2(N-1)/N K.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--tokens-per-batch", type=float, default=4e6, metavar="N", help="tokens per optimizer step")
     add("--seq-len", type=int, default=4096, metavar="N", help="tokens per sequence")
     add("--gpus", type=int, default=128, metavar="N", help="all of them data parallel")
-    add("--memory-gb", type=float, default=80.0, metavar="GB", help="memory of a GPU, in 10^9 bytes")
+    add("--memory-gib", type=float, default=80.0, metavar="GIB", help="memory of a GPU, in 2^30 bytes")
     add("--micro-batch", type=int, metavar="N", help="sequences, instead of the largest that fits")
     add("--dtype", default="bfloat16", choices=DTYPES, help="of parameters and activations")
     add("--recompute", default="none", choices=("none", "selective", "full"), help="activations computed again")
@@ -175,13 +175,13 @@ def _report(options: argparse.Namespace) -> int:
 
 def _choose_micro_batch(model: ModelConfig, options: argparse.Namespace) -> int | None:
     """Print what fits, and return the micro-batch to take: the given one, or the largest power of two; else None."""
-    dtype, limit = getattr(torch, options.dtype), options.memory_gb * 1e9
+    dtype, limit = getattr(torch, options.dtype), options.memory_gib * 2**30
     count, held = count_parameters(model).total, sum(states(model, dtype).values())
     largest = largest_micro_batch(model, options.seq_len, limit, dtype, options.recompute)
     print(f"model          {options.model}: {count / 1e9:.2f} B parameters, {options.dtype}")
-    print(f"states         {held / 1e9:.1f} GB: parameters, gradients, optimizer, the same on every rank")
+    print(f"states         {held / 2**30:.1f} GiB: parameters, gradients, optimizer, the same on every rank")
     fits = f"at most {largest} fits" if largest else "not even 1 fits"
-    print(f"micro-batch    {fits} {options.memory_gb:g} GB with recomputation {options.recompute}", end="")
+    print(f"micro-batch    {fits} {options.memory_gib:g} GiB with recomputation {options.recompute}", end="")
     if options.micro_batch is not None:
         print(f"; {options.micro_batch} was given")
         return options.micro_batch

@@ -37,10 +37,8 @@ def scaling(quick: bool) -> None:
     print_table("strong scaling, 1.34 B parameters, 256 x 4,096 tokens per step: tokens/s per GPU", header, rows)
     print(f"  published, from one point to the next: {', '.join(f'{100 * drop:+.1f} %' for drop in drops())}")
     print(f"  Predictions start from the speed of 8 GPUs, {reached / 1e12:.0f} TFLOP/s, and add what the last backward")
-    print(
-        "  cannot hide of an all-reduce at the published bandwidths. They leave out the optimizer, the slowest rank and"
-    )
-    print("  NCCL's kernels, which share the GPU, and so are upper bounds. To measure it:")
+    print("  cannot hide of an all-reduce at the published bandwidths. They leave out the optimizer, the slowest rank,")
+    print("  and NCCL's kernels on the same GPU, and so are upper bounds. To measure it:")
     print("    " + CLUSTER.replace("\n", "\n    "))
 
     figure, axes = new_figure()
