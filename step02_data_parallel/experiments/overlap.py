@@ -12,7 +12,7 @@ from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
 from common.experiments.tables import print_comparison
 from common.experiments.timelines import draw_timelines
 from common.experiments.traces import computation, quiet_step, quietest
-from common.tracing.report import Trace, read_trace
+from common.tracing.chrome_trace import Trace, read_trace
 from step02_data_parallel.experiments import predictions
 from step02_data_parallel.experiments.numbers import MODES, gradient_calls
 from step02_data_parallel.train import train
@@ -48,7 +48,8 @@ def overlap(quick: bool) -> None:
     }
     panels = []
     for mode, trace in traces.items():
-        panels.append((titles[mode].format(gradient_calls(trace)[0] // len(trace.steps)), trace))
+        of_rank_0 = Trace({0: trace.spans[0]}, trace.steps, trace.degrees)
+        panels.append((titles[mode].format(gradient_calls(trace)[0] // len(trace.steps)), of_rank_0))
     print(f"  figure: {draw_timelines(panels, figure_path('timelines'), quiet_step(traces))}")
 
 

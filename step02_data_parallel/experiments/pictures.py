@@ -89,7 +89,7 @@ def draw_two_ranks(columns: dict[str, dict[str, list[float]]]) -> None:
     colour = COLOURS["all_reduce"]
     arrow(axis, (first + 1.5, 2.56), (second + 0.5, 1.98), colour)
     arrow(axis, (second + 0.5, 2.56), (first + 1.5, 1.98), colour)
-    axis.text((first + second) / 2 + 1, 2.42, "all-reduce", **CENTERED, fontsize=11, color=colour, fontweight="bold")
+    axis.text((first + second) / 2 + 1, 2.9, "all-reduce", **CENTERED, fontsize=10.5, color=colour, fontweight="bold")
     axis.text(-0.35, 5.12, "its samples", ha="right", va="center", fontsize=10.5)
     for low, caption, _ in STAGES.values():
         axis.text(-0.35, low + 0.36, caption, ha="right", va="center", fontsize=10.5)
@@ -182,7 +182,11 @@ def draw_strip(moments: list[Moment]) -> None:
     figure.subplots_adjust(left=0.005, right=0.995, top=0.9, bottom=0.0, wspace=0.02, hspace=0.14)
     for index, (axis, moment) in enumerate(zip(axes, moments)):
         draw_ranks(axis, moment, 9.5)
-        titles = {0: "start", RANKS - 1: f"{index}: each rank has one sum", len(moments) - 1: f"{index}: all have all"}
+        titles = {
+            0: "start",
+            RANKS - 1: f"{index}: each rank has one sum",
+            len(moments) - 1: f"{index}: all ranks have all",
+        }
         axis.set_title(titles.get(index, str(index)), fontsize=11, loc="left", x=0.02)
         if index < len(moments) - 1:
             for rank in range(RANKS):
