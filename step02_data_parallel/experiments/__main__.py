@@ -1,6 +1,6 @@
 """The claims of step 2, predicted and measured.
 
-    python -m step02_data_parallel.experiments                   # all of them, about 6 minutes on 2 cores
+    python -m step02_data_parallel.experiments                   # all of them, about 4 minutes on 2 cores
     python -m step02_data_parallel.experiments --only overlap --quick
 
 Prints tables of predicted, measured and measured / predicted, and draws into step02_data_parallel/figures (with --quick
@@ -11,7 +11,7 @@ clock, the trace, or a counter of the kernel; what only a cluster can show is ca
 import sys
 
 from common.experiments.runner import run_experiments
-from step02_data_parallel.experiments import cluster, nodes, numbers, overlap, pictures
+from step02_data_parallel.experiments import cluster, numbers, overlap, pictures
 
 EXPERIMENTS = [
     pictures.two_ranks,
@@ -19,7 +19,6 @@ EXPERIMENTS = [
     numbers.traffic,
     overlap.overlap,
     overlap.bucket_size,
-    nodes.nodes,
     numbers.gradients,
     numbers.curves,
     cluster.scaling,
