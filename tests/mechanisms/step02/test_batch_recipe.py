@@ -70,7 +70,7 @@ def test_exposed_share():
 EXAMPLE = "--model llama3-8b --tokens-per-batch 4e6 --seq-len 4096 --gpus 128 --micro-batch 2"
 TOO_MANY = "--model llama3-1b --gpus 1024 --micro-batch 2 --tokens-per-batch 4.2e6"
 COMMANDS = [  # flags, status, parts of what is printed
-    (EXAMPLE, 0, ["= 4,194,304 tokens", "1,024 / (2 x 128) = 4 per rank", "not even 1 fits 80 GiB", "134.6 GiB", "30,002   60,004"]),
+    (EXAMPLE, 0, ["= 4,194,304 tokens", "1,024 / (2 x 128) = 4 per rank", "not even 1 fits 80 GiB", "30,002   60,004"]),
     ("--model llama3-8b --gpus 128", 1, ["makes no state smaller"]),
     ("--model llama3-1b --gpus 64 --recompute selective", 0, ["micro-batch    at most"]),
     (TOO_MANY, 0, ["only 0.50 micro-batches", "a micro-batch of 1:", "513 data-parallel ranks"]),
