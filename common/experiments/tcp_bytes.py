@@ -7,6 +7,9 @@ import struct
 import sys
 from pathlib import Path
 
+# Bytes on a cable for each that TCP carries in packets of 1448: headers, and an answer to every other packet
+PACKET = (1514 + 66 / 2) / 1448
+
 
 def sent_by_me() -> int | None:
     """Return the payload bytes that this process's open TCP sockets have sent; None if this is not Linux."""
