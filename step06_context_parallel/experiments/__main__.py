@@ -1,6 +1,6 @@
 """The claims of step 6, predicted and measured.
 
-    python -m step06_context_parallel.experiments                   # all of them, about 5 minutes on 2 cores
+    python -m step06_context_parallel.experiments                   # all of them, about 8 minutes on 2 cores
     python -m step06_context_parallel.experiments --only balance
 
 Prints tables of predicted, measured and measured / predicted, and draws into step06_context_parallel/figures (with

@@ -42,10 +42,10 @@ def nodes(quick: bool) -> None:
             whole, exposed = sum(sent.values()), predict(*key, sent, cable)
             cells = compared_cells(whole, free["seconds"] + exposed, cable, free, slow)
             waits = exposed, slow["seconds"] - free["seconds"]
-            rows.append((", ".join(key), *cells, *(f"{1 - each / seconds_on(cable, whole):.0%}" for each in waits)))
+            rows.append((", ".join(key), *cells, *(f"{each:.2f}" for each in waits)))
         title = f"{NODES} nodes of {RANKS} ranks, a cable of {cable}, {1e3 * HOP:g} ms a hop in the forward, "
         title += f"{1e3 * BACKWARD * HOP:g} in the backward: sent by a node in one layer, and its time"
-        print_table(title, (*HEADER, "hidden: predicted", "measured"), rows)
+        print_table(title, (*HEADER, "s waited: predicted", "measured"), rows)
 
 
 def predict(mode: str, phase: str, sent: Counter, cable: str) -> float:
