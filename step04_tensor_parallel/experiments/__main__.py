@@ -12,9 +12,11 @@ predicted, and what others have measured there, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step04_tensor_parallel.experiments import cluster, collectives, memory, overlap, shapes
+from step04_tensor_parallel.experiments import cluster, collectives, drawings, memory, nodes, overlap, shapes
 
 EXPERIMENTS = [
+    drawings.toy,
+    drawings.operators,
     shapes.worked,
     shapes.shapes,
     collectives.collectives,
@@ -23,6 +25,7 @@ EXPERIMENTS = [
     collectives.gradients,
     collectives.curves,
     overlap.overlap,
+    nodes.nodes,
     cluster.condition,
     cluster.scaling,
 ]

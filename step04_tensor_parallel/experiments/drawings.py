@@ -83,7 +83,7 @@ def draw_toy(ranks: list[dict[str, torch.Tensor]]) -> None:
         axis.text(PLACES[name] + width / 2, -0.5, title, ha="center", va="bottom", fontsize=11)
     everybody = [-1] * RANKS
     hidden = F.relu(X @ W1)
-    rows = [("one process", (X, hidden, hidden @ W2), owners)]
+    rows = [("one\nprocess", (X, hidden, hidden @ W2), owners)]
     rows += [
         (f"rank {rank}", (X, each["hidden"], each["summand"]), [owner if owner == rank else None for owner in owners])
         for rank, each in enumerate(ranks)
@@ -127,7 +127,9 @@ def draw_matrix(axis: Axes, left: float, top: float, values: torch.Tensor, owner
             if owner is not None:
                 look = {"facecolor": SHARED if owner < 0 else RANK_COLOURS[owner], "edgecolor": "white"}
                 ink = "black" if owner != 0 else "white"
-                axis.text(corner[0] + 0.5, corner[1] + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=11.5, color=ink)
+                axis.text(
+                    corner[0] + 0.5, corner[1] + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=11.5, color=ink
+                )
             axis.add_patch(Rectangle(corner, 1, 1, linewidth=1.2, **look))
 
 
@@ -138,12 +140,16 @@ def operators(quick: bool) -> None:
     """A sublayer's tensors with tensor parallelism alone and with sequence parallelism, and the operators between."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.6, 5.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(9.6, 5.3), dpi=110, layout="constrained")
     axis = figure.subplots()
-    axis.set(xlim=(0, 100), ylim=(57, -1))
+    axis.set(xlim=(0, 100), ylim=(54, -1))
     axis.axis("off")
-    for top, sequence_parallel in ((0, False), (29, True)):
+    for top, sequence_parallel in ((0, False), (26, True)):
         draw_sublayer(axis, top, sequence_parallel)
+    legend = {"the same on every rank": SHARED, "each rank its own tokens": BY_TOKENS, "its own columns": BY_WIDTH}
+    for left, (text, colour) in zip((4, 38, 72), legend.items(), strict=True):
+        axis.plot(left, 51.5, "s", markersize=13, color=colour, markeredgecolor="#555555", markeredgewidth=0.8)
+        axis.text(left + 2.5, 51.5, text, va="center", fontsize=11)
     save_figure(figure, "operators")
 
 
