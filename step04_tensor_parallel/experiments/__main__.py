@@ -12,7 +12,7 @@ predicted, and what others have measured there, published.
 import sys
 
 from common.experiments.runner import run_experiments
-from step04_tensor_parallel.experiments import cluster, collectives, drawings, memory, nodes, overlap, shapes
+from step04_tensor_parallel.experiments import cluster, collectives, drawings, gpt, memory, nodes, overlap, shapes
 
 EXPERIMENTS = [
     drawings.toy,
@@ -22,6 +22,7 @@ EXPERIMENTS = [
     collectives.collectives,
     memory.activations,
     memory.logits,
+    gpt.gpt,
     collectives.gradients,
     collectives.curves,
     overlap.overlap,

@@ -10,7 +10,6 @@ from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import COLOURS
 
 IN_A_NODE = 250e9  # bytes/s of an all-gather among 8 H100, rounded from the published 249.8
-HIDDEN = (2048, 4096, 8192, 16384)
 DEGREES = (2, 4, 8, 16, 32)
 
 # Tokens a second and GPU of a model of 3 B parameters, and the largest batch that fits, by tp. Measured by the authors
@@ -32,19 +31,17 @@ def condition(quick: bool) -> None:
     print(
         f"\npeak {H100_TFLOPS:g} TFLOP/s, all-gather {IN_A_NODE / 1e9:g} GB/s in a node, published beyond it; 2 bytes"
     )
-    grid = [[gather_ratio(tp, h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
-    whole = [[gather_ratio(tp, 12 * h, peak, bandwidth(tp)) for h in HIDDEN] for tp in DEGREES]
-    for title, values in (("one matrix, h x h (A3, times beta)", grid), ("a block of 12 h^2 (cheatsheet)", whole)):
-        rows = [(f"tp {tp}", *(f"{value:.2f}" for value in line)) for tp, line in zip(DEGREES, values)]
-        print_table(f"predicted: all-gather / product, {title}", ("", *(f"h {h:,}" for h in HIDDEN)), rows)
     rows = []
     for name in ("llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"):
         model = PRESETS[name]
-        widths = (model.hidden, (model.heads + 2 * model.kv_heads) * model.head_width, 2 * model.ffn)
-        ratios = [gather_ratio(8, width, peak, bandwidth(8)) for width in widths]
-        rows.append((name, f"{model.hidden:,}", *(f"{ratio:.2f}" for ratio in ratios)))
-    header = ("tp 8", "h", "alone, h columns", "q, k, v share one", "gate, up share one")
-    print_table("predicted: all-gather / the products that share it", header, rows)
+        queries, keys = model.heads * model.head_width, 2 * model.kv_heads * model.head_width
+        h, shared = model.hidden, (queries + keys, 2 * model.ffn)
+        ratios = [gather_ratio(8, h, peak, bandwidth(8), beta) for beta in (1, 2)]
+        ratios += [gather_ratio(8, width, peak, bandwidth(8)) for width in shared]
+        ratios += [gather_ratio(8, 12 * h, peak, bandwidth(8), beta) for beta in (1, 2)]
+        rows.append((name, f"{h:,}", *(f"{ratio:.2f}" for ratio in ratios)))
+    header = ("tp 8", "h", "A3 as printed", "times beta", "q, k, v share", "gate, up share", "cheatsheet", "times beta")
+    print_table("predicted: all-gather / the products that share it; up to 1 it hides", header, rows)
     rows = []
     for tp in DEGREES:
         least = gather_ratio(tp, 1, peak, bandwidth(tp))
@@ -62,37 +59,6 @@ def condition(quick: bool) -> None:
     print_table(
         f"predicted: llama3-8b, a micro-batch of {tokens:,} tokens, SP, overlap, bfloat16, a rank", header, rows
     )
-    draw_condition(grid, whole)
-
-
-def draw_condition(grid: list, whole: list) -> None:
-    """Both grids as heat maps: red cannot hide."""
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 3.9), dpi=120, layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    titles = ("behind one matrix, h x h", "behind a whole block, 12 h\u00b2")
-    for axis, values, title in zip(axes, (grid, whole), titles):
-        picture = axis.imshow(values, cmap="RdBu_r", norm=LogNorm(1 / 60, 60), aspect="auto")
-        for row, line in enumerate(values):
-            for column, value in enumerate(line):
-                colour = "white" if value > 12 or value < 1 / 12 else "black"
-                shown = f"{value:.2f}" if value < 10 else f"{value:.0f}"
-                axis.text(column, row, shown, ha="center", va="center", color=colour, fontsize=10)
-        axis.set_xticks(range(len(HIDDEN)), [f"{h:,}" for h in HIDDEN])
-        axis.set_yticks(range(len(DEGREES)), [f"tp {tp}" for tp in DEGREES])
-        axis.axhline(2.5, color="black", linewidth=1.5)
-        axis.set_xlabel("hidden width h")
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.tick_params(length=0)
-    axes[1].text(3.45, 2.47, "one node of 8", ha="right", va="bottom", fontsize=7.5)
-    figure.suptitle(
-        "predicted: time of an all-gather / time of the product (H100 peak, published bandwidths)", fontsize=10
-    )
-    bar = figure.colorbar(picture, ax=axes, ticks=[0.03, 0.1, 0.3, 1, 3, 10, 30], format="%g")
-    bar.minorticks_off()
-    save_figure(figure, "condition")
 
 
 def scaling(quick: bool) -> None:

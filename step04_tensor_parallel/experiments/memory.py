@@ -37,7 +37,7 @@ def activations(quick: bool) -> None:
     for t in (1, 2, 4, 8, 16):
         paper = [predictions.gpt_block_activations(t, sequence_parallel) for sequence_parallel in (False, True)]
         rows.append((t, *(f"{each:.2f}" for each in paper), *(f"{each:.2f}" for each in llama_block(t))))
-    header = ("t", "GPT: 10 + 24/t", "GPT + SP: 34/t", "llama3-8b", "+ SP, plain", "+ SP, overlap")
+    header = ("tp", "GPT: 10 + 24/tp", "GPT + SP: 34/tp", "llama3-8b", "+ SP, plain", "+ SP, overlap")
     print_table(
         "predicted: a block's activations in units of s b h bytes, half precision, without scores", header, rows
     )
@@ -96,48 +96,38 @@ def compare_70b() -> None:
 
 
 def draw(measured: dict, sizes: tuple[int, ...]) -> None:
-    """Bars of what was measured with a mark where the formula ends; the formulas of the paper beside them."""
-    figure, axes = new_figure(columns=2, width=9.5, height=3.9)
-    left, right = axes
+    """Left what our block keeps, measured, with a mark where the formula ends; right Llama 3 8B, predicted."""
+    figure, (left, right) = new_figure(columns=2, width=9.6, height=4.1)
     names = {"no SP": "no SP, plain", "SP, plain": "SP, plain", "SP, overlap": "SP, overlap"}
     for place, ranks in enumerate(sizes):
         for number, (label, name) in enumerate(names.items()):
             key = ("bfloat16", ranks, "one process" if ranks == 1 else name)
             if ranks == 1 and number:
                 continue
-            x = place + (0 if ranks == 1 else (number - 1) * 0.27)
+            x = place + (0 if ranks == 1 else (number - 1) * 0.29)
             predicted, found = measured[key]
-            colour = "#999999" if ranks == 1 else COLOURS[label]
-            left.bar(x, found / 1e6, width=0.24, color=colour)
-            left.plot([x - 0.13, x + 0.13], [predicted / 1e6] * 2, color="black", linewidth=1.2)
-            left.text(x, found / 1e6 + 0.04, f"{found / 1e6:.2f}", ha="center", fontsize=7.5)
-    left.set_xticks(range(len(sizes)), [f"tp {ranks}" for ranks in sizes])
-    left.set(ylabel="MB a block and rank", ylim=(0, 1.1 * measured["bfloat16", 1, "one process"][1] / 1e6))
-    left.set_title("measured: our block, bfloat16, 2 x 128 tokens", fontsize=10, loc="left")
-    handles = [left.bar(0, 0, color=COLOURS[label], label=label) for label in COLOURS]
-    handles += left.plot([], [], color="black", linewidth=1.2, label="predicted")
-    left.legend(handles=handles, frameon=False, fontsize=9)
+            left.bar(x, found / 2**20, width=0.27, color="#999999" if ranks == 1 else COLOURS[label])
+            left.plot([x - 0.14, x + 0.14], [predicted / 2**20] * 2, color="black", linewidth=1.6)
+            left.text(x, found / 2**20 + 0.04, f"{found / 2**20:.2f}", ha="center", fontsize=9.5)
+    left.set_xticks(range(len(sizes)), [f"tp {ranks}" for ranks in sizes], fontsize=11)
+    left.set(ylabel="MiB per block and rank", ylim=(0, 1.12 * measured["bfloat16", 1, "one process"][1] / 2**20))
+    left.set_title("measured: 256 tokens, our small block", fontsize=11.5, loc="left")
+    left.grid(visible=False, axis="x")
 
     degrees = (1, 2, 4, 8, 16)
-    lines = {
-        "GPT: 10 + 24/t": ([predictions.gpt_block_activations(t, False) for t in degrees], COLOURS["no SP"], "--"),
-        "GPT with SP: 34/t": (
-            [predictions.gpt_block_activations(t, True) for t in degrees],
-            COLOURS["SP, overlap"],
-            "--",
-        ),
-        "llama3-8b": ([llama_block(t)[0] for t in degrees], COLOURS["no SP"], "-"),
-        "llama3-8b with SP, plain": ([llama_block(t)[1] for t in degrees], COLOURS["SP, plain"], "-"),
-        "llama3-8b with SP, overlap": ([llama_block(t)[2] for t in degrees], COLOURS["SP, overlap"], "-"),
-    }
-    for label, (values, colour, style) in lines.items():
-        right.plot(degrees, values, style, color=colour, marker="o", markersize=3, label=label)
-    right.set(xscale="log", yscale="log", xlabel="tp", ylabel="bytes / (s b h)")
+    model, seq = PRESETS["llama3-8b"], 8192
+    unit = seq * model.hidden * model.layers / 2**30  # of b s h in all layers, in GiB
+    titles = ("tensor parallelism alone", "with SP, gathered inputs kept (plain)", "with SP, gathered again (default)")
+    for index, (label, title) in enumerate(zip(COLOURS, titles, strict=True)):
+        values = [unit * llama_block(degree)[index] for degree in degrees]
+        right.plot(degrees, values, color=COLOURS[label], marker="o", linewidth=2, label=title)
+        right.text(17.5, values[-1], f"{values[-1]:.1f}", va="center", fontsize=10.5, color=COLOURS[label])
+    right.set(xscale="log", yscale="log", xlabel="tp", ylabel="GiB per rank, 32 blocks", xlim=(0.9, 26))
     right.minorticks_off()
     right.set_xticks(degrees, degrees)
     right.set_yticks([2, 4, 8, 16, 32, 64], [2, 4, 8, 16, 32, 64])
-    right.set_title("predicted: half precision, without scores", fontsize=10, loc="left")
-    right.legend(frameon=False, fontsize=8)
+    right.set_title("predicted: Llama 3 8B, 8,192 tokens", fontsize=11.5, loc="left")
+    right.legend(frameon=False, fontsize=10, loc="lower left")
     save_figure(figure, "activations")
 
 
@@ -163,7 +153,7 @@ def logits(quick: bool) -> None:
         exchanged = predictions.sent("all_reduce", 3 * tokens * 4, t)
         gathered = predictions.sent("all_gather", tokens * model.vocab * 2, t)
         rows.append((t, f"{made / 1e9:.3f}", f"{kept / 1e9:.3f}", f"{exchanged / 1e6:.3f}", f"{gathered / 1e6:,.0f}"))
-    header = ("t", "logits, GB", "kept by the loss, GB", "sent by the loss, MB", "sent to gather all logits, MB")
+    header = ("tp", "logits, GB", "kept by the loss, GB", "sent by the loss, MB", "sent to gather all logits, MB")
     print_table(f"predicted: {tokens:,} tokens, vocabulary {model.vocab:,}, bfloat16, a rank", header, rows)
 
 

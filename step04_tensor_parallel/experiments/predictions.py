@@ -1,7 +1,7 @@
 """What theory says of step 4: collectives and bytes of a block, activations a rank keeps, what hides behind what.
 
-t is the size of the tensor-parallel group, b sequences of s tokens, h the hidden width, f the MLP's, a heads of width d
-and k K/V heads, beta the bytes of an activation. One message of the residual stream has b s h elements.
+tp ranks share every layer, of b sequences of s tokens. h is the hidden width, f the MLP's; a heads of width d and a_kv
+K/V heads; beta the bytes of an activation. One message of the residual stream has b s h elements.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ def block_collectives(way: Way, tp: int = 2) -> dict[str, Counter]:
     Without sequence parallelism: 2 + 2 all-reduces (Shoeybi et al., arXiv:1909.08053, section 3). With it each of them
     becomes an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and there is one
     more all-gather a region in the backward where the input was not kept. `full_recompute` runs the forward once more.
-    Chunked: in the forward each goes round a ring, in t - 1 messages.
+    Chunked: in the forward each goes round a ring, in tp - 1 messages.
     """
     if not way.sequence_parallel:
         forward, backward = Counter(all_reduce=2), Counter(all_reduce=2)
@@ -111,8 +111,8 @@ def block_activations(
 ) -> dict[str, int]:
     """Bytes that one block of our model keeps on a rank for the backward, by part (fused attention).
 
-    Step 1's list of tensors, each divided by t or not. What lies between blocks (norms, and the inputs of
-    column-parallel layers) is divided by t only under sequence parallelism; `plain` keeps these inputs gathered.
+    Step 1's list of tensors, each divided by tp or not. What lies between blocks (norms, and the inputs of
+    column-parallel layers) is divided by tp only under sequence parallelism; `plain` keeps these inputs gathered.
     """
     high, tokens = at_least_float32(dtype).itemsize, batch * seq
     width, h, d = dtype.itemsize, model.hidden, model.head_width
@@ -130,7 +130,7 @@ def block_activations(
 
 
 def gpt_block_activations(tp: int, sequence_parallel: bool) -> float:
-    """Of a GPT block, in units of s b h bytes, half precision, without the scores: 10 + 24/t, or 34/t.
+    """Of a GPT block, in units of s b h bytes, half precision, without the scores: 10 + 24/tp, or 34/tp.
 
     Korthikanti et al., arXiv:2205.05198, sections 4.2.1 and 4.2.2 (their terms of 5 a s / h belong to scores, which
     fused attention does not keep). LayerNorm, GELU, 4h, dropout: not our block.
