@@ -72,7 +72,7 @@ def scaling(quick: bool) -> None:
             rows.append((f"{name} {tp}", f"{speed:,}", change, batch))
     print_table("published: 3 B parameters", ("", "tokens/s/GPU", "against half the tp", "largest batch"), rows)
 
-    figure, axes = new_figure(columns=2, width=9.5)
+    figure, axes = new_figure(columns=2, width=9.6)
     places = range(len(DEGREES))
     for number, (name, colour) in enumerate(zip(PUBLISHED, (COLOURS["no SP"], COLOURS["SP, overlap"]))):
         offset = (number - 0.5) * 0.38
@@ -81,14 +81,14 @@ def scaling(quick: bool) -> None:
         axes[1].bar([place + offset for place in places], batches, width=0.36, color=colour, label=name)
         for place, tp, speed, batch in zip(places, DEGREES, speeds, batches):
             label = f"{float(changes[name, tp][:-1]):.0f}%" if changes[name, tp] else ""
-            axes[0].text(place + offset, speed + 150, label, ha="center", fontsize=7)
-            axes[1].text(place + offset, batch + 1, batch, ha="center", fontsize=7.5)
-    for axis, title in zip(axes, ("tokens a second and GPU", "largest batch that fits, sequences")):
+            axes[0].text(place + offset, speed + 150, label, ha="center", fontsize=9)
+            axes[1].text(place + offset, batch + 1, batch, ha="center", fontsize=9.5)
+    for axis, title in zip(axes, ("tokens/s per GPU", "largest batch that fits, sequences")):
         axis.axvline(2.5, color="black", linewidth=1, linestyle="--")
         axis.set_xticks(places, [f"tp {tp}" for tp in DEGREES])
-        axis.set_title(f"published: {title}", fontsize=10, loc="left")
+        axis.set_title(f"published: {title}", fontsize=11.5, loc="left")
         axis.grid(visible=False, axis="x")
-    axes[0].text(2.54, 14000, "more than one node", fontsize=8)
+    axes[0].text(2.54, 14000, "more than one node", fontsize=10)
     axes[0].yaxis.set_major_formatter("{x:,.0f}")
     axes[1].legend(frameon=False, loc="upper left")
     save_figure(figure, "scaling")

@@ -142,12 +142,16 @@ def operators(quick: bool) -> None:
 
     figure = Figure(figsize=(9.6, 5.3), dpi=110, layout="constrained")
     axis = figure.subplots()
-    axis.set(xlim=(0, 100), ylim=(54, -1))
+    axis.set(xlim=(-0.5, 101.5), ylim=(54, -1))
     axis.axis("off")
     for top, sequence_parallel in ((0, False), (26, True)):
         draw_sublayer(axis, top, sequence_parallel)
-    legend = {"the same on every rank": SHARED, "each rank its own tokens": BY_TOKENS, "its own columns": BY_WIDTH}
-    for left, (text, colour) in zip((4, 38, 72), legend.items(), strict=True):
+    legend = {
+        "the same on every rank": SHARED,
+        "each rank its own tokens": BY_TOKENS,
+        "its own part of each matrix": BY_WIDTH,
+    }
+    for left, (text, colour) in zip((2, 33, 68), legend.items(), strict=True):
         axis.plot(left, 51.5, "s", markersize=13, color=colour, markeredgecolor="#555555", markeredgewidth=0.8)
         axis.text(left + 2.5, 51.5, text, va="center", fontsize=11)
     save_figure(figure, "operators")

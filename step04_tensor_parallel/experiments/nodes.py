@@ -1,4 +1,7 @@
-"""Why inside a node? Two ranks on one node, and on two that a real cable joins; and what such a cable can hide."""
+"""Why inside a node? Two ranks on one node, and on two that a slow cable joins; and what such a cable can hide.
+
+The cable is real, a network that the kernel limits. The device is simulated: products take the time of their FLOPs.
+"""
 
 import statistics
 import time
@@ -17,39 +20,38 @@ from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import on_nodes
+from common.experiments.slow_device import SlowDevice
 from common.experiments.tables import compared, print_table
 from common.link import Link
 from common.process_groups import Mesh
 from step04_tensor_parallel.experiments import predictions
-from step04_tensor_parallel.experiments.overlap import product_times
+from step04_tensor_parallel.experiments.overlap import product_shapes
 from step04_tensor_parallel.experiments.predictions import Way
 from step04_tensor_parallel.experiments.tools import Run
-from step04_tensor_parallel.operators import Split, start_all_gather
+from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, apply_column_parallel
 
-RANKS, CABLE = 2, "500mbit"
+RANKS, CABLE, SPEED = 2, "100mbit", 5e9  # FLOP/s of a simulated device
 PACKET = (1514 + 66 / 2) / 1448  # bytes on the cable for each of TCP's: headers, acknowledgements (see step 5's)
-LINK = Link(1e-4, value_of(CABLE) / 8 / PACKET)
-MODEL = {"layers": 4, "hidden": 256, "ffn": 768, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
-MODEL |= {"seq_len": 256, "micro_batch": 4, "global_batch": 16}
+LINK = Link(0.0, value_of(CABLE) / 8 / PACKET)
+MODEL = {"layers": 4, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
+MODEL |= {"seq_len": 128, "micro_batch": 8, "global_batch": 32}
 LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
 # A pair of column layers, like gate and up, that share a gather
-HIDDEN, TOKENS, WIDTHS = 512, (512, 1024), (256, 512, 1024, 2048, 4096, 8192)
-HIDES = 0.1  # communication counts as hidden from here on: the part of it that is exposed
+HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200, 1600)
+HIDES = 0.1  # communication counts as hidden if no larger part of it is exposed
 
 
 def nodes(quick: bool) -> None:
     """Two nodes and a slow cable: the step of tp 2 and of dp 2 inside a node and across; what hides, by width."""
-    repeats = 2 if quick else 5
-    cases = [MODEL | flags for flags in LAYOUTS.values()]
+    repeats, cases = 1 if quick else 5, [MODEL | flags for flags in LAYOUTS.values()]
     inside = on_ranks(RANKS, steps_inside, cases, repeats, title="one node")[0]
     try:
-        (across, pairs), _ = on_nodes(RANKS, 1, on_two_nodes, cases, repeats, bandwidth=CABLE)
+        across, pairs = on_nodes(RANKS, 1, on_two_nodes, cases, repeats, bandwidth=CABLE)[0]
     except UsageError as error:
         print(f"  left out: {error}")
         return
-    bars = compare_steps(inside, across)
-    draw(bars, compare_widths(pairs))
+    draw(compare_steps(inside, across), compare_widths(pairs))
 
 
 def steps_inside(mesh: Mesh, done: Callable, cases: list[dict], repeats: int) -> list[dict]:
@@ -58,27 +60,6 @@ def steps_inside(mesh: Mesh, done: Callable, cases: list[dict], repeats: int) ->
 
 def on_two_nodes(mesh: Mesh, cases: list[dict], repeats: int) -> tuple[list[dict], dict]:
     return steps(mesh, cases, repeats), column_layers(mesh, repeats)
-
-
-# ---- a step ----------------------------------------------------------------------------------------------------------
-
-
-def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
-    """On a rank: for each case the median time of a step's gradients, the bytes that it logs and its node sends."""
-    found = []
-    for flags in cases:
-        run, times = Run(mesh, **flags), []
-        with collectives.record() as calls:
-            run.gradients()
-        collectives.barrier(mesh.world)
-        before = tcp_bytes.sent_through("cable") or 0
-        for _ in range(repeats):
-            times.append(timed(run.gradients, mesh))
-        sent = ((tcp_bytes.sent_through("cable") or 0) - before) / repeats
-        collectives.barrier(mesh.world)  # all have read their counters
-        found.append({"seconds": statistics.median(times), "sent": sent, "logged": sum(call.bytes for call in calls)})
-        found[-1]["products"] = product_times(mesh, lambda: None, flags)
-    return found
 
 
 def timed(function: Callable, mesh: Mesh) -> float:
@@ -90,28 +71,54 @@ def timed(function: Callable, mesh: Mesh) -> float:
     return time.perf_counter() - start
 
 
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
+    """On a rank, for each case: median time of a step's gradients, of its FLOPs, bytes it logs and its node sends."""
+    found = []
+    for flags in cases:
+        run = Run(mesh, **flags)
+        with collectives.record() as calls, SlowDevice(SPEED) as device:
+            run.gradients()
+        collectives.barrier(mesh.world)
+        before, flops = tcp_bytes.sent_through("cable") or 0, device.flops
+        with device:
+            seconds = statistics.median(timed(run.gradients, mesh) for _ in range(repeats))
+        sent = ((tcp_bytes.sent_through("cable") or 0) - before) / repeats
+        collectives.barrier(mesh.world)  # all have read their counters
+        logged = sum(call.bytes for call in calls)
+        found.append({"seconds": seconds, "sent": sent, "logged": logged, "computes": flops / SPEED})
+    return found
+
+
 def compare_steps(inside: list[dict], across: list[dict]) -> dict[str, tuple[float, float, float]]:
     """Print both layouts inside and across. Returns seconds by layout: inside, across predicted and measured."""
     rows, result = [], {}
     for (name, flags), here, there in zip(LAYOUTS.items(), inside, across, strict=True):
-        predicted = here["seconds"] + exposed(flags, here["products"])
+        predicted = there["computes"] + exposed(flags)
         sent = compared(PACKET * there["logged"], there["sent"], ".1f", 1e6)
-        seconds = compared(predicted, there["seconds"], ".2f")
-        slower = f"{there['seconds'] / here['seconds']:.2f}"
-        rows.append((name, *sent, f"{here['seconds']:.2f}", *seconds, slower))
+        one = compared(here["computes"], here["seconds"], ".2f")
+        rows.append((name, *sent, *one, *compared(predicted, there["seconds"], ".2f")))
         result[name] = here["seconds"], predicted, there["seconds"]
-    header = ("", "MB over the cable, predicted", "measured", "ratio", "s, one node", "s across: predicted", "measured")
-    title = f"two ranks on one node and on two, a cable of {CABLE}: a step of 4,096 tokens"
-    print_table(title, (*header, "ratio", "times slower"), rows)
+    header = ["", "MB on the cable: predicted", "measured", "ratio"]
+    for place in ("one node", "two nodes"):
+        header += [f"s, {place}: predicted", "measured", "ratio"]
+    tokens = MODEL["global_batch"] * MODEL["seq_len"]
+    print_table(f"a step of {tokens:,} tokens, two devices of {SPEED / 1e9:g} GFLOP/s, {CABLE}", header, rows)
     return result
 
 
-def exposed(flags: dict, products: dict) -> float:
-    """Predicted seconds of a step that a rank waits for its messages on the cable."""
+def exposed(flags: dict) -> float:
+    """Predicted seconds of a step that a rank waits for messages on the cable."""
     config = TrainConfig(**MODEL | flags)
     model, tokens = config.model_config, config.micro_batch * config.seq_len
     if "dp" in flags:  # one bucket, sent after the last backward
         return all_reduce_bytes(4 * count_parameters(model).total, RANKS) / LINK.bandwidth
+    products = {
+        name: (sum(2 * tokens * out * inside for out, inside in weights) / SPEED,) * 3
+        for name, weights in product_shapes(MODEL).items()
+    }
     player, norms = Player(RANKS, LINK), 4 * (2 * model.layers + 1) * model.hidden
     predictions.play_step(Way(), player, model.layers, 4 * tokens * model.hidden, tokens, norms, products)
     return player.blocked * config.global_batch / config.micro_batch
@@ -120,71 +127,54 @@ def exposed(flags: dict, products: dict) -> float:
 # ---- one pair of column layers ---------------------------------------------------------------------------------------
 
 
-def column_layers(mesh: Mesh, repeats: int) -> dict[tuple[int, int], dict[str, float]]:
-    """On a rank: `column_pair` for all numbers of tokens and columns."""
-    return {(tokens, width): column_pair(mesh, tokens, width, repeats) for tokens in TOKENS for width in WIDTHS}
+def column_layers(mesh: Mesh, repeats: int) -> dict[tuple[int, int], float]:
+    """On a rank: seconds of the backward of two column layers that share a gather, by (tokens, columns of both)."""
+    split, found = Split(mesh.world, True, "overlap"), {}
+    for tokens in TOKENS:
+        x = torch.randn(1, tokens // RANKS, HIDDEN, requires_grad=True)
+        for width in WIDTHS:
+            out = width // 2 // RANKS
+            layers = [ColumnParallelLinear(nn.Parameter(torch.randn(out, HIDDEN)), split) for _ in range(2)]
+            gradients = [torch.randn(1, tokens, out) for _ in layers]
+            found[tokens, width] = backward_seconds(mesh, x, layers, gradients, repeats)
+    return found
 
 
-def column_pair(mesh: Mesh, tokens: int, width: int, repeats: int) -> dict[str, float]:
-    """Least seconds of the backward of two column layers, and alone of the gather and the products that it has.
+def backward_seconds(mesh: Mesh, x: torch.Tensor, layers: list, gradients: list, repeats: int) -> float:
+    """Median time of the layers' backward."""
 
-    Args:
-        width: columns of both layers together, over all ranks.
-    """
-    split, out = Split(mesh.world, True, "overlap"), width // 2 // RANKS
-    layers = [ColumnParallelLinear(nn.Parameter(torch.randn(out, HIDDEN)), split) for _ in range(2)]
-    weights, gradients = [layer.weight for layer in layers], [torch.randn(1, tokens, out) for _ in layers]
-    mine, whole = torch.randn(1, tokens // RANKS, HIDDEN, requires_grad=True), torch.randn(tokens, HIDDEN)
+    def trial() -> float:
+        outputs = apply_column_parallel(x, layers)
+        with SlowDevice(SPEED):
+            return timed(lambda: torch.autograd.backward(outputs, gradients), mesh)
 
-    def input_gradients() -> None:
-        for gradient, weight in zip(gradients, weights, strict=True):
-            gradient @ weight.detach()
-
-    def weight_gradients() -> None:
-        for gradient in gradients:
-            gradient[0].t() @ whole
-
-    def gather() -> None:
-        start_all_gather(mine.detach(), mesh.world)[1].wait()
-
-    def backward() -> float:
-        outputs = apply_column_parallel(mine, layers)
-        return timed(lambda: torch.autograd.grad(outputs, [mine, *weights], gradients), mesh)
-
-    alone = {"dx": input_gradients, "dw": weight_gradients, "gather": gather}
-    found = {name: min(timed(function, mesh) for _ in range(repeats)) for name, function in alone.items()}
-    return found | {"backward": min(backward() for _ in range(repeats))}
+    return statistics.median(trial() for _ in range(repeats))
 
 
-def compare_widths(pairs: dict[tuple[int, int], dict[str, float]]) -> dict[int, list[tuple[int, float, float]]]:
+def compare_widths(seconds: dict[tuple[int, int], float]) -> dict[int, list[tuple[int, float, float]]]:
     """Print what is exposed by width. Returns, by tokens, (width, predicted, measured share of the communication)."""
     result = {}
     for tokens in TOKENS:
         rows, result[tokens] = [], []
-        message = LINK.alpha + 4 * tokens * HIDDEN / RANKS / LINK.bandwidth
+        message = 4 * tokens * HIDDEN / RANKS / LINK.bandwidth
         for width in WIDTHS:
-            found = pairs[tokens, width]
-            wait = max(0.0, message - found["dx"]) + max(0.0, message - found["dw"])
-            products = found["dx"] + found["dw"]
-            shares = wait / (2 * message), max(0.0, found["backward"] - products) / (2 * message)
-            cells = compared(products + wait, found["backward"], ".1f", 1e-3)
-            rows.append((f"{width:,}", f"{1e3 * products:.1f}", *cells, *(f"{share:.0%}" for share in shares)))
+            product = 2 * tokens * HIDDEN * width / RANKS / SPEED
+            wait = 2 * max(0.0, message - product)  # the gather behind one product, the reduce-scatter behind the other
+            shares = wait / (2 * message), (seconds[tokens, width] - 2 * product) / (2 * message)
+            cells = compared(2 * product + wait, seconds[tokens, width], ".1f", 1e-3)
+            rows.append((f"{width:,}", f"{2e3 * product:.1f}", *cells, *(f"{share:.0%}" for share in shares)))
             result[tokens].append((width, *shares))
-        measured = pairs[tokens, WIDTHS[0]]["gather"]
-        print_table(
-            f"{tokens:,} tokens: backward of two column layers, ms; a message takes {1e3 * message:.1f} ms "
-            f"(measured alone: {1e3 * measured:.1f})",
-            ("columns", "products", "backward: predicted", "measured", "ratio", "exposed: predicted", "measured"),
-            rows,
+        header = ("columns", "products", "backward: predicted", "measured", "ratio", "exposed: predicted", "measured")
+        title = (
+            f"{tokens:,} tokens: backward of two column layers, ms; each of its two messages takes {1e3 * message:.1f}"
         )
+        print_table(title, header, rows)
         crossings = [crossing([(each[0], each[1 + which]) for each in result[tokens]]) for which in (0, 1)]
-        found = pairs[tokens, WIDTHS[-1]]
-        speed = tokens * HIDDEN * WIDTHS[-1] / found["dx"]  # FLOP/s: 2 tokens h width / tp
-        formula = 4 * (RANKS - 1) * speed / (2 * LINK.bandwidth)
+        formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
         print(
-            f"  {1 - HIDES:.0%} hide from {crossings[0]:,.0f} columns on (predicted), {crossings[1]:,.0f} (measured);"
+            f"  {1 - HIDES:.0%} hide from {crossings[0]:,.0f} (predicted), {crossings[1]:,.0f} (measured) columns on;"
         )
-        print(f"  by the formula all of it at {formula:,.0f} ({speed / 1e9:.0f} GFLOP/s)")
+        print(f"  by the formula all hides from {formula:,.0f} columns on")
     return result
 
 
@@ -219,9 +209,10 @@ def draw(bars: dict[str, tuple[float, float, float]], shares: dict[int, list[tup
         right.plot(widths, measured, "o", color=SERIES[number], label=f"{tokens:,} tokens")
     right.plot([], [], color="black", label="predicted")
     right.plot([], [], "o", color="black", label="measured")
-    right.set(xscale="log", xlabel="columns that share the gather", ylabel="part of the communication\nthat is exposed")
-    right.minorticks_off()
-    right.set_xticks(WIDTHS, [f"{width:,}" for width in WIDTHS])
+    formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
+    right.axvline(formula, color="#777777", linestyle="--", linewidth=1.2)
+    right.text(formula + 15, 0.6, f"the condition:\n{formula:,.0f} columns", fontsize=10.5)
+    right.set(xlabel="columns that share the gather", ylabel="part of the communication\nthat is exposed")
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     right.legend(frameon=False, fontsize=10.5)
     save_figure(figure, "nodes")

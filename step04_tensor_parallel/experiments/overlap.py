@@ -36,7 +36,7 @@ PANELS = {
 
 def overlap(quick: bool) -> None:
     """Plain, overlap and chunked over a slow link: exposed communication, step time, and timelines."""
-    times = on_ranks(2, product_times, MODEL, title="products")[0]
+    times = on_ranks(2, product_times, title="products")[0]
     shown = ", ".join(f"{name} " + " / ".join(f"{1e3 * each:.1f}" for each in three) for name, three in times.items())
     print(f"\n2 ranks, --link {LINK}. The predictions start from the products' times (forward / input's gradient /")
     print(f"weight's gradient), measured alone, ms: {shown}")
@@ -82,14 +82,19 @@ def play(name: str, times: dict) -> Player:
     return player
 
 
-def product_times(mesh: Mesh, done: Callable, flags: dict) -> dict[str, tuple[float, float, float]]:
+def product_shapes(flags: dict) -> dict[str, list[tuple[int, int]]]:
+    """(out, in) of the weights that one of two ranks holds, by name; those of one input together."""
+    model = TrainConfig(**flags).model_config
+    heads, keys = model.heads * model.head_width // 2, model.kv_heads * model.head_width // 2
+    ffn, vocab, hidden = model.ffn // 2, model.vocab // 2, model.hidden
+    shapes = {"qkv": [(heads, hidden), (keys, hidden), (keys, hidden)], "o": [(hidden, heads)]}
+    return shapes | {"gate_up": [(ffn, hidden)] * 2, "down": [(hidden, ffn)], "head": [(vocab, hidden)]}
+
+
+def product_times(mesh: Mesh, done: Callable) -> dict[str, tuple[float, float, float]]:
     """On a rank, while the other does the same: seconds of each layer's three products, least of many."""
-    model, tokens = TrainConfig(**flags).model_config, flags["micro_batch"] * flags["seq_len"]
-    heads, ffn, vocab = model.heads * model.head_width // 2, model.ffn // 2, model.vocab // 2
-    shapes = {"qkv": [(heads, model.hidden)] * 3, "o": [(model.hidden, heads)], "gate_up": [(ffn, model.hidden)] * 2}
-    shapes |= {"down": [(model.hidden, ffn)], "head": [(vocab, model.hidden)]}
-    result = {}
-    for name, weights in shapes.items():
+    tokens, result = MODEL["micro_batch"] * MODEL["seq_len"], {}
+    for name, weights in product_shapes(MODEL).items():
         alone = [
             _products(torch.randn(tokens, inside), torch.randn(out, inside), mesh.world) for out, inside in weights
         ]
