@@ -1,7 +1,7 @@
 """The claims of step 4, predicted and measured.
 
-    python -m step04_tensor_parallel.experiments                   # all of them, 4 to 6 minutes on 2 cores
-    python -m step04_tensor_parallel.experiments --only shapes
+    python -m step04_tensor_parallel.experiments                   # all of them, about 8 minutes on 2 cores
+    python -m step04_tensor_parallel.experiments --only toy
 
 Prints tables of predicted, measured and measured / predicted, and draws into step04_tensor_parallel/figures (with
 --quick into runs/step04-figures, so that the lesson keeps its own). Ranks are gloo processes on this machine. Measured
