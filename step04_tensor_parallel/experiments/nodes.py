@@ -74,7 +74,7 @@ def timed(function: Callable, mesh: Mesh) -> float:
 
 
 def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
-    """On a rank, for each case: least time of a step's gradients, that of its FLOPs, bytes logged, bytes on the cable."""
+    """On a rank, for each case: least time of a step's gradients, that of its FLOPs, bytes logged and on the cable."""
     found = []
     for flags in cases:
         run = Run(mesh, **flags)
