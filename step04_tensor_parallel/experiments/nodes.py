@@ -35,7 +35,7 @@ PACKET = (1514 + 66 / 2) / 1448  # bytes on the cable for each of TCP's: headers
 LINK = Link(0.0, value_of(CABLE) / 8 / PACKET)
 MODEL = {"layers": 2, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
 MODEL |= {"seq_len": 128, "micro_batch": 16, "global_batch": 16}
-LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
+LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2, "micro_batch": 8}}
 # A pair of column layers, like gate and up, that share a gather
 HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200)
 HIDES = 0.2  # communication counts as hidden if no larger part of it is exposed
@@ -204,14 +204,13 @@ def draw(bars: dict[str, tuple[float, float, float]], shares: dict[int, list[tup
         left.text(place, 0.96 * top, title, ha="center", va="top", fontsize=12, fontweight="bold")
     for number, (tokens, points) in enumerate(shares.items()):
         widths, predicted, measured = zip(*points)
-        right.plot(widths, predicted, color=SERIES[number], linewidth=1.6)
-        right.plot(widths, measured, "o", color=SERIES[number], label=f"{tokens:,} tokens")
-    right.plot([], [], color="black", label="predicted")
-    right.plot([], [], "o", color="black", label="measured")
+        right.plot(widths, measured, "o", markersize=8, color=SERIES[number], label=f"measured, {tokens:,} tokens")
+    right.plot(widths, predicted, color="black", linewidth=1.6, label="predicted for any number")
     formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
     right.axvline(formula, color="#777777", linestyle="--", linewidth=1.2)
-    right.text(formula + 15, 0.6, f"the condition:\n{formula:,.0f} columns", fontsize=10.5)
+    right.text(formula + 15, 0.5, f"the condition:\n{formula:,.0f} columns", fontsize=10.5)
     right.set(xlabel="columns that share the gather", ylabel="part of the communication\nthat is exposed")
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    right.set_ylim(bottom=0)
     right.legend(frameon=False, fontsize=10.5)
     save_figure(figure, "nodes")
