@@ -211,6 +211,6 @@ def draw(bars: dict[str, tuple[float, float, float]], shares: dict[int, list[tup
     right.text(formula + 15, 0.5, f"the condition:\n{formula:,.0f} columns", fontsize=10.5)
     right.set(xlabel="columns that share the gather", ylabel="part of the communication\nthat is exposed")
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    right.set_ylim(bottom=0)
+    right.set_ylim(-0.03, 1.08)
     right.legend(frameon=False, fontsize=10.5)
     save_figure(figure, "nodes")
