@@ -30,20 +30,20 @@ from step04_tensor_parallel.experiments.tools import Run
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, apply_column_parallel
 
-RANKS, CABLE, SPEED = 2, "25mbit", 1.25e9  # FLOP/s of a simulated device
+RANKS, CABLE, SPEED = 2, "50mbit", 2.5e9  # FLOP/s of a simulated device
 PACKET = (1514 + 66 / 2) / 1448  # bytes on the cable for each of TCP's: headers, acknowledgements (see step 5's)
 LINK = Link(0.0, value_of(CABLE) / 8 / PACKET)
-MODEL = {"layers": 2, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
-MODEL |= {"seq_len": 128, "micro_batch": 16, "global_batch": 16}
-LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2, "micro_batch": 8}}
+MODEL = {"layers": 4, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
+MODEL |= {"seq_len": 128, "micro_batch": 8, "global_batch": 16}
+LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
 # A pair of column layers, like gate and up, that share a gather
-HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200)
-HIDES = 0.2  # communication counts as hidden if no larger part of it is exposed
+HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200, 1600)
+HIDES = 0.1  # communication counts as hidden if no larger part of it is exposed
 
 
 def nodes(quick: bool) -> None:
     """Two nodes and a slow cable: the step of tp 2 and of dp 2 inside a node and across; what hides, by width."""
-    repeats, cases = 1 if quick else 2, [MODEL | flags for flags in LAYOUTS.values()]
+    repeats, cases = 1 if quick else 3, [MODEL | flags for flags in LAYOUTS.values()]
     inside = on_ranks(RANKS, steps_inside, cases, repeats, title="one node")[0]
     try:
         across, pairs = on_nodes(RANKS, 1, on_two_nodes, cases, repeats, bandwidth=CABLE)[0]
