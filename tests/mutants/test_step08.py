@@ -10,7 +10,7 @@ from tests.parity.runs import Result, assemble, assert_parity, run_cases, traini
 from tests.parity.test_step08 import on_one_process
 
 ADAMW = "--optimizer adamw --lr 1e-3 --clip 0.5"
-MODEL = f"--steps 2 {ADAMW} --micro-batch 3"
+MODEL = f"--steps 1 {ADAMW} --micro-batch 3"
 EXPERTS = "--experts 8 --expert-ffn 20 --cp 2 --tp 2 --ep 4"
 FLAGS = {
     "head's split lost": f"{MODEL} --cp 2 --tp 2 --no-sequence-parallel",
@@ -18,7 +18,7 @@ FLAGS = {
     "softmax over a rank's columns": f"{MODEL} {EXPERTS}",
     "head's gradient twice": f"{MODEL} --pp 2 --tp 2 --schedule zb-h1",
     "experts summed like the rest": f"{MODEL} {EXPERTS}",
-    "loads of a part of the sequence": f"{MODEL} {EXPERTS} --balance bias --bias-rate 0.01",
+    "loads of a part of the sequence": f"{MODEL} --steps 2 {EXPERTS} --balance bias --bias-rate 0.01",
     "copies of tp counted twice": f"{MODEL} {EXPERTS}",
     "loss of a part of the sequence": f"{MODEL} {EXPERTS}",
 }
