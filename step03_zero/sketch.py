@@ -3,8 +3,8 @@
     python step03_zero/sketch.py
     torchrun --nproc_per_node 2 step03_zero/sketch.py
 
-One rank and several take the same samples together, so both commands print the same losses. The lesson begins with
-this file; unit.py and zero.py do the same for any model, with an optimizer, and in advance.
+One rank and several take the same samples together, so both commands print the same losses, up to rounding. The lesson
+begins with this file; unit.py and zero.py do the same for any model, with an optimizer, and in advance.
 """
 
 import torch

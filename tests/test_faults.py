@@ -135,7 +135,7 @@ def test_five_dimensions_go_on_after_a_kill(tmp_path):
 
 
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
-    process = start(2, tmp_path, "--steps", "100000", "--timeout", "15")  # the start is within it too
+    process = start(4, tmp_path, "--steps", "100000", "--timeout", "15")  # the start is within it too
     wait_for(lambda: len(steps_of(tmp_path)) >= 5, process)
     ranks = rank_processes(process)
     os.kill(ranks[1], signal.SIGSTOP)
@@ -208,10 +208,10 @@ def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
     """One rank prints the line, also if it starts late; the launcher's signal to the others does not change the end."""
     wrapper = tmp_path / "notes_its_status.py"
     wrapper.write_text(NOTES_ITS_STATUS)
-    done = torchrun(2, f"--max-restarts={restarts}", wrapper, tmp_path, late, SCRIPT, *SMALL, *flags.split())
+    done = torchrun(3, f"--max-restarts={restarts}", wrapper, tmp_path, late, SCRIPT, *SMALL, *flags.split())
     assert done.stderr.count("error: --") == 1 + restarts, done.stderr
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
-    assert (tmp_path / "statuses").read_text() == "2" * 2 * (1 + restarts), "status 2 on all ranks"
+    assert (tmp_path / "statuses").read_text() == "2" * 3 * (1 + restarts), "status 2 on all ranks"
 
 
 def test_a_run_folder_keeps_one_run(tmp_path):

@@ -78,21 +78,22 @@ def limited(mesh: Mesh, bandwidth: str) -> Iterator[None]:
 
 
 def timed(mesh: Mesh, functions: list[Callable], repeats: int) -> list[dict]:
-    """On a rank: for each function the least of its seconds, and the bytes that this node sent over the cable for it.
+    """On a rank: for each function the least of its seconds, and the bytes that this node sent for it.
 
-    All of them are called in their order, `repeats` times. Call them once before: a first time is slower. The least,
-    since four ranks share the cores with whatever else the machine does, which can only add time.
+    Without a cable these are 0. All of them are called in their order, `repeats` times. Call them once before: a
+    first time is slower. The least, since ranks share the cores with whatever else the machine does, which can only
+    add time.
     """
     seconds, sent = ([[] for _ in functions] for _ in range(2))
     for _ in range(repeats):
         for index, function in enumerate(functions):
-            before = tcp_bytes.sent_through("cable")
+            before = tcp_bytes.sent_through("cable") or 0
             collectives.barrier(mesh.world)  # all have read their counters
             start = time.perf_counter()
             function()
             collectives.barrier(mesh.world)
             seconds[index].append(time.perf_counter() - start)
-            sent[index].append(tcp_bytes.sent_through("cable") - before)
+            sent[index].append((tcp_bytes.sent_through("cable") or 0) - before)
             collectives.barrier(mesh.world)
     return [{"seconds": min(s), "sent": statistics.mean(b)} for s, b in zip(seconds, sent)]
 

@@ -4,11 +4,10 @@ Their numbers come from the code: the gradients from autograd, the frames of the
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from common.experiments.figures import COLOURS, SERIES, figure_path, save_figure
+from common.experiments.figures import COLOURS, SERIES, as_image, save_animation, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_table
 from common.process_groups import Mesh
@@ -122,7 +121,7 @@ def ring(quick: bool) -> None:
         rows.append((name_of(index), *cells))
     print_table("ranks whose numbers each chunk contains", ("", *(f"rank {rank}" for rank in range(RANKS))), rows)
     draw_strip(moments)
-    print(f"  figure: {draw_animation(moments, 2 if quick else MOVING)}")
+    draw_animation(moments, 2 if quick else MOVING)
 
 
 def watch_ring(mesh: Mesh, done: Callable) -> list[list[set[int]]]:
@@ -214,31 +213,22 @@ def draw_legend(axis) -> None:
     axis.text(0.1, -4.7, "is sent next (from rank 3\nto rank 0)", va="center", fontsize=10.5)
 
 
-def draw_animation(moments: list[Moment], moving: int) -> Path:
-    """Write ring.gif, with `moving` frames for each message. Returns its path."""
-    from PIL import Image
-
+def draw_animation(moments: list[Moment], moving: int) -> None:
+    """Write ring.gif, with `moving` frames for each message."""
     images, durations = [], []
     for index in range(len(moments)):
         for step in range(moving if index < len(moments) - 1 else 1):
             images.append(draw_moment(moments, index, step / moving))
             durations.append(STILL if step == 0 else BETWEEN)
     durations[-1] *= 2
-    palette = images[-1].quantize(32, dither=Image.Dither.NONE)
-    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    path = figure_path("ring").with_suffix(".gif")
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
-    return path
+    save_animation(images, durations, "ring")
 
 
 def draw_moment(moments: list[Moment], index: int, way: float):
     """The picture after `index` messages, the next one being on its way (0 to 1)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image
 
     figure = Figure(figsize=(5.2, 5.4), dpi=100)
-    canvas = FigureCanvasAgg(figure)
     axis = figure.add_axes((0.01, 0.01, 0.98, 0.9))
     draw_ranks(axis, moments[index], 12)
     if way:
@@ -253,8 +243,7 @@ def draw_moment(moments: list[Moment], index: int, way: float):
     titles[len(moments) - 1] = "All ranks have the whole sum"
     text = name_of(index + 1) if way else titles.get(index, name_of(index))
     figure.text(0.03, 0.95, text, fontsize=14, fontweight="bold", va="center")
-    canvas.draw()
-    return Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    return as_image(figure)
 
 
 def draw_moving(axis, place: tuple[float, float], inside: set[int]) -> None:

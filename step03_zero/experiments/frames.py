@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from unittest import mock
 
-from common.experiments.figures import COLOURS, figure_path, save_figure
+from common.experiments.figures import COLOURS, as_image, save_animation, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_table
 from common.process_groups import Mesh
@@ -44,7 +43,7 @@ def frames(quick: bool) -> None:
         rows.append((title.split(":")[0], "-" if current is None else UNITS[current], *cells))
     print_table("rank 0 of 2, as recorded", ("frame", "computes", "weights", "gradients"), rows)
     draw_strip(seen[0])
-    print(f"  figure: {draw_animation(seen[0], 2 if quick else MOVING)}")
+    draw_animation(seen[0], 2 if quick else MOVING)
 
 
 def watch(mesh: Mesh, done: Callable) -> list[tuple[int | None, list[State]]]:
@@ -166,10 +165,8 @@ def draw_strip(seen: list[tuple[int | None, list[State]]]) -> None:
     save_figure(figure, "gather_use_free")
 
 
-def draw_animation(seen: list[tuple[int | None, list[State]]], moving: int) -> Path:
-    """Write gather_use_free.gif, with `moving` frames for each key frame. Returns its path."""
-    from PIL import Image
-
+def draw_animation(seen: list[tuple[int | None, list[State]]], moving: int) -> None:
+    """Write gather_use_free.gif, with `moving` frames for each key frame."""
     images, durations = [], []
     for title, (current, states) in zip(TITLES, seen):
         in_flight = any({"arriving", "leaving"} & set(state.values()) for state in states)
@@ -178,23 +175,15 @@ def draw_animation(seen: list[tuple[int | None, list[State]]], moving: int) -> P
             durations.append(BETWEEN)
         durations[-1] += STILL
     durations[-1] *= 2
-    palette = images[-1].quantize(48, dither=Image.Dither.NONE)
-    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    path = figure_path("gather_use_free").with_suffix(".gif")
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
-    return path
+    save_animation(images, durations, "gather_use_free")
 
 
 def picture(current: int | None, states: list[State], way: float, title: str):
     """One image of the animation."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image
 
     figure = Figure(figsize=(8, 2.7), dpi=100)
-    canvas = FigureCanvasAgg(figure)
     axis = figure.add_axes((0.01, 0.01, 0.98, 0.85))
     draw_moment(axis, current, states, way)
     figure.text(0.02, 0.92, title, fontsize=12, fontweight="bold", va="center")
-    canvas.draw()
-    return Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    return as_image(figure)

@@ -3,7 +3,6 @@
 The cable is real, a network that the kernel limits. The device is simulated: products take the time of their FLOPs.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -13,14 +12,14 @@ from common import collectives
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
-from common.experiments import tcp_bytes
 from common.experiments.cost_model import Player, all_reduce_bytes
 from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.nodes import value_of
-from common.experiments.on_nodes import on_nodes
+from common.experiments.on_nodes import on_nodes, timed
 from common.experiments.slow_device import SlowDevice
 from common.experiments.tables import compared, print_table
+from common.experiments.tcp_bytes import PACKET
 from common.link import Link
 from common.process_groups import Mesh
 from step04_tensor_parallel.experiments import predictions
@@ -31,7 +30,6 @@ from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, apply_column_parallel
 
 RANKS, CABLE, SPEED = 2, "50mbit", 2.5e9  # FLOP/s of a simulated device
-PACKET = (1514 + 66 / 2) / 1448  # bytes on the cable for each of TCP's: headers, acknowledgements (see step 5's)
 LINK = Link(0.0, value_of(CABLE) / 8 / PACKET)
 MODEL = {"layers": 4, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
 MODEL |= {"seq_len": 128, "micro_batch": 8, "global_batch": 16}
@@ -61,15 +59,6 @@ def on_two_nodes(mesh: Mesh, cases: list[dict], repeats: int) -> tuple[list[dict
     return steps(mesh, cases, repeats), column_layers(mesh, repeats)
 
 
-def timed(function: Callable, mesh: Mesh) -> float:
-    """Seconds until all ranks have done it."""
-    collectives.barrier(mesh.world)
-    start = time.perf_counter()
-    function()
-    collectives.barrier(mesh.world)
-    return time.perf_counter() - start
-
-
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
@@ -80,14 +69,10 @@ def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
         run = Run(mesh, **flags)
         with collectives.record() as calls, SlowDevice(SPEED) as device:
             run.gradients()
-        collectives.barrier(mesh.world)
-        before, flops = tcp_bytes.sent_through("cable") or 0, device.flops
+        flops = device.flops
         with device:
-            seconds = min(timed(run.gradients, mesh) for _ in range(repeats))
-        sent = ((tcp_bytes.sent_through("cable") or 0) - before) / repeats
-        collectives.barrier(mesh.world)  # all have read their counters
-        logged = sum(call.bytes for call in calls)
-        found.append({"seconds": seconds, "sent": sent, "logged": logged, "computes": flops / SPEED})
+            (result,) = timed(mesh, [run.gradients], repeats)
+        found.append(result | {"logged": sum(call.bytes for call in calls), "computes": flops / SPEED})
     return found
 
 
@@ -145,7 +130,8 @@ def backward_seconds(mesh: Mesh, x: torch.Tensor, layers: list, gradients: list,
     def trial() -> float:
         outputs = apply_column_parallel(x, layers)
         with SlowDevice(SPEED):
-            return timed(lambda: torch.autograd.backward(outputs, gradients), mesh)
+            (result,) = timed(mesh, [lambda: torch.autograd.backward(outputs, gradients)], 1)
+        return result["seconds"]
 
     return min(trial() for _ in range(3 * repeats))
 

@@ -1,11 +1,10 @@
 """The ring in pictures: a strip with a frame for every hop, and the same as an animation."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 
-from common.experiments.figures import COLOURS, figure_path, save_figure
+from common.experiments.figures import COLOURS, as_image, save_animation, save_figure
 from common.experiments.tables import print_table
 from step06_context_parallel.experiments.tools import RANK_COLOURS
 from step06_context_parallel.layouts import Block, Layout
@@ -31,7 +30,7 @@ def frames(quick: bool) -> None:
         rows.append((f"rank {rank}, tokens {tokens_of(rank)}", *cells))
     print_table("blocks of queries x keys in each hop; tri: a triangle", ("", *map(hop_name, range(RANKS))), rows)
     draw_strip()
-    print(f"  figure: {draw_animation()}")
+    draw_animation()
 
 
 def shape_of(blocks: list[Block]) -> str:
@@ -118,31 +117,22 @@ def draw_cell(axis, rank: int, source: int, hop: int) -> None:
 # ---- the animation ---------------------------------------------------------------------------------------------------
 
 
-def draw_animation() -> Path:
-    """Write ring.gif: the ring on the left, the mask that fills up on the right. Returns its path."""
-    from PIL import Image
-
+def draw_animation() -> None:
+    """Write ring.gif: the ring on the left, the mask that fills up on the right."""
     images, durations = [], []
     for hop in range(RANKS):
         moves = range(MOVING if hop < RANKS - 1 else 1)  # K and V travel after every hop but the last
         images += [draw_moment(hop, step / MOVING) for step in moves]
         durations += [STILL if step == 0 else BETWEEN for step in moves]
     durations[-1] *= 2
-    palette = images[-1].quantize(48, dither=Image.Dither.NONE)
-    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    path = figure_path("ring").with_suffix(".gif")
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
-    return path
+    save_animation(images, durations, "ring")
 
 
 def draw_moment(hop: int, way: float):
     """The picture while hop `hop` computes (`way` is 0), or while its keys and values are on their way to the next."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image
 
     figure = Figure(figsize=(7.6, 4.1), dpi=90)
-    canvas = FigureCanvasAgg(figure)
     ring, mask = figure.subplots(1, 2, width_ratios=(1, 1))
     figure.subplots_adjust(left=0.01, right=0.99, top=0.86, bottom=0.04, wspace=0.06)
     draw_ring(ring, hop, way)
@@ -150,8 +140,7 @@ def draw_moment(hop: int, way: float):
     last = hop == RANKS - 1
     doing = "all pairs are done" if last else "compute, and send K and V on"
     figure.text(0.02, 0.95, f"hop {hop}: {doing}", fontsize=12, fontweight="bold", va="center")
-    canvas.draw()
-    return Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    return as_image(figure)
 
 
 def draw_ring(axis, hop: int, way: float) -> None:

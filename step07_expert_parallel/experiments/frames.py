@@ -4,11 +4,10 @@ Where a row is in each frame comes from the real `Choices` and `Journey` of two 
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from common.experiments.figures import COLOURS, SERIES, figure_path, save_figure
+from common.experiments.figures import COLOURS, SERIES, as_image, save_animation, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_table
 from common.process_groups import Degrees, Mesh, build_mesh
@@ -48,7 +47,7 @@ def dispatch(quick: bool) -> None:
     places = places_of(ranks)
     expert = {row: index for seen in ranks for row, index in seen["expert"].items()}
     draw_strip(places, expert)
-    print(f"  figure: {draw_animation(places, expert, 2 if quick else MOVING)}")
+    draw_animation(places, expert, 2 if quick else MOVING)
 
 
 def travel(mesh: Mesh, done: Callable) -> dict:
@@ -143,10 +142,8 @@ def draw_strip(places: Places, expert: dict[int, int]) -> None:
     save_figure(figure, "dispatch")
 
 
-def draw_animation(places: Places, expert: dict[int, int], moving: int) -> Path:
-    """Write dispatch.gif, with `moving` frames for each move. Returns its path."""
-    from PIL import Image
-
+def draw_animation(places: Places, expert: dict[int, int], moving: int) -> None:
+    """Write dispatch.gif, with `moving` frames for each move."""
     images, durations = [], []
     for (level, done, title), (target, _, next_title) in zip(STAGES, [*STAGES[1:], STAGES[-1]]):
         for step in range(moving if target != level else 1):
@@ -158,23 +155,15 @@ def draw_animation(places: Places, expert: dict[int, int], moving: int) -> Path:
             images.append(draw_moment(places, expert, where, done, next_title if step else title))
             durations.append(STILL if step == 0 else BETWEEN)
     durations[-1] *= 2
-    palette = images[-1].quantize(48, dither=Image.Dither.NONE)
-    images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    path = figure_path("dispatch").with_suffix(".gif")
-    images[0].save(path, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=True)
-    return path
+    save_animation(images, durations, "dispatch")
 
 
 def draw_moment(places: Places, expert: dict[int, int], where: dict, done: bool, title: str):
     """One frame of the animation."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image
 
     figure = Figure(figsize=(7.6, 4.6), dpi=100)
-    canvas = FigureCanvasAgg(figure)
     axis = figure.add_axes((0.01, 0.01, 0.98, 0.9))
     draw_stage(axis, places, expert, where, done)
     figure.text(0.02, 0.95, title, fontsize=12, fontweight="bold", va="center")
-    canvas.draw()
-    return Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    return as_image(figure)

@@ -195,14 +195,19 @@ def draw_order(classes: dict[int, dict[frozenset, dict[str, float]]]) -> None:
             axis.text(start, place, f" {start:.1f}", va="center", fontsize=9)
         labels = [", ".join(each for each in AXES if each in inside) for inside, _ in ordered]
         default = ", ".join(AXES[-len(ordered[0][0]) :])
-        axis.set_yticks(range(len(ordered)), labels, fontsize=9.5)
-        axis.get_yticklabels()[labels.index(default)].set_fontweight("bold")
-        axis.set(ylim=(len(ordered) - 0.4, -0.6), xlim=(0, 1.15 * axis.dataLim.x1))
+        label_bars(axis, labels, labels.index(default))
         axis.set_title(f"nodes of {node}, inside:", loc="left", fontsize=10)
         axis.set_xlabel("MB between nodes in a step, all ranks")
-        axis.tick_params(axis="y", length=0)
-        axis.grid(visible=False, axis="y")
-        axis.spines[["top", "right"]].set_visible(False)
     handles = [Patch(facecolor=DIMENSIONS[name], label=f"for {name}") for name in AXES]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     save_figure(figure, "order")
+
+
+def label_bars(axis, labels: list[str], default: int) -> None:
+    """Write a label beside each bar of a panel, the default in bold."""
+    axis.set_yticks(range(len(labels)), labels, fontsize=9.5)
+    axis.get_yticklabels()[default].set_fontweight("bold")
+    axis.set(ylim=(len(labels) - 0.4, -0.6), xlim=(0, 1.15 * axis.dataLim.x1))
+    axis.tick_params(axis="y", length=0)
+    axis.grid(visible=False, axis="y")
+    axis.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,7 @@ from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.on_nodes import HEADER, compared_cells, limited, on_nodes, seconds_on, timed
 from common.experiments.tables import print_table
 from common.process_groups import AXES, Degrees, Mesh
-from step08_5d.experiments.grid import NODE, crossing, uses_of
+from step08_5d.experiments.grid import NODE, crossing, label_bars, uses_of
 from step08_5d.experiments.tools import STEP, Run
 
 CABLE = "4mbit"
@@ -93,13 +93,8 @@ def draw_placement(speeds: dict[tuple[int, str], tuple[float, float]], orders: d
             axis.barh(places, values, 0.36, color=COLOURS[name], label=name)
             for place, value in zip(places, values):
                 axis.text(value, place, f" {value:,.0f}", va="center", fontsize=8.5)
-        axis.set_yticks(range(len(ordered)), [orders[across].replace(",", ", ") for across in ordered], fontsize=9.5)
-        axis.get_yticklabels()[ordered.index(AXES[0])].set_fontweight("bold")
-        axis.set(ylim=(len(ordered) - 0.4, -0.6), xlim=(0, 1.15 * axis.dataLim.x1))
+        label_bars(axis, [orders[across].replace(",", ", ") for across in ordered], ordered.index(AXES[0]))
         axis.set_title(f"{batch * MODEL['seq_len']:,} tokens in a step", loc="left", fontsize=10)
         axis.set_xlabel("tokens/s")
-        axis.tick_params(axis="y", length=0)
-        axis.grid(visible=False, axis="y")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[-1].legend(fontsize=9, frameon=False, loc="lower right")
     save_figure(figure, "placement")
