@@ -84,8 +84,11 @@ def all_to_all(
     kept = input_sizes[group.rank] if input_sizes else input.shape[0] // group.size
     sent = _bytes(input) - kept * _bytes(input) // max(1, input.shape[0])
     work = Work([_call("all_to_all", input, group, sent)], hops=group.size - 1)
-    tensors = gloo.stage(output, group, work), gloo.stage(input, group)
-    work.launch(dist.all_to_all_single, *tensors, output_sizes, input_sizes, group.handle, async_op=True)
+    if gloo.serves(input, group):
+        gloo.all_to_all(work, output, input, group, output_sizes, input_sizes)
+    else:
+        sizes = output_sizes, input_sizes
+        work.launch(dist.all_to_all_single, output, input, *sizes, group=group.handle, async_op=True)
     return work.launched(async_op)
 
 
@@ -110,8 +113,8 @@ def exchange(sends: list, receives: list, group: Group, async_op: bool = False) 
     calls += [_call("receive", tensor, group, 0, peer) for tensor, peer in receives]
     directions = (sum(_bytes(tensor) for tensor, _ in messages) for messages in (sends, receives))
     work = Work(calls, hops=1, link_bytes=max(directions))
-    batch = [(dist.isend, gloo.stage(tensor, group), peer) for tensor, peer in sends]
-    batch += [(dist.irecv, gloo.stage(tensor, group, work), peer) for tensor, peer in receives]
+    batch = [(dist.irecv, gloo.stage(tensor, group, work), peer) for tensor, peer in receives]
+    batch += [(dist.isend, gloo.stage(tensor, group), peer) for tensor, peer in sends]
     work.launch(dist.batch_isend_irecv, [dist.P2POp(op, host, group.ranks[to], group.handle) for op, host, to in batch])
     return work.launched(async_op)
 

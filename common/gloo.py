@@ -1,9 +1,12 @@
 """What the gloo backend needs help with.
 
 gloo communicates over TCP from CPU memory. Its own reduce-scatter is an all-reduce in disguise that sends twice the
-bytes, and its own all-gather copies everything through a second buffer: both are replaced here. Ranks that share a GPU
-use gloo as well, so their tensors are copied to and from CPU memory.
+bytes, its own all-gather copies everything through a second buffer, and its own all-to-all often uses a cable in one
+direction at a time: all three are replaced here by messages, straight from every rank to every other one. Ranks that
+share a GPU use gloo as well, so their tensors are copied to and from CPU memory.
 """
+
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -30,12 +33,19 @@ def stage(tensor: Tensor, group: Group, work=None) -> Tensor:
     return host
 
 
+def all_to_all(work, output: Tensor, input: Tensor, group: Group, output_sizes=None, input_sizes=None) -> None:
+    """Launch an all-to-all. Sizes are those of `collectives.all_to_all`."""
+    received, sent = stage(output, group, work), stage(input, group)
+    equal = [len(input) // group.size] * group.size
+    _exchange(work, received.split(output_sizes or equal), sent.split(input_sizes or equal), group)
+
+
 def reduce_scatter(work, output: Tensor, input: Tensor, group: Group) -> None:
     """Launch a reduce-scatter as an all-to-all of the parts, to be added up in rank order when they have arrived."""
-    sent = stage(input, group)
+    sent = stage(input, group).view(group.size, -1)
     received = torch.empty_like(sent)
-    work.launch(dist.all_to_all_single, received.view(-1), sent.view(-1), group=group.handle, async_op=True)
-    work.afterwards(_add_up, output, received.view(group.size, -1))
+    _exchange(work, received, sent, group)
+    work.afterwards(_add_up, output, received)
 
 
 def _add_up(output: Tensor, parts: Tensor) -> None:
@@ -47,9 +57,47 @@ def _add_up(output: Tensor, parts: Tensor) -> None:
 
 
 def all_gather(work, output: Tensor, input: Tensor, group: Group) -> None:
-    """Launch an all-gather as one broadcast per rank, straight into `output`."""
+    """Launch an all-gather: every rank sends its part to all others."""
     parts = stage(output, group, work).view(group.size, -1)
     if parts[group.rank].data_ptr() != input.data_ptr():
         parts[group.rank].copy_(input.view(-1))
-    for part, source in zip(parts, group.ranks, strict=True):
-        work.launch(dist.broadcast, part, source, group=group.handle, async_op=True)
+    _exchange(work, parts, [parts[group.rank]] * group.size, group)
+
+
+def _exchange(work, receives, sends, group: Group) -> None:
+    """Launch messages: sends[j] to rank j of the group, and receives[j] from it.
+
+    All receives come first. gloo announces a receive to its sender over the connection that also carries the data, and
+    behind data it would be late: the two directions would take turns.
+    """
+    mine = group.rank
+    if receives[mine].data_ptr() != sends[mine].data_ptr():
+        receives[mine].copy_(sends[mine])
+    peers = [(mine + step) % group.size for step in range(1, group.size)]  # or all would send to the same rank first
+    messages = [(dist.irecv, receives[peer], group.ranks[peer]) for peer in reversed(peers)]
+    messages += [(dist.isend, sends[peer], group.ranks[peer]) for peer in peers]
+    work.launch(Messages, [message for message in messages if message[1].numel()], group)
+
+
+_waiting = ThreadPoolExecutor(1000, "messages")  # as many threads as there are `Messages` in flight
+
+
+class Messages:
+    """Messages in flight, as one handle: unlike gloo's own handles of messages it knows when all have arrived.
+
+    Args:
+        messages: each is dist.irecv or dist.isend, the tensor, and the other global rank.
+    """
+
+    def __init__(self, messages: list, group: Group):
+        works = [op(tensor, peer, group=group.handle) for op, tensor, peer in messages]
+        self._arrival = _waiting.submit(lambda: [work.wait() for work in works])
+
+    def get_future(self) -> Future:
+        return self._arrival
+
+    def is_completed(self) -> bool:
+        return self._arrival.done()
+
+    def wait(self) -> None:
+        self._arrival.result()

@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import collectives, weight_gradients
+from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Group, Mesh
-from common.weight_gradients import weight_gradient
+from step04_tensor_parallel import weight_gradients
 from step04_tensor_parallel.operators import Split, join_sequence, start_all_gather, start_reduce_scatter
 from step04_tensor_parallel.ring import gather_and_multiply, multiply_and_scatter
 from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
+from step04_tensor_parallel.weight_gradients import weight_gradient
 
 # ---- the divided linear layers ---------------------------------------------------------------------------------------
 

@@ -20,9 +20,9 @@ from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Group, Mesh
 from common.tracing.tracer import Tracer
-from common.weight_gradients import WeightGradStore, defer_weight_gradients
 from step03_zero.zero import Zero
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
+from step04_tensor_parallel.weight_gradients import WeightGradStore, defer_weight_gradients
 from step05_pipeline.schedules.actions import Action, Output, Schedule
 from step05_pipeline.schedules.messages import Transfer, place_messages
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from torch import nn
 
-from common import weight_gradients
 from common.config import TrainConfig
 from common.counts import count_flops
 from common.errors import UsageError
 from common.model import ATTENTION_CORES, Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Mesh
+from step04_tensor_parallel import weight_gradients
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.csv_files import read_schedule

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model import silu_and_multiply
-from common.weight_gradients import weight_gradient
+from step04_tensor_parallel.weight_gradients import weight_gradient
 
 own_kernels: tuple[Callable, Callable] | None = None  # `multiply` and `multiply_transposed` where PyTorch has none
 

@@ -3,6 +3,8 @@
 Below it, what experiments on two nodes of two ranks share: the bytes that cross the cable, and the time they take.
 """
 
+import itertools
+import math
 import os
 import pickle
 import statistics
@@ -28,8 +30,9 @@ from common.start import environment, init_distributed
 
 NODES = RANKS = 2  # nodes, and ranks on each
 # What crosses the cable in each direction for every byte of the tensor, when 2 of 4 ranks are on either side: of a ring
-# (all-reduce), of an all-to-all (also reduce-scatter on gloo) and of four broadcasts (all-gather on gloo)
-CROSSES = {"all_reduce": 1.5, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_gather": 1.25}
+# (all-reduce), and of messages straight from every rank to every other one (on gloo, all the others)
+CROSSES = {"all_reduce": 1.5, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_gather": 1.0}
+HIDDEN = 0.8  # messages of which this share hides are said to hide
 HEADER = ("", "predicted, MB", "measured", "ratio", "s without limit", "s on the cable")
 HEADER += ("predicted, s", "measured", "ratio")
 
@@ -110,6 +113,14 @@ def crosses(call: collectives.Call, mesh: Mesh) -> float:
     whole = call.elements * getattr(torch, call.dtype).itemsize
     whole *= len(ranks) if call.op == "all_gather" else 1  # its call names the part
     return CROSSES[call.op] * whole / RANKS
+
+
+def crossing(shares: dict[float, float]) -> float:
+    """Return where shares, by tokens, first reach `HIDDEN`: straight lines between logarithms of tokens."""
+    for (x, low), (y, high) in itertools.pairwise(sorted(shares.items())):
+        if low < HIDDEN <= high:
+            return x * (y / x) ** ((HIDDEN - low) / (high - low))
+    return math.nan
 
 
 def seconds_on(cable: str, sent: float) -> float:

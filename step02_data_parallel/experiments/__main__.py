@@ -11,7 +11,7 @@ clock, the trace, or a counter of the kernel; what only a cluster can show is ca
 import sys
 
 from common.experiments.runner import run_experiments
-from step02_data_parallel.experiments import cluster, numbers, overlap, pictures
+from step02_data_parallel.experiments import cluster, nodes, numbers, overlap, pictures
 
 EXPERIMENTS = [
     pictures.two_ranks,
@@ -19,6 +19,7 @@ EXPERIMENTS = [
     numbers.traffic,
     overlap.overlap,
     overlap.bucket_size,
+    nodes.nodes,
     numbers.gradients,
     numbers.curves,
     cluster.scaling,

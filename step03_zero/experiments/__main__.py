@@ -11,7 +11,7 @@ the trace, a counter of the kernel, or the storages behind tensors; what only a 
 import sys
 
 from common.experiments.runner import run_experiments
-from step03_zero.experiments import frames, holds, memory, overlap, residency, stages, traffic
+from step03_zero.experiments import frames, holds, memory, nodes, overlap, residency, stages, traffic
 
 EXPERIMENTS = [
     holds.holds,
@@ -26,6 +26,7 @@ EXPERIMENTS = [
     overlap.overlap,
     overlap.condition,
     overlap.formulas,
+    nodes.nodes,
     memory.llama,
 ]
 

@@ -190,12 +190,21 @@ def play_buckets(
     player.wait(complete)
 
 
-def play_units(player: Player, sizes: list[int], costs: list, times: tuple, prefetch: bool = True) -> None:
+def play_units(
+    player: Player,
+    sizes: list[float],
+    costs: list,
+    times: tuple,
+    prefetch: bool = True,
+    scattered: list[float] | None = None,
+) -> None:
     """Play a step of stage 3.
 
     Args:
-        sizes: bytes of each unit, in the order of the forward. costs, times: as of `play_buckets`, of the units.
+        sizes: bytes of each unit's weights, in the order of the forward. costs, times: as of `play_buckets`, of units.
+        scattered: bytes of each unit's gradients, by default those of its weights.
     """
+    scattered = scattered or sizes
     forward, backward = (seconds / sum(costs) for seconds in times)
     last, arrival = len(sizes) - 1, {}  # when the weights of the units that are gathered have arrived
 
@@ -219,9 +228,9 @@ def play_units(player: Player, sizes: list[int], costs: list, times: tuple, pref
             if prefetch and unit > 1:
                 fetch(unit - 1)
         if unit < last:  # the gradients of the unit above follow the gather that has just been launched
-            previous, complete = complete, player.message(sizes[unit + 1])
+            previous, complete = complete, player.message(scattered[unit + 1])
             player.wait(previous)
         player.now += backward * costs[unit]
-    previous, complete = complete, player.message(sizes[0])
+    previous, complete = complete, player.message(scattered[0])
     player.wait(previous)
     player.wait(complete)

@@ -20,9 +20,6 @@ from step06_context_parallel.experiments.tools import MODES, AttentionLayer
 CABLES = ("20mbit", "5mbit")  # a hop's keys and values take 0.7 hops, and 2.8
 HOP = 0.08  # seconds that the forward of a later hop computes
 BATCH = 2
-# gloo works on two broadcasts at a time. Those of ranks 0 and 1 send four parts over the cable in one direction while
-# one travels in the other; with ranks 2 and 3 it is the other way round. So all four take as long as 8 parts, not 5
-TURNS = 8 / 5
 PHASES = {"forward": 1.0, "backward": BACKWARD}
 
 
@@ -61,7 +58,7 @@ def predict(mode: str, phase: str, sent: Counter, cable: str) -> float:
         return player.blocked
     on_cable = {op: seconds_on(cable, number) for op, number in sent.items()}
     behind = computes[0] if mode == "allgather" else 0  # its own block: all that can be computed without the others'
-    return max(0, TURNS * on_cable.pop("all_gather", 0) - behind) + sum(on_cable.values())
+    return max(0, on_cable.pop("all_gather", 0) - behind) + sum(on_cable.values())
 
 
 def layers(mesh: Mesh, repeats: int) -> dict[tuple[str, str], dict]:

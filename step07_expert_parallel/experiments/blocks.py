@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from common import weight_gradients
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.tracing.chrome_trace import Trace
 from common.tracing.tracer import Tracer
+from step04_tensor_parallel import weight_gradients
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Action
 

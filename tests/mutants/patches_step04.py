@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import step04_tensor_parallel.train as step04
-from common import collectives, weight_gradients
+from common import collectives
 from common.model import cross_entropy_sum
 from common.weights import initialisation
-from step04_tensor_parallel import operators, ring, tensor_parallel, vocab_parallel
+from step04_tensor_parallel import operators, ring, tensor_parallel, vocab_parallel, weight_gradients
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear
 from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding, _VocabParallelCrossEntropy
 from tests.mutants import Mutants

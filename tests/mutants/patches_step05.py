@@ -12,12 +12,13 @@ from unittest import mock
 
 import torch
 
-from common import collectives, weight_gradients
+from common import collectives
 from common.collectives import Work
-from common.weight_gradients import WeightGradStore
 from common.weights import initialisation
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
+from step04_tensor_parallel import weight_gradients
+from step04_tensor_parallel.weight_gradients import WeightGradStore
 from step05_pipeline import stages, train
 from step05_pipeline.pipeline import Pipeline
 from tests.mutants import Mutants

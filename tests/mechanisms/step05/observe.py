@@ -17,7 +17,7 @@ from common.config import TrainConfig
 from common.measure.allocator import live_bytes
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
-from common.weight_gradients import WeightGradStore
+from step04_tensor_parallel.weight_gradients import WeightGradStore
 from step05_pipeline import pipeline as executor
 from step05_pipeline.pipeline import Pipeline
 from tests.harness.observing import configure, mesh_of, sent_so_far

@@ -8,9 +8,9 @@ import torch
 
 from common.errors import UsageError
 from common.model import Decoder
-from common.weight_gradients import defer_weight_gradients
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.recompute import apply_recompute
+from step04_tensor_parallel.weight_gradients import defer_weight_gradients
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.experts import Counts, Experts
 from step07_expert_parallel.moe import Choices, apply_experts, check_experts

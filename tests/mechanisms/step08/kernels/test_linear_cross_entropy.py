@@ -5,7 +5,7 @@ import torch
 
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Group
-from common.weight_gradients import defer_weight_gradients
+from step04_tensor_parallel.weight_gradients import defer_weight_gradients
 from step08_5d.kernels.cross_entropy import IGNORED
 from step08_5d.kernels.linear_cross_entropy import (
     chunk_length,

@@ -5,7 +5,7 @@ import weakref
 import torch
 import torch.nn.functional as F
 
-from common.weight_gradients import defer_weight_gradients, linear
+from step04_tensor_parallel.weight_gradients import defer_weight_gradients, linear
 
 
 def two_layers(layer, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
