@@ -76,15 +76,15 @@ def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
     return found
 
 
-def compare_steps(inside: list[dict], across: list[dict]) -> dict[str, tuple[float, float, float]]:
-    """Print both layouts inside and across. Returns seconds by layout: inside, across predicted and measured."""
+def compare_steps(inside: list[dict], across: list[dict]) -> dict[str, list[tuple[float, float]]]:
+    """Print both layouts inside and across. Returns their seconds, predicted and measured: inside, then across."""
     rows, result = [], {}
     for (name, flags), here, there in zip(LAYOUTS.items(), inside, across, strict=True):
         predicted = there["computes"] + exposed(flags)
         sent = compared(PACKET * there["logged"], there["sent"], ".1f", 1e6)
         one = compared(here["computes"], here["seconds"], ".2f")
         rows.append((name, *sent, *one, *compared(predicted, there["seconds"], ".2f")))
-        result[name] = here["seconds"], predicted, there["seconds"]
+        result[name] = [(here["computes"], here["seconds"]), (predicted, there["seconds"])]
     header = ["", "MB on the cable: predicted", "measured", "ratio"]
     for place in ("one node", "two nodes"):
         header += [f"s, {place}: predicted", "measured", "ratio"]
@@ -174,29 +174,44 @@ def crossing(points: list[tuple[int, float]]) -> float:
 # ---- the figure ------------------------------------------------------------------------------------------------------
 
 
-def draw(bars: dict[str, tuple[float, float, float]], shares: dict[int, list[tuple[int, float, float]]]) -> None:
+def draw(steps: dict[str, list[tuple[float, float]]], shares: dict[int, list[tuple[int, float, float]]]) -> None:
     """Left the steps as bars, right the exposed share over the width."""
-    figure, (left, right) = new_figure(columns=2, width=9.6, height=3.9)
-    for place, (name, (inside, predicted, across)) in enumerate(bars.items()):
-        colour = COLOURS["reduce_scatter" if name.startswith("tp") else "all_reduce"]
-        for x, value, face in ((place - 0.2, inside, "#BBBBBB"), (place + 0.2, across, colour)):
-            left.bar(x, value, width=0.36, color=face)
-            left.text(x, value, f"{value:.1f} s", ha="center", va="bottom", fontsize=11)
-        left.plot([place + 0.01, place + 0.39], [predicted] * 2, color="black", linewidth=1.6)
-    left.set_xticks([0 - 0.2, 0.2, 0.8, 1.2], ["one\nnode", "two\nnodes"] * 2, fontsize=11)
-    top = 1.25 * max(each[2] for each in bars.values())
-    left.set(ylim=(0, top), ylabel="seconds of a step")
-    for place, title in enumerate(("tensor parallel", "data parallel")):
-        left.text(place, 0.96 * top, title, ha="center", va="top", fontsize=12, fontweight="bold")
-    for number, (tokens, points) in enumerate(shares.items()):
-        widths, predicted, measured = zip(*points)
-        right.plot(widths, measured, "o", markersize=8, color=SERIES[number], label=f"measured, {tokens:,} tokens")
-    right.plot(widths, predicted, color="black", linewidth=1.6, label="predicted for any number")
-    formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
-    right.axvline(formula, color="#777777", linestyle="--", linewidth=1.2)
-    right.text(formula + 15, 0.5, f"the condition:\n{formula:,.0f} columns", fontsize=10.5)
-    right.set(xlabel="columns that share the gather", ylabel="part of the communication\nthat is exposed")
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    right.set_ylim(-0.03, 1.08)
-    right.legend(frameon=False, fontsize=10.5)
+    figure, (left, right) = new_figure(columns=2, width=9.6, height=4.3)
+    draw_steps(left, steps)
+    draw_shares(right, shares)
     save_figure(figure, "nodes")
+
+
+def draw_steps(axis, steps: dict[str, list[tuple[float, float]]]) -> None:
+    """A bar for each measured step, with a line where it was predicted to end."""
+    top = 1.25 * max(measured for places in steps.values() for _, measured in places)
+    titles = {"tp": "tensor parallel", "dp": "data parallel"}
+    for number, (name, places) in enumerate(steps.items()):
+        colour = COLOURS["reduce_scatter" if name.startswith("tp") else "all_reduce"]
+        for x, (predicted, measured), face in zip((number - 0.21, number + 0.21), places, ("#BBBBBB", colour)):
+            axis.bar(x, measured, width=0.38, color=face)
+            axis.text(x, measured, f"{measured:.1f} s", ha="center", va="bottom", fontsize=12)
+            axis.plot([x - 0.19, x + 0.19], [predicted] * 2, color="black", linewidth=2)
+            axis.text(x, predicted - 0.01 * top, f"{predicted:.1f} s", ha="center", va="top", fontsize=12)
+        axis.text(number, 0.98 * top, titles[name[:2]], ha="center", va="top", fontsize=12.5, fontweight="bold")
+    axis.set_xticks([-0.21, 0.21, 0.79, 1.21], ["one\nnode", "two\nnodes"] * 2, fontsize=12)
+    axis.set(ylim=(0, top), ylabel="seconds")
+    axis.set_title("a step: bars measured, lines predicted", loc="left", fontsize=12)
+
+
+def draw_shares(axis, shares: dict[int, list[tuple[int, float, float]]]) -> None:
+    """What is exposed: a dot for each measurement, and the line of the condition."""
+    formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
+    axis.axvspan(formula, 1.05 * WIDTHS[-1], color=COLOURS["idle"], zorder=0)
+    axis.text(1.02 * formula, 0.5, f"from {formula:,.0f} columns on,\nall should hide", fontsize=12)
+    corners = WIDTHS[0], formula, WIDTHS[-1]
+    exposed_parts = [max(0.0, 1 - width / formula) for width in corners]
+    axis.plot(corners, exposed_parts, color="black", linewidth=2, label="predicted, any number of tokens")
+    looks = ({"markerfacecolor": "white", "markeredgewidth": 1.8, "markersize": 7}, {"markersize": 9})
+    for (tokens, points), look in zip(shares.items(), looks):
+        widths, _, measured = zip(*points)
+        axis.plot(widths, measured, "o", color=SERIES[0], label=f"measured, {tokens:,} tokens", clip_on=False, **look)
+    axis.set(xlim=(0.7 * WIDTHS[0], 1.05 * WIDTHS[-1]), ylim=(-0.03, 1.12), xlabel="columns that share the gather")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.set_title("how much of the messages is exposed", loc="left", fontsize=12)
+    axis.legend(frameon=False, fontsize=11, loc="upper right")
