@@ -97,9 +97,14 @@ def draw_deadlock(order: list[tuple]) -> None:
         (a, b), (c, d) = places[start], places[end]
         side = 0.42 if a < c else -0.42
         connect(left, (a * 1.6 + side, b * 2), (c * 1.6 - side, d * 2), "--")
-    left.text(
-        0.8, 3.1, "Each rank's first message is the other's second:\nboth wait forever.", ha="center", fontsize=10
-    )
+    lines = [
+        "Rank 0 works F0 F1 B0 B1, rank 1 F0 B0 F1 B1.",
+        "Each sends what it has just made,",
+        "and receives what it needs next.\n",
+        "Each one's first message is the other's second:",
+        "both wait forever.",
+    ]
+    left.text(0.8, 4.9, "\n".join(lines), ha="center", fontsize=10.5, linespacing=1.4)
     left.set_title("each rank has an order of its own", fontsize=10.5, loc="left", fontweight="bold")
     stuck = 5
     for number, (sender, output, receiver) in enumerate(order, 1):

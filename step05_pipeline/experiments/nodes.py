@@ -2,7 +2,7 @@
 
 from common import collectives
 from common.errors import UsageError
-from common.experiments.figures import SERIES, new_figure, save_figure
+from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
 from common.experiments.tables import compared, print_table
 from common.experiments.tcp_bytes import PACKET
@@ -129,16 +129,22 @@ def played_on_cable(name: str, m: int, message: float) -> float:
 
 def draw_slack(added: dict[tuple[str, float], float], m: int) -> None:
     """What the messages of a step add to its time, over their length: measured dots on predicted lines."""
-    figure, axis = new_figure(width=7.4, height=3.9)
+    figure, axis = new_figure(width=7.4, height=4.2)
     fine = [step / 40 for step in range(6, 85)]
-    for name, colour, label in (("1f1b", SERIES[0], "1F1B"), ("afab", SERIES[1], "AFAB")):
+    looks = {
+        "1f1b": (SERIES[0], "1F1B: every micro-batch waits", 8.6),
+        "afab": (SERIES[1], "AFAB: the first waits", 2.8),
+    }
+    for name, (colour, label, height) in looks.items():
         free = played_on_cable(name, m, 0)
         axis.plot(fine, [(played_on_cable(name, m, x) - free) / x for x in fine], color=colour, linewidth=2)
         dots = [(ratio, value) for (other, ratio), value in added.items() if other == name]
-        axis.plot(*zip(*dots), "o", color=colour, markersize=8, label=label)
-    axis.axvline(1, color="black", linestyle="--", linewidth=1)
-    axis.text(0.98, 0.3, "the condition holds", ha="right", fontsize=10)
-    axis.text(1.02, 0.3, "it does not", ha="left", fontsize=10)
-    axis.set(ylim=(0, None), xlabel="a message takes ... times a forward", ylabel="waiting in a step, in messages")
-    axis.legend(frameon=False, fontsize=10.5)
+        axis.plot(*zip(*dots), "o", color=colour, markersize=9)
+        axis.text(0.17, height, label, fontsize=12.5, fontweight="bold", color=colour)
+    axis.axvspan(1, fine[-1], color=COLOURS["idle"], zorder=0)
+    axis.text(0.97, 0.4, "the condition holds", ha="right", fontsize=12)
+    axis.text(1.03, 0.4, "it does not", ha="left", fontsize=12)
+    axis.set(xlim=(fine[0], fine[-1]), ylim=(0, 10))
+    axis.set_xlabel("length of a message, in forwards", fontsize=12)
+    axis.set_ylabel("waiting in a step, in messages", fontsize=12)
     save_figure(figure, "slack")
