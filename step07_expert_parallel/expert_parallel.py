@@ -22,8 +22,9 @@ from step07_expert_parallel.interleave import switch
 class AllToAll:
     """Rows that travel to other ranks and, in the backward, their gradients that travel back.
 
-    `start` and `finish` surround whatever is computed meanwhile. In the backward, autograd comes to `finish` first: it
-    starts the way back, and what was computed meanwhile has its backward meanwhile.
+    `start` and `finish` surround whatever is computed meanwhile. In the backward, autograd comes to `finish` first, and
+    sends the gradients back. While they travel, it goes through what was computed meanwhile. Then it comes to `start`,
+    which waits for them.
     """
 
     def __init__(self, sent: list[int], received: list[int], group: Group):

@@ -1,6 +1,6 @@
 """Products with one matrix for each expert, and the experts made of them.
 
-The rows of an expert are neighbours, so that each of its three matrices multiplies them in one go, however many there
+The rows of an expert are neighbors, so that each of its three matrices multiplies them in one go, however many there
 are. PyTorch has a kernel that does so for all experts at once (`grouped_mm`); for types and widths that it does not
 take, a loop over the experts does the same.
 """

@@ -1,10 +1,10 @@
-"""A mixture of experts: many SwiGLUs in the place of one, of which every token passes through a few.
+"""A mixture of experts: many SwiGLUs instead of one, and every token passes through a few.
 
 Sparsely-gated experts: Shazeer et al., arXiv:1701.06538; in every layer of a transformer: Switch, arXiv:2101.03961;
 the two shapes built here: Mixtral, arXiv:2401.04088, and DeepSeekMoE with shared experts, arXiv:2401.06066.
 
 The layer copies each token once for each expert that it has chosen, and sorts the copies by expert. Then the tokens of
-an expert are neighbours, and each of an expert's three matrices multiplies them in one go, however many there are. Back
+an expert are neighbors, and each of an expert's three matrices multiplies them in one go, however many there are. Back
 at its place, a token is the sum of the outputs of its experts, weighted by their gates.
 """
 
@@ -40,7 +40,8 @@ class Choices:
         flat, kept = chosen.flatten(), (chosen < experts).sum(-1)
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        self.counts, order = Counts(counts[:experts]), flat.argsort(stable=True)
+        self.counts = Counts(counts[:experts])
+        order = flat.argsort(stable=True)  # what is dropped comes last
         self.order = order[: sum(self.counts.on_host)] if some_dropped else order
         self.tokens = self.order // chosen.shape[1]
         self.places, self.starts = self.order.argsort(), kept.cumsum(0) - kept
@@ -118,11 +119,12 @@ def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     This rank holds a part of the experts, and all of the router and of the shared experts. With tensor parallelism it
     has a part of the sequence to itself there, as in the norms, so that those gradients are summed over `tp`.
     """
-    shape, (ep, tp) = config.model_config, (mesh.ep, mesh.tp)
+    shape, ep, tp = config.model_config, mesh.ep, mesh.tp
     for index, layer in model.layers.items() if shape.experts else ():
         if int(index) < shape.dense_layers:
             continue
-        residual, name = layer.mlp.down_proj.weight.spec.init_std, f"layers.{index}.mlp"
+        name = f"layers.{index}.mlp"
+        residual = layer.mlp.down_proj.weight.spec.init_std
         count = shape.experts // ep.size
         mine = count * ep.rank, count * (ep.rank + 1)
         router = Router(config, mesh)
@@ -134,16 +136,17 @@ def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
             shared.set_submodule(projection, DeferringLinear(module.weight))
         layer.mlp = MoE(router, experts, shared, ep)
         attach_specs(layer.mlp, {"down_proj": residual, "down_proj.weight": residual, "": 0.02})
+        of_experts = set(experts.parameters())
         for parameter in layer.mlp.parameters():
             spec = replace(parameter.spec, name=f"{name}.{parameter.spec.name}")
-            if parameter in set(experts.parameters()):
+            if parameter in of_experts:
                 whole, box = (shape.experts, *spec.global_shape[1:]), (mine, *spec.box[1:])
                 spec = replace(spec, global_shape=whole, box=box, shard_groups=("expert_shard", "expert_replica"))
             elif tp.size > 1:
                 spec = replace(spec, extra_groups=("tp",), owner=tp.rank == 0)
             parameter.spec = spec
-        first, whole = mesh.dp_cp.rank == tp.rank == 0, ((0, shape.experts),)  # every rank has the whole bias
-        router.bias.spec = ParameterSpec(f"{name}.router.bias", (shape.experts,), whole, init_std=0.0, owner=first)
+        box, first = ((0, shape.experts),), mesh.dp_cp.rank == tp.rank == 0  # every rank has the whole bias
+        router.bias.spec = ParameterSpec(f"{name}.router.bias", (shape.experts,), box, init_std=0.0, owner=first)
 
 
 def check_experts(config: TrainConfig) -> None:

@@ -35,7 +35,7 @@ class Router(nn.Module):
     dropped     () int64: how many choices exceeded the capacity of their expert since then
     scaler      multiplies losses before the backward; `Balancing` brings the one of the run
 
-    Sequences are divided over two groups: the ranks of `tp` hold neighbouring parts of what a rank of `cp` has.
+    Sequences are divided over two groups: the ranks of `tp` hold neighboring parts of what a rank of `cp` has.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh):
