@@ -21,7 +21,7 @@ RANKS, DEGREES, STAGES = 4, (1, 2, 4), (0, 1, 2, 3)
 # As in Mixtral, nearly all parameters are those of experts
 MODEL = SHAPE | {"layers": 2, "hidden": 256, "expert_ffn": 512, "seq_len": 32, "micro_batch": 1}
 KINDS = ("parameters", "gradients", "optimizer state")
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 Held = dict[str, tuple[float, float]]  # by kind: bytes of experts, and of all else
 
 
@@ -40,10 +40,10 @@ def memory(quick: bool) -> None:
         cells = []
         for part in range(2):
             cells += compared(*(sum(held[kind][part] for kind in KINDS) for held in (predicted, measured[key])))
-        cells += [f"{sum(map(sum, measured[key].values())) / 1e6:.1f}"]
+        cells += [f"{sum(map(sum, measured[key].values())) / MIB:.1f}"]
         rows.append((f"{dtype}, ZeRO {zero}, ep {ep}", *cells))
     experts, rest = predictions.split_parameters(model)
-    header = ("", "experts: predicted", "measured", "ratio", "the rest: predicted", "measured", "ratio", "sum, MB")
+    header = ("", "experts: predicted", "measured", "ratio", "the rest: predicted", "measured", "ratio", "sum, MiB")
     title = f"{experts:,} parameters of experts, {rest:,} others, {RANKS} ranks (dp {RANKS}): bytes that a rank holds"
     print_table(title, header, rows)
     large_models()
@@ -110,16 +110,16 @@ def draw_memory(measured: dict[tuple, Held]) -> None:
             labels.append(f"ep {ep}")
             for part in (1, 0):
                 for kind in KINDS:
-                    size, look = held[kind][part] / 1e6, {"hatch": "////"} if part else {}
+                    size, look = held[kind][part] / MIB, {"hatch": "////"} if part else {}
                     axis.bar(places[-1], size, 0.9, top, color=COLOURS[kind], edgecolor="white", linewidth=0.6, **look)
                     top += size
             axis.text(places[-1], top + 1, f"{top:.0f}", ha="center", fontsize=9)
-        axis.text(4 * zero + 1, -17, f"ZeRO {zero}", ha="center", fontsize=10, fontweight="bold")
+        axis.text(4 * zero + 1, -16, f"ZeRO {zero}", ha="center", fontsize=10, fontweight="bold")
     axis.set_xticks(places, labels, fontsize=9)
     axis.tick_params(axis="x", length=0)
     axis.grid(visible=False, axis="x")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set(ylabel="MB on a rank", ylim=(0, 124))
+    axis.set(ylabel="MiB on a rank", ylim=(0, 119))
     handles = [Patch(facecolor=COLOURS[kind], label=kind) for kind in reversed(KINDS)]
     handles.append(Patch(facecolor="#AAAAAA", hatch="////", edgecolor="white", label="hatched: not of experts"))
     axis.legend(handles=handles, frameon=False, fontsize=9.5, loc="upper right")

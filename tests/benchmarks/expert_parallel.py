@@ -106,7 +106,7 @@ def growth(ranks: list[int], experts: int, tokens: int, steps: int) -> dict[str,
         seconds, peaks = zip(*run_ranks(ep, divided_on_rank, ep, experts, tokens, steps, timeout=600), strict=True)
         row = {"us_per_token": max(seconds) / (ep * tokens) * 1e6, "peak_bytes": max(peaks)}
         rows[f"divided_{ep}_ranks"] = row
-        print(f"  ep {ep}   {row['us_per_token']:8.1f} us   {max(peaks) / 1e6:8.1f} MB", flush=True)
+        print(f"  ep {ep}   {row['us_per_token']:8.1f} us   {max(peaks) / 2**20:8.1f} MiB", flush=True)
     return rows
 
 
