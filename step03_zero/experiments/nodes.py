@@ -25,7 +25,7 @@ SPEED = 2.5e9  # FLOP/s of each device
 SHAPE = {"layers": 8, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "vocab": 256, "data": "synthetic"}
 SHAPE |= {"seq_len": 32, "warmup": 1, "zero": 3}
 LAYOUTS = {"all four ranks": 1, "hybrid": 2}  # name: replicas
-SEQUENCES = (1, 2, 4, 6, 8, 12, 16)  # of a rank
+SEQUENCES = (1, 2, 4, 6, 8, 12)  # of a rank
 
 
 class Cable(Player):

@@ -17,8 +17,8 @@ from step06_context_parallel.experiments import predictions
 from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, delayed, hops, part_bytes
 from step06_context_parallel.experiments.tools import MODES, AttentionLayer
 
-CABLES = ("20mbit", "5mbit")  # a hop's keys and values take 0.7 hops, and 2.8
-HOP = 0.08  # seconds that the forward of a later hop computes
+CABLES = ("32mbit", "8mbit")  # a hop's keys and values take 0.7 hops, and 2.8
+HOP = 0.05  # seconds that the forward of a later hop computes
 BATCH = 2
 PHASES = {"forward": 1.0, "backward": BACKWARD}
 
