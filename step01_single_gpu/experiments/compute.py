@@ -1,7 +1,9 @@
 """Experiments on computation: what recomputation leaves alone and what it costs, FLOPs, MFU and HFU, a profile."""
 
+import ctypes
 import dataclasses
 import itertools
+import statistics
 import time
 
 import torch
@@ -40,7 +42,9 @@ def recomputation(quick: bool) -> None:
     cases = {(kind, mode): {"attention": kind, "recompute": mode} for kind in ("naive", "fused") for mode in MODES}
     runs = {case: Run(dataclasses.replace(config, **flags)) for case, flags in cases.items()}
     factor = torch.randn(1024, 1024)
-    seconds = shortest({"product": lambda: factor @ factor} | {case: run.step for case, run in runs.items()}, quick)
+    keep_freed_memory()
+    calls = {"product": lambda: factor @ factor} | {case: run.step for case, run in runs.items()}
+    seconds = {call: statistics.median(times) for call, times in cpu_times(calls, 4 if quick else 40).items()}
     peak = 2 * 1024**3 / seconds["product"]
     rows, figures = [], {}
     for (kind, mode), run in runs.items():
@@ -61,18 +65,26 @@ def recomputation(quick: bool) -> None:
     draw_recomputation(figures)
 
 
-def shortest(cases: dict, quick: bool) -> dict:
-    """Return the shortest CPU time of each call, in seconds: other work on the machine can only make it longer.
-
-    All take turns for 20 rounds, and the one that begins changes.
-    """
+def cpu_times(cases: dict, rounds: int) -> dict[object, list[float]]:
+    """Return the CPU times of each call, in seconds. All take turns, and the one that begins a round changes."""
     times, names = {name: [] for name in cases}, list(cases)
-    for turn in range(4 if quick else 20):
+    for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             start = time.process_time()
             cases[name]()
             times[name].append(time.process_time() - start)
-    return {name: min(values) for name, values in times.items()}
+    return times
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what it frees, as the caching allocator of a GPU does. Elsewhere do nothing.
+
+    By default it returns large blocks to the operating system. The next step pays for every page again, and a mode that
+    keeps more pays more.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
 
 
 def draw_recomputation(ratios: dict[tuple[str, str], tuple[float, float, float]]) -> None:

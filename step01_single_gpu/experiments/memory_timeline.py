@@ -19,6 +19,7 @@ from step01_single_gpu.experiments.tools import MIB, Run
 CATEGORIES = ("parameters", "moments", "gradients", "activations", "temporaries")
 MARKER = 1_000_003  # bytes of an allocation whose time is known on both clocks
 SLACK = 2e-4  # seconds by which the two clocks may differ
+ARROW = {"textcoords": "offset points", "ha": "right", "fontsize": 10, "arrowprops": {"arrowstyle": "->"}}
 
 
 @dataclass
@@ -128,7 +129,7 @@ def _stack(events: list[Allocation], labels: list, alive: dict[int, int]) -> lis
 
 
 def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
-    """The first `steps` steps: stacked areas, a strip with the phases, the predicted peak of each step as a line.
+    """The first `steps` steps: stacked areas, a strip with the phases, each step's peak predicted (line) and measured.
 
     The axis counts the allocator's events, so that the picture does not depend on what else the machine does.
     """
@@ -146,14 +147,17 @@ def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
         start, stop = map(place, limits)
         if stop <= end:
             axis.broken_barh([(start, stop - start)], (-0.11 * top, 0.07 * top), color=COLOURS[name], linewidth=0)
-            if name != "optimizer":
-                axis.text((start + stop) / 2, -0.075 * top, name, ha="center", va="center", fontsize=9, color="white")
+            text = "update" if name == "optimizer" else name
+            axis.text((start + stop) / 2, -0.075 * top, text, ha="center", va="center", fontsize=9, color="white")
     for number, limits in enumerate(timeline.steps[:steps], 1):
         start, stop = map(place, limits)
         axis.hlines(predicted[number - 1] / MIB, start, stop, color="black", lw=1.2)
-        axis.text((start + stop) / 2, 1.04 * top, f"training step {number}", ha="center", fontsize=11)
+        seconds, sizes = timeline.peak(number - 1)
+        axis.plot(place(seconds), sum(sizes) / MIB, "o", color="black", ms=6)
+        axis.text((start + stop) / 2, 1.12 * top, f"training step {number}", ha="center", fontsize=11)
         axis.axvline(stop, color="black", lw=0.8, ls=":")
-    axis.set(ylim=(-0.13 * top, top * 1.14), xlim=(0, end), xticks=[])
+        axis.annotate("the loss", (place(seconds), 0.97 * sum(sizes) / MIB), (-60, -14), **ARROW)
+    axis.set(ylim=(-0.13 * top, top * 1.22), xlim=(0, end), xticks=[])
     axis.set_xlabel("allocations and releases, in order", fontsize=10)
     axis.set_ylabel("MiB", fontsize=10)
     handles, labels = axis.get_legend_handles_labels()
