@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pickle
+import random
 import re
 import signal
 import socket
@@ -110,10 +111,8 @@ def run_script(*command, ranks: int = 1, timeout: float = 120) -> subprocess.Com
     those of all of them, rank 0's first, and the status is that of a rank that failed.
     """
     command = [str(each) for each in command]
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.socket() as port:
-        port.bind(("127.0.0.1", 0))
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
-        port.close()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         request = {"world": ranks, "timeout": timeout, "command": command, "folder": folder}
         outcome = _ask_server(request | {"environment": environment, "directory": str(ROOT)})
         texts = {}
@@ -123,6 +122,15 @@ def run_script(*command, ranks: int = 1, timeout: float = 120) -> subprocess.Com
     if not failed and any(was_ended for _, _, was_ended in outcome.values()):
         raise CommandTimeout(f"after {timeout:g} s: {' '.join(command)}\n" + "\n".join(texts.values()))
     return subprocess.CompletedProcess(command, failed[0] if failed else 0, texts["output"], texts["errors"])
+
+
+def free_port() -> int:
+    """A port that nobody listens on, below those that Linux gives to connections: these come and go all the time."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as trial:
+            if trial.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 def torchrun(nproc: int, script: str | Path, *flags, **options) -> subprocess.CompletedProcess:
