@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from common.config import TrainConfig
 from common.counts import count_parameters
@@ -21,11 +22,13 @@ from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, H100_TFLOPS, 
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import prefetching, regions_of
 from step03_zero.train import train
+from step03_zero.zero import Zero
 
 LINK = "2000,0.2"  # as in step 2: 2 ms a message, 0.2 GB/s
 VARIANTS = {  # name: flags, title in the figure, if it is drawn
     "0": ({"zero": 0}, ""),
     "1": ({"zero": 1}, "stage 1: gathers before the forward needs them"),
+    "1, weights at once": ({"zero": 1}, ""),  # as if the optimizer step ended with the gather
     "2": ({"zero": 2}, ""),
     "3": ({"zero": 3}, "stage 3: a unit is gathered while its neighbor computes"),
     "3, no prefetch": ({"zero": 3}, "stage 3 without prefetch: a unit waits for its own gather"),
@@ -66,7 +69,8 @@ def play(name: str, times: tuple[float, float]) -> Player:
     regions, buckets = regions_of(Decoder(TrainConfig(**MODEL).model_config)), fill_buckets(sizes, BUCKET_MB * 1e6)
     if name == "0":
         predictions.play_all_reduces(player, buckets, sizes, costs, times)
-    elif name in ("1", "2"):
+    elif name[0] in "12":
+        regions = [sum(regions, [])] if "at once" in name else regions
         predictions.play_buckets(player, buckets, regions, sizes, costs, times)
     else:
         units = [[sum(values[index] for index in region) for region in regions] for values in (sizes, costs)]
@@ -89,8 +93,15 @@ def traced_runs(quick: bool) -> dict[str, Trace]:
 def run_variants(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str) -> None:
     """On a rank: run one training after another, each into folder/name."""
     for name, flags in jobs:
-        with prefetching("no prefetch" not in name):
+        gather = gather_at_once if "at once" in name else Zero.gather
+        with prefetching("no prefetch" not in name), mock.patch.object(Zero, "gather", gather):
             run_jobs(mesh, done, [(name, flags)], folder, train)
+
+
+def gather_at_once(zero: Zero) -> None:
+    """In place of `Zero.gather`: the forward begins when all weights have arrived."""
+    for work in [unit.fetch() for unit in reversed(zero.units)]:
+        work.wait()
 
 
 def by_operation(trace: Trace) -> Trace:
