@@ -126,20 +126,20 @@ def draw_grid() -> None:
 
 
 def order(quick: bool) -> None:
-    """Bytes that cross the borders of nodes in a step, for all 24 orders of the axes; the default is dp, pp, cp, tp."""
+    """Bytes that cross the borders of nodes in a step, for all 24 orders of the axes; the default is tp, cp, pp, dp."""
     for model in MODELS:
         rows, classes = [], {node: {} for node in (8, 4, 2)}
         for axes in itertools.permutations(AXES):
             turned, uses = replace(DEGREES, axes=axes), [uses for _, uses in recorded(model)]
             found = {node: crossing(uses, turned, node) for node in (8, 4, 2)}
             totals = {node: sum(each.values()) for node, each in found.items()}
-            rows.append((totals, ", ".join(axes)))
+            rows.append((totals, ", ".join(reversed(axes))))  # innermost first, as --order has it
             for node, inside in ((8, 3), (4, 2), (2, 1)):  # which axes are within a node is all that matters
                 key = frozenset(axes[-inside:])
                 assert classes[node].setdefault(key, found[node]) == found[node], (node, axes)
         rows.sort(key=lambda row: tuple(row[0].values()))
         cells = [(name, *(f"{total / 1e6:.2f}" for total in totals.values())) for totals, name in rows]
-        header = ("order, outermost axis first", "nodes of 8 ranks", "of 4", "of 2")
+        header = ("order, innermost first", "nodes of 8 ranks", "of 4", "of 2")
         print_table(f"{model}: MB that cross the borders of nodes in a step, all ranks together", header, cells)
         if model == "experts" or quick:
             continue
@@ -193,8 +193,8 @@ def draw_order(classes: dict[int, dict[frozenset, dict[str, float]]]) -> None:
                 axis.barh(place, size, 0.7, start, color=DIMENSIONS[name], edgecolor="white", linewidth=0.5)
                 start += size
             axis.text(start, place, f" {start:.1f}", va="center", fontsize=9)
-        labels = [", ".join(each for each in AXES if each in inside) for inside, _ in ordered]
-        default = ", ".join(AXES[-len(ordered[0][0]) :])
+        labels = [", ".join(each for each in reversed(AXES) if each in inside) for inside, _ in ordered]
+        default = ", ".join(AXES[: -len(ordered[0][0]) - 1 : -1])
         label_bars(axis, labels, labels.index(default))
         axis.set_title(f"nodes of {node}, inside:", loc="left", fontsize=10)
         axis.set_xlabel("MB between nodes in a step, all ranks")
