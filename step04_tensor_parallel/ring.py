@@ -19,18 +19,18 @@ def gather_and_multiply(x: torch.Tensor, weights: tuple[torch.Tensor, ...], grou
     results = [x.new_empty(batch, part * group.size, weight.shape[0]) for weight in weights]
     chunk = x.contiguous()
 
-    def multiply(source: int) -> None:
-        """Multiply `chunk`, the part of the sequence that rank `source` holds."""
+    def multiply(chunk: torch.Tensor, source: int) -> None:
+        """Multiply a chunk: the part of the sequence that rank `source` holds."""
         for result, weight in zip(results, weights, strict=True):
             result[:, source * part : (source + 1) * part] = F.linear(chunk, weight)
 
     for hop in range(group.size - 1):
         received = torch.empty_like(chunk)
         work = collectives.exchange([(chunk, left)], [(received, right)], group, async_op=True)
-        multiply((group.rank + hop) % group.size)
+        multiply(chunk, (group.rank + hop) % group.size)
         work.wait()
         chunk = received
-    multiply(left)  # what arrived last
+    multiply(chunk, left)  # what arrived last
     return results
 
 

@@ -163,7 +163,10 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> No
 
 
 def _part(count: int, group: Group, width: int = 1) -> tuple[int, int]:
-    """[start, stop) of this rank's part of `count` heads or rows, each `width` wide. Every rank has at least one."""
+    """[start, stop) of this rank's part of `count` heads or rows, each `width` wide.
+
+    Every rank has at least one. With fewer heads than ranks, neighbors therefore get the same one: a copy.
+    """
     start = count * group.rank // group.size
     return start * width, max(start + 1, count * (group.rank + 1) // group.size) * width
 

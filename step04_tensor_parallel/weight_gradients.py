@@ -1,8 +1,10 @@
 """Linear layers whose weight gradients can be deferred: computed after the backward, at a time of the caller's choice.
 
-The backward of a linear layer is two multiplications, and other ranks wait for only one of them, the input's gradient.
-Zero-bubble pipelines (Qi et al., arXiv:2401.10241) compute the other one later. Splitting the backward into two passes
-of autograd would run everything between the layers twice, so the linear layers themselves ask whether to defer.
+Tensor parallelism defers nothing: here `linear` is an ordinary linear layer and `weight_gradient` an ordinary product.
+Pipelines will defer. The backward of a linear layer is two multiplications, and other ranks wait for only one of them,
+the input's gradient. Zero-bubble pipelines (Qi et al., arXiv:2401.10241) compute the other one later. Splitting the
+backward into two passes of autograd would run everything between the layers twice, so the linear layers themselves ask
+whether to defer.
 """
 
 from collections.abc import Callable, Iterator
