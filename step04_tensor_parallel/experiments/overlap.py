@@ -10,15 +10,14 @@ import torch
 from common import collectives
 from common.config import TrainConfig
 from common.experiments.cost_model import Player
-from common.experiments.figures import figure_path
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
 from common.experiments.tables import print_comparison, print_table
-from common.experiments.timelines import draw_timelines
 from common.experiments.traces import quietest
 from common.process_groups import Group, Mesh
 from common.tracing.chrome_trace import Trace, read_trace
 from step04_tensor_parallel.experiments import predictions
+from step04_tensor_parallel.experiments.timelines import draw_layers
 from step04_tensor_parallel.experiments.tools import WAYS, way_of
 from step04_tensor_parallel.train import train
 
@@ -27,10 +26,10 @@ MODEL |= {"seq_len": 256, "micro_batch": 2, "global_batch": 2, "tp": 2}
 LINK = "200,0.15"  # 0.2 ms a message, 0.15 GB/s: to these products what a network between nodes is to real ones
 
 PANELS = {
-    "no SP, plain": "no sequence parallelism, plain: all-reduces, a rank waits for each",
-    "SP, plain": "sequence parallelism, plain: the same bytes in twice as many messages",
-    "SP, overlap": "overlap: in the backward a second gather, and the reduce-scatter, behind products",
-    "SP, chunked": "chunked: the forward's, too, in a ring of chunks",
+    "SP, plain": "plain",
+    "no SP, overlap": "overlap, no sequence parallelism",
+    "SP, overlap": "overlap (default)",
+    "SP, chunked": "chunked",
 }
 
 
@@ -55,8 +54,7 @@ def overlap(quick: bool) -> None:
         share = 1 - players[name].blocked / players[name].communication
         cells.append((name, f"{share:.0%}", f"{row.overlap_share:.0%}", f"{1e3 * row.step_time_s:.0f}"))
     print_table("overlap share and step time", ("way", "share: predicted", "measured", "step, ms"), cells)
-    panels = [(title, by_operation(traces[name])) for name, title in PANELS.items()]
-    print(f"  figure: {draw_timelines(panels, figure_path('timelines'), 0)}")
+    draw_layers([(title, traces[name], name.startswith("SP")) for name, title in PANELS.items()], "timelines")
 
 
 def traced_runs(quick: bool) -> dict[str, Trace]:
@@ -114,18 +112,3 @@ def _products(x: torch.Tensor, weight: torch.Tensor, group: Group) -> list[float
             trials.append(time.perf_counter() - start)
         seconds.append(min(trials))
     return seconds
-
-
-def by_operation(trace: Trace) -> Trace:
-    """Rank 0's quietest step, as step 0, with a lane for each kind of collective in the place of one for each group."""
-    names = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "send": "ring"}
-    step, spans = quietest(trace).step, []
-    for span in trace.spans[0]:
-        arguments = span["args"] | {"step": 0}
-        if span["args"]["step"] != step or arguments.get("op") == "receive":  # at the same time as the send
-            continue
-        if span["cat"] == "communication":
-            arguments.pop("peer", None)
-            arguments["group"] = names[arguments["op"]]
-        spans.append(span | {"args": arguments})
-    return Trace({0: spans}, trace.steps, trace.degrees)
