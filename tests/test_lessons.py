@@ -1,0 +1,74 @@
+"""What holds for every lesson: its length, that its excerpts are the code, and that its numbers were measured."""
+
+import re
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.ranks import ROOT
+
+LESSONS = sorted(ROOT.glob("step*/README.md"))
+CODE = [path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
+NUMBER = re.compile(r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
+CALCULATION = re.compile(r"[=·×+≥]|/ ?\d|/N")
+NO_MEASUREMENTS = r"arXiv:[\d.]+|\]\([^)]*\)|`[^`]*`|\([A-Z]+ \d{4}\)|[Ss]ections? [\d.]+|Llama 3\.\d"
+
+
+@pytest.fixture(params=LESSONS, ids=[path.parent.name for path in LESSONS])
+def lesson(request):
+    return request.param
+
+
+def fenced(text: str, language: str = r"\w*") -> list[str]:
+    """The blocks between ``` and ```."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_it_has_at_most_3000_words(lesson):
+    text = re.sub(r"^```.*?^```", "", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"[A-Za-z0-9]\S*", text)) <= 3000
+
+
+def test_excerpts_are_the_code(lesson):
+    """Word for word, but for their indentation; a line ... stands for lines that are left out."""
+    dedented = [re.sub(r"^ +", "", text, flags=re.MULTILINE) for text in CODE]
+    text, _, _ = lesson.read_text().partition("## Exercises")
+    for block in fenced(text, "python"):
+        for part in re.split(r"^ *\.\.\.\n", textwrap.dedent(block), flags=re.MULTILINE):
+            part = re.sub(r"^ +", "", part, flags=re.MULTILINE)
+            assert any(part in text for text in dedented), f"nowhere in the code:\n{part}"
+
+
+def value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def rounds_to(measured: float, number: str) -> bool:
+    """Whether `number`, as the lesson writes it, is `measured` with fewer digits, or in thousands, millions, ..."""
+    decimals = len(number.partition(".")[2])
+    zeros = len(number) - len(number.rstrip("0")) if value(number) >= 1000 and not decimals else -decimals
+    return any(abs(measured / 1000**power - value(number)) <= 0.501 * 10**zeros for power in range(4))
+
+
+def claims(text: str) -> Iterator[tuple[str, str]]:
+    """Numbers of the text with two digits and a point, or three digits, and the paragraphs where they stand.
+
+    Not those in code, nor in paragraphs that show a calculation.
+    """
+    text = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    for paragraph in text.split("\n\n"):
+        paragraph = re.sub(NO_MEASUREMENTS, " ", paragraph.replace("\n", " "))
+        if not CALCULATION.search(paragraph):
+            for number in NUMBER.findall(paragraph):
+                digits = re.sub(r"[.,]", "", number).strip("0")
+                if len(digits) >= (2 if "." in number else 3):
+                    yield number, paragraph
+
+
+def test_its_numbers_stand_in_measurements(lesson):
+    shapes = (ROOT / "common" / "presets.py").read_text()  # of the published models
+    sources = shapes + lesson.with_name("measurements.md").read_text()
+    measured = {value(number) for number in NUMBER.findall(sources)}
+    missing = [claim for claim in claims(lesson.read_text()) if not any(rounds_to(each, claim[0]) for each in measured)]
+    assert not missing, "\n".join(f"{number} in: {paragraph}" for number, paragraph in missing)
