@@ -132,7 +132,7 @@ def draw_nodes(found: dict[str, Tensor], copies: list[tuple[str, float, float]])
     for place, (name, reached) in enumerate(found.items()):
         x = [number + 0.4 * place - 0.2 for number in range(1, NODES + 1)]
         left.bar(x, shares(reached), width=0.38, color=SERIES[place], label=f"{name}: {reached.mean():.2f} on average")
-    left.set_title("nodes that a token travels to", loc="left", fontsize=10, fontweight="bold")
+    left.set_title("nodes of a token (trained router)", loc="left", fontsize=10, fontweight="bold")
     left.set(xlabel="nodes", ylabel="share of the tokens", ylim=(0, 1.28), xticks=range(1, NODES + 1))
     left.set_yticks((0, 0.25, 0.5, 0.75, 1))
     left.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
@@ -141,7 +141,7 @@ def draw_nodes(found: dict[str, Tensor], copies: list[tuple[str, float, float]])
         x = place + place // 2 * 0.5
         right.bar(x, measured, width=0.9, color=SERIES[place % 2])
         right.text(x, measured + 0.1, f"{measured:.2f}", ha="center", va="bottom", fontsize=10)
-    right.set_title("copies that leave its node", loc="left", fontsize=10, fontweight="bold")
+    right.set_title("copies that leave its node (random weights)", loc="left", fontsize=10, fontweight="bold")
     right.set_xticks((0.5, 3), ("one copy per expert\n(as here)", "one copy per node\n(as DeepSeek-V3)"))
     right.set_ylim(0, TOP_K)
     for panel in (left, right):
