@@ -84,6 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for bad, line in (
         (not 2 <= options.nodes <= 250, f"--nodes {options.nodes} is not between 2 and 250"),
         (options.ranks < 1, f"--ranks {options.ranks} is not positive"),
+        (options.bandwidth and not 1e4 <= value_of(options.bandwidth) <= 1e11, "--bandwidth: from 10kbit to 100gbit"),
         (not command, "what shall the nodes run? Write it after --, such as -- step05_pipeline/train.py --pp 2"),
     ):
         if bad:
@@ -184,8 +185,10 @@ def run(options: argparse.Namespace) -> int:
     for line in network(options):
         done = shell(line)
         if done.returncode:
-            why = "This kernel has no netem: leave --latency out" if "netem" in line else ADVICE
-            raise NotHere(f"{line}: {(done.stderr.strip().splitlines() or ['failed'])[0]} {why}")
+            error = (done.stderr.strip().splitlines() or ["failed"])[0]
+            why = ADVICE if "permitted" in error else ""
+            why = "This kernel has no netem: leave --latency out" if "netem" in line else why
+            raise NotHere(f"{line}: {error} {why}".strip())
     print(f"to look inside: nsenter -t {os.getpid()} -U -m -n --preserve-credentials", flush=True)
     nodes = Nodes()
     try:
