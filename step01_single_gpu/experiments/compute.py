@@ -89,17 +89,18 @@ def keep_freed_memory() -> None:
 
 def draw_recomputation(ratios: dict[tuple[str, str], tuple[float, float, float]]) -> None:
     """Bytes, FLOPs and time of each mode, relative to none: a panel per kind of attention."""
-    figure, axes = new_figure(columns=2, width=8.6, height=3.1, sharey=True)
+    figure, axes = new_figure(columns=2, width=8.6, height=3.5, sharey=True)
     for axis, attention in zip(axes, ("naive", "fused")):
         for offset, mode in zip((-0.27, 0, 0.27), MODES):
             values = ratios[attention, mode]
-            bars = axis.bar([x + offset for x in range(3)], values, 0.25, color=MODES[mode], label=mode)
-            axis.bar_label(bars, fmt="%.2f", fontsize=9)
+            places, name = [x + offset for x in range(3)], f"--recompute {mode}"
+            bars = axis.bar(places, values, 0.25, color=MODES[mode], label=name)
+            axis.bar_label(bars, fmt="1" if mode == "none" else "%.2f", fontsize=10.5)
         axis.set(xticks=range(3), ylim=(0, 1.55))
-        axis.set_xticklabels(("bytes kept", "FLOPs", "time"), fontsize=10)
-        axis.set_title(f"{attention} attention", fontsize=11, loc="left")
-    axes[0].set_ylabel("relative to none", fontsize=10)
-    axes[1].legend(fontsize=10, title="--recompute", title_fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
+        axis.set_xticklabels(("bytes kept", "FLOPs", "time"), fontsize=11)
+        axis.set_title(f"{attention} attention", fontsize=12, loc="left")
+    axes[0].set_ylabel("relative to none", fontsize=11)
+    figure.legend(*axes[1].get_legend_handles_labels(), fontsize=11, ncol=3, loc="outside lower center", frameon=False)
     save_figure(figure, "recomputation")
 
 

@@ -22,6 +22,14 @@ from step01_single_gpu.experiments.tools import Run, train_in
 
 READS = ("item", "tolist", "__bool__", "__float__")  # of a tensor: on a GPU the host waits for its value
 FLAGS = {"seq_len": 64, "micro_batch": 2, "peak_tflops": 1.0}
+HOST_COLOURS = COLOURS | {"batch": "#777777"}
+HOST_LEGEND = {
+    "batch": "prepare a micro-batch",
+    "other": "launch a kernel",
+    "forward": "forward",
+    "backward": "backward",
+    "idle": "wait",
+}
 PEAK = 989e12  # FLOP/s of an H100 in bfloat16 (its data sheet, dense)
 
 
@@ -90,34 +98,44 @@ def launches(quick: bool) -> None:
 def draw_host() -> None:
     """Host and device on a virtual clock: long kernels, short ones, and a host that reads after every micro-batch."""
     cases = {
-        "long kernels: the host runs ahead": (2.0, False),
-        "the same, but the host reads the loss of every micro-batch": (2.0, True),
+        "long kernels: the host runs ahead": (2.5, False),
+        "the same, but the host reads the loss of every micro-batch": (2.5, True),
         "short kernels: the device waits for the host": (0.6, False),
     }
-    figure, axes = new_figure(len(cases), width=8.6, height=4.0, sharex=True)
+    figure, axes = new_figure(len(cases), width=8.6, height=4.8, sharex=True)
     for axis, (title, (kernel, reads)) in zip(axes, cases.items()):
         host, device = host_and_device(kernel, reads)
+        busy = sum(width for _, width, kind in device if kind != "idle") / (sum(device[-1][:2]) - device[0][0])
         for row, (name, spans) in enumerate((("host", host), ("device", device))):
             for start, width, kind in spans:
-                look = {"facecolor": COLOURS[kind], "edgecolor": "white", "linewidth": 0.6}
+                look = {"facecolor": HOST_COLOURS[kind], "edgecolor": "white", "linewidth": 0.6}
                 if kind == "idle":
                     look = {"facecolor": "white", "edgecolor": "#555555", "hatch": "/////", "linewidth": 0.5}
-                axis.broken_barh([(start, width)], (row + 0.08, 0.84), **look)
-            axis.text(-0.4, row + 0.5, name, ha="right", va="center", fontsize=10)
-        axis.set_title(title, fontsize=10.5, loc="left", pad=3)
+                axis.broken_barh([(start, width)], (row + 0.08, 0.84), label=HOST_LEGEND[kind], **look)
+            axis.text(-0.7, row + 0.5, name, ha="right", va="center", fontsize=11)
+        axis.text(sum(device[-1][:2]) + 0.8, 1.5, f"busy {busy:.0%}", va="center", fontsize=11, weight="bold")
+        axis.set_title(title, fontsize=11.5, loc="left", pad=3)
         axis.set(ylim=(2, 0), yticks=[], xticks=[])
         axis.grid(visible=False)
         axis.spines[:].set_visible(False)
-    axes[-1].set_xlabel("time", fontsize=10, loc="right")
-    axes[0].set_xlim(0, 28)
+    axes[-1].set_xlabel("time", fontsize=11, loc="right")
+    axes[0].set_xlim(0, 62)
+    handles = {label: bar for bar, label in zip(*axes[1].get_legend_handles_labels())}
+    handles = [handles[label] for label in HOST_LEGEND.values()]
+    figure.legend(handles, HOST_LEGEND.values(), ncol=5, fontsize=10.5, loc="outside lower center", frameon=False)
     save_figure(figure, "host")
 
 
 def host_and_device(kernel: float, reads: bool) -> tuple[list, list]:
-    """(start, width, kind) of what both do in two micro-batches of six kernels, each of which takes 1 to launch."""
+    """(start, width, kind) of what both do in four micro-batches of four kernels.
+
+    To prepare a micro-batch takes the host 3, to launch a kernel 1.
+    """
     now, free, host, device = 0.0, 0.0, [], []
-    for _ in range(2):
-        for kind in ["forward"] * 3 + ["backward"] * 3:
+    for _ in range(4):
+        host.append((now, 3.0, "batch"))
+        now += 3.0
+        for kind in ["forward"] * 2 + ["backward"] * 2:
             host.append((now, 1.0, "other"))
             now += 1.0
             if now > free and device:

@@ -131,7 +131,7 @@ def first_steps(quick: bool) -> None:
     header = (*HEADER, "in", *timeline.CATEGORIES)
     count = sum(p.numel() for p in run.parameters)
     print_table(f"Peak of each step in MiB and what it consists of ({count:,} parameters)", header, rows)
-    figure, axis = new_figure(width=9, height=3.9)
+    figure, axis = new_figure(width=8.6, height=4.6)
     timeline.draw(result, predicted, 2, axis)
     save_figure(figure, "first_steps")
 

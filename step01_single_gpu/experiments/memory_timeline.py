@@ -18,6 +18,7 @@ from step01_single_gpu.experiments.tools import MIB, Run
 
 CATEGORIES = ("parameters", "moments", "gradients", "activations", "temporaries")
 MARKER = 1_000_003  # bytes of an allocation whose time is known on both clocks
+COLUMNS = 240  # of the picture
 SLACK = 2e-4  # seconds by which the two clocks may differ
 ARROW = {"textcoords": "offset points", "ha": "right", "fontsize": 10, "arrowprops": {"arrowstyle": "->"}}
 
@@ -131,7 +132,8 @@ def _stack(events: list[Allocation], labels: list, alive: dict[int, int]) -> lis
 def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
     """The first `steps` steps: stacked areas, a strip with the phases, each step's peak predicted (line) and measured.
 
-    The axis counts the allocator's events, so that the picture does not depend on what else the machine does.
+    The axis counts the allocator's events, so that the picture does not depend on what else the machine does. A column
+    shows the fullest of its moments: the loss's few events would be narrower than a pixel.
     """
     times = [seconds for seconds, _ in timeline.points]
 
@@ -139,9 +141,19 @@ def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
         return bisect.bisect_left(times, seconds)
 
     end = place(timeline.steps[steps - 1][1])
-    ys = [[sizes[index] / MIB for _, sizes in timeline.points[:end]] for index in range(len(CATEGORIES))]
-    colours = [COLOURS[name] for name in CATEGORIES]
-    axis.stackplot(range(end), ys, labels=CATEGORIES, colors=colours, step="post", lw=0)
+    width = -(-end // COLUMNS)
+    columns = [
+        max(timeline.points[start : min(start + width, end)], key=lambda point: sum(point[1]))[1]
+        for start in range(0, end, width)
+    ]
+    bottom = [0.0] * len(columns)
+    for index, name in enumerate(CATEGORIES):
+        tops = [low + sizes[index] / MIB for low, sizes in zip(bottom, columns)]
+        xs = [width * column for column in range(len(columns) + 1)]
+        axis.fill_between(
+            xs, [*bottom, bottom[-1]], [*tops, tops[-1]], step="post", color=COLOURS[name], label=name, lw=0, aa=False
+        )
+        bottom = tops
     top = max(predicted) / MIB
     for name, *limits in timeline.phases:
         start, stop = map(place, limits)
@@ -151,14 +163,17 @@ def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
             axis.text((start + stop) / 2, -0.075 * top, text, ha="center", va="center", fontsize=9, color="white")
     for number, limits in enumerate(timeline.steps[:steps], 1):
         start, stop = map(place, limits)
-        axis.hlines(predicted[number - 1] / MIB, start, stop, color="black", lw=1.2)
+        last = number == steps  # one name in the legend is enough
+        name = "predicted peak" if last else None
+        axis.hlines(predicted[number - 1] / MIB, start, stop, color="black", lw=1.2, label=name)
         seconds, sizes = timeline.peak(number - 1)
-        axis.plot(place(seconds), sum(sizes) / MIB, "o", color="black", ms=6)
+        x, name = (place(seconds) // width + 0.5) * width, "measured peak" if last else None
+        axis.plot(x, sum(sizes) / MIB, "o", color="black", ms=6, label=name)
         axis.text((start + stop) / 2, 1.12 * top, f"training step {number}", ha="center", fontsize=11)
         axis.axvline(stop, color="black", lw=0.8, ls=":")
-        axis.annotate("the loss", (place(seconds), 0.97 * sum(sizes) / MIB), (-60, -14), **ARROW)
+        axis.annotate("the loss", (x - width, 0.93 * sum(sizes) / MIB), (-45, -10), **ARROW)
     axis.set(ylim=(-0.13 * top, top * 1.22), xlim=(0, end), xticks=[])
     axis.set_xlabel("allocations and releases, in order", fontsize=10)
     axis.set_ylabel("MiB", fontsize=10)
     handles, labels = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], labels[::-1], fontsize=10, loc="center left", bbox_to_anchor=(1, 0.5))
+    axis.figure.legend(handles, labels, fontsize=10.5, ncol=4, loc="outside lower center", frameon=False)

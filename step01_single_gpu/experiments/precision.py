@@ -123,12 +123,12 @@ def loss_scaling(quick: bool) -> None:
     print(f"  growth after 3 good steps, then an overflow: {scales} x 2^16")
 
 
-VARIANTS = {  # "at a time": sequences of a micro-batch
-    "2 at a time": {},
-    "8 at a time": {"micro_batch": 8},
-    "1 at a time": {"micro_batch": 1},
-    "selective": {"attention": "naive", "recompute": "selective"},
-    "full": {"recompute": "full"},
+VARIANTS = {
+    "micro-batches of 2": {},
+    "micro-batches of 8": {"micro_batch": 8},
+    "micro-batches of 1": {"micro_batch": 1},
+    "naive attention, selective": {"attention": "naive", "recompute": "selective"},
+    "full recomputation": {"recompute": "full"},
     "float16": {"dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16"},
 }
