@@ -54,4 +54,4 @@ def apply_recompute(model, mode: str) -> None:
         if mode == "selective":
             layer.attention.core = recomputed(layer.attention.core)
         elif mode == "full":
-            layer.compute = recomputed(layer.compute)  # and not the module: its hooks fire in the first forward only
+            layer.compute = recomputed(layer.compute)  # the method: hooks that later steps put on the layer run once
