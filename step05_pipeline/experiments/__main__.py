@@ -16,6 +16,7 @@ from step05_pipeline.experiments import bubble, cluster, drawings, frames, memor
 
 EXPERIMENTS = [
     drawings.toy,
+    drawings.circle,
     drawings.deadlock,
     frames.frames,
     schedules.naive,

@@ -1,4 +1,4 @@
-"""Two drawings: two ranks with two micro-batches; messages that wait for each other, and messages in one order."""
+"""Drawings: two ranks with two micro-batches; 1F1B's circle; messages that wait for each other, or have one order."""
 
 from common.experiments.figures import COLOURS, save_figure
 from common.experiments.tables import print_table
@@ -55,6 +55,35 @@ def draw_toy(lines: dict[str, Timeline]) -> None:
     save_figure(figure, "toy")
 
 
+# ---- the circle ------------------------------------------------------------------------------------------------------
+
+
+def circle(quick: bool) -> None:
+    """SIMULATED: 1F1B on two ranks with messages as long as a forward: from the forward of 2 to that of 4; drawn."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    line = simulate(build_schedule("1f1b", 2, 8), Costs(communication=1))
+    spans = {(rank, str(action)): (start, end) for rank, row in enumerate(line.spans) for action, start, end in row}
+    begin, end = spans[0, "F2"][0], spans[0, "F4"][0]
+    print(f"\n1F1B, 2 ranks, a message takes F: {line.makespan:g} units; from F2 to F4 on rank 0 {end - begin:g}")
+    figure = Figure(figsize=(8.6, 2.4), dpi=120, layout="constrained")
+    axis = figure.subplots()
+    draw_rows(axis, line, line.makespan, inches=0.55, names=True)
+    for text in axis.texts:
+        text.set_clip_on(True)  # most of the step is outside the picture
+    for rank, name in ((0, "F2"), (1, "F2"), (1, "B2"), (0, "B2"), (0, "F4")):
+        start, width = spans[rank, name][0], spans[rank, name][1] - spans[rank, name][0]
+        axis.add_patch(Rectangle((start, rank - 0.45), width, 0.9, fill=False, edgecolor="black", linewidth=2.5))
+    arrow = {"arrowstyle": "-|>", "color": MESSAGE, "linewidth": 2.2, "shrinkA": 0, "shrinkB": 0}
+    for rank, name in ((0, "F2"), (1, "B2"), (0, "F4")):
+        sent, used = spans[rank, name][1], spans[1 - rank, name][0]
+        axis.annotate("", (used, 1 - rank), (sent, rank), arrowprops=arrow, zorder=5)
+    axis.set(xlim=(begin - 2, end + 4), xlabel="time; a message takes 1")
+    axis.set_xticks(range(int(begin) - 2, int(end) + 5))
+    save_figure(figure, "circle")
+
+
 # ---- deadlock --------------------------------------------------------------------------------------------------------
 
 
@@ -99,13 +128,13 @@ def draw_deadlock(order: list[tuple]) -> None:
         connect(left, (a * 1.6 + side, b * 2), (c * 1.6 - side, d * 2), "--")
     lines = [
         "Rank 0 works F0 F1 B0 B1, rank 1 F0 B0 F1 B1.",
-        "Each sends what it has just made,",
-        "and receives what it needs next.\n",
-        "Each one's first message is the other's second:",
+        "F0 has arrived (not drawn). Now each sends",
+        "what it has just made, then receives what it needs.\n",
+        "What one asks for first, the other asks for second:",
         "both wait forever.",
     ]
     left.text(0.8, 4.9, "\n".join(lines), ha="center", fontsize=10.5, linespacing=1.4)
-    left.set_title("each rank has an order of its own", fontsize=10.5, loc="left", fontweight="bold")
+    left.set_title("each rank has its own order (1F1B, 2 ranks)", fontsize=10.5, loc="left", fontweight="bold")
     stuck = 5
     for number, (sender, output, receiver) in enumerate(order, 1):
         y = (number - 1) * 0.78
