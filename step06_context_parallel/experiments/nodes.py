@@ -8,13 +8,11 @@ from collections import Counter
 
 from common import collectives
 from common.errors import UsageError
-from common.experiments.cost_model import Player
 from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
 from common.experiments.tables import print_table
-from common.link import Link
 from common.process_groups import Mesh
-from step06_context_parallel.experiments import predictions
 from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, delayed, hops, part_bytes
+from step06_context_parallel.experiments.ring_on_cable import ring_seconds
 from step06_context_parallel.experiments.tools import MODES, AttentionLayer
 
 CABLES = ("32mbit", "8mbit")  # a hop's keys and values take 0.7 hops, and 2.8
@@ -49,13 +47,12 @@ def predict(mode: str, phase: str, sent: Counter, cable: str) -> float:
     """Predicted seconds that ranks wait for the cable.
 
     Args:
-        sent: bytes of a node, by collective. In a hop of the ring, one rank of each node sends over the cable.
+        sent: bytes of a node, by collective.
     """
     computes = [PHASES[phase] * seconds for seconds in hops(HOP)]
     if mode == "ring":
-        player = Player(NODES * RANKS, Link(0, 1 / seconds_on(cable, 1)))
-        predictions.play_layer(mode, phase, player, computes, BATCH * part_bytes(), BATCH * part_bytes(), 1)
-        return player.blocked
+        seconds = ring_seconds(phase, computes, BATCH * part_bytes(), seconds_on(cable, 1), RANKS)
+        return seconds - sum(computes)
     on_cable = {op: seconds_on(cable, number) for op, number in sent.items()}
     behind = computes[0] if mode == "allgather" else 0  # its own block: all that can be computed without the others'
     return max(0, on_cable.pop("all_gather", 0) - behind) + sum(on_cable.values())
