@@ -87,8 +87,7 @@ def all_to_all(
     if gloo.serves(input, group):
         gloo.all_to_all(work, output, input, group, output_sizes, input_sizes)
     else:
-        sizes = output_sizes, input_sizes
-        work.launch(dist.all_to_all_single, output, input, *sizes, group=group.handle, async_op=True)
+        work.launch(dist.all_to_all_single, output, input, output_sizes, input_sizes, group.handle, async_op=True)
     return work.launched(async_op)
 
 

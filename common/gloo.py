@@ -74,7 +74,7 @@ def _exchange(work, receives, sends, group: Group) -> None:
     if receives[mine].data_ptr() != sends[mine].data_ptr():
         receives[mine].copy_(sends[mine])
     peers = [(mine + step) % group.size for step in range(1, group.size)]  # or all would send to the same rank first
-    messages = [(dist.irecv, receives[peer], group.ranks[peer]) for peer in reversed(peers)]
+    messages = [(dist.irecv, receives[peer], group.ranks[peer]) for peer in peers]
     messages += [(dist.isend, sends[peer], group.ranks[peer]) for peer in peers]
     work.launch(Messages, [message for message in messages if message[1].numel()], group)
 

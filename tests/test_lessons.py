@@ -20,11 +20,6 @@ def lesson(request):
     return request.param
 
 
-def fenced(text: str, language: str = r"\w*") -> list[str]:
-    """The blocks between ``` and ```."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-
-
 def test_it_has_at_most_3000_words(lesson):
     text = re.sub(r"^```.*?^```", "", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert len(re.findall(r"[A-Za-z0-9]\S*", text)) <= 3000
@@ -34,7 +29,7 @@ def test_excerpts_are_the_code(lesson):
     """Word for word, but for their indentation; a line ... stands for lines that are left out."""
     dedented = [re.sub(r"^ +", "", text, flags=re.MULTILINE) for text in CODE]
     text, _, _ = lesson.read_text().partition("## Exercises")
-    for block in fenced(text, "python"):
+    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         for part in re.split(r"^ *\.\.\.\n", textwrap.dedent(block), flags=re.MULTILINE):
             part = re.sub(r"^ +", "", part, flags=re.MULTILINE)
             assert any(part in text for text in dedented), f"nowhere in the code:\n{part}"

@@ -32,9 +32,9 @@ class CpuClock:
     def watch(self, handle, calls: list, done_at: float) -> None:
         """Let the future of a collective set its completion, or the simulated link where that is later."""
 
-        def set_completion(_) -> None:  # gloo's thread runs this before the wait returns
+        def set_completion(_) -> None:  # in another thread: if the wait has returned already, that was the moment
             for call in calls:
-                call.completion = max(time.perf_counter_ns(), int(done_at * 1e9))
+                call.completion = call.completion or max(time.perf_counter_ns(), int(done_at * 1e9))
 
         if calls[0].peer is None:  # gloo's messages have no future: `Work.wait` sets their completion when it returns
             handle.get_future().add_done_callback(set_completion)
