@@ -32,7 +32,7 @@ NODES = RANKS = 2  # nodes, and ranks on each
 # What crosses the cable in each direction for every byte of the tensor, when 2 of 4 ranks are on either side: of a ring
 # (all-reduce), and of messages straight from every rank to every other one (on gloo, all the others)
 CROSSES = {"all_reduce": 1.5, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_gather": 1.0}
-HIDDEN = 0.8  # messages of which this share hides are said to hide
+HIDES = 0.8  # messages hide from where this share of them does
 HEADER = ("", "predicted, MB", "measured", "ratio", "s without limit", "s on the cable")
 HEADER += ("predicted, s", "measured", "ratio")
 
@@ -116,10 +116,10 @@ def crosses(call: collectives.Call, mesh: Mesh) -> float:
 
 
 def crossing(shares: dict[float, float]) -> float:
-    """Return where shares, by tokens, first reach `HIDDEN`: straight lines between logarithms of tokens."""
+    """Return where the hidden share, by tokens or width, first reaches `HIDES`: straight lines over their logarithms."""
     for (x, low), (y, high) in itertools.pairwise(sorted(shares.items())):
-        if low < HIDDEN <= high:
-            return x * (y / x) ** ((HIDDEN - low) / (high - low))
+        if low < HIDES <= high:
+            return x * (y / x) ** ((HIDES - low) / (high - low))
     return math.nan
 
 

@@ -13,7 +13,7 @@ from common.experiments import tcp_bytes
 from common.experiments.cost_model import all_reduce_bytes
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.nodes import value_of
-from common.experiments.on_nodes import HIDDEN, crossing, on_nodes, timed
+from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
 from common.experiments.slow_device import SlowDevice
 from common.experiments.tables import compared, print_comparison, print_table
 from common.link import Link
@@ -65,7 +65,7 @@ def nodes(quick: bool) -> None:
     condition = all_reduce_bytes(sum(sizes), RANKS) / link.bandwidth / per_token
     print(f"  the backward takes as long as the all-reduce with {condition:,.0f} tokens per rank")
     rows = [(mode, *(crossing(shares[mode][kind]) for kind in ("predicted", "measured"))) for mode in MODES[1:]]
-    print_comparison(f"tokens per rank from which {HIDDEN:.0%} of the all-reduce hides", "mode", rows)
+    print_comparison(f"tokens per rank from which {HIDES:.0%} of the all-reduce hides", "mode", rows)
     draw(shares["bucket"], condition)
 
 

@@ -12,7 +12,7 @@ from common.experiments import tcp_bytes
 from common.experiments.cost_model import Player
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.nodes import value_of
-from common.experiments.on_nodes import CROSSES, HIDDEN, crosses, crossing, on_nodes, timed
+from common.experiments.on_nodes import CROSSES, HIDES, crosses, crossing, on_nodes, timed
 from common.experiments.slow_device import SlowDevice
 from common.experiments.tables import compared, print_table
 from common.link import Link
@@ -94,7 +94,7 @@ def play(flags: dict, alone: dict, replicas: int, ranks: int) -> Player:
     """Play a micro-batch over the cable: of stage 3 over both nodes or, with 2 replicas, of their sum alone.
 
     Args:
-        alone: what `one_step` returns for a step that sends nothing. ranks: of a node.
+        alone: what `timed` finds of a step that sends nothing. ranks: of a node.
     """
     micro_batches = flags["global_batch"] // (flags["micro_batch"] * 2 * ranks)
     times = alone["seconds"] / 3 / micro_batches, alone["seconds"] * 2 / 3 / micro_batches
@@ -151,7 +151,7 @@ def print_sweep(shapes: list[dict], found: list[dict]) -> tuple[dict[str, dict[f
     condition = predictions.tokens_to_hide_gather(2, bandwidth, SPEED, width=TrainConfig(**SHAPE).torch_dtype.itemsize)
     print(f"  at {SPEED / 1e9:g} GFLOP/s a forward takes as long as its gather with {condition:,.0f} tokens")
     cells = compared(*(crossing(shares[kind]) for kind in ("predicted", "measured")))
-    print(f"  {HIDDEN:.0%} hide from {cells[0]} tokens on (predicted), {cells[1]} (measured), ratio {cells[2]}")
+    print(f"  {HIDES:.0%} hide from {cells[0]} tokens on (predicted), {cells[1]} (measured), ratio {cells[2]}")
     return shares, condition
 
 
