@@ -116,7 +116,7 @@ def crosses(call: collectives.Call, mesh: Mesh) -> float:
 
 
 def crossing(shares: dict[float, float]) -> float:
-    """Return where the hidden share, by tokens or width, first reaches `HIDES`: straight lines over their logarithms."""
+    """Where the hidden share, by tokens or width, first reaches `HIDES`: straight lines over their logarithms."""
     for (x, low), (y, high) in itertools.pairwise(sorted(shares.items())):
         if low < HIDES <= high:
             return x * (y / x) ** ((HIDES - low) / (high - low))

@@ -16,7 +16,7 @@ from common.experiments.cost_model import Player, all_reduce_bytes
 from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.nodes import value_of
-from common.experiments.on_nodes import on_nodes, timed
+from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
 from common.experiments.slow_device import SlowDevice
 from common.experiments.tables import compared, print_table
 from common.experiments.tcp_bytes import PACKET
@@ -36,7 +36,6 @@ MODEL |= {"seq_len": 128, "micro_batch": 8, "global_batch": 16}
 LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
 # A pair of column layers, like gate and up, that share a gather
 HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200, 1600)
-HIDES = 0.1  # communication counts as hidden if no larger part of it is exposed
 
 
 def nodes(quick: bool) -> None:
@@ -154,21 +153,12 @@ def compare_widths(seconds: dict[tuple[int, int], float]) -> dict[int, list[tupl
             f"{tokens:,} tokens: backward of two column layers, ms; each of its two messages takes {1e3 * message:.1f}"
         )
         print_table(title, header, rows)
-        crossings = [crossing([(each[0], each[1 + which]) for each in result[tokens]]) for which in (0, 1)]
+        hidden = [{each[0]: 1 - each[1 + which] for each in result[tokens]} for which in (0, 1)]
+        predicted, measured = map(crossing, hidden)
         formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
-        print(
-            f"  {1 - HIDES:.0%} hide from {crossings[0]:,.0f} (predicted), {crossings[1]:,.0f} (measured) columns on;"
-        )
+        print(f"  {HIDES:.0%} hide from {predicted:,.0f} (predicted), {measured:,.0f} (measured) columns on;")
         print(f"  by the formula all hides from {formula:,.0f} columns on")
     return result
-
-
-def crossing(points: list[tuple[int, float]]) -> float:
-    """The width where the exposed share falls below `HIDES`, between two measured ones on a straight line."""
-    for (left, high), (right, low) in zip(points, points[1:]):
-        if low <= HIDES < high:
-            return left + (right - left) * (high - HIDES) / (high - low)
-    return float("nan")
 
 
 # ---- the figure ------------------------------------------------------------------------------------------------------
