@@ -24,10 +24,10 @@ RANKS, DRAWN = 8, (0, 4)  # the first stage, and the rank of the second one that
 # What the forward of a layer does, in order: products and attention (a hop has one or two blocks), and messages
 PRODUCTS = ("q", "k", "v", "o", "router", "experts, gate", "experts, up", "experts, down")
 MESSAGES = {
-    "tp": ("all-\ngather", "reduce-\nscatter"),
+    "tp": ("all-\ngather", "reduce-\nscatter", "next"),  # the embedding of the next micro-batch
     "cp": ("K", "V"),
-    "ep": ("", "dispatch", "combine"),
-}  # counts come first
+    "ep": ("counts", "dispatch", "combine"),
+}
 MESSAGES |= {"pp": ("output",), "dp": ()}
 
 
@@ -182,10 +182,12 @@ def draw_rank(axis, trace: Trace, rank: int, step: int, origin: float, end: floa
         edge = "white" if words and right - left > 0.01 * length else colour
         axis.broken_barh([(left, right - left)], (row + 0.08, 0.84), facecolor=colour, edgecolor=edge, linewidth=0.5)
         text = next(labels.get(what, iter(["attn"])), "") if words and what else ""
-        if words and right - left > 0.015 * length:
-            ink = "white" if what in ("product", "attention", "pp") or row == 0 else "black"
-            look = {"ha": "center", "va": "center", "fontsize": 7.5, "color": ink, "linespacing": 0.9}
-            axis.text((left + right) / 2, row + 0.5, text, **look)
+        if words:
+            inside = right - left > 0.025 * length or len(text) == 1  # or there is room for the word before the box
+            ink = "white" if inside and (what == "pp" or row == 0) else "black"
+            look = {"ha": "center" if inside else "right", "va": "center", "fontsize": 7.5, "color": ink}
+            place = (left + right) / 2 if inside else left - 0.004 * length
+            axis.text(place, row + 0.5, text, **look, linespacing=0.9)
     axis.set_yticks([row + 0.5 for row in range(len(rows))], rows, fontsize=9)
     axis.set(ylim=(len(rows), 0), xlim=(0, length))
     axis.tick_params(axis="y", length=0)
