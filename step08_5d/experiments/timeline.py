@@ -24,7 +24,7 @@ RANKS, DRAWN = 8, (0, 4)  # the first stage, and the rank of the second one that
 # What the forward of a layer does, in order: products and attention (a hop has one or two blocks), and messages
 PRODUCTS = ("q", "k", "v", "o", "router", "experts, gate", "experts, up", "experts, down")
 MESSAGES = {
-    "tp": ("all-\ngather", "reduce-\nscatter", "next"),  # the embedding of the next micro-batch
+    "tp": ("all-\ngather", "reduce-\nscatter", "next micro-batch"),
     "cp": ("K", "V"),
     "ep": ("counts", "dispatch", "combine"),
 }
@@ -183,7 +183,7 @@ def draw_rank(axis, trace: Trace, rank: int, step: int, origin: float, end: floa
         axis.broken_barh([(left, right - left)], (row + 0.08, 0.84), facecolor=colour, edgecolor=edge, linewidth=0.5)
         text = next(labels.get(what, iter(["attn"])), "") if words and what else ""
         if words:
-            inside = right - left > 0.025 * length or len(text) == 1  # or there is room for the word before the box
+            inside = right - left > 0.005 * length * max(map(len, text.split("\n")))  # if not, it stands before the box
             ink = "white" if inside and (what == "pp" or row == 0) else "black"
             look = {"ha": "center" if inside else "right", "va": "center", "fontsize": 7.5, "color": ink}
             place = (left + right) / 2 if inside else left - 0.004 * length
