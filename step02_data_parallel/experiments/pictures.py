@@ -105,7 +105,7 @@ def arrow(axis, start: tuple[float, float], end: tuple[float, float], colour: st
 
 RANKS = 4
 RANK_COLOURS = SERIES[:RANKS]
-PITCH = 1.25  # from a chunk, and from a rank, to the next
+PITCH, ROW = 1.25, 1.65  # from a chunk to the next, from a rank to the next
 MOVING = 8  # frames of the animation for each message
 STILL, BETWEEN = 1500, 110  # ms that the first of them is shown, and each of the others
 Moment = list[list[set[int]]]  # of each rank, of each of its chunks: whose numbers are in the sum
@@ -145,7 +145,7 @@ def sent_chunk(rank: int, index: int) -> int:
 
 
 def place_of(rank: int, chunk: int) -> tuple[float, float]:
-    return chunk * PITCH, -rank * PITCH
+    return chunk * PITCH, -rank * ROW
 
 
 def draw_chunk(axis, place: tuple[float, float], inside: set[int]) -> None:
@@ -168,7 +168,7 @@ def draw_ranks(axis, moment: Moment, size: float) -> None:
         axis.text(x - 0.3, y - 0.5, f"rank {rank}", ha="right", va="center", fontsize=size, color=RANK_COLOURS[rank])
         for chunk, inside in enumerate(chunks):
             draw_chunk(axis, place_of(rank, chunk), inside)
-    axis.set(xlim=(-1.75, RANKS * PITCH + 0.2), ylim=(-RANKS * PITCH - 0.3, 0.55), aspect="equal", xticks=[], yticks=[])
+    axis.set(xlim=(-1.75, RANKS * PITCH + 0.2), ylim=(-RANKS * ROW - 0.1, 0.85), aspect="equal", xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
 
 
@@ -176,7 +176,7 @@ def draw_strip(moments: list[Moment]) -> None:
     """A panel before the ring and one after each message, as ring_frames.png: arrows show what is sent next."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.4, 6.1), dpi=110)
+    figure = Figure(figsize=(10.4, 7.4), dpi=110)
     axes = figure.subplots(2, 4).flatten()
     figure.subplots_adjust(left=0.005, right=0.995, top=0.9, bottom=0.0, wspace=0.02, hspace=0.14)
     for index, (axis, moment) in enumerate(zip(axes, moments)):
@@ -190,27 +190,28 @@ def draw_strip(moments: list[Moment]) -> None:
         if index < len(moments) - 1:
             for rank in range(RANKS):
                 x, y = place_of(rank, sent_chunk(rank, index + 1))
-                end = -PITCH * RANKS - 0.22 if rank == RANKS - 1 else y - PITCH - 0.12
-                arrow(axis, (x + 0.5, y - 0.8), (x + 0.5, end), "black")
+                arrow(axis, (x + 0.5, y - 1.0), (x + 0.5, y - ROW + 0.02), "black")
                 if rank == RANKS - 1:
-                    arrow(axis, (x + 0.5, 0.5), (x + 0.5, -0.12), "black")
+                    arrow(axis, (x + 0.5, 0.67), (x + 0.5, 0.02), "black")
+                    from_there = {"ha": "right", "va": "center", "fontsize": 8.5, "color": RANK_COLOURS[rank]}
+                    axis.text(x + 0.3, 0.4, f"from rank {rank}", **from_there)
     draw_legend(axes[-1])
-    figure.text(0.01, 0.955, "Reduce-scatter: add what arrives", fontsize=13, fontweight="bold")
-    figure.text(0.01, 0.482, "All-gather: replace by what arrives", fontsize=13, fontweight="bold")
+    figure.text(0.01, 0.96, "Reduce-scatter: add what arrives", fontsize=13, fontweight="bold")
+    figure.text(0.01, 0.478, "All-gather: replace by what arrives", fontsize=13, fontweight="bold")
     save_figure(figure, "ring_frames")
 
 
 def draw_legend(axis) -> None:
     """How to read a chunk."""
-    axis.set(xlim=(-1.75, RANKS * PITCH + 0.2), ylim=(-RANKS * PITCH - 0.3, 0.55), aspect="equal", xticks=[], yticks=[])
+    axis.set(xlim=(-1.75, RANKS * PITCH + 0.2), ylim=(-RANKS * ROW - 0.1, 0.85), aspect="equal", xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     for y, inside, text in ((0.0, {0}, "numbers of rank 0 only"), (-1.5, {0, 1}, "sum of ranks 0 and 1")):
         draw_chunk(axis, (-1.2, y), inside)
         axis.text(0.1, y - 0.5, text, va="center", fontsize=10.5)
     draw_chunk(axis, (-1.2, -3.0), set(range(RANKS)))
     axis.text(0.1, -3.5, "sum of all ranks", va="center", fontsize=10.5)
-    arrow(axis, (-0.7, -4.25), (-0.7, -5.15), "black")
-    axis.text(0.1, -4.7, "is sent next (from rank 3\nto rank 0)", va="center", fontsize=10.5)
+    arrow(axis, (-0.7, -4.4), (-0.7, -5.05), "black")
+    axis.text(0.1, -4.7, "is sent next", va="center", fontsize=10.5)
 
 
 def draw_animation(moments: list[Moment], moving: int) -> None:
@@ -228,7 +229,7 @@ def draw_moment(moments: list[Moment], index: int, way: float):
     """The picture after `index` messages, the next one being on its way (0 to 1)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2, 5.4), dpi=100)
+    figure = Figure(figsize=(5.0, 6.2), dpi=100)
     axis = figure.add_axes((0.01, 0.01, 0.98, 0.9))
     draw_ranks(axis, moments[index], 12)
     if way:
@@ -236,9 +237,9 @@ def draw_moment(moments: list[Moment], index: int, way: float):
             chunk = sent_chunk(rank, index + 1)
             x, y = place_of(rank, chunk)
             inside = moments[index][rank][chunk]
-            draw_moving(axis, (x + 0.12, y - way * PITCH), inside)
+            draw_moving(axis, (x + 0.12, y - way * ROW), inside)
             if rank == RANKS - 1:  # and it comes in at the top
-                draw_moving(axis, (x + 0.12, (1 - way) * PITCH), inside)
+                draw_moving(axis, (x + 0.12, (1 - way) * ROW), inside)
     titles = {0: "Each rank has its own numbers", RANKS - 1: "Each rank has the sum of one chunk"}
     titles[len(moments) - 1] = "All ranks have the whole sum"
     text = name_of(index + 1) if way else titles.get(index, name_of(index))
