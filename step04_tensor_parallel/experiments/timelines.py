@@ -44,7 +44,8 @@ def draw_layers(panels: list[tuple[str, Trace, bool]], name: str) -> None:
     figure, axes = new_figure(len(panels), width=10, height=1.75 * len(panels) + 0.9, sharex=True)
     longest, drawn = 0.0, set()
     for axis, (title, trace, sequence_parallel) in zip(axes, panels, strict=True):
-        step = quietest(trace).step
+        row = quietest(trace)
+        step, title = row.step, f"{title}: {1e3 * row.step_time_s:.0f} ms, of which it waits {1e3 * row.exposed_s:.0f}"
         origin, end = trace.window(0, step)
         spans = [span | {"ts": span["ts"] - origin} for span in trace.spans[0] if span["args"]["step"] == step]
         longest = max(longest, (end - origin) / 1000)
