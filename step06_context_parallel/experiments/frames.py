@@ -134,7 +134,7 @@ def draw_moment(hop: int, way: float):
 
     figure = Figure(figsize=(7.6, 4.1), dpi=90)
     ring, mask = figure.subplots(1, 2, width_ratios=(1, 1))
-    figure.subplots_adjust(left=0.01, right=0.99, top=0.86, bottom=0.04, wspace=0.06)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.86, bottom=0.08, wspace=0.06)
     draw_ring(ring, hop, way)
     fill_mask(mask, hop)
     last = hop == RANKS - 1
