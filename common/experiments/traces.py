@@ -9,12 +9,6 @@ def quietest(trace: Trace) -> StepRow:
     return min((mean(report(trace, step)) for step in trace.steps), key=lambda row: row.step_time_s)
 
 
-def quiet_step(traces: dict[str, Trace]) -> int:
-    """Return the number of the step to draw: the one that took least time over all runs."""
-    steps = next(iter(traces.values())).steps
-    return min(steps, key=lambda step: sum(mean(report(trace, step)).step_time_s for trace in traces.values()))
-
-
 def computation(trace: Trace, phase: str) -> float:
     """Return the seconds of a phase in the shortest step, without the time it was blocked; the mean over ranks."""
     step, total = quietest(trace).step, 0.0

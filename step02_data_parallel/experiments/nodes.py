@@ -6,6 +6,8 @@ The cable is real, the devices are simulated: two ranks cannot compute side by s
 import itertools
 from functools import partial
 
+import numpy as np
+
 from common.config import TrainConfig
 from common.data.batches import load_batches
 from common.errors import UsageError
@@ -66,7 +68,12 @@ def nodes(quick: bool) -> None:
     print(f"  the backward takes as long as the all-reduce with {condition:,.0f} tokens per rank")
     rows = [(mode, *(crossing(shares[mode][kind]) for kind in ("predicted", "measured"))) for mode in MODES[1:]]
     print_comparison(f"tokens per rank from which {HIDES:.0%} of the all-reduce hides", "mode", rows)
-    draw(shares["bucket"], condition)
+    alone = {sequences * MODEL["seq_len"]: each["alone"]["seconds"] for sequences, each in found.items()}
+    line = {}  # also between the measured points
+    for tokens in range(min(alone), max(alone) + 1, 8):
+        backward = BACKWARD * float(np.interp(tokens, list(alone), list(alone.values())))
+        line[tokens] = predictions.overlap(sizes, costs, backward, RANKS, link, "bucket", limit).overlap_share
+    draw({"predicted": line, "measured": shares["bucket"]["measured"]}, condition)
 
 
 def tensors() -> tuple[list[int], list[float]]:
@@ -85,7 +92,7 @@ def draw(shares: dict[str, dict[float, float]], condition: float) -> None:
     axes.axvline(condition, color="black", linestyle="--", linewidth=1)
     axes.text(condition * 1.05, 4, "backward = all-reduce", fontsize=10)
     axes.set(xscale="log", xlabel="tokens per rank", ylabel="% of the all-reduce hidden", ylim=(0, 100))
-    axes.set_xticks(tokens, [f"{each:,}" for each in tokens])
+    axes.set_xticks(tokens, [f"{each:,}" for each in tokens])  # those that were measured
     axes.minorticks_off()
     axes.set_title("Enough tokens hide the all-reduce: two nodes, a slow cable", fontsize=11, loc="left")
     axes.legend(frameon=False)

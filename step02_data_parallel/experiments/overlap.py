@@ -10,7 +10,7 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
 from common.experiments.tables import print_comparison
 from common.experiments.timelines import draw_timelines
-from common.experiments.traces import computation, quiet_step, quietest
+from common.experiments.traces import computation, quietest
 from common.tracing.chrome_trace import Trace, read_trace
 from step02_data_parallel.experiments import predictions
 from step02_data_parallel.experiments.numbers import MODES, gradient_calls
@@ -47,9 +47,9 @@ def overlap(quick: bool) -> None:
     }
     panels = []
     for mode, trace in traces.items():
-        of_rank_0 = Trace({0: trace.spans[0]}, trace.steps, trace.degrees)
+        of_rank_0 = Trace({0: trace.spans[0]}, [rows[mode].step], trace.degrees)  # the step of the tables
         panels.append((titles[mode].format(gradient_calls(trace)[0] // len(trace.steps)), of_rank_0))
-    print(f"  figure: {draw_timelines(panels, figure_path('timelines'), quiet_step(traces))}")
+    print(f"  figure: {draw_timelines(panels, figure_path('timelines'))}")
 
 
 def bucket_size(quick: bool) -> None:
