@@ -218,7 +218,7 @@ def _overlap(model: ModelConfig, recipe: Recipe, options: argparse.Namespace) ->
     print(f"\nDoes the backward of the last micro-batch ({tokens:,} tokens per GPU) hide the all-reduce?")
     print(f"  at {bandwidth / 1e9:.1f} GB/s, {peak / 1e12:g} TFLOP/s and {beta} bytes per gradient")
     print(f"  all-reduce / backward = {beta} (DP-1) peak / (2 DP tokens bandwidth) = {ratio:.2f}: {verdict}")
-    print(f"  (the playbook prints Ψ (DP-1) peak / (2 DP tokens bandwidth) = {printed:.1e}; Ψ, the parameters, cancels)")
+    print(f"  (the playbook prints Ψ (DP-1) peak / (2 DP tokens bandwidth) = {printed:.1e}; Ψ cancels)")
     print(f"\n  tokens per GPU that hide it, with 2 and with {beta} bytes per gradient:")
     for gpus, measured in ALL_REDUCE_GB_PER_S.items():
         two, ours = (tokens_to_hide(gpus, measured * 1e9, peak, each) for each in (2, beta))
