@@ -81,11 +81,11 @@ def limited(mesh: Mesh, bandwidth: str) -> Iterator[None]:
 
 
 def timed(mesh: Mesh, functions: list[Callable], repeats: int, of: Callable = min) -> list[dict]:
-    """On a rank: for each function the least of its seconds, and the bytes that this node sent for it.
+    """On a rank: for each function its seconds, `of` all repeats, and the bytes that this node sent for it.
 
     Without a cable these are 0. All of them are called in their order, `repeats` times. Call them once before: a
-    first time is slower. The least, since ranks share the cores with whatever else the machine does, which can only
-    add time; `of` may choose another one.
+    first time is slower. By default the least, since ranks share the cores with whatever else the machine does, which
+    can only add time.
     """
     seconds, sent = ([[] for _ in functions] for _ in range(2))
     for _ in range(repeats):
