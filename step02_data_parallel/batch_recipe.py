@@ -223,7 +223,7 @@ def _overlap(model: ModelConfig, recipe: Recipe, options: argparse.Namespace) ->
     for gpus, measured in ALL_REDUCE_GB_PER_S.items():
         two, ours = (tokens_to_hide(gpus, measured * 1e9, peak, each) for each in (2, beta))
         print(f"  {gpus:>6} GPUs at {measured:>5.1f} GB/s {two:>8,.0f} {ours:>8,.0f}")
-    print("  Bandwidths: the playbook's own measurement on H100 nodes (medians). Full peak is assumed; a")
+    print("  Bandwidths: the playbook's own measurement on H100 nodes (medians). That peak is assumed; a")
     print("  model that reaches half of it computes twice as long, and half as many tokens do.")
 
 

@@ -151,8 +151,8 @@ def send_receive(group: Group, device: torch.device) -> None:
 def ring_all_reduce(tensor: torch.Tensor, group: Group, after_step=lambda phase, step: None) -> None:
     """All-reduce by hand in two phases of N-1 messages of K/N bytes, each to the right neighbor.
 
-    The tensor is cut into N chunks. Reduce-scatter: in step s rank r sends chunk r-s on and adds what arrives
-    to chunk r-s-1; after N-1 steps it holds the complete sum of chunk r+1. All-gather: the complete chunks go
+    The tensor is cut into N chunks. Reduce-scatter: in step s rank r sends chunk r-s-1 on and adds what arrives
+    to chunk r-s-2; after N-1 steps it holds the complete sum of chunk r. All-gather: the complete chunks go
     round once more. A link carries 2(N-1)/N K bytes in all, less than 2K for any N (Patarasuk and Yuan,
     2009).
 
@@ -165,11 +165,11 @@ def ring_all_reduce(tensor: torch.Tensor, group: Group, after_step=lambda phase,
     chunks = list(tensor.view(n, -1))
     incoming = torch.empty_like(chunks[0])
     for step in range(n - 1):
-        collectives.exchange([(chunks[(me - step) % n], right)], [(incoming, left)], group)
-        chunks[(me - step - 1) % n] += incoming
+        collectives.exchange([(chunks[(me - step - 1) % n], right)], [(incoming, left)], group)
+        chunks[(me - step - 2) % n] += incoming
         after_step("reduce-scatter", step)
     for step in range(n - 1):
-        collectives.exchange([(chunks[(me + 1 - step) % n], right)], [(chunks[(me - step) % n], left)], group)
+        collectives.exchange([(chunks[(me - step) % n], right)], [(chunks[(me - step - 1) % n], left)], group)
         after_step("all-gather", step)
 
 

@@ -141,7 +141,7 @@ def name_of(index: int) -> str:
 
 def sent_chunk(rank: int, index: int) -> int:
     """Which chunk a rank sends as message `index`, from 1 on, as `ring_all_reduce` does it."""
-    return (rank - index + 1) % RANKS if index < RANKS else (rank + 1 - (index - RANKS)) % RANKS
+    return (rank - index) % RANKS  # also in the second half, which goes on where the first ends
 
 
 def place_of(rank: int, chunk: int) -> tuple[float, float]:

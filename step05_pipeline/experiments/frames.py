@@ -10,8 +10,8 @@ from step05_pipeline.schedules.timeline import NAMES, draw_rows
 RANKS, MICRO_BATCHES = 4, 8
 MOMENTS = [  # (time, what happens)
     (1.5, "fill: 0 travels down"),
-    (4.5, "the first gradient"),
-    (8.5, "it travels up"),
+    (4.5, "full: the first backward"),
+    (8.5, "its gradient travels up"),
     (16.5, "steady: nobody waits"),
     (26.5, "drain: the last gradient"),
     (32.5, "only rank 0 still works"),
