@@ -197,7 +197,7 @@ def draw_strip(moments: list[Moment]) -> None:
                     axis.text(x + 0.3, 0.4, f"from rank {rank}", **from_there)
     draw_legend(axes[-1])
     figure.text(0.01, 0.96, "Reduce-scatter: add what arrives", fontsize=13, fontweight="bold")
-    figure.text(0.01, 0.478, "All-gather: replace by what arrives", fontsize=13, fontweight="bold")
+    figure.text(0.01, 0.478, "All-gather: overwrite with what arrives", fontsize=13, fontweight="bold")
     save_figure(figure, "ring_frames")
 
 
