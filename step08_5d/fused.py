@@ -1,11 +1,11 @@
 """Puts the kernels of this step into the model and the optimizer (`--fused`), or compiles what they would do.
 
-Four small operations move most of the bytes of a layer: the norm with the addition before it, the rotation of queries
-and keys, and the activation of the MLP. Eager PyTorch reads and writes memory for every `*` and `+` in them. A kernel
+Small operations move most of the bytes of a layer: the norm with the addition before it, the rotation of queries and
+keys, and the activation of the MLP. Eager PyTorch reads and writes memory for every `*` and `+` in them. A kernel
 reads each input once and writes each output once, and so does the code that `torch.compile` makes of the same formulas.
 
-None of them talks to other ranks, registers hooks or owns weights. So they go into the model's seams, and no mechanism
-of an earlier step notices.
+None of these talks to other ranks, registers hooks or owns weights. So they go into the model's seams, and no mechanism
+of an earlier step notices. (`LossHead` does both, as step 4's head and loss.)
 """
 
 import functools

@@ -24,7 +24,7 @@ MEANINGS = {
     "f": "width of the MLP",
     "d": "width of a head",
     "a": "heads",
-    "g": "K/V heads",
+    "a_kv": "K/V heads",
     "k": "experts of a token",
     "sp": "tp, or 1 without sequence parallelism",
     "rows": "sent here by the routers of `ep`",
@@ -57,7 +57,7 @@ def letters(config: TrainConfig) -> dict[str, int]:
     """What the letters of the formulas stand for."""
     model, split = config.model_config, config.tp if config.sequence_parallel else 1
     names = {"b": config.micro_batch, "s": config.seq_len, "h": model.hidden, "f": model.ffn, "d": model.head_width}
-    names |= {"a": model.heads, "g": model.kv_heads, "E": model.experts, "k": model.top_k, "fe": model.expert_ffn}
+    names |= {"a": model.heads, "a_kv": model.kv_heads, "E": model.experts, "k": model.top_k, "fe": model.expert_ffn}
     return names | {"tp": config.tp, "cp": config.cp, "ep": config.ep, "sp": split}
 
 
@@ -111,7 +111,7 @@ class Watch:
 
     def _core(self, q, k, v, *mask):
         self.note("queries", "b, a/tp, s/cp, d", q)
-        self.note("keys", "b, g/tp, s/cp, d", k)
+        self.note("keys", "b, a_kv/tp, s/cp, d", k)
         out = self.core(q, k, v, *mask)
         self.note("attention", "b, a/tp, s/cp, d", out)
         return out

@@ -47,11 +47,15 @@ def cost(quick: bool) -> None:
     waits = on_ranks(RANKS, on_every_case, idle_share, [CASES[name] for name in pipelines], title="bubble")
     rows = []
     for index, name in enumerate(pipelines):
-        p, m = configs[name].pp, configs[name].accumulation_steps
-        rows.append((name, (p - 1) / (m + p - 1), statistics.mean(rank[index] for rank in waits)))
+        rows.append((name, bubble(configs[name]), statistics.mean(rank[index] for rank in waits)))
     print_comparison(f"idle share of a rank in the pipeline, 1F1B, a layer takes {DELAY:g} ms", "", rows, ".3f")
     if not quick:
-        draw(found)
+        draw(found, {name: bubble(config) for name, config in configs.items()})
+
+
+def bubble(config: TrainConfig) -> float:
+    """Predicted share of a step in which a rank of the pipeline waits (lesson 5)."""
+    return (config.pp - 1) / (config.accumulation_steps + config.pp - 1)
 
 
 def resolved(flags: dict) -> TrainConfig:
@@ -156,11 +160,11 @@ def print_memory(found: dict[str, list[dict]], configs: dict[str, TrainConfig]) 
     print_table(title, header, rows)
 
 
-def draw(found: dict[str, list[dict]]) -> None:
-    """Two panels: what a rank sends, by dimension, and what the fullest rank holds."""
+def draw(found: dict[str, list[dict]], bubbles: dict[str, float]) -> None:
+    """Three panels: what a rank sends, by dimension, what the fullest rank holds, and the bubble."""
     from matplotlib.patches import Patch
 
-    figure, (left, right) = new_figure(1, 2, width=10.5, height=4.4, sharey=True)
+    figure, (left, right, last) = new_figure(1, 3, width=11.5, height=4.4, sharey=True, width_ratios=(1, 1, 0.4))
     names = list(found)
     for place, name in enumerate(names):
         ranks, start = found[name], 0.0
@@ -174,10 +178,13 @@ def draw(found: dict[str, list[dict]]) -> None:
             right.barh(place, size / 1e6, 0.7, start, color=COLOURS[kind], edgecolor="white", linewidth=0.5)
             start += size / 1e6
         right.text(start, place, f" {start:.1f}", va="center", fontsize=9)
+        last.barh(place, bubbles[name], 0.7, color=COLOURS["idle"], edgecolor="#999999", linewidth=0.5)
+        last.text(bubbles[name], place, f" {bubbles[name]:.0%}", va="center", fontsize=9)
     left.set_yticks(range(len(names)), [name.replace("experts: ", "experts, ") for name in names], fontsize=9)
     left.set(title="MB that a rank sends in a step", ylim=(len(names) - 0.4, -0.6))
     right.set(title="MB on the fullest rank, at the peak of a step")
-    for axis in (left, right):
+    last.set(title="bubble (share of a step)", xticks=[])
+    for axis in (left, right, last):
         axis.set_xlim(0, 1.13 * axis.dataLim.x1)
         axis.tick_params(axis="y", length=0)
         axis.grid(visible=False, axis="y")

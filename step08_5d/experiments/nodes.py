@@ -94,7 +94,8 @@ def draw_placement(speeds: dict[tuple[int, str], tuple[float, float]], orders: d
             axis.barh(places, values, 0.36, color=COLOURS[name], label=name)
             for place, value in zip(places, values):
                 axis.text(value, place, f" {value:,.0f}", va="center", fontsize=8.5)
-        label_bars(axis, [orders[across].replace(",", ", ") for across in ordered], ordered.index(AXES[0]))
+        names = [f"{across} outermost" for across in ordered]
+        label_bars(axis, names, ordered.index(AXES[0]))
         axis.set_title(f"{batch * MODEL['seq_len']:,} tokens in a step", loc="left", fontsize=10)
         axis.set_xlabel("tokens/s")
     axes[-1].legend(fontsize=9, frameon=False, loc="lower right")

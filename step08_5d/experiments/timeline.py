@@ -162,7 +162,10 @@ def second_layer(trace: Trace, step: int) -> tuple[float, float]:
 
 
 def draw_rank(axis, trace: Trace, rank: int, step: int, origin: float, end: float, words: bool) -> None:
-    """A row for what a rank computes, and one for each dimension's link; with `words` in the boxes, of a forward."""
+    """A row for what a rank computes, and one for each dimension's link. In the boxes: what is computed and sent in a
+    forward (`words`), or the actions of a step."""
+    from matplotlib.patheffects import withStroke
+
     length, rows = (end - origin) / 1e3, ["computes", *DIMENSIONS]
     labels = {name: iter(each) for name, each in MESSAGES.items()} | {"product": iter(PRODUCTS)}
     boxes = [(origin, end, 0, COLOURS["idle"], "")]
@@ -188,6 +191,12 @@ def draw_rank(axis, trace: Trace, rank: int, step: int, origin: float, end: floa
             look = {"ha": "center" if inside else "right", "va": "center", "fontsize": 7.5, "color": ink}
             place = (left + right) / 2 if inside else left - 0.004 * length
             axis.text(place, row + 0.5, text, **look, linespacing=0.9)
+    if not words:
+        for span in spans_of(trace, rank, step):
+            if action := span["args"].get("action"):
+                centre = (sum(interval(span)) / 2 - origin) / 1e3
+                look = {"ha": "center", "va": "center", "fontsize": 9, "fontweight": "bold", "color": "white"}
+                axis.text(centre, 0.5, action, **look, path_effects=[withStroke(linewidth=2, foreground="#333333")])
     axis.set_yticks([row + 0.5 for row in range(len(rows))], rows, fontsize=9)
     axis.set(ylim=(len(rows), 0), xlim=(0, length))
     axis.tick_params(axis="y", length=0)
