@@ -94,7 +94,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
                 statistics = balancing.finish(skip=scaler.overflow(norm))
                 collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
                 collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
-            # only here the host waits for the device
+            # outside the layers with experts, only here the host waits for the device
             loss, norm, aux_loss, imbalance, dropped = torch.stack([loss, norm, *statistics]).tolist()
             if scaler.accept(norm):  # float16 may have skipped this step; it adjusts the scale
                 optimizer.updates += 1
