@@ -5,7 +5,7 @@ keys, and the activation of the MLP. Eager PyTorch reads and writes memory for e
 reads each input once and writes each output once, and so does the code that `torch.compile` makes of the same formulas.
 
 None of these talks to other ranks, registers hooks or owns weights. So they go into the model's seams, and no mechanism
-of an earlier step notices. (`LossHead` does both, as step 4's head and loss.)
+of an earlier step notices. (`LossHead` talks and owns weights, as step 4's head and loss do.)
 """
 
 import functools

@@ -193,7 +193,7 @@ folder, late, *sys.argv = sys.argv[1:]
 import common.launch  # with torch, which takes long on a busy machine: the launcher's signal would find no handler
 here = pathlib.Path(folder)
 (here / f"here-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}").touch()
-while len(list(here.glob(f"here-{os.environ['TORCHELASTIC_RESTART_COUNT']}-*"))) < 3:
+while len(list(here.glob(f"here-{os.environ['TORCHELASTIC_RESTART_COUNT']}-*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
 end = os._exit
 def note_and_end(status):
