@@ -15,7 +15,6 @@ from common.experiments.tables import compared, print_comparison, print_table
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.process_groups import Mesh
-from step05_pipeline.experiments.predictions import bubble_ratio
 from step07_expert_parallel.router import Router
 from step08_5d.experiments import formulas
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Run
@@ -56,8 +55,7 @@ def cost(quick: bool) -> None:
 
 def bubble(config: TrainConfig) -> float:
     """Predicted share of a step in which a rank of the pipeline waits (lesson 5)."""
-    ratio = bubble_ratio(config.pp, config.accumulation_steps)
-    return ratio / (1 + ratio)
+    return (config.pp - 1) / (config.accumulation_steps + config.pp - 1)
 
 
 def resolved(flags: dict) -> TrainConfig:
