@@ -25,6 +25,15 @@ def test_it_has_at_most_3000_words(lesson):
     assert len(re.findall(r"[A-Za-z0-9]\S*", text)) <= 3000
 
 
+def test_no_line_of_a_paragraph_looks_like_a_list(lesson):
+    """A line break before a minus would start a list in the middle of a sentence."""
+    text = re.sub(r"^```.*?^```", "", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
+    item = re.compile(r" *([-+*]|\d+[.)]) ")
+    for paragraph in re.split(r"\n\s*\n", text):
+        first, *others = paragraph.strip("\n").split("\n")
+        assert item.match(first) or not any(item.match(line) for line in others), paragraph
+
+
 def test_excerpts_are_the_code(lesson):
     """Word for word, but for their indentation; a line ... stands for lines that are left out."""
     dedented = [re.sub(r"^ +", "", text, flags=re.MULTILINE) for text in CODE]
