@@ -9,6 +9,7 @@ import pytest
 from tests.harness.ranks import ROOT
 
 LESSONS = sorted(ROOT.glob("step*/README.md"))
+PAGES = [ROOT / "README.md", *LESSONS, *sorted(ROOT.glob("step*/measurements.md"))]
 CODE = [path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 NUMBER = re.compile(r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 CALCULATION = re.compile(r"[=·×+≥]|/ ?\d|/N")
@@ -25,9 +26,10 @@ def test_it_has_at_most_3000_words(lesson):
     assert len(re.findall(r"[A-Za-z0-9]\S*", text)) <= 3000
 
 
-def test_no_line_of_a_paragraph_looks_like_a_list(lesson):
+@pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def test_no_line_of_a_paragraph_looks_like_a_list(page):
     """A line break before a minus would start a list in the middle of a sentence."""
-    text = re.sub(r"^```.*?^```", "", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     item = re.compile(r" *([-+*]|\d+[.)]) ")
     for paragraph in re.split(r"\n\s*\n", text):
         first, *others = paragraph.strip("\n").split("\n")
