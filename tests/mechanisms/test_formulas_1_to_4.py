@@ -1,0 +1,225 @@
+"""Every formula of steps 1 to 4 once against a number worked out by hand.
+
+That they hold is counted elsewhere: in the tests of accounting and of memory. A row is (number, formula, arguments),
+its arithmetic stands beside it. Sizes are small and differ from each other, so that a wrong factor shows.
+"""
+
+from dataclasses import astuple, replace
+
+import pytest
+import torch
+
+from common.counts import count_parameters
+from common.experiments import cost_model
+from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player
+from common.presets import PRESETS
+from step01_single_gpu.memory_model import gpt, peak, prediction
+from step02_data_parallel.experiments import predictions as data
+from step03_zero.experiments import predictions as zero
+from step04_tensor_parallel.experiments import predictions as tensor
+from step04_tensor_parallel.experiments.predictions import Way
+from tests.mechanisms.formulas import BF16, DENSE, F32, LINK, SHAPE, TIED, check, played
+
+
+def exchange_and_wait(player: Player) -> None:
+    player.now = 1.0
+    first_, second = player.exchange(3), player.all_reduce(8)
+    player.wait(first_)
+    player.wait(second)
+
+
+COMMON = [
+    (1500, cost_model.all_reduce_bytes, 1000, 4),  # 2·3/4·1000
+    (0.0075, cost_model.all_reduce_seconds, 1000, 4, LINK),  # 2·3·0.001 + 1500/10⁶
+    ([[3, 2], [1], [0]], cost_model.fill_buckets, [4, 3, 2, 1], 5),  # from the end: 1 + 2, and 3 no more; 3; 4
+    ([[1, 0]], cost_model.fill_buckets, [2, 3], 5),  # exactly full
+    (8, cost_model.gather_ratio, 3, 5, 40, 2),  # 2·2·40/(2·5·2)
+    (4, cost_model.gather_ratio, 3, 5, 40, 2, 1),  # as appendix A3 has it: elements
+    # 4 ranks: a message of 8 takes 3·8/4. From 1: the exchange is there at 4, the all-reduce at 4 + 6 + 6
+    ((16, 15, 15), played, 4, exchange_and_wait),
+    (0.00375, lambda: Player(4, LINK).message(1000)),  # 3·(0.001 + 250/10⁶)
+    (0.002, lambda: Player(4, LINK).exchange(1000)),  # 0.001 + 1000/10⁶
+]
+
+# Full recomputation keeps 64 of a layer; tokens 16, cos and sin 32, the head 64 + 8 + 64 + 64, its loss 80 + 16 + 4
+KEPT = 16 + 32 + 2 * 64 + 200 + 100
+STATES = {"parameters": 872 * 2, "gradients": 872 * 4, "master weights": 872 * 4, "moments": 2 * 872 * 4 + 4 * 21}
+
+
+def of_layer(attention_core: str, recompute: str, dtype: torch.dtype = F32) -> int:
+    return prediction.total_bytes(prediction.layer_activations(DENSE, 1, 2, dtype, attention_core, recompute))
+
+
+def peaks(shape: tuple, *arguments) -> tuple[int, ...]:
+    found = peak.predict_peak(*shape, *arguments)
+    return *astuple(found), found.peak
+
+
+SHORT = gpt.GptShape(25, 64, 1, 4)
+STEP_1 = [
+    (816, of_layer, "fused", "none"),
+    (816 - 32, of_layer, "fused", "selective"),  # without the log-sum-exp
+    (816 - 32 + 2 * 32 + 4 + 64, of_layer, "naive", "none"),  # k and v for every head, mask, probabilities
+    # norms 2·(64 + 8 + 32), rows of h 3·32, q, k, v 96, mask 4, softmax 64, its copy 32, rows of f 4·24
+    (596, of_layer, "naive", "none", BF16),
+    (64, of_layer, "fused", "full"),
+    (KEPT, lambda: prediction.total_bytes(prediction.saved_activations(*SHAPE, recompute="full"))),
+    (STATES, prediction.states, DENSE, BF16),  # 9·2 + 3 tensors, each with a counter
+    (STATES | {"moments": 0}, prediction.states, DENSE, BF16, "sgd"),
+    (20, prediction.tensor_count, TIED),
+    # Between steps, at the loss, in the worst layer, in the update, and the most of them.
+    # Parameters 3488, moments 7060. The loss: what is kept and 2·80. In the first layer's MLP: below it 48, gradients
+    # of the head 320, of a layer 352·4 = 1408 and of down_proj 192, inside 816 + 96 + 64. The update: 3488·2 + 7060
+    ((10548, 10548 + 1980 + 160, 10548 + 48 + 1728 + 192 + 976, 14036, 14036), peaks, SHAPE, "fused", "none"),
+    ((10548, 10548 + KEPT + 160, 10548 + 48 + 1728 + 192 + 1040, 14036, 14036), peaks, SHAPE, "fused", "full"),
+    # With sums of 3488 from earlier micro-batches, which are more than any gradient; no moments yet
+    (
+        (3488, 3488 * 2 + KEPT + 160, 3488 + 112 + 3488 + 1040, 14036, 14036),
+        *(peaks, SHAPE, "fused", "full", "adamw", 2, True),
+    ),
+    # Selective keeps 784 of a layer. In the first layer's core: gradients as before and of the MLP 576; q, k, v for
+    # every head 5·64 + 68, half of the norms 136, without o_proj's input; + 2·64 + gradients of scores 2·64 + 2·64
+    ((10548, 10548 + 1916 + 160, 10548 + 48 + 1728 + 576 + 844, 14036, 14036), peaks, SHAPE, "naive", "selective"),
+    # Two sequences, bfloat16: 1744 + 3488 + 7060; a layer keeps 1188, all 2908, the loss 2·160; in the core 320 + 196
+    # + 208 - 64 + 2·128 + 2·64. The update: 1744 + 3488·2 + 7060
+    ((12292, 15520, 12292 + 64 + 1728 + 576 + 1044, 15780, 15780), peaks, (DENSE, 2, 2, BF16), "naive", "none"),
+    # 2·16·64 = 2048 values, of two bytes and of four; 4 bytes for each logit
+    ({"embedding": 2048, "head": 8192, "log-probabilities": 3200}, gpt.head_activations, SHORT, 2, 16),
+    ({"embedding": 2048, "head": 16384, "log-probabilities": 3200}, gpt.head_activations, SHORT, 2, 16, False),
+    ({"core": 48 / (864 + 144), "paper": 1 / 6}, gpt.selective_overhead, gpt.GptShape(0, 12, 1, 1), 12),
+]
+
+STEP_2 = [
+    # 8 bytes over 4 ranks, twice: 2·(6·0.001 + 12/10⁶)
+    ((1.012024, 0.512024), lambda: astuple(data.Overlap(1.0, 0.5).with_scalars(4, LINK))),
+    (0.75, lambda: data.Overlap(2.0, 0.5).overlap_share),
+    # 32/(2·8) = 2 micro-batches of 200 tokens. 4·7·peak/(2·8·436·10⁹) = 500 would hide: 1.5 of 2·1.5 + 1.5 are exposed
+    (1000 * (1 - 1 / 3), data.tokens_per_second_per_gpu, 8, 32, 2, 100, 1000, 500 * 16 * 436e9 / 28, 4),
+]
+
+PEAK, LLAMA, MIXED = 989e12, PRESETS["llama3-8b"], (2, 4, 12)  # an H100's FLOP/s; widths in bytes
+WHOLE = count_parameters(LLAMA).total  # 8,030,261,248
+UNITS = zero.Model((10, 20, 30, 40))
+
+
+def tokens_that_hide() -> list[int]:
+    """On the playbook's nodes; its cheatsheet's ratio for ZeRO-3 is then DP/2 instead of 1."""
+    needed = {dp: zero.tokens_to_hide_gather(dp, 1e9 * each, PEAK) for dp, each in ALL_GATHER_GB_PER_S.items()}
+    for dp, tokens in needed.items():
+        assert zero.cheatsheet_zero3(dp, 1e9 * ALL_GATHER_GB_PER_S[dp], PEAK, tokens) == pytest.approx(dp / 2)
+    return [round(tokens) for tokens in needed.values()]
+
+
+BUCKETS = [[1], [0]], [[0], [1]], [2, 4]
+STEP_3 = [
+    ((200, 400, 1200), zero.held, 100, 0, 4, MIXED),
+    ((200, 400, 300), zero.held, 100, 1, 4, MIXED),
+    ((200, 100, 300), zero.held, 100, 2, 4, MIXED),
+    ((50, 100, 300), zero.held, 100, 3, 4, MIXED),
+    # 8.03·10⁹·18 bytes; 6 + 12/8 of them; 2 + 16/8; 18/8
+    ([134.6, 56.1, 29.9, 16.8], lambda: [round(sum(zero.held(WHOLE, n, 8, MIXED)) / 2**30, 1) for n in range(4)]),
+    ({"float32": (4, 4, 8), "bfloat16": MIXED}, lambda: zero.OURS),
+    (18 / 6, zero.limit, 1, MIXED),
+    (18 / 2, zero.limit, 2, MIXED),
+    (100, lambda: UNITS.parameters),
+    (18, zero.all_gathers, UNITS, 3),  # 3·(4 + 4 - 2)
+    (21, zero.all_gathers, replace(UNITS, tied=True), 3),
+    ((0, 600), zero.sent, UNITS, 0, 1, 3, 4),  # 2·3/4·100·4
+    ((600, 0), zero.sent, UNITS, 1, 4, 3),  # 3/4·(100·4 + 100·4)
+    ((1050, 0), zero.sent, UNITS, 2, 4, 3, 1, True, (2, 4)),  # 3/4·(100·2 + 3·100·4)
+    ((450, 0), zero.sent, UNITS, 2, 4, 3, 1, False, (2, 4)),
+    ((700, 200), zero.sent, UNITS, 3, 2, 2, 2, True, (2, 4)),  # 1/2·(2·150·2 + 2·100·4), 2·1/2·50·4
+    ((720, 200), zero.sent, replace(UNITS, tied=True), 3, 2, 2, 2, True, (2, 4)),  # 10 more are gathered twice
+    (190, zero.resident, UNITS, 4, 2),  # 2·(100/4 + 30 + 40)
+    (130, zero.resident, UNITS, 4, 2, False),
+    (10, zero.tokens_to_hide_gather, 4, 3, 40),  # 2/2·3/4·40/3
+    ([3464, 5023, 8051, 14109, 17841, 35183, 89733], tokens_that_hide),  # 7/8·989·10¹²/249.8·10⁹, ...
+    (10, zero.tokens_to_hide_backward, 4, 3, 6, 40),  # 3/4·40/4·(2/3 + 4/6)
+    (10, zero.tokens_to_hide_scatter, 4, 3, 40),  # 4/4·3/4·40/3
+    (1, zero.appendix_a3, 4, 3, 40, 5),  # 1/10·3/4·40/3
+    (4, zero.cheatsheet_zero3, 4, 3, 40, 5),  # 3·40/(2·5·3)
+    (3.5, zero.cheatsheet_zero2, 4, 3, 40, 5, 7),  # 3·7·40/(4·3·5·4)
+    # Two ranks: a message of 4 takes 2. Forward 0-1; backward to 2, all-reduce 2-6; to 3, all-reduce 6-8
+    ((8, 6, 5), played, 2, zero.play_all_reduces, BUCKETS[0], [2, 4], [1, 1], (1, 2)),
+    # Gathers 0-1, 1-3; forward 1-2, 3-6; backward 6-12, 12-14, scatters 12-14, 14-15
+    ((15, 6, 3), played, 2, zero.play_buckets, *BUCKETS, [1, 3], (4, 8)),
+    # Gathers 0-1, 1-3, 3-6 with forwards 3-4, 6-7; gather 7-9 with a backward; scatters 9-12, 12-14, 14-15; 9-11
+    ((15, 14, 9), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (2, 4)),
+    # Gathers 0-1, 1-3, 4-7, 10-12 alone; backwards 8-10, 12-14; scatters 12-15, 15-17, 17-18
+    ((18, 14, 12), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (2, 4), False),
+    ((21, 20, 15), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (2, 4), True, [4, 8, 12]),  # 9-15, 15-19, 19-21
+]
+
+
+def of_block(*arguments) -> tuple[dict, dict]:
+    return tuple(dict(phase) for phase in tensor.block_collectives(*arguments).values())
+
+
+def pairs(gathers: int, scatters: int) -> dict[str, int]:
+    return {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+def ratios() -> list[float]:
+    """Of a gather within a node of 8 to the product behind it, in Llama 3 8B: q, k and v; gate and up."""
+    shared = LLAMA.hidden + 2 * LLAMA.kv_heads * LLAMA.head_width, 2 * LLAMA.ffn
+    return [round(cost_model.gather_ratio(8, width, PEAK, 250e9), 2) for width in shared]
+
+
+def gigabytes() -> list[float]:
+    """That a rank sends for the blocks of Llama 3 8B, for 8,192 tokens, with tp 2, 4 and 8."""
+    stream = 2 * 8192 * LLAMA.hidden
+    return [round(LLAMA.layers * sum(tensor.block_bytes(Way(), tp, stream).values()) / 1e9, 1) for tp in (2, 4, 8)]
+
+
+PARTS = {"norms": 136, "column inputs": 64, "attention": 112, "mlp": 96}
+SENT = {"blocks": 2 * 10 * 48, "embedding": 2 * 48, "head": 3 * 48, "loss": 36, "norms": 160, "K/V replicas": 0}
+SENT["gradient norm"] = 8
+SENT_BY_TP = SENT | {"blocks": 2 * 4 * 96, "embedding": 96, "head": 96, "norms": 0}
+TIMES = dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (2, 2, 2))
+
+
+def steps_of(*way) -> tuple[float, float, float]:
+    """A layer; gathers take 1, all-reduces of the stream 2, of the loss 4 and 8, of norms 3, of the norm 8."""
+    return played(2, lambda player: tensor.play_step(Way(*way), player, 1, 2, 1, 3, TIMES))
+
+
+STEP_4 = [
+    ([4.51, 0.97], ratios),  # 2·7·989·10¹²/(2·6144·250·10⁹), /(2·28672·...)
+    ([10.7, 16.1, 18.8], gigabytes),  # 32·10·67.1·10⁶·(1/2, 3/4, 7/8)
+    (({"all_reduce": 2}, {"all_reduce": 4}), of_block, Way(False, "overlap", True)),
+    ((pairs(2, 2), pairs(4, 2)), of_block, Way()),
+    ((pairs(2, 2), pairs(6, 4)), of_block, Way(full_recompute=True)),
+    ((pairs(2, 2), pairs(2, 2)), of_block, Way(True, "plain")),
+    (({"send": 4 * 3}, pairs(4, 2)), of_block, Way(True, "chunked"), 4),
+    (150, tensor.sent, "all_reduce", 100, 4),  # 2·3/4·100
+    (75, tensor.sent, "all_gather", 100, 4),
+    (25, tensor.sent, "send", 100, 4),
+    ({"forward": 4 * 50, "backward": 6 * 50}, tensor.block_bytes, Way(), 2, 100),
+    # The stream of 3 tokens is 96 bytes, half of it 48; three numbers a token 36; norms 5·8·4
+    (SENT, tensor.step_bytes, Way(), 2, DENSE, 1, 3),
+    (SENT | {"blocks": 2 * 8 * 48, "head": 96}, tensor.step_bytes, Way(True, "plain"), 2, DENSE, 1, 3),
+    (SENT_BY_TP, tensor.step_bytes, Way(False), 2, DENSE, 1, 3),
+    (2 * 2 * 8 * 2 * 4, lambda: tensor.step_bytes(Way(), 4, DENSE, 1, 3)["K/V replicas"]),  # by two ranks a head
+    # 3 tokens: 2·96, and 2·(4·96 + 48)
+    ({"column then row": 192, "row then column": 864}, tensor.row_then_column_bytes, 2, 3, 8, 32),
+    # Half of step 1's 816: norms 2·136, inputs 2·64; q, k, v, o 2·64 + 2·32 and log-sum-exp 32; rows of f 4·48
+    (PARTS, tensor.block_activations, *SHAPE, 2, Way()),
+    (PARTS | {"column inputs": 128}, tensor.block_activations, *SHAPE, 2, Way(True, "plain")),
+    (PARTS | {"norms": 272, "column inputs": 128}, tensor.block_activations, *SHAPE, 2, Way(False)),
+    ({"layer inputs": 32}, tensor.block_activations, *SHAPE, 2, Way(full_recompute=True)),
+    (72, lambda: tensor.block_activations(*SHAPE, 4, Way())["attention"]),  # k, v whole: (2·64 + 2·64 + 32)/4
+    ((16, 8.5), lambda: tuple(tensor.gpt_block_activations(4, split) for split in (False, True))),  # 10 + 24/4, 34/4
+    (63, tensor.loss_bytes, 3, 10, 4),  # 3·(3·4 + 8 + 1)
+    # Products take 10 in the forward and 20 in the backward. Exposed: 6 in the forward, the loss 12, two gathers before
+    # row layers, the embedding 1, norms 3 and norm 8; hidden 6
+    ((30 + 32, 38, 32), steps_of),
+    ((30 + 35, 35, 35), steps_of, True, "plain"),  # all of it; three fewer are gathered again
+    ((30 + 27, 38, 27), steps_of, True, "chunked"),  # five of the forward's six hide as well
+    ((30 + 26, 32, 26), steps_of, False),  # three all-reduces of 2 in the forward, 12, 8; three hide behind dw
+    ((30 + 32, 32, 32), steps_of, False, "plain"),
+]
+
+
+@pytest.mark.parametrize("rows", [COMMON, STEP_1, STEP_2, STEP_3, STEP_4], ids=["common", "1", "2", "3", "4"])
+def test_formulas(rows):
+    check(rows)
