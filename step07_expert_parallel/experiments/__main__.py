@@ -43,6 +43,7 @@ EXPERIMENTS = [
     overlap.overlap,
     dualpipe.dualpipe,
     dualpipe.simulated,
+    dualpipe.partners,
 ]
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from common.config import TrainConfig
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_comparison, print_table
 from common.link import Link
+from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
 from common.tracing.tracer import Tracer
@@ -23,7 +24,8 @@ from step05_pipeline.stages import schedule_of
 from step07_expert_parallel import train
 from step07_expert_parallel.experiments import predictions
 from step07_expert_parallel.experiments.blocks import draw_lanes, phases, slow_down, slow_weight_gradients
-from step07_expert_parallel.experiments.predictions import Part, alone, in_turns
+from step07_expert_parallel.experiments.overlap import INFINIBAND, NVLINK, PEAK, SEQ
+from step07_expert_parallel.experiments.predictions import Part, alone, in_turns, nodes_reached
 from step07_expert_parallel.experiments.ranks import SHAPE, Run, routing
 from step07_expert_parallel.interleave import InterleavedPipeline
 
@@ -145,6 +147,28 @@ def stage_costs(*layer, together: bool, communication: float = 0.0) -> Costs:
 # ---- larger than this machine ----------------------------------------------------------------------------------------
 
 STAGE = 4  # layers of a stage
+
+
+def partners(quick: bool) -> None:
+    """PREDICTED: behind what each all-to-all hides on H100s, and how much of it does not."""
+    mixtral, deepseek = PRESETS["mixtral-8x7b"], PRESETS["deepseek-v3-like"]
+    each_expert, each_node = deepseek.top_k * 63 / 64, nodes_reached(deepseek)
+    cases = [("mixtral-8x7b, ep 8, NVLink", mixtral, mixtral.top_k * 7 / 8, NVLINK)]
+    cases += [("mixtral-8x7b, ep 8, InfiniBand", mixtral, mixtral.top_k * 7 / 8, INFINIBAND)]
+    cases += [("deepseek-v3-like, ep 8, NVLink", deepseek, deepseek.top_k * 7 / 8, NVLINK)]
+    cases += [("deepseek-v3-like, ep 64, InfiniBand", deepseek, each_expert, INFINIBAND)]
+    cases += [("the same, once to each of at most 4 nodes", deepseek, each_node, INFINIBAND)]
+    rows = []
+    for name, model, copies, bandwidth in cases:
+        attention = predictions.attention_flops(model, SEQ) / PEAK
+        experts, travel = predictions.expert_flops(model) / PEAK, 2 * copies * model.hidden / bandwidth
+        backward, forward = (parts(kind, attention, experts, travel, STAGE) for kind in "BF")
+        exposed = in_turns(backward, forward) / STAGE - 3 * (attention + experts)
+        times = travel, attention, 2 * experts, experts, 2 * attention, 4 * travel, exposed
+        rows.append((name, *(f"{1e6 * abs(time):.2f}" for time in times), f"{1 - exposed / (4 * travel):.0%}"))
+    header = ("", "an all-to-all", "C of B: A of F", "D of F: E of B", "D of B: E of F", "C of F: A of B")
+    title = f"predicted: F and B in turns on H100s, bfloat16, {SEQ:,} tokens of a sequence; µs per token and layer"
+    print_table(title, (*header, "all four travel", "exposed", "hidden"), rows)
 
 
 def simulated(quick: bool) -> None:

@@ -52,8 +52,7 @@ def condition(quick: bool) -> None:
     print_table("predicted: communication / computation", header, sheets)
 
     rows, model = [], PRESETS["deepseek-v3-like"]
-    nodes = model.expert_groups
-    elsewhere = model.groups_per_token * (nodes - 1) / nodes  # nodes that a token is sent to, beside its own
+    elsewhere = predictions.nodes_reached(model)
     for label, copies, beta in (
         ("a copy for each expert", model.top_k * 63 / 64, (2, 2)),
         ("once to each of at most 4 nodes", elsewhere, (2, 2)),

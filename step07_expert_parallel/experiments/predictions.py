@@ -113,10 +113,24 @@ def shared_to_hide(model: ModelConfig, peak: float, bandwidth: float, ep: int, b
     return model.top_k * beta * (ep - 1) / ep * peak / (6 * bandwidth)
 
 
+def attention_flops(model: ModelConfig, seq: int) -> float:
+    """FLOPs of one token in the forward of an attention: 2 for each weight, and half of its sequence's scores."""
+    return 2 * count_parameters(model).attention + 2 * seq * model.heads * model.head_width
+
+
+def expert_flops(model: ModelConfig) -> float:
+    """FLOPs of one token in the forward of its k experts, the shared ones and the router: 2 for each weight."""
+    return 2 * count_parameters(model).moe_active
+
+
 def layer_flops(model: ModelConfig, seq: int) -> float:
-    """FLOPs of one token in the forward of a layer with experts: 2 for each weight, and causal attention."""
-    count = count_parameters(model)
-    return 2 * (count.attention + count.moe_active) + 2 * seq * model.heads * model.head_width
+    """FLOPs of one token in the forward of a layer with experts."""
+    return attention_flops(model, seq) + expert_flops(model)
+
+
+def nodes_reached(model: ModelConfig) -> float:
+    """Nodes beside its own that a token is sent to if each group of experts is a node and all allowed ones are used."""
+    return model.groups_per_token * (model.expert_groups - 1) / model.expert_groups
 
 
 def cheatsheet(model: ModelConfig, peak: float, bandwidth: float, ep: int) -> float:
