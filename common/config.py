@@ -190,11 +190,12 @@ class TrainConfig:
         self._check_tensor_parallel()
         if self.step_name == "step01_single_gpu" and world_size > 1:
             raise UsageError(f"{self.step_name} is one process, not {world_size}; step02_data_parallel takes several")
+        given = [f"--{name} {size}" for name in ("tp", "cp", "pp") if (size := getattr(self, name)) > 1]
+        rule, given = ("divide", given) if self.dp is None else ("equal", [*given, f"--dp {self.dp}"])
         if self.dp is None:
             self.dp = max(1, world_size // (self.tp * self.cp * self.pp))
         if self.tp * self.cp * self.pp * self.dp != world_size:
-            others = "".join(f"--{name} {size} x " for name in ("tp", "cp", "pp") if (size := getattr(self, name)) > 1)
-            raise UsageError(f"{others}--dp {self.dp} does not equal the world size {world_size}")
+            raise UsageError(f"{' x '.join(given)} does not {rule} the world size {world_size}")
         if sorted(self.order.split(",")) != ["cp", "dp", "pp", "tp"]:
             raise UsageError(f"--order {self.order} must name tp, cp, pp and dp, each once, separated by commas")
         self._check_data_parallel()

@@ -32,7 +32,8 @@ class RunRecord:
     at step 0 replaces an earlier record; one that resumes at `first_step` first drops the records of that step and of
     later ones. All numbers describe the whole run, except that `comm_bytes` (model bytes sent, by group) and
     `peak_memory_bytes` are those of rank 0. On the CPU the peak is measured only with --measure-memory, because reading
-    the allocator's events slows a step down. Python's json writes NaN and Infinity, and reads them back.
+    the allocator's events slows a step down. JSON knows no numbers that are not finite: "NaN", "Infinity" and
+    "-Infinity" are strings there (as in protobuf's JSON), which `read_metrics` turns into numbers again.
 
     Raises UsageError on all ranks if --run-dir cannot be written, or if its record cannot be continued.
     """
@@ -84,7 +85,7 @@ class RunRecord:
         for name, flops in (("mfu", "model_flops_per_step"), ("hfu", "hardware_flops_per_step")):
             timed[name] = utilisation(self.facts[flops], seconds, *devices)
         if self.file is not None:
-            self.file.write(json.dumps({"step": step} | measured | timed) + "\n")
+            self.file.write(_line({"step": step} | measured | timed))
             self.file.flush()
         steps, now = self.config.steps, time.monotonic()
         worth_a_line = step % max(1, steps // 20) == 0 or step == steps - 1 or now - self.shown > SILENCE
@@ -104,7 +105,7 @@ class RunRecord:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = read_metrics(path)[0] if first_step and path.exists() else []
             (folder / "config.json").write_text(json.dumps(self.facts, indent=2, sort_keys=True) + "\n")
-            rewritten.write_text("".join(json.dumps(each) + "\n" for each in earlier if each["step"] < first_step))
+            rewritten.write_text("".join(_line(each) for each in earlier if each["step"] < first_step))
             os.replace(rewritten, path)  # a kill leaves the old file or the new one
             self.file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -118,6 +119,15 @@ class RunRecord:
             yield from (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
 
 
+def _line(record: dict) -> str:
+    strings = {key: json.dumps(each) for key, each in record.items() if type(each) is float and not math.isfinite(each)}
+    return json.dumps(record | strings, allow_nan=False) + "\n"
+
+
+def _with_numbers(values: dict) -> dict:
+    return {key: float(value) if value in ("NaN", "Infinity", "-Infinity") else value for key, value in values.items()}
+
+
 def read_metrics(path: Path) -> tuple[list[dict], bool]:
     """The steps of a `metrics.jsonl`, and whether its last line is half written, as a run that was killed leaves it.
 
@@ -127,7 +137,7 @@ def read_metrics(path: Path) -> tuple[list[dict], bool]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            records.append(json.loads(line, object_hook=_with_numbers))
             int(records[-1]["step"])  # what is no object or has no step is no record either
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path.name}, line {number} is not the record of a step: {line[:60]!r}") from None

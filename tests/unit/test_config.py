@@ -164,6 +164,16 @@ def test_refusals_name_the_flag_and_its_value_in_one_line(world, case):
     assert set(f"{named} {also}".replace("=", " ").split()) <= words and "\n" not in str(caught.value), caught.value
 
 
+@pytest.mark.parametrize(
+    "flags, named",
+    [("--cp 4", "--cp 4 does not divide"), ("--tp 2 --pp 2", "--tp 2 x --pp 2 does not divide")]
+    + [("--cp 2 --dp 1", "--cp 2 x --dp 1 does not equal"), ("--dp 4", "--dp 4 does not equal")],
+)
+def test_only_degrees_that_were_given_are_named(flags, named):
+    with pytest.raises(UsageError, match=f"^{named} the world size 6$"):
+        valid(flags, world=6)
+
+
 def test_what_is_allowed_in_which_world():
     valid("--tp 8 --kv-heads 1", world=8)
     valid("--tp 4 --seq-len 255 --no-sequence-parallel --tp-mode plain", world=4)

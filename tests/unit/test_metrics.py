@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -45,7 +46,16 @@ def test_one_object_a_step_with_every_key_at_full_precision(tmp_path):
     losses = (0.1 + 0.2, math.inf, -math.inf, math.nan)
     for step, loss in enumerate(losses):
         write_steps(record_of(tmp_path / "new", first_step=step, lr=3e-4), [step], loss=loss, aux_loss=0.25 * step)
-    records, cut_off = read_metrics(tmp_path / "new" / "metrics.jsonl")
+    path = tmp_path / "new" / "metrics.jsonl"
+    strict = path.read_text()
+    for text in (strict, re.sub('"(-?Infinity|NaN)"', r"\1", strict)):  # ours, and what Python's json writes by itself
+        path.write_text(text)
+        record_of(tmp_path / "new", first_step=4, lr=3e-4).close()
+        assert path.read_text() == strict, "rewritten when a run goes on"
+    assert [json.loads(line, parse_constant=pytest.fail)["loss"] for line in strict.splitlines()] == [
+        *(losses[0], "Infinity", "-Infinity", "NaN")
+    ]
+    records, cut_off = read_metrics(path)
     assert not cut_off and all(each.keys() == KEYS for each in records)
     assert [each["loss"] for each in records[:3]] == [*losses[:3]] and math.isnan(records[3]["loss"])
     assert [each["tokens"] for each in records] == [TOKENS * (step + 1) for step in range(4)]
