@@ -10,6 +10,7 @@ In float32 and float64 the master weights are the weights themselves, and none o
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,9 @@ from torch import nn
 
 from common.checkpoints.boxes import SavedBox
 from common.config import TrainConfig
+from common.errors import UsageError
 from common.model import at_least_float32
+from common.start import environment
 
 
 def take_gradients(parameters: list[nn.Parameter], sums) -> None:
@@ -65,13 +68,14 @@ class LossScaler:
     """The factor by which losses are multiplied before the backward: adapted to overflows in float16, else 1.
 
     It doubles after `interval` steps without overflow and halves on overflow. It is a power of two, so scaling and
-    unscaling lose no digit.
+    unscaling lose no digit. Ten overflows in a row are reported. If the scale has fallen to 1 by then, it is not the
+    scale that overflows: no step would ever be taken again, so the run ends.
     """
 
     def __init__(self, dtype: torch.dtype, interval: int = 2000):
         self.dynamic = dtype == torch.float16
         self.scale = 2.0**16 if self.dynamic else 1.0
-        self.interval, self.good_steps = interval, 0
+        self.interval, self.good_steps, self.skipped = interval, 0, 0  # steps in a row
 
     def overflow(self, grad_norm: torch.Tensor) -> torch.Tensor | None:
         """Return 1 if the step with this global gradient norm must be skipped and else 0, a 0-d float32 tensor.
@@ -82,12 +86,20 @@ class LossScaler:
         return (~grad_norm.isfinite()).float() if self.dynamic else None
 
     def accept(self, grad_norm: float) -> bool:
-        """Return whether the step with this global gradient norm was taken, and adjust the scale for the next one."""
+        """Return whether the step with this global gradient norm was taken, and adjust the scale for the next one.
+
+        Raises UsageError, alike on all ranks, when ten steps in a row were skipped and the scale is down to 1.
+        """
         if not self.dynamic:
             return True
         finite = math.isfinite(grad_norm)
-        self.good_steps = self.good_steps + 1 if finite else 0
+        self.good_steps, self.skipped = (self.good_steps + 1, 0) if finite else (0, self.skipped + 1)
         if not finite:
+            skipped = f"float16 has skipped {self.skipped} steps in a row, whose gradients were infinite or NaN"
+            if self.skipped >= 10 and self.scale == 1:
+                raise UsageError(f"{skipped}, and the loss scale is down to 1; --dtype bfloat16 has a wider range")
+            if self.skipped == 10 and environment().rank == 0:
+                print(f"warning: {skipped}; the loss scale was {self.scale:g}", file=sys.stderr)
             self.scale = max(1.0, self.scale / 2)
         elif self.good_steps == self.interval:
             self.scale, self.good_steps = self.scale * 2, 0

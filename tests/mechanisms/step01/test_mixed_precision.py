@@ -9,6 +9,7 @@ from torch import nn
 
 from common.config import TrainConfig
 from common.data.batches import load_batches
+from common.errors import UsageError
 from common.model import Decoder, cross_entropy_sum
 from common.parameter import ParameterSpec
 from common.reductions import gradient_norm
@@ -72,16 +73,22 @@ def test_first_gradient_is_adopted_without_a_copy():
 # ---- LossScaler -----------------------------------------------------------------------------------------------
 
 
-def test_scale_halves_on_overflow_and_doubles_after_the_interval():
+def test_scale_halves_on_overflow_and_doubles_after_the_interval(capsys):
     scaler = LossScaler(torch.float16, interval=3)
     assert scaler.scale == 2**16
     norms = (1.0, 1.0, math.inf, 1.0, 1.0, 1.0, math.nan, 1.0)
     taken, scales = zip(*((scaler.accept(norm), scaler.scale / 2**16) for norm in norms))
     assert taken == (True, True, False, True, True, True, False, True)
     assert scales == (1, 1, 0.5, 0.5, 0.5, 1, 0.5, 0.5)
-    for _ in range(40):
-        scaler.accept(math.inf)
-    assert scaler.scale == 1
+    for norm in (*[math.nan] * 9, 1.0, *[math.inf] * 6, 1.0):  # 15 halvings in all, from 2^15
+        scaler.accept(norm)
+    assert scaler.scale == 1 and capsys.readouterr().err == "", "nine in a row may happen"
+    scaler.scale = 2.0**16
+    for _ in range(16):
+        scaler.accept(math.nan)
+    assert scaler.scale == 1 and capsys.readouterr().err.startswith("warning: float16 has skipped 10 steps in a row")
+    with pytest.raises(UsageError, match="skipped 17 steps in a row, .* loss scale is down to 1; --dtype bfloat16"):
+        scaler.accept(math.nan)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         scaler = LossScaler(dtype)
         assert scaler.accept(math.inf) and scaler.scale == 1
