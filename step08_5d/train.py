@@ -18,6 +18,7 @@ from common.record.run_record import RunRecord
 from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
 from common.weights.initialisation import initial_values
+from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.save_resume import Checkpoints
@@ -60,6 +61,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     """Take the configured number of steps. Returns the tensors that this rank updates."""
     collectives.link = config.link_model
+    check_memory(config, mesh)
     batches = load_batches(config, mesh)
     pipeline, optimizer = build(config, mesh)
     if config.shapes:

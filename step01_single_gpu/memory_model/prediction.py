@@ -142,11 +142,18 @@ def states(model: ModelConfig, dtype: torch.dtype, optimizer: str = "adamw") -> 
     been added to the float32 sum, so the playbook's 2 N of narrow gradients shrink to those of one parameter. Gradients
     are gone between two steps. The first update creates the moments, with a float32 step counter per tensor.
     """
-    high, count = at_least_float32(dtype), count_parameters(model).total
-    result = {"parameters": count * dtype.itemsize, "gradients": count * high.itemsize}
-    result["master weights"] = count * high.itemsize if dtype != high else 0
-    result["moments"] = 2 * count * high.itemsize + 4 * tensor_count(model) if optimizer == "adamw" else 0
+    count = count_parameters(model).total
+    result = {part: count * size for part, size in bytes_per_parameter(dtype, optimizer).items()}
+    result["moments"] += 4 * tensor_count(model) if optimizer == "adamw" else 0
     return result
+
+
+def bytes_per_parameter(dtype: torch.dtype, optimizer: str = "adamw") -> dict[str, int]:
+    """Return how many bytes of each kind one parameter needs."""
+    high = at_least_float32(dtype)
+    result = {"parameters": dtype.itemsize, "gradients": high.itemsize}
+    result["master weights"] = high.itemsize if dtype != high else 0
+    return result | {"moments": 2 * high.itemsize if optimizer == "adamw" else 0}
 
 
 def tensor_count(model: ModelConfig) -> int:

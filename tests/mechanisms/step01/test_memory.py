@@ -1,26 +1,33 @@
 """Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
 
 import itertools
+import math
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
+from common.errors import UsageError
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.model import cross_entropy_sum
 from common.model_config import ModelConfig
 from common.presets import PRESETS
+from common.start import environment
 from step01_single_gpu.experiments import memory_timeline as timeline
 from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.memory_model import __main__ as calculator
+from step01_single_gpu.memory_model import capacity
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model import prediction as memory
+from step01_single_gpu.memory_model.capacity import bytes_needed
 from step01_single_gpu.memory_model.gpt import GptShape
 from step01_single_gpu.memory_model.peak import predict_peak
 from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, states, total_bytes
+from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 
 MODES = ("none", "selective", "full")
@@ -119,6 +126,64 @@ def test_train_peaks_where_the_calculator_says(dtype, mode):
     shape = (config.model_config, config.micro_batch, 128, config.torch_dtype, "fused", mode, "adamw", 4)
     for peak, first in zip(peaks, (True, False, False), strict=True):
         assert abs(predict_peak(*shape, first_step=first).peak / peak - 1) < 0.001
+
+
+# ---- whether it fits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, needed",  # 568: embedding and head 256, norms 24, attention 256, router 32; and 1152 of experts
+    [
+        ("", 1, 16 * (568 + 1152)),
+        ("--dtype bfloat16", 1, 18 * (568 + 1152)),
+        ("--optimizer sgd", 1, 8 * (568 + 1152)),
+        ("--dp 4 --ep 2", 4, 16 * (4 * 568 + 2 * 1152)),
+        ("--tp 2 --dp 2 --ep 4", 4, 16 * (2 * 568 + 1152)),
+        ("--pp 2 --dp 2 --layers 2", 4, 16 * 2 * (568 + 1152 + 16 + 256 + 32 + 1152)),
+        ("--dp 4 --ep 2 --zero 1", 4, 8 * (4 * 568 + 2 * 1152) + 8 * (568 + 1152)),
+        ("--dp 4 --ep 2 --zero 2 --dtype bfloat16", 4, 2 * (4 * 568 + 2 * 1152) + 16 * (568 + 1152)),
+        ("--dp 4 --ep 2 --zero 3 --zero-replicas 2", 4, 16 * 2 * (568 + 1152)),
+    ],
+)
+def test_what_a_run_is_sure_to_need(flags, ranks, needed):
+    shape = "--layers 1 --hidden 8 --heads 2 --kv-heads 2 --ffn 12 --vocab 16 --experts 4 --global-batch 8 --seq-len 4"
+    assert bytes_needed(configure(7, f"{shape} {flags}", ranks)) == needed
+
+
+def test_the_memory_of_a_machine(tmp_path, monkeypatch):
+    """What Linux can give, or a smaller limit of a control group around this process."""
+    monkeypatch.setattr(capacity, "SYSTEM", tmp_path)
+    assert capacity.free_memory(torch.device("cpu"))[1] == math.inf, "not Linux: nothing is known, nothing is refused"
+    files = {"proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 40 kB\nSwapFree: 2 kB\n"}
+    files |= {"proc/self/cgroup": "0::/job/1\n", "proc/sys/kernel/random/boot_id": "abc\n"}
+    files |= {"sys/fs/cgroup/job/memory.max": "max\n"}
+    for limit, expected in (("50000\n", 42 * 1024), ("30000\n", 30000)):
+        for name, text in (files | {"sys/fs/cgroup/memory.max": limit}).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        place, free = capacity.free_memory(torch.device("cpu"))
+        assert free == expected and "abc" in place and ("memory.max" in place) == (free == 30000)
+
+
+def ranks_are_refused(free: list[tuple[str, int]]) -> list[str | None]:
+    """What `check_memory` says when ranks see this much memory."""
+    config, lines, (place, here) = configure(3, "--zero 1 --global-batch 6"), [], free[environment().rank]
+    for offset in (0, -1):
+        with mock.patch.object(capacity, "free_memory", lambda _, offset=offset: (place, here + offset)):
+            try:
+                lines.append(capacity.check_memory(config, mesh_of(config)))
+            except UsageError as error:
+                lines.append(str(error))
+    return lines
+
+
+def test_ranks_of_one_machine_share_its_memory():
+    """Three ranks on two machines: 8 bytes per parameter on each, and 8 that stage 1 divides among them."""
+    needed = 32 * count_parameters(PRESETS["debug"]).total
+    free = [("one", needed - 5000), ("one", needed - 5001), ("other", 5000)]
+    found = run_ranks(3, ranks_are_refused, free)
+    assert found == found[:1] * 3 and found[0][0] is None
+    assert found[0][1].startswith("--model debug with ") and "at least 0.0 GB on all 3 ranks" in found[0][1]
 
 
 # ---- the playbook's own form ----------------------------------------------------------------------------------

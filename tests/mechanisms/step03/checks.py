@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from common.config import TrainConfig
 from common.model import Decoder
+from step01_single_gpu.memory_model.capacity import bytes_needed
 from tests.mechanisms.step03.observe import OTHERS, Observation
 
 
@@ -165,6 +166,15 @@ def check_gathers_overlap(seen: Observation, plan: Plan) -> None:
             assert issue > earlier, f"{name} begins two regions ahead"
 
 
+def check_one_in_flight(seen: Observation, plan: Plan) -> None:
+    """No reduce-scatter still needs its memory when a gather is about to need some."""
+    when = {id(sample): index for index, sample in enumerate(seen.samples)}
+    for gather in seen.of("all_gather"):
+        for reducing in seen.of("reduce_scatter"):
+            if when[id(reducing.issue)] < (now := when[id(gather.issue)]):
+                assert when[id(reducing.wait_end)] <= now, "in flight: a reduce-scatter, when a gather begins"
+
+
 def check_reductions_overlap(seen: Observation, plan: Plan) -> None:
     """Reduce-scatters begin during the backward, each as soon as its gradients are there (stage 3: as its region is
     done), those of a step in one order."""
@@ -242,6 +252,11 @@ def check_optimizer_in_sum(ranks: list[Observation], plan: Plan) -> None:
     counters = held - plan.replicas * plan.parameters * plan.states
     least, most = plan.replicas * len(plan.sizes), plan.replicas * (len(plan.sizes) + len(plan.units) * plan.ranks)
     assert 4 * least <= counters <= 4 * most, f"optimizer in sum: {held} bytes"
+    # A run is refused if its machine has less than this lower bound, which leaves out only padding and counters
+    before = [seen.held["before the update"] for seen in ranks]
+    held += sum(each["parameters"] + each["gradients"] for each in before)
+    ratio = held / bytes_needed(plan.config)
+    assert 1 <= ratio < 1.02, f"what a run is sure to need: {held} bytes, {ratio} of what was said"
 
 
 def check(ranks: list[Observation], plan: Plan) -> None:
@@ -253,6 +268,7 @@ def check(ranks: list[Observation], plan: Plan) -> None:
         check_residency(seen, plan)
         check_gradient_memory(seen, plan)
         check_phases(seen, plan)
+        check_one_in_flight(seen, plan)
         if plan.micro_batches == 1:  # or every event has happened several times
             check_gathers_overlap(seen, plan)
             check_reductions_overlap(seen, plan)

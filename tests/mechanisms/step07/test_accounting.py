@@ -12,6 +12,9 @@ import step07_expert_parallel.train as step07
 from common import collectives
 from common.config import TrainConfig
 from common.experiments.even_routing import choosing
+from step01_single_gpu.memory_model.capacity import bytes_needed
+from step01_single_gpu.memory_model.prediction import bytes_per_parameter
+from step07_expert_parallel import expert_parallel, experts
 from step07_expert_parallel.expert_parallel import Journey
 from step07_expert_parallel.router import Router
 from tests.harness.observing import configure, mesh_of, sent_so_far
@@ -122,6 +125,11 @@ def check_train(cases: list[str], found: list[list[dict]], folder: Path) -> None
             check_reduction(config, seen, where)
             assert seen["sockets"] in (None, pytest.approx(sum(call[-1] for call in seen["log"]), rel=0.02)), where
         assert sum(rank["owned"] for rank in ranks) == (LAYERS - 1) * WEIGHTS, f"{case}: owners of experts"
+        if config.zero in (0, 3):  # in which weights, gradients and states are divided alike
+            held = sum(sum(rank["held"].values()) for rank in ranks)
+            each = sum(bytes_per_parameter(config.torch_dtype).values())
+            # tensor ranks have copies of norms, routers and shared experts
+            assert (0.85 if config.tp > 1 else 0.999) < bytes_needed(config) / (held * each) <= 1, case
         biases = [rank["bias"] for rank in ranks]
         assert all(bias == biases[0] for bias in biases), f"{case}: biases differ between ranks"
         moved = [any(bias) for bias in biases[0]]
@@ -207,8 +215,17 @@ def ranks_order() -> tuple[list[str], list[str]]:
             return _Mark.apply(real(_Mark.apply(x, note), *rest), note)
 
         module.forward = marked
+
+    def reading(counts: torch.Tensor) -> list[int]:
+        timeline.append((next(clock), "read on the host"))
+        return counts.tolist()
+
     x = torch.randn(1, 16, config.model_config.hidden, requires_grad=True)
-    with collectives.record(lambda: next(clock)) as calls:
+    with (
+        mock.patch.object(experts, "to_host", reading),
+        mock.patch.object(expert_parallel, "to_host", reading),
+        collectives.record(lambda: next(clock)) as calls,
+    ):
         y = moe(x)
         middle = next(clock)
         y.sum().backward()
@@ -219,8 +236,9 @@ def ranks_order() -> tuple[list[str], list[str]]:
 
 
 def check_order(ranks: list[tuple]) -> None:
-    """The shared experts are computed while tokens travel; in the backward, theirs while gradients travel back."""
-    counts = ["start counts", "wait for counts"]
+    """The shared experts are computed while tokens travel; in the backward, theirs while gradients travel back. The
+    host waits for the device once."""
+    counts = ["start counts", "wait for counts", "read on the host"]
     dispatch, combine = ([f"start {name}", f"wait for {name}"] for name in ("dispatch", "combine"))
     around = [dispatch[0], "shared", "shared", dispatch[1]]
     for forward, backward in ranks:

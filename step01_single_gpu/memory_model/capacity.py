@@ -1,0 +1,74 @@
+"""Whether a run can fit at all: what its ranks hold at least, compared with the memory that is free.
+
+Linux promises more memory than it has. It would let a model that is far too large grow until the system kills it.
+"""
+
+import math
+import platform
+from pathlib import Path
+
+import torch
+
+from common.all_ranks import on_all_ranks
+from common.config import TrainConfig
+from common.counts import count_parameters
+from common.errors import UsageError
+from common.process_groups import Degrees, Mesh
+from step01_single_gpu.memory_model.prediction import bytes_per_parameter
+
+SYSTEM = Path("/")  # whose proc and sys describe this machine
+
+
+def check_memory(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises UsageError on all ranks if the run cannot fit. They call it together, before they allocate anything."""
+    free: dict[str, int] = {}
+    for place, here in on_all_ranks(mesh, lambda: free_memory(mesh.device)):
+        free[place] = max(free.get(place, 0), here)  # ranks of one machine, or of one GPU, share it
+    if (needed := bytes_needed(config)) > (available := sum(free.values())):
+        total, ranks = count_parameters(config.model_config).total, mesh.world.size
+        on = f"all {ranks} ranks together" if ranks > 1 else "one process"
+        raise UsageError(
+            f"--model {config.model} with {total:,} parameters: weights, gradients and optimizer states take at least "
+            f"{needed / 1e9:,.1f} GB on {on}, and {available / 1e9:,.1f} GB are free"
+        )
+
+
+def bytes_needed(config: TrainConfig) -> int:
+    """Return the bytes of weights, gradients and optimizer states that all ranks of a checked configuration hold.
+
+    It is a lower bound: activations, buffers and copies of single parameters come on top.
+    """
+    model, degrees = config.model_config, Degrees.of(config)
+    each = bytes_per_parameter(config.torch_dtype, config.optimizer)
+    states = each["master weights"] + each["moments"]
+    layers = model.layers - model.dense_layers if model.experts else 0
+    experts = layers * model.experts * 3 * model.hidden * model.expert_ffn
+    dense, ranks = count_parameters(model).total - experts, degrees.dp * degrees.cp
+    result = 0
+    # Of each kind: how many copies exist, and in how many of them ZeRO divides what it divides
+    for parameters, copies, divided in (
+        (dense, ranks, degrees.zero_replicas),
+        (experts, ranks * degrees.tp // degrees.ep, degrees.expert_replicas),
+    ):
+        weights, gradients = (divided if config.zero >= stage else copies for stage in (3, 2))
+        result += parameters * (weights * each["parameters"] + gradients * each["gradients"] + divided * states)
+    return result
+
+
+def free_memory(device: torch.device) -> tuple[str, int | float]:
+    """Return a name of the memory that a rank on `device` uses, and how many bytes of it are free; or infinity."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        lines = dict(line.split(":") for line in (SYSTEM / "proc/meminfo").read_text().splitlines())
+        free = sum(int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+        place = platform.node() + (SYSTEM / "proc/sys/kernel/random/boot_id").read_text()
+    except (OSError, KeyError):  # not Linux
+        return "", math.inf
+    # A container or Slurm may set a limit for this process's control group, or for one around it
+    own = SYSTEM / "sys/fs/cgroup" / (SYSTEM / "proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+    for file in (folder / "memory.max" for folder in (own, *own.parents)):
+        if file.exists() and (limit := file.read_text().strip()) != "max" and int(limit) < free:
+            place, free = f"{place} {file}", int(limit)
+    return place, free
