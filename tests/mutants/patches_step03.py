@@ -22,7 +22,8 @@ from tests.mutants import Mutants
 MUTANTS = Mutants()
 free, complete, start_over, make_bucket = Unit.free, Unit.complete, Unit.start_over, Unit.make_bucket
 initialise, gather, prefetch, finish = Zero.__init__, Zero.gather, Zero._prefetch, Zero.finish
-no_sync, after_forward, complete_in_flight = Zero.no_sync, Zero._after_forward, Zero._complete
+no_sync, after_forward, before_backward = Zero.no_sync, Zero._after_forward, Zero._before_backward
+complete_in_flight = Zero._complete
 all_reduce, norm, decay = collectives.all_reduce, train.gradient_norm, ParameterSpec.decay.fget
 update = Optimizer.step
 
@@ -214,6 +215,17 @@ def _(self):
     for unit in self.units:
         unit.fetch().wait()
 
+
+@MUTANTS.replaces("gathers beside a reduction", Zero, "_before_backward")
+def _(self, index):
+    """Stage 3 gathers the next layer while a bucket that is being reduced still needs memory."""
+    not_the_first = iter([lambda self: None])
+    with mock.patch.object(Zero, "_complete", lambda self: next(not_the_first, complete_in_flight)(self)):
+        before_backward(self, index)
+
+
+# Shown where the network is slow: what has arrived already is freed anyway
+MUTANTS.replaces("gathers beside a reduction", collectives.Work, "is_completed")(lambda self: False)
 
 # Every reduce-scatter begins when the backward is over; or no backward counts as the last one of a step
 MUTANTS.replaces("reduced after the backward", Zero, "_launch_complete")(lambda self: None)

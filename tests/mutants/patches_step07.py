@@ -13,14 +13,14 @@ from step01_single_gpu.mixed_precision import Optimizer
 from step03_zero.zero import Zero
 from step07_expert_parallel import expert_parallel
 from step07_expert_parallel.expert_parallel import AllToAll, Journey
-from step07_expert_parallel.moe import _Combine
+from step07_expert_parallel.moe import Choices, _Combine
 from step07_expert_parallel.router import Balancing, Router, count_earlier, routers_of
 from tests.mutants import Mutants
 
 MUTANTS = Mutants()
 finish, slices, apply_experts, combine = Zero.finish, Optimizer.slices, step07.apply_experts, _Combine.forward
 auxiliary_loss, finish_balancing = Router.auxiliary_loss, Balancing.finish
-start, launch = Journey.start, AllToAll.launch
+start, launch, choose = Journey.start, AllToAll.launch, Choices.__init__
 
 # ---- wrong results ---------------------------------------------------------------------------------------------------
 
@@ -110,3 +110,9 @@ def _(self, x, sent, received):
     if sent is not self.sent:
         self.in_flight[1].wait()
     return result
+
+
+@MUTANTS.replaces("counts read for drops that cannot be", Choices, "__init__")
+def _(self, chosen, experts, some_dropped):
+    """The host waits for the numbers of tokens, as if some choices could exceed a capacity."""
+    choose(self, chosen, experts, some_dropped=True)

@@ -1,16 +1,19 @@
 """A run goes on from its checkpoints on the same curve, whichever way they were written and whatever became of them."""
 
 import json
+import os
 import time
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from common.checkpoints import files
 from common.command_line import parse
 from common.errors import UsageError
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu import train as train_module
+from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT
 
 FLAGS = "--layers 1 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --seed 3"
@@ -70,6 +73,23 @@ def test_saving_in_the_background_changes_nothing(whole, tmp_path, monkeypatch):
             assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_all_is_on_the_disk_before_the_name_says_so(tmp_path, monkeypatch):
+    """A machine that loses power must not leave a complete name on half a checkpoint, nor lose the name again."""
+    flushed, flush, rename = [], os.fsync, files.Path.rename
+
+    def rename_flushed(path, target):
+        if path.is_dir():
+            missing = [each.name for each in (path, *path.iterdir()) if each.stat().st_ino not in flushed]
+            assert not missing, f"{missing} may be lost"
+            flushed.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino) or flush(file))
+    monkeypatch.setattr(files.Path, "rename", rename_flushed)
+    train(tmp_path, "--steps 4")
+    assert flushed == [(tmp_path / "checkpoints").stat().st_ino]
+
+
 @pytest.mark.parametrize("flags", ["", "--async-save"])
 def test_keep(whole, tmp_path, flags):
     train(tmp_path, f"--save-every 2 --keep 2 {flags}")
@@ -115,6 +135,22 @@ def test_all_fields_that_differ_are_named(whole, tmp_path):
     assert [step for step, _, _ in curve(tmp_path)] == [8, 9]
     for ours, theirs in zip(curve(tmp_path), curve(whole)[8:]):
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_float16_goes_on_with_its_scale_and_its_good_steps(tmp_path, monkeypatch):
+    """Which double the scale when there are three of them: a run that forgot two would double it later."""
+    monkeypatch.setattr(LossScaler.__init__, "__defaults__", (3,))
+
+    def scaler(run_dir, step: int) -> tuple[float, int]:
+        extra = json.loads((run_dir / f"checkpoints/step-{step:08d}/extra.json").read_text())
+        return extra["loss_scale"], extra["good_steps"]
+
+    train(tmp_path / "whole", "--dtype float16 --steps 8 --save-every 2")
+    assert scaler(tmp_path / "whole", 2) == (2.0**16, 2) and scaler(tmp_path / "whole", 4) == (2.0**17, 1)
+    for step in (2, 4):
+        start = tmp_path / f"whole/checkpoints/step-{step:08d}"
+        train(tmp_path / str(step), f"--dtype float16 --steps 8 --save-every 8 --resume {start}")
+        assert scaler(tmp_path / str(step), 8) == scaler(tmp_path / "whole", 8)
 
 
 def test_only_float16_takes_up_a_loss_scale(whole, tmp_path):

@@ -240,15 +240,20 @@ def ranks_save_in_background(world, run_dir):
     """Updates and collectives go on while files are written; what is saved is what was there at the call."""
     mesh, gate, written, write_data = start(world), threading.Event(), [], dcp.FileSystemWriter.write_data
     held, seen = hold(mesh.rank, world, None), hold(mesh.rank, world, axis=-1)
-    saves, total = BackgroundSaves(mesh, timeout=60), torch.ones(1)
+    saves, total, save, copied = BackgroundSaves(mesh, timeout=60), torch.ones(1), checkpoint.save, []
 
     def wait_and_write(writer, plan, planner):
         written.extend(planner.resolve_data(item) for item in plan.items)
         assert gate.wait(60), "nobody opened the gate"
         return write_data(writer, plan, planner)
 
+    def save_copies(run_dir, step, copies, *rest):
+        copied.extend(copies)
+        return save(run_dir, step, copies, *rest)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp.FileSystemWriter, "write_data", wait_and_write)
+        patch.setattr(checkpoint, "save", save_copies)
         saves.save(run_dir, 10, held, {"scale": 0.5}, keep=1)
         for each in held:
             each.tensor.zero_()
@@ -260,6 +265,7 @@ def ranks_save_in_background(world, run_dir):
         extra = checkpoint.load(folder_of(run_dir, 10), seen, mesh)
         assert_filled(seen, mesh.rank, world, axis=-1)
         saves.wait()
+    assert copied and all(each.owner for each in copied), "boxes that another rank saves are copied"
     excess = sum(each.untyped_storage().nbytes() - each.nbytes for each in written)
     with full_disk(200 if mesh.rank == world - 1 else resource.RLIM_INFINITY):
         saves.save(run_dir, 30, hold(mesh.rank, world), {}, keep=1)

@@ -107,6 +107,15 @@ def test_comm_bytes_are_those_of_the_step(tmp_path):
     assert (config["backend"], config["nccl_version"]) == ("gloo", None)
 
 
+def test_ranks_measure_their_peak_at_the_same_time(monkeypatch):
+    """They share a CPU; alone, each would find the whole of it."""
+    order, measure = [], run_record.peak_flops
+    monkeypatch.setattr(run_record.collectives, "barrier", lambda group: order.append(group.name))
+    monkeypatch.setattr(run_record, "peak_flops", lambda *args: order.append("measured") or measure(*args))
+    record_of(None)
+    assert order == ["world", "measured"]
+
+
 def test_record_names_the_version_of_nccl(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     record = record_of(None)

@@ -61,6 +61,7 @@ def test_every_visible_pair_is_in_one_block(split, ranks):
                 needed[source, (rank - source) % ranks] |= expected.any()
         furthest = tuple(int(np.flatnonzero(hops)[-1]) for hops in needed)
         assert all(layout.plan(rank).reach == furthest for rank in range(ranks)), layout
+        assert layout.plan(0) is Layout(*layout).plan(0), "every layer asks for the same plan, which is made once"
 
 
 def test_any_queries_and_keys():

@@ -93,18 +93,20 @@ def test_losses_are_scaled_like_the_loss():
 
 
 def test_biases_move_against_the_load():
-    config = configured("--experts 4 --balance bias --bias-rate 0.25 --dtype float32")
+    config = configured("--layers 2 --experts 4 --balance bias --bias-rate 0.25 --dtype float32")
     mesh = mesh_of(config)
-    router = Router(config, mesh)
-    stage = SimpleNamespace(layers={"0": SimpleNamespace(mlp=SimpleNamespace(router=router))})
+    router, other = Router(config, mesh), Router(config, mesh)
+    mlps = {"0": SimpleNamespace(router=router), "1": SimpleNamespace(router=other)}
+    stage = SimpleNamespace(layers={index: SimpleNamespace(mlp=mlp) for index, mlp in mlps.items()})
     balancing = Balancing([stage], config, mesh, LossScaler(torch.float32))
 
     def finish(*load, skip=None):
         router.load, router.dropped = torch.tensor(load), torch.tensor(3)
         router.auxiliary = torch.tensor(0.5, dtype=torch.float64)
+        other.load = torch.tensor([7, 1, 4, 4])
         return balancing.finish(skip).tolist()
 
-    assert finish(5, 3, 4, 4) == [0.5, 1.25, 3.0]
+    assert finish(5, 3, 4, 4) == [0.5, (1.25 + 1.75) / 2, 3.0]
     assert router.bias.tolist() == [-0.25, 0.25, 0, 0] and router.load.sum() == router.auxiliary == 0
     finish(0, 0, 0, 4, skip=torch.tensor(1.0))
     assert router.bias.tolist() == [-0.25, 0.25, 0, 0], "a skipped step"
