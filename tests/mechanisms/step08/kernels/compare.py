@@ -1,5 +1,9 @@
 """A kernel against its PyTorch reference: on the GPU where there is one, else in Triton's interpreter."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 
@@ -56,3 +60,20 @@ def eager_bytes(reference, shapes, *settings) -> list[float]:
         with BytesMoved() as backward:
             torch.autograd.grad(outputs, inputs, gradients)
     return [forward.total, backward.total]
+
+
+@contextmanager
+def one_program(choose: Callable = lambda grid: [each - 1 for each in grid]) -> Iterator[None]:
+    """In this block the interpreter runs one program of each launch: the last one, or that at `choose(grid)`."""
+    from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+
+    run, set_dim, set_idx = InterpretedFunction.run, interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+
+    def run_one(self, *arguments, grid, **named):
+        grid = (*grid, 1, 1)[:3]
+        place = {"set_grid_dim": lambda *_: set_dim(*grid), "set_grid_idx": lambda *_: set_idx(*choose(grid))}
+        with mock.patch.multiple(interpreter_builder, **place):
+            run(self, *arguments, grid=(1,), **named)
+
+    with mock.patch.object(InterpretedFunction, "run", run_one):
+        yield

@@ -3,13 +3,14 @@
 import functools
 import importlib
 import inspect
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
 
 from step08_5d.kernels import adamw as update
-from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul, rms_norm, rotary, swiglu
+from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul, rms_norm, rotary, swiglu, tiles
 from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import linear_cross_entropy as head
 from tests.mechanisms.step08.kernels import (
@@ -18,11 +19,12 @@ from tests.mechanisms.step08.kernels import (
     test_flash_attention,
     test_grouped_matmul,
     test_linear_cross_entropy,
+    test_offsets,
     test_rms_norm,
     test_rotary,
     test_swiglu,
 )
-from tests.mechanisms.step08.kernels.compare import DEVICE, assert_same, needs_triton
+from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, assert_same, needs_triton
 
 # Kernel, what it has, what it has in place of that
 MUTANTS = {
@@ -104,17 +106,46 @@ def test_right_kernels_pass(module):
     CHECKS[module]()
 
 
+def mutant_of(kernel, right: str, wrong: str, folder, which: int = 0):
+    """Replace one occurrence of `right` in a kernel, for as long as the returned context is open."""
+    function = getattr(kernel, "fn", kernel)
+    module, parts = importlib.import_module(function.__module__), inspect.getsource(function).split(right)
+    source = right.join(parts[: which + 1]) + wrong + right.join(parts[which + 1 :])
+    path, made = folder / "mutant.py", {}  # a file, since Triton reads the source once more
+    path.write_text(source)
+    exec(compile(source, path, "exec"), vars(module), made)
+    stack = ExitStack()
+    for each in (*CHECKS, tiles):  # that have imported it
+        if vars(each).get(function.__name__) is kernel:
+            stack.enter_context(mock.patch.object(each, function.__name__, made[function.__name__]))
+    return stack
+
+
 @needs_triton
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
 @pytest.mark.filterwarnings("ignore:invalid value")  # infinity minus infinity, of a mutant
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_rejected(name, tmp_path):
     kernel, right, wrong = MUTANTS[name]
-    function = getattr(kernel, "fn", kernel)
-    module, source = importlib.import_module(function.__module__), inspect.getsource(function)
-    assert source.count(right) == 1
-    path, made = tmp_path / "mutant.py", {}  # a file, since Triton reads the source once more
-    path.write_text(source.replace(right, wrong))
-    exec(compile(path.read_text(), path, "exec"), vars(module), made)
-    with mock.patch.object(module, function.__name__, made[function.__name__]), pytest.raises(AssertionError):
+    assert inspect.getsource(getattr(kernel, "fn", kernel)).count(right) == 1
+    module = importlib.import_module(getattr(kernel, "fn", kernel).__module__)
+    with mutant_of(kernel, right, wrong, tmp_path), pytest.raises(AssertionError):
         CHECKS[module]()
+
+
+def wide_offsets() -> list[tuple]:
+    """Every kernel that computes with 64 bits, as often as it says so."""
+    functions = {each: None for module in (*CHECKS, tiles) for each in vars(module).values() if hasattr(each, "fn")}
+    return [(each, i) for each in functions for i in range(inspect.getsource(each.fn).count("tl.int64"))]
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
+@pytest.mark.parametrize("kernel, which", wide_offsets() if HAS_TRITON else [])
+def test_an_offset_of_32_bits_is_rejected(kernel, which, tmp_path):
+    module = importlib.import_module(kernel.fn.__module__)
+    checks = [each for each, launched in test_offsets.CHECKS.items() if module is tiles or module in launched]
+    with mutant_of(kernel, "tl.int64", "tl.int32", tmp_path, which), test_offsets.far_results():
+        with pytest.raises(AssertionError):
+            for check in checks:
+                check()
