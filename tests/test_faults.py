@@ -186,6 +186,13 @@ def test_bad_input_is_one_line_and_status_2():
         assert_refused(run_script(SCRIPT, *SMALL, *flags.split()), words)
 
 
+def test_a_model_that_cannot_fit_is_refused_in_every_step():
+    """Before anything is allocated: Linux would let it grow until it kills the process, or another one."""
+    for script in sorted(ROOT.glob("step*/train.py")):
+        done = run_script(script.relative_to(ROOT), *SMALL, "--hidden", "65536", "--layers", "40", timeout=30)
+        assert_refused(done, "with 687,611,117,568 parameters: weights, gradients and optimizer states take at least")
+
+
 NOTES_ITS_STATUS = """
 import os, pathlib, runpy, sys, time
 sys.path.insert(0, os.getcwd())

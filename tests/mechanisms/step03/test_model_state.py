@@ -121,6 +121,21 @@ def test_reduced_buckets_are_freed(stage):
         check_peak_of_gradients(*found)
 
 
+def test_memory_is_given_back_whoever_still_refers_to_it():
+    """gloo's thread refers to a reduced bucket for a moment, and a forward without a backward frees the last layer."""
+    config, mesh = prepare(f"--zero 3 --micro-batch 1 {SMALL}")
+    model, zero, _ = build(config, mesh)
+    with torch.no_grad():
+        zero.gather()
+        model(torch.zeros(1, config.seq_len, dtype=torch.int64))
+    unit = zero.units[0]
+    unit.reduce_scatter()
+    bucket = unit.bucket.flat
+    unit.complete()
+    left = live_bytes([bucket, *(each.weights for each in zero.units)])
+    assert left == 0, f"{left} bytes are kept"
+
+
 def launch_in_zero() -> None:
     config, mesh = prepare(f"--zero 1 --micro-batch 1 {SMALL}")
     model, zero, _ = build(config, mesh)
