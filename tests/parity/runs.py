@@ -41,8 +41,13 @@ def train_here(step: int, flags: str) -> list[tuple]:
     config = parse(step, flags.split())
     config.resolve_and_check(environment().world_size)
     mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+    return boxes_of(importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh))
+
+
+def boxes_of(tensors: list[torch.Tensor]) -> list[tuple]:
+    """(name, global shape, box, values) of what this rank owns of these tensors, which have specs."""
     boxes = []
-    for tensor in importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh):
+    for tensor in tensors:
         spec = tensor.spec
         if spec.owner:
             parts = spec.boxes(tensor.detach())
