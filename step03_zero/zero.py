@@ -72,9 +72,7 @@ class Zero:
         with enough_memory(model, mesh.device):
             like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
             allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
-            self.regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
-            self.regions += [Region(layer, layer) for layer in model.layers.values()]
-            self.regions += [Region(model.norm, model.head)] if model.has_head else []
+            self.regions = self._regions(model)
             parameters = list(model.parameters())
             self.units = []
             for some in self._groups(parameters, config.bucket_mb):
@@ -93,6 +91,12 @@ class Zero:
             region.first.register_forward_pre_hook(partial(self._before_forward, index))
             if self.by_layer:
                 region.last.register_forward_hook(partial(self._after_forward, index))
+
+    @staticmethod
+    def _regions(model: Decoder) -> list[Region]:
+        regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
+        regions += [Region(layer, layer) for layer in model.layers.values()]
+        return regions + ([Region(model.norm, model.head)] if model.has_head else [])
 
     def _groups(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
         """The parameters of each unit: a bucket of step 2 or, in stage 3, a region."""

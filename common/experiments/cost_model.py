@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from common.link import Link
 
+# Bytes/s that an H100 sends at most: over NVLink 4 to GPUs of its node, and over a card of 400 Gb/s to other nodes
+NVLINK, NETWORK = 450e9, 50e9
+NODE = 8  # GPUs
+
 # Median bus bandwidth (GB/s) of an all-gather of 256 MB by number of GPUs, on nodes of 8 H100. Measured by the authors
 # of the playbook and read off its figure "pp_comm_bandwidth"; not measured here.
 ALL_GATHER_GB_PER_S = {8: 249.8, 16: 184.6, 32: 119.0, 64: 69.0, 128: 55.0, 256: 28.0, 512: 11.0}

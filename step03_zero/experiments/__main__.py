@@ -11,7 +11,7 @@ the trace, a counter of the kernel, or the storages behind tensors; what only a 
 import sys
 
 from common.experiments.runner import run_experiments
-from step03_zero.experiments import frames, holds, memory, nodes, overlap, residency, stages, traffic
+from step03_zero.experiments import frames, holds, memory, nodes, overlap, residency, stages, traffic, unit_size
 
 EXPERIMENTS = [
     holds.holds,
@@ -21,6 +21,7 @@ EXPERIMENTS = [
     residency.residency,
     residency.peak,
     traffic.traffic,
+    unit_size.unit_size,
     traffic.gradients,
     traffic.curves,
     overlap.overlap,

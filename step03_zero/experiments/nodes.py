@@ -5,6 +5,8 @@ The cable is real, the devices are simulated: four ranks cannot compute side by 
 
 from functools import partial
 
+import numpy as np
+
 from common import collectives
 from common.config import TrainConfig
 from common.errors import UsageError
@@ -28,6 +30,12 @@ LAYOUTS = {"all four ranks": 1, "hybrid": 2}  # name: replicas
 SEQUENCES = (1, 2, 4, 6, 8, 12)  # of a rank
 
 
+def sweep_flags(tokens: int) -> dict:
+    """The flags of one micro-batch of `tokens` on each of two ranks."""
+    sequences = tokens // SHAPE["seq_len"]
+    return SHAPE | {"micro_batch": sequences, "global_batch": 2 * sequences}
+
+
 class Cable(Player):
     """A player whose messages are given as the bytes that cross the cable in one direction."""
 
@@ -39,7 +47,7 @@ def nodes(quick: bool) -> None:
     """Two nodes, a slow cable: stage 3 over all ranks against hybrid sharding, and how many tokens hide its gathers."""
     repeats = 1 if quick else 3
     shapes = [SHAPE | {"micro_batch": 2, "global_batch": 8 * m} for m in (1, 4)]
-    sweep = [SHAPE | {"micro_batch": b, "global_batch": 2 * b} for b in (SEQUENCES[::3] if quick else SEQUENCES)]
+    sweep = [sweep_flags(b * SHAPE["seq_len"]) for b in (SEQUENCES[::3] if quick else SEQUENCES)]
     try:
         four = on_nodes(2, 2, compare_layouts, shapes, list(LAYOUTS.values()), repeats, bandwidth=CABLE)
         two = on_nodes(2, 1, compare_layouts, sweep, [1], repeats, bandwidth=CABLE)
@@ -133,7 +141,10 @@ def print_layouts(shapes: list[dict], found: list[list[dict]]) -> dict[tuple[int
 
 
 def print_sweep(shapes: list[dict], found: list[dict]) -> tuple[dict[str, dict[float, float]], float]:
-    """Print what hides by tokens. Returns the hidden shares by kind and tokens, and the condition's tokens."""
+    """Print what hides by tokens. Returns the hidden shares by kind and tokens, and where forward and gather are equal.
+
+    The prediction is also played between the measured points, with the interpolated time of a step that sends nothing.
+    """
     rows, shares = [], {"predicted": {}, "measured": {}}
     for flags, each in zip(shapes, found):
         tokens, alone, measured = flags["micro_batch"] * flags["seq_len"], each[0], each[1]["seconds"]
@@ -149,14 +160,24 @@ def print_sweep(shapes: list[dict], found: list[dict]) -> tuple[dict[str, dict[f
     print_table(title, (*header, "hidden, predicted", "measured"), rows)
     bandwidth = value_of(CABLE) / 8 / tcp_bytes.PACKET
     condition = predictions.tokens_to_hide_gather(2, bandwidth, SPEED, width=TrainConfig(**SHAPE).torch_dtype.itemsize)
-    print(f"  at {SPEED / 1e9:g} GFLOP/s a forward takes as long as its gather with {condition:,.0f} tokens")
+    print(f"  at {SPEED / 1e9:g} GFLOP/s a forward's products take as long as its gather with {condition:,.0f} tokens")
     cells = compared(*(crossing(shares[kind]) for kind in ("predicted", "measured")))
     print(f"  {HIDES:.0%} hide from {cells[0]} tokens on (predicted), {cells[1]} (measured), ratio {cells[2]}")
-    return shares, condition
+
+    seconds = {flags["micro_batch"] * flags["seq_len"]: each[0]["seconds"] for flags, each in zip(shapes, found)}
+    fine = range(min(seconds), max(seconds) + 1)
+    alone = np.interp(fine, list(seconds), list(seconds.values()))
+    line = [play(sweep_flags(SHAPE["seq_len"]), {"seconds": each}, 1, 1) for each in alone]
+    shares["predicted"] = {tokens: 1 - each.blocked / each.communication for tokens, each in zip(fine, line)}
+    units = units_of(SHAPE).units
+    forward, gather = alone / 3 / sum(units[1:]), 4 * 0.5 / bandwidth  # seconds per parameter
+    equal = fine[int(np.argmax(forward >= gather))]
+    print(f"  a layer's whole forward with {equal:,} tokens")
+    return shares, equal
 
 
-def draw(bars: dict[tuple[int, str], tuple], shares: dict[str, dict[float, float]], condition: float) -> None:
-    """Left the steps of both layouts as bars, right the share that hides over the tokens."""
+def draw(bars: dict[tuple[int, str], tuple], shares: dict[str, dict[float, float]], equal: float) -> None:
+    """Left the steps of both layouts as bars, right the share that hides over the tokens; dashed at `equal` tokens."""
     figure, (left, right) = new_figure(columns=2, width=9.6, height=3.9)
     colours = dict(zip(LAYOUTS, (COLOURS["all_gather"], COLOURS["all_reduce"])))
     for place, ((_, name), (predicted, measured)) in enumerate(bars.items()):
@@ -172,8 +193,9 @@ def draw(bars: dict[tuple[int, str], tuple], shares: dict[str, dict[float, float
     for kind, style in (("predicted", "-"), ("measured", "o")):
         tokens, values = zip(*sorted(shares[kind].items()))
         right.plot(tokens, [100 * value for value in values], style, color=COLOURS[kind], label=kind, linewidth=1.8)
-    right.axvline(condition, color="black", linestyle="--", linewidth=1.2)
-    right.text(condition / 1.08, 4, "the condition", fontsize=11, ha="right")
+    right.axvline(equal, color="black", linestyle="--", linewidth=1.2)
+    right.text(equal / 1.08, 4, "a layer's forward = its gather", fontsize=11, ha="right")
+    right.text(max(tokens), 93, "the rest never hides", fontsize=11, ha="right")
     right.set(xscale="log", xlabel="tokens per rank", ylabel="% of the messages hidden", ylim=(0, 100))
     right.set_xticks(tokens, [f"{each:,}" for each in tokens])
     right.minorticks_off()

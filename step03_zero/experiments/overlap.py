@@ -7,7 +7,7 @@ from unittest import mock
 
 from common.config import TrainConfig
 from common.counts import count_parameters
-from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player, fill_buckets
+from common.experiments.cost_model import ALL_GATHER_GB_PER_S, NODE, NVLINK, Player, fill_buckets
 from common.experiments.figures import COLOURS, figure_path, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
@@ -139,6 +139,10 @@ def condition(quick: bool) -> None:
     print_table(title, header, rows)
     print("  The bandwidths are published (playbook, pp_comm_bandwidth). Step 2: one all-reduce of gradients in the")
     print("  backward. Stage 3: an all-gather in the forward; in the backward another one and a reduce-scatter.")
+    nominal = tokens_to_hide(NODE, NVLINK, peak, 4), predictions.tokens_to_hide_gather(NODE, NVLINK, peak)
+    nominal += (predictions.tokens_to_hide_backward(NODE, NVLINK, NVLINK, peak),)
+    shown = "step 2: 4 {:,.0f}, forward: 2 {:,.0f}, backward: 2 + 4 {:,.0f}".format(*nominal)
+    print(f"  {NODE} GPUs at NVLink's nominal {NVLINK / 1e9:g} GB/s: {shown}")
 
     figure, axes = new_figure(width=7.5, height=4)
     gpus = list(ALL_GATHER_GB_PER_S)

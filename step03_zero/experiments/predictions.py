@@ -64,6 +64,8 @@ def all_gathers(model: Model, micro_batches: int = 1) -> int:
     The rule says 2U-1 per micro-batch: all units in the forward, and all but the last one again in the backward.
     Ours are one fewer, because an embedding's backward reads no weights; a tied one is gathered again for the head.
     """
+    if len(model.units) == 1:  # it contains the embedding, is gathered for the forward, and stays
+        return micro_batches
     return micro_batches * (2 * len(model.units) - 2 + model.tied)
 
 
@@ -100,8 +102,8 @@ def sent(
 def resident(model: Model, ranks: int, width: int, prefetch: bool = True) -> float:
     """Return the most bytes of parameters that stage 3 holds: the shard, the unit in use and the one in flight."""
     units = model.units
-    pairs = [here + following for here, following in zip(units, units[1:])] if prefetch else units
-    return width * (model.parameters / ranks + max(pairs))
+    pairs = [here + following for here, following in zip(units, units[1:])] if prefetch else []
+    return width * (model.parameters / ranks + max(pairs or units))
 
 
 # ---- when does it hide -----------------------------------------------------------------------------------------------

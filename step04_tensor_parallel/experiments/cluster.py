@@ -1,7 +1,7 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
 from common.counts import count_flops
-from common.experiments.cost_model import ALL_GATHER_GB_PER_S, gather_ratio
+from common.experiments.cost_model import ALL_GATHER_GB_PER_S, NETWORK, NODE, NVLINK, gather_ratio
 from common.experiments.figures import new_figure, save_figure
 from common.experiments.tables import print_table
 from common.presets import PRESETS
@@ -9,7 +9,6 @@ from step02_data_parallel.batch_recipe import H100_TFLOPS
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import COLOURS
 
-IN_A_NODE = 250e9  # bytes/s of an all-gather among 8 H100, rounded from the published 249.8
 DEGREES = (2, 4, 8, 16, 32)
 
 # Tokens a second and GPU of a model of 3 B parameters, and the largest batch that fits, by tp. Measured by the authors
@@ -21,15 +20,15 @@ PUBLISHED = {
 
 
 def bandwidth(tp: int) -> float:
-    """Bytes/s of an all-gather over `tp` GPUs: within a node the same for all, beyond it as published."""
-    return IN_A_NODE if tp <= 8 else ALL_GATHER_GB_PER_S[tp] * 1e9
+    """Nominal bytes/s of a GPU in an all-gather over `tp` GPUs: rings over several nodes share the nodes' cards."""
+    return NVLINK if tp <= NODE else NODE * NETWORK
 
 
 def condition(quick: bool) -> None:
     """PREDICTED: an all-gather's time over that of the product behind it, for H100-like numbers."""
     peak = H100_TFLOPS * 1e12
     print(
-        f"\npeak {H100_TFLOPS:g} TFLOP/s, all-gather {IN_A_NODE / 1e9:g} GB/s in a node, published beyond it; 2 bytes"
+        f"\npeak {H100_TFLOPS:g} TFLOP/s, NVLink {NVLINK / 1e9:g} GB/s, {NODE} cards of {NETWORK / 1e9:g} GB/s; 2 bytes"
     )
     rows = []
     for name in ("llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"):
@@ -44,9 +43,12 @@ def condition(quick: bool) -> None:
     print_table("predicted: all-gather / the products that share it; up to 1 it hides", header, rows)
     rows = []
     for tp in DEGREES:
-        least = gather_ratio(tp, 1, peak, bandwidth(tp))
-        rows.append((f"tp {tp}", f"{bandwidth(tp) / 1e9:g}", f"{least:,.0f}"))
-    print_table("predicted: columns that share a gather from which on it can hide", ("", "GB/s", "columns"), rows)
+        cells = [f"tp {tp}"]
+        for each in (bandwidth(tp), 1e9 * ALL_GATHER_GB_PER_S.get(tp, 0)):
+            cells += [f"{each / 1e9:g}", f"{gather_ratio(tp, 1, peak, each):,.0f}"] if each else ["-", "-"]
+        rows.append(cells)
+    header = ("", "GB/s, nominal", "columns", "GB/s, published", "columns")
+    print_table("predicted: columns that share a gather from which on it can hide", header, rows)
     model, tokens, rows = PRESETS["llama3-8b"], 8192, []
     flops = count_flops(model, tokens).model
     for tp in DEGREES:

@@ -1,7 +1,7 @@
 """Timelines of a rank that name the layers, and have one lane for all messages."""
 
 from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.timelines import WAITING
+from common.experiments.timelines import ISSUE_SHARE, WAITING
 from common.experiments.traces import quietest
 from common.tracing.chrome_trace import Trace
 
@@ -49,7 +49,7 @@ def draw_layers(panels: list[tuple[str, Trace, bool]], name: str) -> None:
         origin, end = trace.window(0, step)
         spans = [span | {"ts": span["ts"] - origin} for span in trace.spans[0] if span["args"]["step"] == step]
         longest = max(longest, (end - origin) / 1000)
-        drawn |= _draw(axis, spans)
+        drawn |= _draw(axis, spans, ISSUE_SHARE * (end - origin) / 1000)
         _name_layers(axis, layers_of(spans, sequence_parallel))
         axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
         axis.set(ylim=(BOTTOM, TOP))
@@ -67,12 +67,15 @@ def draw_layers(panels: list[tuple[str, Trace, bool]], name: str) -> None:
     save_figure(figure, name)
 
 
-def _draw(axis, spans: list[dict]) -> set[str]:
-    """Draw one step: what the rank computes, the time that it waits, its messages. Returns what the colors mean."""
-    drawn = set()
-    for span in sorted(spans, key=lambda span: span["cat"] == "wait"):  # what it waits for covers what it computes
+def _draw(axis, spans: list[dict], shortest: float) -> set[str]:
+    """Draw one step: what the rank computes, the time that it waits, its messages. Returns what the colors mean.
+
+    A launch of a collective may have to wait for a core. Those of less than `shortest` ms are left out.
+    """
+    drawn, blocked = set(), ("issue", "wait")
+    for span in sorted(spans, key=lambda span: span["cat"] in blocked):  # what it waits for covers what it computes
         (start, end), kind = bounds(span), span["cat"]
-        if kind == "wait":
+        if kind == "wait" or (kind == "issue" and end - start >= shortest):
             axis.broken_barh([(start, end - start)], COMPUTES, **WAITING)
         elif kind == "phase" or (kind == "communication" and span["args"]["op"] != "receive"):  # it is in the send
             name, place = (span["name"], COMPUTES) if kind == "phase" else (span["args"]["op"], MESSAGES)

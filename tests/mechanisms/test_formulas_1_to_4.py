@@ -124,6 +124,7 @@ STEP_3 = [
     (100, lambda: UNITS.parameters),
     (18, zero.all_gathers, UNITS, 3),  # 3·(4 + 4 - 2)
     (21, zero.all_gathers, replace(UNITS, tied=True), 3),
+    (3, zero.all_gathers, zero.Model((100,)), 3),  # the whole model is one unit, which stays
     ((0, 600), zero.sent, UNITS, 0, 1, 3, 4),  # 2·3/4·100·4
     ((600, 0), zero.sent, UNITS, 1, 4, 3),  # 3/4·(100·4 + 100·4)
     ((1050, 0), zero.sent, UNITS, 2, 4, 3, 1, True, (2, 4)),  # 3/4·(100·2 + 3·100·4)
@@ -162,7 +163,7 @@ def pairs(gathers: int, scatters: int) -> dict[str, int]:
 def ratios() -> list[float]:
     """Of a gather within a node of 8 to the product behind it, in Llama 3 8B: q, k and v; gate and up."""
     shared = LLAMA.hidden + 2 * LLAMA.kv_heads * LLAMA.head_width, 2 * LLAMA.ffn
-    return [round(cost_model.gather_ratio(8, width, PEAK, 250e9), 2) for width in shared]
+    return [round(cost_model.gather_ratio(8, width, PEAK, cost_model.NVLINK), 2) for width in shared]
 
 
 def gigabytes() -> list[float]:
@@ -184,7 +185,7 @@ def steps_of(*way) -> tuple[float, float, float]:
 
 
 STEP_4 = [
-    ([4.51, 0.97], ratios),  # 2·7·989·10¹²/(2·6144·250·10⁹), /(2·28672·...)
+    ([2.5, 0.54], ratios),  # 2·7·989·10¹²/(2·6144·450·10⁹), /(2·28672·...)
     ([10.7, 16.1, 18.8], gigabytes),  # 32·10·67.1·10⁶·(1/2, 3/4, 7/8)
     (({"all_reduce": 2}, {"all_reduce": 4}), of_block, Way(False, "overlap", True)),
     ((pairs(2, 2), pairs(4, 2)), of_block, Way()),

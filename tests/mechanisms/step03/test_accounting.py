@@ -3,8 +3,11 @@
 import os
 
 import pytest
+import torch
 
 from common.counts import count_parameters
+from common.process_groups import Degrees, build_mesh
+from step03_zero.experiments import unit_size
 from tests.harness.observing import configure, observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step03.checks import Plan, check, check_wire
@@ -77,3 +80,27 @@ def test_bytes_on_the_wire(world):
     for case, ranks in zip(every, zip(*run_ranks(world, observe_each, observe, every), strict=True), strict=True):
         for seen in ranks:
             check_wire(seen, plan_of(case, world))
+
+
+UNITS = {  # all-gathers, reduce-scatters, numbers that each of two ranks sends, parameters in its memory at the peak
+    "half a layer": (18, 10, 3 * 246_336 - 16_384 - 16_448, 246_336 // 2 + 53_376),
+    "layer": (10, 6, 3 * 246_336 - 16_384 - 16_448, 246_336 // 2 + 2 * 53_376),
+    "two layers": (6, 4, 3 * 246_336 - 16_384 - 16_448, 246_336 // 2 + 4 * 53_376),
+    "whole model": (1, 1, 2 * 246_336, 246_336 // 2 + 246_336),  # gathered once, it sends what stage 2 does
+}
+
+
+TINY = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256, "data": "synthetic"}
+TINY |= {"seq_len": 8, "micro_batch": 1, "warmup": 1}
+
+
+def count_units() -> dict[str, tuple[int, ...]]:
+    return unit_size.count(build_mesh(Degrees(dp=unit_size.RANKS), torch.device("cpu")), lambda: None, TINY)
+
+
+def test_size_of_a_unit():
+    """Embedding: 16,384 parameters. Each of 4 layers: 53,376 (attention 16,448). Norm and head: 16,448."""
+    for seen in run_ranks(unit_size.RANKS, count_units):
+        for unit, (gathers, scatters, numbers, most) in UNITS.items():
+            assert seen[unit] == (gathers, scatters, 2 * numbers, 4 * most), unit
+            assert unit_size.predict(TINY, unit) == seen[unit], unit
