@@ -155,11 +155,14 @@ class Products(TorchDispatchMode):
         return result
 
 
-def calls_among_products(function) -> tuple[list[tuple], list[tuple], object]:
-    """(op, products before its issue, products before its wait) of every call, shapes of the products, the result."""
-    with Products() as products, collectives.record(clock=lambda: len(products.shapes)) as calls:
+def calls_among_products(function) -> tuple[list[tuple], list[tuple], bool, object]:
+    """(op, products before its issue, products before its wait) of every call, shapes of the products, whether all
+    calls are issued before any is waited for, and the result."""
+    ticks = itertools.count()
+    with Products() as products, collectives.record(clock=lambda: (len(products.shapes), next(ticks))) as calls:
         result = function()
-    return [(call.op, call.issue, call.wait_start) for call in calls], products.shapes, result
+    together = bool(calls) and max(call.issue[1] for call in calls) < min(call.wait_start[1] for call in calls)
+    return [(call.op, call.issue[0], call.wait_start[0]) for call in calls], products.shapes, together, result
 
 
 def ranks_order():
@@ -178,8 +181,8 @@ def ranks_order():
             ("column", lambda x=x, columns=columns: torch.cat(list(apply_column_parallel(x, columns)), -1).sum()),
             ("row", lambda row=row, wide=wide: row(wide).sum()),
         ):
-            forward, _, y = calls_among_products(layer)
-            result[form, name] = forward, *calls_among_products(y.backward)[:2]
+            forward, *_, y = calls_among_products(layer)
+            result[form, name] = forward, *calls_among_products(y.backward)[:3]
     return result
 
 
@@ -208,6 +211,7 @@ def check_order(ranks: list[dict]) -> None:
         inputs, weights = 2 * [(tokens, MODEL.hidden)], [(width // world, MODEL.hidden) for width in (24, 40)]
         assert sorted(column[2]) == sorted(inputs + weights), form
         assert column[2] == inputs + weights or form[1] == "plain", f"{form}: the input's gradient first"
+        assert column[3] or form[1] == "plain", f"{form}: the input's gradient leaves before the gather is waited for"
         assert sorted(row[2]) == sorted([(tokens, 64 // world), (MODEL.hidden, 64 // world)]), form
 
 
