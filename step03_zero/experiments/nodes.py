@@ -195,7 +195,7 @@ def draw(bars: dict[tuple[int, str], tuple], shares: dict[str, dict[float, float
         right.plot(tokens, [100 * value for value in values], style, color=COLOURS[kind], label=kind, linewidth=1.8)
     right.axvline(equal, color="black", linestyle="--", linewidth=1.2)
     right.text(equal / 1.08, 4, "a layer's forward = its gather", fontsize=11, ha="right")
-    right.text(max(tokens), 93, "the rest never hides", fontsize=11, ha="right")
+    right.text(max(tokens), 50, "never hidden:\nfirst gather,\nlast reduce-\nscatter", fontsize=11, ha="right")
     right.set(xscale="log", xlabel="tokens per rank", ylabel="% of the messages hidden", ylim=(0, 100))
     right.set_xticks(tokens, [f"{each:,}" for each in tokens])
     right.minorticks_off()
