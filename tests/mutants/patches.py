@@ -14,6 +14,7 @@ from step02_data_parallel.data_parallel import DataParallel
 from tests.mutants import (
     Mutants,
     patches_asynchrony,
+    patches_narrow,
     patches_step03,
     patches_step04,
     patches_step05,
@@ -109,7 +110,7 @@ def patched(mutant: str | None):
         if mutant is not None:
             steps = patches_step03, patches_step04, patches_step05, patches_step06, patches_step07, patches_step08
             every = WRONG_NUMBERS | LATE
-            for module in (*steps, patches_asynchrony):
+            for module in (*steps, patches_asynchrony, patches_narrow):
                 every |= module.MUTANTS
             every[mutant](stack)
         yield
