@@ -161,7 +161,7 @@ def draw_llama(count: int, ranks: int) -> None:
         axis.set_title(f"{length:,} tokens", fontsize=12, loc="left", fontweight="bold")
         axis.set_ylim(0, 260)
     axes[0].set_ylabel("GiB on each of 8 GPUs", fontsize=12)
-    axes[1].set_xlabel("stage of ZeRO (dashed: an H100 of 80 GB)", fontsize=12)
+    axes[1].set_xlabel("stage of ZeRO (dashed: an H100's 80)", fontsize=12)
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
     save_figure(figure, "llama_memory")
