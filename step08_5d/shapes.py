@@ -43,10 +43,14 @@ class Row:
 
     @property
     def sent(self) -> list[tuple[str, str, int, int]]:
-        """(operation, group, its size, bytes sent) of each call. Messages that travel together are one exchange."""
+        """(operation, group, its size, bytes sent) of each call. Messages that travel together are one exchange.
+
+        Before tokens travel, ranks tell each other how many have chosen each expert: these integers are its counts.
+        """
         result = []
         for call in self.calls:
             op = "exchange" if call.peer is not None else call.op.replace("_", "-")
+            op += " of counts" if call.dtype == "int64" else ""
             if op == "exchange" and result and result[-1][:2] == (op, call.group):
                 call = replace(call, bytes=call.bytes + result.pop()[-1])
             result.append((op, call.group, call.group_size, call.bytes))
@@ -112,6 +116,7 @@ class Watch:
     def _core(self, q, k, v, *mask):
         self.note("queries", "b, a/tp, s/cp, d", q)
         self.note("keys", "b, a_kv/tp, s/cp, d", k)
+        self.note("values", "b, a_kv/tp, s/cp, d", v)
         out = self.core(q, k, v, *mask)
         self.note("attention", "b, a/tp, s/cp, d", out)
         return out

@@ -6,7 +6,8 @@ from common.experiments.figures import COLOURS, new_figure, write_png
 from common.tracing.chrome_trace import Trace
 
 WAITING = {"facecolor": "white", "edgecolor": "#555555", "hatch": "/////", "linewidth": 0.5}
-LABEL_SHARE = 0.02  # a phase that fills at least this share of the axis shows the number of its micro-batch
+LABEL_SHARE = 0.015  # what fills at least this share of the axis shows its label: a phase the number of its micro-batch
+LIGHT = ("reduce_scatter", "all_gather", "all_to_all")  # under words these colours want black
 ISSUE_SHARE = 0.003  # issuing a collective is drawn only if it fills this share of the axis
 
 
@@ -74,9 +75,10 @@ def _draw(axis, rows: list[tuple[str, float, list[dict]]], origin: float, longes
                 look = {"facecolor": COLOURS[name], "edgecolor": "white", "linewidth": 0.4}
             axis.broken_barh([(start, width)], (top + 0.06, height - 0.12), **look)
             drawn.add(name)
-            if span["cat"] == "phase" and "micro_batch" in span["args"] and width > LABEL_SHARE * longest:
-                label = start + width / 2, top + height / 2, span["args"]["micro_batch"]
-                axis.text(*label, ha="center", va="center", fontsize=7, color="white")
+            words = span["args"].get("micro_batch" if span["cat"] == "phase" else "label")
+            if words is not None and width > LABEL_SHARE * longest:
+                ink = "black" if name in LIGHT else "white"
+                axis.text(start + width / 2, top + height / 2, words, ha="center", va="center", fontsize=7, color=ink)
         top += height
     axis.set_ylim(top, 0)
     axis.set_yticks(places, [label for label, _, _ in rows], fontsize=8)

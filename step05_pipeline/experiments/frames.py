@@ -10,8 +10,8 @@ from step05_pipeline.schedules.timeline import NAMES, draw_rows
 RANKS, MICRO_BATCHES = 4, 8
 MOMENTS = [  # (time, what happens)
     (1.5, "fill: 0 travels down"),
-    (4.5, "full: the first backward"),
-    (8.5, "its gradient travels up"),
+    (4.5, "full: all others wait for B0"),
+    (8.5, "B0's gradient travels up"),
     (16.5, "steady: nobody waits"),
     (26.5, "drain: the last gradient"),
     (32.5, "only rank 0 still works"),
@@ -49,14 +49,14 @@ def kept_at(row, time: float) -> list[int]:
     return [each for each in started if each not in done]
 
 
-def arriving(line: Timeline, time: float, length: float) -> list[tuple[int, int]]:
-    """(sender, receiver) of the messages sent in the `length` before a time."""
+def arriving(line: Timeline, time: float, length: float) -> list[tuple[int, int, str]]:
+    """(sender, receiver, result of which action) of the messages sent in the `length` before a time."""
     found = []
     for rank, row in enumerate(line.spans):
         for action, _, end in row:
             other = rank + (1 if action.kind == "F" else -1)
             if time - length < end <= time and 0 <= other < RANKS:
-                found.append((rank, other))
+                found.append((rank, other, str(action)))
     return found
 
 
@@ -93,12 +93,13 @@ def draw_moment(axis, line: Timeline, time: float, length: float) -> None:
             card = {"facecolor": COLOURS["activations"], "edgecolor": "white", "linewidth": 1}
             axis.add_patch(Rectangle((left, -0.75), 0.48, 0.55, **card))
             axis.text(left + 0.24, -0.49, number, **in_the_middle, fontsize=9, color="white")
-    for sender, receiver in arriving(line, time, length):
+    for sender, receiver, sent in arriving(line, time, length):
         down = receiver > sender
         start = sender * (BOX + GAP) + (BOX if down else 0)
         end, y = receiver * (BOX + GAP) + (0 if down else BOX), 0.78 if down else 0.3
         arrow = {"arrowstyle": "-|>", "color": COLOURS["send"], "linewidth": 2, "shrinkA": 1, "shrinkB": 1}
         axis.annotate("", (end, y), (start, y), arrowprops=arrow)
+        axis.text((start + end) / 2, y + 0.17, sent, **in_the_middle, fontsize=8.5, color=COLOURS["send"])
     axis.set(xlim=(-0.15, RANKS * (BOX + GAP) - GAP + 0.15), ylim=(-0.9, 1.75), xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
 

@@ -20,13 +20,13 @@ from step06_context_parallel.experiments.tools import Run
 SMALL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 256}
 SMALL |= {"data": "synthetic", "warmup": 1, "micro_batch": 1, "global_batch": 1}
 LIMIT = 64 * 2**20  # bytes for what forward and backward of one sequence allocate
-GPU, TP = 80e9, 8  # bytes of an H100; tensor parallelism with sequence parallelism within its node
+GPU, TP = 80 * 2**30, 8  # bytes of an H100; tensor parallelism with sequence parallelism within its node
 TOP = 300  # GiB that the bars show
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def longest(quick: bool) -> None:
-    """The longest sequence under a memory limit is cp times that of one rank: measured, and PREDICTED for 80 GB."""
+    """The longest sequence under a memory limit is cp times that of one rank: measured, and PREDICTED for 80 GiB."""
     trials = 512, 1024
     low, high = on_ranks(1, on_every_case, peak, [SMALL | {"seq_len": each} for each in trials])[0]
     a_token = (high - low) / (trials[1] - trials[0])
@@ -63,7 +63,7 @@ def peak(mesh: Mesh, flags: dict) -> int:
 
 
 def predict_longest(measured: dict[int, int]) -> None:
-    """The same for llama3-8b on GPUs of 80 GB: a table and a plot over cp."""
+    """The same for llama3-8b on GPUs of 80 GiB: a table and a plot over cp."""
     name, rows, lines = "llama3-8b", [], {}
     model = PRESETS[name]
     states = 18 * count_parameters(model).total / TP  # bfloat16, AdamW; ZeRO-3 divides them by cp
@@ -77,9 +77,9 @@ def predict_longest(measured: dict[int, int]) -> None:
                 tokens = ranks * (GPU - states / ranks) / token
                 lines.setdefault(mode + label, []).append(tokens)
                 cells.append(f"{tokens / 1e3:,.0f}")
-        rows.append((f"cp {ranks}", f"{states / ranks / 1e9:.1f}", *cells))
-    title = f"{name}, bfloat16, tp {TP} with SP, ZeRO-3 over cp, 80 GB; full: full recomputation"
-    print_table(f"predicted: longest sequence, thousands of tokens: {title}", ("", "GB of states", *lines), rows)
+        rows.append((f"cp {ranks}", f"{states / ranks / 2**30:.1f}", *cells))
+    title = f"{name}, bfloat16, tp {TP} with SP, ZeRO-3 over cp, 80 GiB; full: full recomputation"
+    print_table(f"predicted: longest sequence, thousands of tokens: {title}", ("", "GiB of states", *lines), rows)
     draw_longest(measured, lines)
 
 
@@ -112,7 +112,7 @@ def draw_longest(measured: dict[int, int], lines: dict[str, list[float]]) -> Non
     axis.set_yticks(list(ticks), ticks.values())
     for each in (left, axis):
         each.minorticks_off()
-    axis.set_title(f"predicted: llama3-8b, tp {TP}, 80 GB per GPU", fontsize=10, loc="left")
+    axis.set_title(f"predicted: llama3-8b, tp {TP}, 80 GiB per GPU", fontsize=10, loc="left")
     axis.legend(*(each[::-1] for each in axis.get_legend_handles_labels()), frameon=False, fontsize=9, loc="upper left")
     save_figure(figure, "longest")
 
@@ -171,7 +171,7 @@ def draw_memory(states: dict[str, float], sizes: dict[tuple, float]) -> None:
         axis.set_ylim(0, TOP)
         axis.grid(visible=False, axis="x")
     axes[0].set_ylabel("GiB per GPU")
-    axes[2].text(-0.4, GPU / 2**30 + 6, "80 GB", fontsize=8.5)
+    axes[2].text(-0.4, GPU / 2**30 + 6, "80 GiB", fontsize=8.5)
     axes[2].legend(frameon=False, fontsize=9, loc="upper left")
     figure.suptitle("predicted: llama3-8b, bfloat16, one sequence, no recomputation", fontsize=10.5, x=0.01, ha="left")
     save_figure(figure, "memory")

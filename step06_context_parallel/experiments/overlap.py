@@ -56,7 +56,7 @@ def overlap(quick: bool) -> None:
         ("ring", "ring: fetch the next while computing"),
     ):
         blocked = sum(measure(traces[mode, DRAWN], phase)[0] for phase in ("forward", "backward"))
-        panels.append((f"{what}; waits {1e3 * blocked:.0f} ms", of_rank_0(traces[mode, DRAWN], DRAWN)))
+        panels.append((f"{what}; waits {1e3 * blocked:.0f} ms", of_rank_0(traces[mode, DRAWN], mode)))
     print(f"  figure: {draw_timelines(panels, figure_path('overlap'), 0)}")
 
 
@@ -148,22 +148,34 @@ def measure(trace: Trace, phase: str) -> tuple[float, float]:
     return 1e-6 * blocked / len(trace.ranks), 1e-6 * whole / len(trace.ranks)
 
 
-def of_rank_0(trace: Trace, share: float) -> Trace:
-    """Rank 0's quietest step, as step 0, of its messages only the sends. All ranks do the same.
+def labels(mode: str) -> dict[str, list[str]]:
+    """What travels in each phase, in the order in which it is sent: a hop's K and V behind the previous one's sums."""
+    keys, sums = ["K", "V"], ["dK", "dV"]
+    if mode == "allgather":
+        return {"forward": keys, "backward": keys + sums}
+    between = RANKS - 2  # hops of the ring that send both
+    return {"forward": keys * (RANKS - 1), "backward": keys + (sums + keys) * between + sums * 2}
+
+
+def of_rank_0(trace: Trace, mode: str) -> Trace:
+    """Rank 0's quietest step, as step 0, of its messages only the sends, with labels. All ranks do the same.
 
     gloo tells when a send was waited for, and not when it was done, so that is drawn which the simulated link says.
     """
     step, free, spans = quietest(trace).step, 0.0, []
-    bandwidth = TrainConfig(link=link_flag(share)).link_model.bandwidth
+    bandwidth, words = TrainConfig(link=link_flag(DRAWN)).link_model.bandwidth, labels(mode)
     for span in trace.spans[0]:
         arguments = span["args"] | {"step": 0, "group": "link"}
         if span["args"]["step"] != step or arguments.get("op") == "receive":  # at the same time as the send
             continue
+        if span["cat"] == "communication":
+            arguments["label"] = words[arguments["phase"]].pop(0)
         if arguments.pop("peer", None) is not None:
             start = max(free, arguments["issue_us"])
             free = start + 1e6 * arguments["bytes"] / bandwidth
             span = span | {"ts": start, "dur": free - start}
         spans.append(span | {"args": arguments})
+    assert not any(words.values()), words
     return Trace({0: spans}, trace.steps, trace.degrees)
 
 

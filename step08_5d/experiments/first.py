@@ -17,7 +17,7 @@ PEAK = H100_TFLOPS * 1e12
 REACHED = PEAK / 2  # FLOP/s of matrix products
 NVLINK = 450e9  # bytes/s out of a GPU
 SEQ, SEQUENCES = 4096, 256  # 1 M tokens in a step, as in the playbook's experiments
-MEMORY = 80e9
+MEMORY = 80 * 2**30  # bytes
 # The playbook's sizes, 1.34, 8.86 and 80.0 B, are those of Llamas without grouped queries and with this vocabulary
 MODELS = {
     "1 B": replace(PRESETS["llama3-1b"], kv_heads=32, vocab=131072),
@@ -115,7 +115,7 @@ def mfu(model: ModelConfig, layout: Layout) -> float:
 def first(quick: bool) -> None:
     """PREDICTED: which dimension first, for 1, 8 and 80 B parameters on 8 to 512 GPUs."""
     print(
-        f"\n{SEQUENCES} sequences of {SEQ:,} tokens in a step; a cell has the fastest that fits into 80 GB, or its size"
+        f"\n{SEQUENCES} sequences of {SEQ:,} tokens in a step; a cell has the fastest that fits into 80 GiB, or its size"
     )
     for name, model in MODELS.items():
         rows = []
@@ -125,9 +125,9 @@ def first(quick: bool) -> None:
                 fitting = [each for each in found if memory(model, each) <= MEMORY]
                 if fitting:
                     best[kind] = max(fitting, key=lambda each: mfu(model, each))
-                    cells.append(f"{mfu(model, best[kind]):.0%}, {memory(model, best[kind]) / 1e9:.0f} GB")
+                    cells.append(f"{mfu(model, best[kind]):.0%}, {memory(model, best[kind]) / 2**30:.0f} GiB")
                 else:
-                    cells.append(f"{min(memory(model, each) for each in found) / 1e9:.0f} GB" if found else "-")
+                    cells.append(f"{min(memory(model, each) for each in found) / 2**30:.0f} GiB" if found else "-")
             chosen = max(best.values(), key=lambda each: mfu(model, each)).name if best else "none fits"
             shown = f"{published:.0f}%" if published else "-"
             rows.append((f"{gpus} GPUs", *cells, chosen, shown, FOUND.get((name, gpus), "")))
