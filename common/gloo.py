@@ -82,6 +82,11 @@ def _exchange(work, receives, sends, group: Group) -> None:
 _waiting = ThreadPoolExecutor(1000, "messages")  # as many threads as there are `Messages` in flight
 
 
+def _wait_for(works: list) -> None:
+    while works:  # each is let go of with its tensor, or the tensor would outlive `Messages.wait` by a moment
+        works.pop(0).wait()
+
+
 class Messages:
     """Messages in flight, as one handle: unlike gloo's own handles of messages it knows when all have arrived.
 
@@ -91,7 +96,7 @@ class Messages:
 
     def __init__(self, messages: list, group: Group):
         works = [op(tensor, peer, group=group.handle) for op, tensor, peer in messages]
-        self._arrival = _waiting.submit(lambda: [work.wait() for work in works])
+        self._arrival = _waiting.submit(_wait_for, works)
 
     def get_future(self) -> Future:
         return self._arrival

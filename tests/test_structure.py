@@ -110,5 +110,5 @@ def test_files_stay_readable():
     assert {module: length for module, length in lengths.items() if length > 320} == {}
     common = {module: length for module, length in lengths.items() if module.startswith("common")}
     common = {module: length for module, length in common.items() if ".experiments" not in module}
-    assert sum(common.values()) <= 4000
+    assert sum(common.values()) <= 4100
     assert sum(length for module, length in common.items() if room_of(module) in {"common", *COMMANDS}) <= 2000

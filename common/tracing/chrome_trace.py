@@ -2,9 +2,12 @@
 
 A rank is a process of the trace, a lane a thread. Complete events ("X") on the compute lane (thread 0) have the
 category `step`, `phase`, `issue` or `wait`; on a group's lane, or its lanes of sends and receives, `communication`.
+
+A message that is awaited does not travel before it is sent, nor an all-reduce before its last rank has issued it. So a
+communication *starts* when all of its ranks have issued it, which no rank knows alone: the ranks' events are joined by
+the `id` of each collective or message. (Ranks on several nodes agree as well as these nodes' clocks do.)
 """
 
-import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -28,49 +31,52 @@ class Event(NamedTuple):
     arguments: dict
 
 
-def chrome_events(rank: int, name: str, events: list[Event], origin: int) -> list[dict]:
-    """Return one rank's events (in order of issue) in Chrome's format, in microseconds since `origin`.
+def chrome_events(ranks: dict[int, tuple[str, list[Event]]]) -> list[dict]:
+    """Return what is known of each rank, its name and its events, in Chrome's format, in microseconds from the first.
 
-    On the lane of a group collectives follow each other as on an NCCL stream: each is drawn from the completion of the
-    previous one. `issue_us` and `completion_us` in its arguments are the measured times.
+    A `communication` lasts from its issue on this rank to its completion; its arguments hold the `id` that it has on
+    all of its ranks, and the `link_us` that the simulated link took, or 0. It is drawn from its start, see above, and
+    on the lane of a group from the completion of the previous one, as on an NCCL stream; a simulated link is busy for
+    `link_us` before the completion. `issue_us`, `start_us` and `completion_us` are the times without a lane.
     """
-    events = [event._replace(start=(event.start - origin) / 1000, end=(event.end - origin) / 1000) for event in events]
-    result, threads, free_at = _arrow_ends(rank, events), {COMPUTE: 0}, {}
-    for event in sorted(events, key=lambda event: (event.start, -event.end)):
-        begin, end, arguments = event.start, event.end, {"step": event.step} | event.arguments
+    every = [event for _, events in ranks.values() for event in events]
+    origin, issued_by_all = min((event.start for event in every), default=0), {}
+    for event in every:
         if event.category == "communication":
-            arguments |= {"issue_us": begin, "completion_us": end}
-            begin = max(begin, free_at.get(event.lane, begin))
-            free_at[event.lane] = end = max(begin, end)
-        place = {"pid": rank, "tid": threads.setdefault(event.lane, len(threads)), "ts": begin, "dur": end - begin}
-        result.append({"name": event.name, "cat": event.category, "ph": "X", "args": arguments} | place)
-    names = [("process_name", 0, {"name": name}), ("process_sort_index", 0, {"sort_index": rank})]
-    for lane, thread in threads.items():
-        names += [("thread_name", thread, {"name": lane}), ("thread_sort_index", thread, {"sort_index": thread})]
-    return result + [{"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": args} for kind, tid, args in names]
-
-
-def _arrow_ends(rank: int, events: list[Event]) -> list[dict]:
-    """This rank's ends of the arrows (flow events) that lead from each sent message to where it was received.
-
-    An arrow begins on the sender's compute lane at the issue, and ends on the receiver's at the completion, which on
-    gloo is the end of its wait. Messages between two ranks over a group keep their order, so the n-th one sent in a
-    step is the n-th one received: both ranks compute the same id without asking each other.
-    """
-    result, count = [], Counter()
-    for event in events:
-        if "peer" in event.arguments:
-            group, peer, sends = event.arguments["group"], event.arguments["peer"], event.arguments["op"] == "send"
-            key = (event.step, group, *((rank, peer) if sends else (peer, rank)))
-            count[key] += 1
-            digest = hashlib.blake2b(repr((key, count[key])).encode(), digest_size=6).digest()
-            arrow = {"name": f"{group} message", "cat": "message", "id": int.from_bytes(digest, "big")}
-            if sends:
-                arrow |= {"ph": "s", "ts": event.start}
-            else:  # Perfetto attaches an end to the span around it: a nanosecond earlier this is still the wait
-                arrow |= {"ph": "f", "ts": event.end - 0.001, "bp": "e"}
-            result.append(arrow | {"pid": rank, "tid": 0})
+            key = event.arguments["id"]
+            issued_by_all[key] = max(issued_by_all.get(key, 0), event.start)
+    result = []
+    for rank, (name, events) in ranks.items():
+        threads, free_at = {COMPUTE: 0}, {}
+        for event in sorted(events, key=lambda event: (event.start, -event.end)):
+            begin, end = (event.start - origin) / 1000, (event.end - origin) / 1000
+            arguments = {"step": event.step} | event.arguments
+            if event.category == "communication":
+                result += _arrow_end(rank, event, begin, end)
+                ready = (issued_by_all[arguments["id"]] - origin) / 1000
+                started = max(begin, min(ready, end - arguments["link_us"]))
+                arguments |= {"issue_us": begin, "start_us": started, "completion_us": end}
+                begin = max(started, free_at.get(event.lane, started))
+                free_at[event.lane] = end = max(begin, end)
+            place = {"pid": rank, "tid": threads.setdefault(event.lane, len(threads)), "ts": begin, "dur": end - begin}
+            result.append({"name": event.name, "cat": event.category, "ph": "X", "args": arguments} | place)
+        names = [("process_name", 0, {"name": name}), ("process_sort_index", 0, {"sort_index": rank})]
+        for lane, thread in threads.items():
+            names += [("thread_name", thread, {"name": lane}), ("thread_sort_index", thread, {"sort_index": thread})]
+        result += [{"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": args} for kind, tid, args in names]
     return result
+
+
+def _arrow_end(rank: int, event: Event, issue: float, completion: float) -> list[dict]:
+    """This rank's end of the arrow (flow event) from where a message is sent to where it has arrived, if it is one."""
+    if "peer" not in event.arguments:
+        return []
+    arrow = {"name": f"{event.arguments['group']} message", "cat": "message", "id": event.arguments["id"]}
+    if event.arguments["op"] == "send":
+        arrow |= {"ph": "s", "ts": issue}
+    else:  # Perfetto attaches an end to the span around it: a nanosecond earlier it is still that of the wait
+        arrow |= {"ph": "f", "ts": completion - 0.001, "bp": "e"}
+    return [arrow | {"pid": rank, "tid": 0}]
 
 
 @dataclass
@@ -87,13 +93,13 @@ class Trace:
         return list(self.spans)
 
     def intervals(self, rank: int, *categories: str) -> list[tuple[float, float]]:
-        """(start, end) in microseconds of all spans of these categories: `communication` from issue to completion."""
+        """(start, end) in microseconds of all spans of these categories: `communication` from start to completion."""
         result = []
         for span in self.spans[rank]:
             if span["cat"] in categories:
                 times = span["ts"], span["ts"] + span["dur"]
                 if span["cat"] == "communication":
-                    times = span["args"]["issue_us"], span["args"]["completion_us"]
+                    times = span["args"]["start_us"], span["args"]["completion_us"]
                 result.append(times)
         return result
 

@@ -5,6 +5,7 @@ closely; ranks of different machines agree as well as the system clocks of these
 """
 
 import time
+from functools import partial
 
 import torch
 
@@ -29,15 +30,19 @@ class CpuClock:
         """Return the mark's time in nanoseconds since the epoch."""
         return mark + self._offset
 
-    def watch(self, handle, calls: list, done_at: float) -> None:
-        """Let the future of a collective set its completion, or the simulated link where that is later."""
+    def watch(self, handles: list, calls: list, done_at: float) -> None:
+        """Let the futures of a collective or of its messages set the completion, or the simulated link if it is later.
 
-        def set_completion(_) -> None:  # in another thread: if the wait has returned already, that was the moment
-            for call in calls:
-                call.completion = call.completion or max(time.perf_counter_ns(), int(done_at * 1e9))
+        In another thread: where `Work.wait` has returned already, it has set the completion to that moment.
+        """
+        each = [[call] for call in sorted(calls, key=lambda call: call.op == "send")]  # launched in this order
+        for handle, completed in zip(handles, each if len(handles) > 1 else [calls]):
+            handle.get_future().add_done_callback(partial(_note_completion, completed, done_at))
 
-        if calls[0].peer is None:  # gloo's messages have no future: `Work.wait` sets their completion when it returns
-            handle.get_future().add_done_callback(set_completion)
+
+def _note_completion(calls: list, done_at: float, _) -> None:
+    for call in calls:
+        call.completion = call.completion or max(time.perf_counter_ns(), int(done_at * 1e9))
 
 
 class CudaClock:
@@ -70,8 +75,8 @@ class CudaClock:
         event.synchronize()
         return wall + round(start.elapsed_time(event) * 1e6)
 
-    def watch(self, handle, calls: list, done_at: float) -> None:
-        """Let a side stream wait for the collective and record an event there: its completion.
+    def watch(self, handles: list, calls: list, done_at: float) -> None:
+        """Let a side stream wait for the collective or the batch of messages, and record its completion there.
 
         The first wait on a handle makes torch release the tensors in flight, but `collectives.Work` still holds them.
         """
@@ -81,7 +86,8 @@ class CudaClock:
         if group not in self._streams:
             self._streams[group] = self._cuda.Stream()
         with self._cuda.stream(self._streams[group]):
-            handle.wait()
+            for handle in handles:
+                handle.wait()
             completion = self.mark()
         for call in calls:
             call.completion = completion

@@ -1,9 +1,11 @@
 """What a trace says about a run, step by step; `python -m common.tracer RUN_DIR` prints it and draws the timeline.
 
-A rank's step has three parts, `compute + exposed + idle = step time`. Exposed communication is the time in which the
-rank does nothing but communicate; overlapped communication is the part of it that compute covers; idle is the rest
-(loading data, logging, gaps between phases). `TIMES` has the definitions. On CUDA the times are those of events on the
-streams, so a phase in which the GPU waits for Python counts as compute.
+A rank's step has four parts, `compute + exposed + waiting + idle = step time`. In exposed communication it does nothing
+but communicate. While it waits, nothing of its own is in flight: another rank has not sent yet what it needs, or not
+issued its part of a collective. A pipeline's bubble is waiting, and so is what a slow rank costs the others. Idle is
+the rest (loading data, logging, gaps between phases). Overlapped communication is the part of all communication that
+compute covers. `TIMES` has the definitions. On CUDA the times are those of events on the streams, so a phase in which
+the GPU waits for Python counts as compute.
 """
 
 import sys
@@ -25,15 +27,16 @@ class Now(NamedTuple):
 
     step: bool  # this step is in progress
     phase: bool  # a forward, a backward or an optimizer phase is in progress
-    communication: bool  # a collective is in flight: issued, but not completed
+    communication: bool  # a collective or message is in flight: issued by all of its ranks, but not completed
     blocked: bool  # the rank is issuing a collective, or waiting for one
 
 
 TIMES = {
     "step_time_s": lambda now: now.step,
-    "compute_s": lambda now: now.step and now.phase and not (now.communication and now.blocked),
-    "exposed_s": lambda now: now.step and now.communication and now.blocked,
-    "idle_s": lambda now: now.step and not now.phase and not (now.communication and now.blocked),
+    "compute_s": lambda now: now.step and now.phase and not now.blocked,
+    "exposed_s": lambda now: now.step and now.blocked and now.communication,
+    "waiting_s": lambda now: now.step and now.blocked and not now.communication,
+    "idle_s": lambda now: now.step and not now.phase and not now.blocked,
     "communication_s": lambda now: now.step and now.communication,
     "overlapped_s": lambda now: now.step and now.communication and now.phase and not now.blocked,
 }
@@ -48,6 +51,7 @@ class StepRow:
     step_time_s: float
     compute_s: float
     exposed_s: float
+    waiting_s: float
     idle_s: float
     communication_s: float
     overlapped_s: float
@@ -95,7 +99,7 @@ def print_report(trace: Trace, step: int | None = None) -> None:
     where = f"{len(trace.ranks)} ranks ({degrees})" if degrees else "1 rank"
     names = (name.removesuffix("_s").replace("_", " ") for name in TIMES)
     header = ("step", "rank", *names, "share", "sent MB", "collectives")
-    print_table(f"{where}, times in ms; step time = compute + exposed + idle", header, cells)
+    print_table(f"{where}, times in ms; step time = compute + exposed + waiting + idle", header, cells)
     number, sent = Counter(), Counter()
     for call in (call for rank in trace.ranks for call in trace.calls(rank) if step in (None, call["step"])):
         number[call["op"]] += 1 / len(rows)

@@ -7,11 +7,14 @@
     tracer.close()  # RUN_DIR/trace.json, for ui.perfetto.dev; `python -m common.tracer RUN_DIR` reports and draws it
 
 Every rank has a compute lane with its steps, phases, and what it does for collectives: `issue` (start one) and `wait`
-(blocked until it has completed). On the lane of its group a collective lasts from its issue to its completion.
+(blocked until it has completed). On the lane of its group a collective lasts from the time when all of its ranks have
+issued it to its completion. What a rank waits before that, it waits for other ranks and not for the network.
 """
 
 import contextlib
+import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -44,6 +47,7 @@ class Tracer:
         self._open = []  # the spans in progress, the step first: name, category, arguments, start
         self._events: list[Event] = []
         self._launches = []  # (step, calls of one launch, mark of its return)
+        self._calls = Counter()  # how many of each kind have got their `id`
 
     @contextlib.contextmanager
     def step(self, number: int):
@@ -93,10 +97,10 @@ class Tracer:
     def _end(self, name: str, category: str, arguments: dict, start) -> None:
         self._events.append(Event(self._step, name, category, COMPUTE, start, self._clock.mark(), arguments))
 
-    def _launched(self, handle, calls: list[collectives.Call], done_at: float) -> None:
+    def _launched(self, handles: list, calls: list[collectives.Call], done_at: float) -> None:
         """`collectives` has launched one collective, or one batch of messages."""
         self._launches.append((self._step, calls, self._clock.mark()))
-        self._clock.watch(handle, calls, done_at)
+        self._clock.watch(handles, calls, done_at)
 
     def close(self) -> Path | None:
         """Write the trace; all ranks call this together. Returns its path, or None if no step was to be traced."""
@@ -110,18 +114,19 @@ class Tracer:
         mesh, degrees = self._mesh, self._mesh.degrees
         indices = coordinates(mesh.rank, degrees) | {"ep": mesh.ep.rank}
         place = "".join(f", {axis} {index}" for axis, index in indices.items() if getattr(degrees, axis) > 1)
-        origin = min(collectives.all_gather_objects(min((event.start for event in events), default=0), mesh.world))
         paths = {rank: self._run_dir / f"trace-rank-{rank}.json" for rank in mesh.world.ranks}
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        paths[mesh.rank].write_text(json.dumps(chrome_events(mesh.rank, f"rank {mesh.rank}{place}", events, origin)))
+        paths[mesh.rank].write_text(json.dumps((f"rank {mesh.rank}{place}", events)))
         collectives.barrier(mesh.world)  # every rank has written its events
         result = self._run_dir / "trace.json"
         if mesh.rank == 0:
             seen = {rank: path for rank, path in paths.items() if path.exists()}  # all, if all see the same folder
+            parts = {rank: json.loads(path.read_text()) for rank, path in seen.items()}
+            ranks = {rank: (name, [Event(*event) for event in events]) for rank, (name, events) in parts.items()}
             metadata = {"ranks": list(seen), "steps": sorted({event.step for event in events})}
             metadata |= {"degrees": {axis: getattr(degrees, axis) for axis in indices}, "clock": self._clock.name}
-            events = [event for path in seen.values() for event in json.loads(path.read_text())]
-            result.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "metadata": metadata}))
+            content = {"traceEvents": chrome_events(ranks), "displayTimeUnit": "ms", "metadata": metadata}
+            result.write_text(json.dumps(content))
             for path in seen.values():
                 path.unlink()
         return result
@@ -136,8 +141,21 @@ class Tracer:
                 self._events.append(Event(step, f"{kind} {name}", kind, COMPUTE, start, end, shared))
         for call in calls:
             details = {name: getattr(call, name) for name in ("op", "group_size", "bytes", "elements", "dtype")}
+            details |= {"id": self._identity(step, call), "link_us": 1e6 * call.link_seconds}
             lane = call.group
             if call.peer is not None:
                 lane, details["peer"] = f"{call.group} {call.op}", call.peer
             end = call.completion or launched  # nobody waited for this message
             self._events.append(Event(step, call.op, "communication", lane, call.issue, end, shared | details))
+
+    def _identity(self, step: int, call: collectives.Call) -> int:
+        """Return a number for a call that all of its ranks compute without asking each other.
+
+        They issue the collectives of a group, and the messages between two ranks over a group, in the same order.
+        """
+        who = (getattr(self._mesh, call.group).ranks[0],)
+        if call.peer is not None:
+            who = (self._mesh.rank, call.peer) if call.op == "send" else (call.peer, self._mesh.rank)
+        key = step, call.group, who
+        self._calls[key] += 1
+        return int.from_bytes(hashlib.blake2b(repr((key, self._calls[key])).encode(), digest_size=6).digest(), "big")

@@ -160,7 +160,7 @@ def labels(mode: str) -> dict[str, list[str]]:
 def of_rank_0(trace: Trace, mode: str) -> Trace:
     """Rank 0's quietest step, as step 0, of its messages only the sends, with labels. All ranks do the same.
 
-    gloo tells when a send was waited for, and not when it was done, so that is drawn which the simulated link says.
+    The messages of a batch complete together; they are drawn as they follow each other on the simulated link.
     """
     step, free, spans = quietest(trace).step, 0.0, []
     bandwidth, words = TrainConfig(link=link_flag(DRAWN)).link_model.bandwidth, labels(mode)

@@ -78,7 +78,7 @@ def interval(span: dict) -> tuple[float, float]:
 
 
 def on_links(trace: Trace, rank: int, step: int) -> list[Sent]:
-    """What a rank sent. gloo does not tell when a message had arrived, so that is what the simulated link says."""
+    """What a rank sent. The messages of a batch, which complete together, follow each other on the simulated link."""
     result, free = [], {}
     for span in spans_of(trace, rank, step):
         arguments = span["args"]

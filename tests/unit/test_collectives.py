@@ -190,7 +190,7 @@ def test_bytes(world):
 
 def ranks_record():
     mesh, launches = mesh_of(tp=2, dp=2), []
-    with collectives.record(launched=lambda handle, *rest: launches.append((callable(handle.wait), *rest))) as calls:
+    with collectives.record(launched=lambda *launch: launches.append(launch)) as calls:
         with collectives.record(clock=lambda: len(calls)) as first:
             collectives.all_reduce(torch.ones(8), mesh.world)
             collectives.phase = "backward"
@@ -213,7 +213,8 @@ def ranks_record():
     assert calls[1].wait_start > calls[-1].wait_end, "it was waited for last"
     assert [(call.op, call.issue, call.wait_end) for call in first] == [("all_reduce", 1, 1), ("all_reduce", 2, 9)]
     assert sum((launched for _, launched, _ in launches), []) == calls
-    return [astuple(call)[:8] for call in calls], [(waits, len(calls), done_at) for waits, calls, done_at in launches]
+    launches = [([callable(each.wait) for each in handles], len(calls), at) for handles, calls, at in launches]
+    return [astuple(call)[:8] for call in calls], launches
 
 
 def test_record():
@@ -230,7 +231,7 @@ def test_record():
             ("send", "tp", 2, "float32", 7, 28, "backward", peer),
             ("receive", "tp", 2, "float32", 7, 0, "backward", peer),
         ]
-        assert launches == [(True, 1, 0.0)] * 7 + [(True, 2, 0.0)], "a batch of messages is one launch"
+        assert launches == [([True], 1, 0.0)] * 7 + [([True, True], 2, 0.0)], "a batch of messages is one launch"
 
 
 def test_a_work_keeps_its_tensors_until_the_wait_and_no_longer():

@@ -1,6 +1,5 @@
-"""The tracer: what it records on two ranks, its trace file, report and pictures; CUDA's clock and kernels."""
+"""The tracer: what it records on two ranks, its trace file, report and pictures."""
 
-import contextlib
 import itertools
 import json
 import random
@@ -15,10 +14,8 @@ from common import collectives
 from common.collectives import all_reduce, exchange, receive, send
 from common.experiments.timelines import draw_timelines
 from common.link import Link
-from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh, build_mesh
+from common.process_groups import Degrees, Group, build_mesh
 from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_by_state
-from common.tracing.clocks import CudaClock
-from common.tracing.gpu_kernels import classify_kernels
 from common.tracing.report import main, mean, report
 from common.tracing.tracer import Tracer
 from tests.harness.ranks import run_ranks
@@ -72,14 +69,44 @@ def two_runs(folder: str) -> dict:
                 busy(0.002)  # idle: in no phase
             counted[mode, step] = collectives.sent_bytes["dp"]
         tracer.close()
+    collectives.link = LINK
+    tracer = Tracer((0, 1), mesh, f"{folder}/pipeline")
+    for step in range(2):
+        collectives.barrier(mesh.world)
+        with tracer.step(step):
+            like_a_pipeline(tracer, mesh.dp)
+    tracer.close()
     return counted
+
+
+def like_a_pipeline(tracer: Tracer, group: Group) -> None:
+    """Rank 0 waits for the answer to a message, and at the end for rank 1, which works twice as long."""
+    message, answer = torch.ones(ELEMENTS), torch.ones(ELEMENTS)
+    if group.rank == 0:
+        work = exchange([(message, 1)], [(answer, 1)], group, async_op=True)
+        with tracer.phase("forward"):
+            time.sleep(0.05)
+    else:
+        receive(message, 0, group)
+        with tracer.phase("forward"):
+            time.sleep(0.15)
+        work = send(answer, 0, group, async_op=True)
+        with tracer.phase("backward"):
+            time.sleep(0.15)  # meanwhile it arrives, and nobody waits for that
+    work.wait()
+    all_reduce(message, group)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     counted = run_ranks(2, two_runs, str(folder), timeout=60)
-    return SimpleNamespace(folder=folder, counted=counted, traces={mode: read_trace(folder / mode) for mode in MODES})
+    return SimpleNamespace(
+        folder=folder,
+        counted=counted,
+        traces={mode: read_trace(folder / mode) for mode in MODES},
+        pipeline=read_trace(folder / "pipeline"),
+    )
 
 
 def test_parts_of_a_step_and_overlap(runs):
@@ -88,7 +115,9 @@ def test_parts_of_a_step_and_overlap(runs):
         rows = report(trace)
         assert [(row.step, row.rank) for row in rows] == [(step, rank) for step in STEPS for rank in (0, 1)]
         for row in rows:
-            assert row.compute_s + row.exposed_s + row.idle_s == pytest.approx(row.step_time_s, abs=1e-9)
+            assert row.compute_s + row.exposed_s + row.waiting_s + row.idle_s == pytest.approx(
+                row.step_time_s, abs=1e-9
+            )
             assert row.overlapped_s + row.exposed_s <= row.communication_s + 1e-9
             assert row.compute_s >= 0.105 and row.idle_s >= 0.002 and row.communication_s >= 0.025
             expected = runs.counted[row.rank][mode, row.step], 4 if row.step == STEPS[-1] else 1
@@ -96,6 +125,15 @@ def test_parts_of_a_step_and_overlap(runs):
         quiet[mode] = min((mean(report(trace, step)) for step in STEPS), key=lambda row: row.step_time_s)
     assert quiet["naive"].overlap_share < 0.1 and quiet["overlap"].overlap_share > 0.5
     assert quiet["overlap"].exposed_s < quiet["naive"].exposed_s
+
+
+def test_who_waits_for_a_rank_does_not_communicate(runs):
+    """A message takes the link 25 ms and the all-reduce 30: rank 1 begins at 25, answers at 175 and ends at 355. So
+    each rank communicates for 80 ms. Rank 0 waits for 220, and rank 1 does not wait. Other work only adds to that."""
+    for rank, waits in ((0, 0.22), (1, 0.0)):
+        rows = [row for row in report(runs.pipeline) if row.rank == rank]
+        assert min(row.communication_s for row in rows) == pytest.approx(0.08, abs=0.05), rows
+        assert min(row.waiting_s for row in rows) == pytest.approx(waits, abs=0.05), rows
 
 
 def test_each_call_is_recorded_once_with_its_bytes_and_takes_the_links_time(runs):
@@ -114,9 +152,11 @@ def test_trace_file(runs):
     for mode in MODES:
         events = json.loads((runs.folder / mode / "trace.json").read_text())["traceEvents"]
         assert sorted(check_format(events)) == [(0, 1), (0, 1), (1, 0)]
-        waits = {rank: runs.traces[mode].intervals(rank, "wait") for rank in (0, 1)}
-        for event in (event for event in events if event["ph"] == "f"):  # an arrow ends where its receiver waits
-            assert any(start <= event["ts"] < end for start, end in waits[event["pid"]])
+        arrived = {
+            (rank, call["id"]): call["completion_us"] for rank in (0, 1) for call in runs.traces[mode].calls(rank)
+        }
+        for event in (event for event in events if event["ph"] == "f"):  # an arrow ends where its message arrives
+            assert event["ts"] == pytest.approx(arrived[event["pid"], event["id"]], abs=0.01)
         names = {(event["name"], event["args"].get("name")) for event in events if event["ph"] == "M"}
         assert {("process_name", "rank 1, dp 1"), ("thread_name", "dp"), ("thread_name", "dp receive")} < names
 
@@ -195,105 +235,46 @@ def test_profilers_cover_the_traced_steps(tmp_path, monkeypatch, steps, traced):
 STEP = Event(0, "step 0", "step", "compute", 0, 100_000, {})
 
 
-def communication(op: str, start: int, end: int, **more) -> Event:
-    return Event(0, op, "communication", op, 1000 * start, 1000 * end, {"group": "pp", "op": op} | more)
+def communication(op: str, start: int, end: int, number: int, **more) -> Event:
+    arguments = {"group": "pp", "op": op, "id": number, "link_us": 0} | more
+    return Event(0, op, "communication", op, 1000 * start, 1000 * end, arguments)
+
+
+def joined(*ranks: list[Event]) -> list[dict]:
+    """Chrome's events of ranks that recorded these `Event`s, and a step around them."""
+    return chrome_events({rank: (f"rank {rank}", [STEP, *events]) for rank, events in enumerate(ranks)})
+
+
+def spans_of(events: list[dict], rank: int) -> tuple[list, list, list]:
+    """Of each call of a rank: from issue to completion, from start to completion, and what is drawn."""
+    spans = [event for event in events if event.get("cat") == "communication" and event["pid"] == rank]
+    times = [
+        [(span["args"][start], span["args"]["completion_us"]) for span in spans] for start in ("issue_us", "start_us")
+    ]
+    return *times, [(span["ts"], span["ts"] + span["dur"]) for span in spans]
 
 
 def test_collectives_of_a_lane_are_drawn_one_after_the_other():
     times = [(0, 10), (2, 8), (5, 20), (30, 35)]
-    events = chrome_events(0, "rank 0", [STEP, *(communication("all_reduce", *time) for time in times)], 0)
-    spans = [event for event in events if event.get("cat") == "communication"]
-    assert [(span["args"]["issue_us"], span["args"]["completion_us"]) for span in spans] == times
-    assert [(span["ts"], span["ts"] + span["dur"]) for span in spans] == [(0, 10), (10, 10), (10, 20), (30, 35)]
+    events = joined([communication("all_reduce", *time, number) for number, time in enumerate(times)])
+    assert spans_of(events, 0) == (times, times, [(0, 10), (10, 10), (10, 20), (30, 35)])
 
 
-def test_messages_pair_in_order():
-    sender = [communication("send", start, start + 2, peer=1) for start in (1, 5, 9)]
-    receiver = [communication("receive", 0, end, peer=0) for end in (4, 8, 12)]
-    events = chrome_events(0, "rank 0", [STEP, *sender], 0) + chrome_events(1, "rank 1", [STEP, *receiver], 0)
+def test_in_flight_is_what_all_ranks_have_issued():
+    """Calls 1 and 2 are as fast as the machine; 3 takes 10 us on a simulated link, from each rank's issue."""
+    early = [(0, 52, 1), (60, 75, 2), (80, 90, 3)]
+    late = [(50, 52, 1), (65, 66, 2), (84, 94, 3)]
+    ranks = [
+        [communication("all_reduce", *call, link_us=10 * (call[2] == 3)) for call in rank] for rank in (early, late)
+    ]
+    assert spans_of(joined(*ranks), 0)[1] == [(50, 52), (65, 75), (80, 90)]
+    assert spans_of(joined(*ranks), 1)[1] == [(50, 52), (65, 66), (84, 94)]
+
+
+def test_messages_pair():
+    sender = [communication("send", start, start + 2, start, peer=1) for start in (1, 5, 9)]
+    receiver = [communication("receive", 0, start + 3, start, peer=0) for start in (1, 5, 9)]
+    events = joined(sender, receiver)
     assert check_format(events) == [(0, 1)] * 3
     starts, ends = ({event["id"]: round(event["ts"]) for event in events if event["ph"] == end} for end in "sf")
     assert [(starts[number], ends[number]) for number in starts] == [(1, 4), (5, 8), (9, 12)]
-
-
-class FakeCuda:
-    """Streams as clocks, in milliseconds: all work is queued at once and runs in the order of its stream."""
-
-    def __init__(self):
-        self.main = self.current = SimpleNamespace(time=0.0)
-        self.streams = [self.main, SimpleNamespace(time=0.0)]  # the second one is NCCL's
-
-    def Event(self, enable_timing):
-        event = SimpleNamespace(synchronize=lambda: None)
-        event.record = lambda: setattr(event, "time", self.current.time)
-        event.elapsed_time = lambda later: later.time - event.time
-        return event
-
-    def Stream(self):
-        self.streams.append(SimpleNamespace(time=0.0))
-        return self.streams[-1]
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def synchronize(self):
-        for stream in self.streams:
-            stream.time = max(each.time for each in self.streams)
-
-    def collective(self, milliseconds):
-        """Starts when the current stream comes to it, as on NCCL; `wait` blocks the then current stream."""
-        self.streams[1].time = end = max(self.streams[1].time, self.current.time) + milliseconds
-        return SimpleNamespace(wait=lambda: setattr(self.current, "time", max(self.current.time, end)))
-
-
-def test_cuda_events_on_their_streams(tmp_path, monkeypatch):
-    cuda = FakeCuda()
-    monkeypatch.setattr("common.tracing.clocks.time", SimpleNamespace(time_ns=lambda: round(cuda.main.time * 1e6)))
-    groups = {name: Group(name, (0,), 0, None, "nccl") for name in GROUP_NAMES}
-    groups["dp"] = Group("dp", (0, 1), 0, None, "nccl")
-    mesh = Mesh(degrees=Degrees(), device=torch.device("cpu"), **groups)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, *_, **__: cuda.collective(8))
-    tracer = Tracer((1, 2), mesh, tmp_path, clock=CudaClock(mesh, cuda))
-    for step in range(4):
-        with tracer.step(step):
-            with tracer.phase("backward"):
-                cuda.main.time += 10
-                work = all_reduce(torch.ones(4), mesh.dp, async_op=True)
-                cuda.main.time += 5
-                work.wait()
-            if step == 1:
-                carried = all_reduce(torch.ones(4), mesh.dp, async_op=True)
-                cuda.main.time += 1
-            elif step == 2:
-                with tracer.phase("optimizer"):
-                    carried.wait()
-                    cuda.main.time += 2
-    assert len(cuda.streams) == 3, "one side stream per group, and none outside the traced steps"
-    first, second = report(read_trace(tracer.close().parent))
-    # 5 ms of kernels cover the all-reduce of 8 ms; of the second one, 1 ms is in the step, outside its phases
-    names = ("step_time_s", "compute_s", "exposed_s", "idle_s", "communication_s", "overlapped_s")
-    assert [1e3 * getattr(first, name) for name in names] == pytest.approx([19, 15, 3, 1, 9, 5], abs=1e-3)
-    found = [1e3 * second.step_time_s, 1e3 * second.exposed_s, first.collectives, second.collectives]
-    assert found == pytest.approx([20, 3, 2, 1], abs=1e-3)
-
-
-def test_kernels_of_a_kineto_trace():
-    names = ("cat", "name", "ts", "dur", "args")
-    rows = [
-        ("cuda_runtime", "cudaLaunchKernel", 0, 2, {"correlation": 1}),
-        ("cuda_driver", "cuLaunchKernelEx", 3, 1, {"correlation": 2}),
-        ("cuda_runtime", "cudaLaunchKernel", 60, 2, {"correlation": 3}),
-        ("cuda_runtime", "cudaMemcpyAsync", 70, 4, {"correlation": 4}),
-        ("kernel", "ampere_sgemm_128x64_nn", 10, 20, {"correlation": 1}),  # 10-30
-        ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, 30, {"correlation": 2}),  # 20-50
-        ("kernel", "vectorized_layer_norm_kernel", 65, 10, {"correlation": 3}),  # 65-75
-        ("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 80, 20, {"correlation": 4}),  # 80-100
-    ]
-    events = [{"ph": "X"} | dict(zip(names, row)) for row in rows]
-    microseconds = {name: round(1e6 * seconds, 3) for name, seconds in classify_kernels(events).items()}
-    parts = {"span": 90, "compute": 30, "exposed": 20, "copies": 20, "idle": 20}  # idle 50-65 and 75-80
-    assert microseconds == parts | {"communication": 30, "overlapped": 10, "starved": 12}  # starved 50-62
-    assert classify_kernels(events[:4]) == {}, "no GPU"

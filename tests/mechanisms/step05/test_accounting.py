@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.experiments.traces import quietest
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, coordinates
+from common.tracing.chrome_trace import read_trace
 from step05_pipeline import pipeline as executor
 from step05_pipeline.experiments.predictions import stage_parameters
 from step05_pipeline.pipeline import PHASES
@@ -22,6 +24,7 @@ from tests.harness.communicators import replay
 from tests.harness.observing import observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step05.observe import Observation, observe, prepare
+from tests.parity.runs import SMALL, train_here
 
 WORLD, LAYERS, TABLE = 4, 8, 256 * 32  # of `observe.BASE`; elements of the embedding
 EVERY_SCHEDULE = [f"--pp 4 --schedule {name}" for name in SCHEDULES]
@@ -90,6 +93,17 @@ def test_layer_delay(monkeypatch):
         monkeypatch.setattr(executor, "time", SimpleNamespace(perf_counter=lambda: 0.0, sleep=asked.append))
         observe(f"--schedule {name} --layers 3 --layer-delay 20 --global-batch 2 --steps 1")
         assert Counter(round(each, 9) for each in asked) == expected, name
+
+
+def test_the_trace_tells_the_bubble_from_communication(tmp_path):
+    """Ranks wait as long as the simulator says, and tiny messages take little time, sent or received."""
+    flags = "--pp 2 --layers 4 --layer-delay 20 --global-batch 4 --steps 3"
+    run_ranks(2, train_here, 5, f"{SMALL} {flags} --trace 1:2 --run-dir {tmp_path}")
+    delays = {kind: 2 * 0.02 * each for kind, each in executor.DELAYS.items()}
+    bubble = simulate(schedule_of(prepare(flags, 2)), Costs(**delays)).bubble
+    row = quietest(read_trace(tmp_path))
+    assert bubble == pytest.approx(0.12) and row.waiting_s == pytest.approx(bubble, rel=0.2)
+    assert row.exposed_s <= row.communication_s < 0.25 * bubble, row
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
