@@ -1,5 +1,6 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
+from common.experiments.cost_model import NETWORK, NVLINK
 from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.tables import print_table
 from common.presets import PRESETS
@@ -8,8 +9,6 @@ from step05_pipeline.experiments import predictions
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 
-BETWEEN_NODES = 50e9  # bytes/s: an InfiniBand card of 400 Gb/s for each GPU
-IN_A_NODE = 250e9  # as step 4 has it
 MODELS = ("llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b")
 STAGES = (4, 8, 16)
 
@@ -17,15 +16,15 @@ STAGES = (4, 8, 16)
 def condition(quick: bool) -> None:
     """PREDICTED: a message's time over that of the forward it could hide behind, for H100-like numbers."""
     peak, seq = H100_TFLOPS * 1e12, 8192
-    print(f"\npeak {H100_TFLOPS:g} TFLOP/s, {BETWEEN_NODES / 1e9:g} GB/s between nodes, bfloat16, {seq:,} tokens")
+    print(f"\npeak {H100_TFLOPS:g} TFLOP/s, {NETWORK / 1e9:g} GB/s between nodes, bfloat16, {seq:,} tokens")
     rows = []
     for name in MODELS:
         model = PRESETS[name]
         for p in STAGES:
             layers = model.layers / p
-            without = predictions.hide_ratio(model.hidden, layers, peak, BETWEEN_NODES, beta=1)
-            corrected = predictions.hide_ratio(model.hidden, layers, peak, BETWEEN_NODES)
-            exact = predictions.hide_ratio_of(model, seq, layers, peak, BETWEEN_NODES)
+            without = predictions.hide_ratio(model.hidden, layers, peak, NETWORK, beta=1)
+            corrected = predictions.hide_ratio(model.hidden, layers, peak, NETWORK)
+            exact = predictions.hide_ratio_of(model, seq, layers, peak, NETWORK)
             cells = (f"{model.hidden:,}", f"{layers:g}", f"{without:.4f}", f"{corrected:.4f}", f"{exact:.4f}")
             rows.append((f"{name}, pp {p}", *cells))
     header = ("", "h", "layers a stage", "A3: elements", "times beta = 2", "and with its own FLOPs")
@@ -34,9 +33,9 @@ def condition(quick: bool) -> None:
     for name in MODELS:
         model = PRESETS[name]
         message = predictions.message_bytes(1, seq, model.hidden, 2)
-        tensor = 2 * 7 * peak / (2 * 2 * model.ffn * IN_A_NODE)  # beta (t - 1) peak / (2 columns bandwidth)
-        pipeline = predictions.hide_ratio_of(model, seq, model.layers / 8, peak, BETWEEN_NODES)
-        cells = (f"{message / 1e6:.1f}", f"{1e3 * message / BETWEEN_NODES:.2f}", f"{pipeline:.4f}", f"{tensor:.2f}")
+        tensor = 2 * 7 * peak / (2 * 2 * model.ffn * NVLINK)  # beta (t - 1) peak / (2 columns bandwidth)
+        pipeline = predictions.hide_ratio_of(model, seq, model.layers / 8, peak, NETWORK)
+        cells = (f"{message / 1e6:.1f}", f"{1e3 * message / NETWORK:.2f}", f"{pipeline:.4f}", f"{tensor:.2f}")
         rows.append((name, *cells))
     header = ("", "a message, MB", "ms between nodes", "pp 8: message / forward", "tp 8: gather / MLP's product")
     print_table("predicted: beside step 4's best case, the gather before gate and up within a node", header, rows)

@@ -1,7 +1,7 @@
 """What one machine cannot measure: predicted for real hardware, and labelled so."""
 
 from common.counts import count_parameters
-from common.experiments.cost_model import Player
+from common.experiments.cost_model import NETWORK, NVLINK, Player
 from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.tables import print_table
 from common.link import Link
@@ -11,7 +11,7 @@ from step06_context_parallel.experiments import predictions
 from step06_context_parallel.experiments.tools import MODES
 
 PEAK = H100_TFLOPS * 1e12
-BANDWIDTHS = {"NVLink": 450e9, "InfiniBand": 50e9}  # bytes/s to a neighbor: NVLink 4 one way; a card of 400 Gb/s a GPU
+BANDWIDTHS = {"NVLink": NVLINK, "InfiniBand": NETWORK}
 MODELS = ("llama3-8b", "llama3-70b", "llama3-405b")
 ALPHA = 10e-6  # seconds a message
 

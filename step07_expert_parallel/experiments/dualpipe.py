@@ -9,6 +9,7 @@ from unittest import mock
 
 from common import collectives
 from common.config import TrainConfig
+from common.experiments.cost_model import NETWORK, NVLINK
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_comparison, print_table
 from common.link import Link
@@ -24,7 +25,7 @@ from step05_pipeline.stages import schedule_of
 from step07_expert_parallel import train
 from step07_expert_parallel.experiments import predictions
 from step07_expert_parallel.experiments.blocks import draw_lanes, phases, slow_down, slow_weight_gradients
-from step07_expert_parallel.experiments.overlap import INFINIBAND, NVLINK, PEAK, SEQ
+from step07_expert_parallel.experiments.overlap import PEAK, SEQ
 from step07_expert_parallel.experiments.predictions import Part, alone, in_turns, nodes_reached
 from step07_expert_parallel.experiments.ranks import SHAPE, Run, routing
 from step07_expert_parallel.interleave import InterleavedPipeline
@@ -154,10 +155,10 @@ def partners(quick: bool) -> None:
     mixtral, deepseek = PRESETS["mixtral-8x7b"], PRESETS["deepseek-v3-like"]
     each_expert, each_node = deepseek.top_k * 63 / 64, nodes_reached(deepseek)
     cases = [("mixtral-8x7b, ep 8, NVLink", mixtral, mixtral.top_k * 7 / 8, NVLINK)]
-    cases += [("mixtral-8x7b, ep 8, InfiniBand", mixtral, mixtral.top_k * 7 / 8, INFINIBAND)]
+    cases += [("mixtral-8x7b, ep 8, InfiniBand", mixtral, mixtral.top_k * 7 / 8, NETWORK)]
     cases += [("deepseek-v3-like, ep 8, NVLink", deepseek, deepseek.top_k * 7 / 8, NVLINK)]
-    cases += [("deepseek-v3-like, ep 64, InfiniBand", deepseek, each_expert, INFINIBAND)]
-    cases += [("the same, once to each of at most 4 nodes", deepseek, each_node, INFINIBAND)]
+    cases += [("deepseek-v3-like, ep 64, InfiniBand", deepseek, each_expert, NETWORK)]
+    cases += [("the same, once to each of at most 4 nodes", deepseek, each_node, NETWORK)]
     rows = []
     for name, model, copies, bandwidth in cases:
         attention = predictions.attention_flops(model, SEQ) / PEAK

@@ -8,6 +8,7 @@ from unittest import mock
 
 from common import collectives
 from common.config import TrainConfig
+from common.experiments.cost_model import NETWORK, NVLINK
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table
 from common.link import Link
@@ -25,14 +26,13 @@ from step07_expert_parallel.expert_parallel import AllToAll
 # ---- the condition ---------------------------------------------------------------------------------------------------
 
 PEAK, SEQ = H100_TFLOPS * 1e12, 4096
-NVLINK, INFINIBAND = 450e9, 50e9  # bytes/s out of a rank: NVLink 4; a card of 400 Gb/s for each GPU
 NODE = 8
 
 
 def condition(quick: bool) -> None:
     """PREDICTED: how wide experts must be to hide dispatch and combine, for H100-like numbers, and the cheatsheet's."""
-    cases = [("mixtral-8x7b", 8, "NVLink", NVLINK), ("mixtral-8x7b", 8, "InfiniBand", INFINIBAND)]
-    cases += [("deepseek-v3-like", 8, "NVLink", NVLINK), ("deepseek-v3-like", 64, "InfiniBand", INFINIBAND)]
+    cases = [("mixtral-8x7b", 8, "NVLink", NVLINK), ("mixtral-8x7b", 8, "InfiniBand", NETWORK)]
+    cases += [("deepseek-v3-like", 8, "NVLink", NVLINK), ("deepseek-v3-like", 64, "InfiniBand", NETWORK)]
     widths, sheets = [], []
     for name, ep, link, bandwidth in cases:
         model, label = PRESETS[name], f"{name}, ep {ep}, {link}"
@@ -58,9 +58,9 @@ def condition(quick: bool) -> None:
         ("once to each of at most 4 nodes", elsewhere, (2, 2)),
         ("and in 8 bits on the way there", elsewhere, (1, 2)),
     ):
-        travel = copies * model.hidden * sum(beta) / INFINIBAND
+        travel = copies * model.hidden * sum(beta) / NETWORK
         compute = predictions.layer_flops(model, SEQ) / PEAK
-        back = copies * model.hidden * 4 / INFINIBAND  # gradients in 16 bits
+        back = copies * model.hidden * 4 / NETWORK  # gradients in 16 bits
         cells = (f"{1e6 * travel:.2f}", f"{1e6 * compute:.2f}", f"{travel / compute:.2f}")
         rows.append((label, *cells, f"{(travel + back) / (3 * compute):.2f}"))
     header = ("", "dispatch + combine", "a layer computes", "forward: travel / computation", "F and B together")

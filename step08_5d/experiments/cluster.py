@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from common.counts import count_flops, count_parameters
-from common.experiments.cost_model import Player
+from common.experiments.cost_model import NETWORK, NVLINK, Player
 from common.experiments.figures import COLOURS, DIMENSIONS, new_figure, save_figure
 from common.experiments.tables import print_table
 from common.link import Link
@@ -11,7 +11,6 @@ from common.presets import PRESETS
 from step02_data_parallel.batch_recipe import H100_TFLOPS
 
 PEAK = H100_TFLOPS * 1e12
-NVLINK, NETWORK = 450e9, 50e9  # bytes/s out of a GPU: NVLink 4 one way; a card of 400 Gb/s, InfiniBand or RoCE
 ALPHA = 10e-6  # seconds a message
 BETA, SUM = 2, 4  # bytes of a bfloat16 activation or weight, and of a gradient's sum
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from common.counts import count_parameters
-from common.experiments.cost_model import ALL_GATHER_GB_PER_S
+from common.experiments.cost_model import ALL_GATHER_GB_PER_S, NVLINK
 from common.experiments.tables import print_table
 from common.model_config import ModelConfig
 from common.presets import PRESETS
@@ -15,7 +15,6 @@ from step02_data_parallel.batch_recipe import H100_TFLOPS, all_reduce_bandwidth
 
 PEAK = H100_TFLOPS * 1e12
 REACHED = PEAK / 2  # FLOP/s of matrix products
-NVLINK = 450e9  # bytes/s out of a GPU
 SEQ, SEQUENCES = 4096, 256  # 1 M tokens in a step, as in the playbook's experiments
 MEMORY = 80 * 2**30  # bytes
 # The playbook's sizes, 1.34, 8.86 and 80.0 B, are those of Llamas without grouped queries and with this vocabulary
@@ -114,9 +113,7 @@ def mfu(model: ModelConfig, layout: Layout) -> float:
 
 def first(quick: bool) -> None:
     """PREDICTED: which dimension first, for 1, 8 and 80 B parameters on 8 to 512 GPUs."""
-    print(
-        f"\n{SEQUENCES} sequences of {SEQ:,} tokens in a step; a cell has the fastest that fits into 80 GiB, or its size"
-    )
+    print(f"\n{SEQUENCES} sequences of {SEQ:,} tokens in a step; a cell has the fastest that fits 80 GiB, or its size")
     for name, model in MODELS.items():
         rows = []
         for gpus, published in zip(GPUS, PUBLISHED[name]):
