@@ -1,12 +1,14 @@
 """A run whose model and optimizer use the kernels of step 8, in Triton's interpreter, trains as one without does."""
 
 import os
+import weakref
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
 
+from common.command_line import parse
 from common.config import TrainConfig
 from common.process_groups import Degrees, build_mesh
 from step06_context_parallel import attention_block
@@ -15,7 +17,7 @@ from step08_5d import fused
 from step08_5d import train as step08
 from step08_5d.kernels.flash_attention_backward import flash_attention_core
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON
+from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, launches
 from tests.parity.runs import Result, assemble, assert_parity, train_case, training_of
 
 in_interpreter = pytest.mark.skipif(
@@ -36,13 +38,46 @@ def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
 
 
+def launches_of(matrices: int, experts: bool = False, forwards: int = 1, attentions: int = 1) -> dict[str, int]:
+    """How often a step of one layer launches each kernel, if it computes the layer and the attention so many times.
+
+    matrices: how many tensors AdamW updates, or 0.
+    """
+    found = {
+        "rms_norm._forward_kernel": 2 * forwards + 1,
+        "rms_norm._backward_kernel": 3,
+        "rotary._rotary_kernel": forwards + 1,
+        "flash_attention._forward_kernel": attentions,
+        "flash_attention_backward._query_gradient_kernel": 1,
+        "flash_attention_backward._key_gradient_kernel": 1,
+        "swiglu._forward_kernel": forwards * (1 + experts),  # of the experts, and of the one that all tokens share
+        "swiglu._backward_kernel": 1 + experts,
+        "grouped_matmul._multiply_kernel": 3 * experts * (forwards + 1),
+        "grouped_matmul._multiply_transposed_kernel": 3 * experts,
+        "cross_entropy._statistics_kernel": 2,  # 32 tokens are two chunks
+        "cross_entropy._gradient_kernel": 2,
+        "adamw._adamw_kernel": matrices,
+    }
+    return {name: count for name, count in found.items() if count}
+
+
 @in_interpreter
 @pytest.mark.parametrize(
-    "flags", ["", f"{EXPERTS} --recompute full", "--recompute selective --optimizer sgd --lr 1e-2"]
+    "flags, expected",
+    [
+        ("", launches_of(12)),
+        (f"{EXPERTS} --recompute full", launches_of(16, experts=True, forwards=2, attentions=2)),
+        ("--recompute selective --optimizer sgd --lr 1e-2", launches_of(0, attentions=2)),
+    ],
 )
-def test_kernels_train_the_same(flags):
+def test_kernels_train_the_same(flags, expected):
     case = f"{TINY} {ADAMW} {flags}"
-    assert_parity(assemble(train_with_kernels([case])), assemble([train_case(7, case)]), case)
+    with launches() as found:
+        result = train_with_kernels([case])
+    assert {name: count / 2 for name, count in found.items()} == expected  # two steps
+    with launches() as none:
+        assert_parity(assemble(result), assemble([train_case(7, case)]), case)
+    assert not none
 
 
 @in_interpreter
@@ -59,9 +94,24 @@ def test_kernels_and_other_dimensions():
 
 @in_interpreter
 def test_bfloat16_with_kernels():
-    """Masters and moments stay float32; the update and its rounded copy are one kernel."""
-    case = f"{TINY} {ADAMW} --dtype bfloat16"
-    assert_parity(assemble(train_with_kernels([case])), assemble([train_case(7, case)]), case, 2e-2)
+    """Masters and moments stay float32; the update and its rounded copy are one kernel, which keeps no gradients."""
+    case, update = f"{TINY} {ADAMW} --dtype bfloat16", fused.FusedAdamW.step
+
+    def step(self, gradients, *rest, **options):
+        kept = [weakref.ref(each) for each in gradients]
+        update(self, gradients, *rest, **options)
+        assert not any(each() is not None for each in kept)
+        held = [*self.masters, *(each for master in self.masters for each in self.state_of(master).values())]
+        assert {each.dtype for each in held} == {torch.float32}
+
+    with mock.patch.object(fused.FusedAdamW, "step", step):
+        result = train_with_kernels([case])
+    assert_parity(assemble(result), assemble([train_case(7, case)]), case, 2e-2)
+
+
+def test_where_kernels_are_launched():
+    for device, flags, expected in (("cuda", [], True), ("cuda", ["--no-fused"], False), ("cpu", [], False)):
+        assert fused.launches_kernels(parse(8, flags), torch.device(device)) == expected
 
 
 def test_compiled_pieces_train_the_same():

@@ -1,5 +1,6 @@
 """`--shapes`, the table and the picture of a layer; and which part of every weight a rank holds."""
 
+import math
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from tests.harness.ranks import run_ranks
 SHAPE = "--layers 2 --hidden 16 --heads 4 --kv-heads 2 --ffn 24 --expert-ffn 20 --vocab 385 --seq-len 16"
 DENSE = SHAPE.replace("--expert-ffn 20 ", "")
 OTHERS = "--global-batch 4 --steps 1 --device cpu --data synthetic --peak-tflops 1 --shapes"
-SHOWN = ["--cp 2 --tp 2", "--cp 2 --tp 2 --experts 4 --ep 4 --zero 3", "--pp 2 --tp 2 --no-sequence-parallel"]
+SHOWN = ["--cp 2 --tp 2", "--cp 2 --tp 2 --experts 4 --ep 4 --zero 3"]
+SHOWN += ["--pp 2 --tp 2 --no-sequence-parallel --dtype bfloat16"]
 HELD = ["--dp 2 --tp 2 --experts 4 --ep 2 --shared-experts 1", "--tp 4"]
 
 
@@ -48,6 +50,9 @@ def test_shapes_are_printed_and_drawn_and_weights_divided(tmp_path, capsys):
     for told in ("reduce of counts over tp (2 ranks), sends 64", "to-all of counts over ep (4 ranks), sends 24"):
         assert told in experts  # integers of 8 bytes: 2 sequences x 4 experts, and 3/4 of 4 experts
     assert "all-reduce over tp" in other and "sp 1 (tp, or 1 without sequence parallelism)" in other
+    for text, numbers in ((dense, {4}), (experts, {4, 8}), (other, {2})):  # bytes of a number; which experts: 8
+        held = re.findall(r"\) +([\d x]+), ([\d,]+) bytes", text)
+        assert {int(size.replace(",", "")) / math.prod(map(int, each.split(" x "))) for each, size in held} == numbers
     for number in range(len(SHOWN)):
         assert Path(tmp_path, str(number), "shapes.png").stat().st_size > 10_000
 

@@ -1,5 +1,6 @@
 """A kernel against its PyTorch reference: on the GPU where there is one, else in Triton's interpreter."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -77,3 +78,18 @@ def one_program(choose: Callable = lambda grid: [each - 1 for each in grid]) -> 
 
     with mock.patch.object(InterpretedFunction, "run", run_one):
         yield
+
+
+@contextmanager
+def launches() -> Iterator[Counter]:
+    """Counts the launches in this block, by file and kernel."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run, found = InterpretedFunction.run, Counter()
+
+    def counted(self, *arguments, **named):
+        found[f"{self.fn.__module__.split('.')[-1]}.{self.fn.__name__}"] += 1
+        run(self, *arguments, **named)
+
+    with mock.patch.object(InterpretedFunction, "run", counted):
+        yield found

@@ -6,6 +6,7 @@ import torch
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Group
 from step04_tensor_parallel.weight_gradients import defer_weight_gradients
+from step08_5d.kernels import linear_cross_entropy as module
 from step08_5d.kernels.cross_entropy import IGNORED
 from step08_5d.kernels.linear_cross_entropy import (
     chunk_length,
@@ -61,7 +62,9 @@ def test_tokens_that_do_not_count():
     assert difference(dx.flatten(0, 1)[kept], some_dx[0]) < 1e-14 and not dx.flatten(0, 1)[~kept].any()
 
 
-def test_without_gradients():
+def test_without_gradients(monkeypatch):
+    """None are computed."""
+    monkeypatch.setattr(module, "logits_to_gradient_reference", lambda *_: pytest.fail("a gradient of the logits"))
     x, weight, targets = inputs()
     with torch.no_grad():
         loss = linear_cross_entropy(x, weight, targets, VOCAB, ALONE, False, 4)
@@ -131,6 +134,10 @@ def test_memory():
             torch.autograd.grad(loss, (x, weight))
         peaks[function] = measured.peak_bytes - measured.baseline_bytes
         del loss
+    loss = linear_cross_entropy(x, weight, targets, vocab, ALONE, *settings)
+    with MemoryMeter(DEVICE).measure() as backward:
+        torch.autograd.grad(loss, (x, weight))
+    assert backward.peak_bytes - backward.baseline_bytes < 1024, "the backward multiplies gradients in place"
     logits, chunk = 4 * tokens * vocab, 4 * length * vocab
     gradients = 4 * hidden * (vocab + tokens)
     assert peaks[linear_cross_entropy_reference] > 2 * logits  # and step 4's copy of them

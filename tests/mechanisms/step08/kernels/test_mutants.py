@@ -13,6 +13,7 @@ from step08_5d.kernels import adamw as update
 from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul, rms_norm, rotary, swiglu, tiles
 from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import linear_cross_entropy as head
+from tests.harness.narrow_operations import NarrowOperations
 from tests.mechanisms.step08.kernels import (
     test_adamw,
     test_cross_entropy,
@@ -24,7 +25,7 @@ from tests.mechanisms.step08.kernels import (
     test_rotary,
     test_swiglu,
 )
-from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, assert_same, needs_triton
+from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, assert_same, needs_triton, outputs_and_gradients
 
 # Kernel, what it has, what it has in place of that
 MUTANTS = {
@@ -51,6 +52,7 @@ MUTANTS = {
     "gradient past the residual": (rms_norm._backward_kernel, "g += stream", "g = stream"),
     "residual's gradient lost": (rms_norm._backward_kernel, "g += stream", "g += 0 * stream"),
     "root's gradient lost": (rms_norm._backward_kernel, "(tl.sum(g * y, ", "(0 * tl.sum(g * y, "),
+    "partial sums in bfloat16": (rms_norm._AddRMSNorm, "dtype=at_least_float32(total.dtype)", "dtype=total.dtype"),
     "weight's gradient of the last rows": (rms_norm._backward_kernel, "d_weight += ", "d_weight = "),
     "turned on instead of back": (rotary._rotary_kernel, "s = -s", "s = s"),
     "gate's gradient lost": (swiglu._backward_kernel, "(d * u * s", "(0 * s"),
@@ -77,6 +79,10 @@ def check_attention():
 def check_norm():
     inputs = test_rms_norm.inputs_of((600, 12), torch.float64, 2)  # more rows than a program handles at once
     assert_same(rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference, inputs, test_rms_norm.EPS)
+    narrow = [each.detach().bfloat16().requires_grad_() for each in inputs[1:]]
+    with NarrowOperations() as operations:  # outside of the kernels
+        outputs_and_gradients(rms_norm.rms_norm, narrow, test_rms_norm.EPS, dtype=torch.bfloat16)
+    assert "sum" not in set().union(*operations.found.values()), "partial sums are added up in 16 bits"
 
 
 CHECKS = {
