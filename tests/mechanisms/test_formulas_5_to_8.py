@@ -7,7 +7,7 @@ import pytest
 from step05_pipeline.experiments import predictions as pipeline
 from step05_pipeline.schedules.actions import Action
 from step06_context_parallel.experiments import predictions as context
-from step07_expert_parallel.experiments import node_limit
+from step07_expert_parallel.experiments import dualpipe, node_limit
 from step07_expert_parallel.experiments import predictions as experts
 from step08_5d.experiments import cost, first, formulas, head
 from step08_5d.experiments import nodes as nodes_5d
@@ -120,11 +120,18 @@ STEP_7 = [
     (156 + 78 + 128 + 168 + 80 + 280 + 120, experts.activations, EXPERTS, 3, 5, 2, 2),
     *((9, experts.width_to_hide, 36, 2, 4), (4.5, experts.width_to_hide, 36, 2, 4, 2, True)),  # 2·3/4·36/(3·2)
     (9, experts.shared_to_hide, EXPERTS, 36, 2, 4),  # 2·2·3/4·36/(6·2)
-    (976, experts.layer_flops, EXPERTS, 3),  # 2·(192 + 2·120 + 32) + 2·3·8
+    *(
+        (432, experts.attention_flops, EXPERTS, 3),
+        (544, experts.expert_flops, EXPERTS),
+    ),  # 2·(192 + 3·8), 2·(240 + 32)
+    (976, experts.layer_flops, EXPERTS, 3),
+    (3.5, experts.nodes_reached, SimpleNamespace(expert_groups=8, groups_per_token=4)),  # 4·7/8
     (1.5, experts.cheatsheet, EXPERTS, 384, 2, 4),  # 3·384/(12·4·8·2)
     (6, experts.alone, TURN),
     (9, experts.in_turns, TURN, TURN),  # computes 0-2, 2-4; travels 2-5, 5-8; computes 5-6, 8-9
     (7, experts.in_turns, [("counts", 1), *TURN[:2]], [("compute", 4)]),  # 0-1, 1-3, travels 3-6; computes 3-7
+    # A 1, E 6, travel 2: C of B 0-2, A 0-1, D of F 2-4, E of B 2-14, D of B 14-16, E 14-20, C of F 20-22, A of B 20-22
+    (22, experts.in_turns, dualpipe.parts("B", 1, 6, 2, 1), dualpipe.parts("F", 1, 6, 2, 1)),
 ]
 
 FLAGS = {"step_name": "step08_5d", "layers": 2, "hidden": 8, "heads": 4, "kv_heads": 2, "ffn": 6, "vocab": 10}
