@@ -99,11 +99,14 @@ CHANGES = {
 }  # The same flags, in these steps and later ones, in further layouts
 FURTHER = [
     (5, "recompute", STAGES),
+    (5, "init_from", f"{PP} --schedule dualpipe --tie-embeddings"),
     (6, "attention", CP, "scores"),
     (5, "zero", PP, "freed"),
     (7, "init_from", f"{MOE} {STAGES}"),
     (7, "dtype", f"{MOE} --aux-coef 5"),
     (7, "link", f"{MOE} {PP} --micro-batch 4"),
+    (7, "ep", f"{MOE} --schedule dualpipev", "turns"),
+    (7, "tp", MOE),
 ]
 # Carried out before train() is called; tests/test_faults.py and tests/unit/test_process_groups.py see their effect.
 # (And two ranks divide in one dimension only, which needs no order.)
@@ -174,6 +177,7 @@ def test_every_flag_does_what_it_is_for(step):
     roles, runs = flags_of(step), runs_of(step)
     assert set(roles) <= CHANGES.keys(), "a new flag needs a line in CHANGES"
     assert not what_changed(runs[""], runs["--seed 0"], 1e-300), f"step {step}: the default of a flag is not neutral"
+    assert not any(rank["open"] for ranks in runs.values() for rank in ranks), "files of the run stay open"
     for name, without, flags, what in cases_of(step):
         try:
             check(name, flags, roles[name], what, runs[without], runs[flags])

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from common.weights import initialisation
 from step01_single_gpu.recompute import _Recompute
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block
+from step07_expert_parallel import interleave
 from tests.parity.runs import assemble, assert_parity, boxes_of
 
 BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"
@@ -32,8 +34,19 @@ BASE += " --global-batch 8 --micro-batch 2 --steps 2 --warmup 2 --dtype float64 
 def observe(step: int, flags: str, folder: Path) -> dict:
     """What can be seen of a run on this rank: numbers as `assemble` takes them, and what may change besides."""
     train = importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train
-    seen = {name: [] for name in ("refused", "in background", "sleeps", "compiled", "delayed", "batches", "extra")}
-    seen |= {"curve": [], "filled": set(), "recomputed": 0, "saved": 0, "scores": 0, "freed": 0, "rates": []}
+    seen = {
+        name: [] for name in ("refused", "open", "in background", "sleeps", "compiled", "delayed", "batches", "extra")
+    }
+    seen |= {
+        "curve": [],
+        "filled": set(),
+        "recomputed": 0,
+        "saved": 0,
+        "scores": 0,
+        "freed": 0,
+        "turns": 0,
+        "rates": [],
+    }
     printed, save, end_step, batch = io.StringIO(), checkpoint.save, RunRecord.end_step, Batches.micro_batch
     sleep, names = time.sleep, {"replica": "dp_cp"}  # without --zero all ranks are replicas
 
@@ -83,7 +96,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
 
     # Under these hooks autograd hands out other tensor objects, by which a split backward does not know its weights
     saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    if "--schedule-file" in flags:
+    if "--schedule-file" in flags or "dualpipe" in flags:
         saved_tensors = contextlib.nullcontext()
     try:
         base = f"{BASE} --no-fused" if step == 8 else BASE  # so that it can be compared with step 7
@@ -100,6 +113,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
             mock.patch.object(_Recompute, "backward", counted("recomputed", _Recompute.backward)),
             mock.patch.object(attention_block, "_scores", counted("scores", attention_block._scores)),
             mock.patch.object(Unit, "free", counted("freed", Unit.free)),
+            mock.patch.object(interleave, "take_turns", counted("turns", interleave.take_turns)),
             contextlib.redirect_stdout(printed),
             collectives.record(launched=noted_launch) as calls,
             saved_tensors,
@@ -115,6 +129,9 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         "calls": [(call.op, names.get(call.group, call.group), call.phase, call.bytes, call.peer) for call in calls],
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
         "record": recorded(folder),
+        "open": [
+            link for each in Path("/proc/self/fd").glob("*") if (link := os.path.realpath(each)).startswith(str(folder))
+        ],
         "printed": len(printed.getvalue().splitlines()),
     }
 

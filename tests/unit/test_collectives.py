@@ -238,7 +238,13 @@ def test_a_work_keeps_its_tensors_until_the_wait_and_no_longer():
     """On NCCL nobody else does."""
 
     class Handle:
-        def wait(self): ...
+        arrived = False
+
+        def is_completed(self):
+            return self.arrived
+
+        def wait(self):
+            self.arrived = True
 
     work, tensors, handles = collectives.Work(), [torch.ones(2), torch.ones(2)], [Handle()]
     kept = [weakref.ref(each) for each in (*tensors, *handles)]
@@ -246,6 +252,7 @@ def test_a_work_keeps_its_tensors_until_the_wait_and_no_longer():
     work.afterwards(lambda tensor: None, tensors[1])
     tensors.clear()
     assert None not in [each() for each in kept], "freed before the wait"
+    assert not work.is_completed(), "its message is still on the way"
     work.wait()
     assert [each() for each in kept] == [None] * 3, "kept after the wait"
 
