@@ -55,7 +55,7 @@ CHANGES = {
     "keep": ("--run-dir {folder} --save-every 1", "--keep 1", "files"),
     "async_save": ("--run-dir {folder} --save-every 1", "--async-save", "in background"),
     "resume": ("--run-dir {folder}", "--resume {folder}/nowhere", "refused"),  # refused: there is no checkpoint
-    "trace": ("--run-dir {folder}", "--trace 1:1", "files"),
+    "trace": ("--run-dir {folder}", "--trace 1:1", "traced"),
     "profile": ("--run-dir {folder} --trace 1:1", "--profile", "files"),
     "measure_memory": ("--run-dir {folder}", "--measure-memory", "record"),
     "peak_tflops": ("--run-dir {folder}", "--peak-tflops 7", "record"),

@@ -20,6 +20,7 @@ from common.errors import UsageError
 from common.process_groups import Degrees, build_mesh
 from common.record.run_record import RunRecord
 from common.start import environment
+from common.tracing.chrome_trace import read_trace
 from common.weights import initialisation
 from step01_single_gpu.recompute import _Recompute
 from step03_zero.unit import Unit
@@ -129,6 +130,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         "calls": [(call.op, names.get(call.group, call.group), call.phase, call.bytes, call.peer) for call in calls],
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
         "record": recorded(folder),
+        "traced": traced(folder),
         "open": [
             link for each in Path("/proc/self/fd").glob("*") if (link := os.path.realpath(each)).startswith(str(folder))
         ],
@@ -146,6 +148,14 @@ def recorded(folder: Path) -> list:
         facts = json.loads((folder / "config.json").read_text())
         found.append((facts["peak_flops"], facts["peak_source"]))
     return found
+
+
+def traced(folder: Path) -> set[str]:
+    """The steps and phases in the trace, if there is one."""
+    if not (folder / "trace.json").exists():
+        return set()
+    spans = read_trace(folder).spans[environment().rank]
+    return {span["name"] for span in spans if span["cat"] in ("step", "phase")}
 
 
 def observe_all(step: int, runs: list[str], folder: Path) -> dict[str, dict]:

@@ -1,5 +1,6 @@
 """Every collective on 1 to 4 ranks, sync and async, in several types; bytes, record, memory, lost ranks."""
 
+import contextlib
 import os
 import weakref
 from dataclasses import astuple
@@ -116,10 +117,12 @@ def check_messages(group: Group) -> None:
         if function is collectives.reduce_scatter:
             left = {tensor.untyped_storage().nbytes() for op, tensor, _ in issued if op is dist.irecv}
             assert left == {0}, "the parts that were added up are still there"
-    issued.clear()
-    with mock.patch.object(dist, "batch_isend_irecv", noted_batch):
-        collectives.exchange([(whole, (me + 1) % n)], [(whole.clone(), (me - 1) % n)], group)
-    assert [op for op, *_ in issued] == [dist.irecv, dist.isend], "a receive comes after a send"
+    there, back = [(whole, (me + 1) % n)], [(whole.clone(), (me - 1) % n)]
+    for recorded, replaced in ((False, {"batch_isend_irecv": noted_batch}), (True, patches)):
+        issued.clear()
+        with mock.patch.multiple(dist, **replaced), collectives.record() if recorded else contextlib.nullcontext():
+            collectives.exchange(there, back, group)
+        assert [op for op, *_ in issued] == [dist.irecv, dist.isend], "a receive comes after a send"
 
 
 def ranks_results(device: str) -> None:
