@@ -45,7 +45,8 @@ def draw_layers(panels: list[tuple[str, Trace, bool]], name: str) -> None:
     longest, drawn = 0.0, set()
     for axis, (title, trace, sequence_parallel) in zip(axes, panels, strict=True):
         row = quietest(trace)
-        step, title = row.step, f"{title}: {1e3 * row.step_time_s:.0f} ms, of which it waits {1e3 * row.exposed_s:.0f}"
+        waits = row.exposed_s + row.waiting_s  # for messages, and for the other rank to send its own
+        step, title = row.step, f"{title}: {1e3 * row.step_time_s:.0f} ms, of which it waits {1e3 * waits:.0f}"
         origin, end = trace.window(0, step)
         spans = [span | {"ts": span["ts"] - origin} for span in trace.spans[0] if span["args"]["step"] == step]
         longest = max(longest, (end - origin) / 1000)
