@@ -84,6 +84,18 @@ def test_a_single_token():
     assert dq.abs().max() < 1e-15 and dk.abs().max() < 1e-15 and difference(dv, gradient.sum(1, keepdim=True)) < 1e-15
 
 
+def test_sums_are_not_rounded_on_the_way():
+    """A large number, and then many small ones: added to it in bfloat16, they would all be lost."""
+    long = torch.full((1, 1, 512, 16), 0.05, device=DEVICE, dtype=torch.bfloat16)
+    long[:, :, 0] = 256
+    nothing, one, exact = torch.zeros_like(long), long[:, :, :1], long.double().sum(2, keepdim=True)
+    out, _ = attend(nothing[:, :, :1], nothing, long, False)  # the mean of all values
+    assert difference(out, exact / 512) < 8e-3
+    out, lse = attend(nothing, nothing[:, :, :1], one, False)  # all queries see the same value
+    *_, dv = attend_backward(long, nothing, nothing[:, :, :1], one, out, lse, False)
+    assert difference(dv, exact) < 8e-3
+
+
 def test_scores_in_the_hundreds():
     """Their exponentials would overflow, and the largest score so far grows many times."""
     tensors = inputs(40, 40, 16, scale=20.0)

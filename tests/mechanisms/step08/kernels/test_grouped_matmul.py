@@ -58,6 +58,15 @@ def test_types(dtype):
     assert_right(COUNTS["uneven"], 24, 40, dtype)
 
 
+def test_sums_are_not_rounded_on_the_way():
+    """A large number, and then many small ones: added to it in bfloat16, they would all be lost."""
+    x = torch.full((16, 512), 0.05, device=DEVICE, dtype=torch.bfloat16)
+    x[:, 0] = 256
+    ones, exact = torch.ones(1, 512, 16, device=DEVICE, dtype=torch.bfloat16), x.double().sum(1)[:, None].expand(16, 16)
+    assert difference(multiply(x, ones, counts_of([16])), exact) < 8e-3
+    assert difference(multiply_transposed(x.T.contiguous(), ones[0], counts_of([512]))[0], exact) < 8e-3
+
+
 @pytest.mark.parametrize("rows", COUNTS.values(), ids=COUNTS.keys())
 def test_counts(rows):
     assert_right(rows, 7, 33)
