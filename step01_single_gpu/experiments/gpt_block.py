@@ -31,10 +31,12 @@ class SelfAttention(nn.Module):
         q, k, v = (  # (batch, heads, seq, d)
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
+        return self.out(self.core(q, k, v).transpose(1, 2).flatten(-2))
+
+    def core(self, q, k, v):  # what selective recomputation computes again
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (batch, heads, seq, seq)
         scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)  # an addition keeps nothing
-        out = self.dropout(scores.softmax(-1)) @ v
-        return self.out(out.transpose(1, 2).flatten(-2))
+        return self.dropout(scores.softmax(-1)) @ v
 
 
 class GptBlock(nn.Module):

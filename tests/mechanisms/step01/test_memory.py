@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from common.command_line import parse
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
@@ -27,6 +28,7 @@ from step01_single_gpu.memory_model.capacity import bytes_needed
 from step01_single_gpu.memory_model.gpt import GptShape
 from step01_single_gpu.memory_model.peak import predict_peak
 from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, states, total_bytes
+from step01_single_gpu.recompute import recomputed
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 
@@ -203,15 +205,29 @@ def test_layer_formula_and_its_parts():
     assert mlp == {"gelu": 19, "relu": 11, "swiglu": 35}
 
 
-def test_a_built_gpt_layer_keeps_what_the_formula_says():
+def kept_by(block: GptBlock, function, x: torch.Tensor) -> int:
+    with SavedTensors(block) as saved:
+        result = function(x)
+    assert result is not None
+    return saved.bytes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_built_gpt_layer_keeps_what_the_formula_says(mode):
+    """34 s b h + 5 a s² b; selective recomputation 34 s b h, full 2 s b h. A tenth of that is a dropout's mask."""
     for hidden, heads, batch, seq in ((64, 4, 2, 64), (128, 2, 1, 96)):
         block = GptBlock(hidden, heads).to(torch.bfloat16)
         x = torch.randn(batch, seq, hidden, dtype=torch.bfloat16, requires_grad=True)
-        with SavedTensors(block) as saved:
-            result = block(x)
-        formula = gpt_memory.text_activations(GptShape(0, hidden, 1, heads), batch, seq)
-        assert result.requires_grad
-        assert abs(saved.bytes / formula - 1) < 0.01
+        if mode == "selective":
+            block.attention.core = recomputed(block.attention.core)
+        kept = kept_by(block, recomputed(block.forward) if mode == "full" else block, x)
+        formula = gpt_memory.text_activations(GptShape(0, hidden, 1, heads), batch, seq, mode)
+        assert abs(kept / formula - 1) < 0.01
+        if mode == "none":
+            parts = gpt_memory.layer_activations(GptShape(0, hidden, 1, heads), batch, seq)
+            parts["attention"] += parts.pop("scores")
+            for name, function in block.parts().items():
+                assert abs(kept_by(block, function, x) / parts[name] - 1) < 0.07, name  # statistics of the norms
 
 
 @pytest.mark.parametrize(
@@ -258,3 +274,34 @@ def test_calculator(capsys):
     for wrong in ("--model mixtral-8x7b", "--heads 7", "--what", "--seq-len 0", "--micro-batch 0"):
         assert calculator.main(wrong.split()) == 2
         assert capsys.readouterr().err.count("error: ") == 1
+
+
+# 512 tokens, and all widths 1024: the residual stream has 1 MiB in bfloat16, and so have a layer's scores of one byte
+ROUND = "--layers 2 --hidden 1024 --heads 4 --kv-heads 4 --ffn 1024 --vocab 1024 --seq-len 512 --attention naive"
+# MiB, of two layers. Of our model: q, k, v, their input and o_proj's; 4 + 2 bytes a score and a mask for all heads;
+# five of the MLP; two norms of 4 + 2 bytes a number. Of the GPT: 11, 5 a s/h = 10, 19 and 4 bytes
+CALCULATED = {
+    "none": {"attention": (10, 11), "scores": (12.5, 10), "mlp": (10, 19), "norms": (12.01, 4)},
+    "selective": {"attention": (10, 11), "mlp": (10, 19), "norms": (12.01, 4)},
+    "full": {"layer inputs": (2, 2)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calculator_takes_recomputation_into_account(mode, capsys):
+    """Every row of activations, in MiB; the peak is that of `predict_peak`."""
+    flags = f"{ROUND} --micro-batch 1 --global-batch 4 --dtype bfloat16 --recompute {mode}".split()
+    assert calculator.main(flags) == 0
+    shown, config = capsys.readouterr().out, parse(1, flags)
+    peak = predict_peak(config.model_config, 1, 512, torch.bfloat16, "naive", mode, "adamw", 4).peak
+    assert f"peak of a step in this project: {peak / 2**20:.2f} MiB" in shown
+    lines = [line.rsplit(maxsplit=4) for line in shown.splitlines() if line.count(" MiB") == 2]
+    found = {name.strip(): (float(ours), float(theirs)) for name, ours, _, theirs, _ in lines}
+    ends = {"embedding": (1.0, 0.5), "head": (4.0, 2.0), "log-probabilities": (2.0, 2.0)}
+    rows = {name: found[name] for name in calculator.ACTIVATIONS if name in found}
+    ours, theirs = found["parameters"]  # narrow gradients are dropped at once, in the GPT they stay beside their sums
+    assert found["float32 gradient sums"] == pytest.approx((2 * ours, 2 * theirs), abs=0.02)
+    assert found["gradients"] == (0, theirs)
+    assert rows.keys() == (CALCULATED[mode] | ends).keys()
+    for name, sizes in (CALCULATED[mode] | ends).items():
+        assert rows[name] == pytest.approx(sizes, abs=0.011), name

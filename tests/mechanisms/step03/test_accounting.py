@@ -5,9 +5,8 @@ import os
 import pytest
 import torch
 
-from common.counts import count_parameters
 from common.process_groups import Degrees, build_mesh
-from step03_zero.experiments import unit_size
+from step03_zero.experiments import predictions, unit_size
 from tests.harness.observing import configure, observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step03.checks import Plan, check, check_wire
@@ -55,20 +54,31 @@ def test_all_of_it_is_as_the_formulas_say(runs):
             raise AssertionError(f"{world} ranks, {case}: {error}") from error
 
 
-def test_bytes_of_the_textbook(runs):
-    """ZeRO (arXiv:1910.02054), section 7: of psi parameters, 2 psi (N-1)/N numbers per step in stages 0 to 2 and
-    3 psi (N-1)/N in stage 3, less what is not gathered for the backward: the last region, which is still there, and the
-    embedding, whose backward reads no weights. More micro-batches cost stages 0 and 1 nothing.
-    """
-    n, found = runs
-    for stage, once in [(0, True), (0, False), (1, True), (1, False), (2, True), (3, True)]:
-        case = f"--zero {stage} --micro-batch {12 // n if once else 1} {SMALL}" + " --dtype float32" * once
-        model = plan_of(case, n).config.model_config
-        psi, spared = count_parameters(model).total, 2 * model.vocab * model.hidden + model.hidden
-        numbers = 2 * psi if stage < 3 else 3 * psi - spared
-        for seen in found[case]:
-            sent = sum(call.bytes for call in seen.calls if call.group in ("shard", "replica"))
-            assert sent == pytest.approx(4 * numbers * (n - 1) / n, rel=0.003), case  # padding, and rounding down
+def test_predictions_are_what_was_counted(runs):
+    """The textbook's formulas: bytes sent in each group and bytes held; of stage 3 the gathers, and its most."""
+    world, found = runs
+    for case, ranks in found.items():
+        plan = plan_of(case, world)
+        sizes = [sum(plan.sizes[name] for name in region if name in plan.sizes) for region in plan.regions]
+        tied = plan.config.model_config.tie_embeddings
+        model = predictions.Model((*sizes[:-1], sizes[-1] - tied * sizes[0]), tied)
+        widths = predictions.OURS[plan.config.dtype]
+        shape = plan.stage, plan.ranks, plan.micro_batches, plan.replicas, plan.config.zero_reduce == "micro-batch"
+        sent, held = (
+            predictions.sent(model, *shape, widths[:2]),
+            predictions.held(model.parameters, plan.stage, plan.ranks, widths),
+        )
+        for seen in ranks:
+            for group, size in zip(("shard", "replica"), sent, strict=True):
+                counted = sum(call.bytes for call in seen.calls if call.group == group)
+                assert counted == pytest.approx(size, rel=0.003), (case, group)  # padding, and rounding down
+            counted = list(seen.held["before the update"].values())[:3]
+            assert counted[:2] == pytest.approx(held[:2], rel=0.003), (case, "parameters, gradients")
+            assert seen.held["after the step"]["optimizer"] == pytest.approx(held[2], rel=0.02), case  # and counters
+            if plan.stage == 3 and plan.ranks > 1:
+                assert len(seen.of("all_gather")) == predictions.all_gathers(model, plan.micro_batches), case
+                most = max(sample.resident for sample in seen.samples) + model.parameters / plan.ranks * widths[0]
+                assert most == pytest.approx(predictions.resident(model, plan.ranks, widths[0]), rel=0.003), case
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -13,6 +13,7 @@ import step04_tensor_parallel.train as step04
 from common import collectives
 from common.config import TrainConfig
 from common.tracing.report import read_trace
+from step04_tensor_parallel.experiments.predictions import Way, step_bytes
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
 from tests.harness.observing import configure, mesh_of, sent_so_far
@@ -126,11 +127,25 @@ def check_train(ranks: list[list[dict]]) -> None:
         assert found["sockets"] in (None, pytest.approx(sent, rel=0.02)), found["case"]
 
 
+def check_predictions(world: int, found: list[dict]) -> None:
+    """The lesson's bytes of a step of one micro-batch in float32, in all forms, by all parts."""
+    compared = 0
+    for case, seen in zip(cases(world), found, strict=True):
+        config = configure(4, f"{SHAPE} {case}", world)
+        if config.dp == config.accumulation_steps == 1 and config.dtype == "float32":
+            way = Way(config.sequence_parallel, config.tp_mode, config.recompute == "full")
+            predicted = step_bytes(way, world, config.model_config, config.micro_batch, TOKENS)
+            assert sum(call[-1] for call in seen["log"]) == STEPS * sum(predicted.values()), case
+            compared += 1
+    assert compared >= 2, "too few cases are of one micro-batch"
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_train_issues_what_its_layers_need(world, tmp_path):
     """Every call of every phase, in order, with its size; the same on the sockets; phases as the trace shows them."""
     ranks = run_ranks(world, ranks_train, cases(world), str(tmp_path))
     check_train(ranks)
+    check_predictions(world, ranks[0])
     for index, found in enumerate(ranks[0]):
         assert found["types"] == {"float32"} | ({"bfloat16"} if "bfloat16" in found["case"] else set()), found["case"]
         spans = [span for span in read_trace(tmp_path / str(index)).spans[0] if span["cat"] == "phase"]

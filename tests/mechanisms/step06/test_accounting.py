@@ -13,6 +13,7 @@ from common import collectives
 from common.config import CP_MODES, CP_SPLITS, TrainConfig
 from step06_context_parallel import attention_block
 from step06_context_parallel.context_parallel import attention
+from step06_context_parallel.experiments import predictions
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
 
@@ -176,6 +177,25 @@ def check_train(ranks: list[list], flags: list[str]) -> None:
 def test_train_issues_and_computes_what_its_layers_need(world):
     """Every call of every phase, in order, with its size and peer; the same on the sockets; pairs of attention."""
     check_train(run_ranks(world, ranks_train, cases(world)), cases(world))
+
+
+def test_predictions_are_what_was_counted():
+    """Bytes, messages and pairs of the formulas are those of `layer_calls`, which train() was held to above."""
+    for mode, split, cp in itertools.product(CP_MODES, CP_SPLITS, (2, 4)):
+        for dtype, width in (("float32", 4), ("bfloat16", 2)):
+            flags = f"--kv-heads 4 --micro-batch 2 --cp {cp} --cp-mode {mode} --cp-split {split} --dtype {dtype}"
+            config = configure(6, f"{SHAPE} {flags}", cp)
+            forward, backward = zip(*(layer_calls(config, rank) for rank in range(cp)), strict=True)
+            found = {"forward": forward, "backward": backward}
+            found = {phase: sum(call[2] for calls in ranks for call in calls) / cp for phase, ranks in found.items()}
+            widths = HEADS * WIDTH, 4 * WIDTH, width, 4
+            assert predictions.layer_bytes(mode, split, cp, 2 * TOKENS, *widths) == found, flags
+        if mode == "ring":
+            sends = [sum(call[0] == "send" for calls in ranks for call in calls) for ranks in (forward, backward)]
+            keys, again, sums = predictions.ring_sends(split, cp).values()
+            assert [keys, again + sums] == sends and keys == again, flags
+            pairs = predictions.all_pairs(split, TOKENS, cp)
+            assert [HEADS * sum(hops) for hops in pairs] == [pairs_of_rank(config, rank) for rank in range(cp)], flags
 
 
 def test_sends_of_a_layer():

@@ -8,9 +8,13 @@ import torch
 from common.config import CP_MODES, CP_SPLITS
 from common.measure.allocator import MemoryMeter
 from common.model import Decoder, rope_tables
+from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, total_bytes
 from step06_context_parallel.context_parallel import apply_context_parallel, attention
+from step06_context_parallel.experiments import predictions
+from step06_context_parallel.experiments.memory import peaks
+from step06_context_parallel.experiments.tools import SHAPE as LAYER
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 
@@ -49,6 +53,8 @@ def test_activations_are_divided(world):
             if mode == "ulysses":  # the output as the kernel gave it, besides what o_proj takes, and two permutations
                 more = next(each.bytes for each in layer if each.name.endswith("o_proj.input")) // world + 2 * 8 * SEQ
             assert kept == total_bytes(layer) // world + more, (mode, split, dtype)
+            whole = SEQ if mode == "ulysses" else 0  # one of the permutations is that of all layers
+            assert kept == predictions.kept(model, BATCH, SEQ // world, dtype, whole) + 8 * whole, (mode, split, dtype)
 
 
 # ---- keys and values of other ranks ----------------------------------------------------------------------------------
@@ -73,7 +79,16 @@ def ranks_peak() -> dict[str, tuple[float, float]]:
         sizes = k.nbytes, world * k.nbytes  # of one rank, or gathered
         changes = [[e.bytes for e in each.allocations if abs(e.bytes) in sizes] for each in (forward, backward)]
         result[mode] = tuple(max(itertools.accumulate(each)) / k.nbytes for each in changes)
+        result[mode, "bytes"] = peaks_of(mode, mesh)
     return result
+
+
+def peaks_of(mode: str, mesh: Mesh) -> dict[str, int]:
+    """Bytes that the forward and the backward of a layer allocate at most, with 64 tokens on each rank."""
+    world = mesh.world.size
+    return peaks(
+        mesh, LAYER | {"micro_batch": 1, "global_batch": 1, "seq_len": 64 * world, "cp": world, "cp_mode": mode}
+    )
 
 
 def check_peak(ranks: list[dict]) -> None:
@@ -87,6 +102,21 @@ def check_peak(ranks: list[dict]) -> None:
         assert rank["allgather"][0] == 2 * world and rank["allgather"][1] >= 4 * world + 2
 
 
+def check_buffers(ranks: list[dict]) -> None:
+    """The formulas, to the byte: what the fullest rank allocates beyond one rank alone with as many tokens."""
+    world, part, queries = len(ranks), 64 * 4 * 32, 64 * 8 * 32  # tokens, heads, width
+    alone = peaks_of("ring", build_mesh(Degrees(), torch.device("cpu")))
+    for mode in MODES:
+        for phase, predicted in predictions.buffers(mode, world, part, 4, 4).items():
+            if (mode, phase) == ("allgather", "backward"):
+                scattering = predictions.while_scattering(world, part, queries, 4, 4)
+                predicted = max(predicted, scattering - alone[phase])
+            found = max(rank[mode, "bytes"][phase] for rank in ranks) - alone[phase]
+            assert found == pytest.approx(predicted, rel=0.01), (mode, phase)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_ring_holds_two_parts_at_a_time(world):
-    check_peak(run_ranks(world, ranks_peak))
+    ranks = run_ranks(world, ranks_peak)
+    check_peak(ranks)
+    check_buffers(ranks)

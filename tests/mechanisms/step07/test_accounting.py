@@ -15,6 +15,7 @@ from common.experiments.even_routing import choosing
 from step01_single_gpu.memory_model.capacity import bytes_needed
 from step01_single_gpu.memory_model.prediction import bytes_per_parameter
 from step07_expert_parallel import expert_parallel, experts
+from step07_expert_parallel.experiments import predictions
 from step07_expert_parallel.expert_parallel import Journey
 from step07_expert_parallel.router import Router
 from tests.harness.observing import configure, mesh_of, sent_so_far
@@ -94,7 +95,10 @@ def travels(config: TrainConfig, rank: int, ranks: list[dict]) -> list[tuple]:
         index = next(places)
         sent = [rows(here, other, index) for other in range(size)]
         received = [rows(other, here, index) for other in range(size)]
-        numbers = (phase, "ep", "all_to_all", "int64", EXPERTS, 8 * EXPERTS * (size - 1) // size)
+        numbers = (phase, "ep", "all_to_all", "int64", EXPERTS, predictions.counts_bytes(EXPERTS, size))
+        counts = [ranks[member]["counts"][index] for member in mine["ep"]]
+        elsewhere = sum(sent) - sent[here], sum(received) - received[here]
+        assert predictions.exact_rows(counts, here) == elsewhere, f"rank {rank}: the formula's rows"
         log.extend([numbers, call(phase, sent), call(phase, received)])
         return [call("backward", sent), call("backward", received)]
 
@@ -179,7 +183,9 @@ def test_bytes_of_the_formula(tmp_path):
     for rank in run_ranks(WORLD, ranks_train, cases, str(tmp_path), evenly=True):
         for case, seen in zip(cases, rank, strict=True):
             config = configure(7, f"{SHAPE} {case}", WORLD)
-            formula = 2 * TOP_K * 2 * TOKENS * HIDDEN * config.torch_dtype.itemsize * (config.ep - 1) // config.ep
+            width = config.torch_dtype.itemsize
+            formula = 2 * predictions.dispatch_bytes(2 * TOKENS, TOP_K, HIDDEN, config.ep, width)
+            assert formula == 2 * TOP_K * 2 * TOKENS * HIDDEN * width * (config.ep - 1) // config.ep
             for phase in ("forward", "backward"):
                 calls = [call for call in seen["log"] if call[:2] == (phase, "ep") and call[3] != "int64"]
                 assert sum(call[-1] for call in calls) == STEPS * (LAYERS - 1) * formula, (case, phase)

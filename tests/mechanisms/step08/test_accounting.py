@@ -21,6 +21,7 @@ def ranks_measure(cases: list[dict]) -> list[dict]:
 
 def test_bytes_of_every_dimension():
     cases = [DENSE | FOUR_D | SMALL, EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1}]
+    cases.append(DENSE | SMALL | {"zero": 3, "global_batch": 16})  # two micro-batches
     ranks = run_ranks(8, ranks_measure, cases)
     for index, flags in enumerate(cases):
         config, found = cost.resolved(flags), [rank[index] for rank in ranks]

@@ -1,0 +1,194 @@
+"""Formulas of memory and bytes that no test of a step counts, against what ranks really keep, hold and send.
+
+All of it happens in one world of two ranks, with the counting functions of the experiments; or in this process.
+"""
+
+import itertools
+import time
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.config import TrainConfig
+from common.experiments import cost_model
+from common.experiments.slow_device import SlowDevice
+from common.model import Decoder, fused_attention
+from common.process_groups import Degrees, build_mesh
+from step02_data_parallel.data_parallel import fill_buckets
+from step04_tensor_parallel.experiments import gpt, shapes
+from step04_tensor_parallel.experiments import predictions as tensor
+from step04_tensor_parallel.experiments import tools as tensor_tools
+from step05_pipeline.experiments import memory as pipeline_memory
+from step05_pipeline.experiments import predictions as pipeline
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.simulator import simulate
+from step05_pipeline.stages import schedule_of, split_layers
+from step07_expert_parallel.experiments import memory as expert_memory
+from step07_expert_parallel.experiments import node_limit
+from step07_expert_parallel.experiments import predictions as experts
+from step07_expert_parallel.experiments.ranks import SHAPE as EXPERTS
+from step08_5d.experiments import cost, head
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.formulas import KINDS
+
+SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "seq_len": 32, "warmup": 1}
+SMALL |= {"data": "synthetic", "micro_batch": 1, "global_batch": 4, "pp": 2, "dp": 1}
+PIPELINES = [SMALL | {"schedule": name} for name in ("1f1b", "interleaved", "zb-h1")]
+LAYERS = [
+    EXPERTS | {"ep": ep, "dtype": d, "evenly": False} for ep, d in itertools.product((1, 2), ("float32", "bfloat16"))
+]
+MODEL = SMALL | {"pp": 1, "dp": 2, "step_name": "step07_expert_parallel", "experts": 4, "top_k": 2, "expert_ffn": 24}
+MODEL |= {"dense_layers": 1, "balance": "none"}
+HELD = [
+    MODEL | {"ep": ep, "zero": zero, "dtype": dtype}
+    for ep, zero, dtype in ((1, 1, "bfloat16"), (2, 3, "float32"), (2, 0, "bfloat16"))
+]
+FORMS = {"tp": {"sequence_parallel": False}, "tp + SP": {}}
+
+
+def ranks_count() -> dict:
+    mesh, done = build_mesh(Degrees(dp=2), torch.device("cpu")), lambda: None
+    found = {"gpt": gpt.look_into(mesh, done), "orders": shapes.both_orders(mesh, done)}
+    runs = [tensor_tools.Run(mesh, **tensor_tools.SHAPE | {"tp": 2} | flags) for flags in FORMS.values()]
+    found["shapes"] = [shapes.read_shapes(run) for run in runs]
+    found["pipelines"] = [pipeline_memory.keep(mesh, flags)["kept"] for flags in PIPELINES]
+    found["layers"] = [expert_memory.kept_for_backward(mesh, flags) for flags in LAYERS]
+    found["held"] = [expert_memory.bytes_held(mesh, flags) for flags in HELD]
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted() -> list[dict]:
+    return run_ranks(2, ranks_count)
+
+
+# ---- step 4 ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_divided_gpt_block(counted):
+    """It keeps s b h (10 + 24/tp), with sequence parallelism 34/tp, and 5 a s² b/tp of scores. Its dropouts on the
+    residual stream need equal masks on all ranks, with sequence parallelism and on scores their own."""
+    stream, scores = gpt.BATCH * gpt.SEQ * gpt.HIDDEN, 5 * gpt.HEADS * gpt.SEQ**2 * gpt.BATCH / 2
+    for rank in counted:
+        for split, kept in rank["gpt"]["kept"].items():
+            assert kept == pytest.approx(tensor.gpt_block_activations(2, split) * stream + scores, rel=0.005), split
+        seeds = {cells[:3]: cells[3:] for cells in rank["gpt"]["seeds"]}
+        for words, (residual, on_scores, apart) in seeds.items():
+            for seed, same in zip(words[1:], (residual, on_scores), strict=True):
+                assert same == "100%" if seed == "equal" else 78 <= int(same[:-1]) <= 86, words  # 0.9² + 0.1²
+            assert apart == ("-" if "SP" in words[0] else "0%" if words[1] == "equal" else apart), words
+        assert int(seeds["tp", "own", "own"][2][:-1]) > 10, "ranks whose residual streams are masked differently"
+
+
+def test_the_wrong_order_of_columns_and_rows(counted):
+    expected = tensor.row_then_column_bytes(2, *shapes.MLP.values())
+    for order, found in counted[0]["orders"].items():
+        assert found["sockets"] in (0, pytest.approx(expected[order], rel=0.02)), order
+        assert found["difference"] < 1e-5
+
+
+def test_shapes_at_every_border(counted):
+    """b 2, s 128, h 256, f 768, 8 heads of 32, 4 K/V heads, 384 words: embedding, block, logits, loss, weights."""
+    for sequence_parallel, seen in enumerate(counted[0]["shapes"]):
+        stream = f"(2, {64 if sequence_parallel else 128}, 256)"  # of a rank; whole within the block
+        expected = dict.fromkeys(seen, stream)
+        expected |= {"  enter: q, k, v": "(2, 128, 128) (2, 128, 64) (2, 128, 64)", "  core: q": "(2, 4, 128, 32)"}
+        expected |= {"  core: k, v": "(2, 2, 128, 32)", "  TP region: input of o": "(2, 128, 128)"}
+        expected |= {"  enter: gate, up": "(2, 128, 384) (2, 128, 384)", "  TP region: input of down": "(2, 128, 384)"}
+        expected |= {"head: logits": "(2, 128, 192)", "loss: numbers exchanged": "256 + 512"}  # one, then two a token
+        expected |= {
+            "weight of q_proj": "(128, 256)",
+            "weight of k_proj": "(64, 256)",
+            "weight of o_proj": "(256, 128)",
+        }
+        expected |= {
+            "weight of gate_proj": "(384, 256)",
+            "weight of down_proj": "(256, 384)",
+            "weight of head": "(192, 256)",
+        }
+        assert seen == expected and len(seen) == 22
+        assert seen["embedding, its output"] == seen["final norm"] == stream
+
+
+# ---- steps 5 and 7 ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_keeps_what_the_formulas_say(counted):
+    """Activations from F to B or I, operands of weight gradients from I to W, at the end of any action."""
+    for index, flags in enumerate(PIPELINES):
+        config = TrainConfig(**flags)
+        schedule, model = schedule_of(config), config.model_config
+        stages = [(*each, 1, 32, torch.float32) for each in split_layers(model, schedule.stages, 32)]
+        kept, stored = (
+            [formula(model, *each) for each in stages] for formula in (pipeline.stage_activations, pipeline.stage_store)
+        )
+        predicted = [pipeline.peak_kept(schedule, rank, kept, stored) for rank in range(2)]
+        assert [rank["pipelines"][index] for rank in counted] == predicted, flags["schedule"]
+
+
+def test_experts_keep_and_hold_what_the_formulas_say(counted):
+    model = TrainConfig(**EXPERTS).model_config
+    for rank in counted:
+        for flags, (kept, rows, tokens) in zip(LAYERS, rank["layers"], strict=True):
+            width = getattr(torch, flags["dtype"]).itemsize
+            assert kept == experts.activations(model, tokens, rows, width, flags["ep"]), flags
+    for index, flags in enumerate(HELD):
+        predicted = experts.held(TrainConfig(**flags).model_config, 2, flags["ep"], flags["zero"], flags["dtype"])
+        for kind in KINDS:
+            found = [sum(rank["held"][index][kind][part] for rank in counted) / 2 for part in range(2)]
+            assert found == pytest.approx(predicted[kind], rel=1e-3), (flags, kind)  # padding
+
+
+def test_how_many_ranks_a_token_visits():
+    """All choices of 2 of 6 experts, which are on 3 ranks in pairs: a rank's own do not travel."""
+    choices = list(itertools.combinations(range(6), 2))
+    visited = [{expert // 2 for expert in chosen} for chosen in choices]
+    assert node_limit.fan_out(3, 6, 2) == pytest.approx(sum(map(len, visited)) / len(choices))
+    model = TrainConfig(**MODEL | {"experts": 6}).model_config
+    assert experts.distinct_ranks(model, 3) == pytest.approx(sum(len(each - {0}) for each in visited) / len(choices))
+
+
+# ---- step 8 and common -----------------------------------------------------------------------------------------------
+
+
+def test_bubble_of_a_layout():
+    for pp, micro_batches in ((2, 4), (4, 8), (8, 1)):
+        config = cost.resolved(cost.DENSE | {"pp": pp, "global_batch": micro_batches * 8 // pp})
+        timeline = simulate(build_schedule("1f1b", pp, micro_batches))
+        assert cost.bubble(config) == pytest.approx(timeline.bubble / timeline.makespan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_of_head_and_loss(dtype):
+    """With few tokens the gradients are the most; in bfloat16 the CPU's products then make copies of their own."""
+    group = build_mesh(Degrees(), torch.device("cpu")).tp
+    for shape in ((512, 4096), (64, 4096))[: 1 if dtype == torch.bfloat16 else 2]:
+        case = head.Case(*shape, dtype, group)
+        for way, formula in zip(head.LOOKS, (head.all_logits_bytes, head.chunked_bytes), strict=True):
+            assert head.peak(case, way) == pytest.approx(formula(*shape, head.HIDDEN, dtype), rel=0.002), (shape, way)
+
+
+@pytest.mark.parametrize("megabytes", [0.001, 0.05, 25.0])
+def test_buckets_are_those_of_data_parallelism(megabytes):
+    parameters = list(Decoder(TrainConfig().model_config).parameters())
+    found = cost_model.fill_buckets([4 * each.numel() for each in parameters], 1e6 * megabytes)
+    real = fill_buckets(parameters, "bucket", megabytes)
+    assert [[id(parameters[index]) for index in bucket] for bucket in found] == [[id(each) for each in b] for b in real]
+
+
+def test_a_slow_device_takes_the_time_of_its_flops():
+    """FLOPs of products as torch counts them; attention 4, and 10 in the backward, for a pair and element of q."""
+    x, w = torch.randn(6, 10, requires_grad=True), torch.randn(10, 7, requires_grad=True)
+    with FlopCounterMode(display=False) as counter, SlowDevice(1e12) as device:
+        ((x @ w)[None] @ torch.randn(1, 7, 3)).sum().backward()
+        torch.addmm(torch.zeros(3), torch.randn(5, 4), torch.randn(4, 3))
+    assert device.flops == counter.get_total_flops() > 0
+    q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))  # 8 tokens, 2 heads of 16: 256 numbers
+    with SlowDevice(1e12) as causal:
+        fused_attention(q, k, v).sum().backward()
+    assert causal.flops == (4 + 10) * 256 * 8 / 2
+    with mock.patch.object(time, "sleep") as sleep, SlowDevice(1e3):
+        x.detach() @ w.detach()
+    assert sleep.call_args.args[0] == pytest.approx(2 * 6 * 10 * 7 / 1e3, abs=0.02)
