@@ -140,15 +140,17 @@ STEP_3 = [
     (1, zero.appendix_a3, 4, 3, 40, 5),  # 1/10·3/4·40/3
     (4, zero.cheatsheet_zero3, 4, 3, 40, 5),  # 3·40/(2·5·3)
     (3.5, zero.cheatsheet_zero2, 4, 3, 40, 5, 7),  # 3·7·40/(4·3·5·4)
-    # Two ranks: a message of 4 takes 2. Forward 0-1; backward to 2, all-reduce 2-6; to 3, all-reduce 6-8
-    ((8, 6, 5), played, 2, zero.play_all_reduces, BUCKETS[0], [2, 4], [1, 1], (1, 2)),
-    # Gathers 0-1, 1-3; forward 1-2, 3-6; backward 6-12, 12-14, scatters 12-14, 14-15
-    ((15, 6, 3), played, 2, zero.play_buckets, *BUCKETS, [1, 3], (4, 8)),
-    # Gathers 0-1, 1-3, 3-6 with forwards 3-4, 6-7; gather 7-9 with a backward; scatters 9-12, 12-14, 14-15; 9-11
-    ((15, 14, 9), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (2, 4)),
-    # Gathers 0-1, 1-3, 4-7, 10-12 alone; backwards 8-10, 12-14; scatters 12-15, 15-17, 17-18
-    ((18, 14, 12), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (2, 4), False),
-    ((21, 20, 15), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (2, 4), True, [4, 8, 12]),  # 9-15, 15-19, 19-21
+    # Two ranks: a message of 4 takes 2. Forward 0-1; backward to 2.5, all-reduce 2.5-6.5; to 3, all-reduce 6.5-8.5
+    ((8.5, 6, 5.5), played, 2, zero.play_all_reduces, BUCKETS[0], [2, 4], [1, 3], (1, 2)),
+    # Gathers 0-1, 1-3; forward 1-3, 3-9; backward 9-15, 15-17, scatters 15-17, 17-18
+    ((18, 6, 2), played, 2, zero.play_buckets, *BUCKETS, [1, 3], (8, 8)),
+    # Gathers 0-1, 1-3, 3-6 with forwards 3-5, 6-8; gather 8-10 with a backward, 10-12; scatters 10-13, 13-15, 15-16
+    ((16, 14, 8), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (4, 4)),
+    # Gathers 0-1, 1-3, 5-8, 12-14 alone; backwards 10-12, 14-16; scatters 14-17, 17-19, 19-20
+    ((20, 14, 12), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (4, 4), False),
+    ((22, 20, 14), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (4, 4), True, [4, 8, 12]),  # 10-16, 16-20, 20-22
+    # Gathers 0-1 to 3-4 with forwards 2-3, 3-4, 4-5; gathers 5-6, 7-8, scatters 8-9, 9-10, 11-12, 12-13
+    ((13, 10, 4), played, 2, zero.play_units, [2, 2, 2, 2], [0, 1, 1, 1], (3, 6)),
 ]
 
 
@@ -176,12 +178,12 @@ PARTS = {"norms": 136, "column inputs": 64, "attention": 112, "mlp": 96}
 SENT = {"blocks": 2 * 10 * 48, "embedding": 2 * 48, "head": 3 * 48, "loss": 36, "norms": 160, "K/V replicas": 0}
 SENT["gradient norm"] = 8
 SENT_BY_TP = SENT | {"blocks": 2 * 4 * 96, "embedding": 96, "head": 96, "norms": 0}
-TIMES = dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (2, 2, 2))
+TIMES = dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (2, 3, 4))
 
 
 def steps_of(*way) -> tuple[float, float, float]:
-    """A layer; gathers take 1, all-reduces of the stream 2, of the loss 4 and 8, of norms 3, of the norm 8."""
-    return played(2, lambda player: tensor.play_step(Way(*way), player, 1, 2, 1, 3, TIMES))
+    """A layer; gathers take 1, all-reduces of the stream 2, of the loss 8 and 16, of norms 3, of the norm 8."""
+    return played(2, lambda player: tensor.play_step(Way(*way), player, 1, 2, 2, 3, TIMES))
 
 
 STEP_4 = [
@@ -197,27 +199,27 @@ STEP_4 = [
     (25, tensor.sent, "send", 100, 4),
     ({"forward": 4 * 50, "backward": 6 * 50}, tensor.block_bytes, Way(), 2, 100),
     # The stream of 3 tokens is 96 bytes, half of it 48; three numbers a token 36; norms 5·8·4
-    (SENT, tensor.step_bytes, Way(), 2, DENSE, 1, 3),
+    (SENT, tensor.step_bytes, Way(), 2, DENSE, 3, 1),
     (SENT | {"blocks": 2 * 8 * 48, "head": 96}, tensor.step_bytes, Way(True, "plain"), 2, DENSE, 1, 3),
     (SENT_BY_TP, tensor.step_bytes, Way(False), 2, DENSE, 1, 3),
     (2 * 2 * 8 * 2 * 4, lambda: tensor.step_bytes(Way(), 4, DENSE, 1, 3)["K/V replicas"]),  # by two ranks a head
     # 3 tokens: 2·96, and 2·(4·96 + 48)
     ({"column then row": 192, "row then column": 864}, tensor.row_then_column_bytes, 2, 3, 8, 32),
     # Half of step 1's 816: norms 2·136, inputs 2·64; q, k, v, o 2·64 + 2·32 and log-sum-exp 32; rows of f 4·48
-    (PARTS, tensor.block_activations, *SHAPE, 2, Way()),
+    (PARTS, tensor.block_activations, DENSE, 2, 1, F32, 2, Way()),
     (PARTS | {"column inputs": 128}, tensor.block_activations, *SHAPE, 2, Way(True, "plain")),
     (PARTS | {"norms": 272, "column inputs": 128}, tensor.block_activations, *SHAPE, 2, Way(False)),
     ({"layer inputs": 32}, tensor.block_activations, *SHAPE, 2, Way(full_recompute=True)),
     (72, lambda: tensor.block_activations(*SHAPE, 4, Way())["attention"]),  # k, v whole: (2·64 + 2·64 + 32)/4
     ((16, 8.5), lambda: tuple(tensor.gpt_block_activations(4, split) for split in (False, True))),  # 10 + 24/4, 34/4
     (63, tensor.loss_bytes, 3, 10, 4),  # 3·(3·4 + 8 + 1)
-    # Products take 10 in the forward and 20 in the backward. Exposed: 6 in the forward, the loss 12, two gathers before
+    # Products take 10 in the forward and 35 in the backward. Exposed: 6 in the forward, the loss 24, two gathers before
     # row layers, the embedding 1, norms 3 and norm 8; hidden 6
-    ((30 + 32, 38, 32), steps_of),
-    ((30 + 35, 35, 35), steps_of, True, "plain"),  # all of it; three fewer are gathered again
-    ((30 + 27, 38, 27), steps_of, True, "chunked"),  # five of the forward's six hide as well
-    ((30 + 26, 32, 26), steps_of, False),  # three all-reduces of 2 in the forward, 12, 8; three hide behind dw
-    ((30 + 32, 32, 32), steps_of, False, "plain"),
+    ((45 + 44, 50, 44), steps_of),
+    ((45 + 47, 47, 47), steps_of, True, "plain"),  # all of it; three fewer are gathered again
+    ((45 + 39, 50, 39), steps_of, True, "chunked"),  # five of the forward's six hide as well
+    ((45 + 38, 44, 38), steps_of, False),  # three all-reduces of 2 in the forward, 24, 8; three hide behind dw
+    ((45 + 44, 44, 44), steps_of, False, "plain"),
 ]
 
 

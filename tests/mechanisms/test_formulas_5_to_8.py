@@ -20,27 +20,35 @@ def schedule_of_one_rank(kinds: str) -> SimpleNamespace:
     return SimpleNamespace(actions=[[Action(kind, 0) for kind in kinds]], stage_of=lambda rank, chunk: (0, 0))
 
 
-BUBBLES = {"afab": 12, "1f1b": 12, "interleaved": 6, "zb-h1": 3 * 1.5, "zb-h2": 3 * 0.25, "dualpipe": 1.5}
-BUBBLES["dualpipev"] = 3 * 1.5 / 2
+BUBBLES = {"afab": 28, "1f1b": 28, "interleaved": 14, "zb-h1": 7 * 1.5, "zb-h2": 7 * 0.25, "dualpipe": 3 * 1.5}
+BUBBLES["dualpipev"] = 7 * 1.5 / 2
 STEP_5 = [
     (3 / 16, pipeline.bubble_ratio, 4, 8, 2),
-    *((3, pipeline.smallest_ratio, 8, 2), (0, pipeline.smallest_ratio, 2, 8), (0.8, pipeline.efficiency, 0.25)),
-    # p 4, F 1, B 3, W 1.25: F + B - 2 W = 1.5, - 3 W 0.25
-    (BUBBLES, lambda: {name: bubble(4, 1, 3, 1.25) for name, bubble in pipeline.BUBBLES.items()}),
-    (10.5, pipeline.dualpipe_bubble, 8, 3.5, 3, 1),  # 3·(3.5 + 3 - 3)
-    *((48, pipeline.messages, 4, 8), (112, pipeline.messages, 4, 8, 2), (96, pipeline.messages, 4, 8, 2, "v")),
-    *((48, pipeline.messages, 4, 8, 1, "bidirectional"), (0, pipeline.messages, 1, 8, 2)),  # 2·8·3, 7, 6, 3 borders
+    (3, pipeline.smallest_ratio, 8, 2),
+    (0, pipeline.smallest_ratio, 2, 8),
+    (0.8, pipeline.efficiency, 0.25),
+    # p 8, F 1, B 3, W 1.25: F + B - 2 W = 1.5, - 3 W 0.25
+    (BUBBLES, lambda: {name: bubble(8, 1, 3, 1.25) for name, bubble in pipeline.BUBBLES.items()}),
+    (15, pipeline.dualpipe_bubble, 8, 3.5, 3, 0.5),  # 3·(3.5 + 3 - 1.5)
+    (16, pipeline.messages, 2, 8),  # 2·8·1 border
+    (112, pipeline.messages, 4, 8, 2),  # 7
+    (96, pipeline.messages, 4, 8, 2, "v"),  # 6
+    (48, pipeline.messages, 4, 8, 1, "bidirectional"),  # 3
+    (0, pipeline.messages, 1, 8, 2),
     (48, pipeline.message_bytes, 2, 3, 8, 2, 2),  # 2·3·8·2/2
     (1 / 16, pipeline.hide_ratio, 8, 2, 64, 4),  # 2·64/(32·8·2·4)
     # 2·3·8/4 = 12 s; a layer 2·3·336 + 4·3·3·8 = 2304 FLOPs at 672 FLOP/s
-    (12 / (2304 / 672), pipeline.hide_ratio_of, DENSE, 3, 1, 672, 4),
-    *((432, pipeline.stage_parameters, DENSE, 0, 1), (440, pipeline.stage_parameters, DENSE, 1, 2)),  # 352 + 80, + 8
-    *((792, pipeline.stage_parameters, TIED, 0, 2), (440, pipeline.stage_parameters, TIED, 1, 2)),
+    (12 / (2 * 2304 / 672), pipeline.hide_ratio_of, DENSE, 3, 2, 672, 4),
+    (432, pipeline.stage_parameters, DENSE, 0, 1),  # 352 + 80, + 8
+    (440, pipeline.stage_parameters, DENSE, 1, 2),
+    (792, pipeline.stage_parameters, TIED, 0, 2),
+    (440, pipeline.stage_parameters, TIED, 1, 2),
     (816 + 32 + 16, pipeline.stage_activations, DENSE, 0, 1, 1, 2, F32),  # a layer, cos and sin, tokens
-    (816 + 32 + 200 + 98, pipeline.stage_activations, DENSE, 1, 2, 1, 2, F32),  # head, 2·(4·10 + 8 + 1)
+    (816 + 16 + 200 + 98, pipeline.stage_activations, DENSE, 1, 2, 2, 1, F32),  # head, 2·(4·10 + 8 + 1)
+    (2 * 816 + 48 + 298, pipeline.stage_activations, DENSE, 0, 2, 1, 2, F32),
     # Inputs of qkv, gate_up, o, down: 8 + 8 + 8 + 6; gradients of q, k, v, o, gate, up, down: 8 + 4 + 4 + 8 + 6 + 6 + 8
     (2 * 4 * (30 + 44), pipeline.stage_store, DENSE, 0, 1, 1, 2, F32),
-    (2 * 4 * (30 + 44 + 8 + 10), pipeline.stage_store, DENSE, 1, 2, 1, 2, F32),
+    (2 * 4 * (2 * 74 + 8 + 10), pipeline.stage_store, DENSE, 0, 2, 2, 1, F32),
     (20, pipeline.peak_kept, schedule_of_one_rank("FFIWFBB"), 0, [10], [4]),  # 10, 20, 14, 10, 20
     (35, pipeline.peak_kept, schedule_of_one_rank("FFIWFBB"), 0, [10], [25]),  # 10, 20, 35, 10, 20
 ]
@@ -65,9 +73,12 @@ def phases(formula, *arguments) -> tuple[float, float]:
 
 STEP_6 = [
     *((expected, pairs, split) for split, expected in SIXTEEN.items()),  # of each rank, as drawn; the slowest hops
-    *((16, context.hop_pairs, "contiguous", 2, 2, 16, 4), (0, context.hop_pairs, "contiguous", 2, 3, 16, 4)),
-    *((10, context.hop_pairs, "zigzag", 2, 0, 16, 4), (8, context.hop_pairs, "zigzag", 2, 1, 16, 4)),  # 2·2·2 + 2
-    *((10, context.hop_pairs, "striped", 2, 2, 16, 4), (6, context.hop_pairs, "striped", 2, 3, 16, 4)),  # 4·5/2, 4·3/2
+    (16, context.hop_pairs, "contiguous", 2, 2, 16, 4),
+    (0, context.hop_pairs, "contiguous", 2, 3, 16, 4),
+    (10, context.hop_pairs, "zigzag", 2, 0, 16, 4),  # 2·2·2 + 2
+    (8, context.hop_pairs, "zigzag", 2, 1, 16, 4),
+    (10, context.hop_pairs, "striped", 2, 2, 16, 4),  # 4·5/2, 4·3/2
+    (6, context.hop_pairs, "striped", 2, 3, 16, 4),
     ([24, 24, 32], sends, "zigzag", 4),  # 2·4·3, and one hop more
     ([12, 12, 18], sends, "contiguous", 4),  # 2·(3 + 2 + 1); 2·(4 + 3 + 2)
     ([24, 24, 32], sends, "contiguous", 4, False),
@@ -87,7 +98,8 @@ STEP_6 = [
     (248 + 32 + 60, context.bytes_per_token, DENSE, 4, "ring", 2, "none"),
     (2 * 16 / 2 + 124 + 32 + 60, context.bytes_per_token, DENSE, 4, "ring", 2, "full"),
     (248 + 32 + 352, context.bytes_per_token, DENSE, 16, "allgather", 2, "none"),  # 2·4·(16·2 + 14·4)/2
-    *((20, context.tokens_to_hide, 40, 2, 0.5), (24, context.tokens_to_hide, 40, 2, 0.5, True, True)),  # 2·0.5·40/2
+    (20, context.tokens_to_hide, 40, 2, 0.5),  # 2·0.5·40/2
+    (24, context.tokens_to_hide, 40, 2, 0.5, True, True),
     (10, context.tokens_to_hide, 40, 2, 0.5, False),
     # Two hops of 3; keys of 2 bytes, sums of 4, two heads for each. K and V travel 0-4
     ((7, 4, 1), played, 2, lambda player: context.play_layer("ring", "forward", player, [3, 3], 2, 4, 2)),
@@ -118,7 +130,8 @@ STEP_7 = [
     (156 + 78 + 168 + 672 + 216, experts.activations, EXPERTS, 3, 6, 4, 1),
     # and weights of the router in float32 4·4·8, the order of what arrived 2·5·8
     (156 + 78 + 128 + 168 + 80 + 280 + 120, experts.activations, EXPERTS, 3, 5, 2, 2),
-    *((9, experts.width_to_hide, 36, 2, 4), (4.5, experts.width_to_hide, 36, 2, 4, 2, True)),  # 2·3/4·36/(3·2)
+    (9, experts.width_to_hide, 36, 2, 4),  # 2·3/4·36/(3·2)
+    (4.5, experts.width_to_hide, 36, 2, 4, 2, True),
     (9, experts.shared_to_hide, EXPERTS, 36, 2, 4),  # 2·2·3/4·36/(6·2)
     *(
         (432, experts.attention_flops, EXPERTS, 3),
@@ -166,24 +179,27 @@ STEP_8 = [
         lambda: formulas.kept_by_layers(cost.resolved(THREE_D)),
     ),  # two in flight, a layer of 4 tokens
     (1 / 3, lambda: cost.bubble(cost.resolved(THREE_D))),
-    *((5, nodes_5d.predict, "dp", 4, 2, 3), (4.25, nodes_5d.predict, "pp", 4, 2, 3)),  # 2 + 3; 5/4·3 + 2/4
+    (5, nodes_5d.predict, "dp", 4, 2, 3),  # 2 + 3; 5/4·3 + 2/4
+    (4.25, nodes_5d.predict, "pp", 4, 2, 3),
     (7, nodes_5d.predict, "pp", 4, 7, 3),
-    *((536, head.all_logits_bytes, 3, 10, 8, F32), (268, head.all_logits_bytes, 3, 10, 8, BF16)),  # 120 + 4·(24 + 80)
+    (536, head.all_logits_bytes, 3, 10, 8, F32),  # 120 + 4·(24 + 80)
+    (268, head.all_logits_bytes, 3, 10, 8, BF16),
     (6000, head.all_logits_bytes, 100, 10, 1, BF16),  # 1000·(2 + 4)
     (96 + 320 + 30 * 12, head.chunked_bytes, 3, 10, 8, F32),
     (48 + 320 + 30 * 14, head.chunked_bytes, 3, 10, 8, BF16),
     (96 + 320 + 30 * 4, head.chunked_bytes, 3, 10, 8, F32, False),
     ((48, 52), roofline.product, 2, 3, 4),  # 2·24, 2·(8 + 12 + 6)
-    *(((128, 256), roofline.attention, 4, 2, 6), ((64, 64), roofline.attention, 4, 2, 0)),  # 4·16·2, 2·(4·8 + 6·16)
+    ((128, 256), roofline.attention, 4, 2, 6),  # 4·16·2, 2·(4·8 + 6·16)
+    ((64, 64), roofline.attention, 4, 2, 0),
     (3 * 64 + 4 + 7 * 2048, attention.naive_peak, 2),  # matrices of 4·2·2·4, rows of 4·2·64·4
     (8 * 2048 + 32, attention.flash_peak, 2),
     (6 * 64 + 16 + 6 * 2048, attention.naive_moved, 2),
     (2 * 2**18 + 2 * 2**18 * 1.5 + 4096, attention.flash_moved, 256),  # two blocks of queries read 1.5 on average
-    *((32 * (33 * 32 + 32), transactions.predicted_sectors, "naive", Sizes(32, 32, 32)),),
-    *((32 * (5 * 32 + 4), transactions.predicted_sectors, "coalesced", Sizes(32, 32, 32)),),
-    *((32 * (8 + 4), transactions.predicted_sectors, "tiled", Sizes(32, 32, 32)),),
-    *((2**16, transactions.predicted_loads, "naive", Sizes(32, 32, 32)),),
-    *((2**11, transactions.predicted_loads, "tiled", Sizes(32, 32, 32)),),
+    (32 * (33 * 32 + 32), transactions.predicted_sectors, "naive", Sizes(32, 32, 32)),
+    (32 * (5 * 32 + 4), transactions.predicted_sectors, "coalesced", Sizes(32, 32, 32)),
+    (32 * (8 + 4), transactions.predicted_sectors, "tiled", Sizes(32, 32, 32)),
+    (2**16, transactions.predicted_loads, "naive", Sizes(32, 32, 32)),
+    (2**11, transactions.predicted_loads, "tiled", Sizes(32, 32, 32)),
     # (352 + 80)/2 = 216 parameters of 2 + 4 + 12/2 bytes; two micro-batches of half of 4096·(8 + 16 + 2·16), by tp
     (216 * 12 + 114_688, first.memory, DENSE, first.Layout(2, 2, 2, 1, "full", 1)),
 ]

@@ -30,15 +30,13 @@ def test_samples_are_always_filled():
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_largest_micro_batch_is_the_last_that_fits(recompute):
-    model, limit = PRESETS["llama3-1b"], 80e9
-    largest = largest_micro_batch(model, 4096, limit, torch.bfloat16, recompute)
-    assert largest > 1
-    fits, too_large = (
-        predict_peak(model, batch, 4096, torch.bfloat16, recompute=recompute, accumulation=2).peak
-        for batch in (largest, largest + 1)
-    )
-    assert fits <= limit < too_large
-    assert largest_micro_batch(PRESETS["llama3-8b"], 4096, limit, torch.bfloat16) == 0, "the states alone are too large"
+    """A limit is exactly the peak of so many sequences, or one byte less."""
+    model, shape = PRESETS["debug"], (4096, torch.bfloat16)
+    for batch in range(1, 10):
+        limit = predict_peak(model, batch, *shape, recompute=recompute, accumulation=2).peak
+        found = [largest_micro_batch(model, shape[0], each, shape[1], recompute) for each in (limit, limit - 1)]
+        assert found == [batch, batch - 1]
+    assert largest_micro_batch(PRESETS["llama3-8b"], 4096, 80e9, torch.bfloat16) == 0, "the states alone are too large"
 
 
 def test_tokens_that_hide_the_all_reduce():
