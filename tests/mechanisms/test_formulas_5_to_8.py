@@ -71,6 +71,10 @@ def phases(formula, *arguments) -> tuple[float, float]:
     return found["forward"], found["backward"]
 
 
+def layer(mode: str, phase: str):
+    return lambda player: context.play_layer(mode, phase, player, [3, 5], 2, 4, 2)
+
+
 STEP_6 = [
     *((expected, pairs, split) for split, expected in SIXTEEN.items()),  # of each rank, as drawn; the slowest hops
     (16, context.hop_pairs, "contiguous", 2, 2, 16, 4),
@@ -92,7 +96,7 @@ STEP_6 = [
     ((0, 0), phases, context.buffers, "allgather", 1, 16, 2, 4),
     (1280, context.while_scattering, 4, 16, 32, 2, 4),  # 16·(3·4·4 + 2·4·2 + 2·4) + 32·4
     (816, context.kept, *SHAPE),
-    (816 + 64 + 8 * 8, context.kept, *SHAPE, 8),
+    (816 + 64 + 8 * 8, context.kept, DENSE, 2, 1, F32, 8),
     # A token of a layer: norms 2·(32 + 4 + 16), rows of h 3·16, q, k, v 32, log-sum-exp 16, rows of f 4·12: 248. Two
     # layers and tp 2 make 248, the head 2·4·8/2 = 32, the loss 3·4·10/2 = 60, keys 96/2
     (248 + 32 + 60, context.bytes_per_token, DENSE, 4, "ring", 2, "none"),
@@ -101,17 +105,22 @@ STEP_6 = [
     (20, context.tokens_to_hide, 40, 2, 0.5),  # 2·0.5·40/2
     (24, context.tokens_to_hide, 40, 2, 0.5, True, True),
     (10, context.tokens_to_hide, 40, 2, 0.5, False),
-    # Two hops of 3; keys of 2 bytes, sums of 4, two heads for each. K and V travel 0-4
-    ((7, 4, 1), played, 2, lambda player: context.play_layer("ring", "forward", player, [3, 3], 2, 4, 2)),
-    # Computes 0-3, 4-7; sums travel 4-12, 12-20
-    ((20, 20, 14), played, 2, lambda player: context.play_layer("ring", "backward", player, [3, 3], 2, 4, 2)),
-    # K 0-2, V 2-4; computes 0-3, 4-7; dK 7-11, dV 11-15
-    ((7, 4, 1), played, 2, lambda player: context.play_layer("allgather", "forward", player, [3, 3], 2, 4, 2)),
-    ((15, 12, 9), played, 2, lambda player: context.play_layer("allgather", "backward", player, [3, 3], 2, 4, 2)),
-    # q 2, k 1, v 1, computes 6, the output 2
-    ((12, 6, 6), played, 2, lambda player: context.play_layer("ulysses", "forward", player, [3, 3], 2, 4, 2)),
-    ((12, 6, 6), played, 2, lambda player: context.play_layer("ulysses", "backward", player, [3, 3], 2, 4, 2)),
+    # Hops of 3 and 5; keys of 2 bytes, sums of 4, two heads for each. K and V travel 0-4
+    ((9, 4, 1), played, 2, layer("ring", "forward")),
+    ((20, 20, 12), played, 2, layer("ring", "backward")),  # computes 0-3, 4-9; sums travel 4-12, 12-20
+    ((9, 4, 1), played, 2, layer("allgather", "forward")),  # K 0-2, V 2-4; computes 0-3, 4-9
+    ((17, 12, 9), played, 2, layer("allgather", "backward")),  # and then dK 9-13, dV 13-17
+    ((14, 6, 6), played, 2, layer("ulysses", "forward")),  # q 2, k 1, v 1; computes 8; the output 2
+    ((14, 6, 6), played, 2, layer("ulysses", "backward")),
 ]
+
+
+def waiting() -> tuple[float, float]:
+    """Of a rank that has computed for 2, and waits for an all-to-all of 3: when it has come, time blocked."""
+    clock = experts.Clock(now=2.0)
+    clock.wait(clock.send(3))
+    return clock.now, clock.blocked
+
 
 TURN = [("compute", 2), ("travel", 3), ("compute", 1)]
 STEP_7 = [
@@ -140,6 +149,7 @@ STEP_7 = [
     (976, experts.layer_flops, EXPERTS, 3),
     (3.5, experts.nodes_reached, SimpleNamespace(expert_groups=8, groups_per_token=4)),  # 4·7/8
     (1.5, experts.cheatsheet, EXPERTS, 384, 2, 4),  # 3·384/(12·4·8·2)
+    ((5, 3), waiting),
     (6, experts.alone, TURN),
     (9, experts.in_turns, TURN, TURN),  # computes 0-2, 2-4; travels 2-5, 5-8; computes 5-6, 8-9
     (7, experts.in_turns, [("counts", 1), *TURN[:2]], [("compute", 4)]),  # 0-1, 1-3, travels 3-6; computes 3-7
@@ -149,7 +159,7 @@ STEP_7 = [
 
 FLAGS = {"step_name": "step08_5d", "layers": 2, "hidden": 8, "heads": 4, "kv_heads": 2, "ffn": 6, "vocab": 10}
 FLAGS |= {"seq_len": 4, "micro_batch": 1, "global_batch": 8, "data": "synthetic"}
-THREE_D = FLAGS | {"dp": 2, "pp": 2, "tp": 2, "global_batch": 4}  # two micro-batches
+THREE_D = FLAGS | {"dp": 2, "pp": 2, "tp": 2, "seq_len": 2, "micro_batch": 2}  # two micro-batches of 4 tokens
 OF_EXPERTS = FLAGS | {"experts": 4, "top_k": 2, "expert_ffn": 5, "ep": 4}
 
 
@@ -159,6 +169,15 @@ def of_5d(formula, **flags):
 
 def sent_5d(**sizes) -> dict[str, float]:
     return dict.fromkeys(("dp", "pp", "cp", "tp", "ep"), 0.0) | sizes
+
+
+FORWARD = 2 * 4096 * 872 / (989e12 / 2)  # seconds of a sequence at half the peak
+WIRE, MOVED = 10 * 2 * 7 / 8 * 4096 * 8 * 2 / 450e9, 255 / 256 * 872
+
+
+def ways(gpus: int) -> list[int]:
+    """How many layouts of each kind there are."""
+    return [len(found) for found in first.layouts(DENSE, gpus).values()]
 
 
 STEP_8 = [
@@ -200,8 +219,19 @@ STEP_8 = [
     (32 * (8 + 4), transactions.predicted_sectors, "tiled", Sizes(32, 32, 32)),
     (2**16, transactions.predicted_loads, "naive", Sizes(32, 32, 32)),
     (2**11, transactions.predicted_loads, "tiled", Sizes(32, 32, 32)),
-    # (352 + 80)/2 = 216 parameters of 2 + 4 + 12/2 bytes; two micro-batches of half of 4096·(8 + 16 + 2·16), by tp
-    (216 * 12 + 114_688, first.memory, DENSE, first.Layout(2, 2, 2, 1, "full", 1)),
+    # (352 + 80)/2 = 216 parameters of 2 + 4 + 12/2 bytes; two micro-batches of 2·4096·(8 + 16 + 2·16)/2, by tp
+    (216 * 12 + 4096 * 56, first.memory, DENSE, first.Layout(2, 2, 2, 1, "full", 2)),
+    # 864 parameters of 18/8 bytes, two layers of weights and one of gradients; 4096·(8 + 16 + 2·248)
+    (864 * 18 / 8 + 352 * 8 + 4096 * 520, first.memory, DENSE, first.Layout(8, 1, 1, 3, "none", 1)),
+    (1 / 2, first.mfu, DENSE, first.Layout(8, 1, 1, 1, "none", 1)),  # all hides
+    (3 / 8, first.mfu, DENSE, first.Layout(8, 1, 1, 1, "full", 1)),
+    (64 / 65 / 2, first.mfu, DENSE, first.Layout(4, 1, 2, 1, "none", 1)),
+    (3 * FORWARD / (3 * FORWARD + 8 * WIRE) / 2, first.mfu, DENSE, first.Layout(1, 8, 1, 1, "none", 1)),
+    # 255/256·872 parameters: 4 and 2 bytes at 64.9 GB/s behind 2 and 1 forwards; 2 and 6 at 28 GB/s behind 1 and 2
+    (3 * FORWARD / (6 * MOVED / 64.9e9) / 2, first.mfu, DENSE, first.Layout(256, 1, 1, 1, "none", 1)),
+    (3 * FORWARD / (8 * MOVED / 28e9) / 2, first.mfu, DENSE, first.Layout(256, 1, 1, 3, "none", 1)),
+    ([10, 10, 10, 10, 10, 10], ways, 16),  # twice five micro-batches; two layers have two stages at most
+    ([0, 0, 6, 6, 2, 8], ways, 512),  # tp 8: dp 64, so micro-batches of 1, 2, 4
 ]
 
 
