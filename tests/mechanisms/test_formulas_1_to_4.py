@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.counts import count_parameters
-from common.experiments import cost_model
+from common.experiments import cost_model, on_nodes
 from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player
 from common.presets import PRESETS
 from step01_single_gpu.memory_model import gpt, peak, prediction
@@ -35,6 +35,8 @@ COMMON = [
     ([[1, 0]], cost_model.fill_buckets, [2, 3], 5),  # exactly full
     (8, cost_model.gather_ratio, 3, 5, 40, 2),  # 2·2·40/(2·5·2)
     (4, cost_model.gather_ratio, 3, 5, 40, 2, 1),  # as appendix A3 has it: elements
+    (1.547, on_nodes.seconds_on, "8mbit", 1_448_000),  # 1000 packets of 1514 bytes, half as many answers of 66
+    (200, on_nodes.crossing, {100: 0.4, 400: 1.2}),  # 0.8 is half the way of the logarithms
     # 4 ranks: a message of 8 takes 3·8/4. From 1: the exchange is there at 4, the all-reduce at 4 + 6 + 6
     ((16, 15, 15), played, 4, exchange_and_wait),
     (0.00375, lambda: Player(4, LINK).message(1000)),  # 3·(0.001 + 250/10⁶)

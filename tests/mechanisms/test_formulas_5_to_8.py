@@ -8,9 +8,10 @@ from step05_pipeline.experiments import predictions as pipeline
 from step05_pipeline.schedules.actions import Action
 from step06_context_parallel.experiments import predictions as context
 from step07_expert_parallel.experiments import dualpipe, node_limit
+from step07_expert_parallel.experiments import nodes as nodes_7
 from step07_expert_parallel.experiments import predictions as experts
 from step08_5d.experiments import cost, first, formulas, head
-from step08_5d.experiments import nodes as nodes_5d
+from step08_5d.experiments import nodes as nodes_8
 from step08_5d.gpu_ladder import attention, roofline, transactions
 from step08_5d.gpu_ladder.transactions import Sizes
 from tests.mechanisms.formulas import BF16, DENSE, EXPERTS, F32, SHAPE, TIED, by_kind, check, played
@@ -123,6 +124,7 @@ def waiting() -> tuple[float, float]:
 
 
 TURN = [("compute", 2), ("travel", 3), ("compute", 1)]
+PER_EXPERT, PER_NODE = nodes_7.WAYS
 STEP_7 = [
     (240, experts.dispatch_bytes, 10, 2, 8, 4, 2),  # 2·10·8·2·3/4
     (48, experts.counts_bytes, 8, 4),  # 8·8·3/4
@@ -130,6 +132,12 @@ STEP_7 = [
     (5 / 6, experts.distinct_ranks, EXPERTS, 2),  # both of 6 pairs are at home in 1
     (1.5, experts.distinct_ranks, EXPERTS, 4),  # 3·(1 - 3/6)
     (2 * 5 / 6, node_limit.fan_out, 2, 4, 2),
+    # Of 4 choices among 8 experts on 2 nodes half leave; of 2·(1 - 1/70) nodes half; within one node, half of one
+    (2, nodes_7.copies, PER_EXPERT, 2),
+    (69 / 70, nodes_7.copies, PER_NODE, 2),
+    (0.5, nodes_7.copies, PER_NODE, 1),
+    (2 * 2 * 1024 * 4 * 256, nodes_7.token_bytes, PER_EXPERT, 2),  # two layers, four journeys of 64 numbers
+    (2 * 0.5 * 1024 * 4 * (256 + 2 * 4), nodes_7.token_bytes, PER_NODE, 0.5),
     ((960, 1000), experts.split_parameters, EXPERTS),  # 2·4·120
     # 240 of a rank's experts, two ranks hold the same
     (by_kind((480, 2000), (960, 4000), (240 / 2 * 12, 1000 / 8 * 12)), experts.held, EXPERTS, 8, 4, 1, "bfloat16"),
@@ -198,9 +206,9 @@ STEP_8 = [
         lambda: formulas.kept_by_layers(cost.resolved(THREE_D)),
     ),  # two in flight, a layer of 4 tokens
     (1 / 3, lambda: cost.bubble(cost.resolved(THREE_D))),
-    (5, nodes_5d.predict, "dp", 4, 2, 3),  # 2 + 3; 5/4·3 + 2/4
-    (4.25, nodes_5d.predict, "pp", 4, 2, 3),
-    (7, nodes_5d.predict, "pp", 4, 7, 3),
+    (5, nodes_8.predict, "dp", 4, 2, 3),  # 2 + 3; 5/4·3 + 2/4
+    (4.25, nodes_8.predict, "pp", 4, 2, 3),
+    (7, nodes_8.predict, "pp", 4, 7, 3),
     (536, head.all_logits_bytes, 3, 10, 8, F32),  # 120 + 4·(24 + 80)
     (268, head.all_logits_bytes, 3, 10, 8, BF16),
     (6000, head.all_logits_bytes, 100, 10, 1, BF16),  # 1000·(2 + 4)

@@ -48,6 +48,8 @@ def test_the_command_prints_before_and_after():
     assert after["broadcast from rank 0"] == ["[1 2 3 4 5]"] * 3
     assert after["reduce to rank 0"][0] == "[6 6 6 6 6]  (the sum)"
     assert all(text.endswith("(not defined)") for text in after["reduce to rank 0"][1:])
+    unchanged = [f"[{rank} {rank} {rank} {rank} {rank}]  (not defined)" for rank in (2, 3)]
+    assert after["reduce to rank 0"][1:] != unchanged, "erratum 16: gloo adds up in the other ranks' tensors"
     assert after["all-reduce"] == ["[6 6 6 6 6]"] * 3
     assert after["gather to rank 0"] == ["[1 1] [2 2] [3 3]", "-", "-"]
     assert after["all-gather"] == ["[1 1 2 2 3 3]"] * 3
