@@ -7,9 +7,11 @@
 The lesson is in step01_single_gpu/README.md. Every later step is this file plus one dimension.
 """
 
+from common import collectives  # before torch, so that its idle threads sleep
+
+# isort: split
 import torch
 
-from common import collectives
 from common.config import TrainConfig
 from common.data.batches import load_batches
 from common.launch import run

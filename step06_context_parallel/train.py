@@ -7,9 +7,11 @@
 The lesson is in step06_context_parallel/README.md. `diff` this file with step05_pipeline/train.py to see what it adds.
 """
 
+from common import collectives  # before torch, so that its idle threads sleep
+
+# isort: split
 import torch
 
-from common import collectives
 from common.config import TrainConfig
 from common.data.batches import load_batches
 from common.launch import run

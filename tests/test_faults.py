@@ -167,6 +167,17 @@ def test_plain_python_interrupt():
     assert process.returncode == 130 and errors.endswith("interrupted\n") and "Traceback" not in errors
 
 
+def test_idle_threads_do_not_spin():
+    """On busy cores ten steps took 101 s with threads that spin while they wait, and 7 s with a single thread."""
+    for script in sorted(ROOT.glob("step*/train.py")):
+        imports = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
+        assert imports.index("common") < imports.index("torch"), f"{script}: libgomp is loaded with its default"
+    for setting, count in ((), "'0'"), (("GOMP_SPINCOUNT=77",), "'77'"):
+        command = ["env", "OMP_DISPLAY_ENV=VERBOSE", *setting, sys.executable, "step01_single_gpu/train.py", "--help"]
+        shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stderr
+        assert "GOMP_SPINCOUNT" not in shown or f"GOMP_SPINCOUNT = {count}" in shown, shown
+
+
 def assert_refused(done: subprocess.CompletedProcess, words: str) -> None:
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1, done.stderr
