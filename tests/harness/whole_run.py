@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import threading
 import time
 from pathlib import Path
@@ -35,9 +34,7 @@ BASE += " --global-batch 8 --micro-batch 2 --steps 2 --warmup 2 --dtype float64 
 def observe(step: int, flags: str, folder: Path) -> dict:
     """What can be seen of a run on this rank: numbers as `assemble` takes them, and what may change besides."""
     train = importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train
-    seen = {
-        name: [] for name in ("refused", "open", "in background", "sleeps", "compiled", "delayed", "batches", "extra")
-    }
+    seen = {name: [] for name in ("refused", "in background", "sleeps", "compiled", "delayed", "batches", "extra")}
     seen |= {
         "curve": [],
         "filled": set(),
@@ -131,9 +128,6 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
         "record": recorded(folder),
         "traced": traced(folder),
-        "open": [
-            link for each in Path("/proc/self/fd").glob("*") if (link := os.path.realpath(each)).startswith(str(folder))
-        ],
         "printed": len(printed.getvalue().splitlines()),
     }
 
