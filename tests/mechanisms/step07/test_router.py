@@ -95,10 +95,10 @@ def test_losses_are_scaled_like_the_loss():
 
 
 def test_biases_move_against_the_load():
-    config = configured("--layers 2 --experts 4 --balance bias --bias-rate 0.25 --dtype float32")
+    config = configured("--layers 3 --dense-layers 1 --experts 4 --balance bias --bias-rate 0.25 --dtype float32")
     mesh = mesh_of(config)
     router, other = Router(config, mesh), Router(config, mesh)
-    mlps = {"0": SimpleNamespace(router=router), "1": SimpleNamespace(router=other)}
+    mlps = {"0": None, "1": SimpleNamespace(router=router), "2": SimpleNamespace(router=other)}
     stage = SimpleNamespace(layers={index: SimpleNamespace(mlp=mlp) for index, mlp in mlps.items()})
     balancing = Balancing([stage], config, mesh, LossScaler(torch.float32))
 
