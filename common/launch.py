@@ -41,7 +41,8 @@ def run(step: int, main, *checks) -> None:
 def end_cleanly(job) -> None:
     """Call `job()`, which starts torch.distributed if it needs it, and end this process with a status that tells why.
 
-    Status 2 and one line for bad input, 130 after Ctrl-C, 1 and one line for a lost rank, 1 for any other error.
+    Status 2 and one line for bad input, 130 after Ctrl-C, 1 and one line for a lost rank (unless the launcher, which
+    also notices, ends this rank first), 1 for any other error.
     """
     rank, world_size, _ = environment()
     _let_interrupts_end_blocked_ranks()

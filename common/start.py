@@ -61,13 +61,14 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
     `--device cuda` without CUDA and as `choose_backend` does, CommunicationError if ranks do not meet in `timeout` s.
     """
     rank, world_size, local_rank = environment()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: PyTorch sees no CUDA device here")
     use_cuda = device != "cpu" and torch.cuda.is_available()
     chosen = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(chosen)
+    no_cuda = UsageError("--device cuda: PyTorch sees no CUDA device here")
     if world_size == 1:
+        if device == "cuda" and not use_cuda:
+            raise no_cuda
         return chosen
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -82,6 +83,8 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
         store.set(keys[rank], json.dumps(place))
         places = [tuple(json.loads(each)) for each in store.multi_get(keys)]  # waits for all ranks
         backend, line = choose_backend(places, gpu.name if gpu else "")
+        if device == "cuda" and not use_cuda:  # on no rank, so all of them end here; had one gone on, it would wait
+            raise no_cuda
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if backend == "nccl" else {"backend": "gloo"}
         dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **options)
         dist.group.WORLD.bound_device_id = None  # or every new group would split NCCL's world, which takes all ranks

@@ -219,20 +219,30 @@ def note_and_end(status):
     end(status)
 os._exit = note_and_end
 time.sleep(2.5 if os.environ["RANK"] == late else 0)
+if sys.argv[-1] == "cuda" and os.environ["RANK"] != "1":  # the others have a GPU, as far as one can see before its use
+    import torch, types
+    torch.cuda.is_available, torch.cuda.set_device, torch.cuda.device_count = lambda: True, lambda _: None, lambda: 1
+    torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(uuid=os.environ["RANK"], name="GPU")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.mark.parametrize(
     ("late", "restarts", "flags"),
-    [("none", 1, "--global-batch 7"), ("none", 0, "--data /no/such/file.txt"), ("0", 0, "--foo")],
+    [
+        ("none", 1, "--global-batch 7"),
+        ("none", 0, "--data /no/such/file.txt"),
+        ("0", 0, "--foo"),
+        ("none", 0, "--global-batch 6 --device cuda"),
+    ],
 )
 def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
     """One rank prints the line, also if it starts late; the launcher's signal to the others does not change the end."""
     wrapper = tmp_path / "notes_its_status.py"
     wrapper.write_text(NOTES_ITS_STATUS)
     done = torchrun(3, f"--max-restarts={restarts}", wrapper, tmp_path, late, SCRIPT, *SMALL, *flags.split())
-    assert done.stderr.count("error: --") == 1 + restarts, done.stderr
+    line = "error: rank 1 sees no GPU, but others do" if "cuda" in flags else "error: --"
+    assert done.stderr.count(line) == 1 + restarts, done.stderr
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
     assert (tmp_path / "statuses").read_text() == "2" * 3 * (1 + restarts), "status 2 on all ranks"
 
