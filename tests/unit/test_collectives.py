@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import collectives
+from common import collectives, gloo
 from common.errors import CommunicationError, communication_errors
 from common.experiments import tcp_bytes
 from common.process_groups import Degrees, Group, Mesh, build_mesh
@@ -123,6 +123,11 @@ def check_messages(group: Group) -> None:
         with mock.patch.multiple(dist, **replaced), collectives.record() if recorded else contextlib.nullcontext():
             collectives.exchange(there, back, group)
         assert [op for op, *_ in issued] == [dist.irecv, dist.isend], "a receive comes after a send"
+    arriving = gloo.Messages([(dist.irecv, part, after[0])], group)
+    assert not arriving.is_completed(), "nobody has sent it"
+    collectives.barrier(group)
+    dist.send(torch.ones(8), after[-1], group=group.handle)
+    arriving.wait()
 
 
 def ranks_results(device: str) -> None:
