@@ -188,6 +188,10 @@ def ways(gpus: int) -> list[int]:
     return [len(found) for found in first.layouts(DENSE, gpus).values()]
 
 
+def tp_and_stages(gpus: int) -> list[list[tuple[int, int]]]:
+    return [[(each.tp, each.zero) for each in found] for found in first.layouts(DENSE, gpus).values()]
+
+
 STEP_8 = [
     (150, formulas.reduced, 100, 4),
     # (832/2 + 40)/2 = 228 parameters. The stream has 128 bytes: pp 2·2·128/2/2; tp 2·((10 + 4/2)·64 + 48/2) and norms
@@ -239,6 +243,7 @@ STEP_8 = [
     (3 * FORWARD / (6 * MOVED / 64.9e9) / 2, first.mfu, DENSE, first.Layout(256, 1, 1, 1, "none", 1)),
     (3 * FORWARD / (8 * MOVED / 28e9) / 2, first.mfu, DENSE, first.Layout(256, 1, 1, 3, "none", 1)),
     ([10, 10, 10, 10, 10, 10], ways, 16),  # twice five micro-batches; two layers have two stages at most
+    ([(1, 1), (1, 3), (8, 1), (8, 3), (1, 1), (8, 1)], lambda: [kind[0] for kind in tp_and_stages(16)]),
     ([0, 0, 6, 6, 2, 8], ways, 512),  # tp 8: dp 64, so micro-batches of 1, 2, 4
 ]
 
