@@ -31,17 +31,25 @@ def configuration(flags: str, world: int) -> TrainConfig:
 
 def watch_train(flags: str) -> list[tuple]:
     """The calls of a run of step 2's train() on this rank: (phase, op, group, elements, dtype, bytes, gradients that
-    had been computed by then, of all parameters and micro-batches since the beginning of the run)."""
+    had been computed by then, of all parameters and micro-batches since the beginning of the run, calls in flight)."""
     computed, accumulate, config = [0], DataParallel.accumulate, configuration(flags, environment().world_size)
+    in_flight = []
 
     def counting(self, parameter, gradient):
         computed[0] += 1
         accumulate(self, parameter, gradient)
 
     with mock.patch.object(DataParallel, "accumulate", counting):
-        with collectives.record(clock=lambda: computed[0]) as calls:
+        with collectives.record(
+            clock=lambda: computed[0],
+            launched=lambda *_: in_flight.append(sum(call.wait_end is None for call in calls)),
+        ) as calls:
             train(config, mesh_of(config))
-    return [(c.phase, c.op, c.group, c.elements, c.dtype, c.bytes, c.issue) for c in calls if c.phase != "setup"]
+    return [
+        (call.phase, call.op, call.group, call.elements, call.dtype, call.bytes, call.issue, together)
+        for call, together in zip(calls, in_flight, strict=True)
+        if call.phase != "setup"
+    ]
 
 
 def buckets_by_formula(flags: str) -> list[list[int]]:
@@ -64,12 +72,13 @@ def check_train(calls: list[tuple], flags: str, world: int) -> None:
         ready = (step * (last + 1) + last) * tensors  # gradients computed before the last micro-batch's backward
         end = ready + tensors
         for index, bucket in enumerate(buckets):
-            phase, *call, issue = next(calls)
+            phase, *call, issue, in_flight = next(calls)
             elements, ready = sum(bucket), ready + len(bucket)
             sent = 2 * (4 * elements * (world - 1) // world)
             assert call == ["all_reduce", "dp_cp", elements, "float32", sent], f"bucket {index}: {call}"
             if config.dp_mode == "naive":
                 assert (phase, issue) == ("optimizer", end), f"bucket {index} does not wait for the backward's end"
+                assert in_flight == 1, f"bucket {index} does not wait for the one before"
             else:  # the backward meets the parameters of one layer in an order of its own; a layer has nine
                 assert phase == "backward", f"bucket {index} is launched in the phase {phase}"
                 assert ready <= issue <= min(end, ready + 8), f"bucket {index}: after {issue} gradients, not {ready}"
