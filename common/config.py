@@ -127,6 +127,7 @@ class TrainConfig:
     capacity_factor: float = flag(0.0, 7, "update", "drop what exceeds so many times an equal share (0: drop nothing)")
     ep: int = flag(1, 7, "layout", "expert parallelism: ranks that the experts are divided among")
     fused: bool = flag(True, 8, "layout", "fused kernels: all on CUDA, head with loss everywhere (default)")
+    own_attention: bool = flag(False, 8, "layout", "on CUDA, kernels of our own also for attention within one rank")
     compile: bool = flag(False, 8, "layout", "compile norms, rotation and activation where no kernel computes them")
     order: str = flag("tp,cp,pp,dp", 8, "layout", "how the degrees are laid over the ranks, from near to far")
     shapes: bool = flag(False, 8, "logging", "print, and draw into --run-dir, a layer's shapes, bytes and messages")

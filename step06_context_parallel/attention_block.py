@@ -19,7 +19,7 @@ from common.model import at_least_float32
 from step06_context_parallel.layouts import Block
 
 _aten = torch.ops.aten
-own_kernels: tuple[Callable, Callable] | None = None  # `attend` and `attend_backward` that replace PyTorch's fused ones
+own_kernels: tuple[Callable, Callable, Callable] | None = None  # in place of `attend`, `attend_backward` and `merge`
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
@@ -64,6 +64,15 @@ def attend_backward(
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, lse, 0.0, causal)
 
 
+def merge(out_so_far: Tensor, lse_so_far: Tensor, out: Tensor, lse: Tensor, fused: bool) -> None:
+    """Add a block's results to those so far, in place. Both are weighted by their shares of the sum of exponentials."""
+    if fused and own_kernels:
+        return own_kernels[2](out_so_far, lse_so_far, out, lse)
+    total = torch.logaddexp(lse_so_far, lse)
+    out_so_far.mul_((lse_so_far - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
+    lse_so_far.copy_(total)
+
+
 def _has_kernel(q: Tensor) -> bool:
     """CUDA's FlashAttention has neither float32 nor float64, and wants heads of a multiple of 8."""
     return not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -91,12 +100,8 @@ class MergedAttention:
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
 
     def add(self, block: Block, k: Tensor, v: Tensor) -> None:
-        """Add a block. What was there and what is new are weighted by their shares of the sum of exponentials."""
         out, lse = attend(block.rows_of(self.q), block.columns_of(k), block.columns_of(v), block.causal, self.fused)
-        out_so_far, lse_so_far = block.rows_of(self.out), block.rows_of(self.lse)
-        total = torch.logaddexp(lse_so_far, lse)
-        out_so_far.mul_((lse_so_far - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
-        lse_so_far.copy_(total)
+        merge(block.rows_of(self.out), block.rows_of(self.lse), out, lse, self.fused)
 
 
 class AttentionGradients:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from common.config import TrainConfig
+from common.errors import UsageError
 from common.model import Block, Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
 from common.process_groups import Group, Mesh
 from step01_single_gpu.mixed_precision import Optimizer
@@ -24,6 +25,7 @@ from step07_expert_parallel import experts
 from step08_5d.kernels import adamw, grouped_matmul, linear_cross_entropy, rms_norm, rotary, swiglu
 from step08_5d.kernels.flash_attention import WIDEST_HEAD, attend
 from step08_5d.kernels.flash_attention_backward import attend_backward, flash_attention_core
+from step08_5d.kernels.merge import merge
 
 
 class Pieces(NamedTuple):
@@ -51,18 +53,24 @@ def launches_kernels(config: TrainConfig, device: torch.device) -> bool:
 
 
 def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
-    """Let kernels compute a `Decoder`: its small operations (or compile these), attention, experts, head with loss."""
+    """Let kernels compute a `Decoder`: its small operations (or compile these), experts, head with loss, attention.
+
+    Raises UsageError for --own-attention where no kernel is launched.
+    """
     in_kernels = launches_kernels(config, mesh.device)
+    if config.own_attention and not in_kernels:
+        raise UsageError("--own-attention: our kernels run on a GPU, and with --fused")
     if in_kernels:
         apply_pieces(model, KERNELS)
     elif config.compile:
         apply_pieces(model, compiled_pieces())
     # What steps 6 and 7 call for each block of the attention and for the experts of a rank
     flash = in_kernels and config.attention == "fused" and config.model_config.head_width <= WIDEST_HEAD
-    attention_block.own_kernels = (attend, attend_backward) if flash else None
+    attention_block.own_kernels = (attend, attend_backward, merge) if flash else None
     experts.own_kernels = (grouped_matmul.multiply, grouped_matmul.multiply_transposed) if in_kernels else None
     for layer in model.layers.values():
-        if flash and layer.attention.core is fused_attention:  # the whole sequence on this rank, and no documents
+        # With the whole sequence on this rank, and no documents, PyTorch has a kernel that is faster on Hopper
+        if flash and config.own_attention and layer.attention.core is fused_attention:
             layer.attention.core = flash_attention_core
     if config.fused and model.has_head:
         model.head, model.returns_loss = LossHead(model.head, config.model_config.vocab, mesh.tp, in_kernels), True
@@ -75,7 +83,9 @@ def apply_pieces(model: Decoder, pieces: Pieces) -> None:
         layer.mlp_norm = Norm(layer.mlp_norm, pieces)
         layer.attention.rotate = pieces.rotate
         for module in layer.mlp.modules():
-            if hasattr(module, "activation"):  # a dense MLP, experts, and shared experts
+            # A dense MLP, shared experts, and experts. These have other numbers of rows in every step: a compiler would
+            # begin anew for each
+            if hasattr(module, "activation") and (pieces is KERNELS or not isinstance(module, experts.Experts)):
                 module.activation = pieces.activation
         layer.compute = functools.partial(compute, layer)
     if model.has_head:
@@ -130,11 +140,12 @@ class FusedAdamW(Optimizer):
     def step(self, gradients, lr, factor=None, skip=None):
         """As `Optimizer.step`. No number comes back to the host, so it does not wait."""
         of_matrices, of_others = self.inner.param_groups
+        # Filled on the device once for all: masters have one type, and copies from the host would wait
+        numbers = [self.masters[0].new_full((), number) for number in (self.updates + 1, lr)] if self.masters else []
         for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
             state, copy = self.state_of(master), parameter if parameter.dtype != master.dtype else None
-            count, rate = (master.new_full((), number) for number in (self.updates + 1, lr))
             group = of_matrices if parameter.spec.decay else of_others
             settings = {key: group[key] for key in ("weight_decay", "betas", "eps")}
             moments = state["exp_avg"], state["exp_avg_sq"]
-            adamw.adamw(master, *moments, gradient, copy, count, rate, factor, skip, **settings)
+            adamw.adamw(master, *moments, gradient, copy, *numbers, factor, skip, **settings)
         gradients.clear()

@@ -94,6 +94,7 @@ CHANGES = {
     "capacity_factor": (MOE, "--capacity-factor 0.5"),
     "ep": (MOE, "--ep 2", "calls"),
     "fused": ("", "--fused", "saved"),
+    "own_attention": ("", "--own-attention", "refused"),  # refused: no GPU
     "compile": ("", "--compile", "compiled"),
     "shapes": ("", "--shapes", "printed"),
 }  # The same flags, in these steps and later ones, in further layouts

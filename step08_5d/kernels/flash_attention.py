@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.model import at_least_float32
 from step06_context_parallel import attention_block
-from step08_5d.kernels.launching import HAS_TRITON, ceil_div, next_power_of_two, tl, triton, wide_type
+from step08_5d.kernels.launching import HAS_TRITON, capability, ceil_div, next_power_of_two, tl, triton, wide_type
 from step08_5d.kernels.tiles import load_rows, multiply_add, store_rows
 
 WIDEST_HEAD = 256
@@ -81,21 +81,20 @@ def _forward_kernel(
     total = tl.zeros((ROWS,), WIDE)
     values = tl.zeros((ROWS, PADDED), WIDE)
     unmasked, end = keys_for(first, keys, CAUSAL, ROWS, COLUMNS)
-    for MASKED in tl.static_range(2):  # unrolled into two loops, the first of which is spared the comparisons
-        for start in range(unmasked if MASKED else 0, end if MASKED else unmasked, COLUMNS):
-            k_tile = load_rows(k, k_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
-            scores = multiply_add(q_tile, tl.trans(k_tile), tl.zeros((ROWS, COLUMNS), WIDE))
-            if MASKED:
-                columns = start + tl.arange(0, COLUMNS)
-                scores = tl.where(visible(rows[:, None], columns[None, :], keys, CAUSAL), scores, -float("inf"))
-            # Never -inf: key 0, in the first tile, is visible to every query
-            now = tl.maximum(largest, tl.max(scores, 1) * (SCALE * LOG2_E))
-            exponentials = tl.exp2(scores * (SCALE * LOG2_E) - now[:, None])
-            rescaling = _rescaling(largest, now)
-            total = total * rescaling + tl.sum(exponentials, 1)
-            v_tile = load_rows(v, v_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
-            values = multiply_add(exponentials.to(v_tile.dtype), v_tile, values * rescaling[:, None])
-            largest = now
+    for start in range(0, end, COLUMNS):
+        k_tile = load_rows(k, k_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
+        scores = multiply_add(q_tile, tl.trans(k_tile), tl.zeros((ROWS, COLUMNS), WIDE))
+        if start >= unmasked:
+            columns = start + tl.arange(0, COLUMNS)
+            scores = tl.where(visible(rows[:, None], columns[None, :], keys, CAUSAL), scores, -float("inf"))
+        # Never -inf: key 0, in the first tile, is visible to every query
+        now = tl.maximum(largest, tl.max(scores, 1) * (SCALE * LOG2_E))
+        exponentials = tl.exp2(scores * (SCALE * LOG2_E) - now[:, None])
+        rescaling = _rescaling(largest, now)
+        total = total * rescaling + tl.sum(exponentials, 1)
+        v_tile = load_rows(v, v_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
+        values = multiply_add(exponentials.to(v_tile.dtype), v_tile, values * rescaling[:, None])
+        largest = now
     out = head_of(out, out_strides, sample, head)
     store_rows(values / total[:, None], out, out_strides[2], first, queries, ROWS, WIDTH, PADDED)
     lse += tl.program_id(1).to(tl.int64) * queries
@@ -106,19 +105,26 @@ def _forward_kernel(
 
 
 # By padded width: queries and keys in a tile, warps of a program, loads of a loop in flight; forward, dq, dk and dv.
-# If a program keeps a larger tile, the rest is read less often, but the tile must fit into registers and, with what is
-# in flight, into shared memory
+# The larger the tile that a program keeps, the less often the rest is read. But the tile must fit into registers and,
+# with what is in flight, into shared memory: `python -m step08_5d.kernels.compiled` shows what is left for others.
+# The products of Hopper and Blackwell read their operands from shared memory, those of other cards from registers
 TILES = {
-    64: ((128, 64, 4, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
-    128: ((128, 64, 8, 2), (128, 32, 8, 2), (32, 128, 8, 2)),
-    256: ((64, 32, 8, 2), (64, 32, 8, 2), (16, 64, 8, 1)),
+    64: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+    128: ((128, 64, 8, 3), (64, 64, 4, 2), (32, 128, 8, 2)),
+    256: ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+}
+TILES_IN_REGISTERS = {  # they have less shared memory, too: sm_86, sm_89 and sm_120 have 99 KiB
+    64: ((128, 64, 8, 3), (64, 32, 4, 2), (32, 64, 8, 2)),
+    128: ((128, 32, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2)),
+    256: ((64, 32, 8, 2), (32, 32, 4, 2), (16, 64, 8, 1)),
 }
 PRECISE_TILES = {64: 3 * [(32, 32, 4, 2)], 256: 3 * [(16, 16, 4, 1)]}  # of float32 and float64
 
 
 def tile_sizes(q: Tensor, kernel: int) -> dict[str, int]:
     """Return the entry for forward (0), dq (1), or dk and dv (2), as arguments of a launch."""
-    tiles = TILES if q.element_size() == 2 else PRECISE_TILES
+    narrow = TILES if capability(q.device) // 10 in (9, 10) else TILES_IN_REGISTERS
+    tiles = narrow if q.element_size() == 2 else PRECISE_TILES
     width = min(each for each in tiles if each >= q.shape[-1])
     return dict(zip(("ROWS", "COLUMNS", "num_warps", "num_stages"), tiles[width][kernel], strict=True))
 

@@ -51,18 +51,17 @@ def _query_gradient_kernel(
     lses = tl.load(lse + of_row, mask=rows < queries, other=0.0) * LOG2_E
     sums = tl.zeros((ROWS, PADDED), WIDE)
     unmasked, end = keys_for(first, keys, CAUSAL, ROWS, COLUMNS)
-    for MASKED in tl.static_range(2):
-        for start in range(unmasked if MASKED else 0, end if MASKED else unmasked, COLUMNS):
-            k_tile = load_rows(k, k_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
-            v_tile = load_rows(v, v_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
-            scores = multiply_add(q_tile, tl.trans(k_tile), tl.zeros((ROWS, COLUMNS), WIDE))
-            if MASKED:
-                columns = start + tl.arange(0, COLUMNS)
-                scores = tl.where(visible(rows[:, None], columns[None, :], keys, CAUSAL), scores, -float("inf"))
-            p = tl.exp2(scores * (SCALE * LOG2_E) - lses[:, None])
-            dp = multiply_add(d_out, tl.trans(v_tile), tl.zeros((ROWS, COLUMNS), WIDE))
-            ds = p * (dp - deltas[:, None])
-            sums = multiply_add(ds.to(k_tile.dtype), k_tile, sums)
+    for start in range(0, end, COLUMNS):
+        k_tile = load_rows(k, k_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
+        v_tile = load_rows(v, v_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
+        scores = multiply_add(q_tile, tl.trans(k_tile), tl.zeros((ROWS, COLUMNS), WIDE))
+        if start >= unmasked:
+            columns = start + tl.arange(0, COLUMNS)
+            scores = tl.where(visible(rows[:, None], columns[None, :], keys, CAUSAL), scores, -float("inf"))
+        p = tl.exp2(scores * (SCALE * LOG2_E) - lses[:, None])
+        dp = multiply_add(d_out, tl.trans(v_tile), tl.zeros((ROWS, COLUMNS), WIDE))
+        ds = p * (dp - deltas[:, None])
+        sums = multiply_add(ds.to(k_tile.dtype), k_tile, sums)
     store_rows(sums * SCALE, head_of(dq, dq_strides, sample, head), dq_strides[2], first, queries, ROWS, WIDTH, PADDED)
 
 
@@ -87,23 +86,22 @@ def _key_gradient_kernel(
     for head in range(kv_head * group, (kv_head + 1) * group):
         q_head, d_head = head_of(q, q_strides, sample, head), head_of(gradient, gradient_strides, sample, head)
         of_head = (sample * heads + head).to(tl.int64) * queries
-        for MASKED in tl.static_range(2):
-            for first in range(begin if MASKED else unmasked, unmasked if MASKED else queries, ROWS):
-                rows = first + tl.arange(0, ROWS)
-                q_tile = load_rows(q_head, q_strides[2], first, queries, ROWS, WIDTH, PADDED)
-                d_out = load_rows(d_head, gradient_strides[2], first, queries, ROWS, WIDTH, PADDED)
-                # An infinite log-sum-exp makes the probabilities of queries that do not exist vanish
-                lses = tl.load(lse + of_head + rows, mask=rows < queries, other=float("inf")) * LOG2_E
-                deltas = tl.load(delta + of_head + rows, mask=rows < queries, other=0.0)
-                # Everything is transposed here, (COLUMNS, ROWS), as the products with d_out and q need it
-                scores = multiply_add(k_tile, tl.trans(q_tile), tl.zeros((COLUMNS, ROWS), WIDE))
-                if MASKED:
-                    scores = tl.where(visible(rows[None, :], columns[:, None], keys, CAUSAL), scores, -float("inf"))
-                p = tl.exp2(scores * (SCALE * LOG2_E) - lses[None, :])
-                dv_sums = multiply_add(p.to(d_out.dtype), d_out, dv_sums)
-                dp = multiply_add(v_tile, tl.trans(d_out), tl.zeros((COLUMNS, ROWS), WIDE))
-                ds = p * (dp - deltas[None, :])
-                dk_sums = multiply_add(ds.to(q_tile.dtype), q_tile, dk_sums)
+        for first in range(begin, queries, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            q_tile = load_rows(q_head, q_strides[2], first, queries, ROWS, WIDTH, PADDED)
+            d_out = load_rows(d_head, gradient_strides[2], first, queries, ROWS, WIDTH, PADDED)
+            # An infinite log-sum-exp makes the probabilities of queries that do not exist vanish
+            lses = tl.load(lse + of_head + rows, mask=rows < queries, other=float("inf")) * LOG2_E
+            deltas = tl.load(delta + of_head + rows, mask=rows < queries, other=0.0)
+            # Everything is transposed here, (COLUMNS, ROWS), as the products with d_out and q need it
+            scores = multiply_add(k_tile, tl.trans(q_tile), tl.zeros((COLUMNS, ROWS), WIDE))
+            if first < unmasked:
+                scores = tl.where(visible(rows[None, :], columns[:, None], keys, CAUSAL), scores, -float("inf"))
+            p = tl.exp2(scores * (SCALE * LOG2_E) - lses[None, :])
+            dv_sums = multiply_add(p.to(d_out.dtype), d_out, dv_sums)
+            dp = multiply_add(v_tile, tl.trans(d_out), tl.zeros((COLUMNS, ROWS), WIDE))
+            ds = p * (dp - deltas[None, :])
+            dk_sums = multiply_add(ds.to(q_tile.dtype), q_tile, dk_sums)
     dk, dv = head_of(dk, dk_strides, sample, kv_head), head_of(dv, dv_strides, sample, kv_head)
     store_rows(dk_sums * SCALE, dk, dk_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
     store_rows(dv_sums, dv, dv_strides[2], start, keys, COLUMNS, WIDTH, PADDED)

@@ -57,9 +57,15 @@ def next_power_of_two(size: int) -> int:
 def warps_for(elements: int) -> int:
     """Warps (of 32 threads) for a program that handles a block of `elements`: eight elements per thread, 16 bytes in
     bfloat16, which is the widest load of one thread."""
-    return min(16, max(4, elements // 256))
+    return min(32, max(4, elements // 256))
 
 
 def processors(device: torch.device) -> int:
     """The streaming multiprocessors of a GPU. For the interpreter 2, so that work is split there as well."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def capability(device: torch.device) -> int:
+    """The compute capability of a GPU: 90 for sm_90. The interpreter is taken for one as well."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return 10 * major + minor

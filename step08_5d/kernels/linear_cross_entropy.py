@@ -12,7 +12,9 @@ For n tokens of width h and v columns of the vocabulary on this rank, in numbers
   bytes   in every chunk, the head is read twice, and its gradient, in float32, is read and written
   memory  logits of one chunk, c v e for c tokens, instead of n v e and the copies that the loss makes of them. The
           gradients of the hidden states, n h e, and of the head, 4 h v, exist from the forward on, not from the
-          backward on; in return the hidden states themselves need not be kept
+          backward on; in return the hidden states themselves need not be kept. Autograd then rounds the head's
+          gradient to e bytes, as any gradient on its way to step 3's buckets: the sums over the chunks of one
+          micro-batch are in float32, and for a moment there are 4 + e bytes for each number
 """
 
 import torch

@@ -58,40 +58,49 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     total, weight, d_normed, d_total, dx, partial_sums, rows, size,
-    EPS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, WIDE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With y = total / rms and g = d_normed * weight: dx = (g - y * mean(g * y)) / rms, d_weight = sum(d_normed * y).
 
     A program handles every num_programs-th block of rows, so that there are few partial sums. It must read `total`
-    anyway, so it computes 1/rms again, and the forward saves nothing of its own.
+    anyway, so it computes 1/rms again, and the forward saves nothing of its own. If rows are too long for the registers
+    of a multiprocessor, each program computes only a PART of their columns, and reads those once more from its cache.
     """
     column = tl.arange(0, BLOCK)[None, :]
-    w = tl.load(weight + column, mask=column < size, other=0.0).to(WIDE)
-    d_weight = tl.full((ROWS, BLOCK), 0.0, WIDE)
+    own = tl.program_id(1) * PART + tl.arange(0, PART)[None, :]
+    w = tl.load(weight + own, mask=own < size, other=0.0).to(WIDE)
+    d_weight = tl.full((ROWS, PART), 0.0, WIDE)
     for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < size)
-        offsets = row.to(tl.int64) * size + column
+        start = row.to(tl.int64) * size
+        offsets = start + column
         y = tl.load(total + offsets, mask=inside, other=0.0).to(WIDE)
         d = tl.load(d_normed + offsets, mask=inside, other=0.0).to(WIDE)
-        if d_total is not None:  # the gradient of x + residual as the residual stream goes on
-            stream = tl.load(d_total + offsets, mask=inside, other=0.0).to(WIDE)
+        g = d * w if PART == BLOCK else d * tl.load(weight + column, mask=column < size, other=0.0).to(WIDE)
         inverse_rms = 1 / tl.sqrt(tl.sum(y * y, axis=1, keep_dims=True) / size + EPS)
+        mean = tl.sum(g * y, axis=1, keep_dims=True) * inverse_rms / size
+        if PART < BLOCK:
+            inside = (row < rows) & (own < size)
+            offsets = start + own
+            y = tl.load(total + offsets, mask=inside, other=0.0).to(WIDE)
+            d = tl.load(d_normed + offsets, mask=inside, other=0.0).to(WIDE)
+            g = d * w
         y *= inverse_rms
         d_weight += d * y
-        g = d * w
-        g = (g - y * (tl.sum(g * y, axis=1, keep_dims=True) / size)) * inverse_rms
-        if d_total is not None:
+        g = (g - y * mean) * inverse_rms
+        if d_total is not None:  # the gradient of x + residual as the residual stream goes on
+            stream = tl.load(d_total + offsets, mask=inside, other=0.0).to(WIDE)
             g += stream
         tl.store(dx + offsets, g.to(dx.dtype.element_ty), mask=inside)
-    sums = partial_sums + tl.program_id(0) * size + column
-    tl.store(sums, tl.sum(d_weight, axis=0, keep_dims=True), mask=column < size)
+    sums = partial_sums + tl.program_id(0) * size + own
+    tl.store(sums, tl.sum(d_weight, axis=0, keep_dims=True), mask=own < size)
 
 
-def _blocks(size: int) -> dict[str, int]:
-    """Whole rows, several of them if they are short."""
+def _blocks(size: int, elements: int) -> dict[str, int]:
+    """Whole rows, several of them as long as they have together no more than so many elements."""
     block = next_power_of_two(size)
-    rows = max(1, 1024 // block)
+    rows = max(1, elements // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps_for(rows * block)}
 
 
@@ -101,7 +110,7 @@ class _AddRMSNorm(torch.autograd.Function):
         x, size = x.contiguous(), x.shape[-1]
         residual = None if residual is None else residual.contiguous()
         normed, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
-        blocks, wide = _blocks(size), wide_type(x.dtype)
+        blocks, wide = _blocks(size, 1024), wide_type(x.dtype)
         if x.numel():
             grid, rows = (ceil_div(x.numel() // size, blocks["ROWS"]),), x.numel() // size
             _forward_kernel[grid](x, residual, weight, normed, total, rows, size, eps, wide, **blocks)
@@ -117,13 +126,15 @@ class _AddRMSNorm(torch.autograd.Function):
         (total, weight), d_normed = ctx.saved_tensors, d_normed.contiguous()
         d_total = None if d_total is None else d_total.contiguous()
         dx, size = torch.empty_like(total), total.shape[-1]
-        blocks, wide, rows = _blocks(size), wide_type(total.dtype), total.numel() // size
-        # Four programs per multiprocessor: enough loads in flight, and few partial sums beside thousands of rows
-        programs = min(ceil_div(rows, blocks["ROWS"]), 4 * processors(total.device))
+        blocks, wide, rows = _blocks(size, 4096), wide_type(total.dtype), total.numel() // size
+        # As many programs as live at once: with 64 of 65,536 registers for a thread, these are 32 warps
+        part, at_once = min(blocks["BLOCK"], 8192), processors(total.device) * 32 // blocks["num_warps"]
+        parts = blocks["BLOCK"] // part
+        programs = min(ceil_div(rows, blocks["ROWS"]), ceil_div(at_once, parts))
         sums = torch.empty(programs, size, dtype=at_least_float32(total.dtype), device=total.device)
         if programs:
-            _backward_kernel[programs,](
-                total, weight, d_normed, d_total, dx, sums, rows, size, ctx.eps, wide, **blocks
+            _backward_kernel[programs, parts](
+                total, weight, d_normed, d_total, dx, sums, rows, size, ctx.eps, wide, part, **blocks
             )  # fmt: skip
         return dx, dx if ctx.needs_input_grad[1] else None, sums.sum(0).to(weight.dtype), None
 

@@ -27,6 +27,7 @@ OURS = {
     "eager": "--no-fused",
     "compiled": "--no-fused --compile",
     "fused": "--fused",
+    "fused, attention too": "--fused --own-attention",
     "fused and full recomputation": "--fused --recompute full",
 }
 EAGER, COMPILED, LIGER = "transformers", "transformers compiled", "transformers with Liger"

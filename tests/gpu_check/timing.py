@@ -51,13 +51,14 @@ def take_turns(
 
 def _clock(call: Callable, cache: torch.Tensor) -> Callable[[], float]:
     """Make a call. Returns a function that tells, when the device has finished everything, how many seconds it took."""
-    cache.zero_()  # and while the device does that, Python launches the call
+    cache.zero_()
     if not cache.is_cuda:
         start = time.perf_counter()
         call()
         seconds = time.perf_counter() - start
         return lambda: seconds
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # cycles, 1 ms: meanwhile Python launches the call, or a short one would wait for it
     start.record()
     call()
     stop.record()

@@ -19,7 +19,7 @@ from step06_context_parallel import (
     ring_attention,
     ulysses_attention,
 )
-from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
+from step06_context_parallel.attention_block import AttentionGradients
 from step06_context_parallel.layouts import Layout
 from tests.mutants import Mutants
 
@@ -64,14 +64,12 @@ no_reduction = SimpleNamespace(all_reduce=lambda *_, **__: Work())
 MUTANTS.replaces("gradients not reduced over cp", zero, "collectives")(no_reduction)
 
 
-@MUTANTS.replaces("merged without rescaling", MergedAttention, "add")
-def _(self, block, k, v):
+@MUTANTS.replaces("merged without rescaling", attention_block, "merge")
+def _(out_so_far, lse_so_far, out, lse, fused):
     """What was there before keeps its weight, although the sum of exponentials has grown."""
-    out, lse = attend(block.rows_of(self.q), block.columns_of(k), block.columns_of(v), block.causal, self.fused)
-    before = block.rows_of(self.lse)
-    total = torch.logaddexp(before, lse)
-    block.rows_of(self.out).add_(out * (lse - total).exp().unsqueeze(-1))
-    before.copy_(total)
+    total = torch.logaddexp(lse_so_far, lse)
+    out_so_far.add_(out * (lse - total).exp().unsqueeze(-1))
+    lse_so_far.copy_(total)
 
 
 @MUTANTS.replaces("statistics of the block", attention_block, "attend_backward")

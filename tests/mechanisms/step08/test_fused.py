@@ -10,6 +10,7 @@ import torch
 
 from common.command_line import parse
 from common.config import TrainConfig
+from common.model import fused_attention
 from common.process_groups import Degrees, build_mesh
 from step06_context_parallel import attention_block
 from step07_expert_parallel import experts
@@ -73,7 +74,7 @@ def launches_of(matrices: int, experts: bool = False, forwards: int = 1, attenti
 def test_kernels_train_the_same(flags, expected):
     case = f"{TINY} {ADAMW} {flags}"
     with launches() as found:
-        result = train_with_kernels([case])
+        result = train_with_kernels([f"{case} --own-attention"])
     assert {name: count / 2 for name, count in found.items()} == expected  # two steps
     with launches() as none:
         assert_parity(assemble(result), assemble([train_case(7, case)]), case)
@@ -134,6 +135,12 @@ def assert_recomputes(calls: int) -> None:
     assert calls == 2 * 2 * 2, "every activation of two layers in two steps should be computed twice"
 
 
+def test_experts_are_not_compiled():
+    """Only the dense layer's activation and the shared expert's are: an expert has another number of rows each time."""
+    result, calls = train_in_pieces(f"{TINY} {ADAMW} {EXPERTS} --layers 2 --dense-layers 1")
+    assert calls == 2 * 2, "two activations in each of two steps"
+
+
 def test_pieces_are_recomputed():
     case = f"{TINY} {ADAMW} --layers 2 --recompute full"
     result, calls = train_in_pieces(case)
@@ -141,9 +148,11 @@ def test_pieces_are_recomputed():
     assert_parity(result, assemble([train_case(7, case)]), case)
 
 
-def test_what_is_replaced():
-    """Every norm, rotation and activation of the model, and nothing else."""
+@pytest.mark.parametrize("own_attention, core", [(True, flash_attention_core), (False, fused_attention)])
+def test_what_is_replaced(own_attention, core):
+    """Every norm, rotation and activation of the model, by flag the attention, and nothing else."""
     config = TrainConfig(step_name="step08_5d", device="cpu", experts=4, expert_ffn=8, shared_experts=1, dense_layers=1)
+    config.own_attention = own_attention
     config.resolve_and_check(1)
     mesh = build_mesh(Degrees.of(config), torch.device("cpu"))
     with mock.patch.object(fused, "launches_kernels", lambda *_: True), ExitStack() as stack:
@@ -156,5 +165,5 @@ def test_what_is_replaced():
     modules = [module for module in model.modules() if hasattr(module, "activation")]
     assert {module.activation for module in modules} == {fused.KERNELS.activation} and len(modules) == 1 + 3 * 2
     assert {layer.attention.rotate for layer in model.layers.values()} == {fused.KERNELS.rotate}
-    assert {layer.attention.core for layer in model.layers.values()} == {flash_attention_core}
+    assert {layer.attention.core for layer in model.layers.values()} == {core}
     assert isinstance(model.head, fused.LossHead) and isinstance(optimizer, fused.FusedAdamW)

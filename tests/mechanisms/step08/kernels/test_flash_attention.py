@@ -8,6 +8,7 @@ import torch
 from common.model import naive_attention
 from step06_context_parallel import attention_block
 from step06_context_parallel.layouts import Layout
+from step08_5d.gpu_ladder.traffic import BytesMoved
 from step08_5d.kernels import flash_attention
 from step08_5d.kernels.flash_attention import attend, attend_reference
 from step08_5d.kernels.flash_attention_backward import (
@@ -15,6 +16,7 @@ from step08_5d.kernels.flash_attention_backward import (
     attend_backward_reference,
     flash_attention_core,
 )
+from step08_5d.kernels.merge import merge, merge_reference
 from tests.mechanisms.step06.test_attention import blocks_of_all_ranks
 from tests.mechanisms.step08.kernels.compare import DEVICE, DTYPES, difference, needs_triton, random
 
@@ -113,12 +115,43 @@ def test_views_and_expanded_gradients():
 def test_as_the_block_of_ring_attention():
     """Two ranks with zigzag chunks, whose blocks are merged by step 6."""
     tensors, layout = inputs(36, 36, 16), Layout("zigzag", 36, 2)
-    with mock.patch.object(attention_block, "own_kernels", (attend, attend_backward)):
+    with mock.patch.object(attention_block, "own_kernels", (attend, attend_backward, merge)):
         found = blocks_of_all_ranks(tensors, layout, fused=True)
     *qkv, gradient = tensors
     out, lse = attend_reference(*qkv, True)
     exact = out, *attend_backward_reference(gradient, *qkv, out, lse, True)
     assert max(map(difference, found, exact)) < 1e-14
+
+
+def assert_merges(dtype: torch.dtype = torch.float64) -> None:
+    """Two blocks of some rows in the middle, none of them for other rows: as the reference in float64 merges them."""
+    wide = torch.promote_types(dtype, torch.float32)
+    found = [torch.zeros(2, 50, 3, 24, dtype=wide, device=DEVICE).transpose(1, 2)]
+    found.append(torch.full((2, 3, 50), -torch.inf, dtype=wide, device=DEVICE))
+    exact = [each.to(torch.float64, copy=True) for each in found]
+    for seed in (0, 2):
+        out = random(2, 37, 3, 24, seed=seed).to(dtype).transpose(1, 2)
+        lse = 9 * random(2, 3, 37, dtype=wide, seed=seed + 1)
+        merge(*(each[:, :, 5:42] for each in found), out, lse)
+        merge_reference(*(each[:, :, 5:42] for each in exact), out.double(), lse.double())
+    (out, lse), (exact_out, exact_lse) = found, exact
+    assert lse[:, :, :5].isneginf().all() and lse[:, :, 42:].isneginf().all()
+    assert difference(out, exact_out) < 8 * torch.finfo(wide).eps
+    assert difference(lse[:, :, 5:42], exact_lse[:, :, 5:42]) < 8 * torch.finfo(wide).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merging_of_blocks(dtype):
+    assert_merges(dtype)
+
+
+def test_eager_bytes_of_merging():
+    shape, dtypes = (2, 8, 512, 64), (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    with torch.device("meta"):
+        so_far, *others = (torch.empty(shape[: 4 - i % 2], dtype=dtype) for i, dtype in enumerate(dtypes))
+        with BytesMoved() as moved:
+            merge_reference(so_far, *others)
+    assert round(moved.total / so_far.numel()) == 27
 
 
 def test_core_of_the_model():

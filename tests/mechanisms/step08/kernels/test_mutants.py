@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from step08_5d.kernels import adamw as update
-from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul, rms_norm, rotary, swiglu, tiles
+from step08_5d.kernels import (
+    cross_entropy,
+    flash_attention,
+    grouped_matmul,
+    merge,
+    rms_norm,
+    rotary,
+    swiglu,
+    tiles,
+)
 from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import linear_cross_entropy as head
 from tests.harness.narrow_operations import NarrowOperations
@@ -37,10 +46,12 @@ MUTANTS = {
     "no mask where it is needed": (flash_attention.keys_for, "(first + 1)", "(first + ROWS)"),
     "the last keys skipped": (flash_attention.keys_for, "first + ROWS, keys", "first + ROWS - COLUMNS, keys"),
     "the first queries skipped": (backward._key_gradient_kernel, "start // ROWS", "(start + ROWS) // ROWS"),
-    "no mask in the backward": (backward._key_gradient_kernel, "tl.cdiv(start + COLUMNS - 1, ROWS)", "start // ROWS"),
+    "no mask in the backward": (backward._key_gradient_kernel, "first < unmasked", "first < begin"),
     "gradient of one query head": (backward._key_gradient_kernel, "(kv_head + 1) * group)", "kv_head * group + 1)"),
     "softmax's gradient lost": (backward._query_gradient_kernel, "(dp - deltas[:, None])", "dp"),
     "gradient not scaled": (backward._query_gradient_kernel, "sums * SCALE", "sums"),
+    "what was merged keeps its weight": (merge._merge_kernel, "kept * tl.exp(before - total)[:, None]", "kept"),
+    "total of one block": (merge._merge_kernel, "tl.store(lse_so_far, total", "tl.store(lse_so_far, added"),
     # the head and the loss
     "online sum without rescaling": (cross_entropy.rescaling, "before - now", "now - now"),
     "padding has a probability": (cross_entropy._statistics_kernel, "column < columns", "column < columns + 4"),
@@ -51,7 +62,7 @@ MUTANTS = {
     # the small operations
     "gradient past the residual": (rms_norm._backward_kernel, "g += stream", "g = stream"),
     "residual's gradient lost": (rms_norm._backward_kernel, "g += stream", "g += 0 * stream"),
-    "root's gradient lost": (rms_norm._backward_kernel, "(tl.sum(g * y, ", "(0 * tl.sum(g * y, "),
+    "root's gradient lost": (rms_norm._backward_kernel, "(g - y * mean)", "g"),
     "partial sums in bfloat16": (rms_norm._AddRMSNorm, "dtype=at_least_float32(total.dtype)", "dtype=total.dtype"),
     "weight's gradient of the last rows": (rms_norm._backward_kernel, "d_weight += ", "d_weight = "),
     "turned on instead of back": (rotary._rotary_kernel, "s = -s", "s = s"),
@@ -77,7 +88,7 @@ def check_attention():
 
 
 def check_norm():
-    inputs = test_rms_norm.inputs_of((600, 12), torch.float64, 2)  # more rows than a program handles at once
+    inputs = test_rms_norm.inputs_of((1300, 12), torch.float64, 2)  # more rows than a program handles at once
     assert_same(rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference, inputs, test_rms_norm.EPS)
     narrow = [each.detach().bfloat16().requires_grad_() for each in inputs[1:]]
     with NarrowOperations() as operations:  # outside of the kernels
@@ -88,6 +99,7 @@ def check_norm():
 CHECKS = {
     flash_attention: check_attention,
     backward: check_attention,
+    merge: test_flash_attention.assert_merges,
     cross_entropy: functools.partial(test_cross_entropy.assert_right, columns=33),
     head: functools.partial(test_linear_cross_entropy.test_chunks, length=5, fused=False),
     rms_norm: check_norm,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.model import rotate
 from step07_expert_parallel.experts import Counts
-from step08_5d.kernels import adamw, cross_entropy, flash_attention, grouped_matmul, rms_norm, rotary, swiglu
+from step08_5d.kernels import adamw, cross_entropy, flash_attention, grouped_matmul, merge, rms_norm, rotary, swiglu
 from step08_5d.kernels import flash_attention_backward as attention_backward
 from tests.mechanisms.step08.kernels.compare import DEVICE, difference, needs_triton, one_program, random
 from tests.mechanisms.step08.kernels.test_adamw import LLAMA, scalar
@@ -86,6 +86,17 @@ def attention_with_gaps() -> None:
         out, lse = flash_attention.attend_reference(q, k, v, True)
         exact = out, lse, *attention_backward.attend_backward_reference(gradient, q, k, v, out, lse, True)
         assert_close(found, exact, f"axis {axis}")
+
+
+def merging() -> None:
+    """As above; a tile has 128 rows."""
+    for axis, shape in enumerate(((5, 1, 4, 16), (1, 5, 4, 16), (1, 1, 300, 16))):
+        so_far, out = (apart(axis, *shape, seed=seed) for seed in range(2))
+        lses = [random(*shape[:3], dtype=torch.float32, seed=seed) for seed in (2, 3)]
+        exact = so_far.double()
+        merge.merge_reference(exact, lses[0].double(), out.double(), lses[1].double())
+        merge.merge(so_far, lses[0], out, lses[1])
+        assert_close([so_far], [exact], f"axis {axis}")
 
 
 def rotation() -> None:
@@ -163,14 +174,14 @@ def activation() -> None:
 def norm() -> None:
     size, rows = 2**14, FAR // 2**14 + 1
     x, residual, d_normed, d_total, dx = (dense(rows, size) for _ in range(5))
-    weight, blocks = random(size, seed=9).to(NARROW), rms_norm._blocks(size)
+    weight, blocks = random(size, seed=9).to(NARROW), rms_norm._blocks(size, 1)
     ends = [each.double().requires_grad_() for each in last(x, residual, weight[None], count=1)]
     d_ends = last(d_normed, d_total, count=1, seed=3)
     with one_program():
         normed, total = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
         sums = dense(rows, size, dtype=torch.float32)  # one program for each row, or a program would read many
         rms_norm._backward_kernel[rows // blocks["ROWS"],](
-            total, weight, d_normed, d_total, dx, sums, rows, size, 1e-5, rms_norm.wide_type(NARROW), **blocks
+            total, weight, d_normed, d_total, dx, sums, rows, size, 1e-5, rms_norm.wide_type(NARROW), size, **blocks
         )
     exact = rms_norm.add_rms_norm_reference(*ends, 1e-5)
     d_x, *_ = torch.autograd.grad(exact, ends, [each.double() for each in d_ends])
@@ -206,6 +217,7 @@ def experts_in_one_tile() -> None:
 CHECKS: dict[Callable, list] = {  # and the modules whose kernels they launch
     attention_in_one_tile: [flash_attention, attention_backward],
     attention_with_gaps: [flash_attention, attention_backward],
+    merging: [merge],
     rotation: [rotary],
     loss: [cross_entropy],
     experts_with_gaps: [grouped_matmul],

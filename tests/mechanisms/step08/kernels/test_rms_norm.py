@@ -23,6 +23,7 @@ SHAPES = {
     "several blocks of rows": (150, 9),
     "more rows than programs": (1060, 20),
     "long rows": (19, 1030),
+    "rows in two parts": (3, 8200),
 }
 
 

@@ -1,0 +1,113 @@
+"""The kernels compile for GPUs that are not here, and the compiler finds nothing that would make them slow there."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from step08_5d.kernels.compiled import CARDS, CASES, KIB, Compiled
+from tests.mechanisms.step08.kernels.compare import needs_triton
+
+ALL = bool(os.environ.get("TEST_ALL"))
+only_in_all = pytest.mark.skipif(not ALL, reason="compiles for minutes: with TEST_ALL=1")
+MAY_SPILL = {100: 256, 120: 256}  # bytes of a thread: no tiles have been chosen for Blackwell yet
+# Programs that must live on a multiprocessor at once, by capability. Without an entry: 1
+RESIDENT = {
+    ("forward", "d 64"): {90: 2},
+    ("query_gradient", "d 64"): {80: 2, 89: 2, 90: 2},
+    ("query_gradient", "d 128"): {80: 2, 89: 1, 90: 2},
+    ("backward", "h 2048"): {80: 2, 89: 2, 90: 2},
+    ("backward", "h 4096"): {80: 2, 89: 2, 90: 2},
+    ("multiply", ""): {90: 2},
+    ("multiply_transposed", ""): {90: 2},
+}
+
+
+def compiled(card: int, *groups: str, dtype: str = "bfloat16") -> list[Compiled]:
+    """In a process of its own, as here Triton interprets."""
+    command = [sys.executable, "-m", "step08_5d.kernels.compiled", "--json", "--card", str(card), "--dtype", dtype]
+    done = subprocess.run([*command, "--only", *groups], capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Compiled(*row) for row in json.loads(done.stdout)]
+
+
+def faults(row: Compiled) -> list[str]:
+    """What is wrong with a kernel, in words."""
+    card, fewest = CARDS[row.card], 1
+    for (kernel, case), by_card in RESIDENT.items():
+        if row.kernel == kernel and row.case.split(",")[0] == case:
+            fewest = by_card.get(row.card, 1)
+    found = [f"products are serialised: {each}" for each in row.warnings]
+    found += [f"{row.spilled} bytes spill"] if row.spilled > MAY_SPILL.get(row.card, 0) else []
+    found += [f"{row.shared} bytes of shared memory"] if row.shared > card.shared - KIB else []
+    return found + ([f"{row.resident} at once instead of {fewest}"] if row.resident < fewest else [])
+
+
+def assert_approved(rows: list[Compiled]) -> None:
+    wrong = {f"{row.kernel}, {row.case}, sm_{row.card}": faults(row) for row in rows if faults(row)}
+    assert not wrong, wrong
+
+
+@needs_triton
+def test_attention_and_norms_on_hopper():
+    rows = compiled(90, "attention", "norms")
+    assert_approved(rows)
+    products = {row.kernel: row.products for row in rows if row.case.startswith("d ") and row.kernel != "merge"}
+    assert products == dict.fromkeys(("forward", "query_gradient", "key_gradient"), "wgmma")
+    grids = {row.case: row.grid for row in rows if row.kernel == "backward"}  # each program adds a row of partial sums
+    assert grids["h 2048"] == grids["h 4096"] == 2 * 132 and grids["h 8192"] == 132
+    assert grids["h 2048, 512 rows"] == 256
+
+
+@needs_triton
+@only_in_all
+@pytest.mark.parametrize("card", CARDS)
+def test_all_kernels(card):
+    assert_approved(compiled(card, *CASES))
+
+
+@needs_triton
+@only_in_all
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_other_types(dtype):
+    rows = compiled(90, *CASES, dtype=dtype)
+    assert all(row.shared <= CARDS[90].shared - KIB for row in rows)
+
+
+SOUND = Compiled("forward", "d 64, causal", 90, 123, 0, 65536, 8, 1024, 0, [], "wgmma")
+WRONG = {
+    "serialised": ({"warnings": ["C7515"]}, "products are serialised: C7515"),
+    "spills": ({"spilled": 8}, "8 bytes spill"),
+    "too much shared memory": ({"shared": 228 * KIB}, "233472 bytes of shared memory"),
+    "one at once": ({"registers": 130}, "1 at once instead of 2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_rejected(name):
+    change, message = WRONG[name]
+    assert not faults(SOUND) and message in faults(SOUND._replace(**change))
+
+
+@pytest.mark.parametrize(
+    "card, registers, shared, warps, resident",
+    [
+        (90, 32, 0, 8, 8),  # warps: 64
+        (90, 33, 0, 8, 6),  # registers, in units of 8 for a thread: 65,536 / (40 * 256)
+        (90, 24, 0, 1, 32),  # programs: 32
+        (90, 64, 113 * KIB, 8, 2),  # shared memory: 2 * (113 + 1) KiB are 228
+        (90, 64, 114 * KIB, 8, 1),
+        (89, 64, 50 * KIB, 4, 1),  # 2 * 51 KiB exceed 100
+        (89, 32, 0, 8, 6),  # warps: 48
+        (80, 128, 0, 32, 0),
+    ],
+)
+def test_resident_programs(card, registers, shared, warps, resident):
+    """As NVIDIA's occupancy calculator counts them."""
+    row = SOUND._replace(
+        card=card, registers=registers, shared=shared, warps=warps, grid=10 * CARDS[card].multiprocessors
+    )
+    assert row.resident == resident
+    assert not resident or row.waves == 10 / resident
