@@ -47,8 +47,14 @@ class Counts:
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these tensors: not float64, no rows at all, or rows of odd lengths."""
-    dtypes = (torch.bfloat16,) if tensors[0].is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    """Whether PyTorch's grouped product takes these tensors: not float64, no rows at all, or rows of odd lengths.
+
+    On GPUs it is one kernel on Hopper alone: older ones loop over the experts on the host, and on Blackwell experts
+    without rows get wrong gradients (pytorch issue 172439).
+    """
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    if tensors[0].is_cuda:
+        dtypes = (torch.bfloat16,) if torch.cuda.get_device_capability(tensors[0].device) == (9, 0) else ()
     aligned = all(each.shape[-1] * each.element_size() % 16 == 0 for each in tensors)
     return tensors[0].dtype in dtypes and len(tensors[0]) > 0 and aligned
 

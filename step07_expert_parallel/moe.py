@@ -20,7 +20,7 @@ from common.model import Decoder, SwiGLU, at_least_float32
 from common.parameter import ParameterSpec, attach_specs
 from common.process_groups import Group, Mesh
 from step05_pipeline.stages import DeferringLinear
-from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.expert_parallel import Journey, inverse
 from step07_expert_parallel.experts import Counts, Experts
 from step07_expert_parallel.router import Router
 
@@ -44,7 +44,8 @@ class Choices:
         order = flat.argsort(stable=True)  # what is dropped comes last
         self.order = order[: sum(self.counts.on_host)] if some_dropped else order
         self.tokens = self.order // chosen.shape[1]
-        self.places, self.starts = self.order.argsort(), kept.cumsum(0) - kept
+        number = (flat < experts).cumsum(0) - 1  # of a choice among those that are not dropped
+        self.places, self.starts = inverse(number[self.order]), kept.cumsum(0) - kept
 
     def add_up(self, rows: Tensor, gates: Tensor | None = None) -> Tensor:
         """The sum of each token's rows times their gates: rows (rows, hidden), gates (rows,) -> (tokens, hidden).

@@ -23,6 +23,7 @@ from common.model import Decoder, at_least_float32
 from common.process_groups import Mesh
 from step01_single_gpu.mixed_precision import LossScaler
 from step06_context_parallel.layouts import Layout
+from step07_expert_parallel.expert_parallel import inverse
 
 
 class Router(nn.Module):
@@ -105,7 +106,7 @@ class Router(nn.Module):
             whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
         layout = Layout(self.config.cp_split, whole.shape[1], cp.size)
         places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp.size)])).to(chosen.device)
-        earlier = count_earlier(whole[:, places.argsort()])[:, places]  # counted in the order of positions
+        earlier = count_earlier(whole[:, inverse(places)])[:, places]  # counted in the order of positions
         start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
         return earlier[:, start : start + chosen.shape[1]]
 
