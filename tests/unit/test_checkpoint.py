@@ -268,7 +268,9 @@ def ranks_save_in_background(world, run_dir):
     assert copied and all(each.owner for each in copied), "boxes that another rank saves are copied"
     excess = sum(each.untyped_storage().nbytes() - each.nbytes for each in written)
     with full_disk(200 if mesh.rank == world - 1 else resource.RLIM_INFINITY):
+        memory = [each.data_ptr() for each in saves.copies]
         saves.save(run_dir, 30, hold(mesh.rank, world), {}, keep=1)
+        assert memory == [each.data_ptr() for each in saves.copies], "the memory for copies is not kept"
         return (during, extra, total.item(), excess), error_of(saves.wait)
 
 
