@@ -60,7 +60,7 @@ class Zero:
     synchronising     units may be launched in this backward, which starts their reduce-scatter
     last_micro_batch  units that have been reduced within the shard group are now summed over the replicas
     next_unit         index of the next unit to launch: all before it have been launched in this backward
-    in_flight         the unit whose reduce-scatter is in flight: one at a time, because each needs memory, or None
+    in_flight         units whose reduce-scatter is in flight: in stages 2 and 3 one at a time, as each needs memory
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh, keep_gathered: bool = False):
@@ -68,7 +68,7 @@ class Zero:
         self.by_layer = self.stage == 3 and not keep_gathered
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
         self.synchronising = self.last_micro_batch = True
-        self.next_unit, self.in_flight = 0, None
+        self.next_unit, self.in_flight = 0, []
         with enough_memory(model, mesh.device):
             like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
             allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
@@ -185,8 +185,10 @@ class Zero:
                 self._launch_complete()
         # Free early what has already been summed. Not with replicas: that launches an all-reduce over them, in an order
         # that would depend on each rank's timing.
-        if self.in_flight and self.in_flight.replicas.size == 1 and self.in_flight.work.is_completed():
-            self._complete()
+        if self.stage >= 2 and self.in_flight:
+            (unit,) = self.in_flight
+            if unit.replicas.size == 1 and unit.work.is_completed():
+                self._complete()
 
     def _launch_complete(self) -> None:
         """Launch, in order, every next unit whose gradients have all been computed."""
@@ -196,16 +198,18 @@ class Zero:
             self._launch(unit)
 
     def _launch(self, unit: Unit) -> None:
-        self._complete()  # before the next one needs memory
+        if self.stage >= 2 or unit.replicas.size > 1:
+            self._complete()  # before the next one needs memory, and so that the sum over replicas begins
         unit.reduce_scatter()
-        self.in_flight, self.next_unit = unit, self.next_unit + 1
+        self.in_flight.append(unit)
+        self.next_unit += 1
         if unit.group.size == 1:  # it is complete already
             self._complete()
 
     def _complete(self) -> None:
-        """Wait for the reduce-scatter in flight, if there is one, and start the sum over replicas when it is due."""
-        unit, self.in_flight = self.in_flight, None
-        if unit is not None:
+        """Wait for the reduce-scatters in flight, and start the sums over replicas when they are due."""
+        units, self.in_flight = self.in_flight, []
+        for unit in units:
             unit.complete()
             if self.last_micro_batch:  # in stage 0 this is the whole sum, that of step 2
                 unit.work = collectives.all_reduce(unit.reduced, unit.replicas, async_op=self.mode != "naive")

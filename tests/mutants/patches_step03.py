@@ -23,7 +23,7 @@ MUTANTS = Mutants()
 free, complete, start_over, make_bucket = Unit.free, Unit.complete, Unit.start_over, Unit.make_bucket
 initialise, gather, prefetch, finish = Zero.__init__, Zero.gather, Zero._prefetch, Zero.finish
 no_sync, after_forward, before_backward = Zero.no_sync, Zero._after_forward, Zero._before_backward
-complete_in_flight = Zero._complete
+complete_in_flight, launch = Zero._complete, Zero._launch
 all_reduce, norm, decay = collectives.all_reduce, train.gradient_norm, ParameterSpec.decay.fget
 update = Optimizer.step
 
@@ -113,10 +113,10 @@ def _(tensor, group, *rest, **options):
 @MUTANTS.replaces("summed over replicas each micro-batch", Zero, "_complete")
 def _(self):
     """Hybrid sharding: sums that are over the replicas already are added to and summed again."""
-    unit, last, self.last_micro_batch = self.in_flight, self.last_micro_batch, True
+    units, last, self.last_micro_batch = self.in_flight, self.last_micro_batch, True
     complete_in_flight(self)
     self.last_micro_batch = last
-    if unit is not None:
+    for unit in units:
         unit.work.wait()
 
 
@@ -226,6 +226,13 @@ def _(self, index):
 
 # Shown where the network is slow: what has arrived already is freed anyway
 MUTANTS.replaces("gathers beside a reduction", collectives.Work, "is_completed")(lambda self: False)
+
+
+@MUTANTS.replaces("stage 1 waits for the previous bucket", Zero, "_launch")
+def _(self, unit):
+    complete_in_flight(self)
+    launch(self, unit)
+
 
 # Every reduce-scatter begins when the backward is over; or no backward counts as the last one of a step
 MUTANTS.replaces("reduced after the backward", Zero, "_launch_complete")(lambda self: None)

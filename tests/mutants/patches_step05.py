@@ -67,8 +67,8 @@ def _(self, action):
 
 @MUTANTS.replaces("reduced before the last micro-batch", Zero, "_complete")
 def _(self):  # the reduction after the last micro-batch has nothing to do any more
-    unit, self.in_flight = self.in_flight, None
-    if unit is not None:
+    units, self.in_flight = self.in_flight, []
+    for unit in units:
         unit.complete()
         unit.work = Work()
 

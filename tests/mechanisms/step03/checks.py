@@ -186,6 +186,9 @@ def check_reductions_overlap(seen: Observation, plan: Plan) -> None:
         if plan.stage < 3:  # the hook that launches runs before the one that counts its gradient
             # The backward meets the parameters of one layer in an order of its own; a layer has nine
             assert done - 1 <= so_far <= done - 1 + 8, f"{name} begins after {so_far} of {total} gradients"
+            if plan.stage == 1 and plan.replicas == 1 and plan.ranks > 1:  # nothing is freed, so nobody need wait
+                waited = seen.events[: call.wait_start.at].count("gradient")
+                assert waited == total, f"{name} is waited for after {waited} of {total} gradients"
         else:
             region = len(plan.regions) - 1 - index
             assert issue > seen.position(f"backward {region}"), f"{name} begins before its backward"
