@@ -117,6 +117,19 @@ def test_kernel_and_loop_agree(hidden, counts, dtype):
     assert_close(*results, tolerance=1e-6 if dtype == torch.float32 else 1e-2)
 
 
+class OnCuda(torch.Tensor):
+    """Says that a GPU has it."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("capability, taken", [((8, 0), False), ((9, 0), True), ((10, 0), False)])
+def test_pytorch_s_kernel_on_gpus(capability, taken):
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+        assert module._has_kernel(torch.empty(4, 16, dtype=torch.bfloat16).as_subclass(OnCuda)) == taken
+        assert not module._has_kernel(torch.empty(4, 16, dtype=torch.float16).as_subclass(OnCuda))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_narrow_types_run_near_float64(dtype):
     config = configured(f"{CASES['mixtral']} --dtype {dtype}")
