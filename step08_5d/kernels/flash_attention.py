@@ -81,7 +81,7 @@ def _forward_kernel(
     total = tl.zeros((ROWS,), WIDE)
     values = tl.zeros((ROWS, PADDED), WIDE)
     unmasked, end = keys_for(first, keys, CAUSAL, ROWS, COLUMNS)
-    for start in range(0, end, COLUMNS):
+    for start in range(0, end, COLUMNS):  # with a loop of its own for masked tiles, Hopper would wait for every product
         k_tile = load_rows(k, k_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
         scores = multiply_add(q_tile, tl.trans(k_tile), tl.zeros((ROWS, COLUMNS), WIDE))
         if start >= unmasked:
