@@ -1,0 +1,81 @@
+"""On several ranks, attention, grouped products and the head keep the rules of CUDA's operators, in bfloat16."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.harness.cuda_rules import STAND_INS, cuda_rules
+from tests.harness.ranks import run_ranks
+from tests.parity.runs import assemble, assert_parity, train_case, training_of
+
+SHAPES = "--hidden 64 --heads 8 --kv-heads 4 --dtype bfloat16 --steps 1 --global-batch 4 --peak-tflops 1"
+EXPERTS = "--experts 4 --expert-ffn 24 --shared-experts 1"
+BLOCKS = {"flash_attention", "flash_attention_backward"}
+CASES = {  # what they call
+    f"{SHAPES} --cp 4": BLOCKS,
+    f"{SHAPES} --cp 2 --cp-mode allgather --tp 2 --mask-documents": BLOCKS,
+    f"{SHAPES} --cp 2 --cp-mode ulysses --cp-split striped --tp 2": BLOCKS,
+    f"{SHAPES} {EXPERTS} --dp 2 --tp 2 --ep 4 --zero 2": {"scaled_dot_product_attention", "grouped_mm"},
+    f"{SHAPES} {EXPERTS} --pp 2 --cp 2 --ep 2 --schedule zb-h1 --recompute full": BLOCKS | {"grouped_mm"},
+    "--dtype float32 --steps 1 --global-batch 4 --tp 2 --peak-tflops 1": {"scaled_dot_product_attention"},
+}
+
+
+def trained_by_the_rules(cases: list[str]) -> list[tuple[dict, Counter]]:
+    """On a rank: what came out of each case, and how often it called each stand-in."""
+    found = []
+    for case in cases:
+        with cuda_rules() as calls:
+            found.append((train_case(8, case), calls))
+    return found
+
+
+def test_layouts_keep_the_rules():
+    ranks, called = run_ranks(4, trained_by_the_rules, list(CASES)), set()
+    for (case, names), parts in zip(CASES.items(), zip(*ranks, strict=True), strict=True):
+        results, calls = zip(*parts, strict=True)
+        called |= set().union(*calls)
+        assert names <= set().union(*calls), case
+        assert_parity(assemble(list(results)), assemble([train_case(7, training_of(case))]), case, 5e-2)
+    assert called == STAND_INS.keys()
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+Q, LSE, MATRIX = tensor(1, 4, 8, 16), tensor(1, 4, 8, dtype=torch.float32), tensor(2, 16, 8)
+ENDS, OF_GENERATOR = torch.tensor([3, 8], dtype=torch.int32), torch.empty(0, dtype=torch.int64)
+BROKEN = {  # a rule, and a call that breaks it
+    "one type of 16 bits": ("flash_attention", Q.float(), Q.float(), Q.float(), 0.0, True),
+    "a multiple of 8": ("flash_attention", *[tensor(1, 4, 8, 12)] * 3, 0.0, True),
+    "a dense last axis": ("flash_attention", Q, Q.mT.contiguous().mT, Q, 0.0, True),
+    "rows at multiples of 16 bytes": ("flash_attention", tensor(1, 4, 8, 20)[..., 4:], Q, Q, 0.0, True),
+    "a causal block is a square": ("flash_attention", Q[:, :, :4], Q, Q, 0.0, True),
+    "a dense log-sum-exp": (LSE.mT.contiguous().mT, Q),
+    "a log-sum-exp in float32": (LSE.double(), Q),
+    "out and its gradient like q": (LSE, Q[:, :, :4]),
+    "bfloat16": ("grouped_mm", tensor(8, 16).half(), MATRIX.half(), ENDS),
+    "one int32 per group": ("grouped_mm", tensor(8, 16), MATRIX, ENDS.long()),
+    "aligned strides": ("grouped_mm", tensor(8, 20)[:, :16], MATRIX, ENDS),
+    "one dense axis": ("grouped_mm", tensor(8, 1).expand(8, 16), MATRIX, ENDS),
+    "data at a multiple of 16 bytes": ("grouped_mm", tensor(8, 24)[:, 4:20], MATRIX, ENDS),
+    "groups that begin at": ("grouped_mm", tensor(16, 8), tensor(8, 16), ENDS),
+    "a float32 sum": ("addmm", Q[0, 0], Q[0, 0].T, Q[0, 0]),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_what_breaks_a_rule_is_refused(rule):
+    first, *others = BROKEN[rule]
+    with pytest.raises(AssertionError, match=rule):
+        if isinstance(first, torch.Tensor):
+            lse, (gradient,), none = first, others, OF_GENERATOR
+            STAND_INS["flash_attention_backward"](gradient, Q, Q, Q, Q, lse, None, None, 8, 8, 0.0, True, none, none)
+        elif first == "grouped_mm":
+            STAND_INS[first](*others[:2], offs=others[2])
+        elif first == "addmm":
+            STAND_INS[first](*others, out_dtype=torch.float32, out=others[0])
+        else:
+            STAND_INS[first](*others)
