@@ -9,7 +9,6 @@ same hardware computes them.
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -69,8 +68,7 @@ def train(script: str, ranks: int, flags: str, folder: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     words = [*launcher, f"{script}/train.py", *flags.split(), "--run-dir", str(folder.relative_to(ROOT))]
     print("$ " + " ".join(["python", *words]), flush=True)
-    threads = {} if ranks == 1 else {"OMP_NUM_THREADS": "1"}  # several ranks share the cores that one process has
-    subprocess.run([sys.executable, *words], cwd=ROOT, env=os.environ | threads, check=True)
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
 
 
 def main() -> int:
