@@ -111,7 +111,7 @@ class TrainConfig:
     cp: int = flag(1, 6, "layout", "context parallelism: ranks that share every sequence")
     cp_mode: str = flag("ring", 6, "layout", "how attention sees other ranks' keys and values", CP_MODES)
     cp_split: str = flag("zigzag", 6, "layout", "which tokens of a sequence a rank holds", CP_SPLITS)
-    mask_documents: bool = flag(False, 6, "data", "attention sees no other document of the sequence")
+    mask_documents: bool = flag(False, 6, "data", "attention sees no other document (slow on GPUs: many small kernels)")
     experts: int | None = flag(None, 7, "model", "experts of a layer, between which a router chooses (0: dense)")
     top_k: int | None = flag(None, 7, "model", "experts that every token passes through (default: the preset's, or 2)")
     shared_experts: int | None = flag(None, 7, "model", "further experts that all tokens pass through")

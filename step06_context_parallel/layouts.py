@@ -6,7 +6,8 @@ With N ranks, there are three ways to split a sequence:
               arXiv:2407.21783, section 3.3.2)
   striped     rank r holds tokens r, r+N, r+2N, ... (Striped Attention, Brandon et al., arXiv:2311.09431)
 Whichever it is, the queries of one rank see an interval of another rank's keys, and the attention between the two ranks
-is a few rectangles or triangles. Masks of documents only make the intervals shorter.
+is a few rectangles or triangles. Masks of documents only make the intervals shorter, and the blocks more: at least one
+per document and sample, and each is a call of the kernel (there is none here for sequences of variable length).
 """
 
 import functools
