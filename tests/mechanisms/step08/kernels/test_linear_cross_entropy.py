@@ -143,3 +143,13 @@ def test_memory():
     assert peaks[linear_cross_entropy_reference] > 2 * logits  # and step 4's copy of them
     # One chunk, on the CPU with what the reference of the kernels computes from it, and small numbers for each token
     assert gradients + chunk <= peaks[linear_cross_entropy] < gradients + 5 * chunk < logits / 2
+
+
+@needs_triton
+def test_one_chunk_at_a_time():
+    """The kernels need no copy of the logits, and the next chunk's take the same memory."""
+    x, weight, targets = inputs(torch.float32, vocab=290, tokens=64)
+    with MemoryMeter(DEVICE).measure() as measured:
+        torch.autograd.grad(linear_cross_entropy(x, weight, targets, 290, ALONE, True, 32), (x, weight))
+    gradients, chunk = 4 * (x.numel() + weight.numel()), 4 * 32 * 290
+    assert gradients + chunk <= measured.peak_bytes - measured.baseline_bytes < gradients + 1.5 * chunk
