@@ -1,11 +1,12 @@
-"""How fast are the links here? Bandwidth over message size, between two ranks and in an all-reduce of all.
+"""How fast are the links here? Bandwidth over message size, between two ranks and in collectives of all.
 
     torchrun --nproc_per_node 4 -m common.experiments.links
     python -m common.nodes --nodes 2 --ranks 2 --bandwidth 200mbit -- -m common.experiments.links
 
 A message goes from rank 0 to another rank and comes back, and half of that counts. Bandwidth is bytes over seconds; for
-an all-reduce it is the bus bandwidth, 2(N-1)/N of its bytes over seconds, which compares with that of a link. Medians
-with the band from 5 to 95 % of all tries: a link is not one number.
+a collective these are the bytes that a rank has to send (of an all-reduce 2(N-1)/N of the tensor, of the others half
+of that), so it compares with that of a link. Medians with the band from 5 to 95 % of all tries: a link is not one
+number.
 """
 
 import os
@@ -53,6 +54,18 @@ def there_and_back(other: int) -> Callable:
     return function
 
 
+def all_gather(tensor: torch.Tensor, group: Group) -> None:
+    collectives.all_gather(tensor, tensor.chunk(group.size)[group.rank], group)
+
+
+def reduce_scatter(tensor: torch.Tensor, group: Group) -> None:
+    collectives.reduce_scatter(tensor.new_empty(len(tensor) // group.size), tensor, group)
+
+
+def all_to_all(tensor: torch.Tensor, group: Group) -> None:
+    collectives.all_to_all(torch.empty_like(tensor), tensor, group)
+
+
 def band(values: list[float]) -> tuple[float, float, float]:
     """The median and what 5 % and 95 % of the values are below, interpolated within the values."""
     cuts = statistics.quantiles(values, n=20, method="inclusive")
@@ -66,13 +79,21 @@ def measure(mesh: Mesh, sizes: list[int], tries: int) -> dict[str, list[tuple]]:
     for other in sorted({1, group.size - 1}):
         name = f"a message between ranks 0 and {other}, on {'one node' if other < here else 'two nodes'}"
         kinds[name] = (there_and_back(other), 2, 2)
-    kinds[f"an all-reduce of {group.size} ranks"] = (collectives.all_reduce, 2 * (group.size - 1) / group.size, 1)
+    others = (group.size - 1) / group.size
+    kinds[f"an all-reduce of {group.size} ranks"] = (collectives.all_reduce, 2 * others, 1)
+    for name, function in {
+        "all-gather": all_gather,
+        "reduce-scatter": reduce_scatter,
+        "all-to-all": all_to_all,
+    }.items():
+        kinds[f"an {name}" if name[0] == "a" else f"a {name}"] = (function, others, 1)
     found = {}
     for name, (function, factor, ways) in kinds.items():
         found[name], longest = [], 0.0
         for size in sizes:
             if longest < LONG:  # or four times as many bytes would try our patience
-                times = seconds(function, torch.zeros(size // 4, device=mesh.device), group, tries)
+                elements = size // 4 // group.size * group.size
+                times = seconds(function, torch.zeros(elements, device=mesh.device), group, tries)
                 bandwidths = band([factor * size / each for each in times])
                 found[name].append((size, statistics.median(times) / ways, *bandwidths))
                 longest = max(collectives.all_gather_objects(statistics.median(times), group))

@@ -13,7 +13,7 @@ import torch
 from common.checkpoints import files
 from step01_single_gpu.save_resume import Checkpoints
 from tests.gpu_check.findings import NOT_ON_CPU, Findings, nvidia_smi
-from tests.gpu_check.launching import Agents, train_alone, wait_for
+from tests.gpu_check.launching import Agents, ranks_can_meet, train_alone, wait_for
 from tests.gpu_check.parity import SMALL, TOLERANCE, difference
 from tests.harness.ranks import steps_of
 
@@ -23,6 +23,8 @@ START = 120.0  # seconds by which a run must have taken some steps
 
 def faults(found: Findings) -> None:
     """kill -9 and SIGSTOP of one of two ranks with --timeout 20: when do all end, and how? And torchrun's restart."""
+    if not ranks_can_meet(found):
+        return
     timeout = 2 if found.quick else 20
     for number in (signal.SIGSTOP,) if found.quick else (signal.SIGKILL, signal.SIGSTOP):
         lose_a_rank(found, number, timeout)
@@ -104,6 +106,8 @@ def count_contexts(found: Findings) -> None:
     """Two ranks that save all the time: a copy on another thread must not make a context that training did without."""
     if found.device.type == "cpu":
         found.note("CUDA contexts during --async-save", NOT_ON_CPU)
+        return
+    if not ranks_can_meet(found):
         return
     most = {}
     for name, flag in (("sync", ""), ("async", "--async-save")):

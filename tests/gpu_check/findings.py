@@ -41,8 +41,13 @@ class Findings:
         """Take over what another process has found for this part."""
         self.lines = json.loads(self.file.read_text()) if self.file.exists() else []
 
+    def has(self, what: str) -> bool:
+        """Whether there is a line of this name, perhaps from before this part was interrupted."""
+        return any(line["what"] == what for line in self.lines)
+
     def check(self, what: str, passed: bool | None, value: object = "") -> None:
-        """Add something that must be true."""
+        """Add something that must be true, in the place of an earlier line of this name."""
+        self.lines = [line for line in self.lines if line["what"] != what]
         self.lines.append({"what": what, "value": value, "passed": passed})
         print(f"{MARKS[passed]}{what}: {value}", flush=True)
         self._write()
@@ -52,11 +57,11 @@ class Findings:
         self.check(what, None, value)
 
     def row(self, table: str, header: list[str], cells: list[str]) -> None:
-        """Add a row to the table of this name, which begins with its first row."""
+        """Add a row to the table of this name, in the place of an earlier one with the same first two cells."""
         found = [line["value"] for line in self.lines if line["what"] == table]
         if not found:
             return self.note(table, [header, cells])
-        found[0].append(cells)
+        found[0][:] = [*(row for row in found[0] if row[:2] != cells[:2]), cells]
         print(*cells, sep=" | ", flush=True)
         self._write()
 
@@ -80,11 +85,12 @@ MARKS = {None: "", True: "passed: ", False: "**failed**: "}
 
 def facts(device: torch.device) -> dict[str, str]:
     """Return when, where and with what the check runs, by name."""
-    result = {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "device": "CPU"}
+    result = {"date": now(), "device": "CPU"}
     result["command"] = " ".join(["python -m tests.gpu_check", *sys.argv[1:]])
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        result["device"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        count = torch.cuda.device_count()
+        result["device"] = f"{count} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
         result["driver"] = nvidia_smi("--query-gpu=driver_version").partition("\n")[0] or "unknown"
         result |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
     result |= {"torch": torch.__version__, "Python": platform.python_version()}
@@ -92,6 +98,10 @@ def facts(device: torch.device) -> dict[str, str]:
         return result | {"triton": importlib.import_module("triton").__version__}
     except ImportError:
         return result | {"triton": "not installed"}
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def nvidia_smi(query: str) -> str:
@@ -106,12 +116,13 @@ def nvidia_smi(query: str) -> str:
 def write_report(out: Path, about: dict[str, str], parts: list[dict]) -> None:
     """Write OUT/gpu.json and the same as a text, OUT/gpu.md.
 
-    A part has a name, whether it passed, its seconds, its lines and, if it failed, what it printed last.
+    A part has a name, a status (passed, failed or unfinished), its seconds and date, its lines and, unless it passed,
+    what it printed last.
     """
     (out / "gpu.json").write_text(json.dumps({"about": about, "parts": parts}, indent=1) + "\n")
-    summary = [["part", "", "seconds"]]
-    summary += [[part["part"], MARKS[part["passed"]].rstrip(": "), f"{part['seconds']:.0f}"] for part in parts]
-    text = ["# What one GPU shows", "", *(f"- {name}: {value}" for name, value in about.items()), *_table(summary)]
+    summary = [["part", "status", "seconds", "date"]]
+    summary += [[part["part"], part["status"], f"{part['seconds']:.0f}", part["date"]] for part in parts]
+    text = ["# What GPUs show", "", *(f"- {name}: {value}" for name, value in about.items()), *_table(summary)]
     for part in parts:
         text += ["", f"## {part['part']}", ""]
         for line in part["lines"]:

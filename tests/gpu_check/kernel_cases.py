@@ -67,6 +67,7 @@ class Case:
     unit: str = "GB/s"
     liger: Callable | None = None
     pytorch: Callable | None = None
+    default: bool = False  # on some GPUs we take PyTorch's
 
     @property
     def has_gradients(self) -> bool:
@@ -172,15 +173,17 @@ def attention(times: int) -> Callable[[Maker, Size], Case]:
         q, k, v = (make(*shape).transpose(1, 2) for shape in shapes)
         flops = 2 * q.numel() * size.seq
         work = {"forward": flops, "backward": 2.5 * flops}
-        return Case(flash_attention_core, naive_attention, [q, k, v], (), work, "TFLOP/s", pytorch=fused_attention)
+        functions = flash_attention_core, naive_attention
+        return Case(*functions, [q, k, v], (), work, "TFLOP/s", pytorch=fused_attention, default=True)
 
     return case
 
 
 def experts(make: Maker, size: Size) -> tuple[Tensor, Tensor, Tensor, Counts]:
-    """Rows of x and of a gradient, the experts' matrices, and uneven counts."""
+    """Rows of x and of a gradient, the experts' matrices, and uneven counts: the first expert has no row."""
     rows, width = size.batch * size.seq // 2, size.ffn // 2
     ends = make.integers(rows, size.experts - 1).sort().values
+    ends[0] = 0
     ends = torch.cat((ends.new_zeros(1), ends, ends.new_full((1,), rows)))
     matrices = make(size.experts, width, size.hidden)  # as they are stored
     return make(rows, size.hidden), make(rows, width), matrices, Counts(ends.diff())
@@ -197,6 +200,7 @@ def grouped(make: Maker, size: Size) -> Case:
         work,
         "TFLOP/s",
         pytorch=lambda x, w, counts: F.grouped_mm(x, w.mT, offs=counts.ends),
+        default=True,
     )
 
 
@@ -218,6 +222,7 @@ def grouped_gradients(make: Maker, size: Size) -> Case:
         {"products": 4 * len(x) * matrices[0].numel()},
         "TFLOP/s",
         pytorch=both(mm, lambda y, x, counts: mm(y.mT, x, counts)),
+        default=True,
     )
 
 

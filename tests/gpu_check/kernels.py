@@ -30,8 +30,13 @@ def kernels(found: Findings) -> None:
 def measure(found: Findings, name: str) -> None:
     """Check a kernel, and time it."""
     for dtype, bound in BOUNDS.items():
-        worst = error_of(CASES[name](Maker(found.device, dtype), TINY if found.quick else CHECKED))
-        found.check(f"{name}, {str(dtype)[6:]}: as in float64 within {bound:g}", worst < bound, f"{worst:.1e}")
+        case = CASES[name](Maker(found.device, dtype), TINY if found.quick else CHECKED)
+        functions = {name: case.ours}
+        if dtype == torch.bfloat16 and case.default:  # what PyTorch multiplies in no other type
+            functions |= {f"{name} of PyTorch": case.pytorch}
+        for each, function in functions.items():
+            worst = error_of(case, function)
+            found.check(f"{each}, {str(dtype)[6:]}: as in float64 within {bound:g}", worst < bound, f"{worst:.1e}")
     size = TINY if found.quick else TIMED
     case = CASES[name](Maker(found.device, torch.bfloat16), size)
     for each in case.inputs if case.has_gradients else ():
@@ -49,14 +54,14 @@ def measure(found: Findings, name: str) -> None:
         )
 
 
-def error_of(case: Case) -> float:
-    """The largest difference of any output or gradient from what the formula gives in float64."""
+def error_of(case: Case, function: Callable) -> float:
+    """The largest difference of any output or gradient of a function from what the formula gives in float64."""
 
     def wide(value):
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     exact = results(case, case.eager, [wide(each).detach() for each in case.inputs], map(wide, case.settings))
-    found = results(case, case.ours, [each.detach().clone() for each in case.inputs], case.settings)
+    found = results(case, function, [each.detach().clone() for each in case.inputs], case.settings)
     differences = [difference(ours, theirs) for ours, theirs in zip(found, exact, strict=True)]
     return max(math.inf if math.isnan(each) else each for each in differences)
 

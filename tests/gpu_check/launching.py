@@ -1,4 +1,4 @@
-"""Several real ranks on one GPU: NCCL takes them for those of several hosts. And one rank, in this process."""
+"""Several real ranks, on one GPU if need be: NCCL takes them for several hosts. And one rank, in this process."""
 
 import importlib
 import os
@@ -11,22 +11,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import torch
+
 from common.command_line import STEP_NAMES, parse
 from common.process_groups import Degrees, build_mesh
 from common.start import init_distributed
 from tests.gpu_check.findings import Findings
 from tests.harness.ranks import ROOT, kill, new_mark, rank_processes, steps_of
 
+PROBE = 40  # seconds for two ranks to start and to meet
 # NCCL over the loopback interface, with few of the SMs that the ranks share
 ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4", "OMP_NUM_THREADS": "1"}
 
 
 class Agents:
-    """A command on several ranks of the one GPU, in the background; use it in `with`, which leaves nothing behind.
+    """A command on several ranks, in the background; use it in `with`, which leaves nothing behind.
 
-    NCCL refuses two ranks on one device of one host, and believes what NCCL_HOSTID says of the host. So each rank is a
-    host of its own, with a torchrun of its own. With `together`, one torchrun starts them all, and they share the GPU
-    through gloo. With `restarts`, the torchruns tell each other of a failure (c10d); else none knows of the others.
+    Each rank has a torchrun of its own, and a GPU of its own where there are enough. Where there are not, they use the
+    same one: NCCL refuses two ranks on one device of one host, and believes what NCCL_HOSTID says of the host. With
+    `together`, one torchrun starts them all, and they share a GPU through gloo. With `restarts`, the torchruns tell
+    each other of a failure (c10d); else none knows of the others.
     """
 
     def __init__(self, found: Findings, name: str, command: list, ranks: int = 2, together=False, restarts: int = 0):
@@ -41,7 +45,7 @@ class Agents:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts, *meeting]
             launcher += ["--nproc_per_node", ranks // hosts, "--max_restarts", restarts]
             launcher += [] if restarts else ["--node_rank", host]
-            environment = os.environ | ENVIRONMENT | ({} if together else {"NCCL_HOSTID": f"host-{host}"})
+            environment = os.environ | ENVIRONMENT | placement(host, ranks, together)
             with open(log, "w") as output:
                 io = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
                 io |= {"cwd": ROOT, "env": environment | dict([self.mark]), "start_new_session": True}
@@ -72,6 +76,33 @@ class Agents:
         return ", ".join(re.findall(r"exitcode +: (-?\d+)", self.log()))
 
 
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    numbers = ",".join(map(str, range(torch.cuda.device_count())))
+    return [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",") if each]
+
+
+def placement(rank: int, ranks: int, together: bool) -> dict[str, str]:
+    """Return the environment variables that give a rank its GPU; `together`, they are those of all ranks."""
+    gpus = visible_gpus()
+    if len(gpus) >= ranks and not together:
+        return {"CUDA_VISIBLE_DEVICES": gpus[rank]}
+    return {"CUDA_VISIBLE_DEVICES": "".join(gpus[:1])} | ({} if together else {"NCCL_HOSTID": f"host-{rank}"})
+
+
+def ranks_can_meet(found: Findings) -> bool:
+    """Try a sum over two ranks, once in a check: if they cannot talk, what needs them is to fail at once."""
+    known = found.folder.parent / f"ranks can meet on {found.device.type}"
+    if not known.exists():
+        command = ["-m", "tests.gpu_check.parity", found.folder, found.device.type]
+        statuses, errors = run_on_ranks(found, "probe", command, 2, PROBE)
+        if set(statuses) != {0}:
+            found.check("two ranks can talk to each other", False, f"statuses {statuses} after {PROBE} s; {errors}")
+            return False
+        known.touch()
+    return True
+
+
 def free_port() -> int:
     """Return a port below those that Linux gives to connections: none takes it before torchrun listens there."""
     while True:
@@ -94,7 +125,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
 def run_on_ranks(
     found: Findings, name: str, command: list, ranks: int, seconds: float, together: bool = False
 ) -> tuple[list[int | None], str]:
-    """Run a command on several ranks of the one GPU to its end. Returns the statuses, and the last errors printed."""
+    """Run a command on several ranks to its end. Returns the statuses, and the last errors printed."""
     with Agents(found, name, command, ranks, together) as agents:
         statuses = agents.statuses(seconds)
         return statuses, " / ".join(line.strip() for line in agents.log().splitlines() if "rror" in line)[-600:]

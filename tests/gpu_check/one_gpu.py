@@ -11,12 +11,11 @@ from common.process_groups import Degrees, build_mesh
 from step03_zero.train import build
 from tests.gpu_check.findings import Findings
 from tests.gpu_check.launching import train_alone
-from tests.gpu_check.parity import EXPERTS, SMALL, difference
+from tests.gpu_check.parity import EXPERTS, FREE, SMALL, difference
 from tests.harness.ranks import run_command
 
 TRAINING = f"{SMALL} --lr 3e-3"
 EXACT = 1e-10
-FREE = "--experts 8 --expert-ffn 32"  # no tokens are dropped: in a narrow type, rounding decides which
 # A run, the device ("": that of the check), step and flags, the run that it must equal, and the largest relative
 # difference of any step's loss or gradient norm. The bounds of the narrow types are some ten times what the CPU shows.
 RUNS = [

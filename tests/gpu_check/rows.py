@@ -21,9 +21,9 @@ FAILED = 3  # the status of a process whose last row has failed, and has said so
 def measure_rows(found: Findings, module: str, names: list[str], seconds: int) -> None:
     """Call `measure(found, name)` of this module for each name that --rows chooses.
 
-    A row that takes more than `seconds`, raises, or ends its process has failed.
+    A row that takes more than `seconds`, raises, or ends its process has failed. Rows of an interrupted check are kept.
     """
-    left = [name for name in names if found.rows in name]
+    left = [name for name in names if found.rows in name and not _done(found, name).exists()]
     while left:
         command = [sys.executable, "-m", "tests.gpu_check.rows", module, found.folder, found.device.type]
         command += ["quick" if found.quick else "full", seconds, *left]
@@ -36,7 +36,9 @@ def measure_rows(found: Findings, module: str, names: list[str], seconds: int) -
         while left and _done(found, left[0]).exists():
             left.pop(0)
         if left and status != FAILED:
-            found.check(left.pop(0), False, f"its process ended with status {status}: {printed.strip()[-1000:]}")
+            name = left.pop(0)
+            found.check(name, False, f"its process ended with status {status}: {printed.strip()[-1000:]}")
+            _done(found, name).touch()
 
 
 def trace_only(device: torch.device) -> None:

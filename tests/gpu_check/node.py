@@ -1,0 +1,140 @@
+"""All GPUs of this machine: how fast their links are, and what each dimension of parallelism makes of them."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from common.experiments.links import measure
+from common.launch import end_cleanly
+from common.process_groups import Degrees, build_mesh
+from common.start import environment, init_distributed
+from common.tracing.gpu_kernels import classify_kernels
+from tests.gpu_check.findings import Findings
+from tests.gpu_check.launching import visible_gpus
+from tests.gpu_check.profiles import TINY, kineto_events
+from tests.harness.ranks import steps_of, torchrun
+
+SIZES, TRIES = [1 << 20, 1 << 24, 1 << 28], 10  # bytes of a message
+STEPS, WARM = 8, 3  # steps: the last is profiled, for which the one before warms up
+TIME = 150  # seconds for a run
+SHAPES = {
+    "dense": "--model smollm-1.7b --seq-len 2048 --micro-batch 2 --global-batch 32",
+    "long": "--model smollm-1.7b --layers 8 --seq-len 16384 --micro-batch 1 --global-batch 4",
+    "experts": "--model smollm-1.7b --layers 8 --experts 8 --expert-ffn 2048 --seq-len 2048 --micro-batch 2"
+    " --global-batch 32",
+}
+HEADER = ["dimension", "tokens/s", "predicted, no message hidden", "predicted, all hidden", "MB sent"]
+HEADER += ["communication ms", "overlapped", "exposed ms", "idle ms"]
+
+
+class Case(NamedTuple):
+    """A shape, the flags that divide it over all GPUs, and the exchange on which its prediction rests."""
+
+    shape: str
+    flags: str
+    exchange: str
+    environment: dict = {}
+
+
+CASES = {
+    "dp": Case("dense", "", "all-reduce"),
+    "dp, buckets of 100 MB": Case("dense", "--bucket-mb 100", "all-reduce"),
+    "ZeRO-2": Case("dense", "--zero 2", "reduce-scatter"),
+    "ZeRO-3": Case("dense", "--zero 3", "all-gather"),
+    "tp": Case("dense", "--tp {}", "all-gather"),
+    "tp, one hardware queue": Case("dense", "--tp {}", "all-gather", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "pp": Case("dense", "--pp {} --micro-batch 1", "message"),
+    "cp": Case("long", "--cp {}", "message"),
+    "ep": Case("experts", "--ep {}", "all-to-all"),
+}
+
+
+def node(found: Findings) -> None:
+    """All GPUs: the speed of their links; tokens/s, overlap and a prediction for each dimension of parallelism."""
+    ranks = 2 if found.device.type == "cpu" else len(visible_gpus())
+    if ranks == 1:
+        found.check("skipped", True, "one GPU has nobody to talk to")
+        return
+    file = found.folder / "links.json"
+    if not file.exists():
+        found.folder.mkdir(parents=True, exist_ok=True)
+        command = ["-m", "tests.gpu_check.node", file, found.device.type, *SIZES[: 1 if found.quick else None]]
+        done = torchrun(ranks, *command, timeout=TIME)
+        found.check(f"links between {ranks} ranks", done.returncode == 0, done.stderr.strip()[-600:])
+    links = json.loads(file.read_text())
+    rows = [(name, f"{size:,}", f"{1e-9 * speed:.2f}") for name, row in links.items() for size, _, speed, *_ in row]
+    found.note("speed of the links", [("exchange", "bytes", "GB/s"), *rows])
+    for name in ["pp"] if found.quick else CASES:
+        if found.rows in name and not (found.folder / f"{name}.done").exists():
+            with found.attempt(name):
+                compare(found, name, ranks, links)
+            (found.folder / f"{name}.done").touch()
+
+
+def compare(found: Findings, name: str, ranks: int, links: dict) -> None:
+    """Train on all GPUs and, unless another case has done so, on one: the table gets a row."""
+    case = CASES[name]
+    alone = f"{case.shape} on one"
+    if len(steps_of(found.folder / alone)) < STEPS:
+        train(found, alone, 1, case.shape)
+    train(found, name, ranks, case.shape, case.flags.format(ranks), case.environment)
+    one, all_ = (speed(found, each) for each in (alone, name))
+    line = steps_of(found.folder / name)[WARM]
+    tokens, sent = one["tokens"], sum(line["comm_bytes"].values())
+    bandwidth = next(rows[-1][2] for exchange, rows in links.items() if case.exchange in exchange)
+    fastest = predicted(tokens / one["speed"], ranks, config_of(found, name))
+    times = {}
+    if found.device.type == "cuda" and not found.quick:
+        times = classify_kernels(kineto_events(found, name))
+    cells = [all_["speed"], tokens / (fastest + sent / bandwidth), tokens / fastest, 1e-6 * sent]
+    cells = [f"{each:,.0f}" for each in cells]
+    if times:
+        share = times["overlapped"] / max(times["communication"], 1e-9)
+        milliseconds = [f"{1e3 * times[each]:.1f}" for each in ("communication", "exposed", "idle")]
+        cells += [milliseconds[0], f"{share:.0%}", *milliseconds[1:]]
+    cells += ["-"] * (len(HEADER) - 1 - len(cells))
+    found.row(f"{ranks} ranks: tokens/s measured and predicted", HEADER, [name, *cells])
+    found.check(f"{name}: a loss as on one", abs(all_["loss"] / one["loss"] - 1) < 1e-2, f"{all_['loss']:.4f}")
+
+
+def predicted(seconds: float, ranks: int, config: dict) -> float:
+    """Return the seconds of a step if all communication were hidden: a share of one GPU's time, and the bubble."""
+    micro_batches = config["global_batch"] // config["micro_batch"]
+    return seconds / ranks * (micro_batches + config["pp"] - 1) / micro_batches
+
+
+def config_of(found: Findings, name: str) -> dict:
+    return json.loads((found.folder / name / "config.json").read_text())
+
+
+def train(found: Findings, name: str, ranks: int, shape: str, flags: str = "", environment: dict | None = None) -> None:
+    """Train on so many GPUs, into a folder of that name. Raises RuntimeError with what was printed if that fails."""
+    shape = TINY.format(4, 1, 64) if found.quick else f"{SHAPES[shape]} --dtype bfloat16"
+    flags = f"{shape} {flags} --data synthetic --warmup 2 --steps {STEPS}"
+    flags += "" if found.quick else f" --trace {STEPS - 1}:{STEPS - 1} --profile"
+    command = ["step08_5d/train.py", *flags.split(), "--device", found.device.type, "--run-dir", found.folder / name]
+    done = torchrun(ranks, *command, timeout=TIME, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr.strip()[-400:]}")
+
+
+def speed(found: Findings, name: str) -> dict[str, float]:
+    """Return the median tokens/s of a run, the tokens of a step, and the last loss."""
+    lines = steps_of(found.folder / name)
+    tokens = lines[1]["tokens"] - lines[0]["tokens"]
+    middle = statistics.median(line["tokens_per_s"] for line in lines[WARM : STEPS - 2])
+    return {"speed": middle, "tokens": tokens, "loss": lines[-1]["loss"]}
+
+
+def measure_links(file: Path, device: str, sizes: list[int]) -> None:
+    """On the ranks that torchrun has started: rank 0 writes what `common.experiments.links` measures."""
+    mesh = build_mesh(Degrees(dp=environment().world_size), init_distributed(device))
+    links = measure(mesh, sizes, TRIES)
+    if mesh.rank == 0:
+        file.write_text(json.dumps(links))
+
+
+if __name__ == "__main__":
+    end_cleanly(lambda: measure_links(Path(sys.argv[1]), sys.argv[2], [int(each) for each in sys.argv[3:]]))
