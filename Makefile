@@ -2,9 +2,10 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-all test test-all lint clean
+.PHONY: help demo demo-all test test-all test-oldest lint clean
 
 ifeq ($(origin PY),command line) # an environment that the user has prepared: install nothing
 READY :=
@@ -38,10 +39,11 @@ help:
 	@echo 'make demo-all  the same with more layouts of each step'
 	@echo 'make test      ruff, then pytest'
 	@echo 'make test-all  the same with every combination of flags in the parity tests'
+	@echo 'make test-oldest  make test with the oldest versions that pyproject.toml allows, in .venv-oldest'
 	@echo 'make lint      ruff only'
 	@echo 'make stepNN    run the default command of one step and print it first ($(STEP_TARGETS))'
 	@echo '               add flags with FLAGS="--steps 20"'
-	@echo 'make clean     remove $(VENV) and caches; runs/ stays'
+	@echo 'make clean     remove $(VENV), .venv-oldest and caches; runs/ stays'
 	@echo
 	@echo 'The first of them installs the project and its dependencies into $(VENV).'
 	@echo 'PYTHON=python3.12  makes $(VENV) with another Python (3.10-3.13)'
@@ -65,6 +67,9 @@ test: lint
 test-all: lint
 	TEST_ALL=1 $(PY) -m pytest $(SIDE_BY_SIDE)
 
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -77,7 +82,7 @@ $(STEP_TARGETS): $(READY)
 # The stamp is the last thing made, so an installation that failed or was interrupted is taken up again. A folder whose pip
 # answers for the wanted Python is kept. pip is silent for minutes with --quiet and prints hundreds of lines without: awk
 # keeps the large downloads; errors come on stderr, unfiltered.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); \
 	case "$$version" in 3.10|3.11|3.12|3.13) ;; *) \
 	  echo "error: $(PYTHON) is $${version:-not there}; Python 3.10 to 3.13 is needed, for example: make PYTHON=python3.12" >&2; \
@@ -87,11 +92,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV) || exit 1;; esac; \
 	echo 'Installing PyTorch and the other dependencies (a few minutes the first time)'; \
 	set -o pipefail; \
-	$(VENV)/bin/python -u -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[test]' \
+	$(VENV)/bin/python -u -m pip install --disable-pip-version-check --progress-bar off -c $(CONSTRAINTS) -e '.[test]' \
 	  | awk '/^ *Downloading .*[0-9] [MG]B\)/ { print "  " $$2, $$3, $$4; fflush() } /^Installing/ { print "  unpacking"; fflush() }' \
 	  || exit 1; \
 	touch $@
 
 clean:
-	rm -rf $(VENV) *.egg-info build .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest *.egg-info build .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,14 @@
 """A run from its command line to its exit status: what `python train.py` does around `train`."""
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,15 +61,19 @@ def end_cleanly(job) -> None:
         _report(f"error: {error}\n", rank, world_size)
     except CommunicationError as error:
         status = 1
-        sys.stderr.write(f"rank {rank}: lost contact with another rank: {error}\n")  # in one piece
+        line = f"rank {rank}: lost contact with another rank: {error}\n"
+        sys.stderr.write(line)  # in one piece
         time.sleep(LINGER)
+        _tell_launcher(line)  # not before: the rank that died has no such file, and counts as the first without it
     except KeyboardInterrupt:
         status = 130
         if rank == 0:
             print("interrupted", file=sys.stderr)
     except Exception:
         status = 1
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
+        report = f"rank {rank} failed:\n{traceback.format_exc()}"
+        print(report, file=sys.stderr)
+        _tell_launcher(report)
     if status or world_size > 1:
         # Not the regular exit. After an error it would wait for collectives that can no longer complete; after success
         # gloo's threads may still be releasing tensors, which aborts the process once the interpreter is gone.
@@ -82,10 +89,26 @@ def _report(line: str, rank: int, world_size: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
     if rank == 0:
         sys.stderr.write(line)
+        _tell_launcher(line)
         time.sleep(LINGER if world_size > 1 else 0)  # the others may still be reading their flags
     else:
         time.sleep(START_GRACE)  # rank 0 may have started late, and must not be ended before it prints
         sys.stderr.write(f"rank {rank}: {line}")
+        _tell_launcher(f"rank {rank}: {line}")
+
+
+def _tell_launcher(message: str) -> None:
+    """Make torchrun's own report end with this message: it quotes the file of the rank that failed first.
+
+    The report has twenty lines and comes last, so whoever looks at the end of the output would miss what we print.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        content = {"message": message.strip(), "extraInfo": {"timestamp": int(time.time())}}
+        with suppress(OSError):  # the message has been printed already
+            unfinished = Path(f"{file}.unfinished")
+            unfinished.write_text(json.dumps({"message": content}))
+            unfinished.replace(file)  # torchrun may end this rank at any time, and fails itself on half a file
 
 
 def _let_interrupts_end_blocked_ranks() -> None:

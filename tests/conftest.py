@@ -1,10 +1,12 @@
 """What holds for every test: few threads, no network, no window, no process left behind."""
 
 import os
+from importlib import metadata
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the libraries of Hugging Face are imported
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import numpy
 import pytest
 import torch
 
@@ -13,6 +15,16 @@ from tests.harness.ranks import stop_fork_server
 torch.set_num_threads(1)  # several tests run side by side
 if not torch.cuda.device_count():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test, or a process that it starts, loads Triton
+
+
+def pytest_configure():
+    """Refuse the one pair of versions that pyproject.toml's ranges allow and that cannot run the kernels here."""
+    try:
+        old = numpy.lib.NumpyVersion(metadata.version("triton")) < "3.7.0"
+    except metadata.PackageNotFoundError:  # the tests of kernels are skipped
+        return
+    if old and os.environ.get("TRITON_INTERPRET") == "1" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+        raise pytest.UsageError("Triton 3.6's interpreter cannot run kernels with NumPy 2.4: pip install 'numpy<2.4'")
 
 
 # The longest first, so that no worker is left alone with one at the end of `make test`. Beside the fault tests, which

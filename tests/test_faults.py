@@ -54,7 +54,8 @@ def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
     log = (tmp_path / "log").read_text()
     lost = re.findall(r"rank (\d): lost contact with another rank: (.*)", log)
     assert lost and "1" not in dict(lost) and not any("/" in line for _, line in lost), log
-    assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: -9", log), "the launcher blames the rank that died"
+    first = log.partition("Root Cause")[2]
+    assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: -9", first), "the launcher blames the rank that died"
 
     resumed = run_script(SCRIPT, *SMALL, *SAVING, "--run-dir", tmp_path, "--resume", "auto", ranks=3)
     assert resumed.returncode == 0, resumed.stderr
@@ -238,12 +239,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
-    """One rank prints the line, also if it starts late; the launcher's signal to the others does not change the end."""
+    """One rank prints the line, also if it starts late, and the launcher's report ends with it. The launcher's signal
+    to the others does not change their status."""
     wrapper = tmp_path / "notes_its_status.py"
     wrapper.write_text(NOTES_ITS_STATUS)
     done = torchrun(3, f"--max-restarts={restarts}", wrapper, tmp_path, late, SCRIPT, *SMALL, *flags.split())
     line = "error: rank 1 sees no GPU, but others do" if "cuda" in flags else "error: --"
-    assert done.stderr.count(line) == 1 + restarts, done.stderr
+    *_, last, border = done.stderr.splitlines()  # of torchrun's report
+    assert f" : {line}" in last and set(border) == {"="}, done.stderr
+    assert len(re.findall(f"^{line}", done.stderr, re.MULTILINE)) == 1 + restarts, done.stderr
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
     assert (tmp_path / "statuses").read_text() == "2" * 3 * (1 + restarts), "status 2 on all ranks"
 
