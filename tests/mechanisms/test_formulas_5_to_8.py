@@ -209,6 +209,8 @@ STEP_8 = [
         2 * 2 / 2 * 1632 / 2,
         lambda: formulas.kept_by_layers(cost.resolved(THREE_D)),
     ),  # two in flight, a layer of 4 tokens
+    # one in flight, there is no second: of 8 tokens
+    (1632, lambda: formulas.kept_by_layers(cost.resolved(THREE_D | {"micro_batch": 4}))),
     (1 / 3, lambda: cost.bubble(cost.resolved(THREE_D))),
     (5, nodes_8.predict, "dp", 4, 2, 3),  # 2 + 3; 5/4·3 + 2/4
     (4.25, nodes_8.predict, "pp", 4, 2, 3),
