@@ -10,7 +10,6 @@ import torch
 from step08_5d.gpu_ladder import machine
 
 MATMUL = 8192  # rows and columns of the matrices that show what the tensor cores can do
-CACHE = 256 * 2**20  # bytes, more than any GPU's L2 cache holds
 
 
 @functools.cache
@@ -39,7 +38,7 @@ def take_turns(
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             del left[name]
-    cache = torch.empty(CACHE if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    cache = torch.empty(machine.CACHE if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     for turn in range(rounds if left else 0):
         names = list(left)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -51,15 +50,9 @@ def take_turns(
 
 def _clock(call: Callable, cache: torch.Tensor) -> Callable[[], float]:
     """Make a call. Returns a function that tells, when the device has finished everything, how many seconds it took."""
-    cache.zero_()
-    if not cache.is_cuda:
-        start = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - start
-        return lambda: seconds
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # cycles, 1 ms: meanwhile Python launches the call, or a short one would wait for it
-    start.record()
+    if cache.is_cuda:
+        return machine.clock(call, cache)
+    start = time.perf_counter()
     call()
-    stop.record()
-    return lambda: 1e-3 * start.elapsed_time(stop)
+    seconds = time.perf_counter() - start
+    return lambda: seconds

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from step08_5d.gpu_ladder import machine
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import faults, launching, node, one_gpu, parity, profiles, rows
 from tests.gpu_check.findings import Findings
@@ -151,12 +152,36 @@ def measure(found, name):
     found.row("table", ["name"], [name])
 
 
-def test_a_row_that_fails_does_not_stop_the_others(found):
+def test_a_row_that_fails_does_not_stop_the_others(found, monkeypatch):
     rows.measure_rows(found, __name__, ["first", "raises", "dies", "last"], 60)
     table, *failed = found.lines
     assert table["value"] == [["name"], ["first"], ["last"]]
     assert [(line["what"], line["passed"]) for line in failed] == [("raises", False), ("dies", False)]
+    monkeypatch.setattr(rows, "run_command", None)  # nothing is left to do
+    rows.measure_rows(found, __name__, ["first", "raises", "dies", "last"], 60)
+    assert len(found.lines) == 3
     assert failed[0]["value"] == "ValueError: what it said" and "status 7" in failed[1]["value"]
+
+
+def test_the_time_of_a_launch_is_not_that_of_its_kernel(monkeypatch):
+    """The GPU is asleep, with cold caches, when its clock starts."""
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            order.append("event")
+
+        def elapsed_time(self, stop):
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
+    cache = torch.ones(4)
+    stop = machine.clock(lambda: order.append(f"call, cache {cache.sum():g}"), cache)
+    assert order == ["sleep", "event", "call, cache 0", "event"] and stop() == 3e-3
 
 
 def test_figures_of_kernels():
