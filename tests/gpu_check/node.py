@@ -21,7 +21,7 @@ STEPS, WARM = 8, 3  # steps: the last is profiled, for which the one before warm
 TIME = 150  # seconds for a run
 SHAPES = {
     "dense": "--model smollm-1.7b --seq-len 2048 --micro-batch 2 --global-batch 32",
-    "long": "--model smollm-1.7b --layers 8 --seq-len 16384 --micro-batch 1 --global-batch 4",
+    "long": "--model llama3-1b --layers 8 --seq-len 16384 --micro-batch 1 --global-batch 4",
     "experts": "--model smollm-1.7b --layers 8 --experts 8 --expert-ffn 2048 --seq-len 2048 --micro-batch 2"
     " --global-batch 32",
 }
@@ -85,17 +85,10 @@ def compare(found: Findings, name: str, ranks: int, links: dict) -> None:
     tokens, sent = one["tokens"], sum(line["comm_bytes"].values())
     bandwidth = next(rows[-1][2] for exchange, rows in links.items() if case.exchange in exchange)
     fastest = predicted(tokens / one["speed"], ranks, config_of(found, name))
-    times = {}
-    if found.device.type == "cuda" and not found.quick:
-        times = classify_kernels(kineto_events(found, name))
+    events = kineto_events(found, name) if found.device.type == "cuda" and not found.quick else []
     cells = [all_["speed"], tokens / (fastest + sent / bandwidth), tokens / fastest, 1e-6 * sent]
-    cells = [f"{each:,.0f}" for each in cells]
-    if times:
-        share = times["overlapped"] / max(times["communication"], 1e-9)
-        milliseconds = [f"{1e3 * times[each]:.1f}" for each in ("communication", "exposed", "idle")]
-        cells += [milliseconds[0], f"{share:.0%}", *milliseconds[1:]]
-    cells += ["-"] * (len(HEADER) - 1 - len(cells))
-    found.row(f"{ranks} ranks: tokens/s measured and predicted", HEADER, [name, *cells])
+    cells = [name, *(f"{each:,.0f}" for each in cells), *communication(events)]
+    found.row(f"{ranks} ranks: tokens/s measured and predicted", HEADER, cells)
     found.check(f"{name}: a loss as on one", abs(all_["loss"] / one["loss"] - 1) < 1e-2, f"{all_['loss']:.4f}")
 
 
@@ -103,6 +96,16 @@ def predicted(seconds: float, ranks: int, config: dict) -> float:
     """Return the seconds of a step if all communication were hidden: a share of one GPU's time, and the bubble."""
     micro_batches = config["global_batch"] // config["micro_batch"]
     return seconds / ranks * (micro_batches + config["pp"] - 1) / micro_batches
+
+
+def communication(events: list[dict]) -> list[str]:
+    """Return what a table says of a profiled step: ms of NCCL's kernels, the share beside others, ms alone, idle ms."""
+    times = classify_kernels(events)
+    if not times:
+        return ["-"] * 4
+    share = times["overlapped"] / times["communication"] if times["communication"] else 0.0
+    whole, exposed, idle = (f"{1e3 * times[each]:.2f}" for each in ("communication", "exposed", "idle"))
+    return [whole, f"{share:.0%}", exposed, idle]
 
 
 def config_of(found: Findings, name: str) -> dict:

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from common.command_line import parse
 from step08_5d.gpu_ladder import machine
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import faults, launching, node, one_gpu, parity, profiles, rows
@@ -80,6 +81,16 @@ def test_a_lost_rank_under_real_launchers(found, tmp_path, monkeypatch):
     assert found.lines[-1]["value"] == "1, -9"
     hosts = {(found.folder / "SIGKILL" / rank).read_text().split()[1] for rank in "01"}
     assert len(hosts) == 2, "NCCL takes the ranks for those of two hosts"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_what_a_node_trains_can_be_divided(ranks):
+    for case in node.CASES.values():
+        flags = f"{node.SHAPES[case.shape]} {case.flags.format(ranks) if ranks > 1 else ''} --device cpu"
+        config = parse(8, flags.split())
+        config.resolve_and_check(ranks)
+        bubble = (ranks - 1) / 32 if "--pp" in flags else 0.0  # of 32 micro-batches
+        assert node.predicted(8.0, ranks, vars(config)) == pytest.approx(8.0 / ranks * (1 + bubble))
 
 
 def test_which_gpu_a_rank_gets(monkeypatch):
@@ -190,6 +201,8 @@ def test_figures_of_kernels():
     spans = [{"name": name, "cat": kind, "ts": start, "dur": length} for name, kind, start, length in spans]
     rows, ratio = profiles.compare_clocks(spans, KERNELS)
     assert rows == [("forward", "0.04", "0.04", "1.000"), ("backward", "0.06", "0.05", "0.833")] and ratio == 1.1
+    nccl = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel", "ts": 1080, "dur": 80}  # 20 of it beside the last
+    assert node.communication([*KERNELS, nccl]) == ["0.08", "25%", "0.06", "0.01"]
 
 
 def test_one_part_after_the_other(tmp_path, monkeypatch, capsys):
