@@ -131,10 +131,11 @@ def check_layouts(found: Findings, indices: list[int], backend: str, together: b
     Layouts with the same number of ranks share their processes. If one fails, those after it get new ones. Those that
     an interrupted check has compared are not run again.
     """
+    indices = [index for index in indices if not found.has(str(LAYOUTS[index]))]
     for name in {LAYOUTS[index].reference for index in indices}:
         train_alone(found, name, *REFERENCES[name])
     for ranks in sorted({LAYOUTS[index].ranks for index in indices}):
-        left = [index for index in indices if LAYOUTS[index].ranks == ranks and not found.has(str(LAYOUTS[index]))]
+        left = [index for index in indices if LAYOUTS[index].ranks == ranks]
         while left:
             command, seconds = [found.folder, found.device.type, *left], TIMEOUT + (10 + 2 * ranks) * len(left)
             command, name = ["-m", "tests.gpu_check.parity", *command], f"layouts-{left[0]}"
