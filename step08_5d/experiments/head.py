@@ -6,17 +6,20 @@ from collections.abc import Callable
 
 import torch
 
+from common.collectives import barrier
 from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
+from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table
 from common.measure.allocator import MemoryMeter
 from common.model import at_least_float32
 from common.presets import PRESETS
-from common.process_groups import Degrees, Group, build_mesh
+from common.process_groups import Degrees, Group, Mesh, build_mesh
 from step08_5d.kernels.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_cross_entropy_reference
 
 HIDDEN, TOKENS, VOCAB = 256, 512, 32768
 VOCABS = (8192, 16384, 32768, 65536, 131072)
 MANY_TOKENS = (128, 256, 512, 1024, 2048)
+SMALL_VOCABS = (512, 2048, 8192)  # of two ranks
 LOOKS = {"head, then loss": SERIES[5], "in chunks": SERIES[0]}
 MIB, GIB = 2**20, 2**30
 
@@ -35,13 +38,15 @@ def all_logits_bytes(tokens: int, vocab: int, hidden: int, dtype: torch.dtype) -
 def chunked_bytes(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, on_cpu: bool = True) -> int:
     """The peak of both in one function: gradients of everything, and the logits of one chunk.
 
-    On the CPU, without kernels, the loss makes two more tensors as large as those logits, in at least float32, and a
-    third one if the logits are narrower.
+    On the CPU, without kernels, the loss makes another tensor as large as those logits, in at least float32, and a
+    second one if the logits are narrower. A narrow gradient of the head, of one chunk, is made wide before it is added.
     """
     e, wide = dtype.itemsize, at_least_float32(dtype).itemsize
-    length = min(tokens, chunk_length(torch.empty(0, hidden, dtype=dtype, device="meta")))
-    copies = (2 if e == wide else 3) * wide if on_cpu else 0
-    return tokens * hidden * e + hidden * vocab * wide + length * vocab * (e + copies)
+    length = min(tokens, chunk_length(torch.empty(vocab, hidden, dtype=dtype, device="meta")))
+    copies = length * vocab * wide
+    if e < wide:
+        copies = max(2 * copies, hidden * vocab * (e + wide))
+    return tokens * hidden * e + hidden * vocab * wide + length * vocab * e + (copies if on_cpu else 0)
 
 
 class Case:
@@ -50,7 +55,8 @@ class Case:
     def __init__(self, tokens: int, vocab: int, dtype: torch.dtype, group: Group):
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(1, tokens, HIDDEN, generator=generator).to(dtype).requires_grad_()
-        self.weight = torch.randn(vocab, HIDDEN, generator=generator).mul(0.02).to(dtype).requires_grad_()
+        columns = vocab // group.size
+        self.weight = torch.randn(columns, HIDDEN, generator=generator).mul(0.02).to(dtype).requires_grad_()
         self.targets = torch.randint(vocab, (1, tokens), generator=generator)
         self.settings = vocab, group
         self.ways = {"head, then loss": self.all_logits, "in chunks": self.chunks}
@@ -58,8 +64,8 @@ class Case:
     def all_logits(self) -> torch.Tensor:
         return linear_cross_entropy_reference(self.x, self.weight, self.targets, *self.settings)
 
-    def chunks(self) -> torch.Tensor:
-        return linear_cross_entropy(self.x, self.weight, self.targets, *self.settings, False)
+    def chunks(self, length: int | None = None) -> torch.Tensor:
+        return linear_cross_entropy(self.x, self.weight, self.targets, *self.settings, False, length)
 
     def run(self, way: str) -> tuple[torch.Tensor, ...]:
         """The gradients of hidden states and head."""
@@ -84,6 +90,37 @@ def time_ratio(case: Case, pairs: int) -> list[float]:
             seconds[way] = time.perf_counter() - start
         ratios.append(seconds["in chunks"] / seconds["head, then loss"])
     return ratios[1:]  # the first pair warms up
+
+
+def time_lengths(mesh: Mesh, done: Callable, vocabs: tuple[int, ...], rounds: int) -> list[dict[int, list[float]]]:
+    """On a rank: for each vocabulary, the seconds of chunks of several lengths, in turns; 0 stands for all logits."""
+    result = []
+    for vocab in vocabs:
+        case = Case(TOKENS, vocab, torch.float32, mesh.world)  # in the place of tp
+        seconds = {length: [] for length in (0, *(HIDDEN // 4 << doublings for doublings in range(4)))}
+        for turn in range(rounds + 1):  # the first warms up
+            for length in sorted(seconds, key=lambda each: (each + turn) % 3):
+                barrier(mesh.world)
+                start = time.perf_counter()
+                torch.autograd.grad(case.chunks(length) if length else case.all_logits(), (case.x, case.weight))
+                seconds[length].append(time.perf_counter() - start)
+        result.append({length: each[1:] for length, each in seconds.items()})
+        done()
+    return result
+
+
+def lengths(quick: bool) -> None:
+    """How long a chunk must be on two ranks of tp, where each costs two messages."""
+    vocabs = SMALL_VOCABS[:2] if quick else SMALL_VOCABS
+    ranks = on_ranks(2, time_lengths, vocabs, 2 if quick else 15, title="lengths", jobs=len(vocabs))
+    rows = []
+    for vocab, *of_ranks in zip(vocabs, *ranks, strict=True):
+        slower = {length: list(map(max, *(each[length] for each in of_ranks))) for length in of_ranks[0]}
+        for length in list(slower)[1:]:
+            ratio = statistics.median(ours / whole for ours, whole in zip(slower[length], slower[0]))
+            rows.append((f"{vocab:,}", f"{length}", f"{length * vocab // 2 * 4 / MIB:.2f}", f"{ratio:.2f}"))
+    header = ("vocabulary of two ranks", "tokens of a chunk", "MiB of its logits", "time / with all logits")
+    print_table(f"chunks on two ranks, {TOKENS} tokens, h {HIDDEN}, float32", header, rows)
 
 
 def head(quick: bool) -> None:
@@ -117,6 +154,7 @@ def head(quick: bool) -> None:
     print_table(
         f"time in chunks / with all logits, {TOKENS} tokens, float32", ("columns", "median", "of all pairs"), rows
     )
+    lengths(quick)
     real_models()
     if not quick:
         draw_head(found, ratios)

@@ -40,7 +40,7 @@ def row_statistics_reference(logits: Tensor, targets: Tensor, columns: int) -> T
         return torch.stack([scores.new_full(targets.shape, each) for each in (-math.inf, 0, 0)])
     largest = scores.amax(-1)
     chosen = scores.gather(-1, targets.masked_fill(~found, 0).unsqueeze(-1)).squeeze(-1).masked_fill(~found, 0)
-    return torch.stack((largest, (scores - largest.unsqueeze(-1)).exp().sum(-1), chosen))
+    return torch.stack((largest, (scores - largest.unsqueeze(-1)).exp_().sum(-1), chosen))
 
 
 def logits_to_gradient_reference(
@@ -53,11 +53,11 @@ def logits_to_gradient_reference(
         largest, total: (rows,), the largest logit and the sum of exponentials over the columns of all ranks.
         gradient: (rows,), of each row's loss; 0 for a row that does not count.
     """
-    p = (logits[:, :columns].to(total.dtype) - largest.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+    p = (logits[:, :columns].to(total.dtype) - largest.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
     found = (targets >= 0) & (targets < columns)
     if columns:
         p.scatter_add_(-1, targets.masked_fill(~found, 0).unsqueeze(-1), -found.to(p.dtype).unsqueeze(-1))
-    logits[:, :columns] = p * gradient.unsqueeze(-1)
+    logits[:, :columns] = p.mul_(gradient.unsqueeze(-1))
     logits[:, columns:] = 0
 
 

@@ -32,6 +32,10 @@ from step08_5d.kernels.cross_entropy import (
     token_losses,
 )
 
+# Logits of a chunk are at least as large. Between processes on CPUs, smaller chunks take longer: `--only head` of the
+# experiments measures it. On GPUs, with a wide model and a large vocabulary, chunks are larger anyway
+FEW_BYTES = 2 * 2**20
+
 
 def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, group: Group) -> Tensor:
     """The same with all logits: the head, and step 4's loss."""
@@ -41,11 +45,14 @@ def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, v
 def chunk_length(weight: Tensor, share: float = 0.25) -> int:
     """Return how many tokens have logits that take `share` of the memory of the head's gradient, in at least float32.
 
-    Both are as long as the rank's part of the vocabulary, so the length does not depend on it: all ranks agree. Shorter
-    chunks save little, since that gradient stays, and read and write it more often.
+    Both are as long as the rank's part of the vocabulary, so the length does not depend on it. Shorter chunks save
+    little, since that gradient stays, and read and write it more often. But of a small vocabulary's logits a chunk has
+    at least FEW_BYTES: there is little to save, and each chunk costs two messages. All ranks agree, since their parts
+    of the vocabulary are of one size.
     """
     wide = at_least_float32(weight.dtype).itemsize
-    return max(16, int(share * weight.shape[1] * wide / weight.element_size()) // 16 * 16)
+    length = int(share * weight.shape[1] * wide / weight.element_size()) // 16 * 16
+    return max(16, length, FEW_BYTES // (len(weight) * weight.element_size()))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

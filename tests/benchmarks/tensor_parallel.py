@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.tensor_parallel                     # 2 and 4 gloo ranks, 30 pairs each
     python -m tests.benchmarks.tensor_parallel --ranks 2 --modes plain overlap --pairs 10
+    python -m tests.benchmarks.tensor_parallel --against plain     # the modes of step 4 against its plain one
 
 The peer is `parallelize_module` with its column- and row-wise styles, sequence parallel and loss parallel, laid out as
 PyTorch's tutorial does. Each timed call is a whole training step: forward, backward, clipping by the global norm,
-AdamW. Memory is measured apart from that, with one side alone in its processes.
+AdamW. Memory is measured apart from that, with one side alone in its processes. `--small` takes a model of 1 M.
 """
 
 import argparse
@@ -27,19 +28,20 @@ from tests.benchmarks.paired import compare, keep, measure_steps
 
 # 36 M parameters; long enough sequences that activations, which is what travels here, matter
 MODEL = ModelConfig(vocab=8192, hidden=512, layers=8, heads=8, kv_heads=8, ffn=1536, tie_embeddings=False)
+SMALL = ModelConfig(vocab=512, hidden=128, layers=4, heads=8, kv_heads=8, ffn=384, tie_embeddings=False)
 SEQ, BATCH = 256, 2
 MODES = ("plain", "overlap", "chunked")
 
 
-def our_step(mode: str, mesh, tokens, targets):
+def our_step(model_config: ModelConfig, mode: str, mesh, tokens, targets):
     """One training step of step 4 as a function without arguments."""
     config = TrainConfig(tp=mesh.tp.size, dp=1, tp_mode=mode)
-    config.model_config = MODEL
+    config.model_config = model_config
     model, zero, optimizer = build(config, mesh)
 
     def step():
         zero.gather()
-        loss = vocab_parallel_cross_entropy_sum(model(tokens), targets, MODEL.vocab, mesh.tp) / targets.numel()
+        loss = vocab_parallel_cross_entropy_sum(model(tokens), targets, model_config.vocab, mesh.tp) / targets.numel()
         loss.backward()
         gradients = zero.finish()
         sum_extra_groups(optimizer.parameters, gradients, mesh)
@@ -50,12 +52,12 @@ def our_step(mode: str, mesh, tokens, targets):
     return step
 
 
-def peer_step(mode: str, mesh, tokens, targets):
+def peer_step(model_config: ModelConfig, mesh, tokens, targets):
     """The same with DTensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, parallel
 
-    config, model = TrainConfig(), Decoder(MODEL)
+    config, model = TrainConfig(), Decoder(model_config)
     materialise(model, torch.float32, mesh.device, random_values(0))
     ranks = init_device_mesh(mesh.device.type, (mesh.tp.size,))
     ends = {
@@ -95,12 +97,19 @@ def peer_step(mode: str, mesh, tokens, targets):
     return step
 
 
-def on_rank(mode: str, pairs: int, sides: tuple[str, ...]):
-    """With both sides: their times on this rank, and how far their losses are apart. With one: its peak bytes."""
+def on_rank(case: tuple[ModelConfig, str, str], pairs: int, sides: tuple[str, ...]):
+    """With both sides: their times on this rank, and how far their losses are apart. With one: its peak bytes.
+
+    A case is a model, our mode, and another one or "dtensor" for the peer.
+    """
+    model, ours, peer = case
     mesh = build_mesh(Degrees(tp=dist.get_world_size()), torch.device("cpu"))
-    tokens = torch.randint(MODEL.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
-    run = (mode, mesh, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    steps = [{"ours": our_step, "peer": peer_step}[side](*run) for side in sides]
+    tokens = torch.randint(model.vocab, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    batch = mesh, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    make = {"ours": lambda: our_step(model, ours, *batch), "peer": lambda: our_step(model, peer, *batch)}
+    if peer == "dtensor":
+        make["peer"] = lambda: peer_step(model, *batch)
+    steps = [make[side]() for side in sides]
     return measure_steps(steps, pairs, mesh.device)
 
 
@@ -111,13 +120,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--against", default="dtensor", choices=("dtensor", *MODES))
+    parser.add_argument("--small", action="store_true")
     arguments = parser.parse_args()
-    rows = {}
-    print("step 4 / DTensor: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
+    model, against, rows = SMALL if arguments.small else MODEL, arguments.against, {}
+    print(f"step 4 / {against}: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
     for world in arguments.ranks:
         for mode in arguments.modes:
-            rows[f"{mode}_{world}_ranks"] = compare(f"--tp-mode {mode}", world, on_rank, mode, arguments.pairs)
-    print(f"written: {keep('tensor_parallel', rows)}")
+            case = model, mode, against
+            rows[f"{mode}_{world}_ranks"] = compare(f"--tp-mode {mode}", world, on_rank, case, arguments.pairs)
+    name = "tensor_parallel" + (f"_against_{against}" if against != "dtensor" else "") + "_small" * arguments.small
+    print(f"written: {keep(name, rows)}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from step06_context_parallel import attention_block
 from step07_expert_parallel import experts
 from step08_5d import fused
 from step08_5d import train as step08
+from step08_5d.kernels import linear_cross_entropy
 from step08_5d.kernels.flash_attention_backward import flash_attention_core
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, launches
@@ -34,6 +35,7 @@ def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None
     """On a rank, or alone."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(fused, "launches_kernels", lambda config, device: config.fused))
+        stack.enter_context(mock.patch.object(linear_cross_entropy, "FEW_BYTES", 0))  # several chunks here, too
         for module in (attention_block, experts):  # train() sets these; later tests find them as they were
             stack.enter_context(mock.patch.object(module, "own_kernels", None))
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]

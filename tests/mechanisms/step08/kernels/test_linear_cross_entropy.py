@@ -112,11 +112,12 @@ def test_ranks(fused):
 
 
 def test_chunk_length():
-    """A quarter of the memory of the head's gradient in float32, whatever the vocabulary."""
+    """A quarter of the memory of the head's gradient in float32, but at least 2 MiB of logits."""
     with torch.device("meta"):
         assert chunk_length(torch.empty(128_256, 2048, dtype=torch.bfloat16)) == 1024
         assert chunk_length(torch.empty(16_032, 2048)) == 512
-        assert chunk_length(torch.empty(9, 8)) == 16
+        assert chunk_length(torch.empty(256, 256)) == 2048 == 2 * chunk_length(torch.empty(512, 256))
+        assert chunk_length(torch.empty(128_256, 8)) == 16
 
 
 def test_memory():
@@ -142,7 +143,7 @@ def test_memory():
     gradients = 4 * hidden * (vocab + tokens)
     assert peaks[linear_cross_entropy_reference] > 2 * logits  # and step 4's copy of them
     # One chunk, on the CPU with what the reference of the kernels computes from it, and small numbers for each token
-    assert gradients + chunk <= peaks[linear_cross_entropy] < gradients + 5 * chunk < logits / 2
+    assert gradients + chunk <= peaks[linear_cross_entropy] < gradients + 3 * chunk < logits / 2
 
 
 @needs_triton
