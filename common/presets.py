@@ -61,6 +61,7 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
         theirs = AutoConfig.from_pretrained(name, trust_remote_code=False)
     expressible = {"model_type": ("llama", "mistral", *EXPERT_NAMES), "hidden_act": ("silu",)}
     expressible |= dict.fromkeys(("sliding_window", "attention_bias", "mlp_bias", "use_qk_norm"), (None, False))
+    expressible["tie_word_embeddings"] = True, False  # not every version of transformers looks
     for key, values in expressible.items():
         if getattr(theirs, key, None) not in values:
             raise UsageError(f"{flag} {name} has {key} {getattr(theirs, key, None)}, which this decoder does not have")
