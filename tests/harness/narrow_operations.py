@@ -85,7 +85,8 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame:
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "tests") and not name.startswith("<"):
+        ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0].startswith(("common", "step"))
+        if ours and not name.startswith("<"):
             return f"{path.stem}.{name}"
         frame = frame.f_back
     return "elsewhere"

@@ -218,8 +218,8 @@ STEP_8 = [
     (536, head.all_logits_bytes, 3, 10, 8, F32),  # 120 + 4·(24 + 80)
     (268, head.all_logits_bytes, 3, 10, 8, BF16),
     (6000, head.all_logits_bytes, 100, 10, 1, BF16),  # 1000·(2 + 4)
-    (96 + 320 + 30 * 12, head.chunked_bytes, 3, 10, 8, F32),
-    (48 + 320 + 30 * 14, head.chunked_bytes, 3, 10, 8, BF16),
+    (96 + 320 + 30 * 8, head.chunked_bytes, 3, 10, 8, F32),
+    (48 + 320 + 30 * 2 + 80 * 6, head.chunked_bytes, 3, 10, 8, BF16),  # the head's gradient, narrow and made wide
     (96 + 320 + 30 * 4, head.chunked_bytes, 3, 10, 8, F32, False),
     ((48, 52), roofline.product, 2, 3, 4),  # 2·24, 2·(8 + 12 + 6)
     ((128, 256), roofline.attention, 4, 2, 6),  # 4·16·2, 2·(4·8 + 6·16)

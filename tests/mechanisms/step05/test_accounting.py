@@ -103,8 +103,8 @@ def test_the_trace_tells_the_bubble_from_communication(tmp_path):
     delays = {kind: 2 * 0.02 * each for kind, each in executor.DELAYS.items()}
     bubble = simulate(schedule_of(prepare(flags, 2)), Costs(**delays)).bubble
     row = quietest(read_trace(tmp_path))
-    assert bubble == pytest.approx(0.12) and row.waiting_s == pytest.approx(bubble, rel=0.2)
-    assert row.exposed_s <= row.communication_s < 0.25 * bubble, row
+    assert bubble == pytest.approx(0.12) and row.waiting_s == pytest.approx(bubble, rel=0.3)
+    assert row.exposed_s <= row.communication_s < 0.5 * bubble, row
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
