@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -68,6 +69,12 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         seen["extra"].append(args[3])
         return save(*args, **options)
 
+    def noted_sleep(seconds):
+        if sys._getframe(1).f_globals["__name__"].startswith(("common", "step")):  # of --link and --layer-delay
+            seen["sleeps"].append(seconds)
+        else:  # somebody waits for a lock on a file
+            sleep(seconds)
+
     def noted_batch(self, *args, **device):
         seen["batches"].append(args[:5])
         return batch(self, *args, **device)
@@ -102,7 +109,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         config.resolve_and_check(environment().world_size)
         mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
         with (
-            mock.patch.object(time, "sleep", seen["sleeps"].append),  # of --link and --layer-delay
+            mock.patch.object(time, "sleep", noted_sleep),
             mock.patch.object(initialisation, "stored_values", constant_weights),
             mock.patch.object(checkpoint, "save", noted_save),
             mock.patch.object(torch, "compile", noted_compile),
