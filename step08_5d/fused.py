@@ -69,7 +69,7 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     attention_block.own_kernels = (attend, attend_backward, merge) if flash else None
     experts.own_kernels = (grouped_matmul.multiply, grouped_matmul.multiply_transposed) if in_kernels else None
     for layer in model.layers.values():
-        # With the whole sequence on this rank, and no documents, PyTorch has a kernel that is faster on Hopper
+        # For the whole sequence on this rank, and no documents, PyTorch chooses among faster kernels (as published)
         if flash and config.own_attention and layer.attention.core is fused_attention:
             layer.attention.core = flash_attention_core
     if config.fused and model.has_head:
