@@ -15,24 +15,17 @@ import math
 import sys
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from common.command_line import OneLineParser
 from common.config import DTYPES
+from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, bus_bandwidth
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import resolve
 from step01_single_gpu.memory_model.peak import predict_peak
 from step01_single_gpu.memory_model.prediction import states
-
-H100_TFLOPS = 989.0  # dense bfloat16, NVIDIA's data sheet
-
-# Median bus bandwidth (GB/s) of a 256 MB all-reduce by number of GPUs, on nodes of 8 H100. Measured by the
-# authors of the playbook and read off its figure "pp_comm_bandwidth"; not measured here.
-ALL_REDUCE_GB_PER_S = {8: 436.0, 16: 361.7, 32: 160.1, 64: 99.6, 128: 84.7, 256: 64.9, 512: 32.9}
-
 
 # ---- how large a micro-batch -----------------------------------------------------------------------------------------
 
@@ -90,12 +83,6 @@ def fill(tokens_per_batch: float, seq_len: int, gpus: int, micro_batch: int) -> 
 
 
 # ---- does communication hide behind computation ----------------------------------------------------------------------
-
-
-def all_reduce_bandwidth(gpus: int) -> float:
-    """Interpolate the measured medians (straight lines between logarithms), in bytes per second."""
-    known = [np.log(list(numbers)) for numbers in (ALL_REDUCE_GB_PER_S, ALL_REDUCE_GB_PER_S.values())]
-    return float(np.exp(np.interp(math.log(gpus), *known))) * 1e9  # beyond the first and the last one: those
 
 
 def tokens_to_hide(dp: int, bandwidth: float, peak_flops: float, gradient_bytes: int) -> float:
@@ -210,7 +197,7 @@ def _overlap(model: ModelConfig, recipe: Recipe, options: argparse.Namespace) ->
     """Print both forms of the overlap condition, and the tokens that hide the all-reduce at each bandwidth."""
     dp, peak, beta = recipe.dp, options.peak_tflops * 1e12, options.gradient_bytes
     tokens = recipe.micro_batch * options.seq_len
-    bandwidth = options.bandwidth * 1e9 if options.bandwidth else all_reduce_bandwidth(dp)
+    bandwidth = options.bandwidth * 1e9 if options.bandwidth else bus_bandwidth("all_reduce", dp)
     ratio = tokens_to_hide(dp, bandwidth, peak, beta) / tokens
     printed = printed_ratio(count_parameters(model).total, tokens, dp, bandwidth, peak)
     share = exposed_share(ratio, recipe.accumulation)
@@ -220,7 +207,7 @@ def _overlap(model: ModelConfig, recipe: Recipe, options: argparse.Namespace) ->
     print(f"  all-reduce / backward = {beta} (DP-1) peak / (2 DP tokens bandwidth) = {ratio:.2f}: {verdict}")
     print(f"  (the playbook prints Ψ (DP-1) peak / (2 DP tokens bandwidth) = {printed:.1e}; Ψ cancels)")
     print(f"\n  tokens per GPU that hide it, with 2 and with {beta} bytes per gradient:")
-    for gpus, measured in ALL_REDUCE_GB_PER_S.items():
+    for gpus, measured in BUS_GB_PER_S["all_reduce"].items():
         two, ours = (tokens_to_hide(gpus, measured * 1e9, peak, each) for each in (2, beta))
         print(f"  {gpus:>6} GPUs at {measured:>5.1f} GB/s {two:>8,.0f} {ours:>8,.0f}")
     print("  Bandwidths: the playbook's own measurement on H100 nodes (medians). That peak is assumed; a")

@@ -1,31 +1,12 @@
 """How much of the hardware a run uses: a device's peak FLOP/s, from its vendor or measured, and the utilisation."""
 
 import math
-import re
 import time
 
 import torch
 
-# Dense TFLOP/s of one device as torch sees it (vendors also print twice that, "with sparsity"); "float32" is without
-# TF32, and float64 is the tensor-core rate if there is one. A type without a number is measured. The first pattern that
-# occurs in `torch.cuda.get_device_name()` counts. Sources: the vendors' data sheets; for RTX 4090 NVIDIA's whitepaper
-# of Ada (float32 accumulation); MI250X is halved, since torch sees each of its dies as a device.
-_TYPES = ("bfloat16", "float16", "tf32", "float32", "float64")
-_GPUS = {
-    r"\bA100\b": (312, 312, 156, 19.5, 19.5),
-    r"\bH100 PCIe\b": (756, 756, 378, 51, 51),
-    r"\bH[12]00 NVL\b": (835, 835, 417, 60, 60),
-    r"\bH[12]00\b": (989, 989, 494, 67, 67),
-    r"(?<!G)\bB200\b": (2250, 2250, 1100, 75, 37),
-    r"\bL4\b": (121, 121, 60, 30.3, None),
-    r"\bL40S\b": (362, 362, 183, 91.6, None),
-    r"\bA10\b": (125, 125, 62.5, 31.2, None),
-    r"\bV100-PCIE\b": (None, 112, None, 14, 7),
-    r"\bV100\b": (None, 125, None, 15.7, 7.8),
-    r"\bRTX 4090\b(?! D)": (165.2, 165.2, 82.6, 82.6, 1.29),
-    r"\bMI250X\b": (191.5, 191.5, None, 47.85, 47.85),
-    r"\bMI300X\b": (1307.4, 1307.4, 653.7, 163.4, 163.4),
-}
+from common.costs.hardware import vendor_tflops
+
 _measured: dict[tuple, float] = {}
 
 
@@ -59,12 +40,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float 
     if key not in _measured:
         _measured[key] = _measure_matmul(device, dtype)
     return _measured[key], f"{name}, {kind}: measured, the fastest matrix product"
-
-
-def vendor_tflops(name: str, kind: str) -> float | None:
-    """The vendor's TFLOP/s of the GPU called `name` for `kind` (one of `_TYPES`), or None if we know no number."""
-    rows = [row for pattern, row in _GPUS.items() if re.search(pattern, name) and "MIG" not in name]
-    return rows[0][_TYPES.index(kind)] if rows else None
 
 
 def _measure_matmul(device: torch.device, dtype: torch.dtype, budget: float = 0.2) -> float:

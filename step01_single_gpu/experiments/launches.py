@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.config import TrainConfig
+from common.costs.hardware import H100_TFLOPS
 from common.counts import count_parameters
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.tables import print_table
@@ -30,7 +31,7 @@ HOST_LEGEND = {
     "backward": "backward",
     "idle": "wait",
 }
-PEAK = 989e12  # FLOP/s of an H100 in bfloat16 (its data sheet, dense)
+PEAK = 1e12 * H100_TFLOPS
 
 
 class _Launches(TorchDispatchMode):

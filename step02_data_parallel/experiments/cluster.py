@@ -29,7 +29,7 @@ def scaling(quick: bool) -> None:
         for width, values in predicted.items():
             shape = (gpus, samples, micro_batch, seq_len)
             values.append(predictions.tokens_per_second_per_gpu(*shape, alone, reached, width))
-        bandwidth = batch_recipe.all_reduce_bandwidth(gpus)
+        bandwidth = batch_recipe.bus_bandwidth("all_reduce", gpus)
         needed = [f"{predictions.tokens_to_hide(gpus, bandwidth, reached, width):,.0f}" for width in predicted]
         speeds = (f"{published:,}", *(f"{values[-1]:,.0f}" for values in predicted.values()))
         rows.append((gpus, *speeds, *needed, f"{micro_batch * seq_len:,}"))

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from common.config import TrainConfig
+from common.costs.alpha_beta import all_reduce_bytes
 from common.data.batches import load_batches
 from common.errors import UsageError
 from common.experiments import tcp_bytes
-from common.experiments.cost_model import all_reduce_bytes
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed

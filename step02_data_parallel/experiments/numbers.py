@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.config import TrainConfig
+from common.costs.alpha_beta import all_reduce_bytes, fill_buckets
 from common.data.batches import load_batches
-from common.experiments.cost_model import all_reduce_bytes, fill_buckets
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, overlay, reference_gradients, run_jobs, tensor_sizes
 from common.experiments.tables import print_comparison

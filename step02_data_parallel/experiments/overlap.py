@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from common.config import TrainConfig
-from common.experiments.cost_model import fill_buckets
+from common.costs.alpha_beta import fill_buckets
 from common.experiments.figures import figure_path
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes

@@ -1,13 +1,14 @@
 """What theory says of step 2: numbers of messages, bytes, and how much of the communication cannot hide.
 
-The link is the alpha-beta model of `common/experiments/cost_model.py`.
+The link is the alpha-beta model of `common/costs/alpha_beta.py`.
 """
 
 from dataclasses import dataclass
 
-from common.experiments.cost_model import all_reduce_seconds, fill_buckets
+from common.costs.alpha_beta import all_reduce_seconds, fill_buckets
+from common.costs.hardware import bus_bandwidth
 from common.link import Link
-from step02_data_parallel.batch_recipe import all_reduce_bandwidth, exposed_share, tokens_to_hide
+from step02_data_parallel.batch_recipe import exposed_share, tokens_to_hide
 
 
 @dataclass(frozen=True)
@@ -58,5 +59,5 @@ def tokens_per_second_per_gpu(
     """
     accumulation = samples // (micro_batch * dp)
     tokens = micro_batch * seq_len
-    ratio = tokens_to_hide(dp, all_reduce_bandwidth(dp), peak_flops, gradient_bytes) / tokens
+    ratio = tokens_to_hide(dp, bus_bandwidth("all_reduce", dp), peak_flops, gradient_bytes) / tokens
     return alone * (1 - exposed_share(ratio, accumulation))

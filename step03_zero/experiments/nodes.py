@@ -9,9 +9,9 @@ import numpy as np
 
 from common import collectives
 from common.config import TrainConfig
+from common.costs.alpha_beta import Player
 from common.errors import UsageError
 from common.experiments import tcp_bytes
-from common.experiments.cost_model import Player
 from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import CROSSES, HIDES, crosses, crossing, on_nodes, timed

@@ -6,8 +6,9 @@ from pathlib import Path
 from unittest import mock
 
 from common.config import TrainConfig
+from common.costs.alpha_beta import Player, fill_buckets
+from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, NODE, NVLINK
 from common.counts import count_parameters
-from common.experiments.cost_model import ALL_GATHER_GB_PER_S, NODE, NVLINK, Player, fill_buckets
 from common.experiments.figures import COLOURS, figure_path, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
@@ -18,7 +19,7 @@ from common.model import Decoder
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
-from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, H100_TFLOPS, tokens_to_hide
+from step02_data_parallel.batch_recipe import tokens_to_hide
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import prefetching, regions_of
 from step03_zero.train import train
@@ -121,8 +122,8 @@ def by_operation(trace: Trace) -> Trace:
 def condition(quick: bool) -> None:
     """PREDICTED: how many tokens per GPU hide stage 3's gathers, at the bandwidths that the playbook published."""
     peak, rows, lines = H100_TFLOPS * 1e12, [], {}
-    for gpus, gather in ALL_GATHER_GB_PER_S.items():
-        scatter, reduce = predictions.REDUCE_SCATTER_GB_PER_S[gpus] * 1e9, ALL_REDUCE_GB_PER_S[gpus] * 1e9
+    for gpus, gather in BUS_GB_PER_S["all_gather"].items():
+        scatter, reduce = (1e9 * BUS_GB_PER_S[op][gpus] for op in ("reduce_scatter", "all_reduce"))
         both = (gpus, gather * 1e9, scatter, peak)
         values = {
             "step 2: 2": tokens_to_hide(gpus, reduce, peak, 2),
@@ -145,7 +146,7 @@ def condition(quick: bool) -> None:
     print(f"  {NODE} GPUs at NVLink's nominal {NVLINK / 1e9:g} GB/s: {shown}")
 
     figure, axes = new_figure(width=7.5, height=4)
-    gpus = list(ALL_GATHER_GB_PER_S)
+    gpus = list(BUS_GB_PER_S["all_gather"])
     labels = {
         "backward: 2 + 4": ("stage 3, backward: all-gather of 2, reduce-scatter of 4 bytes", COLOURS["backward"], "-"),
         "forward: 2": ("stage 3, forward (and backward with 2 + 2 bytes)", COLOURS["forward"], "-"),
@@ -166,8 +167,8 @@ def condition(quick: bool) -> None:
 def formulas(quick: bool) -> None:
     """PREDICTED: the playbook's conditions for ZeRO-2 and 3, as printed and as they should be."""
     peak, parameters, tokens, rows = H100_TFLOPS * 1e12, count_parameters(PRESETS["llama3-8b"]).total, 4096, []
-    for gpus, gather in ALL_GATHER_GB_PER_S.items():
-        scatter = predictions.REDUCE_SCATTER_GB_PER_S[gpus] * 1e9
+    for gpus, gather in BUS_GB_PER_S["all_gather"].items():
+        scatter = BUS_GB_PER_S["reduce_scatter"][gpus] * 1e9
         printed = (
             predictions.appendix_a3(gpus, gather * 1e9, peak, tokens),
             predictions.cheatsheet_zero3(gpus, gather * 1e9, peak, tokens),

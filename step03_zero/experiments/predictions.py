@@ -2,22 +2,18 @@
 
 Psi is the number of parameters, N the ranks of a shard group, M the micro-batches of a step, U the units of stage 3 (a
 layer each; the embedding; the final norm with the head). The link is the alpha-beta model of
-`common/experiments/cost_model.py`.
+`common/costs/alpha_beta.py`.
 """
 
 from dataclasses import dataclass
 
-from common.experiments.cost_model import Player
+from common.costs.alpha_beta import Player
 
 # Bytes per parameter: parameters, gradients, optimizer state (master weights and Adam's two moments).
 OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients are only ever stored in buckets of at least float32
 PAPER = (2, 2, 12)  # "ZeRO", section 3.1: half-precision gradients, K = 12
 FLOAT32_SUMS = (2, 2 + 4, 12)  # and beside them float32 sums, which the playbook counts
 PLOTTED = (2, 2, 8)  # what the bars of the playbook's figure of 8 B parameters contain: no master weights
-
-# Median bus bandwidth (GB/s) of a reduce-scatter of 256 MB by number of GPUs, on nodes of 8 H100. Measured by the
-# authors of the playbook and read off its figure "pp_comm_bandwidth"; not measured here.
-REDUCE_SCATTER_GB_PER_S = {8: 249.7, 16: 181.6, 32: 115.8, 64: 68.6, 128: 54.5, 256: 27.9, 512: 11.1}
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

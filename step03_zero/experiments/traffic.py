@@ -4,7 +4,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from common.experiments.cost_model import fill_buckets
+from common.costs.alpha_beta import fill_buckets
 from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, overlay, reference_gradients, run_jobs, tensor_sizes

@@ -1,11 +1,11 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
+from common.costs.alpha_beta import gather_ratio
+from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, NETWORK, NODE, NVLINK
 from common.counts import count_flops
-from common.experiments.cost_model import ALL_GATHER_GB_PER_S, NETWORK, NODE, NVLINK, gather_ratio
 from common.experiments.figures import new_figure, save_figure
 from common.experiments.tables import print_table
 from common.presets import PRESETS
-from step02_data_parallel.batch_recipe import H100_TFLOPS
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import COLOURS
 
@@ -44,7 +44,7 @@ def condition(quick: bool) -> None:
     rows = []
     for tp in DEGREES:
         cells = [f"tp {tp}"]
-        for each in (bandwidth(tp), 1e9 * ALL_GATHER_GB_PER_S.get(tp, 0)):
+        for each in (bandwidth(tp), 1e9 * BUS_GB_PER_S["all_gather"].get(tp, 0)):
             cells += [f"{each / 1e9:g}", f"{gather_ratio(tp, 1, peak, each):,.0f}"] if each else ["-", "-"]
         rows.append(cells)
     header = ("", "GB/s, nominal", "columns", "GB/s, published", "columns")

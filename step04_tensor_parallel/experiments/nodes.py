@@ -10,9 +10,9 @@ from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
+from common.costs.alpha_beta import Player, all_reduce_bytes
 from common.counts import count_parameters
 from common.errors import UsageError
-from common.experiments.cost_model import Player, all_reduce_bytes
 from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.nodes import value_of

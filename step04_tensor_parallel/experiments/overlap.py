@@ -9,7 +9,7 @@ import torch
 
 from common import collectives
 from common.config import TrainConfig
-from common.experiments.cost_model import Player
+from common.costs.alpha_beta import Player
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
 from common.experiments.tables import print_comparison, print_table

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.experiments.cost_model import Player
+from common.costs.alpha_beta import Player
 from common.model import at_least_float32
 from common.model_config import ModelConfig
 

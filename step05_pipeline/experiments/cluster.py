@@ -1,10 +1,9 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
-from common.experiments.cost_model import NETWORK, NVLINK
+from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
 from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.tables import print_table
 from common.presets import PRESETS
-from step02_data_parallel.batch_recipe import H100_TFLOPS
 from step05_pipeline.experiments import predictions
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate

@@ -1,12 +1,12 @@
 """What one machine cannot measure: predicted for real hardware, and labelled so."""
 
+from common.costs.alpha_beta import Player
+from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
 from common.counts import count_parameters
-from common.experiments.cost_model import NETWORK, NVLINK, Player
 from common.experiments.figures import SERIES, new_figure, save_figure
 from common.experiments.tables import print_table
 from common.link import Link
 from common.presets import PRESETS
-from step02_data_parallel.batch_recipe import H100_TFLOPS
 from step06_context_parallel.experiments import predictions
 from step06_context_parallel.experiments.tools import MODES
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from common import collectives
 from common.config import TrainConfig
-from common.experiments.cost_model import Player
+from common.costs.alpha_beta import Player
 from common.experiments.figures import figure_path
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table

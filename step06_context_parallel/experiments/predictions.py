@@ -6,7 +6,7 @@ the bytes of an activation. Sums of gradients travel in at least float32: beta_s
 
 import torch
 
-from common.experiments.cost_model import Player
+from common.costs.alpha_beta import Player
 from common.model_config import ModelConfig
 from step01_single_gpu.memory_model.prediction import layer_activations, total_bytes
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 from common import collectives
 from common.config import TrainConfig
-from common.experiments.cost_model import NETWORK, NVLINK
+from common.costs.hardware import NETWORK, NVLINK
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import print_comparison, print_table
 from common.link import Link

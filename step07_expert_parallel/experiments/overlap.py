@@ -8,7 +8,7 @@ from unittest import mock
 
 from common import collectives
 from common.config import TrainConfig
-from common.experiments.cost_model import NETWORK, NVLINK
+from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
 from common.experiments.local_ranks import on_ranks
 from common.experiments.tables import compared, print_table
 from common.link import Link
@@ -16,7 +16,6 @@ from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
 from common.tracing.tracer import Tracer
-from step02_data_parallel.batch_recipe import H100_TFLOPS
 from step07_expert_parallel.experiments import predictions
 from step07_expert_parallel.experiments.blocks import BACKWARD, draw_lanes, phases, slow_down
 from step07_expert_parallel.experiments.predictions import Clock

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
+from common.costs.alpha_beta import Player
+from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
 from common.counts import count_flops, count_parameters
-from common.experiments.cost_model import NETWORK, NVLINK, Player
 from common.experiments.figures import COLOURS, DIMENSIONS, new_figure, save_figure
 from common.experiments.tables import print_table
 from common.link import Link
 from common.presets import PRESETS
-from step02_data_parallel.batch_recipe import H100_TFLOPS
 
 PEAK = H100_TFLOPS * 1e12
 ALPHA = 10e-6  # seconds a message

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from common.costs.hardware import H100_TFLOPS, NVLINK, bus_bandwidth
 from common.counts import count_parameters
-from common.experiments.cost_model import ALL_GATHER_GB_PER_S, NVLINK
 from common.experiments.tables import print_table
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
-from step02_data_parallel.batch_recipe import H100_TFLOPS, all_reduce_bandwidth
 
 PEAK = H100_TFLOPS * 1e12
 REACHED = PEAK / 2  # FLOP/s of matrix products
@@ -100,7 +99,7 @@ def mfu(model: ModelConfig, layout: Layout) -> float:
     forward = 2 * tokens * parameters / REACHED
     again = forward if layout.recompute == "full" else 0.0
     # One ring over whole nodes uses all their network cards. With tp there are 8 rings, each with a card of its own
-    reduces, gathers = all_reduce_bandwidth(gpus) / layout.tp, ALL_GATHER_GB_PER_S[gpus] * 1e9 / layout.tp
+    reduces, gathers = (bus_bandwidth(op, gpus) / layout.tp for op in ("all_reduce", "all_gather"))
     if layout.zero == 3:  # in every micro-batch: weights forward and backward, gradients backward
         late = max(0.0, 2 * moved / gathers - forward) + max(0.0, (2 + 4) * moved / gathers - 2 * forward - again)
         late *= layout.micro_batches

@@ -6,11 +6,10 @@ W). Everything here is predicted, from formulas and from NVIDIA's data sheets.
 
 from typing import NamedTuple
 
+from common.costs.hardware import MEMORY_BANDWIDTH, vendor_tflops
 from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.tables import print_table
-from common.record.hardware import vendor_tflops
 
-BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s: data sheets of NVIDIA H100 SXM and H200
 PALE = {
     "facecolor": "white",
     "edgecolor": "none",
@@ -65,17 +64,17 @@ def peak_flops(gpu: str) -> float:
 
 def reachable(operation: Operation, gpu: str) -> float:
     """FLOP/s that the operation reaches at most."""
-    return min(peak_flops(gpu), operation.intensity * BANDWIDTH[gpu])
+    return min(peak_flops(gpu), operation.intensity * MEMORY_BANDWIDTH[gpu])
 
 
 def roofline(quick: bool) -> None:
     """Which operations wait for memory and which for arithmetic, on H100 and H200: predicted."""
     rows = []
     for operation in OPERATIONS:
-        shares = [f"{reachable(operation, gpu) / peak_flops(gpu):.1%}" for gpu in BANDWIDTH]
+        shares = [f"{reachable(operation, gpu) / peak_flops(gpu):.1%}" for gpu in MEMORY_BANDWIDTH]
         rows.append((operation.name, f"{operation.intensity:,.1f}", *shares))
-    print_table("Share of the bfloat16 peak at most, predicted", ("", "FLOPs per byte", *BANDWIDTH), rows)
-    ridges = ", ".join(f"{gpu} {peak_flops(gpu) / BANDWIDTH[gpu]:.0f}" for gpu in BANDWIDTH)
+    print_table("Share of the bfloat16 peak at most, predicted", ("", "FLOPs per byte", *MEMORY_BANDWIDTH), rows)
+    ridges = ", ".join(f"{gpu} {peak_flops(gpu) / MEMORY_BANDWIDTH[gpu]:.0f}" for gpu in MEMORY_BANDWIDTH)
     print(f"  FLOPs per byte from which arithmetic is the limit: {ridges}")
     _draw()
 
@@ -84,9 +83,9 @@ def _draw() -> None:
     figure, axis = new_figure(width=9, height=4.8)
     left, right = 0.1, 40_000
     for gpu, style in (("H200", "-"), ("H100", "--")):
-        ridge = peak_flops(gpu) / BANDWIDTH[gpu]
-        heights = [each / 1e12 for each in (left * BANDWIDTH[gpu], peak_flops(gpu), peak_flops(gpu))]
-        label = f"{gpu}: {BANDWIDTH[gpu] / 1e12:g} TB/s, {peak_flops(gpu) / 1e12:.0f} TFLOP/s"
+        ridge = peak_flops(gpu) / MEMORY_BANDWIDTH[gpu]
+        heights = [each / 1e12 for each in (left * MEMORY_BANDWIDTH[gpu], peak_flops(gpu), peak_flops(gpu))]
+        label = f"{gpu}: {MEMORY_BANDWIDTH[gpu] / 1e12:g} TB/s, {peak_flops(gpu) / 1e12:.0f} TFLOP/s"
         axis.plot([left, ridge, right], heights, style, color=COLOURS["predicted"], label=label)
     for operation in OPERATIONS:
         x, y = operation.intensity, reachable(operation, "H200") / 1e12

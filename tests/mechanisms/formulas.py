@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.experiments.cost_model import Player
+from common.costs.alpha_beta import Player
 from common.link import Link
 from common.model_config import ModelConfig
 

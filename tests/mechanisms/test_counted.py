@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
-from common.experiments import cost_model
+from common.costs import alpha_beta
 from common.experiments.slow_device import SlowDevice
 from common.model import Decoder, fused_attention
 from common.process_groups import Degrees, build_mesh
@@ -173,7 +173,7 @@ def test_peak_of_head_and_loss(dtype):
 @pytest.mark.parametrize("megabytes", [0.001, 0.05, 25.0])
 def test_buckets_are_those_of_data_parallelism(megabytes):
     parameters = list(Decoder(TrainConfig().model_config).parameters())
-    found = cost_model.fill_buckets([4 * each.numel() for each in parameters], 1e6 * megabytes)
+    found = alpha_beta.fill_buckets([4 * each.numel() for each in parameters], 1e6 * megabytes)
     real = fill_buckets(parameters, "bucket", megabytes)
     assert [[id(parameters[index]) for index in bucket] for bucket in found] == [[id(each) for each in b] for b in real]
 

@@ -9,9 +9,12 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
+from common.costs import alpha_beta, hardware, vocabulary
+from common.costs.alpha_beta import Player
+from common.costs.hardware import BUS_GB_PER_S
+from common.costs.vocabulary import Message
 from common.counts import count_parameters
-from common.experiments import cost_model, on_nodes
-from common.experiments.cost_model import ALL_GATHER_GB_PER_S, Player
+from common.experiments import on_nodes
 from common.presets import PRESETS
 from step01_single_gpu.memory_model import gpt, peak, prediction
 from step02_data_parallel.experiments import predictions as data
@@ -28,13 +31,24 @@ def exchange_and_wait(player: Player) -> None:
     player.wait(second)
 
 
+ADDED = ("tp", "all_gather", 15, 2), ("cp", "send", 7, 1), ("tp", "all_gather", 10, 3, "forward"), ("pp", "send", 9, 0)
 COMMON = [
-    (1500, cost_model.all_reduce_bytes, 1000, 4),  # 2·3/4·1000
-    (0.0075, cost_model.all_reduce_seconds, 1000, 4, LINK),  # 2·3·0.001 + 1500/10⁶
-    ([[3, 2], [1], [0]], cost_model.fill_buckets, [4, 3, 2, 1], 5),  # from the end: 1 + 2, and 3 no more; 3; 4
-    ([[1, 0]], cost_model.fill_buckets, [2, 3], 5),  # exactly full
-    (8, cost_model.gather_ratio, 3, 5, 40, 2),  # 2·2·40/(2·5·2)
-    (4, cost_model.gather_ratio, 3, 5, 40, 2, 1),  # as appendix A3 has it: elements
+    (1500, alpha_beta.all_reduce_bytes, 1000, 4),  # 2·3/4·1000
+    (750, vocabulary.sent, "all_to_all", 1000, 4),  # 3/4·1000
+    (1000, vocabulary.sent, "send", 1000, 4),
+    # 3·(2·3·0.001 + 1500/10⁶); 3·(0.001 + 1500/10⁶); 3·(3·0.001 + 1500/10⁶)
+    (0.0225, vocabulary.seconds, Message("dp", "all_reduce", 1500, 3), 4, LINK),
+    (0.0075, vocabulary.seconds, Message("pp_forward", "send", 1500, 3), 4, LINK),
+    (0.0135, vocabulary.seconds, Message("tp", "all_gather", 1500, 3), 4, LINK),
+    (
+        {("tp", "all_gather"): (5, 60), ("cp", "send"): (1, 7)},  # 2·15 + 3·10
+        lambda: vocabulary.added([Message(*each) for each in ADDED]),
+    ),
+    (0.0075, alpha_beta.all_reduce_seconds, 1000, 4, LINK),  # 2·3·0.001 + 1500/10⁶
+    ([[3, 2], [1], [0]], alpha_beta.fill_buckets, [4, 3, 2, 1], 5),  # from the end: 1 + 2, and 3 no more; 3; 4
+    ([[1, 0]], alpha_beta.fill_buckets, [2, 3], 5),  # exactly full
+    (8, alpha_beta.gather_ratio, 3, 5, 40, 2),  # 2·2·40/(2·5·2)
+    (4, alpha_beta.gather_ratio, 3, 5, 40, 2, 1),  # as appendix A3 has it: elements
     (1.547, on_nodes.seconds_on, "8mbit", 1_448_000),  # 1000 packets of 1514 bytes, half as many answers of 66
     (200, on_nodes.crossing, {100: 0.4, 400: 1.2}),  # 0.8 is half the way of the logarithms
     # 4 ranks: a message of 8 takes 3·8/4. From 1: the exchange is there at 4, the all-reduce at 4 + 6 + 6
@@ -106,9 +120,9 @@ UNITS = zero.Model((10, 20, 30, 40))
 
 def tokens_that_hide() -> list[int]:
     """On the playbook's nodes; its cheatsheet's ratio for ZeRO-3 is then DP/2 instead of 1."""
-    needed = {dp: zero.tokens_to_hide_gather(dp, 1e9 * each, PEAK) for dp, each in ALL_GATHER_GB_PER_S.items()}
+    needed = {dp: zero.tokens_to_hide_gather(dp, 1e9 * each, PEAK) for dp, each in BUS_GB_PER_S["all_gather"].items()}
     for dp, tokens in needed.items():
-        assert zero.cheatsheet_zero3(dp, 1e9 * ALL_GATHER_GB_PER_S[dp], PEAK, tokens) == pytest.approx(dp / 2)
+        assert zero.cheatsheet_zero3(dp, 1e9 * BUS_GB_PER_S["all_gather"][dp], PEAK, tokens) == pytest.approx(dp / 2)
     return [round(tokens) for tokens in needed.values()]
 
 
@@ -167,7 +181,7 @@ def pairs(gathers: int, scatters: int) -> dict[str, int]:
 def ratios() -> list[float]:
     """Of a gather within a node of 8 to the product behind it, in Llama 3 8B: q, k and v; gate and up."""
     shared = LLAMA.hidden + 2 * LLAMA.kv_heads * LLAMA.head_width, 2 * LLAMA.ffn
-    return [round(cost_model.gather_ratio(8, width, PEAK, cost_model.NVLINK), 2) for width in shared]
+    return [round(alpha_beta.gather_ratio(8, width, PEAK, hardware.NVLINK), 2) for width in shared]
 
 
 def gigabytes() -> list[float]:

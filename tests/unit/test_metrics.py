@@ -11,11 +11,12 @@ import torch
 
 from common import collectives
 from common.config import TrainConfig
+from common.costs.hardware import vendor_tflops
 from common.counts import count_flops
 from common.errors import UsageError
 from common.process_groups import Degrees, build_mesh
 from common.record import hardware, run_record
-from common.record.hardware import peak_flops, vendor_tflops
+from common.record.hardware import peak_flops
 from common.record.run_record import RunRecord, read_metrics
 from common.start import environment
 from tests.harness.ranks import run_ranks

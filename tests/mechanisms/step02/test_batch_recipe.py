@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 
-from common.experiments import cost_model
+from common.costs import alpha_beta
+from common.costs.hardware import BUS_GB_PER_S
 from common.link import Link
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.peak import predict_peak
 from step02_data_parallel import batch_recipe
-from step02_data_parallel.batch_recipe import ALL_REDUCE_GB_PER_S, fill, largest_micro_batch, main, tokens_to_hide
+from step02_data_parallel.batch_recipe import fill, largest_micro_batch, main, tokens_to_hide
 from step02_data_parallel.experiments import cluster, predictions
 
 
@@ -43,13 +44,15 @@ def test_tokens_that_hide_the_all_reduce():
     """The corrected condition at the playbook's bandwidths, 989 TFLOP/s, 2 bytes, worked by hand."""
     worked = {8: 2.0e3, 16: 2.6e3, 32: 6.0e3, 64: 9.8e3, 128: 11.6e3, 256: 15.2e3, 512: 30e3}
     for gpus, tokens in worked.items():
-        assert tokens_to_hide(gpus, ALL_REDUCE_GB_PER_S[gpus] * 1e9, 989e12, 2) == pytest.approx(tokens, rel=0.02)
+        assert tokens_to_hide(gpus, BUS_GB_PER_S["all_reduce"][gpus] * 1e9, 989e12, 2) == pytest.approx(
+            tokens, rel=0.02
+        )
     assert tokens_to_hide(1, 1e9, 989e12, 2) == 0, "one rank sends nothing"
 
 
 def test_condition_is_the_ratio_of_the_two_times():
     parameters, tokens, dp, peak, bandwidth, width = 7e9, 5000, 16, 1e14, 5e10, 4
-    ratio = cost_model.all_reduce_bytes(width * parameters, dp) / bandwidth / (4 * tokens * parameters / peak)
+    ratio = alpha_beta.all_reduce_bytes(width * parameters, dp) / bandwidth / (4 * tokens * parameters / peak)
     assert tokens_to_hide(dp, bandwidth, peak, width) / tokens == pytest.approx(ratio)
     printed = batch_recipe.printed_ratio(parameters, tokens, dp, bandwidth, peak)
     assert printed == pytest.approx(ratio * parameters / width), "what the printed form has too much"
@@ -57,7 +60,9 @@ def test_condition_is_the_ratio_of_the_two_times():
 
 def test_bandwidth_between_the_measured_points():
     expected = {64: 99.6e9, 4: 436e9, 4096: 32.9e9, 90: (99.6 * 84.7) ** 0.5 * 1e9}  # 90 is near 64 x 2 ** 0.5
-    assert {gpus: batch_recipe.all_reduce_bandwidth(gpus) for gpus in expected} == pytest.approx(expected, rel=0.002)
+    assert {gpus: batch_recipe.bus_bandwidth("all_reduce", gpus) for gpus in expected} == pytest.approx(
+        expected, rel=0.002
+    )
 
 
 def test_exposed_share():
@@ -94,8 +99,8 @@ LINK = Link(alpha=0.001, bandwidth=1e6)
 
 
 def test_all_reduce_times():
-    assert cost_model.all_reduce_bytes(1000, 4) == 1500
-    assert cost_model.all_reduce_seconds(1000, 4, LINK) == pytest.approx(6 * 0.001 + 0.0015)
+    assert alpha_beta.all_reduce_bytes(1000, 4) == 1500
+    assert alpha_beta.all_reduce_seconds(1000, 4, LINK) == pytest.approx(6 * 0.001 + 0.0015)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_attention():
 
 
 def test_roofline_has_a_ridge():
-    ridge = roofline.peak_flops("H100") / roofline.BANDWIDTH["H100"]
+    ridge = roofline.peak_flops("H100") / roofline.MEMORY_BANDWIDTH["H100"]
     below, above = (roofline.Operation("", factor * ridge, 1) for factor in (0.5, 2))
     shares = [roofline.reachable(each, "H100") / roofline.peak_flops("H100") for each in (below, above)]
     assert shares == pytest.approx([0.5, 1])

@@ -6,20 +6,13 @@ and Gropp, 2005). With `--link` messages really take that long, so predictions c
 
 from dataclasses import dataclass
 
+from common.costs.vocabulary import sent
 from common.link import Link
-
-# Bytes/s that an H100 sends at most: over NVLink 4 to GPUs of its node, and over a card of 400 Gb/s to other nodes
-NVLINK, NETWORK = 450e9, 50e9
-NODE = 8  # GPUs
-
-# Median bus bandwidth (GB/s) of an all-gather of 256 MB by number of GPUs, on nodes of 8 H100. Measured by the authors
-# of the playbook and read off its figure "pp_comm_bandwidth"; not measured here.
-ALL_GATHER_GB_PER_S = {8: 249.8, 16: 184.6, 32: 119.0, 64: 69.0, 128: 55.0, 256: 28.0, 512: 11.0}
 
 
 def all_reduce_bytes(size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in an all-reduce of `size` bytes: 2(N-1)/N K."""
-    return 2 * (ranks - 1) / ranks * size
+    return sent("all_reduce", size, ranks)
 
 
 def all_reduce_seconds(size: float, ranks: int, link: Link) -> float:
@@ -63,28 +56,34 @@ def gather_ratio(ranks: int, width: float, peak_flops: float, bandwidth: float, 
 
 @dataclass
 class Player:
-    """Plays one rank and its link: messages queue for the link, and the rank computes or waits. Times in seconds."""
+    """Plays one rank and its link: messages queue for the link, and the rank computes or waits. Times in seconds.
 
-    ranks: int
-    link: Link
+    player = Player(2, link)
+    arrives = player.message(size)   # an all-gather starts
+    player.now += compute            # the rank computes meanwhile
+    player.wait(arrives)             # player.blocked has grown by what the computation did not hide
+    """
+
+    ranks: int = 2
+    link: Link = Link(0.0, float("inf"))
     now: float = 0.0
     free: float = 0.0  # when the link is idle again
     communication: float = 0.0
     blocked: float = 0.0
 
-    def message(self, size: float) -> float:
-        """Start an all-gather or reduce-scatter of `size` bytes in total. Returns when it will be complete."""
-        seconds = (self.ranks - 1) * (self.link.alpha + size / self.ranks / self.link.bandwidth)
+    def travel(self, seconds: float) -> float:
+        """Start what keeps the link busy for so long. Returns when it will be complete."""
         self.free = max(self.free, self.now) + seconds
         self.communication += seconds
         return self.free
 
+    def message(self, size: float) -> float:
+        """Start an all-gather or reduce-scatter of `size` bytes in total. Returns when it will be complete."""
+        return self.travel((self.ranks - 1) * (self.link.alpha + size / self.ranks / self.link.bandwidth))
+
     def exchange(self, size: float) -> float:
         """Start to send `size` bytes to a neighbor, and to receive as many. Returns when they will be there."""
-        seconds = self.link.alpha + size / self.link.bandwidth
-        self.free = max(self.free, self.now) + seconds
-        self.communication += seconds
-        return self.free
+        return self.travel(self.link.alpha + size / self.link.bandwidth)
 
     def all_reduce(self, size: float) -> float:
         """Start an all-reduce: a reduce-scatter and an all-gather of `size` bytes. Returns when it will be complete."""
