@@ -11,9 +11,6 @@ from tests.harness.ranks import ROOT
 STEPS = sorted(path.parent.name for path in ROOT.glob("step*/train.py"))
 FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT / folder).rglob("*.py"))
 COMMANDS = {"common.compare", "common.tracer", "common.export", "common.nodes"}  # what a user starts with python -m
-LOOKS = {
-    f"common.experiments.{name}" for name in ("figures", "tables", "curves", "timelines")
-}  # of whatever is printed or drawn
 COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launch")}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
 COLLECTIVE |= {"step02_data_parallel.two_ranks"}  # a lesson's first example, which imports nothing of ours
@@ -73,7 +70,7 @@ def test_no_rooms_of_common_import_each_other_in_a_circle():
     rooms: dict[str, set[str]] = {}
     for module in MODULES:
         if module.split(".")[0] == "common":
-            rooms.setdefault(room_of(module), set()).update(room_of(other) for other in IMPORTS[module] - LOOKS)
+            rooms.setdefault(room_of(module), set()).update(room_of(other) for other in IMPORTS[module])
     assert circle(rooms) == []
     assert rooms["common"] == {"common"}, "the core imports no room"
 
@@ -84,7 +81,7 @@ def test_imports_point_one_way(module):
     for other in IMPORTS[module]:
         assert not other.startswith("tests"), f"{module} imports {other}"
         assert step_of(other) <= number, f"{module} imports {other}, which comes later"
-        if ".experiments" in other and other not in LOOKS:
+        if ".experiments" in other:
             assert experiment, f"{module} imports {other}: only experiments import experiments"
             assert step_of(other) in (0, number), f"{module} imports another step's experiments, {other}"
 

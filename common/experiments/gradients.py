@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from common.drawing.tables import print_comparison
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison
 
 
 def compare_gradients(on_every_case: Callable, difference: Callable, cases: list[tuple[int, str, dict]]) -> None:

@@ -18,8 +18,8 @@ import torch
 
 from common import collectives
 from common.command_line import OneLineParser
+from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.experiments.tables import print_table
 from common.launch import end_cleanly
 from common.process_groups import Degrees, Group, Mesh, build_mesh
 from common.start import environment, init_distributed

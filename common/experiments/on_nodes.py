@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from common import collectives
+from common.drawing.tables import compared
 from common.errors import UsageError
 from common.experiments import tcp_bytes
 from common.experiments.nodes import limit, value_of
 from common.experiments.runner import ROOT
-from common.experiments.tables import compared
 from common.launch import end_cleanly
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment, init_distributed

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.command_line import OneLineParser
-from common.experiments import figures
+from common.drawing import figures
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,9 @@ import torch
 from common import collectives
 from common.config import TrainConfig
 from common.data.batches import Batches
-from common.experiments import figures, tcp_bytes
-from common.experiments.curves import plot
+from common.drawing import figures
+from common.drawing.curves import plot
+from common.experiments import tcp_bytes
 from common.experiments.local_ranks import on_ranks, train_quietly
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from common.command_line import OneLineParser
 from common.config import TrainConfig, flag_names, spelled
+from common.drawing.curves import plot
+from common.drawing.tables import aligned
 from common.errors import UsageError
-from common.experiments.curves import plot
-from common.experiments.tables import aligned
 from common.record.run_record import read_metrics
 
 KEYS = ("loss", "grad_norm")

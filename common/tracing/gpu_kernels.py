@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from common.experiments.tables import print_table
+from common.drawing.tables import print_table
 from common.tracing.chrome_trace import time_by_state
 
 

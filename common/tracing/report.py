@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.command_line import OneLineParser
+from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.experiments.tables import print_table
-from common.experiments.timelines import draw_timelines
 from common.tracing.chrome_trace import Trace, read_trace, time_by_state
 from common.tracing.gpu_kernels import print_kernels
+from common.tracing.timelines import draw_timelines
 
 
 class Now(NamedTuple):

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
-from common.experiments.figures import new_figure, save_figure
-from common.experiments.tables import compared, print_table
+from common.drawing.figures import new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.presets import PRESETS
 from step01_single_gpu.experiments.tools import MODES, Run
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes

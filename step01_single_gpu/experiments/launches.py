@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.config import TrainConfig
 from common.costs.hardware import H100_TFLOPS
 from common.counts import count_parameters
-from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step01_single_gpu.experiments.compute import cpu_times
 from step01_single_gpu.experiments.tools import Run, train_in

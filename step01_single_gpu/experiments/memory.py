@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from common.config import TrainConfig
-from common.experiments.figures import new_figure, save_figure
+from common.drawing.figures import new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import compared, print_table
 from common.measure.allocator import MemoryMeter
 from common.model import cross_entropy_sum
 from step01_single_gpu.experiments import memory_timeline as timeline

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.experiments.figures import COLOURS
+from common.drawing.figures import COLOURS
 from common.measure.allocator import Allocation, MemoryMeter
 from step01_single_gpu.experiments.tools import MIB, Run
 

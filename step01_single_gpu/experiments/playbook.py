@@ -3,8 +3,8 @@
 import torch
 
 from common.counts import count_flops, count_parameters
-from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.tables import compared, print_table
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.presets import PRESETS
 from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.experiments.tools import HEADER, MIB, MODES

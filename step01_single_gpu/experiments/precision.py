@@ -8,9 +8,9 @@ import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
-from common.experiments.curves import plot
-from common.experiments.figures import figure_path
-from common.experiments.tables import compared, print_table
+from common.drawing.curves import plot
+from common.drawing.figures import figure_path
+from common.drawing.tables import compared, print_table
 from common.measure.allocator import live_bytes
 from common.record.compare import compare, read_run, table
 from step01_single_gpu.experiments.tools import HEADER, Run, train_in

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import print_table
 
 LAYERS, SEQUENCES = 4, 2
 # Units of memory of one layer: its weights, its gradient, its two moments; and for each sequence what it keeps for the

@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
-from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step01_single_gpu.memory_model import prediction as memory
 from step02_data_parallel import batch_recipe

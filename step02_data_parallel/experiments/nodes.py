@@ -11,13 +11,13 @@ import numpy as np
 from common.config import TrainConfig
 from common.costs.alpha_beta import all_reduce_bytes
 from common.data.batches import load_batches
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import compared, print_comparison, print_table
 from common.errors import UsageError
 from common.experiments import tcp_bytes
-from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
 from common.experiments.slow_device import SlowDevice
-from common.experiments.tables import compared, print_comparison, print_table
 from common.link import Link
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh

@@ -8,9 +8,9 @@ from pathlib import Path
 from common.config import TrainConfig
 from common.costs.alpha_beta import all_reduce_bytes, fill_buckets
 from common.data.batches import load_batches
+from common.drawing.tables import print_comparison
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, overlay, reference_gradients, run_jobs, tensor_sizes
-from common.experiments.tables import print_comparison
 from common.model import cross_entropy_sum
 from common.process_groups import Mesh
 from common.tracing.report import Trace, read_trace

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from common.config import TrainConfig
 from common.costs.alpha_beta import fill_buckets
-from common.experiments.figures import figure_path
+from common.drawing.figures import figure_path
+from common.drawing.tables import print_comparison
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
-from common.experiments.tables import print_comparison
-from common.experiments.timelines import draw_timelines
 from common.experiments.traces import computation, quietest
 from common.tracing.chrome_trace import Trace, read_trace
+from common.tracing.timelines import draw_timelines
 from step02_data_parallel.experiments import predictions
 from step02_data_parallel.experiments.numbers import MODES, gradient_calls
 from step02_data_parallel.train import train

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from unittest import mock
 
-from common.experiments.figures import COLOURS, as_image, save_animation, save_figure
+from common.drawing.animation import as_image, save_animation
+from common.drawing.figures import COLOURS, save_figure
+from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_table
 from common.process_groups import Mesh
 from step03_zero.experiments.tools import SHAPE, Run
 from step03_zero.unit import Unit

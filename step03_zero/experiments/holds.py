@@ -1,6 +1,6 @@
 """The opening picture: what two ranks hold in each stage. A drawing of the idea; `memory` measures it."""
 
-from common.experiments.figures import COLOURS, new_figure, save_figure
+from common.drawing.figures import COLOURS, new_figure, save_figure
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import PARTS, STAGES
 

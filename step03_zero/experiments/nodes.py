@@ -10,13 +10,13 @@ import numpy as np
 from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.errors import UsageError
 from common.experiments import tcp_bytes
-from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import CROSSES, HIDES, crosses, crossing, on_nodes, timed
 from common.experiments.slow_device import SlowDevice
-from common.experiments.tables import compared, print_table
 from common.link import Link
 from common.process_groups import Mesh
 from step03_zero.experiments import predictions

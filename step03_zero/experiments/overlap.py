@@ -9,16 +9,16 @@ from common.config import TrainConfig
 from common.costs.alpha_beta import Player, fill_buckets
 from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, NODE, NVLINK
 from common.counts import count_parameters
-from common.experiments.figures import COLOURS, figure_path, new_figure, save_figure
+from common.drawing.figures import COLOURS, figure_path, new_figure, save_figure
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, MODEL, run_jobs, tensor_sizes
-from common.experiments.tables import print_comparison, print_table
-from common.experiments.timelines import draw_timelines
 from common.experiments.traces import computation, quietest
 from common.model import Decoder
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
+from common.tracing.timelines import draw_timelines
 from step02_data_parallel.batch_recipe import tokens_to_hide
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import prefetching, regions_of

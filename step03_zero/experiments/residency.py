@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 
 from common.config import TrainConfig
-from common.experiments.figures import SERIES, new_figure, save_figure
+from common.drawing.figures import SERIES, new_figure, save_figure
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, run_jobs
-from common.experiments.tables import print_comparison, print_table
 from common.process_groups import Mesh
 from common.record.run_record import read_metrics
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes

@@ -4,7 +4,7 @@ A model of three layers is trained on two ranks. Every small square is one half 
 and rank 1 the right ones.
 """
 
-from common.experiments.figures import COLOURS, new_figure, save_figure
+from common.drawing.figures import COLOURS, new_figure, save_figure
 
 MOMENTS = (
     "forward\nin layer 1",

@@ -5,10 +5,10 @@ from collections import Counter
 from pathlib import Path
 
 from common.costs.alpha_beta import fill_buckets
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, overlay, reference_gradients, run_jobs, tensor_sizes
-from common.experiments.tables import print_comparison, print_table
 from common.tracing.chrome_trace import Trace, read_trace
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import SHAPE, STAGES, Run, on_every_case, units_of

@@ -6,8 +6,8 @@ from unittest import mock
 
 from common import collectives
 from common.config import TrainConfig
+from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_table
 from common.model import Decoder
 from common.process_groups import Mesh
 from step03_zero.experiments import predictions

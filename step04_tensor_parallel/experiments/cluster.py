@@ -3,8 +3,8 @@
 from common.costs.alpha_beta import gather_ratio
 from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, NETWORK, NODE, NVLINK
 from common.counts import count_flops
-from common.experiments.figures import new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import new_figure, save_figure
+from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import COLOURS

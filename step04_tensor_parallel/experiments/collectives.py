@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from common.collectives import barrier, record
 from common.config import TrainConfig
+from common.drawing.tables import print_comparison, print_table
 from common.experiments import tcp_bytes
 from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import overlay, reference_gradients
-from common.experiments.tables import print_comparison, print_table
 from common.process_groups import Mesh
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.tools import RECOMPUTED, SHAPE, WAYS, Run, on_every_case, way_of

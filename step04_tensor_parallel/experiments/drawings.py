@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import nn
 
-from common.experiments.figures import COLOURS, SERIES, save_figure
+from common.drawing.figures import COLOURS, SERIES, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
 from step04_tensor_parallel.operators import Split

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import collectives
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison, print_table
 from common.process_groups import Mesh
 from step01_single_gpu.memory_model.prediction import SavedTensors
 from step04_tensor_parallel.experiments import predictions

@@ -3,9 +3,9 @@
 import torch
 
 from common.config import TrainConfig
-from common.experiments.figures import new_figure, save_figure
+from common.drawing.figures import new_figure, save_figure
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison, print_table
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.prediction import SavedTensors
 from step04_tensor_parallel.experiments import predictions

@@ -12,13 +12,13 @@ from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player, all_reduce_bytes
 from common.counts import count_parameters
+from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.errors import UsageError
-from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
 from common.experiments.slow_device import SlowDevice
-from common.experiments.tables import compared, print_table
 from common.experiments.tcp_bytes import PACKET
 from common.link import Link
 from common.process_groups import Mesh

@@ -10,9 +10,9 @@ import torch
 from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
-from common.experiments.tables import print_comparison, print_table
 from common.experiments.traces import quietest
 from common.process_groups import Group, Mesh
 from common.tracing.chrome_trace import Trace, read_trace

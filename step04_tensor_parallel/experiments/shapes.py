@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import collectives
+from common.drawing.tables import print_comparison, print_table
 from common.experiments import tcp_bytes
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison, print_table
 from common.model import Decoder
 from common.process_groups import Group, Mesh
 from step04_tensor_parallel.experiments import predictions

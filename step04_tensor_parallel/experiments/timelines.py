@@ -1,9 +1,10 @@
 """Timelines of a rank that name the layers, and have one lane for all messages."""
 
-from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.timelines import ISSUE_SHARE, WAITING
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.lanes import WAITING
 from common.experiments.traces import quietest
 from common.tracing.chrome_trace import Trace
+from common.tracing.timelines import ISSUE_SHARE
 
 LAYERS = ("embed", "attention", "MLP", "head")
 NAMES = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather", "send": "ring"}

@@ -7,7 +7,7 @@ import torch
 
 from common.config import TrainConfig
 from common.data.batches import load_batches
-from common.experiments.figures import SERIES
+from common.drawing.figures import SERIES
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer

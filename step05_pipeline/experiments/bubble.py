@@ -4,9 +4,9 @@ import tempfile
 from pathlib import Path
 
 from common.config import TrainConfig
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
-from common.experiments.tables import print_comparison, print_table
 from common.tracing.report import Trace, read_trace
 from step05_pipeline.experiments.predictions import efficiency
 from step05_pipeline.experiments.tools import ORDER, SHAPE, draw_figure

@@ -1,8 +1,8 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
 from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
-from common.experiments.figures import SERIES, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import SERIES, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step05_pipeline.experiments import predictions
 from step05_pipeline.schedules.catalogue import build_schedule

@@ -1,11 +1,12 @@
 """Drawings: two ranks with two micro-batches; 1F1B's circle; messages that wait for each other, or have one order."""
 
-from common.experiments.figures import COLOURS, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import COLOURS, save_figure
+from common.drawing.lanes import lanes
+from common.drawing.tables import print_table
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.messages import Transfer, place_messages
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
-from step05_pipeline.schedules.timeline import draw_rows
+from step05_pipeline.schedules.timeline import lanes_of
 
 MESSAGE = COLOURS["send"]
 IN_THE_MIDDLE = {"ha": "center", "va": "center"}
@@ -42,13 +43,13 @@ def draw_toy(lines: dict[str, Timeline]) -> None:
     axes[0].set(xlim=(0, 12), ylim=(0, 1.25), xticks=[], yticks=[])
     axes[0].spines[:].set_visible(False)
     for axis, (title, line) in zip(axes[1:], lines.items()):
-        draw_rows(axis, line, 12, inches=0.62, names=True)
+        lanes(axis, lanes_of(line, names=True), 12)
         starts = {(rank, action): start for rank, row in enumerate(line.spans) for action, start, _ in row}
         for rank, row in enumerate(line.spans):
             for action, _, end in row:
                 if (action.kind, rank) in (("F", 0), ("B", 1)):
-                    used = starts[1 - rank, action] + 0.1, 1 - rank
-                    axis.annotate("", used, (end - 0.12, rank), arrowprops=arrow, zorder=5)
+                    used = starts[1 - rank, action] + 0.1, 1.5 - rank
+                    axis.annotate("", used, (end - 0.12, rank + 0.5), arrowprops=arrow, zorder=5)
         axis.set_title(f"{title}; {line.makespan:g} units", loc="left", fontsize=10.5, fontweight="bold")
         axis.set_xticks(range(0, 13))
     axes[-1].set_xlabel("time", fontsize=9.5)
@@ -69,16 +70,16 @@ def circle(quick: bool) -> None:
     print(f"\n1F1B, 2 ranks, a message takes F: {line.makespan:g} units; from F2 to F4 on rank 0 {end - begin:g}")
     figure = Figure(figsize=(8.6, 2.4), dpi=120, layout="constrained")
     axis = figure.subplots()
-    draw_rows(axis, line, line.makespan, inches=0.55, names=True)
+    lanes(axis, lanes_of(line, names=True), line.makespan)
     for text in axis.texts:
         text.set_clip_on(True)  # most of the step is outside the picture
     for rank, name in ((0, "F2"), (1, "F2"), (1, "B2"), (0, "B2"), (0, "F4")):
         start, width = spans[rank, name][0], spans[rank, name][1] - spans[rank, name][0]
-        axis.add_patch(Rectangle((start, rank - 0.45), width, 0.9, fill=False, edgecolor="black", linewidth=2.5))
+        axis.add_patch(Rectangle((start, rank + 0.05), width, 0.9, fill=False, edgecolor="black", linewidth=2.5))
     arrow = {"arrowstyle": "-|>", "color": MESSAGE, "linewidth": 2.2, "shrinkA": 0, "shrinkB": 0}
     for rank, name in ((0, "F2"), (1, "B2"), (0, "F4")):
         sent, used = spans[rank, name][1], spans[1 - rank, name][0]
-        axis.annotate("", (used, 1 - rank), (sent, rank), arrowprops=arrow, zorder=5)
+        axis.annotate("", (used, 1.5 - rank), (sent, rank + 0.5), arrowprops=arrow, zorder=5)
     axis.set(xlim=(begin - 2, end + 4), xlabel="time; a message takes 1")
     axis.set_xticks(range(int(begin) - 2, int(end) + 5))
     save_figure(figure, "circle")

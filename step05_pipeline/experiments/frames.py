@@ -1,11 +1,13 @@
 """1F1B fills and drains, as a strip of moments and as an animation, played by the simulator."""
 
-from common.experiments.figures import COLOURS, as_image, save_animation, save_figure
-from common.experiments.tables import print_table
+from common.drawing.animation import as_image, save_animation
+from common.drawing.figures import COLOURS, save_figure
+from common.drawing.lanes import lanes
+from common.drawing.tables import print_table
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Timeline, simulate
-from step05_pipeline.schedules.timeline import NAMES, draw_rows
+from step05_pipeline.schedules.timeline import NAMES, lanes_of
 
 RANKS, MICRO_BATCHES = 4, 8
 MOMENTS = [  # (time, what happens)
@@ -114,7 +116,7 @@ def draw_animation(line: Timeline, coarser: int) -> None:
         above, below = figure.add_axes((0.03, 0.5, 0.95, 0.4)), figure.add_axes((0.09, 0.09, 0.89, 0.34))
         draw_moment(above, line, time, length=0.5)
         past = [[span for span in row if span[1] <= time] for row in line.spans]
-        draw_rows(below, Timeline(tuple(map(tuple, past))), line.makespan, inches=6.7 / line.makespan)
+        lanes(below, lanes_of(Timeline(tuple(map(tuple, past)))), line.makespan)
         below.axvline(time, color="black", linewidth=1)
         title = next(title for until, title in PHASES if time < until)
         figure.text(0.03, 0.95, f"1F1B: {title}", fontsize=11.5, fontweight="bold", va="center")

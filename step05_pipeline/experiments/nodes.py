@@ -1,10 +1,10 @@
 """What may cross nodes? Two nodes of two ranks, joined by a slow cable, and the same model divided in three ways."""
 
 from common import collectives
+from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.errors import UsageError
-from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
 from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
-from common.experiments.tables import compared, print_table
 from common.experiments.tcp_bytes import PACKET
 from common.process_groups import Mesh
 from step05_pipeline.experiments.tools import Run

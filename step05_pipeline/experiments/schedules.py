@@ -1,7 +1,7 @@
 """What schedules cost, by simulation alone: time lines, bubbles, micro-batches in flight, against the formulas."""
 
-from common.experiments.figures import SERIES, new_figure, save_figure
-from common.experiments.tables import compared, print_table
+from common.drawing.figures import SERIES, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, draw_figure, pipeline_of
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule

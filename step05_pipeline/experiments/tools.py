@@ -2,8 +2,8 @@
 
 import torch
 
+from common.drawing.figures import figure_path
 from common.experiments import training_step
-from common.experiments.figures import figure_path
 from common.experiments.training_step import checked
 from common.process_groups import Mesh
 from step05_pipeline import train

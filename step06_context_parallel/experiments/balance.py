@@ -7,9 +7,9 @@ from unittest.mock import patch
 import torch
 
 from common.collectives import barrier
-from common.experiments.figures import COLOURS, save_figure
+from common.drawing.figures import COLOURS, save_figure
+from common.drawing.tables import compared, print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import compared, print_comparison, print_table
 from common.experiments.training_step import on_every_case
 from common.process_groups import Mesh
 from step06_context_parallel import attention_block, ring_attention

@@ -3,8 +3,8 @@
 from common.costs.alpha_beta import Player
 from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
 from common.counts import count_parameters
-from common.experiments.figures import SERIES, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import SERIES, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.link import Link
 from common.presets import PRESETS
 from step06_context_parallel.experiments import predictions

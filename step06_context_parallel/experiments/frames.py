@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 
-from common.experiments.figures import COLOURS, as_image, save_animation, save_figure
-from common.experiments.tables import print_table
+from common.drawing.animation import as_image, save_animation
+from common.drawing.figures import COLOURS, save_figure
+from common.drawing.tables import print_table
 from step06_context_parallel.experiments.tools import RANK_COLOURS
 from step06_context_parallel.layouts import Block, Layout
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from common.counts import count_parameters
-from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import compared, print_table
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter
 from common.presets import PRESETS

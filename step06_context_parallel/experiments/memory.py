@@ -5,8 +5,8 @@ import gc
 import torch
 
 from common.config import TrainConfig
+from common.drawing.tables import print_comparison
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Mesh

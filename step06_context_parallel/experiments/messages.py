@@ -4,11 +4,11 @@ from collections import Counter
 
 from common.collectives import barrier, record
 from common.config import TrainConfig
+from common.drawing.tables import print_comparison, print_table
 from common.experiments import tcp_bytes
 from common.experiments.gradients import compare_gradients, worst_difference
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import overlay, reference_gradients
-from common.experiments.tables import print_comparison, print_table
 from common.experiments.training_step import on_every_case
 from common.presets import PRESETS
 from common.process_groups import Mesh

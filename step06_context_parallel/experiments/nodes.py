@@ -8,9 +8,9 @@ import statistics
 from collections import Counter
 
 from common import collectives
+from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
-from common.experiments.tables import print_table
 from common.process_groups import Mesh
 from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, delayed, hops, part_bytes
 from step06_context_parallel.experiments.ring_on_cable import ring_seconds

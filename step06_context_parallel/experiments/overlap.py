@@ -14,13 +14,13 @@ from unittest.mock import patch
 from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player
-from common.experiments.figures import figure_path
+from common.drawing.figures import figure_path
+from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import compared, print_table
-from common.experiments.timelines import draw_timelines
 from common.experiments.traces import quietest
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
+from common.tracing.timelines import draw_timelines
 from common.tracing.tracer import Tracer
 from step06_context_parallel import attention_block
 from step06_context_parallel.experiments import predictions

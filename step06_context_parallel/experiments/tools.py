@@ -2,8 +2,8 @@
 
 import torch
 
+from common.drawing.figures import SERIES
 from common.experiments import training_step
-from common.experiments.figures import SERIES
 from common.experiments.training_step import checked
 from common.process_groups import Mesh
 from step06_context_parallel import train

@@ -5,8 +5,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison, print_table
 from common.experiments.training_step import on_every_case
 from common.model import Decoder, cross_entropy_sum, naive_attention
 from common.presets import PRESETS

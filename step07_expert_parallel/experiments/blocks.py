@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from common.experiments.figures import COLOURS, new_figure, save_figure
+from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.tracing.chrome_trace import Trace
 from common.tracing.tracer import Tracer
 from step04_tensor_parallel import weight_gradients

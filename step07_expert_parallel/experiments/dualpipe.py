@@ -10,8 +10,8 @@ from unittest import mock
 from common import collectives
 from common.config import TrainConfig
 from common.costs.hardware import NETWORK, NVLINK
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison, print_table
 from common.link import Link
 from common.presets import PRESETS
 from common.process_groups import Mesh

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from common.experiments.figures import COLOURS, SERIES, as_image, save_animation, save_figure
+from common.drawing.animation import as_image, save_animation
+from common.drawing.figures import COLOURS, SERIES, save_figure
+from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_table
 from common.process_groups import Degrees, Mesh, build_mesh
 from step07_expert_parallel.expert_parallel import Journey
 from step07_expert_parallel.moe import Choices

@@ -4,8 +4,8 @@ import numpy as np
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
-from common.experiments.figures import SERIES, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import SERIES, new_figure, save_figure
+from common.drawing.tables import print_table
 from step07_expert_parallel.experiments.routing import LAST, smooth
 from step07_expert_parallel.experiments.tools import BALANCES, DENSE, MOE, STEPS, Training, trainings
 

@@ -6,9 +6,9 @@ import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
-from common.experiments.figures import COLOURS, new_figure, save_figure
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import compared, print_table
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import live_bytes
 from common.presets import PRESETS

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from common.collectives import record
-from common.experiments.figures import SERIES, new_figure, save_figure
+from common.drawing.figures import SERIES, new_figure, save_figure
+from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_comparison, print_table
 from common.experiments.training_step import on_every_case
 from common.process_groups import Mesh
 from step07_expert_parallel.experiments.ranks import ExpertLayer, checked

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from common import collectives
+from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
-from common.experiments.tables import print_table
 from common.experiments.training_step import mesh_of
 from common.process_groups import Degrees, Mesh
 from step07_expert_parallel import moe

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from common.experiments.figures import SERIES, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import SERIES, save_figure
+from common.drawing.tables import print_table
 from step07_expert_parallel.experiments.tools import BALANCES, MOE, STEPS, Training, trainings
 
 LAST = 50  # steps at the end of a training, over which loads and losses are averaged

@@ -3,9 +3,9 @@
 import torch
 
 from common.collectives import barrier, record
+from common.drawing.tables import print_table
 from common.experiments import tcp_bytes
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_table
 from common.experiments.training_step import on_every_case
 from common.presets import PRESETS
 from common.process_groups import Mesh

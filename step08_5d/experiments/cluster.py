@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from common.costs.alpha_beta import Player
 from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
 from common.counts import count_flops, count_parameters
-from common.experiments.figures import COLOURS, DIMENSIONS, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.link import Link
 from common.presets import PRESETS
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 from common import collectives
 from common.config import TrainConfig
+from common.drawing.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
+from common.drawing.tables import compared, print_comparison, print_table
 from common.experiments.even_routing import choosing
-from common.experiments.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import compared, print_comparison, print_table
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.process_groups import Mesh

@@ -7,7 +7,7 @@ import torch
 
 from common.costs.hardware import H100_TFLOPS, NVLINK, bus_bandwidth
 from common.counts import count_parameters
-from common.experiments.tables import print_table
+from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from common import collectives
+from common.drawing.figures import DIMENSION_OF, DIMENSIONS, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.experiments.even_routing import choosing
-from common.experiments.figures import DIMENSION_OF, DIMENSIONS, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import print_table
 from common.process_groups import AXES, GROUP_NAMES, Degrees, Mesh, all_groups, coordinates
 from step07_expert_parallel.router import Router
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Run

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup, destroy_process_group, init_process_group, new_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common.experiments.tables import print_table
+from common.drawing.tables import print_table
 from common.process_groups import GROUP_NAMES, Degrees, all_groups, build_mesh
 
 LAYOUTS = {  # zero_replicas: without ZeRO every data-parallel rank holds a copy

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from common.collectives import barrier
-from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.tables import compared, print_table
 from common.measure.allocator import MemoryMeter
 from common.model import at_least_float32
 from common.presets import PRESETS

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from common.counts import count_parameters
-from common.experiments.tables import print_comparison, print_table
+from common.drawing.tables import print_comparison, print_table
 from common.model import rotate, silu_and_multiply
 from common.presets import PRESETS
 from step08_5d.gpu_ladder.roofline import BANDWIDTH, peak_flops

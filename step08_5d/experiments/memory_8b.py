@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from common.counts import count_parameters
-from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step01_single_gpu.memory_model import gpt
 from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes

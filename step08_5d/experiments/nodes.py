@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from common import collectives
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.experiments.figures import COLOURS, new_figure, save_figure
 from common.experiments.on_nodes import HEADER, compared_cells, limited, on_nodes, seconds_on, timed
-from common.experiments.tables import print_table
 from common.process_groups import AXES, Degrees, Mesh
 from step08_5d.experiments.grid import NODE, crossing, label_bars, uses_of
 from step08_5d.experiments.tools import STEP, Run

@@ -6,10 +6,10 @@ from unittest import mock
 
 import torch
 
-from common.experiments.figures import SERIES, save_figure
+from common.drawing.figures import SERIES, save_figure
+from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
-from common.experiments.tables import print_table
 from common.record import compare
 from step01_single_gpu.mixed_precision import Optimizer
 from step08_5d import train as step08

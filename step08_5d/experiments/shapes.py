@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from common.experiments.figures import figure_path
+from common.drawing.figures import figure_path
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
 from step08_5d.experiments.tools import FIVE_D, STEP, Run

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common import collectives
+from common.drawing.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
+from common.drawing.tables import print_table
 from common.experiments.even_routing import choosing
-from common.experiments.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
 from common.experiments.local_ranks import on_ranks
 from common.experiments.slow_device import SlowDevice
-from common.experiments.tables import print_table
 from common.experiments.traces import quietest
 from common.link import Link
 from common.process_groups import Mesh

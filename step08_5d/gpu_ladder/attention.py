@@ -8,8 +8,8 @@ again in the backward. Here it is PyTorch's kernel; step 8 has one of its own in
 import torch
 import torch.nn.functional as F
 
-from common.experiments.figures import COLOURS, new_figure, save_figure
-from common.experiments.tables import print_comparison, print_table
+from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.tables import print_comparison, print_table
 from common.measure.allocator import MemoryMeter
 from step08_5d.gpu_ladder.machine import DEVICE, seconds_of
 from step08_5d.gpu_ladder.traffic import BytesMoved

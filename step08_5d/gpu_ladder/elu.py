@@ -7,7 +7,7 @@ bytes in float32. Eager PyTorch runs five operators, each of which reads and wri
 import torch
 import torch.nn.functional as F
 
-from common.experiments.tables import print_comparison
+from common.drawing.tables import print_comparison
 from step08_5d.gpu_ladder.machine import DEVICE, NOT_HERE, Rung, climb, copy_ceiling, from_source, with_triton
 from step08_5d.gpu_ladder.traffic import BytesMoved, kernel_traffic
 from step08_5d.kernels.launching import HAS_TRITON, ceil_div, tl, triton, warps_for, wide_type

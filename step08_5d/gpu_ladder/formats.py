@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from common.experiments.figures import SERIES, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import SERIES, new_figure, save_figure
+from common.drawing.tables import print_table
 
 FORMATS = {  # name: (type, exponent bits, mantissa bits)
     "float32": (torch.float32, 8, 23),

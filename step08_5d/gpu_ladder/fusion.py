@@ -9,8 +9,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
-from common.experiments.tables import print_comparison
+from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.tables import print_comparison
 from step08_5d.gpu_ladder import elu
 from step08_5d.gpu_ladder.machine import DEVICE, NOT_HERE, Rung, climb, copy_ceiling, with_triton
 from step08_5d.gpu_ladder.traffic import BytesMoved, kernel_traffic

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.experiments.tables import print_table
+from common.drawing.tables import print_table
 from step08_5d.kernels.launching import HAS_TRITON
 
 HERE = Path(__file__).parent

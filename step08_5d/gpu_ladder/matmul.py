@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
-from common.experiments.tables import print_comparison
+from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.tables import print_comparison
 from step08_5d.gpu_ladder.machine import DEVICE, Rung, climb, from_source, seconds_of, with_triton
 from step08_5d.gpu_ladder.traffic import LANES, SECTOR, kernel_traffic
 from step08_5d.gpu_ladder.transactions import KERNELS, Sizes, count, predicted_loads, predicted_sectors

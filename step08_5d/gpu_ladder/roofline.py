@@ -7,8 +7,8 @@ W). Everything here is predicted, from formulas and from NVIDIA's data sheets.
 from typing import NamedTuple
 
 from common.costs.hardware import MEMORY_BANDWIDTH, vendor_tflops
-from common.experiments.figures import COLOURS, SERIES, new_figure, save_figure
-from common.experiments.tables import print_table
+from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.tables import print_table
 
 PALE = {
     "facecolor": "white",

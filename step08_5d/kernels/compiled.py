@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before Triton is loaded
 
 import torch
 
-from common.experiments.tables import print_table
+from common.drawing.tables import print_table
 from step07_expert_parallel.experts import Counts
 from step08_5d.gpu_ladder import elu, fusion
 from step08_5d.gpu_ladder import matmul as products

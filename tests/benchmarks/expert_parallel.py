@@ -20,7 +20,7 @@ import torch
 
 from common import collectives
 from common.config import TrainConfig
-from common.experiments.figures import SERIES, new_figure, write_png
+from common.drawing.figures import SERIES, new_figure, write_png
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.moe import MoE
 from tests.benchmarks.paired import compare, keep, measure_steps, parse_options, peak_bytes

@@ -12,11 +12,11 @@ import torch
 
 from common import collectives
 from common.collectives import all_reduce, exchange, receive, send
-from common.experiments.timelines import draw_timelines
 from common.link import Link
 from common.process_groups import Degrees, Group, build_mesh
 from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_by_state
 from common.tracing.report import main, mean, report
+from common.tracing.timelines import draw_timelines
 from common.tracing.tracer import Tracer
 from tests.harness.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.experiments import figures
+from common.drawing import figures
 from step08_5d.gpu_ladder import attention, elu, formats, fusion, machine, matmul, roofline, traffic, transactions
 from step08_5d.gpu_ladder.transactions import Sizes
 from step08_5d.kernels.launching import HAS_TRITON
