@@ -1,6 +1,7 @@
 """Experts that are equally busy, so that formulas which assume that are exact."""
 
-from unittest import mock
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,6 +12,12 @@ def choose_in_turn(router, scores: torch.Tensor) -> torch.Tensor:
     return (places + torch.arange(router.shape.top_k)) % router.shape.experts
 
 
-def choosing(router: type, evenly: bool = True):
-    """Context manager: experts are chosen in turn or, if not `evenly`, by the router (a class)."""
-    return mock.patch.object(router, "choose", choose_in_turn if evenly else router.choose)
+@contextmanager
+def choosing(router: type, evenly: bool = True) -> Iterator[None]:
+    """In this block experts are chosen in turn or, if not `evenly`, by the router (a class)."""
+    chosen = router.choose
+    try:
+        router.choose = choose_in_turn if evenly else chosen
+        yield
+    finally:
+        router.choose = chosen

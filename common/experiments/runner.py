@@ -1,4 +1,7 @@
-"""`python -m stepNN_name.experiments`: runs the experiments of a step."""
+"""`python -m stepNN_name.experiments`: runs the experiments of a step. Its __main__.py is a list and one call.
+
+run_experiments(__package__, __doc__, [numbers.traffic, overlap.overlap])
+"""
 
 import sys
 import time
@@ -9,22 +12,25 @@ from common.command_line import OneLineParser
 from common.drawing import figures
 
 ROOT = Path(__file__).resolve().parents[2]
+EPILOG = """
+Prints tables of predicted, measured and measured / predicted, and draws into the figures of the step's folder (with
+--quick into runs/, so that the lesson keeps its own). Ranks are gloo processes on this machine. "Measured" is a clock,
+a trace, an allocator or a counter of the kernel; what this machine cannot show is called predicted.
+"""
 
 
 def run_experiments(
-    step: str, description: str, experiments: list[Callable], argv: list[str] | None = None, module: str | None = None
+    package: str, description: str, experiments: list[Callable], argv: list[str] | None = None, step: str | None = None
 ) -> int:
     """Run the experiments that the command line names, all of them by default. Returns the exit status.
 
-    Figures are saved in the folder of the step, with --quick in runs/, so that the lesson keeps its own.
-
     Args:
-        step: name of the step's folder.
+        package: what follows `python -m`, such as step01_single_gpu.experiments.
         experiments: functions of `quick`; the first line of its docstring is printed before each.
-        module: what follows `python -m`, by default STEP.experiments.
+        step: name of the folder in which figures/ is, by default the first part of `package`.
     """
-    by_name = {function.__name__: function for function in experiments}
-    parser = OneLineParser(prog=f"python -m {module or step + '.experiments'}", description=description)
+    by_name, step = {function.__name__: function for function in experiments}, step or package.partition(".")[0]
+    parser = OneLineParser(prog=f"python -m {package}", description=description.splitlines()[0], epilog=EPILOG)
     parser.add_argument("--only", choices=by_name, help="one experiment (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements, rougher numbers")
     options = parser.parse_or_exit(argv)

@@ -1,13 +1,8 @@
 """The claims of step 1, predicted and measured.
 
-    python -m step01_single_gpu.experiments                # all of them, about three minutes on two cores
-    python -m step01_single_gpu.experiments --only first_steps --quick
-
-Prints tables of predicted, measured and measured / predicted, and draws into step01_single_gpu/figures (with --quick
-into runs/step01-figures, so that the lesson keeps its own).
+python -m step01_single_gpu.experiments  # all of them, about 3 minutes on 2 cores
+python -m step01_single_gpu.experiments --only first_steps --quick
 """
-
-import sys
 
 from common.experiments.runner import run_experiments
 from step01_single_gpu.experiments import compute, launches, memory, playbook, precision, toy
@@ -35,4 +30,4 @@ EXPERIMENTS = [
 ]
 
 if __name__ == "__main__":
-    sys.exit(run_experiments("step01_single_gpu", __doc__.splitlines()[0], EXPERIMENTS))
+    raise SystemExit(run_experiments(__package__, __doc__, EXPERIMENTS))

@@ -1,15 +1,8 @@
 """The claims of step 8, predicted and measured.
 
-    python -m step08_5d.experiments                   # all of them
-    python -m step08_5d.experiments --only grid
-
-Prints tables of predicted, measured and measured / predicted, and draws into step08_5d/figures (with --quick into
-runs/step08-figures, so that the lesson keeps its own). Ranks are gloo processes on this machine. Measured is a clock,
-the trace, a log of calls, or the storages behind tensors; what only a cluster can show is called predicted, and what
-others have computed, published.
+python -m step08_5d.experiments  # all of them
+python -m step08_5d.experiments --only grid
 """
-
-import sys
 
 from common.experiments.runner import run_experiments
 from step08_5d.experiments import (
@@ -45,4 +38,4 @@ EXPERIMENTS = [
 ]
 
 if __name__ == "__main__":
-    sys.exit(run_experiments("step08_5d", __doc__.splitlines()[0], EXPERIMENTS))
+    raise SystemExit(run_experiments(__package__, __doc__, EXPERIMENTS))

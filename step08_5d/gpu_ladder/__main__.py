@@ -8,8 +8,6 @@ On a GPU the rungs have full sizes and are timed. Without one, Triton interprets
 what a GPU would be asked for: sectors of memory, bytes, FLOPs.
 """
 
-import sys
-
 from common.experiments.runner import run_experiments
 from step08_5d.gpu_ladder.attention import attention
 from step08_5d.gpu_ladder.elu import elu
@@ -24,5 +22,4 @@ EXPERIMENTS = [elu, matmul, fusion, attention, roofline, formats]
 if __name__ == "__main__":
     for line in missing():
         print(line)
-    module, description = "step08_5d.gpu_ladder", __doc__.splitlines()[0]
-    sys.exit(run_experiments("step08_5d/gpu_ladder", description, EXPERIMENTS, module=module))
+    raise SystemExit(run_experiments(__package__, __doc__, EXPERIMENTS, step="step08_5d/gpu_ladder"))
