@@ -26,6 +26,7 @@ from common.model_config import ModelConfig
 from common.presets import resolve
 from step01_single_gpu.memory_model.peak import predict_peak
 from step01_single_gpu.memory_model.prediction import states
+from step02_data_parallel.cost import exposed_share, printed_ratio, tokens_to_hide
 
 # ---- how large a micro-batch -----------------------------------------------------------------------------------------
 
@@ -80,32 +81,6 @@ def fill(tokens_per_batch: float, seq_len: int, gpus: int, micro_batch: int) -> 
     """Use all `gpus` for data parallelism, and accumulate (at least 1 micro-batch) until the global batch is full."""
     wanted = tokens_per_batch / seq_len
     return Recipe(wanted, gpus, micro_batch, max(1, round(wanted / (micro_batch * gpus))))
-
-
-# ---- does communication hide behind computation ----------------------------------------------------------------------
-
-
-def tokens_to_hide(dp: int, bandwidth: float, peak_flops: float, gradient_bytes: int) -> float:
-    """Return the tokens per GPU and synchronised backward with which its computation takes as long as the all-reduce.
-
-    All-reduce: 2(DP-1)/DP bytes x parameters / bandwidth. Backward: 4 tokens x parameters / peak_flops. The parameters
-    cancel: bytes x (DP-1) x peak_flops / (2 DP bandwidth) tokens.
-    """
-    return gradient_bytes * (dp - 1) * peak_flops / (2 * dp * bandwidth)
-
-
-def printed_ratio(parameters: int, tokens: int, dp: int, bandwidth: float, peak_flops: float) -> float:
-    """Evaluate the playbook's formula as printed: parameters do not cancel, and bytes per gradient are missing."""
-    return parameters / (2 * tokens) * (dp - 1) / dp * peak_flops / bandwidth
-
-
-def exposed_share(ratio: float, accumulation: int) -> float:
-    """Return the part of a step in which nothing but the all-reduce runs, with `ratio` = all-reduce / backward time.
-
-    A forward takes half as long as a backward, and only the last of `accumulation` backwards can hide communication.
-    """
-    exposed = max(0.0, ratio - 1)
-    return exposed / (1.5 * accumulation + exposed)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

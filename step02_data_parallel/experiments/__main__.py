@@ -5,17 +5,13 @@ python -m step02_data_parallel.experiments --only overlap --quick
 """
 
 from common.experiments.runner import run_experiments
-from step02_data_parallel.experiments import cluster, nodes, numbers, overlap, pictures
+from step02_data_parallel.experiments import cluster, nodes, numbers, overlap
 
 EXPERIMENTS = [
-    pictures.two_ranks,
-    pictures.ring,
     numbers.traffic,
     overlap.overlap,
-    overlap.bucket_size,
     nodes.nodes,
     numbers.gradients,
-    numbers.curves,
     cluster.scaling,
     cluster.journey,
 ]

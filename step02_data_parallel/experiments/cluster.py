@@ -4,55 +4,32 @@ import itertools
 
 import torch
 
-from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.costs.hardware import bus_bandwidth
 from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step01_single_gpu.memory_model import prediction as memory
-from step02_data_parallel import batch_recipe
-from step02_data_parallel.experiments import predictions
+from step02_data_parallel import cost
 
 # GPUs: (tokens/s and GPU, micro-batch) of a 1.34 B model, sequences of 4,096 tokens, 256 of them per step, as published
 # in the playbook's figure "dp_scaling". Its points mix two sizes of micro-batches.
 PUBLISHED = {8: (40150, 2), 16: (37610, 1), 32: (35368, 1), 64: (31112, 1), 128: (26446, 2), 256: (15700, 1)}
-CLUSTER = """torchrun --nnodes 32 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500 \\
-    step02_data_parallel/train.py --model llama3-1b --seq-len 4096 --micro-batch 1 --global-batch 256 \\
-    --dtype bfloat16 --recompute selective --steps 20 --run-dir runs/dp256 --trace 15:17"""
 
 
 def scaling(quick: bool) -> None:
     """PREDICTED strong scaling on H100 nodes beside published numbers: nothing here is measured by this project."""
-    parameters, seq_len, samples = 1.34e9, 4096, 256
+    parameters, seq_len, samples, rows = 1.34e9, 4096, 256, []
     alone = PUBLISHED[8][0]
     reached = 6 * parameters * alone  # FLOP/s, without attention
-    predicted, rows = {2: [], 4: []}, []
-    for gpus, (published, micro_batch) in PUBLISHED.items():
-        for width, values in predicted.items():
-            shape = (gpus, samples, micro_batch, seq_len)
-            values.append(predictions.tokens_per_second_per_gpu(*shape, alone, reached, width))
-        bandwidth = batch_recipe.bus_bandwidth("all_reduce", gpus)
-        needed = [f"{predictions.tokens_to_hide(gpus, bandwidth, reached, width):,.0f}" for width in predicted]
-        speeds = (f"{published:,}", *(f"{values[-1]:,.0f}" for values in predicted.values()))
-        rows.append((gpus, *speeds, *needed, f"{micro_batch * seq_len:,}"))
-    header = ("GPUs", "published", "predicted, β 2", "β 4", "tokens needed, β 2", "β 4", "there are")
+    for (gpus, (published, micro_batch)), change in zip(PUBLISHED.items(), ["", *drops()]):
+        cells, shape = [], (gpus, samples, micro_batch, seq_len)
+        for width in (2, 4):
+            needed = cost.tokens_to_hide(gpus, bus_bandwidth("all_reduce", gpus), reached, width)
+            cells += [f"{cost.tokens_per_second_per_gpu(*shape, alone, reached, width):,.0f}", f"{needed:,.0f}"]
+        shown = f"{100 * change:+.1f} %" if change else ""
+        rows.append((gpus, f"{published:,}", shown, *cells, f"{micro_batch * seq_len:,}"))
+    header = ("GPUs", "published", "change", "at most, β 2", "tokens needed", "at most, β 4", "needed", "there are")
     print_table("strong scaling, 1.34 B parameters, 256 x 4,096 tokens per step: tokens/s per GPU", header, rows)
-    print(f"  published, from one point to the next: {', '.join(f'{100 * drop:+.1f} %' for drop in drops())}")
-    print(f"  Predictions start from the speed of 8 GPUs, {reached / 1e12:.0f} TFLOP/s, and add what the last backward")
-    print("  cannot hide of an all-reduce at the published bandwidths. They leave out the optimizer, the slowest rank,")
-    print("  and NCCL's kernels on the same GPU, and so are upper bounds. To measure it:")
-    print("    " + CLUSTER.replace("\n", "\n    "))
-
-    figure, axes = new_figure()
-    published = [speed for speed, _ in PUBLISHED.values()]
-    axes.plot(list(PUBLISHED), published, "o-", color=COLOURS["published"], label="published (playbook)")
-    for width, style in ((2, "-"), (4, "--")):
-        label = f"predicted bound, {width} bytes per gradient"
-        axes.plot(list(PUBLISHED), predicted[width], style, color=COLOURS["predicted"], label=label)
-    axes.set(xscale="log", xlabel="GPUs", ylabel="tokens/s per GPU", ylim=(0, None))
-    axes.set_xticks(list(PUBLISHED), list(PUBLISHED))
-    axes.minorticks_off()
-    axes.set_title("1.34 B model, 256 sequences of 4,096 tokens per step", fontsize=10, loc="left")
-    axes.legend(frameon=False)
-    save_figure(figure, "scaling")
+    print(f"  The bounds start from the speed of 8 GPUs, {reached / 1e12:.0f} TFLOP/s.")
 
 
 def drops() -> list[float]:

@@ -3,25 +3,19 @@
 The cable is real, the devices are simulated: two ranks cannot compute side by side without disturbing each other here.
 """
 
-import itertools
-from functools import partial
-
 import numpy as np
 
 from common.config import TrainConfig
-from common.costs.alpha_beta import all_reduce_bytes
+from common.costs.alpha_beta import Player, fill_buckets
 from common.data.batches import load_batches
-from common.drawing.figures import COLOURS, new_figure, save_figure
-from common.drawing.tables import compared, print_comparison, print_table
-from common.errors import UsageError
-from common.experiments import tcp_bytes
-from common.experiments.nodes import value_of
-from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
+from common.drawing.charts import legend, lines
+from common.drawing.figures import new_figure, save_figure
+from common.drawing.tables import print_comparison, print_table
+from common.experiments.on_nodes import HIDES, Found, Work, cable_link, crossing, two_nodes
 from common.experiments.slow_device import SlowDevice
-from common.link import Link
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
-from step02_data_parallel.experiments import predictions
+from step02_data_parallel import cost
 from step02_data_parallel.train import build
 
 RANKS = 2  # on a node of their own each
@@ -36,44 +30,52 @@ MODES = ("naive", "overlap", "bucket")
 
 def nodes(quick: bool) -> None:
     """Two nodes, a slow cable: the bytes that cross it, and how many tokens a rank needs to hide the all-reduce."""
-    try:
-        found = on_nodes(RANKS, 1, steps, SEQUENCES[::3] if quick else SEQUENCES, 1 if quick else 3, bandwidth=CABLE)[0]
-    except UsageError as error:
-        print(f"  left out: {error}")
+    tokens = [each * MODEL["seq_len"] for each in (SEQUENCES[::3] if quick else SEQUENCES)]
+    cases = {f"{each:,} tokens, {mode}": (each, mode) for each in tokens for mode in ("alone", *MODES)}
+    alone, players = {}, {}
+
+    def predict(case: tuple[int, str], found: Found) -> float:
+        each, mode = case
+        if mode == "alone":  # the first of its number of tokens
+            alone[each] = found.free
+        players[case] = play(alone[each], mode)
+        return alone[each] + players[case].blocked
+
+    title = "a step's gradients"
+    found = two_nodes(title, gradients, cases, predict, CABLE, ranks=1, repeats=1 if quick else 3)
+    if not found:
         return
-    sizes, costs = tensors()
-    link = Link(0.0, value_of(CABLE) / 8 / tcp_bytes.PACKET)
-    sent = tcp_bytes.PACKET * all_reduce_bytes(sum(sizes), RANKS)
-    print(f"\n{RANKS} nodes of one rank, a cable of {CABLE}, {sum(sizes) / 1e6:.2f} MB of gradients")
-    rows = [(mode, sent, found[SEQUENCES[0]][mode]["sent"]) for mode in MODES]
-    print_comparison("MB that a node sends over the cable in a step", "mode", rows, ".3f", 1e6)
-
-    rows, shares = [], {mode: {"predicted": {}, "measured": {}} for mode in MODES}
-    for (sequences, each), mode in itertools.product(found.items(), MODES):
-        tokens, alone = sequences * MODEL["seq_len"], each["alone"]["seconds"]
-        backward = BACKWARD * alone
-        limit = MODEL["bucket_mb"] * 1e6
-        expected = predictions.overlap(sizes, costs, backward, RANKS, link, mode, limit)
-        predicted, measured = alone + expected.exposed, each[mode]["seconds"]
-        shares[mode]["predicted"][tokens] = expected.overlap_share
-        shares[mode]["measured"][tokens] = 1 - (measured - alone) / expected.communication
-        times = [f"{1e3 * seconds:.0f}" for seconds in (backward, expected.communication)]
-        hidden = [f"{shares[mode][kind][tokens]:.0%}" for kind in ("predicted", "measured")]
-        rows.append((f"{tokens:,}, {mode}", *times, *compared(predicted, measured, ".0f", 1e-3), *hidden))
-    header = ("tokens per rank, mode", "backward, ms", "all-reduces, ms", "step, predicted", "measured", "ratio")
-    print_table("time of a step's gradients", (*header, "hidden, predicted", "measured"), rows)
-
-    per_token = 4 * sum(costs) / SPEED  # a product's backward: 2 FLOPs for the input's gradient, 2 for the weight's
-    condition = all_reduce_bytes(sum(sizes), RANKS) / link.bandwidth / per_token
-    print(f"  the backward takes as long as the all-reduce with {condition:,.0f} tokens per rank")
-    rows = [(mode, *(crossing(shares[mode][kind]) for kind in ("predicted", "measured"))) for mode in MODES[1:]]
+    rows, hidden = [], {mode: ({}, {}) for mode in MODES}  # the share of the all-reduces, predicted and measured
+    for (name, (each, mode)), result in zip(cases.items(), found.values()):
+        if mode != "alone":
+            player = players[each, mode]
+            exposed = player.blocked, result.slow - alone[each]
+            hidden[mode][0][each], hidden[mode][1][each] = (1 - late / player.communication for late in exposed)
+            shares = (f"{which[each]:.0%}" for which in hidden[mode])
+            rows.append((name, f"{1e3 * BACKWARD * alone[each]:.0f}", f"{1e3 * player.communication:.0f}", *shares))
+    print_table("what hides", ("", "backward, ms", "all-reduces, ms", "hidden: predicted", "measured"), rows)
+    rows = [(mode, *map(crossing, hidden[mode])) for mode in MODES[1:]]
     print_comparison(f"tokens per rank from which {HIDES:.0%} of the all-reduce hides", "mode", rows)
-    alone = {sequences * MODEL["seq_len"]: each["alone"]["seconds"] for sequences, each in found.items()}
-    line = {}  # also between the measured points
-    for tokens in range(min(alone), max(alone) + 1, 8):
-        backward = BACKWARD * float(np.interp(tokens, list(alone), list(alone.values())))
-        line[tokens] = predictions.overlap(sizes, costs, backward, RANKS, link, "bucket", limit).overlap_share
-    draw({"predicted": line, "measured": shares["bucket"]["measured"]}, condition)
+    condition = players[tokens[0], "bucket"].communication * SPEED / (4 * sum(tensors()[1]))
+    print(f"  the backward takes as long as the all-reduce with {condition:,.0f} tokens per rank")
+    draw(hidden["bucket"][1], alone, condition)
+
+
+def draw(measured: dict[int, float], alone: dict[int, float], condition: float) -> None:
+    """What hides of the all-reduces against tokens per rank, in buckets; predicted also between the measured points."""
+    fine = range(min(alone), max(alone) + 1, 8)
+    played = [play(seconds, "bucket") for seconds in np.interp(fine, list(alone), list(alone.values()))]
+    predicted = {each: 1 - player.blocked / player.communication for each, player in zip(fine, played)}
+    figure, axis = new_figure(height=3.4)
+    series = {"predicted": predicted, "measured": measured}
+    lines(axis, series, dots=("measured",), log="x", ticks=list(measured), ends=False)
+    axis.axvline(condition, color="black", linestyle="--", linewidth=1)
+    axis.text(condition * 1.05, 0.04, "backward = all-reduce", fontsize=10)
+    axis.set(xlabel="tokens per rank", ylabel="of the all-reduce hidden", ylim=(0, 1))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.set_title("Enough tokens hide the all-reduce: two nodes, a slow cable", fontsize=11, loc="left")
+    legend(figure)
+    save_figure(figure, "nodes")
 
 
 def tensors() -> tuple[list[int], list[float]]:
@@ -83,51 +85,34 @@ def tensors() -> tuple[list[int], list[float]]:
     return [4 * parameter.numel() for _, parameter in named], costs
 
 
-def draw(shares: dict[str, dict[float, float]], condition: float) -> None:
-    """What hides of the all-reduces against tokens per rank, in buckets."""
-    figure, axes = new_figure(height=3.4)
-    for kind, style in (("predicted", "-"), ("measured", "o")):
-        tokens, values = zip(*sorted(shares[kind].items()))
-        axes.plot(tokens, [100 * value for value in values], style, color=COLOURS[kind], label=kind)
-    axes.axvline(condition, color="black", linestyle="--", linewidth=1)
-    axes.text(condition * 1.05, 4, "backward = all-reduce", fontsize=10)
-    axes.set(xscale="log", xlabel="tokens per rank", ylabel="% of the all-reduce hidden", ylim=(0, 100))
-    axes.set_xticks(tokens, [f"{each:,}" for each in tokens])  # those that were measured
-    axes.minorticks_off()
-    axes.set_title("Enough tokens hide the all-reduce: two nodes, a slow cable", fontsize=11, loc="left")
-    axes.legend(frameon=False)
-    save_figure(figure, "nodes")
+def play(alone: float, mode: str) -> Player:
+    """A step's gradients over the cable, if they take `alone` seconds where nothing is sent."""
+    (sizes, costs), player = tensors(), Player(RANKS, cable_link(CABLE))
+    if mode != "alone":
+        buckets = fill_buckets(sizes, MODEL["bucket_mb"] * 1e6 if mode == "bucket" else 0)
+        times = (1 - BACKWARD) * alone, BACKWARD * alone
+        cost.play_step(player, buckets, sizes, costs, times, naive=mode == "naive")
+    return player
 
 
-def steps(mesh: Mesh, sizes: tuple[int, ...], repeats: int) -> dict[int, dict[str, dict[str, float]]]:
-    """On a rank: for each number of sequences and each mode, the seconds of a step's gradients and the bytes sent.
+def gradients(mesh: Mesh, case: tuple[int, str]) -> Work:
+    """On a rank: forward and backward with its all-reduces, or without any if the mode is `alone`."""
+    (tokens, mode), sequences = case, case[0] // MODEL["seq_len"]
+    flags = MODEL | {"micro_batch": sequences, "global_batch": sequences * mesh.world.size, "device": "cpu"}
+    config = TrainConfig(**flags, dp_mode="bucket" if mode == "alone" else mode)
+    config.resolve_and_check(mesh.world.size)
+    model, parallel, _ = build(config, mesh)
+    tokens, targets = load_batches(config, mesh).micro_batch(0, 0, sequences, mesh.dp.rank, mesh.dp.size)
 
-    The mode `alone` computes and sends nothing.
-    """
-    found = {}
-    for sequences in sizes:
-        flags = MODEL | {"micro_batch": sequences, "global_batch": sequences * mesh.world.size, "device": "cpu"}
-        models = {}
-        for mode in MODES:
-            config = TrainConfig(**flags, dp_mode=mode)
-            config.resolve_and_check(mesh.world.size)
-            models[mode] = build(config, mesh)[:2]
-        batch = load_batches(config, mesh).micro_batch(0, 0, sequences, mesh.dp.rank, mesh.dp.size)
-        models = {"alone": models["bucket"]} | models
-        functions = [partial(gradients, mode, *parts, *batch) for mode, parts in models.items()]
+    def function() -> None:
         with SlowDevice(SPEED):
-            timed(mesh, functions, 1)
-            found[sequences] = dict(zip(models, timed(mesh, functions, repeats)))
-    return found
+            share = cross_entropy_sum(model(tokens), targets) / targets.numel() / RANKS
+            with parallel.no_sync(mode == "alone"):
+                share.backward()
+            if mode == "alone":
+                for bucket in parallel.buckets:
+                    bucket.start_over()
+            else:
+                parallel.finish()
 
-
-def gradients(mode: str, model, parallel, tokens, targets) -> None:
-    """One forward and backward with its all-reduces, or without them if the mode is `alone`."""
-    share = cross_entropy_sum(model(tokens), targets) / targets.numel() / RANKS
-    with parallel.no_sync(mode == "alone"):
-        share.backward()
-    if mode == "alone":
-        for bucket in parallel.buckets:
-            bucket.start_over()
-    else:
-        parallel.finish()
+    return Work(function, mesh)

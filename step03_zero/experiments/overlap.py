@@ -19,7 +19,7 @@ from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace
 from common.tracing.timelines import draw_timelines
-from step02_data_parallel.batch_recipe import tokens_to_hide
+from step02_data_parallel.cost import tokens_to_hide
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import prefetching, regions_of
 from step03_zero.train import train

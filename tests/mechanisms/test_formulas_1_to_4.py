@@ -17,7 +17,7 @@ from common.counts import count_parameters
 from common.experiments import on_nodes
 from common.presets import PRESETS
 from step01_single_gpu.memory_model import gpt, peak, prediction
-from step02_data_parallel.experiments import predictions as data
+from step02_data_parallel import cost as data
 from step03_zero.experiments import predictions as zero
 from step04_tensor_parallel.experiments import predictions as tensor
 from step04_tensor_parallel.experiments.predictions import Way
@@ -105,10 +105,13 @@ STEP_1 = [
     ({"core": 48 / (864 + 144), "paper": 1 / 6}, gpt.selective_overhead, gpt.GptShape(0, 12, 1, 1), 12),
 ]
 
+SCALARS = ("dp_cp", "all_reduce", 12, 1, ""), ("world", "all_reduce", 12, 1, "")  # 2·3/4·8
 STEP_2 = [
-    # 8 bytes over 4 ranks, twice: 2·(6·0.001 + 12/10⁶)
-    ((1.012024, 0.512024), lambda: astuple(data.Overlap(1.0, 0.5).with_scalars(4, LINK))),
-    (0.75, lambda: data.Overlap(2.0, 0.5).overlap_share),
+    ([("dp_cp", "all_reduce", 300, 5, "last backward"), *SCALARS], data.messages, 250, 4, 4, 5),  # 2·3/4·250·4/5
+    ({"forward": 4200, "backward": 8400, "last backward": 2800}, data.operations, 100, 7, 3),  # 3·2·700, 3·4·700, 4·700
+    # Two ranks, forward 0-1; all-reduce of 4 at 2.5-6.5, of 2 until 8.5; naive from 4 on
+    ((8.5, 6, 4.5), played, 2, data.play_step, [[1], [0]], [2, 4], [1, 1], (1, 3)),
+    ((10, 6, 6), played, 2, data.play_step, [[1], [0]], [2, 4], [1, 1], (1, 3), True),
     # 32/(2·8) = 2 micro-batches of 200 tokens. 4·7·peak/(2·8·436·10⁹) = 500 would hide: 1.5 of 2·1.5 + 1.5 are exposed
     (1000 * (1 - 1 / 3), data.tokens_per_second_per_gpu, 8, 32, 2, 100, 1000, 500 * 16 * 436e9 / 28, 4),
 ]

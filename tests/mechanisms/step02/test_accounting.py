@@ -9,10 +9,12 @@ from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
+from common.costs.vocabulary import Message, added
 from common.model import Decoder
 from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
 from common.start import environment
+from step02_data_parallel import cost
 from step02_data_parallel.data_parallel import DataParallel, fill_buckets
 from step02_data_parallel.train import build, train
 from tests.harness.observing import configure, mesh_of, observe_each
@@ -87,6 +89,16 @@ def check_train(calls: list[tuple], flags: str, world: int) -> None:
     assert next(calls, None) is None, "more collectives than expected"
 
 
+def check_cost(calls: list[tuple], flags: str, world: int) -> None:
+    """Raise AssertionError unless a rank sends what cost.py says, but for bytes that N does not divide."""
+    found = added(Message(group, op, sent, 1 / STEPS) for _, op, group, _, _, sent, _, _ in calls)
+    buckets = buckets_by_formula(flags)
+    predicted = added(cost.messages(sum(map(sum, buckets)), world, buckets=len(buckets)))
+    assert found.keys() == predicted.keys()
+    for key, numbers in predicted.items():
+        assert found[key] == pytest.approx(numbers, rel=0.2 if key[0] == "world" else 1e-3), key
+
+
 TIED = "tie-embeddings", "no-tie-embeddings"
 CASES = [
     f"--{tied} --dp-mode {mode} --micro-batch {micro_batch}"
@@ -100,6 +112,7 @@ def test_what_train_issues_and_when(world):
         for case, calls in zip(CASES, found, strict=True):
             try:
                 check_train(calls, case, world)
+                check_cost(calls, case, world)
             except AssertionError as error:
                 raise AssertionError(f"rank {rank} of {world}, {case}: {error}") from error
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from common.costs import alpha_beta
-from common.costs.hardware import BUS_GB_PER_S
+from common.costs.hardware import BUS_GB_PER_S, bus_bandwidth
 from common.link import Link
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.peak import predict_peak
-from step02_data_parallel import batch_recipe
-from step02_data_parallel.batch_recipe import fill, largest_micro_batch, main, tokens_to_hide
-from step02_data_parallel.experiments import cluster, predictions
+from step02_data_parallel import cost
+from step02_data_parallel.batch_recipe import fill, largest_micro_batch, main
+from step02_data_parallel.experiments import cluster
 
 
 def test_the_playbooks_example():
@@ -44,30 +44,28 @@ def test_tokens_that_hide_the_all_reduce():
     """The corrected condition at the playbook's bandwidths, 989 TFLOP/s, 2 bytes, worked by hand."""
     worked = {8: 2.0e3, 16: 2.6e3, 32: 6.0e3, 64: 9.8e3, 128: 11.6e3, 256: 15.2e3, 512: 30e3}
     for gpus, tokens in worked.items():
-        assert tokens_to_hide(gpus, BUS_GB_PER_S["all_reduce"][gpus] * 1e9, 989e12, 2) == pytest.approx(
-            tokens, rel=0.02
-        )
-    assert tokens_to_hide(1, 1e9, 989e12, 2) == 0, "one rank sends nothing"
+        bandwidth = 1e9 * BUS_GB_PER_S["all_reduce"][gpus]
+        assert cost.tokens_to_hide(gpus, bandwidth, 989e12, 2) == pytest.approx(tokens, rel=0.02)
+    assert cost.tokens_to_hide(1, 1e9, 989e12, 2) == 0, "one rank sends nothing"
 
 
 def test_condition_is_the_ratio_of_the_two_times():
     parameters, tokens, dp, peak, bandwidth, width = 7e9, 5000, 16, 1e14, 5e10, 4
     ratio = alpha_beta.all_reduce_bytes(width * parameters, dp) / bandwidth / (4 * tokens * parameters / peak)
-    assert tokens_to_hide(dp, bandwidth, peak, width) / tokens == pytest.approx(ratio)
-    printed = batch_recipe.printed_ratio(parameters, tokens, dp, bandwidth, peak)
+    assert cost.tokens_to_hide(dp, bandwidth, peak, width) / tokens == pytest.approx(ratio)
+    printed = cost.printed_ratio(parameters, tokens, dp, bandwidth, peak)
     assert printed == pytest.approx(ratio * parameters / width), "what the printed form has too much"
 
 
 def test_bandwidth_between_the_measured_points():
     expected = {64: 99.6e9, 4: 436e9, 4096: 32.9e9, 90: (99.6 * 84.7) ** 0.5 * 1e9}  # 90 is near 64 x 2 ** 0.5
-    assert {gpus: batch_recipe.bus_bandwidth("all_reduce", gpus) for gpus in expected} == pytest.approx(
-        expected, rel=0.002
-    )
+    found = {gpus: bus_bandwidth("all_reduce", gpus) for gpus in expected}
+    assert found == pytest.approx(expected, rel=0.002) and found[64] == pytest.approx(99.6e9, rel=1e-12)
 
 
 def test_exposed_share():
     cases = {(0.5, 1): 0, (2.5, 1): 0.5, (2.5, 4): 1.5 / 7.5}  # 1.5 backwards of computing, 1.5 of waiting
-    assert {case: batch_recipe.exposed_share(*case) for case in cases} == pytest.approx(cases)
+    assert {case: cost.exposed_share(*case) for case in cases} == pytest.approx(cases)
 
 
 EXAMPLE = "--model llama3-8b --tokens-per-batch 4e6 --seq-len 4096 --gpus 128 --micro-batch 2"
@@ -114,14 +112,16 @@ def test_all_reduce_times():
     ],
 )
 def test_overlap(mode, buckets, messages, backward, seconds, exposed):
-    found = predictions.overlap([1000] * buckets, [1] * buckets, backward, 2, LINK, mode, limit=5000)
-    assert found.communication == pytest.approx(messages * seconds) and found.exposed == pytest.approx(exposed)
-    assert mode != "naive" or found.overlap_share == pytest.approx(0, abs=1e-9)
+    player, sizes = alpha_beta.Player(2, LINK), [1000] * buckets
+    filled = alpha_beta.fill_buckets(sizes, 5000 if mode == "bucket" else 0)
+    cost.play_step(player, filled, sizes, [1] * buckets, (0.5, backward), naive=mode == "naive")
+    assert (player.communication, player.blocked) == pytest.approx((messages * seconds, exposed))
+    assert player.now == pytest.approx(0.5 + backward + exposed)
 
 
 def test_strong_scaling_never_exceeds_one_gpus_speed():
-    shape = {"samples": 256, "micro_batch": 1, "seq_len": 4096, "alone": 1000.0, "peak_flops": 4e14}
-    speeds = [predictions.tokens_per_second_per_gpu(dp, **shape, gradient_bytes=4) for dp in (8, 64, 256)]
+    shape = {"samples": 256, "micro_batch": 1, "seq_len": 4096, "alone": 1000.0, "reached_flops": 4e14}
+    speeds = [cost.tokens_per_second_per_gpu(dp, **shape, gradient_bytes=4) for dp in (8, 64, 256)]
     assert speeds[0] == 1000.0 and speeds[2] < speeds[1] <= 1000.0
 
 
