@@ -24,8 +24,8 @@ from common.counts import count_parameters
 from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import resolve
+from step01_single_gpu.cost import states
 from step01_single_gpu.memory_model.peak import predict_peak
-from step01_single_gpu.memory_model.prediction import states
 from step02_data_parallel.cost import exposed_share, printed_ratio, tokens_to_hide
 
 # ---- how large a micro-batch -----------------------------------------------------------------------------------------

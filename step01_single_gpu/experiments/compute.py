@@ -14,8 +14,8 @@ from common.counts import count_flops, count_parameters
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.presets import PRESETS
+from step01_single_gpu.cost import saved_activations, total_bytes
 from step01_single_gpu.experiments.tools import MODES, Run
-from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 
 SHAPE = {"seq_len": 256, "micro_batch": 4, "global_batch": 4}
 

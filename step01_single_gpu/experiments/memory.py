@@ -12,11 +12,12 @@ from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
 from common.measure.allocator import MemoryMeter
+from common.measure.saved_tensors import SavedTensors
 from common.model import cross_entropy_sum
+from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments import memory_timeline as timeline
 from step01_single_gpu.experiments.tools import HEADER, MIB, MODES, Run
 from step01_single_gpu.memory_model.peak import predict_peak
-from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, states, total_bytes
 
 SHAPE = {"vocab": 384, "hidden": 128, "layers": 2, "heads": 8, "kv_heads": 4, "ffn": 384, "tie_embeddings": False}
 SMALL = TrainConfig(**SHAPE).model_config

@@ -5,12 +5,13 @@ import torch
 from common.counts import count_flops, count_parameters
 from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import compared, print_table
+from common.measure.saved_tensors import SavedTensors
 from common.presets import PRESETS
+from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.experiments.tools import HEADER, MIB, MODES
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model.gpt import GptShape
-from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, states, total_bytes
 
 GIB = 2**30
 NAMES, LENGTHS = ("llama3-1b", "llama3-8b", "llama3-70b"), (1024, 2048, 4096, 8192)

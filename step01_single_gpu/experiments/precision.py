@@ -13,8 +13,8 @@ from common.drawing.figures import figure_path
 from common.drawing.tables import compared, print_table
 from common.measure.allocator import live_bytes
 from common.record.compare import compare, read_run, table
+from step01_single_gpu.cost import states
 from step01_single_gpu.experiments.tools import HEADER, Run, train_in
-from step01_single_gpu.memory_model.prediction import states
 from step01_single_gpu.mixed_precision import LossScaler, Optimizer
 
 TINY = {"seq_len": 64, "micro_batch": 2, "global_batch": 2}

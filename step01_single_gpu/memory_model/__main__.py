@@ -13,9 +13,9 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.model import at_least_float32
+from step01_single_gpu.cost import saved_activations, states
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model.peak import predict_peak
-from step01_single_gpu.memory_model.prediction import saved_activations, states
 
 STATES = ("parameters", "gradients", "float32 gradient sums", "master weights", "moments")
 ACTIVATIONS = ("attention", "scores", "mlp", "norms", "layer inputs", "embedding", "head", "log-probabilities")

@@ -14,7 +14,7 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.process_groups import Degrees, Mesh
-from step01_single_gpu.memory_model.prediction import bytes_per_parameter
+from step01_single_gpu.cost import bytes_per_parameter
 
 SYSTEM = Path("/")  # whose proc and sys describe this machine
 

@@ -3,7 +3,7 @@
 Two sources that agree where they overlap: the formulas of the text (activations after Korthikanti et al.,
 arXiv:2205.05198, section 4) and the finer ones behind the playbook's memory widget, which also know float32,
 other MLPs and the head. Symbols: b sequences, s tokens each, h hidden width, a heads, L layers, v vocabulary,
-f MLP width (4h). All results are bytes. `prediction.py` counts the model that this project trains.
+f MLP width (4h). All results are bytes. `cost.py`, next door, counts the model that this project trains.
 """
 
 from dataclasses import dataclass

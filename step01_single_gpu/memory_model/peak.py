@@ -7,7 +7,7 @@ import torch
 from common.counts import count_parameters
 from common.model import at_least_float32
 from common.model_config import ModelConfig
-from step01_single_gpu.memory_model.prediction import layer_activations, saved_activations, states, total_bytes
+from step01_single_gpu.cost import layer_activations, saved_activations, states, total_bytes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from common.costs.hardware import bus_bandwidth
 from common.drawing.tables import print_table
 from common.presets import PRESETS
-from step01_single_gpu.memory_model import prediction as memory
+from step01_single_gpu import cost as memory
 from step02_data_parallel import cost
 
 # GPUs: (tokens/s and GPU, micro-batch) of a 1.34 B model, sequences of 4,096 tokens, 256 of them per step, as published

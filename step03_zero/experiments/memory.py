@@ -11,7 +11,7 @@ from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.measure.allocator import live_bytes
 from common.presets import PRESETS
-from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
+from step01_single_gpu.cost import saved_activations, total_bytes
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import MIB, PARTS, SHAPE, STAGES, Run, on_every_case, units_of
 

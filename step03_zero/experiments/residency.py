@@ -16,7 +16,7 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, run_jobs
 from common.process_groups import Mesh
 from common.record.run_record import read_metrics
-from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
+from step01_single_gpu.cost import saved_activations, total_bytes
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import MIB, SHAPE, STAGES, Run, prefetching, units_of
 from step03_zero.train import train

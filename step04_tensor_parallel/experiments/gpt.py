@@ -10,8 +10,8 @@ from torch import nn
 from common import collectives
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
+from common.measure.saved_tensors import SavedTensors
 from common.process_groups import Mesh
-from step01_single_gpu.memory_model.prediction import SavedTensors
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel

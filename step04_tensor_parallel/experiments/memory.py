@@ -6,8 +6,8 @@ from common.config import TrainConfig
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
+from common.measure.saved_tensors import SavedTensors
 from common.presets import PRESETS
-from step01_single_gpu.memory_model.prediction import SavedTensors
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.predictions import Way
 from step04_tensor_parallel.experiments.tools import COLOURS, RECOMPUTED, SHAPE, WAYS, Run, on_every_case, way_of

@@ -10,7 +10,7 @@ import torch
 
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
-from step01_single_gpu.memory_model.prediction import layer_activations, saved_activations, total_bytes
+from step01_single_gpu.cost import layer_activations, saved_activations, total_bytes
 from step05_pipeline.schedules.actions import Schedule
 
 # ---- bubbles ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from common.costs.alpha_beta import Player
 from common.model_config import ModelConfig
-from step01_single_gpu.memory_model.prediction import layer_activations, total_bytes
+from step01_single_gpu.cost import layer_activations, total_bytes
 
 SPLITS = ("contiguous", "zigzag", "striped")
 

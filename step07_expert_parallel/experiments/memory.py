@@ -11,9 +11,9 @@ from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import live_bytes
+from common.measure.saved_tensors import SavedTensors
 from common.presets import PRESETS
 from common.process_groups import Mesh
-from step01_single_gpu.memory_model.prediction import SavedTensors
 from step07_expert_parallel.experiments import predictions
 from step07_expert_parallel.experiments.ranks import BYTES, SHAPE, ExpertLayer, Run, routing
 

@@ -10,7 +10,7 @@ from common.counts import count_parameters
 from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from common.presets import PRESETS
-from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
+from step01_single_gpu.cost import saved_activations, total_bytes
 
 PEAK = H100_TFLOPS * 1e12
 REACHED = PEAK / 2  # FLOP/s of matrix products

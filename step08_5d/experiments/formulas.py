@@ -8,7 +8,7 @@ import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
-from step01_single_gpu.memory_model.prediction import layer_activations, total_bytes
+from step01_single_gpu.cost import layer_activations, total_bytes
 
 WIDTH = 4
 

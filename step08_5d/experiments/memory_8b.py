@@ -8,8 +8,8 @@ from common.counts import count_parameters
 from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.presets import PRESETS
+from step01_single_gpu.cost import saved_activations, total_bytes
 from step01_single_gpu.memory_model import gpt
-from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
 
 MODEL, N = PRESETS["llama3-8b"], 8  # ranks
 LENGTHS, MODES = (1024, 4096, 16384), ("selective", "full")

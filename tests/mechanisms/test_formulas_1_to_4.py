@@ -16,12 +16,13 @@ from common.costs.vocabulary import Message
 from common.counts import count_parameters
 from common.experiments import on_nodes
 from common.presets import PRESETS
-from step01_single_gpu.memory_model import gpt, peak, prediction
+from step01_single_gpu import cost as prediction
+from step01_single_gpu.memory_model import gpt, peak
 from step02_data_parallel import cost as data
 from step03_zero.experiments import predictions as zero
 from step04_tensor_parallel.experiments import predictions as tensor
 from step04_tensor_parallel.experiments.predictions import Way
-from tests.mechanisms.formulas import BF16, DENSE, F32, LINK, SHAPE, TIED, check, played
+from tests.mechanisms.formulas import BF16, DENSE, F32, LINK, SHAPE, TIED, by_kind, check, played
 
 
 def exchange_and_wait(player: Player) -> None:
@@ -83,6 +84,10 @@ STEP_1 = [
     (STATES, prediction.states, DENSE, BF16),  # 9·2 + 3 tensors, each with a counter
     (STATES | {"moments": 0}, prediction.states, DENSE, BF16, "sgd"),
     (20, prediction.tensor_count, TIED),
+    (by_kind(3488, 3488, 7060) | {"activations": KEPT}, prediction.held, *SHAPE, "fused", "full"),  # 872·4; KEPT
+    # 2 tokens: linear layers 2·2·2·336, scores and values 2·2·2·2²·8, head 2·2·80: 3264 of a sequence
+    ({"forward": 9792, "backward": 19584}, prediction.operations, DENSE, 2, 3),
+    ({"forward": 9792, "backward": 19584 + 3 * 2944}, prediction.operations, DENSE, 2, 3, "full"),  # all but the head
     # Between steps, at the loss, in the worst layer, in the update, and the most of them.
     # Parameters 3488, moments 7060. The loss: what is kept and 2·80. In the first layer's MLP: below it 48, gradients
     # of the head 320, of a layer 352·4 = 1408 and of down_proj 192, inside 816 + 96 + 64. The update: 3488·2 + 7060

@@ -7,9 +7,9 @@ import torch
 
 from common.counts import count_flops, count_parameters
 from common.presets import PRESETS
+from step01_single_gpu.cost import states
 from step01_single_gpu.experiments import playbook
 from step01_single_gpu.memory_model.peak import predict_peak
-from step01_single_gpu.memory_model.prediction import states
 from step03_zero.experiments import predictions as zero
 from step04_tensor_parallel.experiments import memory as tensor_memory
 from step05_pipeline.experiments import memory as pipeline_memory

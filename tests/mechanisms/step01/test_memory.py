@@ -13,21 +13,22 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.measure.allocator import MemoryMeter, live_bytes
+from common.measure.saved_tensors import SavedTensors
 from common.model import cross_entropy_sum
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.start import environment
+from step01_single_gpu import cost as memory
+from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments import memory_timeline as timeline
 from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import capacity
 from step01_single_gpu.memory_model import gpt as gpt_memory
-from step01_single_gpu.memory_model import prediction as memory
 from step01_single_gpu.memory_model.capacity import bytes_needed
 from step01_single_gpu.memory_model.gpt import GptShape
 from step01_single_gpu.memory_model.peak import predict_peak
-from step01_single_gpu.memory_model.prediction import SavedTensors, saved_activations, states, total_bytes
 from step01_single_gpu.recompute import recomputed
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks

@@ -10,7 +10,7 @@ from common.counts import count_parameters
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.memory_model.prediction import saved_activations, total_bytes
+from step01_single_gpu.cost import saved_activations, total_bytes
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT
 from step03_zero.zero import Zero

@@ -12,8 +12,8 @@ import step07_expert_parallel.train as step07
 from common import collectives
 from common.config import TrainConfig
 from common.experiments.even_routing import choosing
+from step01_single_gpu.cost import bytes_per_parameter
 from step01_single_gpu.memory_model.capacity import bytes_needed
-from step01_single_gpu.memory_model.prediction import bytes_per_parameter
 from step07_expert_parallel import expert_parallel, experts
 from step07_expert_parallel.experiments import predictions
 from step07_expert_parallel.expert_parallel import Journey

@@ -1,7 +1,8 @@
-"""Bytes that a training step of our model holds, predicted tensor by tensor from the configuration alone.
+"""What one process's training step costs: bytes that it holds, tensor by tensor, and operations. It sends nothing.
 
-`saved_activations` lists what autograd keeps for the backward. `SavedTensors` measures it, and on the CPU the two agree
-to the byte. `states` says how much parameters, gradients and optimizer hold.
+`saved_activations` lists what autograd keeps for the backward; on the CPU `common.measure.saved_tensors` counts the
+same to the byte. `states` says how much parameters, gradients and optimizer hold. When a step needs the most memory is
+the business of `memory_model.peak`.
 """
 
 import math
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from common.counts import count_parameters
-from common.model import at_least_float32
+from common.costs.vocabulary import KINDS
+from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
+
+# ---- activations -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def layer_activations(
 ) -> list[Saved]:
     """List what one decoder layer keeps, in the order of its forward (dense layers, CPU kernels)."""
     h, d, heads, kv_heads = model.hidden, model.head_width, model.heads, model.kv_heads
-    high, tokens = at_least_float32(dtype), (batch, seq)
+    high, tokens = torch.promote_types(dtype, torch.float32), (batch, seq)
     if recompute == "full":
         return [Saved("layer inputs", "input", (*tokens, h), dtype)]
 
@@ -76,7 +79,7 @@ def saved_activations(
 
     "fused" attention is the CPU's kernel; CUDA's kernels keep a few more bytes, such as the states of generators.
     """
-    high, tokens = at_least_float32(dtype), (batch, seq)
+    high, tokens = torch.promote_types(dtype, torch.float32), (batch, seq)
     result = [Saved("embedding", "tokens", tokens, torch.int64)]
     tables = (seq, model.head_width)
     result += [Saved("embedding", "cos", tables, high), Saved("embedding", "sin", tables, high)]
@@ -101,37 +104,6 @@ def total_bytes(tensors: Iterable[Saved], *parts: str) -> int:
     return sum(saved.bytes for saved in tensors if not parts or saved.part in parts)
 
 
-class SavedTensors:
-    """Counts what autograd keeps of a forward that runs inside `with SavedTensors(model) as saved:`.
-
-    Several kept tensors may be views of one storage (a linear layer keeps its input as a matrix), so storages are
-    counted: `tensors` holds one tensor per storage, without the parameters.
-    """
-
-    def __init__(self, model: torch.nn.Module):
-        self.tensors: list[torch.Tensor] = []
-        self._seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in self._seen:  # holding the tensor keeps its address from being used again
-            self._seen.add(address)
-            self.tensors.append(tensor.detach())
-        return tensor
-
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
-
-    def __enter__(self) -> "SavedTensors":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._hooks.__exit__(*error)
-
-
 # ---- parameters, gradients, optimizer --------------------------------------------------------------------------------
 
 
@@ -150,7 +122,7 @@ def states(model: ModelConfig, dtype: torch.dtype, optimizer: str = "adamw") -> 
 
 def bytes_per_parameter(dtype: torch.dtype, optimizer: str = "adamw") -> dict[str, int]:
     """Return how many bytes of each kind one parameter needs."""
-    high = at_least_float32(dtype)
+    high = torch.promote_types(dtype, torch.float32)
     result = {"parameters": dtype.itemsize, "gradients": high.itemsize}
     result["master weights"] = high.itemsize if dtype != high else 0
     return result | {"moments": 2 * high.itemsize if optimizer == "adamw" else 0}
@@ -159,3 +131,24 @@ def bytes_per_parameter(dtype: torch.dtype, optimizer: str = "adamw") -> dict[st
 def tensor_count(model: ModelConfig) -> int:
     """Count the parameter tensors: two norms and seven matrices per layer, final norm, embedding, head."""
     return 9 * model.layers + (2 if model.tie_embeddings else 3)
+
+
+# ---- in the words of common/costs/vocabulary.py ----------------------------------------------------------------------
+
+
+def held(
+    model: ModelConfig, batch: int, seq: int, dtype: torch.dtype, attention: str = "fused", recompute: str = "none"
+) -> dict[str, int]:
+    """Bytes by kind, each when it is most, of a step with micro-batches of `batch` sequences, trained with AdamW."""
+    each = states(model, dtype)
+    activations = total_bytes(saved_activations(model, batch, seq, dtype, attention, recompute))
+    optimizer = each["master weights"] + each["moments"]
+    kinds = (each["parameters"], each["gradients"], optimizer)
+    return dict(zip(KINDS, kinds)) | {"activations": activations}
+
+
+def operations(model: ModelConfig, seq: int, sequences: int, recompute: str = "none") -> dict[str, int]:
+    """FLOPs of a step of so many sequences. What is recomputed runs in the backward."""
+    flops = count_flops(model, seq)
+    again = flops.hardware(recompute) - flops.model
+    return {"forward": sequences * flops.forward, "backward": sequences * (2 * flops.forward + again)}
