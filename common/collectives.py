@@ -20,7 +20,6 @@ from torch import Tensor
 
 from common import gloo
 from common.errors import communication_errors
-from common.link import Link
 from common.process_groups import Group
 
 # torch 2.13 renamed two collectives and warns about the old names, which are the only ones that 2.11 has
@@ -28,18 +27,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-link: Link | None = None  # simulated slower link (--link)
 phase = "setup"  # forward, backward or optimizer: set by the tracer, copied into each recorded call
 sent_bytes: dict[str, int] = defaultdict(int)  # model bytes that this rank sent, by group name
-
-_link_free: dict[str, float] = defaultdict(float)  # when the simulated link of a group will be idle again
 
 
 def all_reduce(tensor: Tensor, group: Group, async_op: bool = False, op: str = "sum") -> Work:
     """Replace `tensor` on every rank by the sum (or "max") over the group."""
     if group.size == 1:
         return Work()
-    work = Work([_call("all_reduce", tensor, group, 2 * _others(tensor, group))], hops=2 * (group.size - 1))
+    work = Work([_call("all_reduce", tensor, group, 2 * _others(tensor, group))], group, hops=2 * (group.size - 1))
     host = gloo.stage(tensor, group, work)
     work.launch(dist.all_reduce, host, _REDUCTIONS[op], group=group.handle, async_op=True)
     return work.launched(async_op)
@@ -52,7 +48,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, async_op: bool =
     """
     if group.size == 1:
         return _copied(output, input)
-    work = Work([_call("reduce_scatter", input, group, _others(input, group))], hops=group.size - 1)
+    work = Work([_call("reduce_scatter", input, group, _others(input, group))], group, hops=group.size - 1)
     if gloo.serves(input, group):
         gloo.reduce_scatter(work, output, input, group)
     else:
@@ -64,7 +60,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group, async_op: bool = Fal
     """Join the `input` of every rank, in rank order, in `output`. `input` may be this rank's part of `output`."""
     if group.size == 1:
         return _copied(output, input)
-    work = Work([_call("all_gather", input, group, (group.size - 1) * _bytes(input))], hops=group.size - 1)
+    work = Work([_call("all_gather", input, group, (group.size - 1) * _bytes(input))], group, hops=group.size - 1)
     if gloo.serves(input, group):
         gloo.all_gather(work, output, input, group)
     else:
@@ -83,7 +79,7 @@ def all_to_all(
         return _copied(output, input)
     kept = input_sizes[group.rank] if input_sizes else input.shape[0] // group.size
     sent = _bytes(input) - kept * _bytes(input) // max(1, input.shape[0])
-    work = Work([_call("all_to_all", input, group, sent)], hops=group.size - 1)
+    work = Work([_call("all_to_all", input, group, sent)], group, hops=group.size - 1)
     if gloo.serves(input, group):
         gloo.all_to_all(work, output, input, group, output_sizes, input_sizes)
     else:
@@ -95,7 +91,7 @@ def broadcast(tensor: Tensor, source: int, group: Group, async_op: bool = False)
     """Replace `tensor` on every rank by that of index `source` of the group."""
     if group.size == 1:
         return Work()
-    work = Work([_call("broadcast", tensor, group, _bytes(tensor))], hops=group.size - 1)
+    work = Work([_call("broadcast", tensor, group, _bytes(tensor))], group, hops=group.size - 1)
     host = gloo.stage(tensor, group, work)
     work.launch(dist.broadcast, host, group.ranks[source], group=group.handle, async_op=True)
     return work.launched(async_op)
@@ -111,7 +107,7 @@ def exchange(sends: list, receives: list, group: Group, async_op: bool = False) 
     calls = [_call("send", tensor, group, _bytes(tensor), peer) for tensor, peer in sends]
     calls += [_call("receive", tensor, group, 0, peer) for tensor, peer in receives]
     directions = (sum(_bytes(tensor) for tensor, _ in messages) for messages in (sends, receives))
-    work = Work(calls, hops=1, link_bytes=max(directions))
+    work = Work(calls, group, hops=1, link_bytes=max(directions))
     batch = [(dist.irecv, gloo.stage(tensor, group, work), group.ranks[peer]) for tensor, peer in receives]
     batch += [(dist.isend, gloo.stage(tensor, group), group.ranks[peer]) for tensor, peer in sends]
     if _recordings and gloo.serves(batch[0][1], group):
@@ -231,19 +227,21 @@ class Work:
 
     Args:
         calls: describe the collective, or the messages of a batch. They are counted, and recorded as issued now.
+        group: that of all of them.
         hops: messages that follow one another; each pays the latency of the simulated link.
         link_bytes: what the simulated link carries, if that is not what this rank sends.
     """
 
     __slots__ = ("_afterwards", "_done_at", "_handles", "_in_flight", "_recorded")
 
-    def __init__(self, calls: list[Call] = (), hops: int = 0, link_bytes: int | None = None):
+    def __init__(
+        self, calls: list[Call] = (), group: Group | None = None, hops: int = 0, link_bytes: int | None = None
+    ):
         self._handles, self._in_flight, self._afterwards, self._recorded, self._done_at = [], [], [], [], 0.0
         if not calls:
             return
-        group, sent = calls[0].group, sum(call.bytes for call in calls)
-        sent_bytes[group] += sent
-        seconds = 0.0
+        link, sent, seconds = group.link, sum(call.bytes for call in calls), 0.0
+        sent_bytes[group.name] += sent
         if link is not None:
             seconds = hops * link.alpha + (sent if link_bytes is None else link_bytes) / link.bandwidth
         for recording in _recordings:
@@ -251,7 +249,7 @@ class Work:
             self._recorded.append((recording, [replace(call, **timed) for call in calls]))
             recording.calls.extend(self._recorded[-1][1])
         if link is not None:
-            self._done_at = _link_free[group] = max(time.perf_counter(), _link_free[group]) + seconds
+            self._done_at = link.free = max(time.perf_counter(), link.free) + seconds
 
     def launch(self, function: Callable, *args, **options) -> None:
         """Call a function of torch.distributed that returns one handle or several."""

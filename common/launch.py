@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from common.command_line import parse
 from common.errors import CommunicationError, UsageError
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import mesh_of
 from common.start import environment, init_distributed, meet
 
 LINGER = 2.0  # seconds that a rank outlives its error, so that the launcher sees the rank that failed first
@@ -36,7 +36,7 @@ def run(step: int, main, *checks) -> None:
             check(config)
         device = init_distributed(config.device, config.timeout)
         config.check_device(device.type)
-        main(config, build_mesh(Degrees.of(config), device, config.model_config.kv_heads, timeout=config.timeout))
+        main(config, mesh_of(config, device))
 
     end_cleanly(train)
 

@@ -1,16 +1,17 @@
 """A simulated slower link, with which a laptop shows what communication costs between machines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import UsageError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Link:
-    """A link on which a message of n bytes takes at least `alpha + n / bandwidth` seconds."""
+    """A link on which a message of n bytes takes at least `alpha + n / bandwidth` seconds. Every group has its own."""
 
     alpha: float  # seconds
     bandwidth: float  # bytes per second
+    free: float = field(default=0.0, compare=False)  # `time.perf_counter` from which it is idle
 
     @classmethod
     def parse(cls, text: str) -> "Link":

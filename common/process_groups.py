@@ -6,7 +6,7 @@ grid round: a rank gets another place in it and other groups, but only the round
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from common.config import TrainConfig
 from common.errors import UsageError, communication_errors
+from common.link import Link
 from common.start import environment, meet
 
 AXES = ("dp", "pp", "cp", "tp")  # of the grid, outermost first, unless --order turns it round
@@ -70,6 +71,7 @@ class Group:
     rank: int
     handle: dist.ProcessGroup | None = None
     backend: str = ""
+    link: Link | None = field(default=None, compare=False)  # a simulated slower one (--link)
 
     @property
     def size(self) -> int:
@@ -103,8 +105,13 @@ class Mesh:
     def rank(self) -> int:
         return self.world.rank
 
+    def with_link(self, link: Link | None) -> "Mesh":
+        """Return this mesh with a simulated link for every group, or without one."""
+        groups = {name: getattr(self, name) for name in GROUP_NAMES}
+        return replace(self, **{name: replace(group, link=link and replace(link)) for name, group in groups.items()})
 
-GROUP_NAMES = tuple(field.name for field in fields(Mesh) if field.type is Group)
+
+GROUP_NAMES = tuple(each.name for each in fields(Mesh) if each.type is Group)
 
 
 def coordinates(rank: int, degrees: Degrees) -> dict[str, int]:
@@ -173,13 +180,20 @@ def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = No
     return Mesh(degrees=degrees, device=device, **_create(degrees, device, all_groups(degrees, kv_heads), timeout))
 
 
+def mesh_of(config: TrainConfig, device: torch.device) -> Mesh:
+    """Return this rank's mesh of a checked configuration, with the link that it simulates. All ranks call it."""
+    mesh = build_mesh(Degrees.of(config), device, config.model_config.kv_heads, config.timeout)
+    return mesh.with_link(config.link_model)
+
+
 def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Mesh:
     """Return `mesh` with the groups `embed` and `mirror` of this placement. All ranks call it together."""
     if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
         return mesh
     groups = all_groups(mesh.degrees, placement=placement)
     groups = {name: groups[name] for name in ("embed", "mirror")}
-    return replace(mesh, **_create(mesh.degrees, mesh.device, groups, timeout))
+    mesh = replace(mesh, **_create(mesh.degrees, mesh.device, groups, timeout))
+    return mesh.with_link(mesh.world.link)
 
 
 def separate(group: Group, timeout: float) -> Group:

@@ -117,12 +117,13 @@ class Optimizer:
     parameters  the tensors that this rank updates, in the training type: weights, or pieces of them
     masters     their values in at least float32: the optimizer updates these
     updates     how many steps were taken
+    scaler      the factor of the losses, whose gradients `step` receives
     buffers     further tensors with a spec, which others update: they are only saved and loaded with the rest
     """
 
     def __init__(self, parameters: list[nn.Parameter], config: TrainConfig, buffers: Sequence[torch.Tensor] = ()):
         self.parameters, self.updates, self.float64 = parameters, 0, config.torch_dtype == torch.float64
-        self.buffers = buffers
+        self.buffers, self.scaler = buffers, LossScaler(config.torch_dtype)
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]

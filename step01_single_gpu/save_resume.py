@@ -16,15 +16,15 @@ from common.config import TrainConfig, flag_names
 from common.data.batches import Batches
 from common.errors import UsageError
 from common.process_groups import Mesh, separate
-from step01_single_gpu.mixed_precision import LossScaler, Optimizer
+from step01_single_gpu.mixed_precision import Optimizer
 
 
 class Checkpoints:
     """The checkpoints of one run: `resume` before the first step, `save` after each, `close` after the last."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, optimizer: Optimizer, scaler: LossScaler):
+    def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, optimizer: Optimizer):
         self.config, self.mesh, self.batches = config, mesh, batches
-        self.optimizer, self.scaler = optimizer, scaler
+        self.optimizer, self.scaler = optimizer, optimizer.scaler
         self.background = BackgroundSaves(mesh, config.timeout) if config.async_save else None
 
     def identity(self) -> dict:

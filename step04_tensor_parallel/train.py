@@ -13,17 +13,16 @@ from common import collectives  # before torch, so that its idle threads sleep
 import torch
 
 from common.config import TrainConfig
-from common.data.batches import load_batches
+from common.data.batches import Batches, load_batches
 from common.launch import run
 from common.model import ATTENTION_CORES, Decoder
 from common.process_groups import Mesh
-from common.record.run_record import RunRecord
 from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
 from step01_single_gpu.memory_model.capacity import check_memory
-from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
+from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
-from step01_single_gpu.save_resume import Checkpoints
+from step01_single_gpu.run import Run
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
@@ -38,56 +37,52 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
     return model, zero, Optimizer(zero.shards, config)
 
 
+def train_step(
+    step: int,
+    model: Decoder,
+    zero: Zero,
+    optimizer: Optimizer,
+    batches: Batches,
+    config: TrainConfig,
+    mesh: Mesh,
+    tracer: Tracer,
+) -> dict[str, torch.Tensor]:
+    """One update of the weights. Returns the step's numbers, 0-d float64 on the device: nothing waits for it here."""
+    scaler = optimizer.scaler
+    loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    with tracer.phase("forward"):
+        zero.gather()  # the shards as the last step left them, or the initial ones
+
+    # ---- gradients of the global batch, a micro-batch at a time ----
+    for index in range(config.accumulation_steps):
+        tokens, targets = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device)
+        with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
+            total = vocab_parallel_cross_entropy_sum(model(tokens), targets, config.model_config.vocab, mesh.tp)
+            share = total / batches.target_tokens
+        with tracer.phase("backward"), zero.no_sync(index < config.accumulation_steps - 1):
+            (share * scaler.scale).backward()
+        loss += share.detach()
+
+    # ---- clip by the global norm, update ----
+    with tracer.phase("optimizer"):
+        gradients = zero.finish()
+        sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads: partial sums
+        # the norm of the true gradients: the loss scale is divided out again
+        norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
+        factor = clip_factor(norm, config.clip) / scaler.scale
+        optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
+        collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
+    return {"loss": loss, "grad_norm": norm}
+
+
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     """Take the configured number of steps. Returns the tensors that this rank updates."""
-    collectives.link = config.link_model
     check_memory(config, mesh)
     batches = load_batches(config, mesh)
     model, zero, optimizer = build(config, mesh)
-    scaler = LossScaler(config.torch_dtype)
-
-    checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
-    first_step = checkpoints.resume()
-    record = RunRecord(config, mesh, batches, first_step)
-    tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
-
-    for step in range(first_step, config.steps):
-        with record.step(step) as measured, tracer.step(step):
-            loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-            with tracer.phase("forward"):
-                zero.gather()  # the shards as the last step left them, or the initial ones
-
-            # ---- gradients of the global batch, a micro-batch at a time ----
-            for index in range(config.accumulation_steps):
-                tokens, targets = batches.micro_batch(
-                    step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device
-                )
-                with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
-                    total = vocab_parallel_cross_entropy_sum(model(tokens), targets, config.model_config.vocab, mesh.tp)
-                    share = total / batches.target_tokens
-                with tracer.phase("backward"), zero.no_sync(index < config.accumulation_steps - 1):
-                    (share * scaler.scale).backward()
-                loss += share.detach()
-
-            # ---- clip by the global norm, update ----
-            with tracer.phase("optimizer"):
-                gradients = zero.finish()
-                sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads: partial sums
-                # the norm of the true gradients: the loss scale is divided out again
-                norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
-                factor = clip_factor(norm, config.clip) / scaler.scale
-                lr = config.learning_rate(step)
-                optimizer.step(gradients, lr, factor, skip=scaler.overflow(norm))
-                collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
-            loss, norm = torch.stack([loss, norm]).tolist()  # only here the host waits for the device
-            if scaler.accept(norm):  # float16 may have skipped this step; it adjusts the scale
-                optimizer.updates += 1
-            measured.update(loss=loss, grad_norm=norm, lr=lr)
-
-        checkpoints.save(step + 1)
-    checkpoints.close()
-    tracer.close()
-    record.close()
+    with Run(config, mesh, batches, optimizer) as run:
+        for step in run.steps():
+            run.log(train_step(step, model, zero, optimizer, batches, config, mesh, run.tracer))
     return optimizer.parameters
 
 

@@ -190,15 +190,17 @@ class Balancing:
             router.scaler = scaler
 
     @torch.no_grad()
-    def finish(self, skip: Tensor | None = None) -> Tensor:
+    def finish(self, skip: Tensor | None = None) -> dict[str, Tensor]:
         """Move the biases, unless `skip` is 1 (as for `Optimizer.step`), and start counting anew.
 
-        Returns (3,) float64, the same on all ranks: the auxiliary losses of all layers, the load of an expert at its
-        worst as a multiple of the mean (mean over the layers), and how many choices were dropped.
+        Returns 0-d tensors in float64, the same on all ranks: `aux_loss`, the auxiliary losses of all layers;
+        `imbalance`, the load of an expert at its worst as a multiple of the mean (mean over the layers); and `dropped`,
+        how many choices were dropped.
         """
         shape, device = self.config.model_config, self.mesh.device
         if not shape.experts:
-            return torch.zeros(3, dtype=torch.float64, device=device)
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            return {"aux_loss": zero, "imbalance": zero, "dropped": zero}
         counts = torch.zeros(shape.layers * shape.experts + 2, dtype=torch.float64, device=device)
         loads = counts[2:].view(shape.layers, shape.experts)
         for index, router in self.routers:
@@ -213,4 +215,4 @@ class Balancing:
                 router.bias += step if skip is None else step * (1 - skip)
         loads = loads[shape.dense_layers :]
         worst = (loads.amax(1) / loads.mean(1)).mean()
-        return torch.stack((counts[0], worst, counts[1]))
+        return {"aux_loss": counts[0], "imbalance": worst, "dropped": counts[1]}

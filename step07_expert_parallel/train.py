@@ -14,17 +14,16 @@ from common import collectives  # before torch, so that its idle threads sleep
 import torch
 
 from common.config import TrainConfig
-from common.data.batches import load_batches
+from common.data.batches import Batches, load_batches
 from common.launch import run
 from common.process_groups import Mesh, place_stages
-from common.record.run_record import RunRecord
 from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
 from common.weights.initialisation import initial_values
 from step01_single_gpu.memory_model.capacity import check_memory
-from step01_single_gpu.mixed_precision import LossScaler, Optimizer, clip_factor
+from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
-from step01_single_gpu.save_resume import Checkpoints
+from step01_single_gpu.run import Run
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.pipeline import Pipeline
@@ -35,8 +34,8 @@ from step07_expert_parallel.moe import apply_experts, check_experts
 from step07_expert_parallel.router import Balancing, routers_of
 
 
-def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
-    """Build this rank's stages of the model, what runs them in the order of the schedule, and their optimizer."""
+def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:
+    """Build this rank's stages of the model, what runs them in the schedule's order, optimizer, and balancing."""
     schedule = schedule_of(config)
     mesh = place_stages(mesh, schedule.placement, config.timeout)
     stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
@@ -54,55 +53,53 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config, biases)
     # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
     kind = InterleavedPipeline if config.schedule.startswith("dualpipe") and config.ep > 1 else Pipeline
-    return kind(schedule, stages, zero_wrappers, config, mesh), optimizer
+    balancing = Balancing(stages, config, mesh, optimizer.scaler)
+    return kind(schedule, stages, zero_wrappers, config, mesh), optimizer, balancing
+
+
+def train_step(
+    step: int,
+    pipeline: Pipeline,
+    optimizer: Optimizer,
+    balancing: Balancing,
+    batches: Batches,
+    config: TrainConfig,
+    mesh: Mesh,
+    tracer: Tracer,
+) -> dict[str, torch.Tensor]:
+    """One update of the weights. Returns the step's numbers, 0-d float64 on the device: nothing waits for it here."""
+    scaler = optimizer.scaler
+
+    # ---- gradients of the global batch: the pipeline runs forward and backward of its micro-batches ----
+    def micro_batch(index: int) -> tuple:
+        whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
+        return take_part(*whole, config, mesh, batches.corpus.end)
+
+    loss = pipeline.run(micro_batch, batches.target_tokens, scaler.scale, tracer)
+
+    # ---- clip by the global norm, update ----
+    with tracer.phase("optimizer"):
+        gradients = pipeline.finish()
+        sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
+        # the norm of the true gradients: the loss scale is divided out again
+        norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
+        factor = clip_factor(norm, config.clip) / scaler.scale
+        optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
+        statistics = balancing.finish(skip=scaler.overflow(norm))
+        collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
+        collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
+    return {"loss": loss, "grad_norm": norm} | statistics
 
 
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     """Take the configured number of steps. Returns the tensors that this rank updates."""
-    collectives.link = config.link_model
     check_memory(config, mesh)
     batches = load_batches(config, mesh)
-    pipeline, optimizer = build(config, mesh)
+    pipeline, optimizer, balancing = build(config, mesh)
     mesh = pipeline.mesh  # with the groups of stages that share parameters
-    scaler = LossScaler(config.torch_dtype)
-    balancing = Balancing(pipeline.stages, config, mesh, scaler)
-
-    checkpoints = Checkpoints(config, mesh, batches, optimizer, scaler)
-    first_step = checkpoints.resume()
-    record = RunRecord(config, mesh, batches, first_step)
-    tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
-
-    for step in range(first_step, config.steps):
-        with record.step(step) as measured, tracer.step(step):
-            # ---- gradients of the global batch: its micro-batches go through the stages and back ----
-            def micro_batch(index: int, step: int = step) -> tuple:
-                whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
-                return take_part(*whole, config, mesh, batches.corpus.end)
-
-            loss = pipeline.run(micro_batch, batches.target_tokens, scaler.scale, tracer)
-
-            # ---- clip by the global norm, update ----
-            with tracer.phase("optimizer"):
-                gradients = pipeline.finish()
-                sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
-                # the norm of the true gradients: the loss scale is divided out again
-                norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
-                factor = clip_factor(norm, config.clip) / scaler.scale
-                lr = config.learning_rate(step)
-                optimizer.step(gradients, lr, factor, skip=scaler.overflow(norm))
-                statistics = balancing.finish(skip=scaler.overflow(norm))
-                collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
-                collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
-            # outside the layers with experts, only here the host waits for the device
-            loss, norm, aux_loss, imbalance, dropped = torch.stack([loss, norm, *statistics]).tolist()
-            if scaler.accept(norm):  # float16 may have skipped this step; it adjusts the scale
-                optimizer.updates += 1
-            measured.update(loss=loss, grad_norm=norm, lr=lr, aux_loss=aux_loss, imbalance=imbalance, dropped=dropped)
-
-        checkpoints.save(step + 1)
-    checkpoints.close()
-    tracer.close()
-    record.close()
+    with Run(config, mesh, batches, optimizer) as run:
+        for step in run.steps():
+            run.log(train_step(step, pipeline, optimizer, balancing, batches, config, mesh, run.tracer))
     return [*optimizer.parameters, *optimizer.buffers]
 
 

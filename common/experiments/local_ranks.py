@@ -17,7 +17,7 @@ import torch
 
 from common.collectives import barrier
 from common.config import TrainConfig
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import Degrees, build_mesh, mesh_of
 from common.start import environment, init_distributed
 
 
@@ -78,7 +78,7 @@ def train_quietly(train: Callable, **flags) -> None:
     """What `torchrun stepNN/train.py --flags` does after its start, on these ranks, without the progress line."""
     config = TrainConfig(device="cpu", **flags)
     config.resolve_and_check(environment().world_size)
-    mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+    mesh = mesh_of(config, torch.device("cpu"))
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             train(config, mesh)

@@ -10,7 +10,6 @@ from common.costs.alpha_beta import Player
 from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
-from common.link import Link
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace, time_by_state
 from common.tracing.report import StepRow, mean, report
@@ -42,8 +41,7 @@ class Part(NamedTuple):
     """A part of a step, such as one layer, to be traced on every rank."""
 
     step: Callable[[Tracer], object]  # does it once, and names its phases: `with tracer.phase("forward"): ...`
-    mesh: Mesh  # that of its groups
-    link: Link | None = None  # simulated
+    mesh: Mesh  # that of its groups; with a simulated link if it has one
 
 
 def run_parts(
@@ -64,12 +62,10 @@ def _trace_parts(mesh: Mesh, done: Callable, part: Callable, cases: list, steps:
     for index, case in enumerate(cases):
         each = part(mesh, case)
         tracer = Tracer((0, steps - 1), each.mesh, f"{folder}/{index}")
-        collectives.link = each.link
         for step in range(-1, steps):
             collectives.barrier(mesh.world)
             with tracer.step(step):
                 each.step(tracer)
-        collectives.link = None
         tracer.close()
         done()
 

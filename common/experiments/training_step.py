@@ -1,7 +1,7 @@
-"""One training step to look into: what a train.py with a pipeline does on these ranks, without its record."""
+"""One training step to look into: what a train.py does on these ranks, without its record."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
 import torch
@@ -12,18 +12,63 @@ from common.process_groups import Degrees, Mesh, build_mesh
 from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
 
-mesh_of = functools.cache(build_mesh)  # all cases of one layout use the same groups
+groups_of = functools.cache(build_mesh)  # all cases of one layout use the same groups
 
 
 def checked(mesh: Mesh, **flags) -> tuple[TrainConfig, Mesh]:
     """The configuration with these flags on the ranks of `mesh`, and its groups."""
     config = TrainConfig(device="cpu", **flags)
     config.resolve_and_check(mesh.world.size)
-    return config, mesh_of(Degrees.of(config), mesh.device, config.model_config.kv_heads)
+    found = groups_of(Degrees.of(config), mesh.device, config.model_config.kv_heads)
+    return config, found.with_link(config.link_model)
+
+
+class KeptGradients:
+    """In place of an optimizer: a step leaves its gradients here, one for each of `parameters`, and updates nothing."""
+
+    def __init__(self, optimizer):
+        self.parameters, self.buffers, self.scaler = optimizer.parameters, optimizer.buffers, optimizer.scaler
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self, gradients: list[torch.Tensor], *_, **__) -> None:
+        self.gradients = list(gradients)
+
+
+class Training:
+    """What a train.py builds, and its `train_step`, without a record: the same in all steps.
+
+    Args:
+        train: the step's train.py, as a module.
+        mesh: the groups of `config`; see `checked`.
+    """
+
+    def __init__(self, train: ModuleType, config: TrainConfig, mesh: Mesh):
+        self.train_step, self.config = train.train_step, config
+        self.batches, self.parts = load_batches(config, mesh), train.build(config, mesh)
+        self.mesh = getattr(self.parts[0], "mesh", mesh)  # a pipeline knows more groups
+        self.optimizer = next(part for part in self.parts if hasattr(part, "masters"))
+
+    def take(self, step: int = 0, tracer: Tracer | None = None) -> dict[str, float]:
+        """Take a step. Returns loss, grad_norm and what else the step says of itself.
+
+        `tracer` may be anything with `phase(name, **arguments)`, a context manager around each phase of the step.
+        """
+        return self._take(step, self.parts, tracer)
+
+    def gradients(self, step: int = 0, tracer: Tracer | None = None) -> list[torch.Tensor]:
+        """Return the finished gradients of a step, one for each of the optimizer's parameters. Nothing is updated."""
+        keeper = KeptGradients(self.optimizer)
+        self._take(step, [keeper if part is self.optimizer else part for part in self.parts], tracer)
+        return keeper.gradients
+
+    def _take(self, step: int, parts: Iterable, tracer: Tracer | None) -> dict[str, float]:
+        tracer = tracer or Tracer(None, self.mesh, None)
+        numbers = self.train_step(step, *parts, self.batches, self.config, self.mesh, tracer)
+        return {name: number.item() for name, number in numbers.items()}
 
 
 class Run:
-    """The model, gradients and update of a run, in pieces.
+    """The model, gradients and update of a run with a pipeline, in pieces.
 
     Args:
         train: the step's train.py, as a module.
@@ -33,7 +78,7 @@ class Run:
     def __init__(self, train: ModuleType, config: TrainConfig, mesh: Mesh):
         self.train, self.config = train, config
         self.batches = load_batches(config, mesh)
-        self.pipeline, self.optimizer = train.build(config, mesh)
+        self.pipeline, self.optimizer, *_ = train.build(config, mesh)
         self.mesh, self.shards = self.pipeline.mesh, self.optimizer.parameters  # with groups of shared parameters
         self.units = [unit for zero in self.pipeline.zero_wrappers for unit in zero.units]
         self.norm = None  # of the whole gradient

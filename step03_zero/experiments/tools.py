@@ -11,7 +11,7 @@ from common.data.batches import load_batches
 from common.experiments.runs import BUCKET_MB, MODEL
 from common.measure.allocator import live_bytes
 from common.model import Decoder, cross_entropy_sum
-from common.process_groups import Degrees, Mesh, build_mesh
+from common.process_groups import Mesh, mesh_of
 from common.reductions import gradient_norm
 from step01_single_gpu.mixed_precision import clip_factor
 from step03_zero.experiments.predictions import Model
@@ -53,7 +53,7 @@ class Run:
     def __init__(self, mesh: Mesh, **flags):
         config = TrainConfig(device="cpu", **flags)
         config.resolve_and_check(mesh.world.size)
-        self.config, self.mesh = config, build_mesh(Degrees.of(config), mesh.device, config.model_config.kv_heads)
+        self.config, self.mesh = config, mesh_of(config, mesh.device)
         self.batches = load_batches(config, self.mesh)
         self.model, self.zero, self.optimizer = build(config, self.mesh)
         self.gradients: list[torch.Tensor] = []  # the summed ones; the optimizer empties the list

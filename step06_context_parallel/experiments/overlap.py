@@ -91,9 +91,8 @@ def traced(cases: list[tuple[str, float]], steps: int) -> list[Trace]:
 def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps: int, folder: str) -> None:
     """On a rank: forward and backward of one layer, `steps` times for each case."""
     for index, (mode, share) in enumerate(cases):
-        layer = AttentionLayer(mesh, **FLAGS | MODES[mode])
+        layer = AttentionLayer(mesh, **FLAGS | MODES[mode], link=link_flag(share))
         tracer = Tracer((0, steps - 1), layer.mesh, f"{folder}/{index}")
-        collectives.link = TrainConfig(link=link_flag(share)).link_model
         with delayed(tracer, HOP):
             for step in range(-1, steps):  # the first one is not traced
                 collectives.barrier(mesh.world)
@@ -102,7 +101,6 @@ def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps:
                         layer.forward()
                     with tracer.phase("backward"):
                         layer.backward()
-        collectives.link = None
         tracer.close()
         done()
 

@@ -66,18 +66,16 @@ def run_both(mesh: Mesh, done: Callable, flags: dict, steps: int, folder: str) -
     """On a rank: the gradients of a step, `steps` times, with each kind of pipeline."""
     for name, kind in KINDS.items():
         with mock.patch.object(train, "InterleavedPipeline", kind):
-            run = Run(mesh, **flags)
+            run = Run(mesh, **flags, link=f"0,{1e-9 * link().bandwidth}")
         tracer = Tracer((0, steps - 1), run.mesh, f"{folder}/{name}")
         for layer in (layer for stage in run.pipeline.stages for layer in stage.layers.values()):
             slow_down(layer.attention, "attention", ATTENTION, tracer)
             slow_down(layer.mlp.experts, "experts", EXPERTS, tracer)
-        collectives.link = link()
         with routing(evenly=True), slow_weight_gradients(LAYERS * (ATTENTION + EXPERTS)):
             for step in range(-1, steps):  # the first one is not traced
                 collectives.barrier(run.mesh.world)
                 with tracer.step(step):
                     run.gradients(tracer)
-        collectives.link = None
         tracer.close()
         done()
     return run.config

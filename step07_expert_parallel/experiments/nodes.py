@@ -14,7 +14,7 @@ from common import collectives
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
-from common.experiments.training_step import mesh_of
+from common.experiments.training_step import groups_of
 from common.process_groups import Degrees, Mesh
 from step07_expert_parallel import moe
 from step07_expert_parallel.experiments.node_limit import fan_out
@@ -36,7 +36,7 @@ class OncePerNode(MoE):
     """The layer, if a token is sent once to each node that holds some of its experts, and handed on there."""
 
     def forward(self, x):
-        grid = mesh_of(Degrees(dp=NODES, tp=RANKS), x.device)
+        grid = groups_of(Degrees(dp=NODES, tp=RANKS), x.device)
         across, inside = grid.dp, grid.tp  # the ranks of this one's place on all nodes; the ranks of its node
         chosen, gates = self.router(x)
         gates = gates.new_zeros(len(gates), EXPERTS).scatter(1, chosen, gates).unflatten(1, (NODES, -1))

@@ -124,12 +124,11 @@ def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps:
     """On a rank: forward and backward of one layer, `steps` times for each case."""
     for index, (variant, travel) in enumerate(cases):
         shared, meanwhile = VARIANTS[variant]
-        layer = ExpertLayer(mesh, **FLAGS, shared_experts=shared)
+        layer = ExpertLayer(mesh, **FLAGS, shared_experts=shared, link=f"0,{1e-9 * link_of(travel).bandwidth}")
         tracer = Tracer((0, steps - 1), layer.mesh, f"{folder}/{index}")
         slow_down(layer.layer.experts, "experts", EXPERTS, tracer)
         if shared:
             slow_down(layer.layer.shared, "shared", SHARED, tracer)
-        collectives.link = link_of(travel)
         with routing(evenly=True), nullcontext() if meanwhile else waiting_at_once():
             for step in range(-1, steps):  # the first one is not traced
                 collectives.barrier(mesh.world)
@@ -137,7 +136,6 @@ def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps:
                     for phase in ("forward", "backward"):
                         with tracer.phase(phase):
                             getattr(layer, phase)()
-        collectives.link = None
         tracer.close()
         done()
 

@@ -52,9 +52,8 @@ def timeline(quick: bool) -> None:
 
 def run_steps(mesh: Mesh, done: Callable, steps: int, folder: str) -> None:
     """On a rank: traced steps, after one that is not."""
-    run = Run(mesh, **FLAGS)
+    run = Run(mesh, **FLAGS, link=f"{1e6 * LINK.alpha},{1e-9 * LINK.bandwidth}")
     tracer = Tracer((0, steps - 1), run.mesh, folder)
-    collectives.link = LINK
     with choosing(Router), SlowDevice(SPEED, tracer):
         for step in range(-1, steps):
             collectives.barrier(run.mesh.world)
@@ -62,7 +61,6 @@ def run_steps(mesh: Mesh, done: Callable, steps: int, folder: str) -> None:
                 run.accumulate(tracer)
                 with tracer.phase("optimizer"):
                     run.update(run.finish())
-    collectives.link = None
     tracer.close()
 
 

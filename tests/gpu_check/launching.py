@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 
 from common.command_line import STEP_NAMES, parse
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import mesh_of
 from common.start import init_distributed
 from tests.gpu_check.findings import Findings
 from tests.harness.ranks import ROOT, kill, new_mark, rank_processes, steps_of
@@ -141,6 +141,6 @@ def train_alone(found: Findings, name: str, step: int, flags: str, device: str =
     )
     change(config)
     config.resolve_and_check(1)
-    mesh = build_mesh(Degrees.of(config), init_distributed(config.device), config.model_config.kv_heads)
+    mesh = mesh_of(config, init_distributed(config.device))
     importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh)
     return steps_of(found.folder / name)

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import torch
 
+from common import process_groups
 from common.collectives import barrier
 from common.command_line import parse
 from common.config import TrainConfig
 from common.experiments import tcp_bytes
-from common.process_groups import Degrees, Mesh, build_mesh
+from common.process_groups import Mesh
 from common.start import environment
 from tests.mutants.patches import patched
 
@@ -22,7 +23,7 @@ def configure(step: int, flags: str, world: int | None = None) -> TrainConfig:
 
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return this rank's place among the ranks of `config`."""
-    return build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+    return process_groups.mesh_of(config, torch.device("cpu"))
 
 
 def observe_each(observe: Callable[[str], object], cases: list[str], mutants: list[str | None] | None = None) -> list:

@@ -17,7 +17,7 @@ from common.checkpoints import checkpoint
 from common.command_line import STEP_NAMES, parse
 from common.data.batches import Batches
 from common.errors import UsageError
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import mesh_of
 from common.record.run_record import RunRecord
 from common.start import environment
 from common.tracing.chrome_trace import read_trace
@@ -107,7 +107,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         base = f"{BASE} --no-fused" if step == 8 else BASE  # so that it can be compared with step 7
         config = parse(step, f"{base} {flags}".format(folder=folder).split())
         config.resolve_and_check(environment().world_size)
-        mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+        mesh = mesh_of(config, torch.device("cpu"))
         with (
             mock.patch.object(time, "sleep", noted_sleep),
             mock.patch.object(initialisation, "stored_values", constant_weights),

@@ -17,7 +17,7 @@ import torch
 
 from common.command_line import STEP_NAMES, parse
 from common.config import flag_names, spelled
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import mesh_of
 from common.start import environment
 from tests.harness.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def train_here(step: int, flags: str) -> list[tuple]:
     """Train on this rank; (name, global shape, box, values) of all that it owns at the end."""
     config = parse(step, flags.split())
     config.resolve_and_check(environment().world_size)
-    mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+    mesh = mesh_of(config, torch.device("cpu"))
     return boxes_of(importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh))
 
 

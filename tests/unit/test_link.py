@@ -17,7 +17,8 @@ from tests.unit.test_collectives import mesh_of
 
 def ranks_link() -> dict[str, tuple[float, float]]:
     """For each operation the seconds that a link must take, and those that it took. Only sleep moves the clock."""
-    mesh, alpha, bandwidth, now = mesh_of(tp=2, dp=2), 0.02, 10e6, [100.0]
+    alpha, bandwidth, now = 0.02, 10e6, [100.0]
+    mesh = mesh_of(tp=2, dp=2).with_link(Link(alpha, bandwidth))
     world, tp, dp, peer = mesh.world, mesh.tp, mesh.dp, 1 - mesh.tp.rank
     tensor, other, quarter = torch.ones(100_000), torch.ones(100_000), torch.ones(25_000)
     transfer = 4 * len(tensor) / bandwidth
@@ -49,7 +50,7 @@ def ranks_link() -> dict[str, tuple[float, float]]:
         ("one rank", 0.0, lambda: collectives.all_reduce(tensor, mesh.cp)),
     ]
     clock = {"perf_counter": lambda: now[0], "sleep": lambda seconds: now.__setitem__(0, now[0] + seconds)}
-    with mock.patch.multiple(time, **clock), mock.patch.object(collectives, "link", Link(alpha, bandwidth)):
+    with mock.patch.multiple(time, **clock):
         for name, least, issue in cases:
             start = now[0]
             issue()

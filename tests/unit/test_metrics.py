@@ -14,7 +14,7 @@ from common.config import TrainConfig
 from common.costs.hardware import vendor_tflops
 from common.counts import count_flops
 from common.errors import UsageError
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import mesh_of
 from common.record import hardware, run_record
 from common.record.hardware import peak_flops
 from common.record.run_record import RunRecord, read_metrics
@@ -32,7 +32,7 @@ def record_of(run_dir, first_step=0, device="cpu", **flags) -> RunRecord:
     """This rank's record of a run of ten steps."""
     config = TrainConfig(run_dir=run_dir and str(run_dir), **({"steps": 10, "peak_tflops": 1.0} | flags))
     config.resolve_and_check(environment().world_size)
-    mesh = build_mesh(Degrees.of(config), torch.device(device), config.model_config.kv_heads)
+    mesh = mesh_of(config, torch.device(device))
     return RunRecord(config, mesh, BATCHES, first_step)
 
 

@@ -45,12 +45,11 @@ def busy(seconds: float) -> None:
 def two_runs(folder: str) -> dict:
     """Steps 1 to 3 of 5 are traced: compute, then all-reduce ("naive"); both at once ("overlap")."""
     mesh = build_mesh(Degrees(dp=2), torch.device("cpu"))
-    other, counted = 1 - mesh.dp.rank, {}
+    linked, other, counted = mesh.with_link(LINK), 1 - mesh.dp.rank, {}
     for mode in MODES:
         tracer, gradient = Tracer((STEPS[0], STEPS[-1]), mesh, f"{folder}/{mode}"), torch.ones(ELEMENTS)
         collectives.barrier(mesh.world)
         for step in range(5):
-            collectives.link = LINK
             collectives.sent_bytes.clear()
             with tracer.step(step):
                 with tracer.phase("forward", micro_batch=0):
@@ -58,10 +57,9 @@ def two_runs(folder: str) -> dict:
                 with tracer.phase("backward", micro_batch=0):
                     busy(0.1 if mode == "naive" else 0)
                     collectives.barrier(mesh.world)  # or the slower rank's delay would count as communication
-                    work = all_reduce(gradient, mesh.dp, async_op=True)
+                    work = all_reduce(gradient, linked.dp, async_op=True)
                     busy(0.1 if mode == "overlap" else 0)
                     work.wait()
-                collectives.link = None
                 if step == STEPS[-1]:
                     with tracer.phase("optimizer"):  # a message from rank 0 to rank 1, then one each way in a batch
                         (send if other else receive)(torch.ones(6), other, mesh.dp)
@@ -69,12 +67,11 @@ def two_runs(folder: str) -> dict:
                 busy(0.002)  # idle: in no phase
             counted[mode, step] = collectives.sent_bytes["dp"]
         tracer.close()
-    collectives.link = LINK
     tracer = Tracer((0, 1), mesh, f"{folder}/pipeline")
     for step in range(2):
         collectives.barrier(mesh.world)
         with tracer.step(step):
-            like_a_pipeline(tracer, mesh.dp)
+            like_a_pipeline(tracer, linked.dp)
     tracer.close()
     return counted
 

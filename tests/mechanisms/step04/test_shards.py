@@ -7,7 +7,7 @@ import step04_tensor_parallel.train as step04
 from common.command_line import parse
 from common.model import Decoder
 from common.model_config import ModelConfig
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import Degrees, build_mesh, mesh_of
 from common.start import environment
 from common.weights.initialisation import materialise, random_values
 from tests.harness.ranks import run_ranks
@@ -67,7 +67,7 @@ def ranks_trained(cases):
     for flags in cases:
         config = parse(4, [*SMALL.split(), *flags.split()])
         config.resolve_and_check(environment().world_size)
-        mesh = build_mesh(Degrees.of(config), torch.device("cpu"), config.model_config.kv_heads)
+        mesh = mesh_of(config, torch.device("cpu"))
         tensors = step04.train(config, mesh)
         found.append({(t.spec.name, t.spec.box, t.spec.flat_range): t.detach().clone() for t in tensors})
     return found

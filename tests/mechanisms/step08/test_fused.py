@@ -160,7 +160,7 @@ def test_what_is_replaced(own_attention, core):
     with mock.patch.object(fused, "launches_kernels", lambda *_: True), ExitStack() as stack:
         for module in (attention_block, experts):
             stack.enter_context(mock.patch.object(module, "own_kernels", None))
-        pipeline, optimizer = step08.build(config, mesh)
+        pipeline, optimizer, _ = step08.build(config, mesh)
     (model,) = pipeline.stages
     norms = [name for name, module in model.named_modules() if isinstance(module, fused.Norm)]
     assert len(norms) == 2 * len(model.layers) + 1

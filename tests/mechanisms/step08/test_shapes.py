@@ -21,7 +21,7 @@ def ranks_train(folder: str) -> list[dict[str, tuple[int, ...]]]:
     held = []
     for number, flags in enumerate(SHOWN + HELD):
         config = configure(8, f"{SHAPE if 'experts' in flags else DENSE} {flags} {OTHERS} --run-dir {folder}/{number}")
-        pipeline, _ = train.build(config, mesh_of(config))
+        pipeline, *_ = train.build(config, mesh_of(config))
         held.append({name: tuple(each.shape) for stage in pipeline.stages for name, each in stage.named_parameters()})
         if flags in SHOWN:
             train.train(config, mesh_of(config))
