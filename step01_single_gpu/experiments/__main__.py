@@ -5,26 +5,17 @@ python -m step01_single_gpu.experiments --only first_steps --quick
 """
 
 from common.experiments.runner import run_experiments
-from step01_single_gpu.experiments import compute, launches, memory, playbook, precision, toy
+from step01_single_gpu.experiments import compute, launches, memory, playbook, precision
 
 EXPERIMENTS = [
-    toy.toy,
-    memory.saved_activation_bytes,
     memory.first_steps,
-    memory.accumulation,
     memory.out_of_memory,
-    compute.same_gradients,
     compute.recomputation,
     compute.flops,
-    compute.profile,
     launches.launches,
-    precision.bytes_per_parameter,
     precision.master_weights,
     precision.loss_scaling,
     precision.curves,
-    playbook.gpt_layer,
-    playbook.llama_bars,
-    playbook.claims,
     playbook.llama_profile,
     playbook.widget,
 ]

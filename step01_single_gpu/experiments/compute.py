@@ -1,8 +1,7 @@
-"""Experiments on computation: what recomputation leaves alone and what it costs, FLOPs, MFU and HFU, a profile."""
+"""What recomputation costs, in bytes, FLOPs and time; FLOPs of models, exact and by the usual approximations."""
 
 import ctypes
 import dataclasses
-import itertools
 import statistics
 import time
 
@@ -11,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
+from common.drawing.charts import bars, legend
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.presets import PRESETS
@@ -18,21 +18,6 @@ from step01_single_gpu.cost import saved_activations, total_bytes
 from step01_single_gpu.experiments.tools import MODES, Run
 
 SHAPE = {"seq_len": 256, "micro_batch": 4, "global_batch": 4}
-
-
-def same_gradients(quick: bool) -> None:
-    """Loss and gradients with recomputation, against those without, in float64."""
-    rows, reference = [], {}
-    for attention, mode in itertools.product(("naive", "fused"), MODES):
-        config = TrainConfig(dtype="float64", attention=attention, recompute=mode, seq_len=64, global_batch=2)
-        run = Run(config)
-        loss = run.accumulate()
-        gradients = run.gradients.finish()
-        if mode == "none":
-            reference = {"loss": loss, "gradients": gradients}
-        worst = max(((new - old).norm() / old.norm()).item() for new, old in zip(gradients, reference["gradients"]))
-        rows.append((f"{attention} {mode}", f"{abs(loss / reference['loss'] - 1):.1e}", f"{worst:.1e}"))
-    print_table("Relative differences from no recomputation (float64)", ("", "loss", "worst gradient"), rows)
 
 
 def recomputation(quick: bool) -> None:
@@ -91,44 +76,26 @@ def draw_recomputation(ratios: dict[tuple[str, str], tuple[float, float, float]]
     """Bytes, FLOPs and time of each mode, relative to none: a panel per kind of attention."""
     figure, axes = new_figure(columns=2, width=8.6, height=3.5, sharey=True)
     for axis, attention in zip(axes, ("naive", "fused")):
-        for offset, mode in zip((-0.27, 0, 0.27), MODES):
-            values = ratios[attention, mode]
-            places, name = [x + offset for x in range(3)], f"--recompute {mode}"
-            bars = axis.bar(places, values, 0.25, color=MODES[mode], label=name)
-            axis.bar_label(bars, fmt="1" if mode == "none" else "%.2f", fontsize=10.5)
-        axis.set(xticks=range(3), ylim=(0, 1.55))
-        axis.set_xticklabels(("bytes kept", "FLOPs", "time"), fontsize=11)
+        groups = {
+            what: [{f"--recompute {mode}": ratios[attention, mode][index]} for mode in MODES]
+            for index, what in enumerate(("bytes kept", "FLOPs", "time"))
+        }
+        bars(axis, groups, colours={f"--recompute {mode}": colour for mode, colour in MODES.items()}, value="{:.2f}")
         axis.set_title(f"{attention} attention", fontsize=12, loc="left")
-    axes[0].set_ylabel("relative to none", fontsize=11)
-    figure.legend(*axes[1].get_legend_handles_labels(), fontsize=11, ncol=3, loc="outside lower center", frameon=False)
+    axes[0].set_ylabel("relative to none")
+    legend(figure)
     save_figure(figure, "recomputation")
 
 
 def flops(quick: bool) -> None:
-    """FLOPs of forward and backward: exact, and by the two usual approximations."""
+    """FLOPs of forward and backward: exact, and by the usual approximation."""
     rows = []
     for name, seq in (("debug", 256), ("smollm-135m", 2048), ("llama3-8b", 8192), ("llama3-70b", 8192)):
         model = PRESETS[name]
         counted, parameters = count_flops(model, seq), count_parameters(model).total
         exact, simple = counted.model, 6 * seq * parameters
-        refined = simple + 12 * model.layers * model.hidden * seq * seq
         parts = (counted.linear, counted.attention_core, counted.head)
         shares = (f"{part / counted.forward:.1%}" for part in parts)
-        rows.append((f"{name}, s {seq}", f"{exact:.3e}", *shares, f"{simple / exact:.3f}", f"{refined / exact:.3f}"))
-    header = ("", "FLOPs a sequence", "linear", "attention core", "head", "6ND / exact", "(6ND + 12Lhs²) / exact")
+        rows.append((f"{name}, s {seq}", f"{exact:.3e}", *shares, f"{simple / exact:.3f}"))
+    header = ("", "FLOPs a sequence", "linear", "attention core", "head", "6ND / exact")
     print_table("Predicted FLOPs of forward and backward", header, rows)
-
-
-def profile(quick: bool) -> None:
-    """Which operators take the time of three steps, by torch.profiler."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = Run(TrainConfig(micro_batch=2, global_batch=2), device)
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3)
-    with torch.profiler.profile(schedule=schedule) as profiler:
-        for _ in range(5):
-            run.step()
-            profiler.step()
-    sort_by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    print("\ntorch.profiler over three steps, by operator (wait 1, warm-up 1, active 3)")
-    columns = {"max_name_column_width": 44, "top_level_events_only": False}
-    print(profiler.key_averages().table(sort_by=sort_by, row_limit=8, **columns))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.drawing.charts import legend
 from common.drawing.figures import COLOURS
 from common.measure.allocator import Allocation, MemoryMeter
 from step01_single_gpu.experiments.tools import MIB, Run
@@ -58,7 +59,7 @@ def record(run: Run, steps: int) -> Timeline:
     for parameter in run.parameters:  # this hook comes after that of Gradients, which has put the sum in its place
         parameter.register_post_accumulate_grad_hook(lambda p: label("gradients", run.gradients.sums[p]))
     fixed = [*run.parameters, *run.optimizer.masters]
-    with _allocations(run.device, [*fixed, run.tokens, run.targets]) as recording:
+    with _allocations([*fixed, run.tokens, run.targets]) as recording:
         begin = time.time()
         for _ in range(steps):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -73,36 +74,23 @@ def record(run: Run, steps: int) -> Timeline:
 
 
 class _Recording:
-    events: list[Allocation]  # seconds as time.time() has them
+    def __init__(self):
+        self.events: list[Allocation] = []  # seconds as time.time() has them
 
 
 @contextlib.contextmanager
-def _allocations(device: torch.device, baseline: list[torch.Tensor]):
-    """All events of the allocator in the region. On CUDA from its history, whose times are those of time.time()."""
+def _allocations(baseline: list[torch.Tensor]):
+    """All events of the CPU's allocator in the region."""
     recording = _Recording()
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python", context=None)
+    with MemoryMeter("cpu").measure(baseline) as measured:
+        before = time.time()
+        marker = torch.empty(MARKER, dtype=torch.uint8)
+        del marker
         yield recording
-        events = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        sign = {"alloc": 1, "free_completed": -1}
-        recording.events = [
-            Allocation(event["time_us"] * 1e-6, event["addr"], sign[event["action"]] * event["size"])
-            for event in events
-            if event["action"] in sign
-        ]
-    else:
-        with MemoryMeter(device).measure(baseline) as measured:
-            before = time.time()
-            marker = torch.empty(MARKER, dtype=torch.uint8)
-            del marker
-            yield recording
-        shift = before - next(event.seconds for event in measured.allocations if event.bytes == MARKER)
-        recording.events = [
-            Allocation(event.seconds + shift, event.address, event.bytes)
-            for event in measured.allocations
-            if abs(event.bytes) != MARKER
-        ]
+    shift = before - next(event.seconds for event in measured.allocations if event.bytes == MARKER)
+    for event in measured.allocations:
+        if abs(event.bytes) != MARKER:
+            recording.events.append(event._replace(seconds=event.seconds + shift))
 
 
 def _stack(events: list[Allocation], labels: list, alive: dict[int, int]) -> list[tuple[float, list[int]]]:
@@ -141,39 +129,29 @@ def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
         return bisect.bisect_left(times, seconds)
 
     end = place(timeline.steps[steps - 1][1])
-    width = -(-end // COLUMNS)
-    columns = [
-        max(timeline.points[start : min(start + width, end)], key=lambda point: sum(point[1]))[1]
-        for start in range(0, end, width)
-    ]
-    bottom = [0.0] * len(columns)
-    for index, name in enumerate(CATEGORIES):
-        tops = [low + sizes[index] / MIB for low, sizes in zip(bottom, columns)]
-        xs = [width * column for column in range(len(columns) + 1)]
-        axis.fill_between(
-            xs, [*bottom, bottom[-1]], [*tops, tops[-1]], step="post", color=COLOURS[name], label=name, lw=0, aa=False
-        )
-        bottom = tops
-    top = max(predicted) / MIB
+    width, top = -(-end // COLUMNS), max(predicted) / MIB
+    starts = range(0, end, width)
+    columns = [max((sizes for _, sizes in timeline.points[i : min(i + width, end)]), key=sum) for i in starts]
+    sizes = [[size / MIB for size in category] for category in zip(*columns)]
+    colours = [COLOURS[name] for name in CATEGORIES]
+    axis.stackplot(list(starts), *sizes, step="post", labels=CATEGORIES, colors=colours, lw=0, aa=False)
     for name, *limits in timeline.phases:
         start, stop = map(place, limits)
         if stop <= end:
             axis.broken_barh([(start, stop - start)], (-0.11 * top, 0.07 * top), color=COLOURS[name], linewidth=0)
             text = "update" if name == "optimizer" else name
             axis.text((start + stop) / 2, -0.075 * top, text, ha="center", va="center", fontsize=9, color="white")
-    for number, limits in enumerate(timeline.steps[:steps], 1):
+    for number, limits in enumerate(timeline.steps[:steps]):
         start, stop = map(place, limits)
-        last = number == steps  # one name in the legend is enough
-        name = "predicted peak" if last else None
-        axis.hlines(predicted[number - 1] / MIB, start, stop, color="black", lw=1.2, label=name)
-        seconds, sizes = timeline.peak(number - 1)
-        x, name = (place(seconds) // width + 0.5) * width, "measured peak" if last else None
-        axis.plot(x, sum(sizes) / MIB, "o", color="black", ms=6, label=name)
-        axis.text((start + stop) / 2, 1.12 * top, f"training step {number}", ha="center", fontsize=11)
+        names = ("predicted peak", "measured peak") if number == 0 else (None, None)  # once in the legend
+        axis.hlines(predicted[number] / MIB, start, stop, color="black", lw=1.2, label=names[0])
+        seconds, held = timeline.peak(number)
+        x = (place(seconds) // width + 0.5) * width
+        axis.plot(x, sum(held) / MIB, "o", color="black", ms=6, label=names[1])
+        axis.text((start + stop) / 2, 1.12 * top, f"training step {number + 1}", ha="center", fontsize=11)
         axis.axvline(stop, color="black", lw=0.8, ls=":")
-        axis.annotate("the loss", (x - width, 0.93 * sum(sizes) / MIB), (-45, -10), **ARROW)
+        axis.annotate("the loss", (x - width, 0.93 * sum(held) / MIB), (-45, -10), **ARROW)
     axis.set(ylim=(-0.13 * top, top * 1.22), xlim=(0, end), xticks=[])
     axis.set_xlabel("allocations and releases, in order", fontsize=10)
     axis.set_ylabel("MiB", fontsize=10)
-    handles, labels = axis.get_legend_handles_labels()
-    axis.figure.legend(handles, labels, fontsize=10.5, ncol=4, loc="outside lower center", frameon=False)
+    legend(axis.figure)

@@ -1,4 +1,4 @@
-"""Experiments on precision: bytes a parameter, why master weights, why a loss scale, curves on top of each other."""
+"""Experiments on precision: why master weights, why a loss scale, curves on top of each other."""
 
 import tempfile
 from dataclasses import replace
@@ -7,48 +7,14 @@ from pathlib import Path
 import torch
 
 from common.config import TrainConfig
-from common.counts import count_parameters
 from common.drawing.curves import plot
 from common.drawing.figures import figure_path
-from common.drawing.tables import compared, print_table
-from common.measure.allocator import live_bytes
+from common.drawing.tables import print_table
 from common.record.compare import compare, read_run, table
-from step01_single_gpu.cost import states
-from step01_single_gpu.experiments.tools import HEADER, Run, train_in
-from step01_single_gpu.mixed_precision import LossScaler, Optimizer
+from step01_single_gpu.experiments.tools import Run, train_in
+from step01_single_gpu.mixed_precision import Optimizer
 
 TINY = {"seq_len": 64, "micro_batch": 2, "global_batch": 2}
-
-
-def bytes_per_parameter(quick: bool) -> None:
-    """Live tensors when all gradients of a step are there, with the moments of an earlier step."""
-    rows = []
-    for dtype in ("float32", "bfloat16", "float64"):
-        run = Run(TrainConfig(dtype=dtype, **TINY))
-        run.step()
-        run.accumulate()
-        count = count_parameters(run.config.model_config).total
-        held = live_bytes([*run.state(), *run.gradients.sums.values()]) - live_bytes([run.tokens, run.targets])
-        predicted = sum(states(run.config.model_config, run.config.torch_dtype).values())
-        rows.append((f"ours, {dtype}", *compared(predicted / count, held / count, ".3f")))
-    for float32_sums in (False, True):
-        held, count = _playbook_loop(float32_sums)
-        name = f"playbook's bfloat16 {'with' if float32_sums else 'without'} float32 accumulation"
-        rows.append((name, *compared(20 if float32_sums else 16, held / count, ".3f")))
-    print_table("Bytes a parameter when the backward ends", HEADER, rows)
-
-
-def _playbook_loop(float32_sums: bool) -> tuple[int, int]:
-    """Bytes held and parameters of the recipe that keeps its bfloat16 gradients in .grad."""
-    run = Run(TrainConfig(dtype="bfloat16", **TINY))
-    run.step()
-    for parameter in run.parameters:
-        parameter._post_accumulate_grad_hooks.clear()
-    run.accumulate()
-    narrow = [parameter.grad for parameter in run.parameters]
-    sums = [gradient.float() for gradient in narrow] if float32_sums else []
-    held = live_bytes([*run.state(), *narrow, *sums]) - live_bytes([run.tokens, run.targets])
-    return held, sum(parameter.numel() for parameter in run.parameters)
 
 
 def master_weights(quick: bool) -> None:
@@ -103,24 +69,6 @@ def loss_scaling(quick: bool) -> None:
         rows.append((f"1 of {micro_batches} micro-batches, scale 2^{exponent}", f"{lost / there:.2%}", f"{error:.1e}"))
     title = "float16 gradients of one micro-batch against float32"
     print_table(title, ("", "flushed to zero", "relative error"), rows)
-
-    run = Run(TrainConfig(dtype="float16", **TINY))
-    run.scaler.scale = 2.0**22
-    first, rows = run.parameters[0].detach().clone(), []
-    for step in range(8):
-        scale = run.scaler.scale
-        _, norm, taken = run.step()
-        changed = not torch.equal(first, run.parameters[0])
-        rows.append((step, f"2^{scale.hex().partition('p')[2].lstrip('+')}", f"{norm:.3f}", taken, changed))
-    print_table(
-        "float16 from a scale that overflows", ("step", "scale", "gradient norm", "taken", "weights moved"), rows
-    )
-    scaler = LossScaler(torch.float16, interval=3)
-    scales = []
-    for norm in (1.0, 1.0, 1.0, float("inf"), 1.0):
-        scaler.accept(norm)
-        scales.append(scaler.scale / 2**16)
-    print(f"  growth after 3 good steps, then an overflow: {scales} x 2^16")
 
 
 VARIANTS = {

@@ -9,6 +9,7 @@ from common.counts import count_flops, count_parameters
 from common.presets import PRESETS
 from step01_single_gpu.cost import states
 from step01_single_gpu.experiments import playbook
+from step01_single_gpu.memory_model import gpt
 from step01_single_gpu.memory_model.peak import predict_peak
 from step03_zero.experiments import predictions as zero
 from step04_tensor_parallel.experiments import memory as tensor_memory
@@ -113,12 +114,24 @@ def test_profile_of_llama_1b(printed):
     assert states(model, torch.bfloat16)["parameters"] < 0.51 * states(model, torch.float32)["parameters"]
 
 
-def test_claims(printed):
-    """The share of activations at 1k to 8k tokens, and of full recomputation; of 13 h² for a layer, not 16."""
-    rows = printed(playbook, playbook.claims, True)
-    assert rows["llama3-1b"] == ("18%", "43%", "74%", "91%", "3.72")
-    assert rows["llama3-405b"] == ("2%", "7%", "20%", "48%", "1.25")
-    assert rows["attention core / linear layers, s 8192"] == ("0.250", "0.308")  # 8192/(8·4096); 16/13 of it
+@pytest.mark.parametrize(
+    "name, shares, ratio", [("llama3-1b", (18, 43, 74, 91), 3.72), ("llama3-405b", (2, 7, 20, 48), 1.25)]
+)
+def test_claims(name, shares, ratio):
+    """Activations "matter from 2 to 4 thousand tokens on", and full recomputation "has more effect on small models":
+    by its own formulas, of one sequence of 1k to 8k tokens with float32 states."""
+    shape, lengths = gpt.from_model(PRESETS[name]), (1024, 2048, 4096, 8192)
+    held = sum(gpt.states(shape.parameters, mixed=False).values())
+    none, full = ([gpt.text_activations(shape, 1, s, mode) for s in lengths] for mode in ("none", "full"))
+    assert tuple(round(100 * each / (held + each)) for each in none) == shares
+    assert round((held + none[2]) / (held + full[2]), 2) == ratio
+
+
+def test_attention_core_of_8b():
+    """Appendix A2's s/8h takes 16 h² for a layer; it has 13 h², so the core is 16/13 of that."""
+    count, flops = count_parameters(LLAMA), count_flops(LLAMA, 8192)
+    core = flops.attention_core / (2 * 8192 * LLAMA.layers * (count.attention + count.dense_mlp))
+    assert 8192 / (8 * 4096) == 0.25 and round(core, 3) == 0.308
 
 
 def test_changes_of_1f1b(printed, monkeypatch):

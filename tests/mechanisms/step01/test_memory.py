@@ -21,7 +21,6 @@ from common.start import environment
 from step01_single_gpu import cost as memory
 from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments import memory_timeline as timeline
-from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import capacity
@@ -32,6 +31,7 @@ from step01_single_gpu.memory_model.peak import predict_peak
 from step01_single_gpu.recompute import recomputed
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
+from tests.mechanisms.step01.gpt_block import GptBlock
 
 MODES = ("none", "selective", "full")
 GIB = 2**30

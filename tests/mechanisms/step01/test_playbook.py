@@ -5,8 +5,8 @@ import pytest
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
 from common.presets import PRESETS
-from step01_single_gpu.experiments.gpt_block import GptBlock
 from step01_single_gpu.memory_model.gpt import GptShape
+from tests.mechanisms.step01.gpt_block import GptBlock
 
 
 def test_parameters_of_a_built_gpt_layer():

@@ -1,7 +1,7 @@
 """One layer of the GPT that the playbook's memory formulas describe, to check them: 34 s b h + 5 a s^2 b bytes.
 
 LayerNorm, multi-head attention with materialised scores, GELU over 4h, biases, three dropouts, half precision
-(Korthikanti et al., arXiv:2205.05198, section 4). Experiments use it; no step trains it.
+(Korthikanti et al., arXiv:2205.05198, section 4). No step trains it.
 """
 
 import math
