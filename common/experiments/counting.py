@@ -80,8 +80,7 @@ def held(run, part: Callable[[str], str] = lambda name: "") -> dict[str, float] 
     """On a rank: the bytes that it holds by kind, each when it is most; takes one step, with its update.
 
     Args:
-        run: has `gradients()`, `update(gradients)`, `shards` and, as pairs of a tensor with a spec and the tensor to
-            count, `weights()` and `states()`, as `training_step.Run` has them.
+        run: a `training_step.Training`, of any step.
         part: what of the model a parameter of this name belongs to, such as "experts"; with it the keys are (kind,
             part).
     """

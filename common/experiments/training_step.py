@@ -47,6 +47,9 @@ class Training:
         self.batches, self.parts = load_batches(config, mesh), train.build(config, mesh)
         self.mesh = getattr(self.parts[0], "mesh", mesh)  # a pipeline knows more groups
         self.optimizer = next(part for part in self.parts if hasattr(part, "masters"))
+        self.shards = self.optimizer.parameters
+        zeros = getattr(self.parts[0], "zero_wrappers", self.parts)  # those of a pipeline, or one of the parts
+        self.units = [unit for zero in zeros for unit in getattr(zero, "units", [])]
 
     def take(self, step: int = 0, tracer: Tracer | None = None) -> dict[str, float]:
         """Take a step. Returns loss, grad_norm and what else the step says of itself.
@@ -61,13 +64,33 @@ class Training:
         self._take(step, [keeper if part is self.optimizer else part for part in self.parts], tracer)
         return keeper.gradients
 
+    def update(self, gradients: list[torch.Tensor]) -> None:
+        """Take an optimizer step with these gradients, as they are."""
+        self.optimizer.step(gradients, self.config.learning_rate(0))
+
     def _take(self, step: int, parts: Iterable, tracer: Tracer | None) -> dict[str, float]:
         tracer = tracer or Tracer(None, self.mesh, None)
         numbers = self.train_step(step, *parts, self.batches, self.config, self.mesh, tracer)
         return {name: number.item() for name, number in numbers.items()}
 
+    # ---- what this rank holds, in pairs (a tensor whose spec says what it is part of, tensor to count) ----
 
-class Run:
+    def weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters: gathered units, and shards that are no part of one."""
+        pairs = [(unit.parameters[0], each) for unit in self.units for each in (unit.weights, unit.shard)]
+        return pairs or [(shard, shard) for shard in self.shards]
+
+    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The optimizer's state after an update: moments, and master weights that are no parameters."""
+        result, weights = [], {each.untyped_storage().data_ptr() for _, each in self.weights()}
+        for shard, master in zip(self.shards, self.optimizer.masters, strict=True):
+            result += [(shard, each) for each in self.optimizer.inner.state[master].values() if each.dim()]
+            if master.untyped_storage().data_ptr() not in weights:
+                result.append((shard, master))
+        return result
+
+
+class Run(Training):
     """The model, gradients and update of a run with a pipeline, in pieces.
 
     Args:
@@ -76,11 +99,8 @@ class Run:
     """
 
     def __init__(self, train: ModuleType, config: TrainConfig, mesh: Mesh):
-        self.train, self.config = train, config
-        self.batches = load_batches(config, mesh)
-        self.pipeline, self.optimizer, *_ = train.build(config, mesh)
-        self.mesh, self.shards = self.pipeline.mesh, self.optimizer.parameters  # with groups of shared parameters
-        self.units = [unit for zero in self.pipeline.zero_wrappers for unit in zero.units]
+        super().__init__(train, config, mesh)
+        self.train, self.pipeline = train, self.parts[0]
         self.norm = None  # of the whole gradient
 
     def micro_batch(self, index: int) -> tuple:
@@ -109,21 +129,6 @@ class Run:
         """Clip, and take an optimizer step."""
         factor = self.train.clip_factor(self.norm, self.config.clip)
         self.optimizer.step(gradients, self.config.learning_rate(0), factor)
-
-    # ---- what this rank holds, in pairs (a tensor whose spec says what it is part of, tensor to count) ----
-
-    def weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters: gathered units, and shards that are no part of one."""
-        return [(unit.parameters[0], each) for unit in self.units for each in (unit.weights, unit.shard)]
-
-    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The optimizer's state after an update: moments, and master weights that are no parameters."""
-        result, weights = [], {unit.shard.untyped_storage().data_ptr() for unit in self.units}
-        for shard, master in zip(self.shards, self.optimizer.masters, strict=True):
-            result += [(shard, each) for each in self.optimizer.inner.state[master].values() if each.dim()]
-            if master.untyped_storage().data_ptr() not in weights:
-                result.append((shard, master))
-        return result
 
 
 def on_every_case(mesh: Mesh, done: Callable, function: Callable, cases: list[dict]) -> list:
