@@ -39,7 +39,7 @@ def recomputation(quick: bool) -> None:
         counted = ("-", "-")  # FlopCounterMode does not know the CPU's kernel of fused attention
         if kind == "naive":
             with FlopCounterMode(display=False) as counter:
-                run.accumulate()
+                run.gradients()
             counted = compared(executed, counter.get_total_flops(), ".3f", 1e9)[1:]
         figures[kind, mode] = kept / before, executed / useful, seconds[kind, mode] / seconds[kind, "none"]
         cells = [f"{executed / 1e9:.3f}", *counted, f"{1000 * seconds[kind, mode]:.0f}"]

@@ -3,6 +3,7 @@
 import contextlib
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -65,7 +66,7 @@ def starve(mesh, done, config: TrainConfig, spare: int) -> tuple[int, str, str]:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare, resource.RLIM_INFINITY))
     for step in range(5):
         try:
-            run.step(phase)
+            run.step(SimpleNamespace(phase=phase))
         except RuntimeError as error:
             return step, phases[-1], str(error).splitlines()[0]
     return 5, "", "it never ran out"

@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -57,13 +58,13 @@ def record(run: Run, steps: int) -> Timeline:
         phases.append((name, start, time.time()))
 
     for parameter in run.parameters:  # this hook comes after that of Gradients, which has put the sum in its place
-        parameter.register_post_accumulate_grad_hook(lambda p: label("gradients", run.gradients.sums[p]))
+        parameter.register_post_accumulate_grad_hook(lambda p: label("gradients", run.gradient_sums.sums[p]))
     fixed = [*run.parameters, *run.optimizer.masters]
-    with _allocations([*fixed, run.tokens, run.targets]) as recording:
+    with _allocations([*fixed, run.batches.tokens]) as recording:
         begin = time.time()
         for _ in range(steps):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                run.step(phase)
+                run.step(SimpleNamespace(phase=phase))
             label("moments", *(value for state in run.optimizer.inner.state.values() for value in state.values()))
             ends.append(time.time())
     alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fixed}

@@ -24,6 +24,7 @@ def master_weights(quick: bool) -> None:
         run = Run(TrainConfig(dtype="bfloat16", lr=1e-3, **TINY))
         if name == "without":
             run.optimizer = _NarrowOptimizer(run.parameters, run.config)
+            run.parts = *run.parts[:2], run.optimizer
         before = [parameter.detach().clone() for parameter in run.parameters]
         losses = [run.step()[0] for _ in range(steps)]
         cells = []
@@ -54,14 +55,11 @@ class _NarrowOptimizer(Optimizer):
 
 def loss_scaling(quick: bool) -> None:
     """float16 ends at 6e-8: small gradients become 0 unless the loss is scaled up. Overflow: skip, and halve."""
-    reference = Run(TrainConfig(**TINY))
-    reference.accumulate()
-    exact, rows = reference.gradients.finish(), []
+    exact, rows = Run(TrainConfig(**TINY)).gradients(), []
     for micro_batches, exponent in ((1, 0), (256, 0), (4096, 0), (4096, 8), (4096, 16)):
         run = Run(TrainConfig(dtype="float16", **TINY))
         run.scaler.scale = 2.0**exponent / micro_batches  # its loss is a share of the mean over all micro-batches
-        run.accumulate()
-        pairs = list(zip(run.gradients.finish(), exact))
+        pairs = list(zip(run.gradients(), exact))
         lost = sum(((new == 0) & (old != 0)).sum().item() for new, old in pairs)
         there = sum((old != 0).sum().item() for _, old in pairs)
         error = sum((new / run.scaler.scale - old).square().sum() for new, old in pairs).sqrt()

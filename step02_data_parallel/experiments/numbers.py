@@ -1,19 +1,15 @@
 """How many all-reduces, how many bytes, and whether the result is the same."""
 
-import dataclasses
 from collections.abc import Callable
 
-from common.config import TrainConfig
 from common.costs.alpha_beta import fill_buckets
-from common.data.batches import load_batches
 from common.drawing.tables import print_comparison
 from common.experiments.counting import Counted, counted, mean_rank, print_counted
 from common.experiments.local_ranks import on_ranks, train_quietly
 from common.experiments.runs import BUCKET_MB, MODEL, reference_gradients, tensor_sizes
-from common.model import cross_entropy_sum
+from common.experiments.training_step import Training, checked
 from common.process_groups import Mesh
-from step02_data_parallel import cost
-from step02_data_parallel.train import build, train
+from step02_data_parallel import cost, train
 
 MODES = ("naive", "overlap", "bucket")
 STEPS = 4
@@ -41,7 +37,7 @@ def count_steps(mesh: Mesh, done: Callable, cases: list[dict]) -> list[Counted]:
     """On a rank: what train() sends in each case."""
     results = []
     for flags in cases:
-        results.append(counted(lambda flags=flags: train_quietly(train, **flags), mesh))
+        results.append(counted(lambda flags=flags: train_quietly(train.train, **flags), mesh))
         done()
     return results
 
@@ -59,19 +55,14 @@ def gradients(quick: bool) -> None:
 def gradient_differences(mesh: Mesh, done: Callable) -> dict[str, float]:
     """On a rank: the largest relative difference for each mode and number of micro-batches."""
     result, samples = {}, 8
-    config = TrainConfig(**MODEL | {"hidden": 64, "ffn": 192}, seq_len=64, global_batch=samples, dtype="float64")
-    config.resolve_and_check(mesh.world.size)
-    batches = load_batches(config, mesh)
-    reference = reference_gradients(config, batches)
+    shape = MODEL | {"hidden": 64, "ffn": 192, "seq_len": 64, "global_batch": samples, "dtype": "float64"}
     for mode in MODES:
         for accumulation in (1, 2):
-            model, parallel, _ = build(dataclasses.replace(config, dp_mode=mode, bucket_mb=0.1), mesh)
-            for index in range(accumulation):
-                size = samples // (accumulation * mesh.dp.size)
-                tokens, targets = batches.micro_batch(0, index, size, mesh.dp.rank, mesh.dp.size)
-                with parallel.no_sync(index < accumulation - 1):
-                    (cross_entropy_sum(model(tokens), targets) / batches.target_tokens).backward()
-            pairs = [(mine, reference[p.spec.name]) for p, mine in zip(parallel.parameters, parallel.finish())]
+            size = samples // (accumulation * mesh.world.size)
+            flags = shape | {"dp_mode": mode, "bucket_mb": 0.1, "micro_batch": size}
+            run = Training(train, *checked(mesh, **flags))
+            reference = reference_gradients(run.config, run.batches)
+            pairs = [(mine, reference[p.spec.name]) for p, mine in zip(run.shards, run.gradients(), strict=True)]
             differences = [((mine - whole).norm() / whole.norm()).item() for mine, whole in pairs]
             result[f"{mode}, {accumulation}"] = max(differences)
     done()

@@ -1,8 +1,10 @@
 """Step 1: memory is predicted to the byte, and the playbook's formulas hold for the model that they describe."""
 
+import contextlib
 import itertools
 import math
 import tempfile
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -72,16 +74,23 @@ def test_saved_activations_are_predicted_to_the_byte(attention, dtype):
 def test_states_are_the_live_tensors(dtype, each):
     run = Run(TrainConfig(dtype=dtype, seq_len=8, micro_batch=1, global_batch=1, layers=1))
     run.step()
-    run.accumulate()
-    held = live_bytes([*run.state(), *run.gradients.sums.values()]) - live_bytes([run.tokens, run.targets])
+    held = []
+
+    @contextlib.contextmanager
+    def phase(name: str, **_):
+        if name == "optimizer":  # all gradients of the step are there
+            held.append(live_bytes([*run.state(), *run.gradient_sums.sums.values()]) - live_bytes([run.batches.tokens]))
+        yield
+
+    total = run.gradients(tracer=SimpleNamespace(phase=phase))
+    (held,) = held
     model = run.config.model_config
     assert held == sum(states(model, run.config.torch_dtype).values())
     assert abs(held / count_parameters(model).total - each) < 0.01
     assert len(run.parameters) == memory.tensor_count(model)
     assert all(parameter.grad is None for parameter in run.parameters)  # no narrow gradient stays
-    total = run.gradients.finish()  # and gone between steps
-    run.optimizer.step(total, 1e-3)
-    assert total == [] and not run.gradients.sums
+    run.update(total)  # and gone between steps
+    assert total == [] and not run.gradient_sums.sums
     assert all(master.grad is None for master in run.optimizer.masters)
 
 

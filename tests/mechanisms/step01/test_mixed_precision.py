@@ -182,8 +182,7 @@ def test_the_kernel_multiplies_and_skips(optimizer, dtype):
 def test_from_the_norm_to_the_update_the_host_does_not_wait(dtype):
     run = Run(TrainConfig(dtype=dtype, seq_len=16, micro_batch=2, global_batch=2), "cuda")
     run.step()  # makes the optimizer's state
-    run.accumulate()
-    gradients = run.gradients.finish()
+    gradients = run.gradients()
     torch.cuda.set_sync_debug_mode("error")
     try:
         norm = gradient_norm(run.parameters, gradients, run.mesh.world) / run.scaler.scale

@@ -26,7 +26,8 @@ def test_same_loss_and_gradients(attention, tie):
         run, fired = Run(config), Counter()
         for parameter in run.parameters:
             parameter.register_post_accumulate_grad_hook(lambda p, fired=fired: fired.update([p]))
-        results[mode, micro_batch] = run.accumulate(), run.gradients.finish()
+        gradients = run.gradients()
+        results[mode, micro_batch] = run.numbers["loss"], gradients
         assert fired == dict.fromkeys(run.parameters, 4 // micro_batch), (mode, micro_batch)
     loss, gradients = results["none", 4]
     for case, (other_loss, others) in results.items():
@@ -40,7 +41,7 @@ def test_flops_are_those_counted(mode):
     """With the naive core: FlopCounterMode does not know the CPU's flash kernel."""
     run = Run(TrainConfig(**SHAPE, attention="naive", recompute=mode, micro_batch=2, global_batch=2))
     with FlopCounterMode(display=False) as counter:
-        run.accumulate()
+        run.gradients()
     flops = count_flops(run.config.model_config, SHAPE["seq_len"])
     assert counter.get_total_flops() == 2 * flops.hardware(mode)
 
