@@ -1,5 +1,6 @@
 """What holds for every test: few threads, no network, no window, no process left behind."""
 
+import gc
 import os
 from importlib import metadata
 
@@ -13,6 +14,7 @@ import torch
 from tests.harness.ranks import stop_fork_server
 
 torch.set_num_threads(1)  # several tests run side by side
+gc.set_threshold(50_000, 20, 20)  # by default, collections take a tenth of the time
 if not torch.cuda.device_count():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test, or a process that it starts, loads Triton
 

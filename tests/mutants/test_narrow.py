@@ -71,7 +71,7 @@ NARROW = {  # file.function: operations. Products and sums round their result on
     "ring_attention.forward": "round",
     "tensor_parallel.backward": "add_, mm",
     "tensor_parallel.forward": "mm",
-    "train.train": f"{AUTOGRAD}, embedding_dense_backward, bmm",
+    "train.train_step": f"{AUTOGRAD}, embedding_dense_backward, bmm",
     "vocab_parallel.backward": "round",
     "weight_gradients.backward": "mm",
     "weight_gradients.forward": "mm",

@@ -106,7 +106,7 @@ def test_biases_move_against_the_load():
         router.load, router.dropped = torch.tensor(load), torch.tensor(3)
         router.auxiliary = torch.tensor(0.5, dtype=torch.float64)
         other.load = torch.tensor([7, 1, 4, 4])
-        return balancing.finish(skip).tolist()
+        return [each.item() for each in balancing.finish(skip).values()]
 
     assert finish(5, 3, 4, 4) == [0.5, (1.25 + 1.75) / 2, 3.0]
     assert router.bias.tolist() == [-0.25, 0.25, 0, 0] and router.load.sum() == router.auxiliary == 0
