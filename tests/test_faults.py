@@ -13,7 +13,8 @@ import pytest
 
 from tests.harness.ranks import ROOT, rank_processes, run_script, steps_of, torchrun
 
-SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic --device cpu --peak-tflops 1".split()
+SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic".split()
+SMALL += "--device cpu --peak-tflops 1".split()
 SCRIPT = "step03_zero/train.py"
 SAVING = "--zero 3 --global-batch 4 --steps 80 --save-every 10".split()  # on two ranks
 
