@@ -1,11 +1,33 @@
 """Gradients of a parallel run against those of one process, rank by rank and parameter by parameter."""
 
+import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
 from common.drawing.tables import print_comparison
 from common.experiments.local_ranks import on_ranks
+from common.experiments.runs import reference_gradients
+from common.experiments.training_step import Training, checked, on_every_case
+from common.process_groups import Mesh
+
+
+def compare_with_one_process(train: ModuleType, cases: list[tuple[int, str, dict]]) -> None:
+    """Print a table of the largest difference of any gradient in each case from that of one process.
+
+    Args:
+        train: the step's train.py, as a module.
+        cases: (ranks, name, flags). One process takes the whole global batch at once.
+    """
+    compare_gradients(on_every_case, functools.partial(_difference, train.__name__), cases)
+
+
+def _difference(train: str, mesh: Mesh, flags: dict) -> float:
+    """On a rank: the largest difference of one of its gradients from its part of one process's."""
+    run = Training(importlib.import_module(train), *checked(mesh, **flags))
+    return worst_difference(run.shards, run.gradients(), reference_gradients(run.config, run.batches))
 
 
 def compare_gradients(on_every_case: Callable, difference: Callable, cases: list[tuple[int, str, dict]]) -> None:

@@ -1,13 +1,13 @@
 """How many all-reduces, how many bytes, and whether the result is the same."""
 
+import itertools
 from collections.abc import Callable
 
 from common.costs.alpha_beta import fill_buckets
-from common.drawing.tables import print_comparison
 from common.experiments.counting import Counted, counted, mean_rank, print_counted
+from common.experiments.gradients import compare_with_one_process
 from common.experiments.local_ranks import on_ranks, train_quietly
-from common.experiments.runs import BUCKET_MB, MODEL, reference_gradients, tensor_sizes
-from common.experiments.training_step import Training, checked
+from common.experiments.runs import BUCKET_MB, MODEL, tensor_sizes
 from common.process_groups import Mesh
 from step02_data_parallel import cost, train
 
@@ -44,26 +44,9 @@ def count_steps(mesh: Mesh, done: Callable, cases: list[dict]) -> list[Counted]:
 
 def gradients(quick: bool) -> None:
     """Gradients of every mode against one process that takes the whole global batch at once, in float64."""
-    rows = []
-    for ranks in (2,) if quick else (2, 4):
-        for name, worst in on_ranks(ranks, gradient_differences, title="gradients")[0].items():
-            rows.append((f"{ranks} ranks, {name}", 0.0, worst))
-    title = "largest ||a - b|| / ||b|| of any parameter's gradient, float64"
-    print_comparison(title, "ranks, mode, micro-batches", rows, ".1e")
-
-
-def gradient_differences(mesh: Mesh, done: Callable) -> dict[str, float]:
-    """On a rank: the largest relative difference for each mode and number of micro-batches."""
-    result, samples = {}, 8
-    shape = MODEL | {"hidden": 64, "ffn": 192, "seq_len": 64, "global_batch": samples, "dtype": "float64"}
-    for mode in MODES:
-        for accumulation in (1, 2):
-            size = samples // (accumulation * mesh.world.size)
-            flags = shape | {"dp_mode": mode, "bucket_mb": 0.1, "micro_batch": size}
-            run = Training(train, *checked(mesh, **flags))
-            reference = reference_gradients(run.config, run.batches)
-            pairs = [(mine, reference[p.spec.name]) for p, mine in zip(run.shards, run.gradients(), strict=True)]
-            differences = [((mine - whole).norm() / whole.norm()).item() for mine, whole in pairs]
-            result[f"{mode}, {accumulation}"] = max(differences)
-    done()
-    return result
+    shape = MODEL | {"hidden": 64, "ffn": 192, "seq_len": 64, "global_batch": 8, "dtype": "float64", "bucket_mb": 0.1}
+    cases = []
+    for ranks, mode, m in itertools.product((2,) if quick else (2, 4), MODES, (1, 2)):
+        flags = shape | {"dp_mode": mode, "micro_batch": 8 // (m * ranks)}
+        cases.append((ranks, f"{mode}, {m} micro-batches", flags))
+    compare_with_one_process(train, cases)
