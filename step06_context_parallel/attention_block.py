@@ -11,6 +11,7 @@ Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +20,24 @@ from common.model import at_least_float32
 from step06_context_parallel.layouts import Block
 
 _aten = torch.ops.aten
-own_kernels: tuple[Callable, Callable, Callable] | None = None  # in place of `attend`, `attend_backward` and `merge`
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
+class Kernels(NamedTuple):
+    """What may compute blocks in place of this file's functions: the same, without their last argument."""
+
+    attend: Callable
+    attend_backward: Callable
+    merge: Callable
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool | Kernels) -> tuple[Tensor, Tensor]:
     """Return softmax(q k' / sqrt(d)) v (batch, heads, n, d), and the log-sum-exp of the scores (batch, heads, n).
 
-    The log-sum-exp has at least float32. Where there is a fused kernel, `fused` takes it: no scores are stored.
+    The log-sum-exp has at least float32. `fused` takes PyTorch's kernel where there is one, or the kernels that it is
+    itself: no scores are stored.
     """
-    if fused and own_kernels:
-        return own_kernels[0](q, k, v, causal)
+    if isinstance(fused, Kernels):
+        return fused.attend(q, k, v, causal)
     if not (fused and _has_kernel(q)):
         scores = _scores(q, k, causal)
         lse = scores.logsumexp(-1)
@@ -39,15 +48,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool) -> tuple[
 
 
 def attend_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, fused: bool
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, fused: bool | Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's part of the gradients of q, k and v.
 
     `gradient`, `out` and `lse` are those of the attention over *all* keys, not of this block. With them the
     probabilities of the block come out right: exp(score - lse) is normalized over all keys.
     """
-    if fused and own_kernels:
-        return own_kernels[1](gradient, q, k, v, out, lse, causal)
+    if isinstance(fused, Kernels):
+        return fused.attend_backward(gradient, q, k, v, out, lse, causal)
     if not (fused and _has_kernel(q)):
         p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (batch, heads, n, m)
         dp = (gradient @ _repeated(v, q).transpose(-2, -1)).to(p.dtype)
@@ -64,10 +73,10 @@ def attend_backward(
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, lse, 0.0, causal)
 
 
-def merge(out_so_far: Tensor, lse_so_far: Tensor, out: Tensor, lse: Tensor, fused: bool) -> None:
+def merge(out_so_far: Tensor, lse_so_far: Tensor, out: Tensor, lse: Tensor, fused: bool | Kernels) -> None:
     """Add a block's results to those so far, in place. Both are weighted by their shares of the sum of exponentials."""
-    if fused and own_kernels:
-        return own_kernels[2](out_so_far, lse_so_far, out, lse)
+    if isinstance(fused, Kernels):
+        return fused.merge(out_so_far, lse_so_far, out, lse)
     total = torch.logaddexp(lse_so_far, lse)
     out_so_far.mul_((lse_so_far - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
     lse_so_far.copy_(total)
@@ -94,7 +103,7 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 class MergedAttention:
     """The attention of `q` to all blocks that have been added so far: `out` like q and `lse`, in at least float32."""
 
-    def __init__(self, q: Tensor, fused: bool):
+    def __init__(self, q: Tensor, fused: bool | Kernels):
         self.q, self.fused = q, fused
         self.out = torch.zeros_like(q, dtype=at_least_float32(q.dtype))
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
@@ -112,7 +121,7 @@ class AttentionGradients:
         out, lse: the output and the log-sum-exp of all blocks together.
     """
 
-    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, fused: bool):
+    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, fused: bool | Kernels):
         self.gradient, self.q, self.out, self.lse, self.fused = gradient, q, out, lse, fused
         self.dq = torch.zeros_like(q, dtype=lse.dtype)
 

@@ -19,16 +19,25 @@ from common.errors import UsageError
 from common.model import Decoder
 from common.process_groups import Group, Mesh
 from step06_context_parallel.all_gather_attention import AllGatherAttention
+from step06_context_parallel.attention_block import Kernels
 from step06_context_parallel.layouts import Documents, Layout
 from step06_context_parallel.ring_attention import RingAttention
 from step06_context_parallel.ulysses_attention import ulysses_attention
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, *, config: TrainConfig, cp: Group
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None = None,
+    *,
+    config: TrainConfig,
+    cp: Group,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """The attention core of one rank: q (batch, heads, seq/cp, d), k and v (batch, kv_heads, seq/cp, d) -> like q."""
-    layout, fused = Layout(config.cp_split, config.seq_len, cp.size, documents), config.attention == "fused"
+    layout = Layout(config.cp_split, config.seq_len, cp.size, documents)
+    fused = kernels or config.attention == "fused"
     if config.cp_mode == "ulysses":
         return ulysses_attention(q, k, v, layout, cp, fused)
     function = RingAttention if config.cp_mode == "ring" else AllGatherAttention

@@ -15,7 +15,7 @@ from torch import Tensor
 from common import collectives
 from common.collectives import Work
 from common.process_groups import Group
-from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
+from step06_context_parallel.attention_block import AttentionGradients, Kernels, MergedAttention
 from step06_context_parallel.layouts import Plan
 
 
@@ -23,7 +23,7 @@ class RingAttention(torch.autograd.Function):
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, fused: bool):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, fused: bool | Kernels):
         k, v = k.contiguous(), v.contiguous()
         merged, kv = MergedAttention(q, fused), [k, v]
         for hop in range(cp.size):

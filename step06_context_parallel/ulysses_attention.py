@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common import collectives
 from common.process_groups import Group
+from step06_context_parallel.attention_block import Kernels
 from step06_context_parallel.layouts import Layout
 from step06_context_parallel.ring_attention import RingAttention
 
@@ -44,7 +45,7 @@ def gather_heads(x: Tensor, cp: Group) -> Tensor:
     return parts.movedim(0, 1).flatten(1, 2)
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group, fused: bool) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group, fused: bool | Kernels) -> Tensor:
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
     places = _places(layout, q.device)
     order = places.argsort()

@@ -8,6 +8,7 @@ take, a loop over the experts does the same.
 from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,6 @@ from torch import Tensor, nn
 
 from common.model import silu_and_multiply
 from step04_tensor_parallel.weight_gradients import weight_gradient
-
-own_kernels: tuple[Callable, Callable] | None = None  # `multiply` and `multiply_transposed` where PyTorch has none
 
 
 def to_host(counts: Tensor) -> list[int]:
@@ -59,24 +58,31 @@ def _has_kernel(*tensors: Tensor) -> bool:
     return tensors[0].dtype in dtypes and len(tensors[0]) > 0 and aligned
 
 
-def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
+class Kernels(NamedTuple):
+    """What may compute, in place of the loops below, the products for which PyTorch has no kernel."""
+
+    multiply: Callable
+    multiply_transposed: Callable
+
+
+def multiply(x: Tensor, matrices: Tensor, counts: Counts, kernels: Kernels | None = None) -> Tensor:
     """The rows of each expert times its matrix: x (rows, in), matrices (experts, in, out) -> (rows, out)."""
     if _has_kernel(x, matrices, matrices.mT):
         return F.grouped_mm(x, matrices, offs=counts.ends)
-    if own_kernels:
-        return own_kernels[0](x, matrices, counts)
+    if kernels:
+        return kernels.multiply(x, matrices, counts)
     out = x.new_empty(len(x), matrices.shape[-1])
     for rows, matrix in zip(counts.rows, matrices, strict=True):
         torch.mm(x[rows], matrix, out=out[rows])
     return out
 
 
-def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
+def multiply_transposed(y: Tensor, x: Tensor, counts: Counts, kernels: Kernels | None = None) -> Tensor:
     """The transposed rows of each expert in y times those in x: (rows, out), (rows, in) -> (experts, out, in)."""
     if _has_kernel(y, x):
         return F.grouped_mm(y.T, x, offs=counts.ends)
-    if own_kernels:
-        return own_kernels[1](y, x, counts)
+    if kernels:
+        return kernels.multiply_transposed(y, x, counts)
     out = x.new_empty(len(counts.on_device), y.shape[-1], x.shape[-1])
     for rows, matrix in zip(counts.rows, out, strict=True):
         torch.mm(y[rows].T, x[rows], out=matrix)
@@ -85,16 +91,17 @@ def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, counts):
-        ctx.counts = counts
+    def forward(ctx, x, weight, counts, kernels):
+        ctx.counts, ctx.kernels = counts, kernels
         ctx.save_for_backward(x, weight)
-        return multiply(x, weight.mT, counts)
+        return multiply(x, weight.mT, counts, kernels)
 
     @staticmethod
     def backward(ctx, gradient):
         (x, weight), gradient = ctx.saved_tensors, gradient.contiguous()  # the kernel takes no expanded tensor
-        dw = weight_gradient(weight, gradient, x, partial(multiply_transposed, counts=ctx.counts))
-        return multiply(gradient, weight, ctx.counts), dw, None
+        counts, kernels = ctx.counts, ctx.kernels
+        dw = weight_gradient(weight, gradient, x, partial(multiply_transposed, counts=counts, kernels=kernels))
+        return multiply(gradient, weight, counts, kernels), dw, None, None
 
 
 class Experts(nn.Module):
@@ -102,12 +109,12 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, hidden: int, ffn: int):
         super().__init__()
-        self.activation = silu_and_multiply
+        self.activation, self.kernels = silu_and_multiply, None
         self.gate_proj = nn.Parameter(torch.empty(count, ffn, hidden))
         self.up_proj = nn.Parameter(torch.empty(count, ffn, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, ffn))
 
     def forward(self, x, counts):  # (rows, hidden), sorted by expert -> (rows, hidden)
-        gate = _GroupedLinear.apply(x, self.gate_proj, counts)
-        up = _GroupedLinear.apply(x, self.up_proj, counts)
-        return _GroupedLinear.apply(self.activation(gate, up), self.down_proj, counts)
+        gate = _GroupedLinear.apply(x, self.gate_proj, counts, self.kernels)
+        up = _GroupedLinear.apply(x, self.up_proj, counts, self.kernels)
+        return _GroupedLinear.apply(self.activation(gate, up), self.down_proj, counts, self.kernels)

@@ -64,14 +64,15 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
         apply_pieces(model, KERNELS)
     elif config.compile:
         apply_pieces(model, compiled_pieces())
-    # What steps 6 and 7 call for each block of the attention and for the experts of a rank
     flash = in_kernels and config.attention == "fused" and config.model_config.head_width <= WIDEST_HEAD
-    attention_block.own_kernels = (attend, attend_backward, merge) if flash else None
-    experts.own_kernels = (grouped_matmul.multiply, grouped_matmul.multiply_transposed) if in_kernels else None
     for layer in model.layers.values():
-        # For the whole sequence on this rank, and no documents, PyTorch chooses among faster kernels (as published)
-        if flash and config.own_attention and layer.attention.core is fused_attention:
+        if flash and layer.attention.core is not fused_attention:  # step 6's, which works in blocks
+            blocks = attention_block.Kernels(attend, attend_backward, merge)
+            layer.attention.core = functools.partial(layer.attention.core, kernels=blocks)
+        elif flash and config.own_attention:  # or PyTorch chooses among kernels that are faster (as published)
             layer.attention.core = flash_attention_core
+        if in_kernels and hasattr(layer.mlp, "experts"):
+            layer.mlp.experts.kernels = experts.Kernels(grouped_matmul.multiply, grouped_matmul.multiply_transposed)
     if config.fused and model.has_head:
         model.head, model.returns_loss = LossHead(model.head, config.model_config.vocab, mesh.tp, in_kernels), True
 

@@ -12,8 +12,6 @@ from common.command_line import parse
 from common.config import TrainConfig
 from common.model import fused_attention
 from common.process_groups import Degrees, build_mesh
-from step06_context_parallel import attention_block
-from step07_expert_parallel import experts
 from step08_5d import fused
 from step08_5d import train as step08
 from step08_5d.kernels import linear_cross_entropy
@@ -36,8 +34,6 @@ def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(fused, "launches_kernels", lambda config, device: config.fused))
         stack.enter_context(mock.patch.object(linear_cross_entropy, "FEW_BYTES", 0))  # several chunks here, too
-        for module in (attention_block, experts):  # train() sets these; later tests find them as they were
-            stack.enter_context(mock.patch.object(module, "own_kernels", None))
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
 
 
@@ -157,9 +153,7 @@ def test_what_is_replaced(own_attention, core):
     config.own_attention = own_attention
     config.resolve_and_check(1)
     mesh = build_mesh(Degrees.of(config), torch.device("cpu"))
-    with mock.patch.object(fused, "launches_kernels", lambda *_: True), ExitStack() as stack:
-        for module in (attention_block, experts):
-            stack.enter_context(mock.patch.object(module, "own_kernels", None))
+    with mock.patch.object(fused, "launches_kernels", lambda *_: True):
         pipeline, optimizer, _ = step08.build(config, mesh)
     (model,) = pipeline.stages
     norms = [name for name, module in model.named_modules() if isinstance(module, fused.Norm)]

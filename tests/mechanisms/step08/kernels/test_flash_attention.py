@@ -1,6 +1,5 @@
 """FlashAttention against stored scores in float64: alone, and as a block of ring attention."""
 
-from unittest import mock
 
 import pytest
 import torch
@@ -115,8 +114,7 @@ def test_views_and_expanded_gradients():
 def test_as_the_block_of_ring_attention():
     """Two ranks with zigzag chunks, whose blocks are merged by step 6."""
     tensors, layout = inputs(36, 36, 16), Layout("zigzag", 36, 2)
-    with mock.patch.object(attention_block, "own_kernels", (attend, attend_backward, merge)):
-        found = blocks_of_all_ranks(tensors, layout, fused=True)
+    found = blocks_of_all_ranks(tensors, layout, fused=attention_block.Kernels(attend, attend_backward, merge))
     *qkv, gradient = tensors
     out, lse = attend_reference(*qkv, True)
     exact = out, *attend_backward_reference(gradient, *qkv, out, lse, True)
