@@ -21,11 +21,10 @@ from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Group, Mesh
-from step04_tensor_parallel import weight_gradients
+from step04_tensor_parallel.linear import linear, weight_gradient
 from step04_tensor_parallel.operators import Split, join_sequence, start_all_gather, start_reduce_scatter
 from step04_tensor_parallel.ring import gather_and_multiply, multiply_and_scatter
 from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
-from step04_tensor_parallel.weight_gradients import weight_gradient
 
 # ---- the divided linear layers ---------------------------------------------------------------------------------------
 
@@ -50,10 +49,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
 def apply_column_parallel(x: torch.Tensor, linears: Sequence[ColumnParallelLinear]) -> Sequence[torch.Tensor]:
     """Return the outputs of several column-parallel layers of one input, which is communicated once for all of them."""
-    split, weights = linears[0].split, [linear.weight for linear in linears]
+    split, weights = linears[0].split, [each.weight for each in linears]
     if split.mode == "plain":
         x = split.begin_sublayer(x)
-        return [weight_gradients.linear(x, weight) for weight in weights]
+        return [linear(x, weight) for weight in weights]
     return _OverlappedColumnLinears.apply(x, split, *weights)
 
 
@@ -65,7 +64,7 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x):
         if self.split.mode == "plain":
-            return self.split.end_sublayer(weight_gradients.linear(x, self.weight))
+            return self.split.end_sublayer(linear(x, self.weight))
         return _OverlappedRowLinear.apply(x, self.split, self.weight)
 
 

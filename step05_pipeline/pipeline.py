@@ -22,9 +22,9 @@ from common.process_groups import Group, Mesh
 from common.tracing.tracer import Tracer
 from step03_zero.zero import Zero
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
-from step04_tensor_parallel.weight_gradients import WeightGradStore, defer_weight_gradients
 from step05_pipeline.schedules.actions import Action, Output, Schedule
 from step05_pipeline.schedules.messages import Transfer, place_messages
+from step05_pipeline.weight_gradients import WeightGradStore, defer_weight_gradients
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 DELAYS = {"F": 1, "B": 2, "I": 1, "W": 1}  # how many times --layer-delay each layer takes
@@ -140,7 +140,8 @@ class Pipeline:
             with self._gradients_complete(action):
                 torch.autograd.backward(y, output_gradient)
         else:
-            with self.zero_wrappers[action.chunk].only_accumulate(), defer_weight_gradients() as store:
+            zero, weights = self.zero_wrappers[action.chunk], self.stages[action.chunk].parameters()
+            with zero.only_accumulate(), defer_weight_gradients(weights) as store:
                 torch.autograd.backward(y, output_gradient)
             self.deferred[key] = store
         if self.stage_numbers[action.chunk] > 0:

@@ -10,11 +10,11 @@ from common.errors import UsageError
 from common.model import ATTENTION_CORES, Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Mesh
-from step04_tensor_parallel import weight_gradients
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.csv_files import read_schedule
 from step05_pipeline.schedules.validator import check_schedule
+from step05_pipeline.weight_gradients import DeferringLinear
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
@@ -57,17 +57,6 @@ def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[i
         cost[lightest] += layer
     bounds = [sum(layers[:stage]) for stage in range(stages + 1)]
     return list(zip(bounds, bounds[1:]))
-
-
-class DeferringLinear(nn.Linear):
-    """A linear layer without bias whose weight gradient can be deferred."""
-
-    def __init__(self, weight: nn.Parameter):
-        super().__init__(*reversed(weight.shape), bias=False, device="meta")
-        self.weight = weight
-
-    def forward(self, x):
-        return weight_gradients.linear(x, self.weight)
 
 
 def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[Decoder]:

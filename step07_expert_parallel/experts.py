@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model import silu_and_multiply
-from step04_tensor_parallel.weight_gradients import weight_gradient
+from step04_tensor_parallel.linear import weight_gradient
 
 
 def to_host(counts: Tensor) -> list[int]:

@@ -19,7 +19,7 @@ from common.errors import UsageError
 from common.model import Decoder, SwiGLU, at_least_float32
 from common.parameter import ParameterSpec, attach_specs
 from common.process_groups import Group, Mesh
-from step05_pipeline.stages import DeferringLinear
+from step05_pipeline.weight_gradients import DeferringLinear
 from step07_expert_parallel.expert_parallel import Journey, inverse
 from step07_expert_parallel.experts import Counts, Experts
 from step07_expert_parallel.router import Router

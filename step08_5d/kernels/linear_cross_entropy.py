@@ -23,8 +23,8 @@ from torch import Tensor
 
 from common.model import at_least_float32
 from common.process_groups import Group
+from step04_tensor_parallel.linear import weight_gradient
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
-from step04_tensor_parallel.weight_gradients import weight_gradient
 from step08_5d.kernels.cross_entropy import (
     IGNORED,
     logits_to_gradient,

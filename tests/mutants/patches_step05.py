@@ -17,10 +17,10 @@ from common.collectives import Work
 from common.weights import initialisation
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
-from step04_tensor_parallel import weight_gradients
-from step04_tensor_parallel.weight_gradients import WeightGradStore
+from step04_tensor_parallel import linear
 from step05_pipeline import stages, train
 from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.weight_gradients import WeightGradStore
 from tests.mutants import Mutants
 
 MUTANTS = Mutants()
@@ -29,7 +29,7 @@ weights, wait = Pipeline._weight_gradients, Pipeline._wait_for_input
 receive, send = Pipeline._receive, Pipeline._send
 fetch, free, finish, decoder = Unit.fetch, Unit.free, Zero.finish, stages.Decoder
 all_reduce, norm, sum_extra_groups = collectives.all_reduce, train.gradient_norm, train.sum_extra_groups
-random_box, weight_gradient = initialisation.random_box, weight_gradients.weight_gradient
+random_box, weight_gradient = initialisation.random_box, linear.weight_gradient
 autograd_backward = torch.autograd.backward
 
 
@@ -81,10 +81,10 @@ def _(self, action):
     weights(self, action)
 
 
-@MUTANTS.replaces("W with the input of another micro-batch", weight_gradients, "weight_gradient")
+@MUTANTS.replaces("W with the input of another micro-batch", linear, "weight_gradient")
 def _(weight, gradient, x, buffers={}):  # noqa: B006
     """A layer keeps its input for W in one buffer, which the next micro-batch overwrites."""
-    if weight_gradients._store is not None:
+    if hasattr(weight, "postpone"):
         x = buffers.setdefault(weight, torch.empty_like(x)).copy_(x)
     return weight_gradient(weight, gradient, x)
 

@@ -49,6 +49,9 @@ NARROW = {  # file.function: operations. Products and sums round their result on
     "experts.multiply_transposed": "_grouped_mm, mm",
     "gloo._add_up": "sum",
     "initialisation.fill": "round",
+    "linear.backward": "mm",
+    "linear.forward": "mm",
+    "linear.product": "mm",
     "linear_cross_entropy._add_product": "mm",
     "linear_cross_entropy.backward": "mul_",
     "linear_cross_entropy.forward": "mm",
@@ -73,9 +76,6 @@ NARROW = {  # file.function: operations. Products and sums round their result on
     "tensor_parallel.forward": "mm",
     "train.train_step": f"{AUTOGRAD}, embedding_dense_backward, bmm",
     "vocab_parallel.backward": "round",
-    "weight_gradients.backward": "mm",
-    "weight_gradients.forward": "mm",
-    "weight_gradients.product": "mm",
 }
 NARROW = {place: {*names.split(", ")} for place, names in NARROW.items()}
 

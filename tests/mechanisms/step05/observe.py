@@ -17,9 +17,9 @@ from common.config import TrainConfig
 from common.measure.allocator import live_bytes
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
-from step04_tensor_parallel.weight_gradients import WeightGradStore
 from step05_pipeline import pipeline as executor
 from step05_pipeline.pipeline import Pipeline
+from step05_pipeline.weight_gradients import WeightGradStore
 from tests.harness.observing import configure, mesh_of, sent_so_far
 
 STEPS = 2  # of which the last one is watched: whatever a step has to reset was reset
@@ -120,8 +120,8 @@ class Watch:
             self.seen.unfreed.append(key)
 
     @contextmanager
-    def defer(self, real):
-        with real() as store:
+    def defer(self, real, weights):
+        with real(weights) as store:
             self.splitting = True
             yield store
             self.splitting = False

@@ -10,7 +10,7 @@ from common.errors import UsageError
 from common.model import Decoder
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.recompute import apply_recompute
-from step04_tensor_parallel.weight_gradients import defer_weight_gradients
+from step05_pipeline.weight_gradients import defer_weight_gradients
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.experts import Counts, Experts
 from step07_expert_parallel.moe import Choices, apply_experts, check_experts
@@ -160,7 +160,7 @@ def test_deferred_weight_gradients(case):
     config = configured(CASES[case])
     moe, x = layer_of(config), inputs_of(config)
     expected = gradients_of(moe, x, moe(x).square().sum())
-    with defer_weight_gradients() as store:
+    with defer_weight_gradients(moe.parameters()) as store:
         moe(x).square().sum().backward()
     names = {parameter: name for name, parameter in moe.named_parameters()}
     found = {"x": x.grad, "router.weight": moe.router.weight.grad}

@@ -1,6 +1,5 @@
 """FlashAttention against stored scores in float64: alone, and as a block of ring attention."""
 
-
 import pytest
 import torch
 

@@ -5,7 +5,7 @@ import torch
 
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Group
-from step04_tensor_parallel.weight_gradients import defer_weight_gradients
+from step05_pipeline.weight_gradients import defer_weight_gradients
 from step08_5d.kernels import linear_cross_entropy as module
 from step08_5d.kernels.cross_entropy import IGNORED
 from step08_5d.kernels.linear_cross_entropy import (
@@ -76,7 +76,7 @@ def test_deferred_weight_gradient():
     """A zero-bubble schedule takes the head's gradient later, too."""
     (x, weight, targets), (_, _, dw) = inputs(), loss_and_gradients(linear_cross_entropy_reference, *inputs(), ALONE)
     loss = linear_cross_entropy(x, weight, targets, VOCAB, ALONE, False, 4) * 0.3
-    with defer_weight_gradients() as store:
+    with defer_weight_gradients([weight]) as store:
         loss.backward()
     assert weight.grad is None and x.grad is not None
     ((parameter, gradient),) = store.compute()

@@ -1,11 +1,12 @@
-"""Linear layers whose weight gradients can be deferred."""
+"""Linear layers whose weight gradients are deferred."""
 
 import weakref
 
 import torch
 import torch.nn.functional as F
 
-from step04_tensor_parallel.weight_gradients import defer_weight_gradients, linear
+from step04_tensor_parallel.linear import linear
+from step05_pipeline.weight_gradients import defer_weight_gradients
 
 
 def two_layers(layer, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -21,7 +22,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def test_gradients_are_those_of_linear():
     x, weight = inputs()
     expected = torch.autograd.grad(two_layers(F.linear, x, weight), (x, weight))
-    with defer_weight_gradients() as store:
+    with defer_weight_gradients([weight]) as store:
         pass
     found = torch.autograd.grad(two_layers(linear, x, weight), (x, weight))
     assert store == [], "outside nothing is deferred"
@@ -32,7 +33,7 @@ def test_deferred_and_computed_later():
     x, weight = inputs()
     expected, fired = torch.autograd.grad(two_layers(F.linear, x, weight), (x, weight)), []
     weight.register_post_accumulate_grad_hook(lambda parameter: fired.append(parameter.grad))
-    with defer_weight_gradients() as store:
+    with defer_weight_gradients([weight]) as store:
         two_layers(linear, x, weight).backward()
     torch.testing.assert_close(x.grad, expected[0], rtol=0, atol=1e-12)
     assert weight.grad is None and all(gradient is None for gradient in fired), "nothing is computed yet"

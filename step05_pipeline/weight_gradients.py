@@ -1,0 +1,51 @@
+"""The halves of a backward: I computes the gradients of inputs, and W, later, those of weights.
+
+Other ranks wait for I alone, so zero-bubble pipelines (Qi et al., arXiv:2401.10241) do W when a rank would be idle.
+Splitting the backward into two passes of autograd would run everything between the linear layers twice. So the linear
+layers themselves store the operands of W (after DeepSeek's WeightGradStore).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from step04_tensor_parallel.linear import linear
+
+
+class WeightGradStore(list):
+    """Deferred weight gradients of one backward, as (weight, dy, x, product) in the order of the backward."""
+
+    def compute(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (weight, gradient) in order, and release each one's operands."""
+        while self:
+            weight, gradient, x, multiply = self.pop(0)
+            yield weight, multiply(gradient, x)
+
+
+@contextmanager
+def defer_weight_gradients(weights: Iterable[nn.Parameter]) -> Iterator[WeightGradStore]:
+    """A backward in this context leaves out the gradients of these weights in linear layers, and stores what they need.
+
+    Parameters of other layers, such as norms, get their gradients as usual.
+    """
+    weights, store = list(weights), WeightGradStore()
+    for weight in weights:
+        weight.postpone = store.append
+    try:
+        yield store
+    finally:
+        for weight in weights:
+            del weight.postpone
+
+
+class DeferringLinear(nn.Linear):
+    """A linear layer without bias whose weight gradient can be deferred."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__(*reversed(weight.shape), bias=False, device="meta")
+        self.weight = weight
+
+    def forward(self, x):
+        return linear(x, self.weight)
