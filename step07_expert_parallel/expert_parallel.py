@@ -10,13 +10,14 @@ different layouts on the same ranks. The gradient of an expert is summed over `e
 tokens of all others have been sent to one of them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from common import collectives
 from common.process_groups import Group
 from step07_expert_parallel.experts import Counts, to_host
-from step07_expert_parallel.interleave import switch
 
 
 class AllToAll:
@@ -25,10 +26,13 @@ class AllToAll:
     `start` and `finish` surround whatever is computed meanwhile. In the backward, autograd comes to `finish` first, and
     sends the gradients back. While they travel, it goes through what was computed meanwhile. Then it comes to `start`,
     which waits for them.
+
+    `before_wait` is called before each wait: somebody else may compute meanwhile.
     """
 
-    def __init__(self, sent: list[int], received: list[int], group: Group):
-        self.sent, self.received, self.group, self.in_flight = sent, received, group, None
+    def __init__(self, sent: list[int], received: list[int], group: Group, before_wait: Callable[[], None]):
+        self.sent, self.received, self.group, self.before_wait = sent, received, group, before_wait
+        self.in_flight: tuple[Tensor, collectives.Work] | None = None
 
     def start(self, x: Tensor) -> Tensor:
         """Start to send the rows of x (sum of `sent`, h), `sent[j]` of them to rank j of the group.
@@ -48,7 +52,7 @@ class AllToAll:
         return result
 
     def wait(self) -> Tensor:
-        switch()  # another micro-batch may compute meanwhile
+        self.before_wait()
         (result, work), self.in_flight = self.in_flight, None
         work.wait()
         return result
@@ -104,9 +108,10 @@ class Journey:
     Args:
         counts: how many of this rank's rows, which are sorted by expert, each of all the experts gets.
         ep: rank j of this group holds the j-th part of the experts.
+        before_wait: see `AllToAll`.
     """
 
-    def __init__(self, counts: Counts, ep: Group):
+    def __init__(self, counts: Counts, ep: Group, before_wait: Callable[[], None] = lambda: None):
         self.counts, self.alone = counts, ep.size == 1
         if self.alone:
             return
@@ -114,7 +119,8 @@ class Journey:
         received = torch.empty_like(sent)
         collectives.all_to_all(received, sent, ep)
         rows_sent, rows_received = to_host(torch.stack((sent.sum(1), received.sum(1))))
-        self.there, self.home = AllToAll(rows_sent, rows_received, ep), AllToAll(rows_received, rows_sent, ep)
+        self.there = AllToAll(rows_sent, rows_received, ep, before_wait)
+        self.home = AllToAll(rows_received, rows_sent, ep, before_wait)
         # What arrives is sorted by the rank that it comes from, and only then by expert
         expert = torch.arange(sent.shape[1], device=sent.device).repeat(ep.size)
         expert = expert.repeat_interleave(received.flatten(), output_size=sum(rows_received))

@@ -23,6 +23,9 @@ from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.simulator import runs_as_one
+from step07_expert_parallel.moe import MoE
+
+_second_thread = ThreadPoolExecutor(1, thread_name_prefix="second task")
 
 
 class Turns:
@@ -33,8 +36,8 @@ class Turns:
            than other ranks do
     """
 
-    def __init__(self, tracer: Tracer):
-        self.tracer, self.running, self.ended = tracer, 0, [False, False]
+    def __init__(self, device: torch.device, tracer: Tracer):
+        self.device, self.tracer, self.running, self.ended = device, tracer, 0, [False, False]
         self.may_run = [threading.Semaphore(0), threading.Semaphore(0)]
         self.away, self.error = [0.0, 0.0], None
 
@@ -54,8 +57,28 @@ class Turns:
         if self.error:
             raise self.error
 
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Run both, `first` first, and change whenever the running one calls `switch`. An error of either is raised."""
+
+        def run_second() -> None:
+            self.may_run[1].acquire()
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # every thread has its own
+            if not self.error:
+                with self._task(1):
+                    second()
+
+        phase, waiting = collectives.phase, _second_thread.submit(run_second)
+        try:
+            with self._task(0):
+                first()
+            waiting.result()
+        finally:
+            wait([waiting])
+            collectives.phase = phase
+
     @contextmanager
-    def task(self, number: int) -> Iterator[None]:
+    def _task(self, number: int) -> Iterator[None]:
         """Around a task. When it has ended, the other one runs on alone."""
         try:
             yield
@@ -67,39 +90,6 @@ class Turns:
             self.may_run[1 - number].release()
 
 
-_turns: Turns | None = None
-_second_thread = ThreadPoolExecutor(1, thread_name_prefix="second task")
-
-
-def switch() -> None:
-    """If two tasks take turns, let the other one run: the caller is about to wait for a message."""
-    if _turns is not None:
-        _turns.switch()
-
-
-def take_turns(first: Callable[[], None], second: Callable[[], None], device: torch.device, tracer: Tracer) -> None:
-    """Run both, `first` first, and change whenever the running one calls `switch`. An error of either is raised."""
-    global _turns
-    turns = _turns = Turns(tracer)
-
-    def run_second() -> None:
-        turns.may_run[1].acquire()
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # every thread has its own
-        if not turns.error:
-            with turns.task(1):
-                second()
-
-    phase, waiting = collectives.phase, _second_thread.submit(run_second)
-    try:
-        with turns.task(0):
-            first()
-        waiting.result()
-    finally:
-        wait([waiting])
-        _turns, collectives.phase = None, phase
-
-
 class InterleavedPipeline(Pipeline):
     """A pipeline that runs every forward and the backward right behind it as one, if they are of different stages."""
 
@@ -109,6 +99,15 @@ class InterleavedPipeline(Pipeline):
         actions = self.schedule.actions[self.rank]
         self.partners = {first: second for first, second in zip(actions, actions[1:]) if runs_as_one(first, second)}
         self.first: Action | None = None  # of a pair, until its partner comes
+        self.turns: Turns | None = None  # while a pair runs
+        for module in (module for stage in self.stages for module in stage.modules()):
+            if isinstance(module, MoE):
+                module.before_wait = self.switch
+
+    def switch(self) -> None:
+        """If two tasks take turns, let the other one run: the caller is about to wait for a message."""
+        if self.turns is not None:
+            self.turns.switch()
 
     def _act(self, action: Action) -> None:
         if self.first is None and action in self.partners:
@@ -120,11 +119,15 @@ class InterleavedPipeline(Pipeline):
             act = super()._act
 
             def forward() -> None:
-                switch()  # the backward begins with an all-to-all, behind which this computes its attention
+                self.switch()  # the backward begins with an all-to-all, behind which this computes its attention
                 act(first)
 
-            take_turns(forward, lambda: act(action), self.mesh.device, self.tracer)
+            self.turns = Turns(self.mesh.device, self.tracer)
+            try:
+                self.turns.run(forward, lambda: act(action))
+            finally:
+                self.turns = None
 
     def clock(self) -> float:
         """Without the time in which the action has waited for its turn."""
-        return super().clock() - (_turns.away[_turns.running] if _turns else 0.0)
+        return super().clock() - (self.turns.away[self.turns.running] if self.turns else 0.0)

@@ -93,17 +93,19 @@ class _Combine(torch.autograd.Function):
 class MoE(nn.Module):
     """The layer: x (batch, seq, hidden) -> the gated sum of its tokens' experts, plus the shared experts.
 
-    While tokens travel to experts on other ranks, this rank computes the shared ones.
+    While tokens travel to experts on other ranks, this rank computes the shared ones. Before it waits for tokens, it
+    calls `before_wait`.
     """
 
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None, ep: Group):
         super().__init__()
         self.router, self.experts, self.shared, self.ep = router, experts, shared, ep
+        self.before_wait = lambda: None
 
     def forward(self, x):
         chosen, gates = self.router(x)  # (tokens, k)
         choices = Choices(chosen, self.router.shape.experts, bool(self.router.config.capacity_factor))
-        journey = Journey(choices.counts, self.ep)
+        journey = Journey(choices.counts, self.ep, self.before_wait)
         rows = journey.start(_Copy.apply(x.flatten(0, 1), choices))
         shared = self.shared(x) if self.shared else 0
         rows, counts = journey.arrive(rows)

@@ -118,7 +118,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
             mock.patch.object(_Recompute, "backward", counted("recomputed", _Recompute.backward)),
             mock.patch.object(attention_block, "_scores", counted("scores", attention_block._scores)),
             mock.patch.object(Unit, "free", counted("freed", Unit.free)),
-            mock.patch.object(interleave, "take_turns", counted("turns", interleave.take_turns)),
+            mock.patch.object(interleave.Turns, "run", counted("turns", interleave.Turns.run)),
             contextlib.redirect_stdout(printed),
             collectives.record(launched=noted_launch) as calls,
             saved_tensors,

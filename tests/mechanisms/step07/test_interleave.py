@@ -27,31 +27,32 @@ CPU = torch.device("cpu")
 NO_TRACE = Tracer(None, SimpleNamespace(device=CPU, rank=0), None)
 
 
-def steps(name: str, count: int, seen: list, phase: str) -> None:
+def steps(turns: interleave.Turns, name: str, count: int, seen: list, phase: str) -> None:
     collectives.phase = phase
     for step in range(count):
-        interleave.switch()
+        turns.switch()
         seen.append(f"{name}{step}")
         assert collectives.phase == phase, "a task keeps its phase over the other one's turn"
 
 
 def test_tasks_take_turns_in_one_order():
     for _ in range(20):
-        seen = []
-        tasks = partial(steps, "f", 2, seen, "forward"), partial(steps, "b", 4, seen, "backward")
-        interleave.take_turns(*tasks, CPU, NO_TRACE)
+        seen, turns = [], interleave.Turns(CPU, NO_TRACE)
+        turns.run(partial(steps, turns, "f", 2, seen, "forward"), partial(steps, turns, "b", 4, seen, "backward"))
         assert seen == ["f0", "b0", "f1", "b1", "b2", "b3"]
-    interleave.switch()  # alone, nobody has to wait
 
 
 def test_an_error_in_either_task_is_raised():
-    def fail():
-        interleave.switch()
+    def fail(turns: interleave.Turns) -> None:
+        turns.switch()
         raise RuntimeError("no")
 
-    for tasks in ((fail, lambda: None), (lambda: None, fail)):
+    for place in (0, 1):
+        turns = interleave.Turns(CPU, NO_TRACE)
+        tasks = [lambda: None, lambda: None]
+        tasks[place] = partial(fail, turns)
         with pytest.raises(RuntimeError, match="no"):
-            interleave.take_turns(*tasks, CPU, NO_TRACE)
+            turns.run(*tasks)
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
@@ -73,14 +74,14 @@ def test_no_message_comes_between_a_pair(name, ranks):
 
 def phases(flags: str, interleaved: bool) -> list[str]:
     """The phase of each all-to-all that a rank issues, and "pair" where a pair begins."""
-    kind, take_turns, begins = interleave.InterleavedPipeline if interleaved else Pipeline, interleave.take_turns, []
+    kind, run, begins = interleave.InterleavedPipeline if interleaved else Pipeline, interleave.Turns.run, []
 
-    def note_and_take_turns(*args):
+    def note_and_run(*args):
         begins.append(len(calls))
-        take_turns(*args)
+        run(*args)
 
     with mock.patch.object(train, "InterleavedPipeline", kind), collectives.record() as calls:
-        with mock.patch.object(interleave, "take_turns", note_and_take_turns):
+        with mock.patch.object(interleave.Turns, "run", note_and_run):
             train_here(7, flags)
     marked = []
     for index, call in enumerate(calls):
