@@ -240,16 +240,16 @@ class Work:
         self._handles, self._in_flight, self._afterwards, self._recorded, self._done_at = [], [], [], [], 0.0
         if not calls:
             return
-        link, sent, seconds = group.link, sum(call.bytes for call in calls), 0.0
+        sent, seconds = sum(call.bytes for call in calls), 0.0
         sent_bytes[group.name] += sent
-        if link is not None:
-            seconds = hops * link.alpha + (sent if link_bytes is None else link_bytes) / link.bandwidth
+        if group.line is not None:
+            seconds = group.line.link.seconds(sent if link_bytes is None else link_bytes, hops)
         for recording in _recordings:
             timed = {"issue": recording.clock(), "link_seconds": seconds}
             self._recorded.append((recording, [replace(call, **timed) for call in calls]))
             recording.calls.extend(self._recorded[-1][1])
-        if link is not None:
-            self._done_at = link.free = max(time.perf_counter(), link.free) + seconds
+        if group.line is not None:
+            self._done_at = group.line.occupy(seconds)
 
     def launch(self, function: Callable, *args, **options) -> None:
         """Call a function of torch.distributed that returns one handle or several."""

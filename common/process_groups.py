@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from common.config import TrainConfig
 from common.errors import UsageError, communication_errors
-from common.link import Link
+from common.link import Line, Link
 from common.start import environment, meet
 
 AXES = ("dp", "pp", "cp", "tp")  # of the grid, outermost first, unless --order turns it round
@@ -71,7 +71,7 @@ class Group:
     rank: int
     handle: dist.ProcessGroup | None = None
     backend: str = ""
-    link: Link | None = field(default=None, compare=False)  # a simulated slower one (--link)
+    line: Line | None = field(default=None, compare=False)  # a simulated slower one (--link)
 
     @property
     def size(self) -> int:
@@ -108,7 +108,7 @@ class Mesh:
     def with_link(self, link: Link | None) -> "Mesh":
         """Return this mesh with a simulated link for every group, or without one."""
         groups = {name: getattr(self, name) for name in GROUP_NAMES}
-        return replace(self, **{name: replace(group, link=link and replace(link)) for name, group in groups.items()})
+        return replace(self, **{name: replace(group, line=link and Line(link)) for name, group in groups.items()})
 
 
 GROUP_NAMES = tuple(each.name for each in fields(Mesh) if each.type is Group)
@@ -193,7 +193,7 @@ def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Me
     groups = all_groups(mesh.degrees, placement=placement)
     groups = {name: groups[name] for name in ("embed", "mirror")}
     mesh = replace(mesh, **_create(mesh.degrees, mesh.device, groups, timeout))
-    return mesh.with_link(mesh.world.link)
+    return mesh.with_link(mesh.world.line and mesh.world.line.link)
 
 
 def separate(group: Group, timeout: float) -> Group:
