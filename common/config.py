@@ -90,6 +90,7 @@ class TrainConfig:
     measure_memory: bool = flag(False, 1, "logging", "on the CPU too, record the peak memory of every step (slower)")
     peak_tflops: float | None = flag(None, 1, "logging", "one device's peak, for MFU (default: by GPU, or measured)")
     link: str | None = flag(None, 1, "logging", "ALPHA_US,GB_PER_S: pretend that every message crosses such a link")
+    compute: float | None = flag(None, 1, "logging", "GFLOP/s: pretend that products and attention run at this speed")
 
     dp: int | None = flag(None, 2, "layout", "data-parallel degree (default: what remains of the world size)")
     dp_mode: str = flag("bucket", 2, "layout", "when gradients are reduced", ("naive", "overlap", "bucket"))
@@ -206,7 +207,7 @@ class TrainConfig:
         """Raises UsageError for a flag that means nothing on this kind of device, "cpu" or "cuda"."""
         if self.memory_snapshot and kind == "cpu":
             raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
-        for name in ("link", "layer_delay"):
+        for name in ("link", "compute", "layer_delay"):
             if getattr(self, name) and kind == "cuda":
                 flag = f"{spelled(name)} {getattr(self, name)}"
                 raise UsageError(f"{flag} lets Python wait, which a GPU would not notice; it needs --device cpu")

@@ -1,6 +1,7 @@
 """What surrounds the steps of a training run: it resumes, records, traces and saves."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 
@@ -11,6 +12,7 @@ from common.record.run_record import RunRecord
 from common.tracing.tracer import Tracer
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.save_resume import Checkpoints
+from step01_single_gpu.slow_device import SlowDevice
 
 
 class Run:
@@ -29,11 +31,14 @@ class Run:
         self.first_step = self.checkpoints.resume()
         self.record = RunRecord(config, mesh, batches, self.first_step)
         self.tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
+        self.device = SlowDevice(1e9 * config.compute) if config.compute else nullcontext()
+        self._steps = self._each_step()
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, error, *_) -> None:
+        self._steps.close()  # ends the contexts of a step that an error has left
         if error is None:  # after an error, other ranks may be gone
             self.checkpoints.close()
             self.tracer.close()
@@ -41,8 +46,11 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """The steps that are left to take. Each is timed and traced while the loop's body runs, and may be saved."""
+        return self._steps
+
+    def _each_step(self) -> Iterator[int]:
         for step in range(self.first_step, self.config.steps):
-            with self.record.step(step) as self.measured, self.tracer.step(step):
+            with self.record.step(step) as self.measured, self.tracer.step(step), self.device:
                 self.measured["lr"] = self.config.learning_rate(step)
                 yield step
             self.checkpoints.save(step + 1)

@@ -13,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from common import collectives
 from common.tracing.tracer import Tracer
@@ -59,13 +60,16 @@ class Turns:
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run both, `first` first, and change whenever the running one calls `switch`. An error of either is raised."""
+        modes = _get_current_dispatch_mode_stack()  # such as the simulated device of --compute
 
         def run_second() -> None:
             self.may_run[1].acquire()
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # every thread has its own
+                torch.cuda.set_device(self.device)  # every thread has its own, as it has its own modes
             if not self.error:
-                with self._task(1):
+                with self._task(1), ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode)
                     second()
 
         phase, waiting = collectives.phase, _second_thread.submit(run_second)

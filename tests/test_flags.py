@@ -60,6 +60,7 @@ CHANGES = {
     "measure_memory": ("--run-dir {folder}", "--measure-memory", "record"),
     "peak_tflops": ("--run-dir {folder}", "--peak-tflops 7", "record"),
     "link": ("", "--link 30000,1", "delayed"),
+    "compute": ("", "--compute 0.001", "sleeps"),
     "dp": ("", "--dp 7", "refused"),  # refused: not the number of ranks
     "dp_mode": ("", "--dp-mode naive", "calls"),
     "bucket_mb": ("", "--bucket-mb 0.01", "calls"),
@@ -106,6 +107,7 @@ FURTHER = [
     (7, "init_from", f"{MOE} {STAGES}"),
     (7, "dtype", f"{MOE} --aux-coef 5"),
     (7, "link", f"{MOE} {PP} --micro-batch 4"),
+    (7, "compute", f"{MOE} --schedule dualpipev --ep 2"),
     (7, "ep", f"{MOE} --schedule dualpipev", "turns"),
     (7, "tp", MOE),
 ]
@@ -142,6 +144,8 @@ def check(name: str, flags: str, role: str, what: str, before: list[dict], after
             assert new["filled"] == new["names"], f"not read: {new['names'] ^ new['filled']}"
         elif name == "layer_delay":
             assert new["sleeps"] == 2 * len(new["batches"]), "not every forward and every backward takes its time"
+        elif name == "compute":  # at least q, k, v, o, gate, up and down of a layer, and twice as many backward
+            assert new["sleeps"] >= 3 * 7 * len(new["batches"]), "some products take no time"
         elif name == "async_save":
             assert not any(old["in background"]) and all(new["in background"])
             assert new["files"] == old["files"], "the run ends before its checkpoints are complete"

@@ -4,7 +4,7 @@ A message of n bytes takes alpha + n / bandwidth seconds, and collectives are ri
 and Gropp, 2005). With `--link` messages really take that long, so predictions can be checked.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.costs.vocabulary import sent
 from common.link import Link
@@ -65,7 +65,7 @@ class Player:
     """
 
     ranks: int = 2
-    link: Link = field(default_factory=lambda: Link(0.0, float("inf")))
+    link: Link = Link(0.0, float("inf"))
     now: float = 0.0
     free: float = 0.0  # when the link is idle again
     communication: float = 0.0

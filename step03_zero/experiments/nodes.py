@@ -16,9 +16,9 @@ from common.errors import UsageError
 from common.experiments import tcp_bytes
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import CROSSES, HIDES, crosses, crossing, on_nodes, timed
-from common.experiments.slow_device import SlowDevice
 from common.link import Link
 from common.process_groups import Mesh
+from step01_single_gpu.slow_device import SlowDevice
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import Run, units_of
 

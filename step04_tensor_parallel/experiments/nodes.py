@@ -18,10 +18,10 @@ from common.errors import UsageError
 from common.experiments.local_ranks import on_ranks
 from common.experiments.nodes import value_of
 from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
-from common.experiments.slow_device import SlowDevice
 from common.experiments.tcp_bytes import PACKET
 from common.link import Link
 from common.process_groups import Mesh
+from step01_single_gpu.slow_device import SlowDevice
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.overlap import product_shapes
 from step04_tensor_parallel.experiments.predictions import Way

@@ -9,12 +9,12 @@ from common.drawing.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure
 from common.drawing.tables import print_table
 from common.experiments.even_routing import choosing
 from common.experiments.local_ranks import on_ranks
-from common.experiments.slow_device import SlowDevice
 from common.experiments.traces import quietest
 from common.link import Link
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, read_trace, time_by_state
 from common.tracing.tracer import Tracer
+from step01_single_gpu.slow_device import SlowDevice
 from step07_expert_parallel.router import Router
 from step08_5d.experiments.tools import EXPERTS, FIVE_D, Run
 

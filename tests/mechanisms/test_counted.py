@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
 from common.costs import alpha_beta
-from common.experiments.slow_device import SlowDevice
 from common.model import Decoder, fused_attention
 from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.slow_device import SlowDevice
 from step02_data_parallel.data_parallel import fill_buckets
 from step04_tensor_parallel.experiments import gpt, shapes
 from step04_tensor_parallel.experiments import predictions as tensor

@@ -1,4 +1,4 @@
-"""A simulated device: matrix products and attention take the time of their FLOPs, as messages do that of `--link`.
+"""A simulated device (`--compute`): products and attention take the time of their FLOPs, as messages do with `--link`.
 
 Several ranks cannot compute side by side on two cores. If they sleep instead, as long as a slow device would compute,
 a timeline of theirs shows what it would show with a core for each.
@@ -14,7 +14,8 @@ from common import collectives
 from common.tracing.tracer import Tracer
 
 _aten = torch.ops.aten
-PRODUCTS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1}  # the place of the first factor
+# Products: the place of the first factor among the arguments
+PRODUCTS = {_aten.mm.default: 0, _aten.mm.out: 0, _aten.bmm.default: 0, _aten.addmm.default: 1}
 PRODUCTS |= {_aten._grouped_mm.default: 0}  # of experts: each row is multiplied by one of the matrices
 # Of attention: the places of q and of `causal`, and the FLOPs of a pair of a query and a key, per number of q
 ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 4, 4)}
