@@ -1,4 +1,4 @@
-"""What is trained and how: `TrainConfig` and every rule that a combination of flags must obey.
+"""What is trained and how: `TrainConfig`, and the rules for single flags; each step's config.py has those for several.
 
 `TrainConfig` has one field per command-line flag (`--seq-len` is `seq_len`), and `common/command_line.py` makes the
 parser from it. A field's metadata name the step that introduces the flag, since each step knows only its own flags and
@@ -29,8 +29,6 @@ TP_MODES = ("plain", "overlap", "chunked")
 CP_MODES, CP_SPLITS = ("ring", "allgather", "ulysses"), ("zigzag", "contiguous", "striped")
 MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "seed", "save_every", "keep", "zero", "layer_delay", "experts")
 MAY_BE_ZERO += ("shared_experts", "dense_layers", "aux_coef", "z_coef", "capacity_factor")
-NEEDS = {"save_every": "run_dir", "trace": "run_dir", "profile": "trace", "memory_snapshot": "trace"}
-NEEDS |= {"keep": "save_every", "async_save": "save_every"}  # a flag, and another one without which it means nothing
 
 
 def flag(default, step: int, role: str, help: str, choices: tuple = ()):
@@ -45,7 +43,7 @@ def spelled(name: str) -> str:
 
 @dataclass
 class TrainConfig:
-    """The configuration of one training run, a field per flag; `resolve_and_check` refuses what cannot run."""
+    """The configuration of one training run, a field per flag; `resolve_and_check` refuses what no step can run."""
 
     step_name: str = ""  # the step whose command line this is; not a flag
 
@@ -189,7 +187,6 @@ class TrainConfig:
         """Fill in `dp`. Raises UsageError, with flag, value and rule, for what cannot run on `world_size` ranks."""
         self._check_numbers()
         self._check_model()
-        self._check_tensor_parallel()
         if self.step_name == "step01_single_gpu" and world_size > 1:
             raise UsageError(f"{self.step_name} is one process, not {world_size}; step02_data_parallel takes several")
         given = [f"--{name} {size}" for name in ("tp", "cp", "pp") if (size := getattr(self, name)) > 1]
@@ -198,10 +195,6 @@ class TrainConfig:
             self.dp = max(1, world_size // (self.tp * self.cp * self.pp))
         if self.tp * self.cp * self.pp * self.dp != world_size:
             raise UsageError(f"{' x '.join(given)} does not {rule} the world size {world_size}")
-        if sorted(self.order.split(",")) != ["cp", "dp", "pp", "tp"]:
-            raise UsageError(f"--order {self.order} must name tp, cp, pp and dp, each once, separated by commas")
-        self._check_data_parallel()
-        self._check_logging()
 
     def check_device(self, kind: str) -> None:
         """Raises UsageError for a flag that means nothing on this kind of device, "cpu" or "cuda"."""
@@ -232,47 +225,6 @@ class TrainConfig:
             raise UsageError(f"{name} has experts, which this step does not train")
         if self.seq_len > model.max_positions:
             raise UsageError(f"--seq-len {self.seq_len} exceeds the {model.max_positions} positions of {name}")
-        if (stages := self.pp * (self.virtual_stages or 1)) > model.layers:
-            raise UsageError(f"--pp {self.pp} with {stages} stages in all needs as many --layers, not {model.layers}")
-
-    def _check_tensor_parallel(self) -> None:
-        model, tp = self.model_config, self.tp
-        for name, size in (("heads", model.heads), ("ffn", model.ffn)):
-            if size % tp:
-                raise UsageError(f"--tp {tp} does not divide --{name} {size}")
-        if model.kv_heads % tp and tp % model.kv_heads:
-            raise UsageError(f"--tp {tp} and --kv-heads {model.kv_heads}: one must divide the other")
-        if self.sequence_parallel and self.rank_seq_len % tp:
-            tokens = f"--seq-len {self.seq_len}" + f" / --cp {self.cp}" * (self.cp > 1)
-            raise UsageError(f"--tp {tp} does not divide {tokens} (or use --no-sequence-parallel)")
-        if self.tp_mode == "chunked" and not self.sequence_parallel:
-            raise UsageError("--tp-mode chunked splits gathers along the sequence: it needs --sequence-parallel")
-
-    def _check_data_parallel(self) -> None:
-        if self.global_batch % (self.micro_batch * self.dp):
-            parts = f"--micro-batch {self.micro_batch} x dp {self.dp}"
-            raise UsageError(f"--global-batch {self.global_batch} is not divisible by {parts}")
-        if self.dp * self.cp % self.zero_replicas:
-            ranks = f"dp {self.dp}" + f" x cp {self.cp}" * (self.cp > 1)
-            raise UsageError(f"--zero-replicas {self.zero_replicas} does not divide {ranks}")
-        if not self.zero and self.zero_replicas > 1:
-            raise UsageError(f"--zero-replicas {self.zero_replicas} needs --zero 1, 2 or 3")
-        if self.zero and self.dp_mode != "bucket":
-            raise UsageError(f"--dp-mode {self.dp_mode} needs --zero 0; stages 1 to 3 work on buckets")
-        if self.zero < 2 and self.zero_reduce != "micro-batch":
-            raise UsageError(f"--zero-reduce {self.zero_reduce} needs --zero 2 or 3; others reduce once a step anyway")
-
-    def _check_logging(self) -> None:
-        self.link_model  # noqa: B018 (raises UsageError for what it cannot parse)
-        if self.trace_range and self.trace_range[0] >= self.steps:
-            raise UsageError(f"--trace {self.trace} begins after the last step of --steps {self.steps}")
-        for name, needed in NEEDS.items():
-            if getattr(self, name) and not getattr(self, needed):
-                raise UsageError(f"{spelled(name)} needs {spelled(needed)}, which is missing")
-        if self.resume == "auto" and not self.run_dir:
-            raise UsageError("--resume auto searches --run-dir, which is missing")
-        if self.profile and self.measure_memory:
-            raise UsageError("--profile and --measure-memory both need PyTorch's profiler; choose one of them")
 
 
 def flag_names(*roles: str) -> tuple[str, ...]:

@@ -23,17 +23,16 @@ START_GRACE = 15.0  # seconds by which the ranks of one run may differ in readin
 INTERRUPT_GRACE = 1.0  # seconds that a rank has to leave a collective after Ctrl-C
 
 
-def run(step: int, main, *checks) -> None:
+def run(step: int, main, check) -> None:
     """Parse the command line of a train.py, start torch.distributed, call `main(config, mesh)`, and end cleanly.
 
-    Before the start each of `checks`, called with the config, raises UsageError for rules that only this step knows.
+    Before the start `check(config)`, of the step's config.py, raises UsageError for flags that do not fit together.
     """
 
     def train() -> None:
         config = parse(step)
         config.resolve_and_check(environment().world_size)
-        for check in checks:
-            check(config)
+        check(config)
         device = init_distributed(config.device, config.timeout)
         config.check_device(device.type)
         main(config, mesh_of(config, device))

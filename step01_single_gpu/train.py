@@ -20,6 +20,7 @@ from common.process_groups import Mesh
 from common.reductions import gradient_norm
 from common.tracing.tracer import Tracer
 from common.weights.initialisation import initial_values, materialise
+from step01_single_gpu.config import check
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import GradientSums, Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
@@ -80,4 +81,4 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(1, train)
+    run(1, train, check)

@@ -24,6 +24,7 @@ from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
+from step02_data_parallel.config import check
 from step02_data_parallel.data_parallel import DataParallel
 
 
@@ -83,4 +84,4 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(2, train)
+    run(2, train, check)

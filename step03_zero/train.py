@@ -23,6 +23,7 @@ from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
+from step03_zero.config import check
 from step03_zero.zero import Zero
 
 
@@ -82,4 +83,4 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(3, train)
+    run(3, train, check)

@@ -24,6 +24,7 @@ from step01_single_gpu.mixed_precision import Optimizer, clip_factor
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
 from step03_zero.zero import Zero
+from step04_tensor_parallel.config import check
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 
@@ -87,4 +88,4 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(4, train)
+    run(4, train, check)

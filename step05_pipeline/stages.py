@@ -13,12 +13,11 @@ from common.process_groups import Mesh
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.csv_files import read_schedule
-from step05_pipeline.schedules.validator import check_schedule
 from step05_pipeline.weight_gradients import DeferringLinear
 
 
 def schedule_of(config: TrainConfig) -> Schedule:
-    """The schedule that a checked configuration asks for. Raises UsageError if there is none, or if it cannot run."""
+    """The schedule that the flags ask for. Raises UsageError if there is none."""
     sizes = config.pp, config.accumulation_steps, config.virtual_stages
     if config.schedule_file:
         if config.schedule != TrainConfig.schedule or config.consecutive:
@@ -26,17 +25,6 @@ def schedule_of(config: TrainConfig) -> Schedule:
         schedule = read_schedule(config.schedule_file, *sizes)
     else:
         schedule = build_schedule(config.schedule, *sizes, config.consecutive)
-    if schedule.stages > config.model_config.layers:
-        raise UsageError(
-            f"--schedule {schedule.name} on --pp {config.pp} has {schedule.stages} stages, "
-            f"more than --layers {config.model_config.layers}"
-        )
-    if len(schedule.placement) > 1 and config.zero > 1:
-        raise UsageError(
-            f"--zero {config.zero}: --schedule {schedule.name} keeps two copies of the model, or more, whose "
-            "gradients are summed whole; it runs with --zero 0 or 1"
-        )
-    check_schedule(schedule)
     return schedule
 
 

@@ -24,6 +24,7 @@ from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step05_pipeline.config import check
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters
 
@@ -87,4 +88,4 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(5, train, schedule_of)
+    run(5, train, check)

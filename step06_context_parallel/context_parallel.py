@@ -15,7 +15,6 @@ from torch import Tensor
 
 from common.config import TrainConfig
 from common.data.batches import to_device
-from common.errors import UsageError
 from common.model import Decoder
 from common.process_groups import Group, Mesh
 from step06_context_parallel.all_gather_attention import AllGatherAttention
@@ -71,20 +70,3 @@ def take_part(
     # No document begins behind the last token
     ends = [(row[:-1] == end).nonzero().flatten().tolist() for row in tokens]
     return *part, tuple((0, *(each + 1 for each in row)) for row in ends)
-
-
-def check_context_parallel(config: TrainConfig) -> None:
-    """Raises UsageError if the sequences, or the heads, cannot be divided among the context-parallel ranks."""
-    cp, model, tp = config.cp, config.model_config, config.tp
-    if config.seq_len % cp:
-        raise UsageError(f"--cp {cp} does not divide --seq-len {config.seq_len}")
-    if config.cp_split == "zigzag" and cp > 1 and config.seq_len % (2 * cp):
-        chunks = f"--cp {cp} --cp-split zigzag makes {2 * cp} chunks"
-        raise UsageError(f"{chunks}, which does not divide --seq-len {config.seq_len}")
-    if config.cp_mode == "ulysses":
-        heads, kv_heads, of = model.heads // tp, max(1, model.kv_heads // tp), f" / --tp {tp}" * (tp > 1)
-        if heads % cp:
-            raise UsageError(f"--cp {cp} --cp-mode ulysses does not divide --heads {model.heads}{of}")
-        if kv_heads % cp and cp % kv_heads:
-            kv = f"--kv-heads {model.kv_heads}{of}"
-            raise UsageError(f"--cp {cp} --cp-mode ulysses and {kv}: one must divide the other")

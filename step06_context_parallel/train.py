@@ -26,7 +26,8 @@ from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters
-from step06_context_parallel.context_parallel import apply_context_parallel, check_context_parallel, take_part
+from step06_context_parallel.config import check
+from step06_context_parallel.context_parallel import apply_context_parallel, take_part
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
@@ -90,4 +91,4 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(6, train, check_context_parallel, schedule_of)
+    run(6, train, check)

@@ -27,10 +27,11 @@ from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters
-from step06_context_parallel.context_parallel import apply_context_parallel, check_context_parallel, take_part
+from step06_context_parallel.context_parallel import apply_context_parallel, take_part
 from step07_expert_parallel.interleave import InterleavedPipeline
-from step07_expert_parallel.moe import apply_experts, check_experts
+from step07_expert_parallel.moe import apply_experts
 from step07_expert_parallel.router import Balancing, routers_of
+from step08_5d.config import check
 from step08_5d.fused import apply_kernels, optimizer_class
 from step08_5d.shapes import show_shapes
 
@@ -109,4 +110,4 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    run(8, train, check_context_parallel, check_experts, schedule_of)
+    run(8, train, check)

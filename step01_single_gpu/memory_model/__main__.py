@@ -13,6 +13,7 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.model import at_least_float32
+from step01_single_gpu.config import check
 from step01_single_gpu.cost import saved_activations, states
 from step01_single_gpu.memory_model import gpt as gpt_memory
 from step01_single_gpu.memory_model.peak import predict_peak
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         micro_batch = max(1, config.micro_batch)
         config.global_batch = -(-config.global_batch // micro_batch) * micro_batch  # any micro-batch may be asked for
         config.resolve_and_check(1)
+        check(config)
         print_table(config)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

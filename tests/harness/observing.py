@@ -1,12 +1,13 @@
 """What the tests share that watch a step's real train() from outside, on one of the ranks that `run_ranks` starts."""
 
+import importlib
 from collections.abc import Callable
 
 import torch
 
 from common import process_groups
 from common.collectives import barrier
-from common.command_line import parse
+from common.command_line import STEP_NAMES, parse
 from common.config import TrainConfig
 from common.experiments import tcp_bytes
 from common.process_groups import Mesh
@@ -18,6 +19,7 @@ def configure(step: int, flags: str, world: int | None = None) -> TrainConfig:
     """Return the configuration of a step's train.py under these flags on `world` ranks, or on those that there are."""
     config = parse(step, flags.split())
     config.resolve_and_check(world or environment().world_size)
+    importlib.import_module(f"{STEP_NAMES[step - 1]}.config").check(config)
     return config
 
 

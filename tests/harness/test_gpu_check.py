@@ -8,11 +8,11 @@ import subprocess
 import pytest
 import torch
 
-from common.command_line import parse
 from step08_5d.gpu_ladder import machine
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import faults, launching, node, one_gpu, parity, profiles, rows
 from tests.gpu_check.findings import Findings
+from tests.harness.observing import configure
 from tests.harness.ranks import CommandTimeout, run_script
 
 KERNELS = [  # as Kineto tells of them, in microseconds of its own clock
@@ -87,8 +87,7 @@ def test_a_lost_rank_under_real_launchers(found, tmp_path, monkeypatch):
 def test_what_a_node_trains_can_be_divided(ranks):
     for case in node.CASES.values():
         flags = f"{node.SHAPES[case.shape]} {case.flags.format(ranks) if ranks > 1 else ''} --device cpu"
-        config = parse(8, flags.split())
-        config.resolve_and_check(ranks)
+        config = configure(8, flags, ranks)
         bubble = (ranks - 1) / 32 if "--pp" in flags else 0.0  # of 32 micro-batches
         assert node.predicted(8.0, ranks, vars(config)) == pytest.approx(8.0 / ranks * (1 + bubble))
 

@@ -6,13 +6,10 @@ import random
 
 import pytest
 
-from common.command_line import parse
 from common.config import TrainConfig
 from common.errors import UsageError
 from step05_pipeline.schedules.catalogue import SCHEDULES
-from step05_pipeline.stages import schedule_of
-from step06_context_parallel.context_parallel import check_context_parallel
-from step07_expert_parallel.moe import check_experts
+from tests.harness.observing import configure
 from tests.parity.runs import SMALL, Result, assemble, assert_parity, run_cases, train_case, training_of
 
 ALL = bool(os.environ.get("TEST_ALL"))
@@ -49,11 +46,7 @@ LAYOUT = {
 
 def configuration(world: int, flags: str) -> TrainConfig:
     """What a run with these flags starts with. Raises UsageError if it does not start."""
-    config = parse(8, f"{SMALL} {flags}".split())
-    config.resolve_and_check(world)
-    for check in (check_context_parallel, check_experts, schedule_of):
-        check(config)
-    return config
+    return configure(8, f"{SMALL} {flags}", world)
 
 
 def is_allowed(world: int, flags: str) -> bool:

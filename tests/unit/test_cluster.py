@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.command_line import parse
+from tests.harness.observing import configure
 
 ROOT = Path(__file__).parents[2]
 NODES, CORES, GPUS = ["gpu07", "gpu11"], 64, 8
@@ -80,4 +81,4 @@ def test_command_without_slurm(page):
     assert settings.min_nodes == settings.max_nodes == 2 and settings.nproc_per_node == GPUS
     assert (settings.rdzv_backend, settings.rdzv_endpoint) == ("c10d", "HOST:29500")
     assert (ROOT / script).exists()
-    parse(int(script[4:6]), flags).resolve_and_check(2 * GPUS)
+    configure(int(script[4:6]), " ".join(flags), 2 * GPUS)

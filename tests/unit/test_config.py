@@ -20,6 +20,7 @@ from common.model import Decoder, cross_entropy_sum, naive_attention
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.weights.initialisation import materialise, random_values
+from tests.harness.observing import configure
 
 ROOT = Path(__file__).parents[2]
 TOTALS = {  # as published in the model cards, or summed over the tensors of the published checkpoints
@@ -79,9 +80,7 @@ def test_flops_of_the_playbook():
 
 
 def valid(flags: str, step: int = 6, world: int = 1) -> TrainConfig:
-    config = parse(step, flags.split())
-    config.resolve_and_check(world)
-    return config
+    return configure(step, flags, world)
 
 
 def test_every_field_is_a_flag_of_one_role():
@@ -199,8 +198,10 @@ def test_model_configurations_that_do_not_fit():
 
 def test_a_refusal_ends_with_status_2():
     script = ROOT / "step04_tensor_parallel" / "train.py"
-    done = subprocess.run([sys.executable, script, "--tp", "3"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --tp 3 does not divide --heads 8\n")
+    done = subprocess.run(
+        [sys.executable, script, "--steps", "0"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --steps 0 must be at least 1\n")
 
 
 def test_bad_arguments_of_other_commands_are_one_line(capsys):

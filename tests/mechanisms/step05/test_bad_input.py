@@ -5,7 +5,6 @@ import re
 import pytest
 
 from common.errors import UsageError
-from step05_pipeline.stages import schedule_of
 from tests.harness.ranks import torchrun
 from tests.mechanisms.step05.observe import BASE, prepare
 
@@ -35,7 +34,7 @@ def test_pipelines_that_cannot_run(flags, expected, tmp_path):
     words = ("--global-batch 4 " + flags.replace("FOLDER", str(tmp_path))).split()
     world = int(words[words.index("--pp") + 1]) * (2 if "--dp" in words else 1)
     with pytest.raises(UsageError) as refused:
-        schedule_of(prepare(" ".join(words), world))
+        prepare(" ".join(words), world)
     assert expected in str(refused.value) and "\n" not in str(refused.value)
 
 

@@ -13,7 +13,7 @@ from step01_single_gpu.recompute import apply_recompute
 from step05_pipeline.weight_gradients import defer_weight_gradients
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.experts import Counts, Experts
-from step07_expert_parallel.moe import Choices, apply_experts, check_experts
+from step07_expert_parallel.moe import Choices, apply_experts
 from tests.harness.observing import mesh_of
 from tests.mechanisms.step07.layers import CASES, configured, inputs_of, layer_of, written_out
 from tests.unit.test_model import Only64
@@ -214,7 +214,7 @@ REFUSED = {  # flags, and the words of the one line
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_does_not_fit_is_refused_in_one_line(flags):
     with pytest.raises(UsageError) as caught:
-        check_experts(configured(flags))
+        configured(flags)
     assert str(caught.value) == REFUSED[flags]
 
 
@@ -231,13 +231,13 @@ def test_what_does_not_fit_is_refused_in_one_line(flags):
 )
 def test_what_does_not_fit_the_ranks(world, flags, line):
     with pytest.raises(UsageError) as caught:
-        check_experts(configured(f"--experts 4 {flags}", world))
+        configured(f"--experts 4 {flags}", world)
     assert str(caught.value) == line
 
 
 def test_what_fits():
     for flags in ("", "--experts 0", "--model mixtral-8x7b --seq-len 64", "--model deepseek-v3-like", *CASES.values()):
-        check_experts(configured(flags if "--experts" in flags else f"{flags} --layers 4"))
+        configured(flags if "--experts" in flags else f"{flags} --layers 4")
     shape = configured("--experts 4").model_config
     assert (shape.top_k, shape.expert_ffn, shape.normalize_gates) == (2, 24, True)
     assert not configured("--experts 4 --top-k 1").model_config.normalize_gates, "a gate of 1 could not be trained"

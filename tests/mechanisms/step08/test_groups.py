@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.command_line import parse
 from common.errors import UsageError
 from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates, place_stages
+from step08_5d.config import check
 from step08_5d.experiments.groups import LAYOUTS, one_rank_of, start_of
+from tests.harness.observing import configure
 
 LARGE = LAYOUTS["16,384 ranks, ZeRO, ep 64"]
 
@@ -24,8 +25,7 @@ def test_sixteen_ranks_are_laid_out_as_in_llama_3():
 
 def test_order_of_the_degrees():
     """The nearest come first. In any order, ranks that follow each other share the experts, or a copy of the model."""
-    config = parse(8, "--tp 2 --cp 2 --pp 2 --experts 8 --ep 4 --zero 1 --order dp,pp,tp,cp".split())
-    config.resolve_and_check(16)
+    config = configure(8, "--tp 2 --cp 2 --pp 2 --experts 8 --ep 4 --zero 1 --order dp,pp,tp,cp", 16)
     degrees = Degrees.of(config)
     groups = {name: ranks[0] for name, ranks in all_groups(degrees).items()}
     assert [groups[name] for name in ("dp", "pp_forward", "tp", "cp")] == [(0, 1), (0, 2), (0, 4), (0, 8)]
@@ -34,7 +34,7 @@ def test_order_of_the_degrees():
     assert coordinates(13, degrees) == {"dp": 1, "pp": 0, "tp": 1, "cp": 1}
     for wrong in ("tp,cp,pp", "tp,cp,pp,dp,dp", "tp,cp,pp,ep", "tp, cp, pp, dp", ""):
         with pytest.raises(UsageError, match=f"^--order {wrong} must name [^\n]*$"):
-            replace(config, order=wrong).resolve_and_check(16)
+            check(replace(config, order=wrong))
 
 
 def names_of(mesh: Mesh) -> dict[str, str]:

@@ -1,0 +1,23 @@
+"""The rules that the flags of every run obey."""
+
+from common.config import TrainConfig, spelled
+from common.errors import UsageError
+
+NEEDS = {"save_every": "run_dir", "trace": "run_dir", "profile": "trace", "memory_snapshot": "trace"}
+NEEDS |= {"keep": "save_every", "async_save": "save_every"}  # a flag, and another one without which it means nothing
+
+
+def check(config: TrainConfig) -> None:
+    """Raises UsageError, with flag, value and rule, for flags that do not fit together. `dp` has been filled in."""
+    if config.global_batch % config.micro_batch:
+        raise UsageError(f"--micro-batch {config.micro_batch} does not divide --global-batch {config.global_batch}")
+    config.link_model  # noqa: B018 (raises UsageError for what it cannot parse)
+    if config.trace_range and config.trace_range[0] >= config.steps:
+        raise UsageError(f"--trace {config.trace} begins after the last step of --steps {config.steps}")
+    for name, needed in NEEDS.items():
+        if getattr(config, name) and not getattr(config, needed):
+            raise UsageError(f"{spelled(name)} needs {spelled(needed)}, which is missing")
+    if config.resume == "auto" and not config.run_dir:
+        raise UsageError("--resume auto searches --run-dir, which is missing")
+    if config.profile and config.measure_memory:
+        raise UsageError("--profile and --measure-memory both need PyTorch's profiler; choose one of them")
