@@ -46,9 +46,9 @@ def ranks_train(cases: list[str], folder: str, evenly: bool = False) -> list[dic
     for index, case in enumerate(cases):
         counts = []
 
-        def travel(self, mine, ep, counts=counts):
+        def travel(self, mine, *rest, counts=counts):
             counts.append(mine.on_host)
-            real(self, mine, ep)
+            real(self, mine, *rest)
 
         config = configure(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
         mesh = mesh_of(config)
