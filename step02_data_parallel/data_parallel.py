@@ -133,18 +133,15 @@ class DataParallel:
 def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
     """Group the parameters, in reverse order of the forward, into buckets of at most `bucket_mb` each.
 
-    A larger parameter gets a bucket to itself, and so does one with `own_bucket` in its spec, and every parameter in
-    modes naive and overlap. Gradients that are summed over different groups of ranks never share a bucket.
+    A larger parameter gets a bucket to itself, and so does every parameter in modes naive and overlap.
     """
     limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
-    buckets, open_bucket, room = [], {}, {}  # the last two by the groups of the sum
+    buckets, room = [], 0.0
     for parameter in reversed(parameters):
         size = parameter.numel() * at_least_float32(parameter.dtype).itemsize
-        alone, groups = parameter.spec.own_bucket, parameter.spec.shard_groups
-        if groups not in open_bucket or size > room[groups] or alone:
-            open_bucket[groups] = []
-            buckets.append(open_bucket[groups])
-            room[groups] = 0.0 if alone else limit
-        open_bucket[groups].append(parameter)
-        room[groups] -= size
+        if size > room or not buckets:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(parameter)
+        room -= size
     return buckets

@@ -101,11 +101,11 @@ class Zero:
     def _groups(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
         """The parameters of each unit: a bucket of step 2 or, in stage 3, a region."""
         if self.stage < 3:
-            return fill_buckets(parameters, self.mode, bucket_mb)
+            return fill_all_buckets(parameters, self.mode, bucket_mb)
         groups, seen = [], set()
         for region in self.regions:
             own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first region's
-            groups[:0] = fill_buckets(own, "bucket", math.inf)
+            groups[:0] = fill_all_buckets(own, "bucket", math.inf)
             seen.update(own)
         return groups
 
@@ -237,3 +237,17 @@ class Zero:
             gradients += [unit.reduced[where] for where, _ in unit.pieces]
             unit.start_over()
         return gradients
+
+
+def fill_all_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
+    """The buckets of step 2, if some gradients are summed over other groups of ranks: these never share a bucket.
+
+    A parameter with `own_bucket` in its spec is alone. Buckets are in the order in which the backward begins them.
+    """
+    alike: dict[tuple, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        spec = parameter.spec
+        alike.setdefault((spec.shard_groups, spec.name if spec.own_bucket else None), []).append(parameter)
+    buckets = [bucket for some in alike.values() for bucket in fill_buckets(some, mode, bucket_mb)]
+    place = {parameter: index for index, parameter in enumerate(reversed(parameters))}
+    return sorted(buckets, key=lambda bucket: place[bucket[0]])

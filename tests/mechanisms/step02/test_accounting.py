@@ -15,7 +15,7 @@ from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
 from common.start import environment
 from step02_data_parallel import cost
-from step02_data_parallel.data_parallel import DataParallel, fill_buckets
+from step02_data_parallel.data_parallel import DataParallel
 from step02_data_parallel.train import build, train
 from tests.harness.observing import configure, mesh_of, observe_each
 from tests.harness.ranks import run_ranks
@@ -149,12 +149,6 @@ def test_a_late_gradient_is_an_error():
     gradients.accumulate(last, torch.ones_like(last))
     with pytest.raises(RuntimeError, match=f"{last.spec.name}: a gradient came after its bucket was launched"):
         gradients.accumulate(last, torch.ones_like(last))
-
-
-def test_a_bucket_of_its_own():
-    parameters = list(Decoder(configuration("", 1).model_config).parameters())
-    parameters[3].spec.own_bucket = True
-    assert [len(each) for each in fill_buckets(parameters, "bucket", 25.0)] == [len(parameters) - 4, 1, 3]
 
 
 # ---- parameters that not every rank uses -----------------------------------------------------------------------------

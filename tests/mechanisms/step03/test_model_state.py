@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from common.config import TrainConfig
 from common.counts import count_parameters
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
@@ -13,7 +14,7 @@ from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations, total_bytes
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT
-from step03_zero.zero import Zero
+from step03_zero.zero import Zero, fill_all_buckets
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step02.test_accounting import check_launches
 from tests.mechanisms.step03.checks import check_calls, check_same_order
@@ -205,3 +206,14 @@ def test_a_parameter_unused_on_one_rank_changes_no_order():
     for case in cases:  # with step 2's sums, which its own tests compare with one process
         size = 4 if case.endswith("4") else 1  # which decides who has which samples
         assert_parity(results[case], results[f"--zero 0 {SMALL} --micro-batch {size}"], case)
+
+
+def test_buckets_of_parameters_with_different_sums():
+    """Each kind has buckets of its own, in the order in which the backward begins them."""
+    parameters = list(Decoder(TrainConfig().model_config).parameters())
+    parameters[3].spec.own_bucket = True
+    parameters[5].spec.shard_groups = parameters[7].spec.shard_groups = ("expert_shard", "expert_replica")
+    dense = [each for index, each in enumerate(parameters) if index not in (3, 5, 7)]
+    expected = [dense[::-1], [parameters[7], parameters[5]], [parameters[3]]]
+    found = fill_all_buckets(parameters, "bucket", 25.0)
+    assert [[id(each) for each in bucket] for bucket in found] == [[id(each) for each in bucket] for bucket in expected]
