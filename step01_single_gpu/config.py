@@ -10,7 +10,7 @@ NEEDS |= {"keep": "save_every", "async_save": "save_every"}  # a flag, and anoth
 def check(config: TrainConfig) -> None:
     """Raises UsageError, with flag, value and rule, for flags that do not fit together. `dp` has been filled in."""
     if config.global_batch % config.micro_batch:
-        raise UsageError(f"--micro-batch {config.micro_batch} does not divide --global-batch {config.global_batch}")
+        raise UsageError(f"--global-batch {config.global_batch} is not divisible by --micro-batch {config.micro_batch}")
     config.link_model  # noqa: B018 (raises UsageError for what it cannot parse)
     if config.trace_range and config.trace_range[0] >= config.steps:
         raise UsageError(f"--trace {config.trace} begins after the last step of --steps {config.steps}")
