@@ -106,11 +106,6 @@ class LossScaler:
         return finite
 
 
-def clip_factor(grad_norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return the factor, a 0-d tensor, that brings gradients to a global norm of at most `limit` (0: no limit)."""
-    return (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(grad_norm)
-
-
 class Optimizer:
     """AdamW or SGD on the master weights of `parameters`, which need a spec. Only matrices decay.
 

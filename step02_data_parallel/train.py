@@ -17,11 +17,11 @@ from common.data.batches import Batches, load_batches
 from common.launch import run
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
 from common.process_groups import Mesh
-from common.reductions import gradient_norm
 from common.tracing.tracer import Tracer
 from common.weights.initialisation import initial_values, materialise
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.memory_model.capacity import check_memory
-from step01_single_gpu.mixed_precision import Optimizer, clip_factor
+from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
 from step02_data_parallel.config import check

@@ -17,14 +17,15 @@ from common.data.batches import Batches, load_batches
 from common.launch import run
 from common.model import ATTENTION_CORES, Decoder
 from common.process_groups import Mesh
-from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.memory_model.capacity import check_memory
-from step01_single_gpu.mixed_precision import Optimizer, clip_factor
+from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
 from step03_zero.zero import Zero
 from step04_tensor_parallel.config import check
+from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 

@@ -17,14 +17,15 @@ from common.config import TrainConfig
 from common.data.batches import Batches, load_batches
 from common.launch import run
 from common.process_groups import Mesh, place_stages
-from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
 from common.weights.initialisation import initial_values
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.memory_model.capacity import check_memory
-from step01_single_gpu.mixed_precision import Optimizer, clip_factor
+from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
 from step03_zero.zero import Zero
+from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, schedule_of, share_parameters

@@ -9,7 +9,6 @@ import torch
 from common.config import TrainConfig
 from common.data.batches import Batches, load_batches
 from common.process_groups import Degrees, Mesh, build_mesh
-from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
 
 groups_of = functools.cache(build_mesh)  # all cases of one layout use the same groups
@@ -118,8 +117,8 @@ class Run(Training):
     def finish(self) -> list[torch.Tensor]:
         """The finished gradients, one for each of `shards`; also the norm of the whole gradient."""
         gradients = self.pipeline.finish()
-        sum_extra_groups(self.shards, gradients, self.mesh)
-        self.norm = gradient_norm(self.shards, gradients, self.mesh.world)
+        self.train.sum_extra_groups(self.shards, gradients, self.mesh)
+        self.norm = self.train.gradient_norm(self.shards, gradients, self.mesh.world)
         return gradients
 
     def gradients(self, tracer: Tracer | None = None) -> list[torch.Tensor]:

@@ -12,8 +12,7 @@ from common.experiments.runs import BUCKET_MB, MODEL
 from common.measure.allocator import live_bytes
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh, mesh_of
-from common.reductions import gradient_norm
-from step01_single_gpu.mixed_precision import clip_factor
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step03_zero.experiments.predictions import Model
 from step03_zero.train import build
 from step03_zero.zero import Zero

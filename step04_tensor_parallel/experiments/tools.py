@@ -9,9 +9,10 @@ from common.config import TrainConfig
 from common.data.batches import load_batches
 from common.drawing.figures import SERIES
 from common.process_groups import Degrees, Mesh, build_mesh
-from common.reductions import gradient_norm, sum_extra_groups
 from common.tracing.tracer import Tracer
+from step01_single_gpu.clipping import gradient_norm
 from step04_tensor_parallel.experiments.predictions import Way
+from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.train import build
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 

@@ -22,8 +22,7 @@ from common import collectives
 from common.config import TrainConfig
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, Mesh, build_mesh
-from common.reductions import gradient_norm
-from step01_single_gpu.mixed_precision import clip_factor
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step06_context_parallel.context_parallel import attention, take_part
 from step06_context_parallel.layouts import Layout
 from step06_context_parallel.train import build

@@ -21,10 +21,9 @@ from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Degrees, build_mesh
-from common.reductions import gradient_norm
 from common.tracing.tracer import Tracer
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.mixed_precision import clip_factor
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step02_data_parallel.train import build
 from tests.benchmarks.paired import adamw_settings, keep, parse_options, summarise, time_pairs
 from tests.harness.ranks import run_ranks

@@ -19,9 +19,8 @@ from common.config import TrainConfig
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
-from common.reductions import gradient_norm
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.mixed_precision import clip_factor
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step05_pipeline.experiments.bubble import DELAY, play
 from step05_pipeline.stages import schedule_of, split_layers
 from step05_pipeline.train import build

@@ -19,9 +19,9 @@ from common.config import TrainConfig
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
-from common.reductions import gradient_norm, sum_extra_groups
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.mixed_precision import clip_factor
+from step01_single_gpu.clipping import clip_factor, gradient_norm
+from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.train import build
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.benchmarks.paired import compare, keep, measure_steps

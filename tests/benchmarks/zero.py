@@ -20,9 +20,8 @@ from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Degrees, build_mesh
-from common.reductions import gradient_norm
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.mixed_precision import clip_factor
+from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step03_zero.train import build
 from tests.benchmarks.paired import adamw_settings, compare, keep, measure_steps, parse_options
 

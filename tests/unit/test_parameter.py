@@ -16,9 +16,9 @@ from common.model import Decoder
 from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
 from common.process_groups import Group
-from common.reductions import gradient_norm
 from common.weights import initialisation
 from common.weights.initialisation import materialise, random_box, random_values
+from step01_single_gpu.clipping import gradient_norm
 
 CPU = torch.device("cpu")
 

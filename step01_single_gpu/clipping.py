@@ -1,31 +1,11 @@
-"""What all ranks do with finished gradients: sum those that another group holds parts of, and the global norm."""
+"""Clipping by the norm of the whole gradient, whichever ranks hold its parts."""
 
 import torch
 
 from common import collectives
-from common.process_groups import Group, Mesh
+from common.process_groups import Group
 
 ROW = 1 << 14  # elements of a gradient whose squares are added up in one go on the CPU
-
-
-def sum_extra_groups(parameters: list[torch.Tensor], gradients: list[torch.Tensor], mesh: Mesh) -> None:
-    """Sum each gradient, in place, over the groups in the `extra_groups` of its parameter's spec.
-
-    This comes after the sum over the data-parallel ranks, in one all-reduce per group. The ranks of such a group hold
-    the same parameters, perhaps in another order, so they are sorted by name. If a rank holds several copies of one
-    parameter, their gradients are added first.
-    """
-    for name in sorted({name for parameter in parameters for name in parameter.spec.extra_groups}):
-        held: dict[tuple, list[torch.Tensor]] = {}
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if name in parameter.spec.extra_groups:
-                held.setdefault((parameter.spec.name, parameter.spec.flat_range or ()), []).append(gradient)
-        partial = [held[key] for key in sorted(held)]
-        joined = torch.cat([sum(copies[1:], copies[0]).flatten() for copies in partial])
-        collectives.all_reduce(joined, getattr(mesh, name))
-        parts = joined.split([copies[0].numel() for copies in partial])
-        pairs = [(copy, part.view_as(copy)) for part, copies in zip(parts, partial, strict=True) for copy in copies]
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor], world: Group) -> torch.Tensor:
@@ -57,3 +37,8 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             if rows * ROW < flat.numel():
                 rest.append(flat[rows * ROW :])
     return norms + list(torch._foreach_norm(rest, dtype=dtype) if rest else [])
+
+
+def clip_factor(grad_norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return the factor, a 0-d tensor, that brings gradients to a global norm of at most `limit` (0: no limit)."""
+    return (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(grad_norm)
