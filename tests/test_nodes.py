@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.experiments.nodes import SEPARATE
+from common.virtual.nodes import SEPARATE
 from step05_pipeline.experiments import predictions
 from tests.harness.ranks import ROOT, kill, marked, new_mark, run_command, run_script, steps_of
 

@@ -14,10 +14,10 @@ from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.errors import UsageError
 from common.experiments import tcp_bytes
-from common.experiments.nodes import value_of
 from common.experiments.on_nodes import CROSSES, HIDES, crosses, crossing, on_nodes, timed
 from common.link import Link
 from common.process_groups import Mesh
+from common.virtual.nodes import value_of
 from step01_single_gpu.slow_device import SlowDevice
 from step03_zero.experiments import predictions
 from step03_zero.experiments.tools import Run, units_of

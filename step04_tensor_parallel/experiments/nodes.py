@@ -16,11 +16,11 @@ from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.errors import UsageError
 from common.experiments.local_ranks import on_ranks
-from common.experiments.nodes import value_of
 from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
 from common.experiments.tcp_bytes import PACKET
 from common.link import Link
 from common.process_groups import Mesh
+from common.virtual.nodes import value_of
 from step01_single_gpu.slow_device import SlowDevice
 from step04_tensor_parallel.experiments import predictions
 from step04_tensor_parallel.experiments.overlap import product_shapes
