@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from common.costs.vocabulary import KINDS
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
 
@@ -141,10 +140,12 @@ def held(
 ) -> dict[str, int]:
     """Bytes by kind, each when it is most, of a step with micro-batches of `batch` sequences, trained with AdamW."""
     each = states(model, dtype)
-    activations = total_bytes(saved_activations(model, batch, seq, dtype, attention, recompute))
-    optimizer = each["master weights"] + each["moments"]
-    kinds = (each["parameters"], each["gradients"], optimizer)
-    return dict(zip(KINDS, kinds)) | {"activations": activations}
+    return {
+        "parameters": each["parameters"],
+        "gradients": each["gradients"],
+        "optimizer state": each["master weights"] + each["moments"],
+        "activations": total_bytes(saved_activations(model, batch, seq, dtype, attention, recompute)),
+    }
 
 
 def operations(model: ModelConfig, seq: int, sequences: int, recompute: str = "none") -> dict[str, int]:

@@ -3,9 +3,9 @@
 import math
 from pathlib import Path
 
-# One colour per run, or per step if there are more runs than colours (Okabe and Ito's, without the yellow)
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5230", "#333333")
-REFERENCE, GRID, ZERO, FAILED = "#CFCFCF", "#E4E4E4", "#F0F0F0", "#FCEDE8"
+from common.drawing.figures import SERIES
+
+REFERENCE, ZERO, FAILED = "#CFCFCF", "#F0F0F0", "#FCEDE8"
 DOTS = ({"marker": "o", "markersize": 5}, {"marker": "D", "markersize": 9, "markerfacecolor": "none"})  # one per key
 PERIOD = 24  # points after which the dashes of the curves repeat
 HUGE = 1e6  # a larger difference, or an infinite one, is drawn as an arrow at the right edge
@@ -18,29 +18,27 @@ def plot(rows: list, path: Path | str, tolerance: float | None = None) -> None:
     in every dash each colour leaves room for the next ones. Below, each run has a line with its largest relative
     difference in each key; exact zeros are in the grey band on the left, what exceeds the tolerance is on red.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     keys, others = list(rows[0].worst), rows[1:]
-    kinds = [row.name if len(others) <= len(COLOURS) else row.name.split()[0] for row in others]
+    kinds = [row.name if len(others) <= len(SERIES) else row.name.split()[0] for row in others]  # one colour each
     places = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+    colours = [SERIES[places[kind] % len(SERIES)] for kind in kinds]
     figure = Figure(figsize=(10, 4.6 + 0.25 * len(others)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     above, below = figure.subfigures(2, 1, height_ratios=(3.4, 1.2 + 0.25 * len(others)))
-    for axes, key in zip(above.subplots(1, len(keys), squeeze=False)[0], keys):
-        for row, kind in zip(rows, [None, *kinds]):
+    for axis, key in zip(above.subplots(1, len(keys), squeeze=False)[0], keys):
+        for row, kind, colour in zip(rows, [None, *kinds], [REFERENCE, *colours]):
             free = places.get(kind, 0) / max(1, len(places))  # the part of a dash that earlier colours have
             dashes = (0, (PERIOD * (1 - free) / 2, PERIOD * free / 2)) if free else "-"  # in units of the width, 2
-            style = {"color": COLOURS[places[kind] % len(COLOURS)], "linewidth": 2} if kind else {"linewidth": 7}
-            values = [row.run.value(step, key) for step in row.steps]
-            axes.plot(row.steps, values, **({"color": REFERENCE, "linestyle": dashes} | style))
-        axes.set_xlabel("step")
-        axes.locator_params(axis="x", integer=True)
-        _decorate(axes, key.replace("_", " "))
+            values, width = [row.run.value(step, key) for step in row.steps], 2 if kind else 7
+            axis.plot(row.steps, values, color=colour, linestyle=dashes, linewidth=width)
+        axis.set_xlabel("step")
+        axis.locator_params(axis="x", integer=True)
+        _decorate(axis, key.replace("_", " "))
     if others:
-        axes = below.subplots()
-        _differences(axes, others, keys, [COLOURS[places[kind] % len(COLOURS)] for kind in kinds], tolerance)
-        _decorate(axes, f"largest relative difference from {rows[0].name}")
+        axis = below.subplots()
+        _differences(axis, others, keys, colours, tolerance)
+        _decorate(axis, f"largest relative difference from {rows[0].name}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -74,7 +72,7 @@ def _differences(axes, rows: list, keys: list[str], colours: list[str], toleranc
 def _decorate(axes, title: str) -> None:
     """A title at the left and a light grid instead of a box."""
     axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
-    axes.grid(color=GRID, linewidth=0.8)
+    axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)

@@ -41,7 +41,8 @@ DIMENSION_OF = {name: name for name in DIMENSIONS}  # a group of the mesh
 DIMENSION_OF |= dict.fromkeys(("pp_forward", "pp_backward", "embed", "mirror"), "pp")
 DIMENSION_OF |= dict.fromkeys(("dp_cp", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp")
 DIMENSION_OF |= {"kv_replica": "tp"}
-SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # for things without a colour of their own
+# for things without a colour of their own (Okabe and Ito's, without the yellow)
+SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A5230", "#333333")
 
 folder = Path("runs")  # where figures are saved; the runner sets it
 
