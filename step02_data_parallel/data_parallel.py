@@ -86,9 +86,11 @@ class DataParallel:
         take_gradients(parameters, self)
 
     @contextmanager
-    def no_sync(self, active: bool = True) -> Iterator[None]:
-        """While `active`, gradients only accumulate: every micro-batch but the last of a step runs in here."""
-        self.synchronising = not active
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around a micro-batch's backward. Before the `last` one of a step, gradients are only added up, as in
+        `no_sync` of PyTorch's DDP.
+        """
+        self.synchronising = last
         try:
             yield
         finally:

@@ -57,7 +57,7 @@ def train_step(
         tokens, targets = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device)
         with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
             share = cross_entropy_sum(model(tokens), targets) / batches.target_tokens
-        with tracer.phase("backward"), data_parallel.no_sync(index < config.accumulation_steps - 1):
+        with tracer.phase("backward"), data_parallel.backward(last=index == config.accumulation_steps - 1):
             (share * scaler.scale).backward()
         loss += share.detach()
 

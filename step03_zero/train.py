@@ -23,6 +23,7 @@ from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
+from step03_zero.by_layer import ZeroByLayer
 from step03_zero.config import check
 from step03_zero.zero import Zero
 
@@ -31,7 +32,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
     """Return the model, what shards it over the data-parallel ranks, and the optimizer of this rank's shards."""
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
     apply_recompute(model, config.recompute)
-    zero = Zero(model, config, mesh)
+    zero = (ZeroByLayer if config.zero == 3 else Zero)(model, config, mesh)
     return model, zero, Optimizer(zero.shards, config)
 
 
@@ -56,7 +57,7 @@ def train_step(
         tokens, targets = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device)
         with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
             share = cross_entropy_sum(model(tokens), targets) / batches.target_tokens
-        with tracer.phase("backward"), zero.no_sync(index < config.accumulation_steps - 1):
+        with tracer.phase("backward"), zero.backward(last=index == config.accumulation_steps - 1):
             (share * scaler.scale).backward()
         loss += share.detach()
 

@@ -7,7 +7,8 @@
            (Rajbhandari et al., "ZeRO", arXiv:1910.02054, section 5; Zhao et al., "PyTorch FSDP", arXiv:2304.11277)
   stage 0  none of them: the sums of step 2
 
-It is step 2 with other collectives. Weights are stored in flat units (unit.py) and gradients in step 2's buckets. A
+It is step 2 with other collectives. Weights are stored in flat units (unit.py) and gradients in step 2's buckets. This
+file gathers all units once per step, which is what stages 0 to 2 need; by_layer.py adds stage 3's comings and goings. A
 shard is 1/N of a unit, wherever that cuts a matrix, so every collective moves one contiguous buffer. The optimizer sees
 pieces of shards, one for each parameter that a shard touches. The spec of a piece says which elements of which
 parameter it holds, and that is all that weight decay, the gradient norm and checkpoints need.
@@ -24,7 +25,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Mesh
@@ -48,9 +48,9 @@ class Region:
 class Zero:
     """Gives a model on the meta device its initial values, sharded as `config.zero` says, and sums its gradients.
 
-    A step calls `gather`, for each micro-batch the forward and, in `no_sync`, the backward, and then `finish`. With
-    `keep_gathered`, stage 3 gathers all weights once a step and keeps them until the update, instead of gathering and
-    freeing them layer by layer in every micro-batch. An exception in a backward leaves half-summed gradients behind.
+    A step calls `gather`, for each micro-batch the forward and, in `backward`, the backward, and then `finish`. Weights
+    are gathered once per step and kept until the update, in stage 3 too; `ZeroByLayer` frees them layer by layer. An
+    exception in a backward leaves half-summed gradients behind.
 
     shards            what this rank updates: one-dimensional pieces of parameters, with specs
     units             in the order in which they are reduced, the reverse of the forward's
@@ -63,9 +63,8 @@ class Zero:
     in_flight         units whose reduce-scatter is in flight: in stages 2 and 3 one at a time, as each needs memory
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh, keep_gathered: bool = False):
+    def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):
         self.stage, self.mode = config.zero, config.dp_mode
-        self.by_layer = self.stage == 3 and not keep_gathered
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
         self.synchronising = self.last_micro_batch = True
         self.next_unit, self.in_flight = 0, []
@@ -73,24 +72,16 @@ class Zero:
             like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
             allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
             self.regions = self._regions(model)
-            parameters = list(model.parameters())
-            self.units = []
-            for some in self._groups(parameters, config.bucket_mb):
-                shard, replica = (getattr(mesh, name) for name in some[0].spec.shard_groups)
-                for parameter in some:
-                    parameter.spec.owner &= replica.rank == 0  # of the copies, the first one counts and saves it
-                self.units.append(Unit(some, self.stage, shard, replica))
+            self.units = [self._unit(group, mesh) for group in self._groups(model, config.bucket_mb)]
             self.shards = [piece for unit in self.units for _, piece in unit.pieces]
             initial_values(config)(self.shards)
         self.index_of = {parameter: index for index, unit in enumerate(self.units) for parameter in unit.parameters}
-        take_gradients(parameters, self)
-        for index, region in enumerate(self.regions):
-            region.units = list(dict.fromkeys(self.units[self.index_of[each]] for each in region.parameters))
-            taken = [unit for earlier in self.regions[:index] for unit in earlier.owned]
-            region.owned = [unit for unit in self.units if unit in region.units and unit not in taken]
-            region.first.register_forward_pre_hook(partial(self._before_forward, index))
-            if self.by_layer:
-                region.last.register_forward_hook(partial(self._after_forward, index))
+        self._assign_units()
+        take_gradients(list(model.parameters()), self)
+        for index in range(len(self.regions)):
+            self._add_hooks(index)
+
+    # ---- construction: regions, units, and which region needs which unit ---------------------------------------------
 
     @staticmethod
     def _regions(model: Decoder) -> list[Region]:
@@ -98,10 +89,10 @@ class Zero:
         regions += [Region(layer, layer) for layer in model.layers.values()]
         return regions + ([Region(model.norm, model.head)] if model.has_head else [])
 
-    def _groups(self, parameters: list[nn.Parameter], bucket_mb: float) -> list[list[nn.Parameter]]:
+    def _groups(self, model: Decoder, bucket_mb: float) -> list[list[nn.Parameter]]:
         """The parameters of each unit: a bucket of step 2 or, in stage 3, a region."""
         if self.stage < 3:
-            return fill_all_buckets(parameters, self.mode, bucket_mb)
+            return fill_all_buckets(list(model.parameters()), self.mode, bucket_mb)
         groups, seen = [], set()
         for region in self.regions:
             own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first region's
@@ -109,68 +100,50 @@ class Zero:
             seen.update(own)
         return groups
 
+    def _unit(self, parameters: list[nn.Parameter], mesh: Mesh) -> Unit:
+        shard, replica = (getattr(mesh, name) for name in parameters[0].spec.shard_groups)
+        for parameter in parameters:
+            parameter.spec.owner &= replica.rank == 0  # of the copies, the first one counts and saves it
+        return Unit(parameters, self.stage, shard, replica)
+
+    def _assign_units(self) -> None:
+        taken: set[Unit] = set()
+        for region in self.regions:
+            region.units = list(dict.fromkeys(self.units[self.index_of[each]] for each in region.parameters))
+            region.owned = [unit for unit in self.units if unit in region.units and unit not in taken]
+            taken.update(region.units)
+
+    def _add_hooks(self, index: int) -> None:
+        self.regions[index].first.register_forward_pre_hook(partial(self._before_forward, index))
+
     # ---- forward: weights are gathered before they are needed --------------------------------------------------------
 
     def gather(self) -> None:
-        """Start a step: begin to gather all units or, layer by layer, the first region's. The forward waits for it."""
-        for unit in self.regions[0].units if self.by_layer else reversed(self.units):  # in the order of the forward
+        """Start a step: begin to gather the weights. The forward waits for them."""
+        for unit in reversed(self.units):  # in the order of the forward
             unit.fetch()
 
     def _before_forward(self, index: int, *_) -> None:
         for unit in self.regions[index].units:
-            unit.fetch().wait()  # in stages 1 and 2 later units arrive while this region computes
-        if self.by_layer and index + 1 < len(self.regions):
-            self._prefetch(self.regions[index + 1])
-
-    def _prefetch(self, region: Region) -> None:
-        """Begin to gather the weights that are needed next, while another region computes."""
-        for unit in region.units:
-            unit.fetch()
-
-    def _after_forward(self, index: int, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self._before_backward(index))
-        if index + 1 < len(self.regions) or not output.requires_grad:  # the backward begins with the last: it stays
-            for unit in self.regions[index].units:
-                unit.free()
+            unit.fetch().wait()  # later units arrive while this region computes
 
     # ---- backward: gradients are added up, and reduced into shards ---------------------------------------------------
 
     @contextmanager
-    def no_sync(self, more_follow: bool = True) -> Iterator[None]:
-        """Around a micro-batch's backward: if more follow in this step, its gradients only accumulate. (If each
-        micro-batch is reduce-scattered, only the sum over replicas waits.)"""
-        self.last_micro_batch = not more_follow
-        self.synchronising = not more_follow or self.each_micro_batch
+    def backward(self, last: bool, complete: bool = True) -> Iterator[None]:
+        """Around a micro-batch's backward, in which gradients are added up and, when they are due, reduced.
+
+        Args:
+            last: of this step. Before it, gradients are only added up, as in `no_sync` of PyTorch's DDP. (If each
+                micro-batch is reduce-scattered, only the sum over replicas waits for the last one.)
+            complete: whether these are all of the micro-batch's gradients. If more of them follow, nothing is launched.
+        """
+        self.last_micro_batch = last
+        self.synchronising = complete and (last or self.each_micro_batch)
         yield
-        if self.each_micro_batch:
+        if complete and self.each_micro_batch:
             self._end_of_backward()
         self.synchronising = self.last_micro_batch = True
-
-    @contextmanager
-    def only_accumulate(self) -> Iterator[None]:
-        """Backward passes in here only add up gradients. They start no communication, because the rest of this
-        micro-batch's gradients will be added later."""
-        before, self.synchronising = self.synchronising, False
-        yield
-        self.synchronising = before
-
-    def _before_backward(self, index: int) -> None:
-        """Layer by layer: the backward of region `index + 1` is over, that of `index` (or its recomputation) begins."""
-        done = self.regions[index + 1] if index + 1 < len(self.regions) else None
-        for unit in done.units if done else ():
-            unit.free()
-        self._complete()  # the gather below needs memory
-        if self.regions[index].backward_reads_weights:
-            for unit in self.regions[index].units:
-                unit.fetch().wait()
-            if index > 0 and self.regions[index - 1].backward_reads_weights:
-                self._prefetch(self.regions[index - 1])
-        if done and self.synchronising:
-            # Autograd has accumulated all gradients of that region before it calls this hook. They were not launched as
-            # they came: a rank that does not use some weight would launch them among other gathers than its peers.
-            for unit in done.owned:
-                self._launch(unit)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters."""
@@ -181,18 +154,17 @@ class Zero:
         bucket.add(parameter, gradient)
         if self.synchronising:
             bucket.missing.discard(parameter)
-            if not self.by_layer and self.mode != "naive":
-                self._launch_complete()
+            self._launch_complete()
         # Free early what has already been summed. Not with replicas: that launches an all-reduce over them, in an order
         # that would depend on each rank's timing.
         if self.stage >= 2 and self.in_flight:
             (unit,) = self.in_flight
-            if unit.replicas.size == 1 and unit.work.is_completed():
+            if unit.replicas.size == 1 and unit.scattering.is_completed():
                 self._complete()
 
     def _launch_complete(self) -> None:
-        """Launch, in order, every next unit whose gradients have all been computed."""
-        for unit in self.units[self.next_unit :]:
+        """Launch, in order, every next unit whose gradients have all been computed. (`naive`: none before the end.)"""
+        for unit in self.units[self.next_unit :] if self.mode != "naive" else ():
             if unit.bucket is None or unit.bucket.missing:
                 break
             self._launch(unit)
@@ -211,11 +183,12 @@ class Zero:
         units, self.in_flight = self.in_flight, []
         for unit in units:
             unit.complete()
-            if self.last_micro_batch:  # in stage 0 this is the whole sum, that of step 2
-                unit.work = collectives.all_reduce(unit.reduced, unit.replicas, async_op=self.mode != "naive")
+            if self.last_micro_batch:
+                unit.sum_over_replicas(async_op=self.mode != "naive")
 
     def launch_rest(self) -> None:
-        """Launch what no hook has launched."""
+        """Launch the units that no gradient and no hook has launched, without waiting for them. `finish` does so too;
+        sooner, their messages overlap with what comes in between."""
         for unit in self.units[self.next_unit :]:
             self._launch(unit)
 
@@ -233,7 +206,7 @@ class Zero:
             self._end_of_backward()
         gradients = []
         for unit in self.units:
-            unit.work.wait()
+            unit.summing.wait()
             gradients += [unit.reduced[where] for where, _ in unit.pieces]
             unit.start_over()
         return gradients

@@ -23,6 +23,7 @@ from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
+from step03_zero.by_layer import ZeroByLayer
 from step03_zero.zero import Zero
 from step04_tensor_parallel.config import check
 from step04_tensor_parallel.partial_sums import sum_extra_groups
@@ -35,7 +36,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
     apply_tensor_parallel(model, config, mesh)
     apply_recompute(model, config.recompute)
-    zero = Zero(model, config, mesh)
+    zero = (ZeroByLayer if config.zero == 3 else Zero)(model, config, mesh)
     return model, zero, Optimizer(zero.shards, config)
 
 
@@ -61,7 +62,7 @@ def train_step(
         with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
             total = vocab_parallel_cross_entropy_sum(model(tokens), targets, config.model_config.vocab, mesh.tp)
             share = total / batches.target_tokens
-        with tracer.phase("backward"), zero.no_sync(index < config.accumulation_steps - 1):
+        with tracer.phase("backward"), zero.backward(last=index == config.accumulation_steps - 1):
             (share * scaler.scale).backward()
         loss += share.detach()
 

@@ -141,7 +141,7 @@ class Pipeline:
                 torch.autograd.backward(y, output_gradient)
         else:
             zero, weights = self.zero_wrappers[action.chunk], self.stages[action.chunk].parameters()
-            with zero.only_accumulate(), defer_weight_gradients(weights) as store:
+            with zero.backward(last=False, complete=False), defer_weight_gradients(weights) as store:
                 torch.autograd.backward(y, output_gradient)
             self.deferred[key] = store
         if self.stage_numbers[action.chunk] > 0:
@@ -161,7 +161,7 @@ class Pipeline:
         For the stage's last one this also starts the data-parallel reduction, while other ranks are still busy.
         """
         zero, last = self.zero_wrappers[action.chunk], action == self.last_actions[action.chunk]
-        with zero.no_sync(not last):
+        with zero.backward(last):
             yield
         if last and not zero.each_micro_batch:
             zero.launch_rest()

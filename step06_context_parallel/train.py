@@ -22,6 +22,7 @@ from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
+from step03_zero.by_layer import ZeroByLayer
 from step03_zero.zero import Zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
@@ -42,7 +43,8 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
         apply_recompute(stage, config.recompute)
     share_parameters(stages, schedule, mesh)
     # Micro-batches take turns on the layers: gathering at every use would repeat it in every action
-    zero_wrappers = [Zero(stage, config, mesh, keep_gathered=config.pp > 1) for stage in stages]
+    wrapper = ZeroByLayer if config.zero == 3 and config.pp == 1 else Zero
+    zero_wrappers = [wrapper(stage, config, mesh) for stage in stages]
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)
     return Pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer
 

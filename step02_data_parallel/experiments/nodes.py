@@ -107,7 +107,7 @@ def gradients(mesh: Mesh, case: tuple[int, str]) -> Work:
     def function() -> None:
         with SlowDevice(SPEED):
             share = cross_entropy_sum(model(tokens), targets) / targets.numel() / RANKS
-            with parallel.no_sync(mode == "alone"):
+            with parallel.backward(last=mode != "alone"):
                 share.backward()
             if mode == "alone":
                 for bucket in parallel.buckets:

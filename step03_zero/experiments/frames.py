@@ -10,6 +10,7 @@ from common.drawing.figures import COLOURS, save_figure
 from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
+from step03_zero.by_layer import ZeroByLayer
 from step03_zero.experiments.tools import SHAPE, Run
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
@@ -67,7 +68,9 @@ def watch(mesh: Mesh, done: Callable) -> list[tuple[int | None, list[State]]]:
             note(None, phase)
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(Zero, "_before_backward", then_note(Zero._before_backward)))
+        patches.enter_context(
+            mock.patch.object(ZeroByLayer, "_before_backward", then_note(ZeroByLayer._before_backward))
+        )
         for index, region in enumerate(run.zero.regions):  # after the hook of `Zero`
             handle = region.first.register_forward_pre_hook(lambda *_, index=index: note(index, "forward"))
             patches.callback(handle.remove)

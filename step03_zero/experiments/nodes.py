@@ -86,7 +86,7 @@ def gradients(run: Run, together: bool) -> None:
     run.zero.gather()
     for index in range(run.config.accumulation_steps):
         share = run.loss_share(0, index)
-        with run.zero.no_sync(not together or index < run.config.accumulation_steps - 1):
+        with run.zero.backward(last=together and index == run.config.accumulation_steps - 1):
             share.backward()
     if together:
         run.zero.finish()

@@ -13,9 +13,9 @@ from common.measure.allocator import live_bytes
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh, mesh_of
 from step01_single_gpu.clipping import clip_factor, gradient_norm
+from step03_zero.by_layer import ZeroByLayer
 from step03_zero.experiments.predictions import Model
 from step03_zero.train import build
-from step03_zero.zero import Zero
 
 STAGES = (0, 1, 2, 3)
 MIB = 2**20
@@ -43,7 +43,9 @@ def units_of(flags: dict) -> Model:
 
 def prefetching(wanted: bool) -> contextlib.AbstractContextManager:
     """Return a context in which stage 3 prefetches, as it always does, or does not."""
-    return contextlib.nullcontext() if wanted else mock.patch.object(Zero, "_prefetch", lambda zero, region: None)
+    return (
+        contextlib.nullcontext() if wanted else mock.patch.object(ZeroByLayer, "_prefetch", lambda zero, region: None)
+    )
 
 
 class Run:
@@ -70,7 +72,7 @@ class Run:
         for index in range(self.config.accumulation_steps):
             share = self.loss_share(step, index)
             observe("backward")
-            with self.zero.no_sync(index < self.config.accumulation_steps - 1):
+            with self.zero.backward(last=index == self.config.accumulation_steps - 1):
                 share.backward()
 
     def step(self, step: int, observe: Callable[[str], None] = lambda phase: None) -> dict[str, int]:

@@ -70,7 +70,7 @@ class Run:
         for index in range(accumulation):
             with phase("forward"):
                 share = self.loss(*self.logits_and_targets(index))
-            with phase("backward"), self.zero.no_sync(index < accumulation - 1):
+            with phase("backward"), self.zero.backward(last=index == accumulation - 1):
                 share.backward()
         with phase("optimizer"):
             gradients = self.zero.finish()

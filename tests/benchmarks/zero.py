@@ -39,7 +39,7 @@ def our_step(stage: int, mesh, tokens, targets):
     def step():
         zero.gather()
         share = cross_entropy_sum(model(tokens), targets) / (mesh.world.size * targets.numel())
-        with zero.no_sync(False):
+        with zero.backward(last=True):
             share.backward()
         gradients = zero.finish()
         norm = gradient_norm(zero.shards, gradients, mesh.world)

@@ -24,7 +24,7 @@ from tests.mutants import (
 )
 
 WRONG_NUMBERS, LATE = Mutants(), Mutants()
-finish, no_sync, micro_batch = DataParallel.finish, DataParallel.no_sync, Batches.micro_batch
+finish, backward, micro_batch = DataParallel.finish, DataParallel.backward, Batches.micro_batch
 
 
 @WRONG_NUMBERS.replaces("hook takes the parameter", DataParallel, "accumulate")
@@ -46,7 +46,7 @@ def _(self, parameter, gradient):
 
 @WRONG_NUMBERS.replaces("reduced on every micro-batch", DataParallel, "accumulate")
 def _(self, parameter, gradient):
-    """no_sync is forgotten: sums that were reduced already are added to and reduced again."""
+    """Every backward counts as the last one: sums that were reduced already are added to and reduced again."""
     bucket = self.bucket_of[parameter]
     bucket.add(parameter, gradient)
     collectives.all_reduce(bucket.views[parameter], self.group)
@@ -90,10 +90,10 @@ def _(self):
     return total
 
 
-@LATE.replaces("no_sync off by one", DataParallel, "no_sync")
-def _(self, active=True):
+@LATE.replaces("last backward missed", DataParallel, "backward")
+def _(self, last):
     """No backward counts as the last one of a step, so all-reduces wait for its end."""
-    return no_sync(self)
+    return backward(self, last=False)
 
 
 @LATE.replaces("one launch per gradient", DataParallel, "_launch_complete")

@@ -69,7 +69,7 @@ def _(self, parameter, gradient):
     which on another rank may come after the next reduce-scatter.
     """
     accumulate(self, parameter, gradient)
-    if self.in_flight and self.in_flight[0].work.is_completed():
+    if self.in_flight and self.in_flight[0].scattering.is_completed():
         self._complete()
 
 

@@ -15,14 +15,16 @@ from common.process_groups import Group
 from step01_single_gpu.mixed_precision import Optimizer
 from step02_data_parallel import data_parallel
 from step03_zero import train
+from step03_zero.by_layer import ZeroByLayer
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
 from tests.mutants import Mutants
 
 MUTANTS = Mutants()
 free, complete, start_over, make_bucket = Unit.free, Unit.complete, Unit.start_over, Unit.make_bucket
-initialise, gather, prefetch, finish = Zero.__init__, Zero.gather, Zero._prefetch, Zero.finish
-no_sync, after_forward, before_backward = Zero.no_sync, Zero._after_forward, Zero._before_backward
+initialise, gather, finish, backward = Zero.__init__, Zero.gather, Zero.finish, Zero.backward
+prefetch, after_forward = ZeroByLayer._prefetch, ZeroByLayer._after_forward
+before_backward = ZeroByLayer._before_backward
 complete_in_flight, launch = Zero._complete, Zero._launch
 all_reduce, norm, decay = collectives.all_reduce, train.gradient_norm, ParameterSpec.decay.fget
 update = Optimizer.step
@@ -117,7 +119,7 @@ def _(self):
     complete_in_flight(self)
     self.last_micro_batch = last
     for unit in units:
-        unit.work.wait()
+        unit.summing.wait()
 
 
 # Gradients are added up and reduced in the type of the weights
@@ -189,10 +191,10 @@ def _(self, model, config, mesh):
 
 # Stage 3 gathers and keeps the memory; or it gathers a layer when it needs it, and waits
 MUTANTS.replaces("parameters never freed", Unit, "free")(lambda self: setattr(self, "gathering", None))
-MUTANTS.replaces("no prefetch", Zero, "_prefetch")(lambda self, region: None)
+MUTANTS.replaces("no prefetch", ZeroByLayer, "_prefetch")(lambda self, region: None)
 
 
-@MUTANTS.replaces("prefetch of two", Zero, "_prefetch")
+@MUTANTS.replaces("prefetch of two", ZeroByLayer, "_prefetch")
 def _(self, region):
     """Stage 3 gathers two layers ahead, so that three are there at once."""
     index = self.regions.index(region)
@@ -200,7 +202,7 @@ def _(self, region):
         prefetch(self, each)
 
 
-@MUTANTS.replaces("last unit freed and gathered again", Zero, "_after_forward")
+@MUTANTS.replaces("last unit freed and gathered again", ZeroByLayer, "_after_forward")
 def _(self, index, *rest):
     """Stage 3 frees the last unit after the forward, and gathers it again at once."""
     after_forward(self, index, *rest)
@@ -216,7 +218,7 @@ def _(self):
         unit.fetch().wait()
 
 
-@MUTANTS.replaces("gathers beside a reduction", Zero, "_before_backward")
+@MUTANTS.replaces("gathers beside a reduction", ZeroByLayer, "_before_backward")
 def _(self, index):
     """Stage 3 gathers the next layer while a bucket that is being reduced still needs memory."""
     not_the_first = iter([lambda self: None])
@@ -236,7 +238,7 @@ def _(self, unit):
 
 # Every reduce-scatter begins when the backward is over; or no backward counts as the last one of a step
 MUTANTS.replaces("reduced after the backward", Zero, "_launch_complete")(lambda self: None)
-MUTANTS.replaces("no_sync of ZeRO off by one", Zero, "no_sync")(lambda self, active=True: no_sync(self))
+MUTANTS.replaces("last backward of ZeRO missed", Zero, "backward")(lambda self, last: backward(self, last=False))
 
 
 @MUTANTS.replaces("one launch per gradient of ZeRO", Zero, "_launch_complete")

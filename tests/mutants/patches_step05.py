@@ -5,7 +5,7 @@ than they should: no curve shows it.
 """
 
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -28,6 +28,7 @@ initialise, run, forward, backward = Pipeline.__init__, Pipeline.run, Pipeline._
 weights, wait = Pipeline._weight_gradients, Pipeline._wait_for_input
 receive, send = Pipeline._receive, Pipeline._send
 fetch, free, finish, decoder = Unit.fetch, Unit.free, Zero.finish, stages.Decoder
+backward_of_zero = Zero.backward
 all_reduce, norm, sum_extra_groups = collectives.all_reduce, train.gradient_norm, train.sum_extra_groups
 random_box, weight_gradient = initialisation.random_box, linear.weight_gradient
 autograd_backward = torch.autograd.backward
@@ -58,7 +59,7 @@ class _:
 def _(self, action):
     """Gradients are reduced with the first micro-batch: those of later ones stay on their rank."""
     zero = self.zero_wrappers[action.chunk]
-    with zero.no_sync():
+    with zero.backward(last=False):
         yield
     if action.micro_batch == 0:
         for unit in zero.units:
@@ -70,7 +71,7 @@ def _(self):  # the reduction after the last micro-batch has nothing to do any m
     units, self.in_flight = self.in_flight, []
     for unit in units:
         unit.complete()
-        unit.work = Work()
+        unit.summing = Work()
 
 
 @MUTANTS.replaces("W before its I", Pipeline, "_weight_gradients")
@@ -89,11 +90,12 @@ def _(weight, gradient, x, buffers={}):  # noqa: B006
     return weight_gradient(weight, gradient, x)
 
 
-@MUTANTS.replaces("norms forgotten by split backwards", Zero, "only_accumulate")
+@MUTANTS.replaces("norms forgotten by split backwards", Zero, "backward")
 @contextmanager
-def _(self):
+def _(self, last, complete=True):
     """Where backwards are split, W computes the gradients of the linear layers, and nobody those of the rest."""
-    with mock.patch.object(self, "accumulate", lambda *_: None):
+    ignored = mock.patch.object(self, "accumulate", lambda *_: None)
+    with backward_of_zero(self, last, complete), nullcontext() if complete else ignored:
         yield
 
 
@@ -239,7 +241,7 @@ def _(self, action, kept=[]):  # noqa: B006
 @contextmanager
 def _(self, action):
     """All gradients are reduced after the whole pipeline has come to its end."""
-    with self.zero_wrappers[action.chunk].no_sync():
+    with self.zero_wrappers[action.chunk].backward(last=False):
         yield
 
 

@@ -11,7 +11,7 @@ import step06_context_parallel.train as step06
 from common import collectives
 from common.collectives import Work
 from common.data.batches import Batches
-from step03_zero import zero
+from step03_zero.unit import Unit
 from step06_context_parallel import (
     all_gather_attention,
     attention_block,
@@ -60,8 +60,9 @@ def _(self):
 
 
 # Gradients are not reduced, because there are no other samples to reduce over: --dp is 1
-no_reduction = SimpleNamespace(all_reduce=lambda *_, **__: Work())
-MUTANTS.replaces("gradients not reduced over cp", zero, "collectives")(no_reduction)
+@MUTANTS.replaces("gradients not reduced over cp", Unit, "sum_over_replicas")
+def _(self, async_op):
+    self.summing = Work()
 
 
 @MUTANTS.replaces("merged without rescaling", attention_block, "merge")

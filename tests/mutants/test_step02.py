@@ -37,9 +37,9 @@ def test_only_the_gradient_norm_shows_a_missing_share(mutated):
     assert found["grad_norm"] == pytest.approx(1.0, abs=0.2), "gradients are twice too large on two ranks"
 
 
-def test_no_sync_off_by_one_is_rejected():
+def test_a_missed_last_backward_is_rejected():
     flags = "--micro-batch 1 --dp-mode bucket"
-    for [calls] in run_ranks(2, observe_each, watch_train, [flags], ["no_sync off by one"]):
+    for [calls] in run_ranks(2, observe_each, watch_train, [flags], ["last backward missed"]):
         with pytest.raises(AssertionError, match="bucket 0 is launched in the phase optimizer"):
             check_train(calls, flags, 2)
 

@@ -98,7 +98,7 @@ WRONG_STRUCTURE = {  # mutant: (flags, check that rejects it, what that says)
         checks.check_reductions_overlap,
         "order of reductions: .* is waited for",
     ),
-    "no_sync of ZeRO off by one": (f"--zero 1 {SEVERAL}", checks.check_phases, "phases of reduce-scatters: "),
+    "last backward of ZeRO missed": (f"--zero 1 {SEVERAL}", checks.check_phases, "phases of reduce-scatters: "),
     "gathers beside a reduction": (f"--zero 3 {ONCE}", checks.check_one_in_flight, "in flight: a reduce-scatter"),
     "gradients kept": (f"--zero 2 {ONCE}", checks.check_gradient_memory, "gradient memory: "),
 }

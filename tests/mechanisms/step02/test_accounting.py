@@ -179,7 +179,7 @@ def ranks_unused() -> dict[str, list]:
         for used in ([True, False, True], [False, False, False], [True, True, True]):
             with collectives.record() as calls:
                 for index in range(2):
-                    with gradients.no_sync(index == 0):
+                    with gradients.backward(last=index > 0):
                         model(inputs[mesh.rank], used[mesh.rank]).backward()
                 total = gradients.finish()
             orders[mode].append([(call.op, call.elements) for call in calls])
