@@ -5,14 +5,12 @@ python -m step06_context_parallel.experiments --only balance
 """
 
 from common.experiments.runner import run_experiments
-from step06_context_parallel.experiments import balance, cluster, frames, longest, memory, messages, nodes, overlap
+from step06_context_parallel.experiments import balance, cluster, longest, memory, messages, nodes, overlap
 
 EXPERIMENTS = [
     balance.balance,
-    frames.frames,
     messages.messages,
     messages.gradients,
-    messages.curves,
     memory.buffers,
     memory.activations,
     longest.longest,

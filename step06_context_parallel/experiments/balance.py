@@ -2,19 +2,19 @@
 
 import time
 from collections.abc import Callable
-from unittest.mock import patch
+from functools import partial
 
 import torch
 
 from common.collectives import barrier
-from common.drawing.figures import COLOURS, save_figure
 from common.drawing.tables import compared, print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import on_every_case
 from common.process_groups import Mesh
-from step06_context_parallel import attention_block, ring_attention
-from step06_context_parallel.experiments.predictions import SPLITS, all_pairs, critical_path
-from step06_context_parallel.experiments.tools import RANK_COLOURS, AttentionLayer
+from step06_context_parallel import attention_block
+from step06_context_parallel.attention_block import Kernels
+from step06_context_parallel.cost import SPLITS, all_pairs, critical_path
+from step06_context_parallel.experiments.tools import AttentionLayer
 from step06_context_parallel.layouts import Layout
 
 TOY = {"seq_len": 16, "layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "micro_batch": 1, "global_batch": 1}
@@ -41,7 +41,6 @@ def balance(quick: bool) -> None:
     if not quick:
         compare_triangles()
         compare_wall_clock(tokens)
-    draw_balance()
 
 
 def watch(mesh: Mesh, flags: dict, repetitions: int = 6) -> dict[str, list]:
@@ -49,35 +48,37 @@ def watch(mesh: Mesh, flags: dict, repetitions: int = 6) -> dict[str, list]:
 
     The least of several times: ranks that share a core slow each other down even in processor time.
     """
-    layer, hops = AttentionLayer(mesh, **flags), []
+    blocks = []  # of the phase that runs: (pairs, seconds), in order
 
-    def next_hop(*args, **named):
-        hops.append([0, 0.0])
-        return pass_on(*args, **named)
-
-    def counted(function: Callable, tensors: int) -> Callable:
+    def counted(function: Callable, first: int) -> Callable:
         def call(*args):
-            *_, q, k = args[: tensors - 1]
             start = time.thread_time()
-            result = function(*args)
-            rows, columns, causal = q.shape[2], k.shape[2], args[-2]
-            hops[-1][0] += rows * (rows + 1) // 2 if causal else rows * columns
-            hops[-1][1] += time.thread_time() - start
+            result = function(*args, fused=True)
+            (q, k), causal = args[first : first + 2], args[-1]
+            rows, columns = q.shape[2], k.shape[2]
+            pairs = rows * (rows + 1) // 2 if causal else rows * columns
+            blocks.append((pairs, time.thread_time() - start))
             return result
 
         return call
 
-    pass_on, result = ring_attention.pass_on, {}
-    blocks = {"attend": counted(attention_block.attend, 3)}
-    blocks["attend_backward"] = counted(attention_block.attend_backward, 4)
-    with patch.object(ring_attention, "pass_on", next_hop), patch.multiple(attention_block, **blocks):
-        for _ in range(repetitions):
-            for phase in ("forward", "backward"):
-                barrier(mesh.world)
-                hops.clear()
-                getattr(layer, phase)()
-                before = result.get(phase, hops)
-                result[phase] = [(pairs, min(seconds, old[1])) for (pairs, seconds), old in zip(hops, before)]
+    kernels = Kernels(
+        counted(attention_block.attend, 0),
+        counted(attention_block.attend_backward, 1),
+        partial(attention_block.merge, fused=True),
+    )
+    layer, result = AttentionLayer(mesh, kernels, **flags), {}
+    layout, ranks = Layout(layer.config.cp_split, layer.config.seq_len, layer.mesh.cp.size), layer.mesh.cp.size
+    plan = layout.plan(layer.mesh.cp.rank)
+    counts = [len(plan.blocks[(layer.mesh.cp.rank - hop) % ranks]) for hop in range(ranks)]
+    for _ in range(repetitions):
+        for phase in ("forward", "backward"):
+            barrier(mesh.world)
+            blocks.clear()
+            getattr(layer, phase)()
+            hops = [[sum(each) for each in zip((0, 0.0), *(blocks.pop(0) for _ in range(count)))] for count in counts]
+            before = result.get(phase, hops)
+            result[phase] = [(pairs, min(seconds, old[1])) for (pairs, seconds), old in zip(hops, before)]
     return result
 
 
@@ -93,9 +94,7 @@ def compare_time(tokens: int, found: list[list[dict]]) -> None:
             measured = [[1e3 * part[1] for part in each[index][phase]] for each in found]
             rows.append((name, *(f"{sum(a):.0f} / {sum(b):.0f}" for a, b in zip(predicted, measured))))
             paths.append((name, critical_path(predicted), critical_path(measured)))
-    title = (
-        f"{tokens:,} tokens on {RANKS} ranks: ms of processor time, predicted (one process's time a pair) / measured"
-    )
+    title = f"{tokens:,} tokens on {RANKS} ranks: ms of processor time, predicted / measured"
     print_table(title, ("", *(f"rank {rank}" for rank in range(RANKS))), rows)
     print_comparison("critical path, ms", "", paths, ".0f")
 
@@ -142,56 +141,7 @@ def time_layers(mesh: Mesh, done: Callable, cases: list[dict], rounds: int) -> l
         for index, layer in enumerate(layers):
             barrier(mesh.world)
             start = time.perf_counter()
-            layer.forward()
-            layer.backward()
+            layer.both()
             barrier(mesh.world)
             best[index] = min(best[index], time.perf_counter() - start)
     return best
-
-
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def draw_balance(tokens: int = 16) -> None:
-    """Above the causal mask, each query's row in the colour of its rank; below what that makes of the ring's hops."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 5.9), dpi=120, layout="constrained")
-    masks, charts = figure.subplots(2, len(SPLITS), height_ratios=(3.4, 1.7))
-    for mask, chart, split in zip(masks, charts, SPLITS):
-        layout = Layout(split, tokens, RANKS)
-        for rank in range(RANKS):
-            for query in layout.positions(rank):
-                mask.barh(query, query + 1, left=0, height=1, color=RANK_COLOURS[rank], align="edge")
-                mask.text(-0.35, query + 0.5, rank, ha="right", va="center", fontsize=8, color=RANK_COLOURS[rank])
-        for line in range(tokens + 1):
-            mask.plot([max(0, line - 1), tokens], [line, line], color="#DDDDDD", linewidth=0.5, zorder=0)
-            mask.plot([0, min(line, tokens)], [line, line], color="white", linewidth=0.8)
-            mask.plot([line, line], [line - 1 if line else 0, tokens], color="white", linewidth=0.8)
-        mask.set(xlim=(-1.2, tokens), ylim=(tokens, 0), aspect="equal", xticks=[], yticks=[])
-        mask.set_xlabel("key", fontsize=9)
-        mask.set_ylabel("query, and its rank", fontsize=9)
-        mask.spines[:].set_visible(False)
-        pairs = [sum(hops) for hops in all_pairs(split, tokens, RANKS)]
-        mask.set_title(f"{split}: {' / '.join(map(str, pairs))} pairs", loc="left", fontsize=11, fontweight="bold")
-        draw_hops(chart, split, tokens)
-    save_figure(figure, "balance")
-
-
-def draw_hops(axis, split: str, tokens: int) -> None:
-    """A row for each rank: its pairs in every hop, and how long it waits for the busiest rank of the hop."""
-    start = 0
-    for pairs in zip(*all_pairs(split, tokens, RANKS)):
-        for rank, count in enumerate(pairs):
-            axis.barh(rank, max(pairs), left=start, height=0.8, color=COLOURS["idle"], edgecolor="white")
-            axis.barh(rank, count, left=start, height=0.8, color=RANK_COLOURS[rank], edgecolor="white")
-            if count:
-                axis.text(start + count / 2, rank, count, ha="center", va="center", fontsize=7.5, color="white")
-        start += max(pairs)
-    axis.axvline(start, color="black", linewidth=1)
-    axis.text(start + 0.8, -0.62, start, ha="left", va="center", fontsize=9, fontweight="bold")
-    axis.set(xlim=(0, 66), ylim=(3.5, -0.9), xlabel="pairs; gray: waits for the busiest rank")
-    axis.xaxis.label.set_size(9)
-    axis.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)], fontsize=9)
-    axis.tick_params(axis="y", length=0)
-    axis.spines[["top", "right", "left"]].set_visible(False)

@@ -6,22 +6,21 @@ from dataclasses import replace
 import torch
 
 from common.counts import count_parameters
-from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.charts import lines
+from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.training_step import on_every_case
+from common.experiments.training_step import Training, checked, on_every_case
 from common.measure.allocator import MemoryMeter
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step01_single_gpu.memory_model.gpt import from_model, text_activations
-from step06_context_parallel.experiments import predictions
-from step06_context_parallel.experiments.tools import Run
+from step06_context_parallel import cost, train
 
 SMALL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 256}
 SMALL |= {"data": "synthetic", "warmup": 1, "micro_batch": 1, "global_batch": 1}
 LIMIT = 64 * 2**20  # bytes for what forward and backward of one sequence allocate
 GPU, TP = 80 * 2**30, 8  # bytes of an H100; tensor parallelism with sequence parallelism within its node
-TOP = 300  # GiB that the bars show
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -53,18 +52,17 @@ def longest(quick: bool) -> None:
 
 def peak(mesh: Mesh, flags: dict) -> int:
     """On a rank: bytes that forward and backward allocate at most."""
-    run = Run(mesh, **flags)
+    run = Training(train, *checked(mesh, **flags))
     run.gradients()  # the first step starts what the process needs once
     gc.collect()
     with MemoryMeter("cpu").measure() as measured:
-        run.accumulate()
-    run.pipeline.finish()
+        run.gradients()
     return measured.peak_bytes
 
 
 def predict_longest(measured: dict[int, int]) -> None:
     """The same for llama3-8b on GPUs of 80 GiB: a table and a plot over cp."""
-    name, rows, lines = "llama3-8b", [], {}
+    name, rows, found = "llama3-8b", [], {}
     model = PRESETS[name]
     states = 18 * count_parameters(model).total / TP  # bfloat16, AdamW; ZeRO-3 divides them by cp
     many = replace(model, kv_heads=model.heads)  # without grouped queries
@@ -73,47 +71,38 @@ def predict_longest(measured: dict[int, int]) -> None:
         cells = []
         for shape, recompute, label in variants:
             for mode in ("ring", "allgather"):
-                token = predictions.bytes_per_token(shape, ranks, mode, TP, recompute)
+                token = cost.bytes_per_token(shape, ranks, mode, TP, recompute)
                 tokens = ranks * (GPU - states / ranks) / token
-                lines.setdefault(mode + label, []).append(tokens)
+                found.setdefault(mode + label, []).append(tokens)
                 cells.append(f"{tokens / 1e3:,.0f}")
         rows.append((f"cp {ranks}", f"{states / ranks / 2**30:.1f}", *cells))
     title = f"{name}, bfloat16, tp {TP} with SP, ZeRO-3 over cp, 80 GiB; full: full recomputation"
-    print_table(f"predicted: longest sequence, thousands of tokens: {title}", ("", "GiB of states", *lines), rows)
-    draw_longest(measured, lines)
+    print_table(f"predicted: longest sequence, thousands of tokens: {title}", ("", "GiB of states", *found), rows)
+    draw_longest(measured, found)
 
 
-def draw_longest(measured: dict[int, int], lines: dict[str, list[float]]) -> None:
+def draw_longest(measured: dict[int, int], predicted: dict[str, list[float]]) -> None:
     """Left what was measured under the small limit, right what is predicted for a GPU."""
-    figure, (left, axis) = new_figure(columns=2, width=9.8, height=4.0, width_ratios=(1, 1.8))
-    degrees, lengths = list(measured), list(measured.values())
-    times = [measured[1] * ranks for ranks in degrees]
-    left.plot(degrees, times, "--", color=COLOURS["predicted"], label="cp times one rank's")
-    left.plot(degrees, lengths, "o", color=COLOURS["measured"], label="measured: it fits")
-    left.set(xscale="log", yscale="log", xlabel="cp", ylabel="tokens of one sequence", xlim=(0.85, max(measured) * 1.7))
-    left.set_xticks(degrees, degrees)
-    left.set_yticks(lengths, [f"{each:,}" for each in lengths])
+    figure, (left, right) = new_figure(columns=2, width=9.8, height=4.0, width_ratios=(1, 1.8))
+    degrees = list(measured)
+    fits = {"cp times one rank's": {ranks: measured[1] * ranks for ranks in degrees}, "measured: it fits": measured}
+    lines(left, fits, dots=("measured: it fits",), dashed=("cp times one rank's",), log="xy", ticks=degrees, ends=False)
+    left.set(xlabel="cp", ylabel="tokens of one sequence")
     left.set_title(f"our model, {LIMIT / 2**20:g} MiB per rank", fontsize=10, loc="left")
-    left.legend(frameon=False, fontsize=9, loc="upper left")
-    drawn = {  # with 8 K/V heads both modes coincide
-        "allgather, full, 32 K/V heads": "the same, all-gather of 32 K/V heads instead of 8",
-        "ring, full": "full recomputation, ring or all-gather",
-        "ring": "no recomputation, ring or all-gather",
+    names = {  # with 8 K/V heads both modes coincide
+        "no recomputation, ring or all-gather": "ring",
+        "full recomputation, ring or all-gather": "ring, full",
+        "the same, all-gather of 32 K/V heads instead of 8": "allgather, full, 32 K/V heads",
     }
-    for (key, label), colour in zip(drawn.items(), SERIES):
-        axis.plot(DEGREES, lines[key], "o-", markersize=4, color=colour, label=label)
-    for tokens in (131072, 2**20):
-        axis.axhline(tokens, color="#777777", linewidth=1, linestyle=":")
-        label = "128k tokens" if tokens < 2**20 else "1M tokens"
-        axis.text(DEGREES[-1] * 1.05, tokens * 0.96, label, fontsize=8.5, va="top", ha="right")
-    axis.set(xscale="log", yscale="log", xlabel="cp", ylim=(3e4, 1.2e8))
-    axis.set_xticks(DEGREES, DEGREES)
-    ticks = {3e4: "30,000", 1e5: "100,000", 3e5: "300,000", 1e6: "1 million", 3e6: "3 million", 1e7: "10 million"}
-    axis.set_yticks(list(ticks), ticks.values())
-    for each in (left, axis):
-        each.minorticks_off()
-    axis.set_title(f"predicted: llama3-8b, tp {TP}, 80 GiB per GPU", fontsize=10, loc="left")
-    axis.legend(*(each[::-1] for each in axis.get_legend_handles_labels()), frameon=False, fontsize=9, loc="upper left")
+    series = {name: dict(zip(DEGREES, predicted[key])) for name, key in names.items()}
+    lines(right, series, log="xy", ticks=list(DEGREES), ends=False)
+    for tokens, label in ((131072, "128k tokens"), (2**20, "1M tokens")):
+        right.axhline(tokens, color="#777777", linewidth=1, linestyle=":")
+        right.text(DEGREES[-1], tokens * 0.96, label, fontsize=8.5, va="top", ha="right")
+    right.set_title(f"predicted: llama3-8b, tp {TP}, 80 GiB per GPU", fontsize=10, loc="left")
+    for axis in (left, right):
+        axis.set(xlabel="cp")
+        axis.legend(frameon=False, fontsize=9, loc="upper left")
     save_figure(figure, "longest")
 
 
@@ -129,15 +118,13 @@ PUBLISHED = {
 
 
 def published(quick: bool) -> None:
-    """PREDICTED: activations of llama3-8b, beside what the playbook's figure shows; its parts as bars."""
+    """PREDICTED: activations of llama3-8b, beside what the playbook's figure shows."""
     model, rows = PRESETS["llama3-8b"], []
-    sizes = {}
     for (tp, cp), values in PUBLISHED.items():
         for seq, shown in zip(SEQUENCES, values):
             gpt = text_activations(from_model(model), 1, seq // cp, "selective") * (10 + 24 / tp) / 34 / 2**30
-            ours = model.layers * predictions.kept(model, 1, seq // cp, torch.bfloat16) / tp / 2**30
+            ours = model.layers * cost.kept(model, 1, seq // cp, torch.bfloat16) / tp / 2**30
             full = model.layers * 2 * seq * model.hidden / cp / tp / 2**30
-            sizes[tp, cp, seq] = ours
             cells = (f"{shown:g}", f"{gpt:.2f}", f"{shown / gpt:.3f}", f"{ours:.2f}", f"{full:.2f}")
             rows.append((f"tp {tp}, cp {cp}: {seq // 1024}k tokens", *cells))
     header = ("", "published", "GPT formula", "ratio", "ours, SP", "ours, SP, full recomputation")
@@ -146,32 +133,3 @@ def published(quick: bool) -> None:
     states = {name: size * count / 2**30 for name, size in (("weights", 2), ("gradients", 2), ("optimizer", 8))}
     cells = [(f"tp {tp}, cp {cp}", *(f"{size / tp:.2f}" for size in states.values())) for tp, cp in PUBLISHED]
     print_table("predicted: GiB of what cp does not divide, as the figure counts it", ("", *states), cells)
-    draw_memory(states, sizes)
-
-
-def draw_memory(states: dict[str, float], sizes: dict[tuple, float]) -> None:
-    """Bars for each layout and length: what cp divides, on top of what it does not."""
-    figure, axes = new_figure(columns=len(PUBLISHED), width=9.5, height=3.6, sharey=True)
-    names = {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
-    lengths = SEQUENCES[1:]
-    for axis, (tp, cp) in zip(axes, PUBLISHED):
-        for place, seq in enumerate(lengths):
-            bottom = 0.0
-            for name, size in [*states.items(), ("activations", sizes[tp, cp, seq] * tp)]:
-                colour = COLOURS[names.get(name, name)]
-                axis.bar(place, size / tp, bottom=bottom, color=colour, width=0.7, label=name if not place else None)
-                bottom += size / tp
-            inside = {"color": "white", "va": "top"} if bottom > TOP else {"va": "bottom"}
-            label = f"{bottom:.0f}" + " \u2191" * (bottom > TOP)
-            axis.text(place, min(bottom, TOP - 8) + 3, label, ha="center", fontsize=8.5, **inside)
-        axis.axhline(GPU / 2**30, color="black", linewidth=1, linestyle="--")
-        axis.set_xticks(range(len(lengths)), [f"{seq // 1024}k" for seq in lengths])
-        axis.set_xlabel("tokens of a sequence")
-        axis.set_title(f"tp {tp}, cp {cp}", fontsize=10, loc="left")
-        axis.set_ylim(0, TOP)
-        axis.grid(visible=False, axis="x")
-    axes[0].set_ylabel("GiB per GPU")
-    axes[2].text(-0.4, GPU / 2**30 + 6, "80 GiB", fontsize=8.5)
-    axes[2].legend(frameon=False, fontsize=9, loc="upper left")
-    figure.suptitle("predicted: llama3-8b, bfloat16, one sequence, no recomputation", fontsize=10.5, x=0.01, ha="left")
-    save_figure(figure, "memory")

@@ -4,26 +4,22 @@ On two cores four ranks cannot compute side by side. So each pair takes as long 
 `--layer-delay`, and messages as long as `--link` says. What is measured is who waits for what.
 """
 
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from unittest.mock import patch
+from functools import partial
 
-from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player
 from common.drawing.figures import figure_path
 from common.drawing.tables import compared, print_table
-from common.experiments.local_ranks import on_ranks
-from common.experiments.traces import quietest
+from common.experiments.traces import Part, quietest, run_parts
 from common.process_groups import Mesh
-from common.tracing.chrome_trace import Trace, read_trace
+from common.tracing.chrome_trace import Trace
 from common.tracing.timelines import draw_timelines
 from common.tracing.tracer import Tracer
-from step06_context_parallel import attention_block
-from step06_context_parallel.experiments import predictions
+from step06_context_parallel import attention_block, cost
+from step06_context_parallel.attention_block import Kernels
 from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer
 
 RANKS, TOKENS = 4, 256
@@ -40,7 +36,7 @@ def overlap(quick: bool) -> None:
     rows = []
     speeds = {"as fast as a hop": 1.0} if quick else TRANSFERS
     cases = [(mode, share) for share in (*speeds.values(), DRAWN) for mode in MODES]
-    traces = dict(zip(cases, traced(cases, 2 if quick else 6)))
+    traces = run_parts(RANKS, one_layer, {case: case for case in cases}, 2 if quick else 6, title="overlap")
     for speed, share in speeds.items():
         for mode in MODES:
             for phase, predicted in play(mode, share).items():
@@ -68,7 +64,7 @@ def link_flag(share: float) -> str:
 
 def hops(later: float) -> list[float]:
     """Seconds that the forward of each hop computes. `later`: of a later hop; the first one has a few more pairs."""
-    pairs = [predictions.hop_pairs("zigzag", 0, hop, TOKENS, RANKS) for hop in range(RANKS)]
+    pairs = [cost.hop_pairs("zigzag", 0, hop, TOKENS, RANKS) for hop in range(RANKS)]
     return [later * each / pairs[1] for each in pairs]
 
 
@@ -81,55 +77,44 @@ def part_bytes() -> int:
 # ---- measured --------------------------------------------------------------------------------------------------------
 
 
-def traced(cases: list[tuple[str, float]], steps: int) -> list[Trace]:
-    """The trace of each case (mode, transfer in hops)."""
-    with tempfile.TemporaryDirectory() as folder:
-        on_ranks(RANKS, run_cases, cases, steps, folder, title="overlap", jobs=len(cases))
-        return [read_trace(Path(folder, str(index))) for index in range(len(cases))]
+def one_layer(mesh: Mesh, case: tuple[str, float]) -> Part:
+    """On a rank: forward and backward of one layer in a (mode, transfer in hops)."""
+    mode, share = case
+    slow = SlowBlocks(HOP)
+    layer = AttentionLayer(mesh, slow.kernels, **FLAGS | MODES[mode], link=link_flag(share))
+
+    def step(tracer: Tracer) -> None:
+        slow.tracer = tracer
+        for phase in ("forward", "backward"):
+            with tracer.phase(phase):
+                getattr(layer, phase)()
+
+    return Part(step, layer.mesh)
 
 
-def run_cases(mesh: Mesh, done: Callable, cases: list[tuple[str, float]], steps: int, folder: str) -> None:
-    """On a rank: forward and backward of one layer, `steps` times for each case."""
-    for index, (mode, share) in enumerate(cases):
-        layer = AttentionLayer(mesh, **FLAGS | MODES[mode], link=link_flag(share))
-        tracer = Tracer((0, steps - 1), layer.mesh, f"{folder}/{index}")
-        with delayed(tracer, HOP):
-            for step in range(-1, steps):  # the first one is not traced
-                collectives.barrier(mesh.world)
-                with tracer.step(step):
-                    with tracer.phase("forward"):
-                        layer.forward()
-                    with tracer.phase("backward"):
-                        layer.backward()
-        tracer.close()
-        done()
-
-
-def delayed(tracer: Tracer | None, hop: float):
-    """Context manager: a block of attention takes the time of its pairs. It is a phase of its own, with a number.
+class SlowBlocks:
+    """PyTorch's blocks of attention, each of which takes the time of its pairs: a phase of its own, with a number.
 
     Args:
         hop: seconds that the forward of a later hop computes.
     """
-    per_pair = hop / predictions.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) / FLAGS["heads"]
-    count = {"forward": 0, "backward": 0}
 
-    def slower(function: Callable, name: str, cost: float) -> Callable:
-        def call(*args):
-            start, (q, k) = time.perf_counter(), args[:2] if name == "forward" else args[1:3]
-            rows, columns, causal = q.shape[2], k.shape[2], args[-2]
-            pairs = rows * (rows + 1) // 2 if causal else rows * columns
-            number, count[name] = count[name] % RANKS, count[name] + 1
-            with tracer.phase(name, micro_batch=number) if tracer else nullcontext():
-                result = function(*args)
-                time.sleep(max(0.0, start + cost * pairs * q.shape[1] - time.perf_counter()))
-            return result
+    def __init__(self, hop: float):
+        self.per_pair = hop / cost.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) / FLAGS["heads"]
+        self.tracer, self.count = None, {"forward": 0, "backward": 0}
+        forward = partial(self.block, attention_block.attend, "forward", 0, self.per_pair)
+        backward = partial(self.block, attention_block.attend_backward, "backward", 1, BACKWARD * self.per_pair)
+        self.kernels = Kernels(forward, backward, partial(attention_block.merge, fused=True))
 
-        return call
-
-    forward = slower(attention_block.attend, "forward", per_pair)
-    backward = slower(attention_block.attend_backward, "backward", BACKWARD * per_pair)
-    return patch.multiple(attention_block, attend=forward, attend_backward=backward)
+    def block(self, function: Callable, name: str, first: int, seconds: float, *args) -> tuple:
+        start, (q, k), causal = time.perf_counter(), args[first : first + 2], args[-1]
+        rows, columns = q.shape[2], k.shape[2]
+        pairs = rows * (rows + 1) // 2 if causal else rows * columns
+        number, self.count[name] = self.count[name] % RANKS, self.count[name] + 1
+        with self.tracer.phase(name, micro_batch=number) if self.tracer else nullcontext():
+            result = function(*args, fused=True)
+            time.sleep(max(0.0, start + seconds * pairs * q.shape[1] - time.perf_counter()))
+        return result
 
 
 def measure(trace: Trace, phase: str) -> tuple[float, float]:
@@ -184,10 +169,10 @@ def play(mode: str, share: float) -> dict[str, tuple[float, float]]:
     """The alpha-beta model of one layer: by phase, seconds that a rank is blocked, and seconds of the phase."""
     link, size, result = TrainConfig(link=link_flag(share)).link_model, part_bytes(), {}
     model = TrainConfig(**FLAGS).model_config
-    for phase, cost in (("forward", 1.0), ("backward", BACKWARD)):
+    for phase, times in (("forward", 1.0), ("backward", BACKWARD)):
         player = Player(RANKS, link)
-        predictions.play_layer(
-            mode, phase, player, [cost * hop for hop in hops(HOP)], size, size, model.heads / model.kv_heads
+        cost.play_layer(
+            mode, phase, player, [times * hop for hop in hops(HOP)], size, size, model.heads / model.kv_heads
         )
         result[phase] = player.blocked, player.now
     return result

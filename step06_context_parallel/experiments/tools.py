@@ -1,28 +1,30 @@
-"""What the experiments of this step share: shapes, colours, an attention layer and a training step to look into."""
+"""What the experiments of this step share: shapes, and an attention layer to look into."""
 
 import torch
 
-from common.drawing.figures import SERIES
-from common.experiments import training_step
 from common.experiments.training_step import checked
 from common.process_groups import Mesh
-from step06_context_parallel import train
+from step06_context_parallel.attention_block import Kernels
 from step06_context_parallel.context_parallel import attention
 
 # Grouped queries: 8 heads share 4 K/V heads, so that Ulysses can divide them by 4
 SHAPE = {"layers": 2, "hidden": 256, "ffn": 768, "heads": 8, "kv_heads": 4, "data": "synthetic", "warmup": 1}
 SHAPE |= {"seq_len": 256, "micro_batch": 2, "global_batch": 2}
 
-RANK_COLOURS = SERIES  # of a rank's tokens, wherever its keys and values are
 MODES = {"ring": {}, "allgather": {"cp_mode": "allgather"}, "ulysses": {"cp_mode": "ulysses"}}
+WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes of an activation; sums of gradients have 4
 
 
 class AttentionLayer:
-    """The attention core of one layer on these ranks, with random queries, keys and values."""
+    """The attention core of one layer on these ranks, with random queries, keys and values.
 
-    def __init__(self, mesh: Mesh, **flags):
+    Args:
+        kernels: what computes its blocks, if not PyTorch.
+    """
+
+    def __init__(self, mesh: Mesh, kernels: Kernels | None = None, **flags):
         self.config, self.mesh = checked(mesh, **flags)
-        model, dtype = self.config.model_config, self.config.torch_dtype
+        self.kernels, model, dtype = kernels, self.config.model_config, self.config.torch_dtype
         generator = torch.Generator().manual_seed(mesh.rank)
 
         def random(heads: int) -> torch.Tensor:  # (batch, heads, seq/cp, d)
@@ -35,16 +37,13 @@ class AttentionLayer:
         self.gradient, self.out = random(model.heads), None
 
     def forward(self) -> None:
-        self.out = attention(self.q, self.k, self.v, config=self.config, cp=self.mesh.cp)
+        self.out = attention(self.q, self.k, self.v, config=self.config, cp=self.mesh.cp, kernels=self.kernels)
 
     def backward(self) -> None:
         self.q.grad = self.k.grad = self.v.grad = None
         self.out.backward(self.gradient)
         self.out = None
 
-
-class Run(training_step.Run):
-    """train.py's model, gradients and update on these ranks, without its record."""
-
-    def __init__(self, mesh: Mesh, **flags):
-        super().__init__(train, *checked(mesh, **flags))
+    def both(self) -> None:
+        self.forward()
+        self.backward()

@@ -6,7 +6,7 @@ import pytest
 
 from step05_pipeline.experiments import predictions as pipeline
 from step05_pipeline.schedules.actions import Action
-from step06_context_parallel.experiments import predictions as context
+from step06_context_parallel import cost as context
 from step07_expert_parallel.experiments import dualpipe, node_limit
 from step07_expert_parallel.experiments import nodes as nodes_7
 from step07_expert_parallel.experiments import predictions as experts

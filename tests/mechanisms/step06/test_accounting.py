@@ -11,9 +11,8 @@ import torch
 import step06_context_parallel.train as step06
 from common import collectives
 from common.config import CP_MODES, CP_SPLITS, TrainConfig
-from step06_context_parallel import attention_block
+from step06_context_parallel import attention_block, cost
 from step06_context_parallel.context_parallel import attention
-from step06_context_parallel.experiments import predictions
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
 
@@ -189,12 +188,12 @@ def test_predictions_are_what_was_counted():
             found = {"forward": forward, "backward": backward}
             found = {phase: sum(call[2] for calls in ranks for call in calls) / cp for phase, ranks in found.items()}
             widths = HEADS * WIDTH, 4 * WIDTH, width, 4
-            assert predictions.layer_bytes(mode, split, cp, 2 * TOKENS, *widths) == found, flags
+            assert cost.layer_bytes(mode, split, cp, 2 * TOKENS, *widths) == found, flags
         if mode == "ring":
             sends = [sum(call[0] == "send" for calls in ranks for call in calls) for ranks in (forward, backward)]
-            keys, again, sums = predictions.ring_sends(split, cp).values()
+            keys, again, sums = cost.ring_sends(split, cp).values()
             assert [keys, again + sums] == sends and keys == again, flags
-            pairs = predictions.all_pairs(split, TOKENS, cp)
+            pairs = cost.all_pairs(split, TOKENS, cp)
             assert [HEADS * sum(hops) for hops in pairs] == [pairs_of_rank(config, rank) for rank in range(cp)], flags
 
 

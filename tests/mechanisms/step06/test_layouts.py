@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.config import CP_SPLITS
+from step06_context_parallel import cost
 from step06_context_parallel.context_parallel import take_part
-from step06_context_parallel.experiments import predictions
 from step06_context_parallel.layouts import Layout, cut_into_blocks, visible_keys
 from tests.harness.observing import configure
 
@@ -99,7 +99,7 @@ def test_work_of_16_tokens_on_4_ranks():
         pairs = np.array([[sum(block.pairs for block in some) for some in each] for each in blocks])
         assert pairs.sum(1).tolist() == of_ranks, split
         by_hop = [[pairs[rank, (rank - hop) % 4] for hop in range(4)] for rank in range(4)]
-        assert predictions.all_pairs(split, 16, 4) == by_hop and predictions.critical_path(by_hop) == critical, split
+        assert cost.all_pairs(split, 16, 4) == by_hop and cost.critical_path(by_hop) == critical, split
 
 
 # ---- what a rank reads -----------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from common.model import Decoder, rope_tables
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations, total_bytes
+from step06_context_parallel import cost
 from step06_context_parallel.context_parallel import apply_context_parallel, attention
-from step06_context_parallel.experiments import predictions
 from step06_context_parallel.experiments.memory import peaks
 from step06_context_parallel.experiments.tools import SHAPE as LAYER
 from tests.harness.observing import configure, mesh_of
@@ -55,7 +55,7 @@ def test_activations_are_divided(world):
                 more = next(each.bytes for each in layer if each.name.endswith("o_proj.input")) // world + 2 * 8 * SEQ
             assert kept == total_bytes(layer) // world + more, (mode, split, dtype)
             whole = SEQ if mode == "ulysses" else 0  # one of the permutations is that of all layers
-            assert kept == predictions.kept(model, BATCH, SEQ // world, dtype, whole) + 8 * whole, (mode, split, dtype)
+            assert kept == cost.kept(model, BATCH, SEQ // world, dtype, whole) + 8 * whole, (mode, split, dtype)
 
 
 # ---- keys and values of other ranks ----------------------------------------------------------------------------------
@@ -108,9 +108,9 @@ def check_buffers(ranks: list[dict]) -> None:
     world, part, queries = len(ranks), 64 * 4 * 32, 64 * 8 * 32  # tokens, heads, width
     alone = peaks_of("ring", build_mesh(Degrees(), torch.device("cpu")))
     for mode in MODES:
-        for phase, predicted in predictions.buffers(mode, world, part, 4, 4).items():
+        for phase, predicted in cost.buffers(mode, world, part, 4, 4).items():
             if (mode, phase) == ("allgather", "backward"):
-                scattering = predictions.while_scattering(world, part, queries, 4, 4)
+                scattering = cost.while_scattering(world, part, queries, 4, 4)
                 predicted = max(predicted, scattering - alone[phase])
             found = max(rank[mode, "bytes"][phase] for rank in ranks) - alone[phase]
             assert found == pytest.approx(predicted, rel=0.01), (mode, phase)

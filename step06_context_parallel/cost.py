@@ -1,4 +1,4 @@
-"""What theory says of step 6: who computes how much, who sends how much, what a rank keeps, when a hop hides.
+"""What context parallelism costs: who computes how much, who sends how much, what a rank keeps, when a hop hides.
 
 N ranks share sequences of s tokens, n = s / N each. h is the width of all query heads, h_kv that of all K/V heads, beta
 the bytes of an activation. Sums of gradients travel in at least float32: beta_sum bytes.
@@ -7,6 +7,7 @@ the bytes of an activation. Sums of gradients travel in at least float32: beta_s
 import torch
 
 from common.costs.alpha_beta import Player
+from common.costs.vocabulary import Message
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations, total_bytes
 
@@ -72,6 +73,34 @@ def layer_bytes(mode: str, split: str, ranks: int, tokens: int, h: int, h_kv: in
         return {"forward": elements * beta, "backward": elements * (beta + beta_sum)}
     both_ways = (ranks - 1) * tokens // ranks**2 * 2 * (h + h_kv) * beta
     return {"forward": both_ways, "backward": both_ways}
+
+
+def messages(
+    mode: str, split: str, ranks: int, model: ModelConfig, tokens: int, beta: int, beta_sum: int, count: float = 1
+) -> list[Message]:
+    """What a rank sends for `count` layers and micro-batches, on average over ranks. One of them is a tensor.
+
+    Args:
+        tokens: of a whole micro-batch, batch times sequence length. beta, beta_sum: bytes of an activation, and of a
+            sum of gradients.
+    """
+    h, h_kv = model.heads * model.head_width, model.kv_heads * model.head_width
+    part = tokens // ranks * h_kv  # elements of a rank's keys
+    if mode == "ring":
+        sends = {phase: number / ranks for phase, number in ring_sends(split, ranks).items()}
+        keys, sums = sends["forward, K and V"] + sends["backward, K and V"], sends["backward, dK and dV"]
+        return [
+            Message("cp", "send", part * beta, count * keys, "attention"),
+            Message("cp", "send", part * beta_sum, count * sums, "attention"),  # but for the way home
+        ]
+    if mode == "allgather":
+        size = (ranks - 1) * part
+        return [
+            Message("cp", "all_gather", size * beta, count * 4, "attention"),  # of a rank's own block
+            Message("cp", "reduce_scatter", size * beta_sum, count * 2),
+        ]
+    size = (ranks - 1) * tokens // ranks**2 * beta
+    return [Message("cp", "all_to_all", size * h, count * 4), Message("cp", "all_to_all", size * h_kv, count * 4)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
