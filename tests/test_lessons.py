@@ -8,8 +8,8 @@ import pytest
 
 from tests.harness.ranks import ROOT
 
-LESSONS = sorted(ROOT.glob("step*/README.md"))
-PAGES = [ROOT / "README.md", *LESSONS, *sorted(ROOT.glob("step*/measurements.md"))]
+LESSONS, BESIDE = sorted(ROOT.glob("step*/README.md")), sorted(ROOT.glob("step*/[a-l]*.md"))  # pages beside a lesson
+PAGES = [ROOT / "README.md", *LESSONS, *BESIDE, *sorted(ROOT.glob("step*/measurements.md"))]
 CODE = [path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 NUMBER = re.compile(r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 CALCULATION = re.compile(r"[=·×+≥]|/ ?\d|/N")
@@ -36,10 +36,11 @@ def test_no_line_of_a_paragraph_looks_like_a_list(page):
         assert item.match(first) or not any(item.match(line) for line in others), paragraph
 
 
-def test_excerpts_are_the_code(lesson):
+@pytest.mark.parametrize("page", [*LESSONS, *BESIDE], ids=lambda path: str(path.relative_to(ROOT)))
+def test_excerpts_are_the_code(page):
     """Word for word, but for their indentation; a line ... stands for lines that are left out."""
     dedented = [re.sub(r"^ +", "", text, flags=re.MULTILINE) for text in CODE]
-    text, _, _ = lesson.read_text().partition("## Exercises")
+    text, _, _ = page.read_text().partition("## Exercises")
     for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         for part in re.split(r"^ *\.\.\.\n", textwrap.dedent(block), flags=re.MULTILINE):
             part = re.sub(r"^ +", "", part, flags=re.MULTILINE)

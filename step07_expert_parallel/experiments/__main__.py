@@ -1,41 +1,21 @@
 """The claims of step 7, predicted and measured.
 
-python -m step07_expert_parallel.experiments  # all of them, about 14 minutes on 2 cores
+python -m step07_expert_parallel.experiments                   # all of them, about 10 minutes on 2 cores
 python -m step07_expert_parallel.experiments --only routing
 """
 
 from common.experiments.runner import run_experiments
-from step07_expert_parallel.experiments import (
-    active,
-    dualpipe,
-    frames,
-    learning,
-    memory,
-    node_limit,
-    nodes,
-    overlap,
-    routing,
-    same,
-    traffic,
-)
+from step07_expert_parallel.experiments import dualpipe, memory, nodes, overlap, routing, traffic
 
 EXPERIMENTS = [
     routing.routing,
-    learning.learning,
-    active.active,
-    node_limit.node_limit,
-    same.gradients,
-    same.curves,
-    frames.dispatch,
+    routing.learning,
     traffic.traffic,
-    traffic.preserved,
     nodes.nodes,
     memory.memory,
-    memory.activations,
     overlap.condition,
     overlap.overlap,
     dualpipe.dualpipe,
-    dualpipe.simulated,
     dualpipe.partners,
 ]
 

@@ -3,7 +3,6 @@
 All of it happens in one world of two ranks, with the counting functions of the experiments; or in this process.
 """
 
-import itertools
 import time
 from unittest import mock
 
@@ -22,29 +21,12 @@ from step04_tensor_parallel.experiments import predictions as tensor
 from step04_tensor_parallel.experiments import tools as tensor_tools
 from step05_pipeline.experiments import memory as pipeline_memory
 from step05_pipeline.experiments import predictions as pipeline
-from step05_pipeline.schedules.catalogue import build_schedule
-from step05_pipeline.schedules.simulator import simulate
 from step05_pipeline.stages import schedule_of, split_layers
-from step07_expert_parallel.experiments import memory as expert_memory
-from step07_expert_parallel.experiments import node_limit
-from step07_expert_parallel.experiments import predictions as experts
-from step07_expert_parallel.experiments.ranks import SHAPE as EXPERTS
-from step08_5d.experiments import cost, head
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.formulas import KINDS
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "seq_len": 32, "warmup": 1}
 SMALL |= {"data": "synthetic", "micro_batch": 1, "global_batch": 4, "pp": 2, "dp": 1}
 PIPELINES = [SMALL | {"schedule": name} for name in ("1f1b", "interleaved", "zb-h1")]
-LAYERS = [
-    EXPERTS | {"ep": ep, "dtype": d, "evenly": False} for ep, d in itertools.product((1, 2), ("float32", "bfloat16"))
-]
-MODEL = SMALL | {"pp": 1, "dp": 2, "step_name": "step07_expert_parallel", "experts": 4, "top_k": 2, "expert_ffn": 24}
-MODEL |= {"dense_layers": 1, "balance": "none"}
-HELD = [
-    MODEL | {"ep": ep, "zero": zero, "dtype": dtype}
-    for ep, zero, dtype in ((1, 1, "bfloat16"), (2, 3, "float32"), (2, 0, "bfloat16"))
-]
 FORMS = {"tp": {"sequence_parallel": False}, "tp + SP": {}}
 
 
@@ -54,8 +36,6 @@ def ranks_count() -> dict:
     runs = [tensor_tools.Run(mesh, **tensor_tools.SHAPE | {"tp": 2} | flags) for flags in FORMS.values()]
     found["shapes"] = [shapes.read_shapes(run) for run in runs]
     found["pipelines"] = [pipeline_memory.keep(mesh, flags)["kept"] for flags in PIPELINES]
-    found["layers"] = [expert_memory.kept_for_backward(mesh, flags) for flags in LAYERS]
-    found["held"] = [expert_memory.bytes_held(mesh, flags) for flags in HELD]
     return found
 
 
@@ -112,7 +92,7 @@ def test_shapes_at_every_border(counted):
         assert seen["embedding, its output"] == seen["final norm"] == stream
 
 
-# ---- steps 5 and 7 ---------------------------------------------------------------------------------------------------
+# ---- step 5 ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_pipeline_keeps_what_the_formulas_say(counted):
@@ -128,46 +108,7 @@ def test_a_pipeline_keeps_what_the_formulas_say(counted):
         assert [rank["pipelines"][index] for rank in counted] == predicted, flags["schedule"]
 
 
-def test_experts_keep_and_hold_what_the_formulas_say(counted):
-    model = TrainConfig(**EXPERTS).model_config
-    for rank in counted:
-        for flags, (kept, rows, tokens) in zip(LAYERS, rank["layers"], strict=True):
-            width = getattr(torch, flags["dtype"]).itemsize
-            assert kept == experts.activations(model, tokens, rows, width, flags["ep"]), flags
-    for index, flags in enumerate(HELD):
-        predicted = experts.held(TrainConfig(**flags).model_config, 2, flags["ep"], flags["zero"], flags["dtype"])
-        for kind in KINDS:
-            found = [sum(rank["held"][index][kind][part] for rank in counted) / 2 for part in range(2)]
-            assert found == pytest.approx(predicted[kind], rel=1e-3), (flags, kind)  # padding
-
-
-def test_how_many_ranks_a_token_visits():
-    """All choices of 2 of 6 experts, which are on 3 ranks in pairs: a rank's own do not travel."""
-    choices = list(itertools.combinations(range(6), 2))
-    visited = [{expert // 2 for expert in chosen} for chosen in choices]
-    assert node_limit.fan_out(3, 6, 2) == pytest.approx(sum(map(len, visited)) / len(choices))
-    model = TrainConfig(**MODEL | {"experts": 6}).model_config
-    assert experts.distinct_ranks(model, 3) == pytest.approx(sum(len(each - {0}) for each in visited) / len(choices))
-
-
-# ---- step 8 and common -----------------------------------------------------------------------------------------------
-
-
-def test_bubble_of_a_layout():
-    for pp, micro_batches in ((2, 4), (4, 8), (8, 1)):
-        config = cost.resolved(cost.DENSE | {"pp": pp, "global_batch": micro_batches * 8 // pp})
-        timeline = simulate(build_schedule("1f1b", pp, micro_batches))
-        assert cost.bubble(config) == pytest.approx(timeline.bubble / timeline.makespan)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_of_head_and_loss(dtype):
-    """With few tokens the gradients are the most; in bfloat16 the CPU's products then make copies of their own."""
-    group = build_mesh(Degrees(), torch.device("cpu")).tp
-    for shape in ((512, 4096), (64, 4096))[: 1 if dtype == torch.bfloat16 else 2]:
-        case = head.Case(*shape, dtype, group)
-        for way, formula in zip(head.LOOKS, (head.all_logits_bytes, head.chunked_bytes), strict=True):
-            assert head.peak(case, way) == pytest.approx(formula(*shape, head.HIDDEN, dtype), rel=0.002), (shape, way)
+# ---- common --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("megabytes", [0.001, 0.05, 25.0])

@@ -1,25 +1,22 @@
-"""What experiments on running ranks share: a layer with experts, its routing, and a training step to look into."""
+"""What several experiments of this step run on some ranks: one layer of experts, or a training step to look into."""
 
-import functools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from common.config import TrainConfig
 from common.experiments import training_step
-from common.experiments.even_routing import choosing
 from common.model import Decoder
 from common.process_groups import Mesh
 from common.weights.initialisation import materialise, random_values
 from step07_expert_parallel import train
-from step07_expert_parallel.moe import apply_experts
-from step07_expert_parallel.router import Router
+from step07_expert_parallel.moe import MoE, apply_experts
 
-# One layer: a token has as many numbers as it takes for headers of messages not to matter
+# A token has as many numbers as it takes for headers of messages not to matter
 SHAPE = {"step_name": "step07_expert_parallel", "layers": 1, "hidden": 128, "ffn": 128, "heads": 4, "kv_heads": 4}
 SHAPE |= {"experts": 8, "top_k": 2, "expert_ffn": 64, "seq_len": 256, "micro_batch": 2}
 SHAPE |= {"balance": "none", "data": "synthetic", "warmup": 1}
-BYTES = {"float32": 4, "bfloat16": 2}
-routing = functools.partial(choosing, Router)  # in here experts are chosen in turn or, if not `evenly`, by the router
 
 
 def checked(mesh: Mesh, **flags) -> tuple[TrainConfig, Mesh]:
@@ -32,15 +29,22 @@ class ExpertLayer:
     """One layer of experts on these ranks, with random tokens: a part of those that one process would have.
 
     Tokens have something in common (1 is added to all of their numbers), so that some experts are chosen more often.
+
+    Args:
+        kind: of the layer, a subclass of `MoE`.
+        choose: what takes the place of `Router.choose`, if anything does; see `common.experiments.even_routing`.
     """
 
-    def __init__(self, mesh: Mesh, **flags):
+    def __init__(self, mesh: Mesh, kind: type = MoE, choose: Callable | None = None, **flags):
         self.config, self.mesh = checked(mesh, **flags)
         shape, dtype = self.config.model_config, self.config.torch_dtype
         with torch.device("meta"):
             model = Decoder(shape)
         apply_experts(model, self.config, self.mesh)
-        self.layer = model.layers["0"].mlp
+        built = model.layers["0"].mlp
+        self.layer = kind(built.router, built.experts, built.shared, built.ep)
+        if choose:
+            built.router.choose = partial(choose, built.router)
         materialise(self.layer, dtype, mesh.device, random_values(self.config.seed))
         dp, tp = self.mesh.dp, self.mesh.tp
         size = 2, dp.size, self.config.micro_batch, self.config.seq_len, shape.hidden
@@ -53,11 +57,6 @@ class ExpertLayer:
         """Tokens of this rank."""
         return self.x.shape[0] * self.x.shape[1]
 
-    @property
-    def chosen(self) -> list[int]:
-        """How many of them have chosen each expert, after one backward."""
-        return self.layer.router.load.tolist()
-
     def forward(self) -> None:
         self.y = self.layer(self.x)
 
@@ -66,8 +65,9 @@ class ExpertLayer:
         self.y.backward(self.gradient)
 
 
-class Run(training_step.Run):
-    """train.py's model, gradients and update on these ranks, without its record."""
+class Training(training_step.Training):
+    """What train.py builds on these ranks, and its `train_step`. Has `pipeline` beside what all steps have."""
 
     def __init__(self, mesh: Mesh, **flags):
         super().__init__(train, *checked(mesh, **flags))
+        self.pipeline = self.parts[0]
