@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch
 
+from common.costs.hardware import H100_TFLOPS, MEMORY_BANDWIDTH
 from common.counts import count_parameters
 from common.drawing.tables import print_comparison, print_table
 from common.model import rotate, silu_and_multiply
 from common.presets import PRESETS
-from step08_5d.gpu_ladder.roofline import BANDWIDTH, peak_flops
 from step08_5d.gpu_ladder.traffic import BytesMoved, kernel_traffic
 from step08_5d.kernels import adamw, rms_norm, rotary, swiglu
 from step08_5d.kernels.launching import HAS_TRITON
@@ -113,7 +113,7 @@ def layer_bytes(quick: bool) -> None:
     }
     rows, sums = [], [0.0, 0.0]
     for name, size in sizes.items():
-        least, ms = size * LEAST[name], 1e3 / BANDWIDTH[GPU]
+        least, ms = size * LEAST[name], 1e3 / MEMORY_BANDWIDTH[GPU]
         cells = (f"{moved[name] / size:.0f}", f"{LEAST[name]}", f"{moved[name] / 1e9:.2f}", f"{least / 1e9:.2f}")
         rows.append((name, *cells, f"{moved[name] * ms:.2f}", f"{least * ms:.2f}", f"{moved[name] / least:.1f}"))
         if not name.startswith("AdamW"):
@@ -125,10 +125,8 @@ def layer_bytes(quick: bool) -> None:
     print_table(f"{title}; ms predicted for 4.8 TB/s", header, rows)
     core = 3.5 * 2 * TOKENS * SEQ * MODEL.heads * MODEL.head_width  # causal; the backward takes 5 products for 2
     products = 6 * TOKENS * (count.attention + count.dense_mlp)
-    busy = 1e3 * (products + core) / peak_flops(GPU)
-    ms = [1e3 * each / BANDWIDTH[GPU] for each in sums]
+    busy = 1e3 * (products + core) / (H100_TFLOPS * 1e12)
+    ms = [1e3 * each / MEMORY_BANDWIDTH[GPU] for each in sums]
     before, after = busy + ms[0], busy + ms[1]
-    print(
-        f"  predicted: products and attention of the layer at {peak_flops(GPU) / 1e12:.0f} TFLOP/s take {busy:.2f} ms;"
-    )
+    print(f"  predicted: products and attention of the layer at {H100_TFLOPS:.0f} TFLOP/s take {busy:.2f} ms;")
     print(f"  with the four operations eager {before:.2f} ms, fused {after:.2f} ms: {1 - after / before:.0%} less")

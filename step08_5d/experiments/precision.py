@@ -1,19 +1,21 @@
 """Where a difference comes from: the layout, the type, or the kernels. Curves of one process and of 8 ranks."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 
+from common.drawing.charts import lines
 from common.drawing.figures import SERIES, save_figure
+from common.drawing.lanes import open_axis
 from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
+from common.process_groups import Mesh
 from common.record import compare
-from step01_single_gpu.mixed_precision import Optimizer
 from step08_5d import train as step08
-from step08_5d.experiments.tools import FIVE_D, FOUR_D, STEP
+from step08_5d.experiments.tools import FIVE_D, FOUR_D, STEP, Training
 
 STEPS, SHORT = 40, 10  # in float64 fewer do: its only difference is rounding, from the first step on
 WHOLE = {"fused": False}  # on one process, this is the run of step 1
@@ -33,17 +35,10 @@ RUNS = {
     "bfloat16, 8 ranks, --no-fused": (8, HALF | FOUR_D | WHOLE, ONE_HALF, "layout"),
     "bfloat16, 8 ranks, --fused": (8, HALF | FOUR_D, ONE_HALF, "layout"),
 }
-CURVES = {  # the run that the upper panels show, by name, and how
-    ONE: {"color": "#CFCFCF", "linewidth": 7},
-    "float32, 8 ranks, --fused": {"color": SERIES[0], "linewidth": 2.2},
-    "bfloat16, 8 ranks, --fused": {"color": SERIES[1], "linewidth": 2.2, "dashes": (2.5, 2.5)},
-}
+CURVES = {ONE: "#CFCFCF", "float32, 8 ranks, --fused": SERIES[0], "bfloat16, 8 ranks, --fused": SERIES[1]}
 COLOURS = {"layout": SERIES[0], "type": SERIES[1], "order of sums": SERIES[2]}
-DOTS = {"loss": {"marker": "o"}, "grad_norm": {"marker": "D", "markerfacecolor": "none"}}
-DOTS = {key: look | {"linestyle": "none"} for key, look in DOTS.items()}
-TOLERANCES = {"float64, 1e-10": 1e-10, "float32, 1e-5": 1e-5}
-ROUNDING = 2.0**-9  # of one number in bfloat16, which has 8 significant bits, relative to it and at most
-RATES = (1e-3, 1e-4, 1e-5)
+MARKERS = {"loss": {"marker": "o"}, "grad_norm": {"marker": "D", "markerfacecolor": "none"}}
+TOLERANCES = {"tolerance in float64": 1e-10, "in float32": 1e-5, "one rounding to bfloat16": 2.0**-9}
 
 
 def precision(quick: bool) -> None:
@@ -51,11 +46,8 @@ def precision(quick: bool) -> None:
     steps = SHORT if quick else STEPS
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, 8):
-            jobs = [
-                (name, STEP | flags | {"steps": SHORT if "experts" in flags else steps})
-                for name, (size, flags, *_) in RUNS.items()
-                if size == ranks
-            ]
+            mine = {name: flags for name, (size, flags, *_) in RUNS.items() if size == ranks}
+            jobs = [(n, STEP | flags | {"steps": SHORT if "experts" in flags else steps}) for n, flags in mine.items()]
             on_ranks(ranks, run_jobs, jobs, folder, step08.train, title="precision", jobs=len(jobs))
         runs = {name: compare.read_run(Path(folder, name)) for name in RUNS}
     rows, found = [], {}
@@ -80,64 +72,54 @@ def draw_curves(runs: dict[str, compare.Run], found: dict[str, dict]) -> None:
     figure = Figure(figsize=(10, 7.4), dpi=120, layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(1, 1.2))
     for axis, key in zip(above.subplots(1, 2), compare.KEYS):
-        for name, look in CURVES.items():
-            steps = sorted(runs[name].records)
-            axis.plot(steps, [runs[name].value(step, key) for step in steps], label=name, **look)
+        series = {name: {step: runs[name].value(step, key) for step in runs[name].records} for name in CURVES}
+        lines(axis, series, dashed=tuple(CURVES)[-1:], colours=CURVES, ends=False)
+        axis.lines[0].set_linewidth(7)
         axis.set_title(key.replace("_", " "), loc="left", fontsize=10, fontweight="bold")
         axis.set_xlabel("step")
     axis.legend(frameon=False, fontsize=9)
-
     axis = below.subplots()
     for line, (name, worst) in enumerate(found.items()):
-        for key, look in DOTS.items():
-            axis.plot(worst[key][0], line, color=COLOURS[RUNS[name][3]], markersize=8, **look)
+        for key, look in MARKERS.items():
+            axis.plot(worst[key][0], line, color=COLOURS[RUNS[name][3]], linestyle="none", markersize=8, **look)
     for label, place in TOLERANCES.items():
         axis.axvline(place, color="black", linestyle="--", linewidth=1.2)
-        axis.text(place / 1.4, -0.75, f"tolerance in {label}", fontsize=9, va="center", ha="right")
-    axis.axvspan(ROUNDING / 2, ROUNDING * 2, color="#EBEBEB", zorder=0)
-    axis.text(ROUNDING * 3, -0.75, "one rounding\nto bfloat16", fontsize=9, va="center")
+        axis.text(place / 1.4, -0.75, label, fontsize=9, va="center", ha="right")
     axis.set(xscale="log", xlim=(1e-17, 1), ylim=(len(found) - 0.4, -1.2), xlabel="largest relative difference")
     axis.set_yticks(range(len(found)), [f"{name}\nagainst {RUNS[name][2]}" for name in found], fontsize=8.5)
     handles = [axis.plot([], [], "s", color=colour, label=f"{name} differs")[0] for name, colour in COLOURS.items()]
-    handles += [axis.plot([], [], color="black", label=key.replace("_", " "), **DOTS[key])[0] for key in DOTS]
+    look = {"color": "black", "linestyle": "none"}
+    handles += [axis.plot([], [], **look, **each, label=key.replace("_", " "))[0] for key, each in MARKERS.items()]
     axis.legend(handles=handles, frameon=False, fontsize=9, loc="lower left")
-    for axis in (*above.axes, *below.axes):
-        axis.grid(alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.tick_params(length=0)
-        axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.3)
+    open_axis(axis)
     save_figure(figure, "curves")
 
 
 # ---- master weights --------------------------------------------------------------------------------------------------
 
 
-class WithoutMasters(Optimizer):
-    """Rounds the master weights too, so that the weights are bfloat16 and nothing else. The moments stay float32."""
-
-    def _copy_to_parameters(self) -> None:
-        super()._copy_to_parameters()
-        torch._foreach_copy_(self.masters, self.parameters)
-
-
-def train_without_masters(*arguments) -> list[torch.Tensor]:
-    with mock.patch.object(step08, "optimizer_class", lambda *_: WithoutMasters):
-        return step08.train(*arguments)
-
-
 def masters(quick: bool) -> None:
     """bfloat16 with and without master weights: an update below half a digit of the weight is lost, every time."""
-    steps, kept, rows = SHORT if quick else STEPS, {}, []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, train in (("with", step08.train), ("without", train_without_masters)):
-            jobs = [(f"{name}/{lr}", STEP | HALF | WHOLE | {"steps": steps, "lr": lr}) for lr in RATES]
-            on_ranks(1, run_jobs, jobs, folder, train, title=f"{name} masters", jobs=len(jobs))
-            for lr in RATES:
-                run = compare.read_run(Path(folder, name, str(lr)))
-                kept[name, lr] = run.value(0, "loss"), run.value(steps - 1, "loss")
-    for lr in RATES:
-        (first, last), (_, without) = kept["with", lr], kept["without", lr]
+    steps, rows = SHORT if quick else STEPS, []
+    for lr in (1e-3, 1e-4, 1e-5):
+        (first, last), (_, without) = on_ranks(1, train_both, steps, lr, title="masters", jobs=2)[0]
         lost = 1 - (first - without) / (first - last)
         rows.append((f"{lr:g}", f"{first:.4f}", f"{last:.4f}", f"{without:.4f}", f"{lost:.1%}"))
     header = ("learning rate", "first loss", "last, float32 masters", "last, none", "progress lost")
     print_table(f"one process, bfloat16, {steps} steps, moments in float32", header, rows)
+
+
+def train_both(mesh: Mesh, done: Callable, steps: int, lr: float) -> list[tuple[float, float]]:
+    """On the only rank: the first and the last loss with master weights, and with masters that are rounded as well."""
+    losses = []
+    for rounded in (False, True):
+        training = Training(mesh, **STEP | HALF | WHOLE | {"steps": steps, "lr": lr})
+        optimizer, found = training.optimizer, []
+        for step in range(steps):
+            found.append(training.take(step)["loss"])
+            if rounded:  # the weights are bfloat16 and nothing else; the moments stay float32
+                torch._foreach_copy_(optimizer.masters, optimizer.parameters)
+        losses.append((found[0], found[-1]))
+        done()
+    return losses

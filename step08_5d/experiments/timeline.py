@@ -1,34 +1,28 @@
 """One step in five dimensions: who computes, what travels meanwhile, and what of it hides behind computing."""
 
-import tempfile
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-from common import collectives
 from common.drawing.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
+from common.drawing.lanes import Lane, Span, lanes
 from common.drawing.tables import print_table
-from common.experiments.even_routing import choosing
-from common.experiments.local_ranks import on_ranks
-from common.experiments.traces import quietest
-from common.link import Link
+from common.experiments.even_routing import choose_in_turn
+from common.experiments.traces import Part, quietest, run_parts
 from common.process_groups import Mesh
-from common.tracing.chrome_trace import Trace, read_trace, time_by_state
+from common.tracing.chrome_trace import Trace, time_by_state
 from common.tracing.tracer import Tracer
 from step01_single_gpu.slow_device import SlowDevice
-from step07_expert_parallel.router import Router
-from step08_5d.experiments.tools import EXPERTS, FIVE_D, Run
+from step07_expert_parallel.router import routers_of
+from step08_5d.experiments.tools import EXPERTS, FIVE_D, Training
 
+SPEED, BANDWIDTH = 0.1e9, 2.5e6  # FLOP/s of a rank, and bytes/s of the link that each of its groups has to itself
 FLAGS = EXPERTS | FIVE_D | {"layers": 4, "kv_heads": 4, "seq_len": 256, "global_batch": 4, "zero": 1, "bucket_mb": 0.1}
-SPEED, LINK = 0.1e9, Link(0.0, 2.5e6)  # FLOP/s of a rank; each group has a link of its own, of so many bytes/s
+FLAGS |= {"link": f"0,{1e-9 * BANDWIDTH}"}
 RANKS, DRAWN = 8, (0, 4)  # the first stage, and the rank of the second one that it sends to
 # What the forward of a layer does, in order: products and attention (a hop has one or two blocks), and messages
-PRODUCTS = ("q", "k", "v", "o", "router", "experts, gate", "experts, up", "experts, down")
-MESSAGES = {
-    "tp": ("all-\ngather", "reduce-\nscatter", "next micro-batch"),
-    "cp": ("K", "V"),
-    "ep": ("counts", "dispatch", "combine"),
-}
-MESSAGES |= {"pp": ("output",), "dp": ()}
+WORDS = {"product": ("q", "k", "v", "o", "router", "gate", "up", "down"), "attention": ("attn", "attn")}
+WORDS |= {"tp": ("all-gather", "reduce-scatter", ""), "cp": ("K", "V"), "pp": ("output",)}
+WORDS |= {"ep": ("counts", "dispatch", "combine"), "dp": ()}
 
 
 class Sent(NamedTuple):
@@ -37,31 +31,28 @@ class Sent(NamedTuple):
     start: float
     end: float
     dimension: str
-    span: dict
+    op: str
 
 
 def timeline(quick: bool) -> None:
     """A step of pp 2, cp 2, tp 2, ep 4 with ZeRO 1, on slow devices and links: shares of the step, and timelines."""
-    with tempfile.TemporaryDirectory() as folder:
-        on_ranks(RANKS, run_steps, 1 if quick else 3, folder, title="timeline")
-        trace = read_trace(folder)
+    trace = run_parts(RANKS, slow_steps, {"5d": FLAGS}, 1 if quick else 3, title="timeline")["5d"]
     step = quietest(trace).step
     print_shares(trace, step)
     draw(trace, step)
 
 
-def run_steps(mesh: Mesh, done: Callable, steps: int, folder: str) -> None:
-    """On a rank: traced steps, after one that is not."""
-    run = Run(mesh, **FLAGS, link=f"{1e6 * LINK.alpha},{1e-9 * LINK.bandwidth}")
-    tracer = Tracer((0, steps - 1), run.mesh, folder)
-    with choosing(Router), SlowDevice(SPEED, tracer):
-        for step in range(-1, steps):
-            collectives.barrier(run.mesh.world)
-            with tracer.step(step):
-                run.accumulate(tracer)
-                with tracer.phase("optimizer"):
-                    run.update(run.finish())
-    tracer.close()
+def slow_steps(mesh: Mesh, flags: dict) -> Part:
+    """On a rank: training steps on a slow device, with experts that are chosen in turn."""
+    training = Training(mesh, **flags)
+    for _, router in routers_of(training.pipeline.stages):
+        router.choose = partial(choose_in_turn, router)
+
+    def take(tracer: Tracer) -> None:
+        with SlowDevice(SPEED, tracer):
+            training.take(tracer=tracer)
+
+    return Part(take, training.mesh)
 
 
 # ---- what the trace says ---------------------------------------------------------------------------------------------
@@ -85,8 +76,8 @@ def on_links(trace: Trace, rank: int, step: int) -> list[Sent]:
         start, end = interval(span)
         if "peer" in arguments:
             start = max(arguments["issue_us"], free.get(arguments["group"], 0.0))
-            end = free[arguments["group"]] = start + 1e6 * arguments["bytes"] / LINK.bandwidth
-        result.append(Sent(start, end, DIMENSION_OF[arguments["group"]], span))
+            end = free[arguments["group"]] = start + 1e6 * arguments["bytes"] / BANDWIDTH
+        result.append(Sent(start, end, DIMENSION_OF[arguments["group"]], arguments["op"]))
     return result
 
 
@@ -106,20 +97,16 @@ def print_shares(trace: Trace, step: int) -> None:
             times[name][0] += sum(each["dur"] for each in blocked if DIMENSION_OF.get(each["args"]["group"]) == name)
             times[name][1] += states.get((True, False), 0) + states.get((True, True), 0)
             times[name][2] += states.get((True, True), 0)
-    scale, rows = (
-        1e-3 / len(trace.ranks),
-        [("computes", f"{1e-3 * computing / RANKS:,.0f}", f"{computing / whole:.1%}")],
-    )
-    rows[0] += ("", "", "")
-    for name, (waited, flying, hidden) in times.items():
-        label = f"waits for {name}" + (", in the bubble too" if name == "pp" else "")
-        cells = f"{scale * waited:,.0f}", f"{waited / whole:.1%}", f"{scale * flying:,.0f}", f"{scale * hidden:,.0f}"
-        rows.append((label, *cells, f"{hidden / flying:.0%}"))
-    rows.append(("waits for the norm of the gradient", f"{scale * meeting:,.0f}", f"{meeting / whole:.1%}", "", "", ""))
     rest = whole - computing - meeting - sum(waited for waited, *_ in times.values())
-    rows.append(("all else", f"{scale * rest:,.0f}", f"{rest / whole:.1%}", "", "", ""))
-    header = ("", "ms", "share", "on its links, ms", "while computing, ms", "share")
-    print_table(f"a step of {scale * whole:,.0f} ms, mean over {RANKS} ranks", header, rows)
+    rows = [("computes", computing, None, None)]
+    rows += [(f"waits for {name}" + ", in the bubble too" * (name == "pp"), *each) for name, each in times.items()]
+    rows += [("waits for the norm of the gradient", meeting, None, None), ("all else", rest, None, None)]
+    cells = []
+    for name, time, flying, hidden in rows:
+        links = (f"{1e-3 * flying / RANKS:,.0f}", f"{hidden / flying:.0%}") if flying else ("", "")
+        cells.append((name, f"{1e-3 * time / RANKS:,.0f}", f"{time / whole:.1%}", *links))
+    header = ("", "ms", "share", "on its links, ms", "of that while this rank computes")
+    print_table(f"a step of {1e-3 * whole / RANKS:,.0f} ms, mean over {RANKS} ranks", header, cells)
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------
@@ -129,19 +116,17 @@ def draw(trace: Trace, step: int) -> None:
     """Above a whole step of two ranks, below the forward of one layer."""
     from matplotlib.patches import Patch
 
-    figure, axes = new_figure(3, 1, width=11.0, height=8.0, height_ratios=(6, 6, 6))
-    origin = min(trace.window(rank, step)[0] for rank in trace.ranks)
-    end = max(trace.window(rank, step)[1] for rank in trace.ranks)
-    for axis, rank in zip(axes, DRAWN):
-        draw_rank(axis, trace, rank, step, origin, end, words=False)
-        axis.set_title(f"rank {rank}: stage {DRAWN.index(rank)}", loc="left", fontsize=11, fontweight="bold")
-    start, end = second_layer(trace, step)
-    draw_rank(axes[-1], trace, DRAWN[0], step, start, end, words=True)
-    title = f"rank {DRAWN[0]}: the forward of one layer ({(end - start) / 1e3:.0f} ms)"
-    axes[-1].set_title(title, loc="left", fontsize=11, fontweight="bold")
+    figure, axes = new_figure(3, 1, width=11.0, height=8.0)
+    windows = [trace.window(rank, step) for rank in trace.ranks]
+    panels = [(rank, min(start for start, _ in windows), max(end for _, end in windows), False) for rank in DRAWN]
+    panels.append((DRAWN[0], *second_layer(trace, step), True))
+    for axis, (rank, start, end, words) in zip(axes, panels):
+        lanes(axis, lanes_of(trace, rank, step, start, end, words), 1e-3 * (end - start))
+        what = f"the forward of one layer ({1e-3 * (end - start):.0f} ms)" if words else f"stage {DRAWN.index(rank)}"
+        axis.set_title(f"rank {rank}: {what}", loc="left", fontsize=11, fontweight="bold")
     axes[-1].set_xlabel("ms")
-    handles = [Patch(facecolor=COLOURS[name], label=name) for name in ("forward", "backward", "optimizer")]
-    handles.append(Patch(facecolor=COLOURS["idle"], label="waits, or Python"))
+    names = {name: name for name in ("forward", "backward", "optimizer")} | {"idle": "waits, or Python"}
+    handles = [Patch(facecolor=COLOURS[name], label=label) for name, label in names.items()]
     handles += [Patch(facecolor=colour, label=f"sends for {name}") for name, colour in DIMENSIONS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     save_figure(figure, "step")
@@ -149,54 +134,36 @@ def draw(trace: Trace, step: int) -> None:
 
 def second_layer(trace: Trace, step: int) -> tuple[float, float]:
     """From where the last layer of the first stage begins its first forward until the next stage has its output."""
-    spans = spans_of(trace, DRAWN[0], step)
-    first = next(span for span in spans if span["args"].get("action") == "F0")
-    tp = [
-        each for each in on_links(trace, DRAWN[0], step) if each.span["name"] == "all_gather" and each.dimension == "tp"
-    ]
-    start = [each.start for each in tp if interval(first)[0] <= each.start < interval(first)[1]][-1]
-    output = next(each for each in on_links(trace, DRAWN[0], step) if each.dimension == "pp")
-    return start - 1000, output.end
+    first = next(span for span in spans_of(trace, DRAWN[0], step) if span["args"].get("action") == "F0")
+    sent, (begin, end) = on_links(trace, DRAWN[0], step), interval(first)
+    gathers = [each.start for each in sent if (each.dimension, each.op) == ("tp", "all_gather")]
+    output = next(each for each in sent if each.dimension == "pp")
+    return [start for start in gathers if begin <= start < end][-1] - 1000, output.end
 
 
-def draw_rank(axis, trace: Trace, rank: int, step: int, origin: float, end: float, words: bool) -> None:
-    """A row for what a rank computes, and one for each dimension's link. In the boxes: what is computed and sent in a
-    forward (`words`), or the actions of a step."""
-    from matplotlib.patheffects import withStroke
+def lanes_of(trace: Trace, rank: int, step: int, origin: float, end: float, words: bool) -> list[Lane]:
+    """What a rank computes, and its links: in the boxes what a forward computes and sends, or the actions of a step."""
+    labels = {name: iter(each) for name, each in WORDS.items()}
+    boxes = {name: [] for name in ("computes", *DIMENSIONS)}
 
-    length, rows = (end - origin) / 1e3, ["computes", *DIMENSIONS]
-    labels = {name: iter(each) for name, each in MESSAGES.items()} | {"product": iter(PRODUCTS)}
-    boxes = [(origin, end, 0, COLOURS["idle"], "")]
-    for span in spans_of(trace, rank, step):
+    def add(row: str, start: float, stop: float, colour: str, kind: str = "", text: str = "") -> None:
+        left, right = (1e-3 * (min(max(each, origin), end) - origin) for each in (start, stop))
+        if right > left:
+            text = next(labels[kind], "") if words and kind else text
+            boxes[row].append(Span(left, right - left, colour, text))
+
+    add("computes", origin, end, "idle")
+    spans = spans_of(trace, rank, step)
+    for span in spans:
         name, what = span["name"], span["args"].get("op")
         if span["cat"] == "phase" and (what or name == "optimizer"):
-            boxes.append((*interval(span), 0, COLOURS[name], what))
+            add("computes", *interval(span), name, what or "")
         elif span["cat"] == "wait" and span["args"]["phase"] == "optimizer":
-            boxes.append((*interval(span), 0, COLOURS["idle"], ""))
+            add("computes", *interval(span), "idle")
     for sent in on_links(trace, rank, step):
-        name = sent.dimension
-        boxes.append((sent.start, sent.end, rows.index(name), DIMENSIONS[name], name))
-    for start, stop, row, colour, what in boxes:
-        left, right = ((min(max(each, origin), end) - origin) / 1e3 for each in (start, stop))
-        if right <= left:
-            continue
-        edge = "white" if words and right - left > 0.01 * length else colour
-        axis.broken_barh([(left, right - left)], (row + 0.08, 0.84), facecolor=colour, edgecolor=edge, linewidth=0.5)
-        text = next(labels.get(what, iter(["attn"])), "") if words and what else ""
-        if words:
-            inside = right - left > 0.005 * length * max(map(len, text.split("\n")))  # if not, it stands before the box
-            ink = "white" if inside and (what == "pp" or row == 0) else "black"
-            look = {"ha": "center" if inside else "right", "va": "center", "fontsize": 7.5, "color": ink}
-            place = (left + right) / 2 if inside else left - 0.004 * length
-            axis.text(place, row + 0.5, text, **look, linespacing=0.9)
-    if not words:
-        for span in spans_of(trace, rank, step):
+        add(sent.dimension, sent.start, sent.end, sent.dimension, sent.dimension)
+    if not words:  # the name of an action, without a box of its own
+        for span in spans:
             if action := span["args"].get("action"):
-                centre = (sum(interval(span)) / 2 - origin) / 1e3
-                look = {"ha": "center", "va": "center", "fontsize": 9, "fontweight": "bold", "color": "white"}
-                axis.text(centre, 0.5, action, **look, path_effects=[withStroke(linewidth=2, foreground="#333333")])
-    axis.set_yticks([row + 0.5 for row in range(len(rows))], rows, fontsize=9)
-    axis.set(ylim=(len(rows), 0), xlim=(0, length))
-    axis.tick_params(axis="y", length=0)
-    axis.grid(visible=False, axis="y")
-    axis.spines[["top", "right", "left"]].set_visible(False)
+                add("computes", *interval(span), "none", text=action)
+    return [Lane(name, each) for name, each in boxes.items()]

@@ -16,8 +16,9 @@ FOUR_D = {"pp": 2, "cp": 2, "tp": 2}  # of 8 ranks
 FIVE_D = FOUR_D | {"ep": 4}  # with experts
 
 
-class Run(training_step.Run):
-    """train.py's model, gradients and update on these ranks, without its record."""
+class Training(training_step.Training):
+    """What train.py builds on these ranks, and its `train_step`. Has `pipeline` beside what all steps have."""
 
     def __init__(self, mesh: Mesh, **flags):
         super().__init__(train, *checked(mesh, **flags))
+        self.pipeline = self.parts[0]

@@ -1,18 +1,34 @@
 """How 16 ranks are laid out, and groups of a large world on one of its ranks: it makes its own, under common names."""
 
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.errors import UsageError
 from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates, place_stages
 from step08_5d.config import check
-from step08_5d.experiments.groups import LAYOUTS, one_rank_of, start_of
 from tests.harness.observing import configure
 
-LARGE = LAYOUTS["16,384 ranks, ZeRO, ep 64"]
+LARGE = Degrees(tp=8, cp=4, pp=16, dp=32, ep=64, zero_replicas=4, experts=True)  # 16,384 ranks
+
+
+@contextmanager
+def one_rank_of(world: int, rank: int) -> Iterator[None]:
+    """In this context, the process is a rank of a world whose other ranks do not exist, and nothing is sent."""
+    with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0"):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def test_sixteen_ranks_are_laid_out_as_in_llama_3():
@@ -47,14 +63,17 @@ def names_of(mesh: Mesh) -> dict[str, str]:
 
 
 def test_a_rank_connects_to_its_own_groups_only():
+    """The rank names thousands of groups, and makes 11 communicators: seconds, if it made one for each of them."""
     for rank, embed in [(0, 1), (LARGE.tp * LARGE.cp, 0)]:  # only first and last stage share the embedding
-        start = start_of(LARGE, rank)
-        # tp, cp, two of the pipeline, dp, dp_cp, shard, replica (which is expert_replica), ep, edp, expert_shard
-        assert start.mine == 11 + embed and start.groups > 1000 * start.mine
-        assert start.building < 10, "seconds of a core"
-        with one_rank_of(LARGE.world, rank):
-            names_of(build_mesh(LARGE, torch.device("cpu"), 8))
-            assert len(dist.distributed_c10d._world.pg_names) == 1 + start.mine, "torch has made others, or two alike"
+        counted = mock.patch("torch.distributed.new_group", wraps=dist.new_group)
+        with one_rank_of(LARGE.world, rank), counted as of_all_ranks:
+            begin = time.process_time()
+            names = names_of(build_mesh(LARGE, torch.device("cpu"), 8))
+            assert time.process_time() - begin < 10, "seconds of a core"
+            # tp, cp, two of the pipeline, dp, dp_cp, shard, replica (which is expert_replica), ep, edp, expert_shard
+            mine = len(set(names.values()) - {"0"})
+            assert mine == 11 + embed and of_all_ranks.call_count > 1000 * mine
+            assert len(dist.distributed_c10d._world.pg_names) == 1 + mine, "torch has made others, or two alike"
 
 
 def test_ranks_in_different_numbers_of_groups_agree_on_names():

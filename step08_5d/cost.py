@@ -1,0 +1,193 @@
+"""What a step in all dimensions costs a rank: the dimensions' formulas added up.
+
+b sequences of s tokens are a micro-batch, of which a rank takes m in a step. A rank of pp stages has layers / pp layers
+and works on b s / cp tokens; h is their width. Numbers are means over the ranks of a pipeline, or with `ends=False`
+those of a stage in the middle, which has neither embedding nor head. All experts are taken to be equally busy.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from common.config import TrainConfig
+from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
+from common.counts import count_flops, count_parameters
+from common.model_config import ModelConfig
+from step01_single_gpu.cost import layer_activations, total_bytes
+from step07_expert_parallel import cost as experts
+
+
+class Layout(NamedTuple):
+    """How a step is divided. Sequence parallelism comes with `tp`."""
+
+    seq: int
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: int = 0
+    micro_batch: int = 1  # sequences
+    micro_batches: int = 1  # of a rank in a step
+    dtype: str = "float32"
+    stages: int = 1  # of the pipeline, on each rank
+    cp_mode: str = "ring"
+    recompute: str = "none"
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Layout":
+        """Return the layout of a checked configuration."""
+        same = {name: getattr(config, name) for name in ("dp", "pp", "cp", "tp", "ep", "zero", "micro_batch", "dtype")}
+        same |= {"cp_mode": config.cp_mode, "recompute": config.recompute, "stages": config.virtual_stages or 1}
+        return cls(config.seq_len, micro_batches=config.accumulation_steps, **same)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that see other tokens with the same weights."""
+        return self.dp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.dp * self.cp * self.tp // self.ep
+
+    @property
+    def tokens(self) -> float:
+        """Of a rank in a micro-batch, before sequence parallelism divides them by tp as well."""
+        return self.micro_batch * self.seq / self.cp
+
+
+def expert_layers(model: ModelConfig) -> int:
+    """Return how many layers have experts."""
+    return model.layers - model.dense_layers if model.experts else 0
+
+
+def parameters(model: ModelConfig, layout: Layout, ends: bool = True) -> tuple[float, float]:
+    """Return the parameters of a rank before ZeRO: all but experts, and experts, which only ep divides.
+
+    Norms, routers and shared experts are whole on every tensor rank.
+    """
+    count, expert = count_parameters(model), 3 * model.hidden * model.expert_ffn
+    of_experts = expert * model.experts * expert_layers(model)
+    whole = count.norms + expert_layers(model) * (model.hidden * model.experts + expert * model.shared_experts)
+    divided = count.total - of_experts - whole
+    if not ends:
+        whole, divided = whole - model.hidden, divided - count.embedding - count.head
+    return (divided / layout.tp + whole) / layout.pp, of_experts / layout.ep / layout.pp
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def messages(model: ModelConfig, layout: Layout, ends: bool = True) -> list[Message]:
+    """Return all that a rank sends in a step, but for the norm of the gradient and the loss of the record."""
+    rest, of_experts = parameters(model, layout, ends)
+    gathered_again = rest - ((model.vocab if model.tie_embeddings else 2 * model.vocab) + 1) * model.hidden
+    result = of_weights("", rest, gathered_again, layout.copies, layout)
+    result += of_weights("expert_", of_experts, of_experts, layout.edp, layout)
+    width, times = WIDTHS[layout.dtype][0], layout.micro_batches * model.layers / layout.pp
+    stream = layout.tokens * model.hidden * width
+    if layout.pp > 1:  # the residual stream to the next stage, and its gradient back
+        borders = (layout.pp * layout.stages - 1) / layout.pp if ends else layout.stages
+        for group in ("pp_forward", "pp_backward"):
+            hops = layout.micro_batches * borders
+            result.append(Message(group, "send", stream / layout.tp, hops, "other micro-batches"))
+    result += of_context(model, layout, times)
+    result += of_tensors(model, layout, stream, ends)
+    of_layers = layout.micro_batches * expert_layers(model) / layout.pp
+    return result + experts.messages(model, layout.tokens / layout.tp, layout.ep, width, of_layers)
+
+
+def of_weights(name: str, size: float, again: float, ranks: int, layout: Layout) -> list[Message]:
+    """Return the sums of gradients, in at least float32, and the gathers of weights that ZeRO shards; in one bucket.
+
+    Stages 2 and 3 sum after every micro-batch. Stage 3 gathers before every forward and backward, all but what stays
+    after the forward (embedding, last norm and head); or with pp once a step.
+
+    Args:
+        name: of the groups, "" or "expert_". size, again: parameters, and those that are gathered again. ranks: that
+            share them.
+    """
+    if ranks == 1 or not size:
+        return []
+    narrow, wide, _ = WIDTHS[layout.dtype]
+    behind = "the backward of other stages" if layout.pp > 1 else "the backward"
+    if not layout.zero:
+        return [Message(f"{name}replica", "all_reduce", sent("all_reduce", size * wide, ranks), 1, behind)]
+    each, once = layout.micro_batches, layout.pp > 1 or layout.zero < 3
+    shard, part = f"{name}shard", (ranks - 1) / ranks
+    result = [Message(shard, "reduce_scatter", size * wide * part, each if layout.zero >= 2 else 1, behind)]
+    result.append(Message(shard, "all_gather", size * narrow * part, 1 if once else each, "the forward"))
+    if not once:
+        result.append(Message(shard, "all_gather", again * narrow * part, each, "the backward"))
+    return result
+
+
+def of_context(model: ModelConfig, layout: Layout, times: float) -> list[Message]:
+    """Return the keys and values of `times` layers, forward and backward, and the sums of their gradients."""
+    if layout.cp == 1:
+        return []
+    narrow, wide, _ = WIDTHS[layout.dtype]
+    keys, cp = layout.tokens * model.kv_heads * model.head_width / layout.tp, layout.cp
+    if layout.cp_mode == "allgather":
+        gathered = Message("cp", "all_gather", (cp - 1) * keys * narrow, 4 * times, "attention")
+        return [gathered, Message("cp", "reduce_scatter", (cp - 1) * keys * wide, 2 * times, "attention")]
+    around = Message("cp", "send", keys * narrow, 4 * (cp - 1) * times, "attention")
+    return [around, Message("cp", "send", keys * wide, 2 * cp * times, "attention")]
+
+
+def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool) -> list[Message]:
+    """Return what tensor ranks exchange: the sequence around each sublayer, losses, gradients of what all of them hold.
+
+    A sublayer (attention, and an MLP that no experts replace) gathers its input in the forward, and twice in the
+    backward; it reduce-scatters its output, and the gradient of its input. Embedding and head have one of each.
+    """
+    tp, pp = layout.tp, layout.pp
+    if tp == 1:
+        return []
+    sublayers, end = (2 * model.layers - expert_layers(model)) / pp, 1 / pp if ends else 0
+    part, each = (tp - 1) / tp * stream, layout.micro_batches
+    result = [
+        Message("tp", "all_gather", part, each * (3 * sublayers + 2 * end), "weight gradients, in the backward"),
+        Message("tp", "reduce_scatter", part, each * (2 * sublayers + 2 * end), "weight gradients, in the backward"),
+    ]
+    for numbers in (1, 2):  # of a token: the largest logit; the sum of exponentials and the logit of the target
+        result.append(Message("tp", "all_reduce", sent("all_reduce", 4 * numbers * layout.tokens, tp), each * end))
+    beside_experts = model.hidden * (model.experts + 3 * model.shared_experts * model.expert_ffn)
+    whole = (2 * model.layers * model.hidden + expert_layers(model) * beside_experts) / pp + model.hidden * end
+    whole /= layout.copies if layout.zero else 1  # with ZeRO only this rank's shard of them
+    return [*result, Message("tp", "all_reduce", sent("all_reduce", WIDTHS[layout.dtype][1] * whole, tp), 1)]
+
+
+# ---- bytes held, operations, bubble ----------------------------------------------------------------------------------
+
+
+def held(model: ModelConfig, layout: Layout) -> dict[str, float]:
+    """Return the bytes of parameters, gradients and optimizer state that a rank holds; ZeRO divides them."""
+    rest, of_experts = parameters(model, layout)
+    result = {}
+    for kind, width, first in zip(KINDS, WIDTHS[layout.dtype], (3, 2, 1)):  # first: the stage of ZeRO that divides it
+        shards = (layout.copies, layout.edp) if layout.zero >= first else (1, 1)
+        result[kind] = width * (rest / shards[0] + of_experts / shards[1])
+    return result
+
+
+def activations(model: ModelConfig, layout: Layout) -> float:
+    """Return the bytes that dense layers of the first stage keep in 1F1B: pp micro-batches in flight, or all m."""
+    size = layout.micro_batch, layout.seq, getattr(torch, layout.dtype)
+    layer = total_bytes(layer_activations(model, *size, "fused", layout.recompute))
+    in_flight = min(layout.pp, layout.micro_batches)
+    return in_flight * model.layers / layout.pp * layer / (layout.tp * layout.cp)
+
+
+def operations(model: ModelConfig, layout: Layout) -> dict[str, float]:
+    """Return a rank's FLOPs in a step, forward and backward, without the half of the scores that is masked."""
+    flops = count_flops(model, layout.seq)
+    sequences = layout.micro_batch * layout.micro_batches / (layout.cp * layout.tp * layout.pp)
+    products = 3 * (flops.linear + flops.head)
+    return {"products": products * sequences, "attention": 1.5 * flops.attention_core * sequences}
+
+
+def bubble(layout: Layout) -> float:
+    """Return the share of a step in which a rank of the pipeline waits, in 1F1B, interleaved or not (step 5)."""
+    return (layout.pp - 1) / (layout.stages * layout.micro_batches + layout.pp - 1)

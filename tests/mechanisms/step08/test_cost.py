@@ -1,0 +1,125 @@
+"""What a step in several dimensions costs: each formula by hand, and against what 8 ranks really send and hold."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.costs.vocabulary import KINDS, added
+from common.experiments.counting import mean_rank
+from common.experiments.training_step import on_every_case
+from common.process_groups import Degrees, build_mesh
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.simulator import simulate
+from step08_5d import cost
+from step08_5d.cost import Layout
+from step08_5d.experiments import dimensions, nodes
+from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D
+from tests.harness.ranks import run_ranks
+from tests.mechanisms import formulas
+from tests.mechanisms.formulas import by_kind, check
+
+# ---- by hand: 8 ranks. A layer has 352 parameters, embedding and head 80 each, the last norm 8: 872 ------------------
+
+THREE_D = formulas.DENSE, Layout(2, dp=2, pp=2, tp=2, micro_batch=2, micro_batches=2)  # micro-batches of 4 tokens
+OF_EXPERTS = replace(formulas.EXPERTS, layers=2, dense_layers=0), Layout(4, dp=8, ep=4)
+
+
+def by_group(model, layout: Layout, ends: bool = True) -> dict[str, float]:
+    found = Counter()
+    for (group, _), (_, size) in added(cost.messages(model, layout, ends)).items():
+        found[group] += size
+    return dict(found)
+
+
+def of_dense(formula, **layout):
+    return formula(formulas.DENSE, Layout(4, **layout))
+
+
+def seconds(across: str, micro_batches: int, free: float, on_cable: float) -> float:
+    found = SimpleNamespace(free=free, on_cable=Counter(all=on_cable))
+    return nodes.predict(micro_batches, {"order": f"tp,cp,{across}"}, found)
+
+
+BY_HAND = [
+    # (832/2 + 40)/2 = 228 parameters. The stream has 128 bytes: pp 2·128/2/2 each way; tp 2·((10 + 4/2)·64 + 48/2) and
+    # norms of a layer and half of the last (16 + 4)·4
+    ({"replica": 228 * 4, "pp_forward": 64, "pp_backward": 64, "tp": 2 * 792 + 80}, by_group, *THREE_D),
+    # without ends 2·176/2 + 16 = 336/2 + 16 parameters of one layer; a send for each micro-batch; 10·64; 16 norms
+    ({"replica": 184 * 4, "pp_forward": 128, "pp_backward": 128, "tp": 2 * 640 + 64}, by_group, *THREE_D, False),
+    # ZeRO: gradients twice in stage 2, once in stage 1; 114 of 228 norms' gradients are no tp's: 20·4/2
+    (
+        {"shard": 3 * 114 * 4, "pp_forward": 64, "pp_backward": 64, "tp": 2 * 792 + 40},
+        lambda: by_group(THREE_D[0], THREE_D[1]._replace(zero=2)),
+    ),
+    ({"shard": 7 / 8 * (2 * 872 + 704) * 4 * 2}, lambda: of_dense(by_group, dp=8, zero=3, micro_batches=2)),
+    ({"shard": 7 / 8 * 872 * (4 + 2)}, lambda: of_dense(by_group, dp=8, zero=1, dtype="bfloat16")),
+    # 2·7/8·872·4; keys of 4 tokens 64: 2 layers·2·64·(3·4 - 2); gathered 2 layers·2·64·3·3
+    ({"replica": 6104, "cp": 2560}, lambda: by_group(formulas.DENSE, Layout(16, dp=2, cp=4))),
+    ({"replica": 6104, "cp": 2304}, lambda: by_group(formulas.DENSE, Layout(16, dp=2, cp=4, cp_mode="allgather"))),
+    # 160 + 40 + 2·192 + 2·32 = 648 parameters and 960/4 of experts: 2·7/8·648·4 + 2·1/2·240·4; rows 256
+    ({"replica": 4536, "expert_replica": 960, "ep": 2 * (4 * 256 + 8 * 4) * 3 / 4}, by_group, *OF_EXPERTS),
+    ((648, 240), cost.parameters, *OF_EXPERTS),
+    ((480, 240), cost.parameters, *OF_EXPERTS, False),
+    (by_kind(888 * 4, (81 + 120) * 4, (81 + 120) * 8), cost.held, OF_EXPERTS[0], OF_EXPERTS[1]._replace(zero=2)),
+    (by_kind(872 / 8 * 4, 872 / 8 * 4, 872), lambda: of_dense(cost.held, dp=8, zero=3)),
+    (by_kind(872 * 2, 872 * 4, 872 / 8 * 12), lambda: of_dense(cost.held, dp=8, zero=1, dtype="bfloat16")),
+    (2 * 2 / 2 * 1632 / 2, cost.activations, *THREE_D),  # two in flight, a layer of 4 tokens
+    (1632 / 2, cost.activations, THREE_D[0], THREE_D[1]._replace(micro_batches=1)),  # there is no second
+    # 3·2·4·(2·336 + 80) for products, and half of 3·2·2·2·4·4·8 for scores; over tp 2 and pp 2, twice 2 sequences of 2
+    (
+        {"products": 3 * 2 * 2 * (2 * 336 + 80), "attention": 1.5 * 2 * 2 * 2 * 2 * 2 * 8},
+        cost.operations,
+        *THREE_D,
+    ),
+    (1 / 3, cost.bubble, THREE_D[1]),
+    (1 / 5, cost.bubble, THREE_D[1]._replace(stages=2)),
+    (5, seconds, "dp", 4, 2, 3),  # 2 + 3; 5/4·3 + 2/4
+    (4.25, seconds, "pp", 4, 2, 3),
+    (7, seconds, "pp", 4, 7, 3),
+]
+
+
+def test_formulas_by_hand():
+    check(BY_HAND)
+
+
+def test_bubble_of_a_layout():
+    for pp, micro_batches in ((2, 4), (4, 8), (8, 1)):
+        timeline = simulate(build_schedule("1f1b", pp, micro_batches))
+        found = cost.bubble(Layout(4, pp=pp, micro_batches=micro_batches))
+        assert found == pytest.approx(timeline.bubble / timeline.makespan)
+
+
+# ---- counted ---------------------------------------------------------------------------------------------------------
+
+SMALL = {"layers": 4, "hidden": 32, "ffn": 48, "vocab": 256, "seq_len": 16, "global_batch": 2}
+CASES = [
+    DENSE | FOUR_D | SMALL | {"cp_mode": "allgather", "dtype": "bfloat16"},
+    DENSE | SMALL | {"pp": 2, "zero": 3, "global_batch": 8},
+    EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1},
+    DENSE | SMALL | {"zero": 3, "global_batch": 16},  # two micro-batches
+    EXPERTS | SMALL | {"ep": 4, "expert_ffn": 16, "zero": 2, "global_batch": 16, "shared_experts": 1, "tp": 2},
+]
+
+
+def ranks_measure(cases: list[dict]) -> list[dict]:
+    """On a rank."""
+    mesh = build_mesh(Degrees(dp=8), torch.device("cpu"))
+    return on_every_case(mesh, lambda: None, dimensions.measure, cases)
+
+
+def test_what_ranks_send_and_hold():
+    ranks = run_ranks(8, ranks_measure, CASES)
+    for index, flags in enumerate(CASES):
+        model, layout = dimensions.layout_of(flags)
+        found = mean_rank(rank[index]["counted"] for rank in ranks).sent
+        for key, (number, size) in added(cost.messages(model, layout)).items():
+            assert found[key][1] == pytest.approx(size, rel=1e-12), (key, flags)
+            assert "shard" in key[0] or found[key][0] == number, (key, flags)  # which has buckets
+        assert set(found) - {("world", "all_reduce")} == set(added(cost.messages(model, layout))), flags
+        for kind, size in cost.held(model, layout).items():
+            mean = sum(rank[index]["held"][kind] for rank in ranks) / 8
+            assert kind in KINDS and mean == pytest.approx(size, rel=1e-2), (kind, flags)
