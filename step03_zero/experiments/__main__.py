@@ -1,28 +1,21 @@
 """The claims of step 3, predicted and measured.
 
-python -m step03_zero.experiments  # all of them, about 10 minutes on 2 cores
+python -m step03_zero.experiments  # all of them, about 5 minutes on 2 cores
 python -m step03_zero.experiments --only memory --quick
 """
 
 from common.experiments.runner import run_experiments
-from step03_zero.experiments import frames, holds, memory, nodes, overlap, residency, stages, traffic, unit_size
+from step03_zero.experiments import cluster, nodes, numbers, overlap
 
 EXPERIMENTS = [
-    holds.holds,
-    stages.stages,
-    frames.frames,
-    memory.memory,
-    residency.residency,
-    residency.peak,
-    traffic.traffic,
-    unit_size.unit_size,
-    traffic.gradients,
-    traffic.curves,
+    numbers.memory,
+    numbers.traffic,
+    numbers.unit_size,
+    numbers.curves,
     overlap.overlap,
-    overlap.condition,
-    overlap.formulas,
     nodes.nodes,
-    memory.llama,
+    cluster.llama,
+    cluster.condition,
 ]
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ That they hold is counted elsewhere: in the tests of accounting and of memory. A
 its arithmetic stands beside it. Sizes are small and differ from each other, so that a wrong factor shows.
 """
 
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from common.presets import PRESETS
 from step01_single_gpu import cost as prediction
 from step01_single_gpu.memory_model import gpt, peak
 from step02_data_parallel import cost as data
-from step03_zero.experiments import predictions as zero
+from step03_zero import cost as zero
 from step04_tensor_parallel.experiments import predictions as tensor
 from step04_tensor_parallel.experiments.predictions import Way
 from tests.mechanisms.formulas import BF16, DENSE, F32, LINK, SHAPE, TIED, by_kind, check, played
@@ -123,7 +123,11 @@ STEP_2 = [
 
 PEAK, LLAMA, MIXED = 989e12, PRESETS["llama3-8b"], (2, 4, 12)  # an H100's FLOP/s; widths in bytes
 WHOLE = count_parameters(LLAMA).total  # 8,030,261,248
-UNITS = zero.Model((10, 20, 30, 40))
+UNITS = 10, 20, 30, 40
+
+
+def gibibytes_of_8b() -> list[float]:
+    return [round(sum(zero.held(WHOLE, stage, 8, MIXED).values()) / 2**30, 1) for stage in range(4)]
 
 
 def tokens_that_hide() -> list[int]:
@@ -134,27 +138,37 @@ def tokens_that_hide() -> list[int]:
     return [round(tokens) for tokens in needed.values()]
 
 
+def zero_sends(*arguments, tied: bool = False) -> dict:
+    """How many and how many bytes, but for the two single numbers."""
+    sent = vocabulary.added(zero.messages(*arguments, tied=tied))
+    ranks = arguments[2] * (arguments[4] if len(arguments) > 4 else 1)
+    single = 1, 16 * (ranks - 1) / ranks  # 2(N-1)/N·8
+    assert sent.pop(("dp_cp", "all_reduce")) == sent.pop(("world", "all_reduce")) == single
+    return {f"{group} {op}": found for (group, op), found in sent.items()}
+
+
+def in_shard(gathers: int, gathered: float, scatters: int, scattered: float, **others) -> dict:
+    return {"shard all_gather": (gathers, gathered), "shard reduce_scatter": (scatters, scattered)} | others
+
+
 BUCKETS = [[1], [0]], [[0], [1]], [2, 4]
+ACROSS = {"replica all_reduce": (4, 200)}  # 2·1/2·50·4
 STEP_3 = [
-    ((200, 400, 1200), zero.held, 100, 0, 4, MIXED),
-    ((200, 400, 300), zero.held, 100, 1, 4, MIXED),
-    ((200, 100, 300), zero.held, 100, 2, 4, MIXED),
-    ((50, 100, 300), zero.held, 100, 3, 4, MIXED),
+    (by_kind(200, 400, 1200), zero.held, 100, 0, 4, MIXED),
+    (by_kind(200, 400, 300), zero.held, 100, 1, 4, MIXED),
+    (by_kind(200, 100, 300), zero.held, 100, 2, 4, MIXED),
+    (by_kind(50, 100, 300), zero.held, 100, 3, 4, MIXED),
     # 8.03·10⁹·18 bytes; 6 + 12/8 of them; 2 + 16/8; 18/8
-    ([134.6, 56.1, 29.9, 16.8], lambda: [round(sum(zero.held(WHOLE, n, 8, MIXED)) / 2**30, 1) for n in range(4)]),
-    ({"float32": (4, 4, 8), "bfloat16": MIXED}, lambda: zero.OURS),
-    (18 / 6, zero.limit, 1, MIXED),
-    (18 / 2, zero.limit, 2, MIXED),
-    (100, lambda: UNITS.parameters),
-    (18, zero.all_gathers, UNITS, 3),  # 3·(4 + 4 - 2)
-    (21, zero.all_gathers, replace(UNITS, tied=True), 3),
-    (3, zero.all_gathers, zero.Model((100,)), 3),  # the whole model is one unit, which stays
-    ((0, 600), zero.sent, UNITS, 0, 1, 3, 4),  # 2·3/4·100·4
-    ((600, 0), zero.sent, UNITS, 1, 4, 3),  # 3/4·(100·4 + 100·4)
-    ((1050, 0), zero.sent, UNITS, 2, 4, 3, 1, True, (2, 4)),  # 3/4·(100·2 + 3·100·4)
-    ((450, 0), zero.sent, UNITS, 2, 4, 3, 1, False, (2, 4)),
-    ((700, 200), zero.sent, UNITS, 3, 2, 2, 2, True, (2, 4)),  # 1/2·(2·150·2 + 2·100·4), 2·1/2·50·4
-    ((720, 200), zero.sent, replace(UNITS, tied=True), 3, 2, 2, 2, True, (2, 4)),  # 10 more are gathered twice
+    ([134.6, 56.1, 29.9, 16.8], gibibytes_of_8b),
+    ({"replica all_reduce": (4, 600)}, zero_sends, UNITS, 0, 1, 3, 4),  # 2·3/4·100·4
+    (in_shard(4, 300, 4, 300), zero_sends, UNITS, 1, 4, 3),  # 3/4·100·4
+    (in_shard(4, 150, 12, 900), zero_sends, UNITS, 2, 4, 3, 1, True, MIXED),  # 3/4·100·2, 3/4·3·100·4
+    (in_shard(4, 150, 4, 300), zero_sends, UNITS, 2, 4, 3, 1, False, MIXED),
+    # Gathers 4 + 2 of a micro-batch: 1/2·2·(100 + 50)·2; 1/2·2·100·4
+    (in_shard(12, 300, 8, 400) | ACROSS, zero_sends, UNITS, 3, 2, 2, 2, True, MIXED),
+    # With a tied embedding 10 more are gathered twice
+    (in_shard(14, 320, 8, 400) | ACROSS, lambda: zero_sends(UNITS, 3, 2, 2, 2, True, MIXED, tied=True)),
+    (in_shard(3, 900, 3, 900), zero_sends, (100,), 3, 4, 3),  # the whole model is one unit, which stays: 3/4·3·100·4
     (190, zero.resident, UNITS, 4, 2),  # 2·(100/4 + 30 + 40)
     (130, zero.resident, UNITS, 4, 2, False),
     (10, zero.tokens_to_hide_gather, 4, 3, 40),  # 2/2·3/4·40/3
@@ -164,8 +178,6 @@ STEP_3 = [
     (1, zero.appendix_a3, 4, 3, 40, 5),  # 1/10·3/4·40/3
     (4, zero.cheatsheet_zero3, 4, 3, 40, 5),  # 3·40/(2·5·3)
     (3.5, zero.cheatsheet_zero2, 4, 3, 40, 5, 7),  # 3·7·40/(4·3·5·4)
-    # Two ranks: a message of 4 takes 2. Forward 0-1; backward to 2.5, all-reduce 2.5-6.5; to 3, all-reduce 6.5-8.5
-    ((8.5, 6, 5.5), played, 2, zero.play_all_reduces, BUCKETS[0], [2, 4], [1, 3], (1, 2)),
     # Gathers 0-1, 1-3; forward 1-3, 3-9; backward 9-15, 15-17, scatters 15-17, 17-18
     ((18, 6, 2), played, 2, zero.play_buckets, *BUCKETS, [1, 3], (8, 8)),
     # Gathers 0-1, 1-3, 3-6 with forwards 3-5, 6-8; gather 8-10 with a backward, 10-12; scatters 10-13, 13-15, 15-16

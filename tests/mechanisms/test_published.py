@@ -11,7 +11,8 @@ from step01_single_gpu.cost import states
 from step01_single_gpu.experiments import playbook
 from step01_single_gpu.memory_model import gpt
 from step01_single_gpu.memory_model.peak import predict_peak
-from step03_zero.experiments import predictions as zero
+from step03_zero import cost as zero
+from step03_zero.experiments import cluster as zero_cluster
 from step04_tensor_parallel.experiments import memory as tensor_memory
 from step05_pipeline.experiments import memory as pipeline_memory
 from step05_pipeline.experiments import predictions as pipeline
@@ -49,7 +50,7 @@ def test_cheatsheet_takes_bytes_for_parameters_and_forgets_cp():
     config = configure(6, "--cp 4 --dp 2 --micro-batch 2 --global-batch 12 --seq-len 64", 8)
     cheatsheet = config.micro_batch * config.dp * config.accumulation_steps * config.rank_seq_len
     assert (config.global_batch * config.seq_len, config.accumulation_steps) == (4 * cheatsheet, 3)
-    ours = sum(zero.sent(zero.Model((0, 100, 0)), 1, 4, widths=(2, 4)))
+    ours = sum(each.bytes for each in zero.messages((100,), 1, 4, widths=(2, 4)) if each.group == "shard")
     assert (ours, 3 / 4 * 100 * (2 * 2 + 4)) == (450, 600)  # a reduce-scatter of float32 sums, a gather of bfloat16
 
 
@@ -145,9 +146,10 @@ def test_changes_of_1f1b(printed, monkeypatch):
 
 def test_bars_of_zero_tensor_and_expert_parallelism(printed):
     """8 B with DP 8, GiB of parameters, gradients and optimizer; 70 B under tp, whose bars are the GPT formulas."""
-    bars = [zero.held(count_parameters(LLAMA).total, stage, 8, zero.PLOTTED) for stage in range(4)]
-    published = [(15, 15, 60), (15, 15, 7.5), (15, 1.875, 7.5), (1.875, 1.875, 7.5)]
-    assert [[each / GIB for each in bar] for bar in bars] == [pytest.approx(bar, rel=0.004) for bar in published]
+    count = count_parameters(LLAMA).total
+    for stage, bar in zero_cluster.PUBLISHED.items():
+        ours = [each / GIB for each in zero.held(count, stage, 8, zero_cluster.PLOTTED).values()]
+        assert ours == pytest.approx(bar, rel=0.004)
     for name, (shown, formula, _) in printed(tensor_memory, tensor_memory.compare_70b).items():
         assert float(formula) == pytest.approx(float(shown), rel=0.004), name
 

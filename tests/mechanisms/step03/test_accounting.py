@@ -5,8 +5,10 @@ import os
 import pytest
 import torch
 
+from common.costs.vocabulary import WIDTHS, added
 from common.process_groups import Degrees, build_mesh
-from step03_zero.experiments import predictions, unit_size
+from step03_zero import cost
+from step03_zero.experiments.numbers import count_units, predict_units
 from tests.harness.observing import configure, observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step03.checks import Plan, check, check_wire
@@ -61,24 +63,24 @@ def test_predictions_are_what_was_counted(runs):
         plan = plan_of(case, world)
         sizes = [sum(plan.sizes[name] for name in region if name in plan.sizes) for region in plan.regions]
         tied = plan.config.model_config.tie_embeddings
-        model = predictions.Model((*sizes[:-1], sizes[-1] - tied * sizes[0]), tied)
-        widths = predictions.OURS[plan.config.dtype]
+        units, widths = (*sizes[:-1], sizes[-1] - tied * sizes[0]), WIDTHS[plan.config.dtype]
         shape = plan.stage, plan.ranks, plan.micro_batches, plan.replicas, plan.config.zero_reduce == "micro-batch"
-        sent, held = (
-            predictions.sent(model, *shape, widths[:2]),
-            predictions.held(model.parameters, plan.stage, plan.ranks, widths),
-        )
+        sent = added(cost.messages(units, *shape, widths, tied))
+        held = cost.held(sum(units), plan.stage, plan.ranks, widths)
         for seen in ranks:
-            for group, size in zip(("shard", "replica"), sent, strict=True):
+            for group in ("shard", "replica"):
+                expected = sum(size for (name, _), (_, size) in sent.items() if name == group)
                 counted = sum(call.bytes for call in seen.calls if call.group == group)
-                assert counted == pytest.approx(size, rel=0.003), (case, group)  # padding, and rounding down
-            counted = list(seen.held["before the update"].values())[:3]
-            assert counted[:2] == pytest.approx(held[:2], rel=0.003), (case, "parameters, gradients")
-            assert seen.held["after the step"]["optimizer"] == pytest.approx(held[2], rel=0.02), case  # and counters
+                assert counted == pytest.approx(expected, rel=0.003), (case, group)  # padding, and rounding down
+            counted = list(seen.held["before the update"].values())[:2]
+            expected = [held["parameters"], held["gradients"]]
+            assert counted == pytest.approx(expected, rel=0.003), (case, "parameters, gradients")
+            optimizer = seen.held["after the step"]["optimizer"]  # and counters
+            assert optimizer == pytest.approx(held["optimizer state"], rel=0.02), case
             if plan.stage == 3 and plan.ranks > 1:
-                assert len(seen.of("all_gather")) == predictions.all_gathers(model, plan.micro_batches), case
-                most = max(sample.resident for sample in seen.samples) + model.parameters / plan.ranks * widths[0]
-                assert most == pytest.approx(predictions.resident(model, plan.ranks, widths[0]), rel=0.003), case
+                assert len(seen.of("all_gather")) == sent["shard", "all_gather"][0], case
+                most = max(sample.resident for sample in seen.samples) + sum(units) / plan.ranks * widths[0]
+                assert most == pytest.approx(cost.resident(units, plan.ranks, widths[0]), rel=0.003), case
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -104,13 +106,13 @@ TINY = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab
 TINY |= {"seq_len": 8, "micro_batch": 1, "warmup": 1}
 
 
-def count_units() -> dict[str, tuple[int, ...]]:
-    return unit_size.count(build_mesh(Degrees(dp=unit_size.RANKS), torch.device("cpu")), lambda: None, TINY)
+def ranks_count_units() -> dict[str, tuple[int, ...]]:
+    return count_units(build_mesh(Degrees(dp=2), torch.device("cpu")), lambda: None, TINY)
 
 
 def test_size_of_a_unit():
     """Embedding: 16,384 parameters. Each of 4 layers: 53,376 (attention 16,448). Norm and head: 16,448."""
-    for seen in run_ranks(unit_size.RANKS, count_units):
+    for seen in run_ranks(2, ranks_count_units):
         for unit, (gathers, scatters, numbers, most) in UNITS.items():
             assert seen[unit] == (gathers, scatters, 2 * numbers, 4 * most), unit
-            assert unit_size.predict(TINY, unit) == seen[unit], unit
+            assert predict_units(TINY, unit) == seen[unit], unit

@@ -1,115 +1,91 @@
-"""What theory says of step 3: bytes held, bytes sent, number of collectives, and how much of them cannot hide.
+"""What ZeRO costs: a rank holds 1/N of what its stage divides, and borrows the rest.
 
-Psi is the number of parameters, N the ranks of a shard group, M the micro-batches of a step, U the units of stage 3 (a
-layer each; the embedding; the final norm with the head). The link is the alpha-beta model of
-`common/costs/alpha_beta.py`.
+Psi is the number of parameters, N the ranks of a shard group, M the micro-batches of a step. A unit is what is gathered
+or reduced at a time: in stages 1 and 2 a bucket; in stage 3 the embedding, a layer, or the final norm with the head.
+Operations are those of step 2.
 """
 
-from dataclasses import dataclass
-
 from common.costs.alpha_beta import Player
+from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
+from step02_data_parallel.cost import SCALAR
 
-# Bytes per parameter: parameters, gradients, optimizer state (master weights and Adam's two moments).
-OURS = {"float32": (4, 4, 8), "bfloat16": (2, 4, 12)}  # gradients are only ever stored in buckets of at least float32
-PAPER = (2, 2, 12)  # "ZeRO", section 3.1: half-precision gradients, K = 12
-FLOAT32_SUMS = (2, 2 + 4, 12)  # and beside them float32 sums, which the playbook counts
-PLOTTED = (2, 2, 8)  # what the bars of the playbook's figure of 8 B parameters contain: no master weights
+# ---- what a rank holds and sends -------------------------------------------------------------------------------------
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def held(parameters: float, stage: int, ranks: int, widths: tuple[int, int, int]) -> tuple[float, float, float]:
+def held(parameters: float, stage: int, ranks: int, widths: tuple[int, ...] = WIDTHS["float32"]) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer state that a rank holds ("ZeRO", section 5 and figure 1).
 
-    Gradients are counted when the backward ends, when they are most. The padding of units, less than N elements each,
-    is left out.
+    Each when it is most: gradients when the backward ends. Padding, less than N elements a unit, is left out.
 
     Args:
-        parameters: Psi. widths: bytes per parameter, such as `OURS["bfloat16"]`.
+        parameters: Psi. widths: bytes per parameter of each kind.
     """
-    sharded_from = (3, 2, 1)  # the stage that shards each of them
-    parts = zip(widths, sharded_from)
-    return tuple(parameters * width / (ranks if stage >= first else 1) for width, first in parts)
+    sharded_from = (3, 2, 1)  # the stage that shards each kind
+    shares = [parameters / (ranks if stage >= first else 1) for first in sharded_from]
+    return {kind: width * share for kind, width, share in zip(KINDS, widths, shares, strict=True)}
 
 
-def limit(stage: int, widths: tuple[int, int, int]) -> float:
-    """Return how many times less a rank holds than without ZeRO, for N -> infinity."""
-    rest = sum(held(1.0, stage, 10**12, widths))
-    return sum(widths) / rest
-
-
-# ---- traffic ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Model:
-    """The sizes that decide the traffic: elements of each unit, in the order of the forward (the embedding first)."""
-
-    units: tuple[int, ...]
-    tied: bool = False
-
-    @property
-    def parameters(self) -> int:
-        return sum(self.units)
-
-
-def all_gathers(model: Model, micro_batches: int = 1) -> int:
-    """Return how many all-gathers stage 3 issues in a step.
-
-    The rule says 2U-1 per micro-batch: all units in the forward, and all but the last one again in the backward.
-    Ours are one fewer, because an embedding's backward reads no weights; a tied one is gathered again for the head.
-    """
-    if len(model.units) == 1:  # it contains the embedding, is gathered for the forward, and stays
-        return micro_batches
-    return micro_batches * (2 * len(model.units) - 2 + model.tied)
-
-
-def sent(
-    model: Model,
+def messages(
+    units: tuple[float, ...],
     stage: int,
     ranks: int,
     micro_batches: int = 1,
     replicas: int = 1,
     each_micro_batch: bool = True,
-    widths: tuple[int, int] = (4, 4),
-) -> tuple[float, float]:
-    """Return the bytes that a rank sends in a step within its shard group, and within its replica group.
+    widths: tuple[int, ...] = WIDTHS["float32"],
+    tied: bool = False,
+) -> list[Message]:
+    """What a rank sends in a step: in its shard group, to its replicas, and two single numbers.
 
-    "ZeRO", section 7, says 2 Psi without ZeRO and in stages 1 and 2, and 3 Psi in stage 3, each times (N-1)/N. This
-    count adds accumulation and replicas, saves the embedding's second gather, and takes each message in its own type.
+    "ZeRO", section 7, says 2 Psi without ZeRO and in stages 1 and 2, and 3 Psi in stage 3, each times (N-1)/N. Here
+    are also accumulation and replicas, and each message has its own type. In stage 3 the last unit stays for the
+    backward, and an embedding's backward reads no weights; a tied one is gathered again for the head.
 
     Args:
+        units: elements of each, in the order of the forward.
         ranks: of a shard group, N; stage 0 has `replicas` only.
         each_micro_batch: stages 2 and 3 reduce-scatter the gradients of every micro-batch.
         widths: bytes of a parameter and of a gradient.
+        tied: the first unit's weights are also those of the head.
     """
-    gathered = model.parameters
+    weight, gradient, *_ = widths
+    gathers = micro_batches if stage == 3 else 1
+    scatters = micro_batches if stage >= 2 and each_micro_batch else 1
+    found = []
+
+    def gathered(sizes: tuple[float, ...], behind: str) -> None:
+        for size in sizes:
+            found.append(Message("shard", "all_gather", sent("all_gather", weight * size, ranks), gathers, behind))
+
+    if stage > 0:
+        gathered(units, "forward")
     if stage == 3:
-        again = sum(model.units[1:-1]) + (model.units[0] if model.tied else 0)
-        gathered = micro_batches * (model.parameters + again)
-    scattered = model.parameters * (micro_batches if stage >= 2 and each_micro_batch else 1)
-    share = (ranks - 1) / ranks
-    inside = share * (gathered * widths[0] + scattered * widths[1])
-    across = 2 * (replicas - 1) / replicas * model.parameters / ranks * widths[1]
-    return inside, across
+        gathered(units[:1] if tied and len(units) > 1 else (), "forward")
+        gathered(units[1:-1], "backward")
+    for size in units:
+        if stage > 0:
+            scattered = sent("reduce_scatter", gradient * size, ranks)
+            found.append(Message("shard", "reduce_scatter", scattered, scatters, "backward"))
+        if replicas > 1:
+            across = sent("all_reduce", gradient * size / ranks, replicas)
+            found.append(Message("replica", "all_reduce", across, 1, "last backward"))
+    scalar = sent("all_reduce", SCALAR, ranks * replicas)
+    return [*found, Message("dp_cp", "all_reduce", scalar, 1), Message("world", "all_reduce", scalar, 1)]
 
 
-def resident(model: Model, ranks: int, width: int, prefetch: bool = True) -> float:
+def resident(units: tuple[float, ...], ranks: int, width: int, prefetch: bool = True) -> float:
     """Return the most bytes of parameters that stage 3 holds: the shard, the unit in use and the one in flight."""
-    units = model.units
     pairs = [here + following for here, following in zip(units, units[1:])] if prefetch else []
-    return width * (model.parameters / ranks + max(pairs or units))
+    return width * (sum(units) / ranks + max(pairs or units))
 
 
-# ---- when does it hide -----------------------------------------------------------------------------------------------
+# ---- does it hide ----------------------------------------------------------------------------------------------------
 
 
 def tokens_to_hide_gather(ranks: int, bandwidth: float, peak_flops: float, width: int = 2) -> float:
     """Return the tokens per rank and micro-batch that make a unit's forward as long as the next one's all-gather.
 
-    A unit of P parameters takes width P (N-1)/N / bandwidth against 2 P tokens / peak_flops. P cancels. (The
-    playbook's appendix A3, which counts elements although bandwidths are bytes per second.)
+    A unit of P parameters takes width P (N-1)/N / bandwidth against 2 P tokens / peak_flops. P cancels.
 
     Args:
         bandwidth: bytes per second. width: bytes per parameter.
@@ -117,20 +93,20 @@ def tokens_to_hide_gather(ranks: int, bandwidth: float, peak_flops: float, width
     return width / 2 * (ranks - 1) / ranks * peak_flops / bandwidth
 
 
+def tokens_to_hide_scatter(ranks: int, bandwidth: float, peak_flops: float, width: int = 4) -> float:
+    """Return the tokens whose backward, 4 P tokens, takes as long as stage 2's reduce-scatter of P gradients."""
+    return width / 4 * (ranks - 1) / ranks * peak_flops / bandwidth
+
+
 def tokens_to_hide_backward(
     ranks: int, gather: float, scatter: float, peak_flops: float, widths: tuple[int, int] = (2, 4)
 ) -> float:
-    """Return the same for the backward: 4 P tokens of computation hide an all-gather and a reduce-scatter.
+    """Return the tokens whose backward hides an all-gather and a reduce-scatter of stage 3.
 
     Args:
         gather, scatter: their bandwidths, bytes per second. widths: bytes of a parameter and of a gradient.
     """
     return (ranks - 1) / ranks * peak_flops / 4 * (widths[0] / gather + widths[1] / scatter)
-
-
-def tokens_to_hide_scatter(ranks: int, bandwidth: float, peak_flops: float, width: int = 4) -> float:
-    """Return the tokens whose backward, 4 P tokens, takes as long as stage 2's reduce-scatter of P gradients."""
-    return width / 4 * (ranks - 1) / ranks * peak_flops / bandwidth
 
 
 def appendix_a3(ranks: int, bandwidth: float, peak_flops: float, tokens: float) -> float:
@@ -148,17 +124,7 @@ def cheatsheet_zero2(ranks: int, bandwidth: float, peak_flops: float, tokens: fl
     return (ranks - 1) * parameters * peak_flops / (4 * bandwidth * tokens * ranks)
 
 
-# ---- the link, played ------------------------------------------------------------------------------------------------
-
-
-def play_all_reduces(player: Player, buckets: list[list[int]], sizes: list[int], costs: list, times: tuple) -> None:
-    """Play a step of stage 0: in the backward, full buckets are all-reduced. Arguments as of `play_buckets`."""
-    forward, backward = times
-    player.now += forward
-    for bucket in buckets:
-        player.now += backward * sum(costs[index] for index in bucket) / sum(costs)
-        complete = player.all_reduce(sum(sizes[index] for index in bucket))
-    player.wait(complete)
+# ---- the link, played: stage 0 is step 2's `play_step` ---------------------------------------------------------------
 
 
 def play_buckets(
