@@ -14,6 +14,7 @@ from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations, total_bytes
+from step06_context_parallel import cost as context
 from step07_expert_parallel import cost as experts
 
 
@@ -32,13 +33,15 @@ class Layout(NamedTuple):
     dtype: str = "float32"
     stages: int = 1  # of the pipeline, on each rank
     cp_mode: str = "ring"
+    cp_split: str = "zigzag"
     recompute: str = "none"
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Layout":
         """Return the layout of a checked configuration."""
         same = {name: getattr(config, name) for name in ("dp", "pp", "cp", "tp", "ep", "zero", "micro_batch", "dtype")}
-        same |= {"cp_mode": config.cp_mode, "recompute": config.recompute, "stages": config.virtual_stages or 1}
+        same |= {name: getattr(config, name) for name in ("cp_mode", "cp_split", "recompute")}
+        same["stages"] = config.virtual_stages or 1
         return cls(config.seq_len, micro_batches=config.accumulation_steps, **same)
 
     @property
@@ -92,7 +95,9 @@ def messages(model: ModelConfig, layout: Layout, ends: bool = True) -> list[Mess
         for group in ("pp_forward", "pp_backward"):
             hops = layout.micro_batches * borders
             result.append(Message(group, "send", stream / layout.tp, hops, "other micro-batches"))
-    result += of_context(model, layout, times)
+    if layout.cp > 1:  # keys and values, of a rank's own heads
+        tokens, wide = layout.micro_batch * layout.seq // layout.tp, WIDTHS[layout.dtype][1]
+        result += context.messages(layout.cp_mode, layout.cp_split, layout.cp, model, tokens, width, wide, times)
     result += of_tensors(model, layout, stream, ends)
     of_layers = layout.micro_batches * expert_layers(model) / layout.pp
     return result + experts.messages(model, layout.tokens / layout.tp, layout.ep, width, of_layers)
@@ -121,19 +126,6 @@ def of_weights(name: str, size: float, again: float, ranks: int, layout: Layout)
     if not once:
         result.append(Message(shard, "all_gather", again * narrow * part, each, "the backward"))
     return result
-
-
-def of_context(model: ModelConfig, layout: Layout, times: float) -> list[Message]:
-    """Return the keys and values of `times` layers, forward and backward, and the sums of their gradients."""
-    if layout.cp == 1:
-        return []
-    narrow, wide, _ = WIDTHS[layout.dtype]
-    keys, cp = layout.tokens * model.kv_heads * model.head_width / layout.tp, layout.cp
-    if layout.cp_mode == "allgather":
-        gathered = Message("cp", "all_gather", (cp - 1) * keys * narrow, 4 * times, "attention")
-        return [gathered, Message("cp", "reduce_scatter", (cp - 1) * keys * wide, 2 * times, "attention")]
-    around = Message("cp", "send", keys * narrow, 4 * (cp - 1) * times, "attention")
-    return [around, Message("cp", "send", keys * wide, 2 * cp * times, "attention")]
 
 
 def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool) -> list[Message]:
