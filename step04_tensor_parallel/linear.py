@@ -30,13 +30,14 @@ def weight_gradient(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # itself: what `saved_tensors` gives back may be another tensor of the same memory
+        ctx.save_for_backward(x)
         return torch.nn.functional.linear(x, weight)
 
     @staticmethod
     def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, weight_gradient(weight, gradient, x)
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.weight, weight_gradient(ctx.weight, gradient, x)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

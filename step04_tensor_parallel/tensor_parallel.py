@@ -73,8 +73,8 @@ class _OverlappedColumnLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, split, *weights):
-        ctx.split = split
-        ctx.save_for_backward(x, *weights)  # not the gathered sequence, which is tp times as large
+        ctx.split, ctx.weights = split, weights
+        ctx.save_for_backward(x)  # not the gathered sequence, which is tp times as large
         if split.mode == "chunked":
             return tuple(gather_and_multiply(x, weights, split.group))
         whole = split.begin_sublayer(x)
@@ -82,7 +82,7 @@ class _OverlappedColumnLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        split, (x, *weights) = ctx.split, ctx.saved_tensors
+        split, weights, (x,) = ctx.split, ctx.weights, ctx.saved_tensors
         if split.sequence_parallel:  # gather again, while we compute the input's gradient, which does not need it
             parts, gathering = start_all_gather(x, split.group)
         dx = gradients[0] @ weights[0]
@@ -105,8 +105,8 @@ class _OverlappedRowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, split, weight):
-        ctx.split = split
-        ctx.save_for_backward(x, weight)
+        ctx.split, ctx.weight = split, weight
+        ctx.save_for_backward(x)
         if split.mode == "chunked":
             return multiply_and_scatter(x, weight, split.group)
         summand = F.linear(x, weight)
@@ -117,7 +117,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
+        weight, (x,) = ctx.weight, ctx.saved_tensors
         gradient = ctx.split.begin_sublayer(gradient)  # the conjugate of `end_sublayer`
         return gradient @ weight, None, weight_gradient(weight, gradient, x)
 

@@ -92,14 +92,14 @@ def multiply_transposed(y: Tensor, x: Tensor, counts: Counts, kernels: Kernels |
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts, kernels):
-        ctx.counts, ctx.kernels = counts, kernels
-        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.counts, ctx.kernels = weight, counts, kernels
+        ctx.save_for_backward(x)
         return multiply(x, weight.mT, counts, kernels)
 
     @staticmethod
     def backward(ctx, gradient):
-        (x, weight), gradient = ctx.saved_tensors, gradient.contiguous()  # the kernel takes no expanded tensor
-        counts, kernels = ctx.counts, ctx.kernels
+        (x,), gradient = ctx.saved_tensors, gradient.contiguous()  # the kernel takes no expanded tensor
+        weight, counts, kernels = ctx.weight, ctx.counts, ctx.kernels
         dw = weight_gradient(weight, gradient, x, partial(multiply_transposed, counts=counts, kernels=kernels))
         return multiply(gradient, weight, counts, kernels), dw, None, None
 

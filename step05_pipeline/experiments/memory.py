@@ -1,6 +1,5 @@
 """What a rank keeps: activations of the micro-batches in flight, and parameters of its stages."""
 
-import functools
 import gc
 from collections import Counter
 from contextlib import contextmanager
@@ -102,10 +101,6 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _accumulate(accumulate, by_address: dict, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    accumulate(by_address[weight.data_ptr()], gradient)
-
-
 class Watcher:
     """In the place of the pipeline's tracer: after each action it adds up the storages that are kept for a backward.
 
@@ -118,10 +113,6 @@ class Watcher:
     def of(self, run: Run) -> None:
         self._pipeline: Pipeline = run.pipeline
         self._parameters = {_place(parameter) for stage in run.pipeline.stages for parameter in stage.parameters()}
-        # hooks give weights back as other tensors of the same memory
-        for zero, stage in zip(run.pipeline.zero_wrappers, run.pipeline.stages):
-            by_address = {parameter.data_ptr(): parameter for parameter in stage.parameters()}
-            zero.accumulate = functools.partial(_accumulate, zero.accumulate, by_address)
 
     def hooks(self):
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor)

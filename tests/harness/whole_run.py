@@ -99,10 +99,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
             seen["saved"] += tensor.numel() * tensor.element_size()
         return tensor
 
-    # Under these hooks autograd hands out other tensor objects, by which a split backward does not know its weights
     saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    if "--schedule-file" in flags or "dualpipe" in flags:
-        saved_tensors = contextlib.nullcontext()
     try:
         base = f"{BASE} --no-fused" if step == 8 else BASE  # so that it can be compared with step 7
         config = parse(step, f"{base} {flags}".format(folder=folder).split())
