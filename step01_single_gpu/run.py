@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 
 import torch
 
-from common.config import TrainConfig
+from common.all_ranks import from_rank_0
+from common.checkpoints import checkpoint, files
+from common.checkpoints.background import BackgroundSaves
+from common.config import TrainConfig, flag_names
 from common.data.batches import Batches
+from common.errors import UsageError
 from common.process_groups import Mesh
 from common.record.run_record import RunRecord
 from common.tracing.tracer import Tracer
 from step01_single_gpu.mixed_precision import Optimizer
-from step01_single_gpu.save_resume import Checkpoints
 from step01_single_gpu.slow_device import SlowDevice
 
 
@@ -22,13 +26,13 @@ class Run:
             for step in run.steps():
                 run.log(train_step(step, ..., run.tracer))
 
-    Raises UsageError as `Checkpoints.resume` and `RunRecord` do.
+    Raises UsageError as `resume`, `RunRecord` and `checkpoint.save` do.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, optimizer: Optimizer):
-        self.config, self.optimizer = config, optimizer
-        self.checkpoints = Checkpoints(config, mesh, batches, optimizer)
-        self.first_step = self.checkpoints.resume()
+        self.config, self.mesh, self.batches, self.optimizer = config, mesh, batches, optimizer
+        self.first_step = self.resume()
+        self.background = BackgroundSaves(mesh, config.timeout) if config.async_save else None
         self.record = RunRecord(config, mesh, batches, self.first_step)
         self.tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
         self.device = SlowDevice(1e9 * config.compute) if config.compute else nullcontext()
@@ -40,7 +44,8 @@ class Run:
     def __exit__(self, error, *_) -> None:
         self._steps.close()  # ends the contexts of a step that an error has left
         if error is None:  # after an error, other ranks may be gone
-            self.checkpoints.close()
+            if self.background:
+                self.background.wait()
             self.tracer.close()
             self.record.close()
 
@@ -53,7 +58,7 @@ class Run:
             with self.record.step(step) as self.measured, self.tracer.step(step), self.device:
                 self.measured["lr"] = self.config.learning_rate(step)
                 yield step
-            self.checkpoints.save(step + 1)
+            self.save(step + 1)
 
     def log(self, numbers: dict[str, torch.Tensor]) -> None:
         """Put a step's numbers into the record: loss, grad_norm and whatever else there is, as 0-d float64 tensors.
@@ -64,3 +69,54 @@ class Run:
         if self.optimizer.scaler.accept(values["grad_norm"]):  # float16 may have skipped this step
             self.optimizer.updates += 1
         self.measured |= values
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        """Save the run after `step` steps if --save-every asks for it, in the background with --async-save."""
+        config, scaler = self.config, self.optimizer.scaler
+        if config.save_every and (step % config.save_every == 0 or step == config.steps):
+            extra = {"identity": self.identity(), "updates": self.optimizer.updates}
+            extra |= {"loss_scale": scaler.scale if scaler.dynamic else None}  # float16 alone has one
+            extra |= {"good_steps": scaler.good_steps}
+            arguments = config.run_dir, step, self.optimizer.slices(), extra
+            if self.background:
+                self.background.save(*arguments, keep=config.keep)
+            else:
+                checkpoint.save(*arguments, self.mesh, keep=config.keep)
+
+    def identity(self) -> dict:
+        """What must be equal for the curve to go on: the model's shape, the data and the update rule.
+
+        The data are equal if the text is, wherever it was read from. Layout, numbers of steps and logging are free.
+        """
+        shape = {f"model.{name}": value for name, value in asdict(self.config.model_config).items()}
+        flags = {name: getattr(self.config, name) for name in flag_names("data", "update") if name != "data"}
+        return shape | flags | {"corpus": self.batches.corpus.sha256}
+
+    def resume(self) -> int:
+        """Load the checkpoint that --resume names, if any, and return the step to continue with.
+
+        Raises UsageError when there is no intact checkpoint, when it belongs to another run or to a step after the
+        last, and when --run-dir holds a later one. Rank 0 looks for all ranks, since a shared storage may show them
+        different things.
+        """
+        config, mesh, first_step = self.config, self.mesh, 0
+        if config.resume:
+            found = from_rank_0(mesh, lambda: files.candidates(config.resume, config.run_dir))
+            if found:  # "auto" also starts a run
+                folder, extra = checkpoint.load_intact(found, self.optimizer.slices(), mesh, self.identity())
+                self.optimizer.loaded(extra["updates"])
+                scaler = self.optimizer.scaler
+                if scaler.dynamic and extra["loss_scale"] is not None:
+                    scaler.scale, scaler.good_steps = extra["loss_scale"], extra["good_steps"]
+                first_step = extra["step"]
+        if first_step > config.steps:
+            raise UsageError(f"--resume: {folder} is after step {first_step}, and --steps {config.steps} ends before")
+        if first_step and first_step == config.steps and mesh.rank == 0:
+            print(f"{folder} is after the last of --steps {config.steps}: nothing is left to train")
+        later = config.run_dir and from_rank_0(mesh, lambda: files.complete(config.run_dir, after=first_step))
+        if later:  # this run would write its steps once more, but a later --resume auto would take that checkpoint
+            there = f"--run-dir {config.run_dir} holds {later[0].name} of an earlier run"
+            raise UsageError(f"{there}: add --resume auto to go on from there, or take another folder")
+        return first_step

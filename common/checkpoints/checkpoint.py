@@ -1,15 +1,18 @@
 """Checkpoints: saved by all ranks in parallel, and loaded into any other layout.
 
-`boxes.py` says what a checkpoint holds, `files.py` in which files and how a complete one is told from a damaged one.
+`boxes.py` says what a checkpoint holds, `files.py` in which files and how a complete one is told from a damaged one,
+and `background.py` saves while the training goes on.
 """
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from common.all_ranks import from_rank_0, on_all_ranks
 from common.checkpoints import boxes, files
 from common.checkpoints.boxes import SavedBox
+from common.checkpoints.files import DamagedCheckpoint
 from common.errors import UsageError
 from common.process_groups import Mesh
 
@@ -47,6 +50,29 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
             check_compatible(extra.get("identity", {}), identity)
         boxes.read(dcp.FileSystemReader(folder), held, mesh)
         return extra
+
+
+def load_intact(folders: list[Path], held: Iterable[SavedBox], mesh: Mesh, identity: dict) -> tuple[Path, dict]:
+    """`load` the first of `folders` that is not damaged, and return that folder and its `extra`.
+
+    Rank 0 names and renames the damaged ones before it. Raises DamagedCheckpoint, and renames none, if all are damaged.
+    """
+    held, damaged = list(held), {}
+    for folder in folders:
+        try:
+            extra = load(folder, held, mesh, identity)
+            break
+        except DamagedCheckpoint as error:
+            damaged[folder] = error
+    else:
+        raise DamagedCheckpoint("; ".join(map(str, damaged.values())))
+
+    def set_aside() -> None:
+        for each, error in damaged.items():
+            print(f"{error}; renamed to {files.set_aside(each).name}, going on from {folder.name}", file=sys.stderr)
+
+    from_rank_0(mesh, set_aside)
+    return folder, extra
 
 
 def check_compatible(saved: dict, now: dict) -> None:

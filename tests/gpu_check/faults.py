@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from common.checkpoints import files
-from step01_single_gpu.save_resume import Checkpoints
+from step01_single_gpu.run import Run
 from tests.gpu_check.findings import NOT_ON_CPU, Findings, nvidia_smi
 from tests.gpu_check.launching import Agents, ranks_can_meet, train_alone, wait_for
 from tests.gpu_check.parity import SMALL, TOLERANCE, difference
@@ -84,14 +84,14 @@ def async_save(found: Findings) -> None:
     every = 2 if found.quick else 8
     model = SMALL if found.quick else "--model smollm-135m --seq-len 512 --micro-batch 4 --data synthetic"
     for name, flag in (("sync", ""), ("async", "--async-save")):
-        stops, original = [], Checkpoints.save
+        stops, original = [], Run.save
 
         def timed(self, step, stops=stops, original=original):
             start = time.perf_counter()
             original(self, step)
             stops.append(time.perf_counter() - start)
 
-        with mock.patch.object(Checkpoints, "save", timed):
+        with mock.patch.object(Run, "save", timed):
             start = time.perf_counter()
             train_alone(found, name, 1, f"{model} --steps {3 * every} --save-every {every} --keep 1 {flag}")
         saves = ", ".join(f"{stop:.3f}" for stop in stops[every - 1 :: every])

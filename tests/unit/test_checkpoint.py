@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp  # here, so that the fork server impo
 from common import collectives
 from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
+from common.checkpoints.background import BackgroundSaves
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
 from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
-from step01_single_gpu.save_resume import BackgroundSaves, load_intact
 from tests.harness.ranks import run_ranks
 
 SHAPES = {"parameter/weight": (7, 5), "exp_avg/gain": (6,), "exp_avg_sq/cube": (3, 2, 4), "parameter/scalar": ()}
@@ -289,11 +289,11 @@ def ranks_load_intact(run_dir):
         folder = checkpoint.save(run_dir, step, hold(mesh.rank, 2), {}, mesh)
         from_rank_0(mesh, lambda: FAULTS[fault](folder / file))  # noqa: B023
         held, found = hold(mesh.rank, 2, axis=-1), from_rank_0(mesh, lambda: files.candidates("auto", run_dir))
-        folders.append(load_intact(found, held, mesh, None))
+        folders.append(checkpoint.load_intact(found, held, mesh, None))
         assert_filled(held, mesh.rank, 2, what=file, axis=-1)
     # A rank that looks at another storage must not make a checkpoint damaged
     found = [folder_of(run_dir, 10) if mesh.rank == 0 else run_dir / "elsewhere", run_dir / "elsewhere"]
-    return folders, error_of(load_intact, found, held, mesh, None)
+    return folders, error_of(checkpoint.load_intact, found, held, mesh, None)
 
 
 def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, mesh, capsys):
