@@ -1,10 +1,22 @@
-"""The rules that the flags of pipelines obey, after those of step 4."""
+"""The schedule that the flags of pipelines ask for, and the rules that they obey, after those of step 4."""
 
 from common.config import TrainConfig
 from common.errors import UsageError
 from step04_tensor_parallel import config as step04
+from step05_pipeline.schedules.actions import Schedule
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.csv_files import read_schedule
 from step05_pipeline.schedules.validator import check_schedule
-from step05_pipeline.stages import schedule_of
+
+
+def schedule_of(config: TrainConfig) -> Schedule:
+    """The schedule that the flags ask for. Raises UsageError if there is none."""
+    sizes = config.pp, config.accumulation_steps, config.virtual_stages
+    if config.schedule_file:
+        if config.schedule != TrainConfig.schedule or config.consecutive:
+            raise UsageError("--schedule-file replaces --schedule and --consecutive; leave them out")
+        return read_schedule(config.schedule_file, *sizes)
+    return build_schedule(config.schedule, *sizes, config.consecutive)
 
 
 def check(config: TrainConfig) -> None:

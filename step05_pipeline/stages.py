@@ -6,26 +6,11 @@ from torch import nn
 
 from common.config import TrainConfig
 from common.counts import count_flops
-from common.errors import UsageError
 from common.model import ATTENTION_CORES, Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Mesh
 from step05_pipeline.schedules.actions import Schedule
-from step05_pipeline.schedules.catalogue import build_schedule
-from step05_pipeline.schedules.csv_files import read_schedule
 from step05_pipeline.weight_gradients import DeferringLinear
-
-
-def schedule_of(config: TrainConfig) -> Schedule:
-    """The schedule that the flags ask for. Raises UsageError if there is none."""
-    sizes = config.pp, config.accumulation_steps, config.virtual_stages
-    if config.schedule_file:
-        if config.schedule != TrainConfig.schedule or config.consecutive:
-            raise UsageError("--schedule-file replaces --schedule and --consecutive; leave them out")
-        schedule = read_schedule(config.schedule_file, *sizes)
-    else:
-        schedule = build_schedule(config.schedule, *sizes, config.consecutive)
-    return schedule
 
 
 def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[int, int]]:

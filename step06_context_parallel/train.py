@@ -26,8 +26,9 @@ from step03_zero.by_layer import ZeroByLayer
 from step03_zero.zero import Zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_stages, schedule_of, share_parameters
+from step05_pipeline.stages import build_stages, share_parameters
 from step06_context_parallel.config import check
 from step06_context_parallel.context_parallel import apply_context_parallel, take_part
 

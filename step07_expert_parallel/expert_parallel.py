@@ -23,9 +23,10 @@ from step07_expert_parallel.experts import Counts, to_host
 class AllToAll:
     """Rows that travel to other ranks and, in the backward, their gradients that travel back.
 
-    `start` and `finish` surround whatever is computed meanwhile. In the backward, autograd comes to `finish` first, and
-    sends the gradients back. While they travel, it goes through what was computed meanwhile. Then it comes to `start`,
-    which waits for them.
+    `start` and `finish` surround whatever is computed meanwhile. In the backward, autograd comes to `finish` first:
+
+        forward, read from left to right     start: send the rows | shared experts | finish: wait for rows
+        backward, read from right to left    start: wait for them | shared experts | finish: send the gradients back
 
     `before_wait` is called before each wait: somebody else may compute meanwhile.
     """
@@ -62,6 +63,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, exchange: AllToAll):
         ctx.exchange = exchange
+        # A tensor of its own: autograd ties the output to this node, the node to the exchange, and that to the result
         return exchange.launch(x, exchange.sent, exchange.received).detach()
 
     @staticmethod
@@ -104,6 +106,13 @@ class _Permute(torch.autograd.Function):
 
 class Journey:
     """The way of one layer's rows to their experts on other ranks, and back. Alone, a rank has all experts.
+
+    For example, two ranks hold the experts 0, 1 and 2, 3. Here a row is written as the number of its expert:
+
+        rows of rank 0   0 1 1 2        it sends three of them to rank 0 (itself), and one to rank 1
+        rows of rank 1   0 0 3          it sends two to rank 0, and one to rank 1
+        there, rank 0    0 1 1 | 0 0    what arrives from rank 0, and from rank 1
+        order            0 3 4 1 2      takes it by expert: 0 0 0 1 1
 
     Args:
         counts: how many of this rank's rows, which are sorted by expert, each of all the experts gets.

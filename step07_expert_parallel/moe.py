@@ -32,6 +32,16 @@ class Choices:
     counts          how many rows each expert has
     order, tokens   (rows,) each: which of the tokens * k choices a row is, and of which token
     places, starts  (rows,) and (tokens,): the rows of token t are listed in places, from starts[t] on
+
+    For example, three tokens choose two of the experts 0, 1, 2, and token 1's second choice is dropped (3):
+
+        chosen   2 0 | 1 3 | 0 2       token 0 | token 1 | token 2; the choices have the numbers 0 to 5
+        rows     0 1 2 3 4             sorted by expert: two rows for expert 0, one for 1, two for 2
+        counts   2 1 2
+        order    1 4 2 0 5             row 0 is choice 1, row 1 is choice 4, ...
+        tokens   0 2 1 0 2             row 0 is of token 0, row 1 of token 2, ...
+        places   3 0 | 2 | 1 4         token 0's rows are 3 and 0, token 1's row is 2, token 2's rows are 1 and 4
+        starts   0     2   3
     """
 
     def __init__(self, chosen: Tensor, experts: int, some_dropped: bool):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common import collectives
 from common.config import TrainConfig
-from common.model import Decoder, at_least_float32
+from common.model import at_least_float32
 from common.process_groups import Mesh
 from step01_single_gpu.mixed_precision import LossScaler
 from step06_context_parallel.layouts import Layout
@@ -59,23 +59,21 @@ class Router(nn.Module):
 
         A choice beyond the capacity of its expert is number `experts`, which does not exist, and its gate is 0.
         """
-        dtype, experts = at_least_float32(x.dtype), self.shape.experts
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))  # (batch, seq, experts)
-        scores = logits.softmax(-1) if self.shape.gate == "softmax" else logits.sigmoid()
-        chosen = self.choose(scores.detach())  # (batch, seq, k)
-        gates = scores.gather(-1, chosen)
-        if self.shape.normalize_gates:
-            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
-        gates = gates * self.shape.gate_scale
+        logits, scores = self.score(x)
+        chosen = self.choose(scores.detach())  # (batch, seq, k); no gradient passes through a choice
+        gates = self.weigh(scores, chosen)
+        dropped = self.beyond_capacity(chosen)
 
-        counts = torch.zeros(len(x), experts, dtype=torch.int64, device=x.device)  # of each sequence's tokens here
-        counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
-        dropped = torch.zeros_like(chosen, dtype=torch.bool)
-        if self.config.capacity_factor:
-            dropped = self.earlier_choices(chosen) >= self.capacity
+        counts = self.count(chosen)
         auxiliary = self.auxiliary_loss(logits, scores, counts)
         gates = _Account.apply(gates.masked_fill(dropped, 0), auxiliary, self, counts.sum(0), dropped.sum())
-        return chosen.masked_fill(dropped, experts).flatten(0, 1), gates.flatten(0, 1)
+        return chosen.masked_fill(dropped, self.shape.experts).flatten(0, 1), gates.flatten(0, 1)
+
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (batch, seq, hidden) -> logits and scores, both (batch, seq, experts), in at least float32."""
+        dtype = at_least_float32(x.dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        return logits, logits.softmax(-1) if self.shape.gate == "softmax" else logits.sigmoid()
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores (..., experts) -> the best `top_k` experts of the allowed groups (..., k), the best one first."""
@@ -88,11 +86,31 @@ class Router(nn.Module):
             scores = by_group.masked_fill(forbidden.unsqueeze(-1), -math.inf).flatten(-2)
         return _best(scores, self.shape.top_k)
 
+    def weigh(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the gates: scores (batch, seq, experts), chosen (batch, seq, k) -> (batch, seq, k)."""
+        gates = scores.gather(-1, chosen)
+        if self.shape.normalize_gates:
+            gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        return gates * self.shape.gate_scale
+
+    def count(self, chosen: Tensor) -> Tensor:
+        """chosen (batch, seq, k) -> (batch, experts): how many of a sequence's tokens here chose each expert."""
+        counts = torch.zeros(len(chosen), self.shape.experts, dtype=torch.int64, device=chosen.device)
+        return counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
+
+    # ---- the capacity of experts -------------------------------------------------------------------------------------
+
+    def beyond_capacity(self, chosen: Tensor) -> Tensor:
+        """chosen (batch, seq, k) -> which choices are dropped, bool: none without --capacity-factor."""
+        if not self.config.capacity_factor:
+            return torch.zeros_like(chosen, dtype=torch.bool)
+        return self.earlier_choices(chosen) >= self.capacity
+
     @property
     def capacity(self) -> int:
-        """How many tokens of a sequence an expert takes: --capacity-factor times an equal share."""
-        share = self.shape.top_k * self.config.seq_len / self.shape.experts
-        return math.ceil(min(self.config.capacity_factor * share, self.config.seq_len))
+        """How many tokens of a sequence an expert takes: --capacity-factor times the mean."""
+        evenly = self.shape.top_k * self.config.seq_len / self.shape.experts
+        return math.ceil(min(self.config.capacity_factor * evenly, self.config.seq_len))
 
     def earlier_choices(self, chosen: Tensor) -> Tensor:
         """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert.
@@ -110,11 +128,13 @@ class Router(nn.Module):
         start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
         return earlier[:, start : start + chosen.shape[1]]
 
+    # ---- the auxiliary losses ----------------------------------------------------------------------------------------
+
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         """Return these tokens' share of the auxiliary losses, whose sum over the global batch is the mean.
 
         For each sequence of T tokens this is alpha * sum_i f_i P_i (DeepSeek-V3, equations 17 to 20), where f_i is the
-        number of tokens that chose expert i as a multiple of an equal share k T / E, and P_i the mean probability of
+        number of tokens that chose expert i as a multiple of the mean, k T / E, and P_i the mean probability of
         expert i; and the mean over the tokens of the squared log-sum-exp of the logits.
 
         Args:
@@ -157,8 +177,10 @@ def count_earlier(chosen: Tensor) -> Tensor:
 class _Account(torch.autograd.Function):
     """Passes the gates on. Its backward starts the one of the auxiliary losses, and adds up values and counts.
 
-    So a layer needs no second output, and everything is counted once: a forward that keeps no graph, because it is
-    going to be recomputed, leaves no trace.
+    Why in the backward? With recomputation a layer's forward runs twice per micro-batch, and in an evaluation it runs
+    without any training. Its backward runs exactly once for every micro-batch that the step trains on, so what is added
+    up there is counted once. And the auxiliary loss has no way of its own to the end of the model: a layer returns
+    hidden states alone, also to another pipeline stage. So its backward starts here, with the factor of the loss.
     """
 
     @staticmethod
@@ -173,46 +195,3 @@ class _Account(torch.autograd.Function):
         router.load += ctx.load
         router.dropped += ctx.dropped
         return gradient, torch.full_like(ctx.auxiliary, router.scaler.scale), None, None, None
-
-
-def routers_of(stages: list[Decoder]) -> list[tuple[int, Router]]:
-    """The routers of this rank's layers, each with the number of its layer."""
-    layers = [(int(index), layer.mlp) for stage in stages for index, layer in stage.layers.items()]
-    return [(index, mlp.router) for index, mlp in layers if hasattr(mlp, "router")]
-
-
-class Balancing:
-    """What the routers of all layers do together, once a step: they compare loads and move their biases."""
-
-    def __init__(self, stages: list[Decoder], config: TrainConfig, mesh: Mesh, scaler: LossScaler):
-        self.config, self.mesh, self.routers = config, mesh, routers_of(stages)
-        for _, router in self.routers:
-            router.scaler = scaler
-
-    @torch.no_grad()
-    def finish(self, skip: Tensor | None = None) -> dict[str, Tensor]:
-        """Move the biases, unless `skip` is 1 (as for `Optimizer.step`), and start counting anew.
-
-        Returns 0-d tensors in float64, the same on all ranks: `aux_loss`, the auxiliary losses of all layers;
-        `imbalance`, the load of an expert at its worst as a multiple of the mean (mean over the layers); and `dropped`,
-        how many choices were dropped.
-        """
-        shape, device = self.config.model_config, self.mesh.device
-        if not shape.experts:
-            zero = torch.zeros((), dtype=torch.float64, device=device)
-            return {"aux_loss": zero, "imbalance": zero, "dropped": zero}
-        counts = torch.zeros(shape.layers * shape.experts + 2, dtype=torch.float64, device=device)
-        loads = counts[2:].view(shape.layers, shape.experts)
-        for index, router in self.routers:
-            loads[index] += router.load
-            counts[0] += router.auxiliary
-            counts[1] += router.dropped
-            router.start_over()
-        collectives.all_reduce(counts, self.mesh.world)  # float64 holds these integers exactly
-        if self.config.balance == "bias":
-            for index, router in self.routers:
-                step = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
-                router.bias += step if skip is None else step * (1 - skip)
-        loads = loads[shape.dense_layers :]
-        worst = (loads.amax(1) / loads.mean(1)).mean()
-        return {"aux_loss": counts[0], "imbalance": worst, "dropped": counts[1]}

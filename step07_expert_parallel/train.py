@@ -28,13 +28,14 @@ from step03_zero.by_layer import ZeroByLayer
 from step03_zero.zero import Zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_stages, schedule_of, share_parameters
+from step05_pipeline.stages import build_stages, share_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel, take_part
+from step07_expert_parallel.balancing import Balancing, routers_of
 from step07_expert_parallel.config import check
 from step07_expert_parallel.interleave import InterleavedPipeline
 from step07_expert_parallel.moe import apply_experts
-from step07_expert_parallel.router import Balancing, routers_of
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:

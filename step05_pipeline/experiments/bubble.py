@@ -8,13 +8,13 @@ from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
 from common.tracing.report import Trace, read_trace
+from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments.predictions import efficiency
 from step05_pipeline.experiments.tools import ORDER, SHAPE, draw_figure
 from step05_pipeline.pipeline import DELAYS
 from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.csv_files import CELL
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
-from step05_pipeline.stages import schedule_of
 from step05_pipeline.train import train
 
 DELAY = 100  # ms per layer: a forward takes as long in schedules with two stages on a rank, else twice as long

@@ -16,12 +16,13 @@ from common.measure.allocator import MemoryMeter
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.process_groups import Mesh
+from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, pipeline_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
-from step05_pipeline.stages import schedule_of, split_layers
+from step05_pipeline.stages import split_layers
 
 TAUGHT = {"afab": "AFAB", "1f1b": "1F1B", "interleaved": "interleaved", "zb-h1": "ZB-H1"}  # in the lesson
 NEEDS_MORE = {"zbv": "ZBV (twice the messages)", "dualpipe": "DualPipe (two copies of the weights)"}

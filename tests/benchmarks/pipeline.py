@@ -21,8 +21,9 @@ from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.clipping import clip_factor, gradient_norm
+from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments.bubble import DELAY, play
-from step05_pipeline.stages import schedule_of, split_layers
+from step05_pipeline.stages import split_layers
 from step05_pipeline.train import build
 from tests.benchmarks.paired import adamw_settings, compare, keep, measure_steps, parse_options
 from tests.harness.ranks import run_ranks

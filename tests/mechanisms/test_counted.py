@@ -19,9 +19,10 @@ from step02_data_parallel.data_parallel import fill_buckets
 from step04_tensor_parallel.experiments import gpt, shapes
 from step04_tensor_parallel.experiments import predictions as tensor
 from step04_tensor_parallel.experiments import tools as tensor_tools
+from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments import memory as pipeline_memory
 from step05_pipeline.experiments import predictions as pipeline
-from step05_pipeline.stages import schedule_of, split_layers
+from step05_pipeline.stages import split_layers
 from tests.harness.ranks import run_ranks
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "seq_len": 32, "warmup": 1}

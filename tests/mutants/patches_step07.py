@@ -12,9 +12,10 @@ from common.checkpoints.boxes import SavedBox
 from step01_single_gpu.mixed_precision import Optimizer
 from step03_zero.zero import Zero
 from step07_expert_parallel import expert_parallel
+from step07_expert_parallel.balancing import Balancing, routers_of
 from step07_expert_parallel.expert_parallel import AllToAll, Journey
 from step07_expert_parallel.moe import Choices, _Combine
-from step07_expert_parallel.router import Balancing, Router, count_earlier, routers_of
+from step07_expert_parallel.router import Router, count_earlier
 from tests.mutants import Mutants
 
 MUTANTS = Mutants()

@@ -10,7 +10,7 @@ import torch
 
 import step08_5d.train as step08
 from common import collectives
-from step07_expert_parallel.router import Balancing
+from step07_expert_parallel.balancing import Balancing
 from step08_5d import fused
 from step08_5d.fused import LossHead, Norm
 from step08_5d.kernels import adamw, linear_cross_entropy

@@ -13,6 +13,7 @@ from common.model_config import ModelConfig
 from common.process_groups import Degrees, coordinates
 from common.tracing.chrome_trace import read_trace
 from step05_pipeline import pipeline as executor
+from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.messages import PLACEMENTS
 from step05_pipeline.pipeline import PHASES
@@ -20,7 +21,7 @@ from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.simulator import Costs, simulate
-from step05_pipeline.stages import schedule_of, split_layers
+from step05_pipeline.stages import split_layers
 from tests.harness.communicators import replay
 from tests.harness.observing import observe_each
 from tests.harness.ranks import run_ranks

@@ -1,0 +1,54 @@
+"""What keeps the experts of all layers busy, once a step: their loads are compared, and biases moved."""
+
+import torch
+from torch import Tensor
+
+from common import collectives
+from common.config import TrainConfig
+from common.model import Decoder
+from common.process_groups import Mesh
+from step01_single_gpu.mixed_precision import LossScaler
+from step07_expert_parallel.router import Router
+
+
+def routers_of(stages: list[Decoder]) -> list[tuple[int, Router]]:
+    """The routers of this rank's layers, each with the number of its layer."""
+    layers = [(int(index), layer.mlp) for stage in stages for index, layer in stage.layers.items()]
+    return [(index, mlp.router) for index, mlp in layers if hasattr(mlp, "router")]
+
+
+class Balancing:
+    """What the routers of all layers do together, once a step: they compare loads and move their biases."""
+
+    def __init__(self, stages: list[Decoder], config: TrainConfig, mesh: Mesh, scaler: LossScaler):
+        self.config, self.mesh, self.routers = config, mesh, routers_of(stages)
+        for _, router in self.routers:
+            router.scaler = scaler
+
+    @torch.no_grad()
+    def finish(self, skip: Tensor | None = None) -> dict[str, Tensor]:
+        """Move the biases, unless `skip` is 1 (as for `Optimizer.step`), and start counting anew.
+
+        Returns 0-d tensors in float64, the same on all ranks: `aux_loss`, the auxiliary losses of all layers;
+        `imbalance`, the load of an expert at its worst as a multiple of the mean (mean over the layers); and `dropped`,
+        how many choices were dropped.
+        """
+        shape, device = self.config.model_config, self.mesh.device
+        if not shape.experts:
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            return {"aux_loss": zero, "imbalance": zero, "dropped": zero}
+        counts = torch.zeros(shape.layers * shape.experts + 2, dtype=torch.float64, device=device)
+        loads = counts[2:].view(shape.layers, shape.experts)
+        for index, router in self.routers:
+            loads[index] += router.load
+            counts[0] += router.auxiliary
+            counts[1] += router.dropped
+            router.start_over()
+        collectives.all_reduce(counts, self.mesh.world)  # float64 holds these integers exactly
+        if self.config.balance == "bias":
+            for index, router in self.routers:
+                step = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
+                router.bias += step if skip is None else step * (1 - skip)
+        loads = loads[shape.dense_layers :]
+        worst = (loads.amax(1) / loads.mean(1)).mean()
+        return {"aux_loss": counts[0], "imbalance": worst, "dropped": counts[1]}
