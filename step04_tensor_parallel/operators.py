@@ -59,26 +59,28 @@ def _reduce_scatter(x, group):
     return mine
 
 
-def make_operator(in_forward, in_backward):
-    """Return an autograd function of (x, group) from a function of (x, group) for each direction."""
+def make_operator(name, in_forward, in_backward):
+    """Return an autograd function of (x, group) from a function of (x, group) for each direction.
 
-    class Operator(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, group):
-            ctx.group = group
-            return in_forward(x, group)
+    PyTorch names the backward's node after the class: in profiles and in `grad_fn` it is `CopyToRanksBackward`.
+    """
 
-        @staticmethod
-        def backward(ctx, gradient):
-            return in_backward(gradient, ctx.group), None
+    def forward(ctx, x, group):
+        ctx.group = group
+        return in_forward(x, group)
 
-    return Operator.apply
+    def backward(ctx, gradient):
+        return in_backward(gradient, ctx.group), None
+
+    directions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), directions).apply
 
 
-copy_to_ranks = make_operator(_nothing, _all_reduce)
-sum_over_ranks = make_operator(_all_reduce, _nothing)
-gather_sequence = make_operator(_all_gather, _reduce_scatter)  # (batch, seq/tp, ...) -> (batch, seq, ...)
-reduce_scatter_sequence = make_operator(_reduce_scatter, _all_gather)  # (batch, seq, ...) -> (batch, seq/tp, ...)
+copy_to_ranks = make_operator("CopyToRanks", _nothing, _all_reduce)
+sum_over_ranks = make_operator("SumOverRanks", _all_reduce, _nothing)
+# (batch, seq/tp, ...) -> (batch, seq, ...), and back
+gather_sequence = make_operator("GatherSequence", _all_gather, _reduce_scatter)
+reduce_scatter_sequence = make_operator("ReduceScatterSequence", _reduce_scatter, _all_gather)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,14 @@
 
 An all-gather followed by a product becomes a ring of tp steps: a rank multiplies the part of the sequence that it has
 while the next part is in flight. A product followed by a reduce-scatter is the same ring in the other direction.
+
+With 4 ranks, this is what rank 1 does. Parts of the sequence are 0 to 3, and sN is a sum for part N:
+
+    gather_and_multiply                        multiply_and_scatter
+    hop 0  multiply 1  | 2 arrives from 2      first  its summand of s0
+    hop 1  multiply 2  | 3 arrives from 2      hop 1  its summand of s3 | s0 goes to rank 2, s3 arrives from rank 0: add
+    hop 2  multiply 3  | 0 arrives from 2      hop 2  its summand of s2 | s3 goes to rank 2, s2 arrives from rank 0: add
+    last   multiply 0                          hop 3  its summand of s1 | s2 goes to rank 2, s1 arrives from rank 0: add
 """
 
 import torch

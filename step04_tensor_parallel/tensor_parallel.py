@@ -26,6 +26,63 @@ from step04_tensor_parallel.operators import Split, join_sequence, start_all_gat
 from step04_tensor_parallel.ring import gather_and_multiply, multiply_and_scatter
 from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
 
+# ---- dividing the model ----------------------------------------------------------------------------------------------
+
+
+def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
+    """Replace the layers of a `Decoder` on the meta device by parallel ones that hold this rank's part of the weights.
+
+    The spec of every parameter says which part that is, and over which groups its gradient is a partial sum.
+    """
+    tp, shape = mesh.tp, config.model_config
+    if tp.size == 1:
+        return
+    split = Split(tp, config.sequence_parallel, config.tp_mode)
+    queries, keys = (_part(heads, tp, shape.head_width) for heads in (shape.heads, shape.kv_heads))
+    ffn, vocab = _part(shape.ffn, tp), _part(-(-shape.vocab // tp.size) * tp.size, tp)  # vocab: padded
+    shared = {}
+    if shape.kv_heads < tp.size:  # ranks that share a K/V head hold copies; each sees the gradient of its own queries
+        shared = {"extra_groups": ("kv_replica",), "owner": mesh.kv_replica.rank == 0}
+    for layer in model.layers.values():
+        attention, mlp = layer.attention, layer.mlp
+        attention.q_proj = ColumnParallelLinear(_cut(attention.q_proj, 0, queries), split)
+        attention.k_proj = ColumnParallelLinear(_cut(attention.k_proj, 0, keys, **shared), split)
+        attention.v_proj = ColumnParallelLinear(_cut(attention.v_proj, 0, keys, **shared), split)
+        attention.o_proj = RowParallelLinear(_cut(attention.o_proj, 1, queries), split)
+        mlp.gate_proj = ColumnParallelLinear(_cut(mlp.gate_proj, 0, ffn), split)
+        mlp.up_proj = ColumnParallelLinear(_cut(mlp.up_proj, 0, ffn), split)
+        mlp.down_proj = RowParallelLinear(_cut(mlp.down_proj, 1, ffn), split)
+        attention.apply_linears = mlp.apply_linears = apply_column_parallel
+    if model.has_embedding:
+        model.embedding = VocabParallelEmbedding(_cut(model.embedding, 0, vocab), vocab[0], split)
+    if model.has_head:
+        tied = model.has_embedding and shape.tie_embeddings
+        model.head = ColumnParallelLinear(model.embedding.weight if tied else _cut(model.head, 0, vocab), split)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # whole on every rank
+            parameter.spec.owner = tp.rank == 0
+            if config.sequence_parallel:  # each rank's gradient is that of its part of the sequence
+                parameter.spec.extra_groups = ("tp",)
+
+
+def _part(count: int, group: Group, width: int = 1) -> tuple[int, int]:
+    """[start, stop) of this rank's part of `count` heads or rows, each `width` wide.
+
+    Every rank has at least one. With fewer heads than ranks, neighbors therefore get the same one: a copy.
+    """
+    start = count * group.rank // group.size
+    return start * width, max(start + 1, count * (group.rank + 1) // group.size) * width
+
+
+def _cut(module: nn.Module, axis: int, part: tuple[int, int], **changes) -> nn.Parameter:
+    """Return [start, stop) of a layer's weight along `axis`, with `changes` to its spec."""
+    spec = module.weight.spec
+    box = tuple(part if index == axis else whole for index, whole in enumerate(spec.box))
+    weight = nn.Parameter(torch.empty([stop - start for start, stop in box], device="meta"))
+    weight.spec = replace(spec, box=box, **changes)
+    return weight
+
+
 # ---- the divided linear layers ---------------------------------------------------------------------------------------
 
 
@@ -120,60 +177,3 @@ class _OverlappedRowLinear(torch.autograd.Function):
         weight, (x,) = ctx.weight, ctx.saved_tensors
         gradient = ctx.split.begin_sublayer(gradient)  # the conjugate of `end_sublayer`
         return gradient @ weight, None, weight_gradient(weight, gradient, x)
-
-
-# ---- dividing the model ----------------------------------------------------------------------------------------------
-
-
-def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
-    """Replace the layers of a `Decoder` on the meta device by parallel ones that hold this rank's part of the weights.
-
-    The spec of every parameter says which part that is, and over which groups its gradient is a partial sum.
-    """
-    tp, shape = mesh.tp, config.model_config
-    if tp.size == 1:
-        return
-    split = Split(tp, config.sequence_parallel, config.tp_mode)
-    queries, keys = (_part(heads, tp, shape.head_width) for heads in (shape.heads, shape.kv_heads))
-    ffn, vocab = _part(shape.ffn, tp), _part(-(-shape.vocab // tp.size) * tp.size, tp)  # vocab: padded
-    shared = {}
-    if shape.kv_heads < tp.size:  # ranks that share a K/V head hold copies; each sees the gradient of its own queries
-        shared = {"extra_groups": ("kv_replica",), "owner": mesh.kv_replica.rank == 0}
-    for layer in model.layers.values():
-        attention, mlp = layer.attention, layer.mlp
-        attention.q_proj = ColumnParallelLinear(_cut(attention.q_proj, 0, queries), split)
-        attention.k_proj = ColumnParallelLinear(_cut(attention.k_proj, 0, keys, **shared), split)
-        attention.v_proj = ColumnParallelLinear(_cut(attention.v_proj, 0, keys, **shared), split)
-        attention.o_proj = RowParallelLinear(_cut(attention.o_proj, 1, queries), split)
-        mlp.gate_proj = ColumnParallelLinear(_cut(mlp.gate_proj, 0, ffn), split)
-        mlp.up_proj = ColumnParallelLinear(_cut(mlp.up_proj, 0, ffn), split)
-        mlp.down_proj = RowParallelLinear(_cut(mlp.down_proj, 1, ffn), split)
-        attention.apply_linears = mlp.apply_linears = apply_column_parallel
-    if model.has_embedding:
-        model.embedding = VocabParallelEmbedding(_cut(model.embedding, 0, vocab), vocab[0], split)
-    if model.has_head:
-        tied = model.has_embedding and shape.tie_embeddings
-        model.head = ColumnParallelLinear(model.embedding.weight if tied else _cut(model.head, 0, vocab), split)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # whole on every rank
-            parameter.spec.owner = tp.rank == 0
-            if config.sequence_parallel:  # each rank's gradient is that of its part of the sequence
-                parameter.spec.extra_groups = ("tp",)
-
-
-def _part(count: int, group: Group, width: int = 1) -> tuple[int, int]:
-    """[start, stop) of this rank's part of `count` heads or rows, each `width` wide.
-
-    Every rank has at least one. With fewer heads than ranks, neighbors therefore get the same one: a copy.
-    """
-    start = count * group.rank // group.size
-    return start * width, max(start + 1, count * (group.rank + 1) // group.size) * width
-
-
-def _cut(module: nn.Module, axis: int, part: tuple[int, int], **changes) -> nn.Parameter:
-    """Return [start, stop) of a layer's weight along `axis`, with `changes` to its spec."""
-    spec = module.weight.spec
-    box = tuple(part if index == axis else whole for index, whole in enumerate(spec.box))
-    weight = nn.Parameter(torch.empty([stop - start for start, stop in box], device="meta"))
-    weight.spec = replace(spec, box=box, **changes)
-    return weight

@@ -2,6 +2,14 @@
 
 Every rank holds vocabulary / tp rows of the embedding and of the head. A vocabulary that tp does not divide is padded:
 rows beyond it belong to no token, their logits count as -inf, and they are neither saved nor counted.
+
+For example, 7 tokens of vocabulary on 2 ranks, and the loss of one position whose target is token 5:
+
+    logits          rank 0: 1 0 2 1    rank 1: 0 3 1 --    -- is padding
+    largest         rank 0: 2          rank 1: 3           all-reduced with max: 3
+    sum of exp      rank 0: 0.69       rank 1: 1.19        all-reduced: 1.87 (of the logits minus 3)
+    target's logit  rank 0: 0          rank 1: 3 - 3 = 0   all-reduced: 0; rank 0 does not hold token 5
+    loss            log 1.87 - 0 = 0.63 on both
 """
 
 import math

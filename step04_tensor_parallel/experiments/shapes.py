@@ -132,8 +132,8 @@ def _keep_mine(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x.chunk(group.size, -1)[group.rank].clone()
 
 
-_my_columns = make_operator(_keep_mine, _gather_columns)  # (..., hidden) -> (..., hidden/tp)
-_all_columns = make_operator(_gather_columns, _keep_mine)  # (..., hidden/tp) -> (..., hidden)
+_my_columns = make_operator("MyColumns", _keep_mine, _gather_columns)  # (..., hidden) -> (..., hidden/tp)
+_all_columns = make_operator("AllColumns", _gather_columns, _keep_mine)  # (..., hidden/tp) -> (..., hidden)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
