@@ -12,6 +12,7 @@ Nothing here depends on which schedule it is, nor on how layers are divided or g
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,6 +29,26 @@ from step05_pipeline.weight_gradients import WeightGradStore, defer_weight_gradi
 
 PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 DELAYS = {"F": 1, "B": 2, "I": 1, "W": 1}  # how many times --layer-delay each layer takes
+
+
+@dataclass
+class Step:
+    """One step of a pipeline on this rank: what `run` was given, and what actions and messages leave for later ones.
+
+    A key is (chunk, micro-batch).
+    """
+
+    micro_batch: Callable[[int], tuple]
+    target_tokens: int
+    scale: float
+    tracer: Tracer
+    loss: torch.Tensor  # this rank's share, so far
+    in_flight: dict[tuple[int, int], tuple] = field(default_factory=dict)  # key -> input and output of its forward
+    deferred: dict[tuple[int, int], WeightGradStore] = field(default_factory=dict)  # by key, between I and W
+    outputs: dict[Output, torch.Tensor] = field(default_factory=dict)  # computed here, and not yet used or sent
+    pending_receives: dict[Output, tuple[torch.Tensor, collectives.Work]] = field(default_factory=dict)
+    pending_sends: dict[str, tuple[torch.Tensor, collectives.Work]] = field(default_factory=dict)  # one per direction
+    peak_in_flight: int = 0  # the most keys between F and B (or I)
 
 
 class Pipeline:
@@ -52,7 +73,7 @@ class Pipeline:
         self.shape = config.micro_batch, config.rank_seq_len // split, config.model_config.hidden  # of every message
         # With sequence parallelism, a later stage's input holds fewer tokens than these
         self.positions = torch.arange(config.rank_seq_len, device=mesh.device)
-        self.peak_in_flight = 0  # the most (chunk, micro-batch) pairs between F and B (or I) in the last step
+        self.step: Step | None = None  # the last one that has begun
 
     def run(
         self, micro_batch: Callable[[int], tuple], target_tokens: int, scale: float = 1.0, tracer: Tracer | None = None
@@ -67,17 +88,9 @@ class Pipeline:
 
         Returns this rank's share of the loss, () of float64: zero, unless the rank holds the last stage.
         """
-        # The state of one step
-        self.micro_batch, self.target_tokens, self.scale = micro_batch, target_tokens, scale
-        self.tracer = tracer or Tracer(None, self.mesh, None)
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        self.in_flight: dict[tuple[int, int], tuple] = {}  # by (chunk, micro-batch): input and output of its forward
-        self.deferred: dict[tuple[int, int], WeightGradStore] = {}  # by the same, between I and W
-        self.outputs: dict[Output, torch.Tensor] = {}  # computed on this rank, and not yet used or sent
-        self.pending_receives: dict[Output, tuple[torch.Tensor, collectives.Work]] = {}
-        self.pending_sends: dict[str, tuple[torch.Tensor, collectives.Work]] = {}  # at most one per direction
-        self.peak_in_flight = 0
-        with self.tracer.phase("forward"):
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        self.step = Step(micro_batch, target_tokens, scale, tracer or Tracer(None, self.mesh, None), loss)
+        with self.step.tracer.phase("forward"):
             for zero in self.zero_wrappers:
                 zero.gather()
         for item in self.program:
@@ -89,7 +102,7 @@ class Pipeline:
                 self._send(item)
         for direction in ("forward", "backward"):
             self._complete_send(direction)
-        return self.loss
+        return self.step.loss
 
     def finish(self) -> list[torch.Tensor]:
         """Return the summed gradients after `run`, one for each shard of each stage."""
@@ -100,7 +113,7 @@ class Pipeline:
     def _act(self, action: Action) -> None:
         action_input = self._wait_for_input(action)  # on the CPU this wait is the bubble, and no part of the action
         start = self.clock()
-        with self.tracer.phase(PHASES[action.kind], action=str(action)):
+        with self.step.tracer.phase(PHASES[action.kind], action=str(action)):
             if action.kind == "F":
                 self._forward(action, action_input)
             elif action.kind == "W":
@@ -117,25 +130,25 @@ class Pipeline:
         return time.perf_counter()
 
     def _forward(self, action: Action, stage_input: torch.Tensor | None) -> None:
-        x, targets, *context = self.micro_batch(action.micro_batch)
+        x, targets, *context = self.step.micro_batch(action.micro_batch)
         if stage_input is not None:
             x = stage_input.detach().requires_grad_()  # the graph of this stage begins here
         stage = self.stages[action.chunk]
         y = stage(x, *(context or [self.positions]), targets=targets)
         if self.stage_numbers[action.chunk] < self.schedule.stages - 1:
-            self.outputs[self.schedule.output_of(self.rank, action)] = y.detach()
+            self.step.outputs[self.schedule.output_of(self.rank, action)] = y.detach()
         else:
             if not stage.returns_loss:
                 y = vocab_parallel_cross_entropy_sum(y, targets, self.config.model_config.vocab, self.mesh.tp)
-            share = y / self.target_tokens
-            self.loss += share.detach()
-            y = share * self.scale
-        self.in_flight[action.chunk, action.micro_batch] = x, y
-        self.peak_in_flight = max(self.peak_in_flight, len(self.in_flight))
+            share = y / self.step.target_tokens
+            self.step.loss += share.detach()
+            y = share * self.step.scale
+        self.step.in_flight[action.chunk, action.micro_batch] = x, y
+        self.step.peak_in_flight = max(self.step.peak_in_flight, len(self.step.in_flight))
 
     def _backward(self, action: Action, output_gradient: torch.Tensor | None) -> None:
         key = action.chunk, action.micro_batch
-        x, y = self.in_flight.pop(key)
+        x, y = self.step.in_flight.pop(key)
         if action.kind == "B":
             with self._gradients_complete(action):
                 torch.autograd.backward(y, output_gradient)
@@ -143,13 +156,13 @@ class Pipeline:
             zero, weights = self.zero_wrappers[action.chunk], self.stages[action.chunk].parameters()
             with zero.backward(last=False, complete=False), defer_weight_gradients(weights) as store:
                 torch.autograd.backward(y, output_gradient)
-            self.deferred[key] = store
+            self.step.deferred[key] = store
         if self.stage_numbers[action.chunk] > 0:
-            self.outputs[self.schedule.output_of(self.rank, action)] = x.grad
+            self.step.outputs[self.schedule.output_of(self.rank, action)] = x.grad
 
     @torch.no_grad()
     def _weight_gradients(self, action: Action) -> None:
-        store = self.deferred.pop((action.chunk, action.micro_batch))
+        store = self.step.deferred.pop((action.chunk, action.micro_batch))
         with self._gradients_complete(action):
             for weight, gradient in store.compute():
                 self.zero_wrappers[action.chunk].accumulate(weight, gradient)
@@ -171,23 +184,23 @@ class Pipeline:
     def _wait_for_input(self, action: Action) -> torch.Tensor | None:
         """Return the hidden states or the gradient that the action takes; None if it takes none."""
         needed = self.schedule.input_of(self.rank, action)
-        if needed not in self.pending_receives:  # computed by another stage of this rank
-            return self.outputs.pop(needed) if needed else None
-        tensor, work = self.pending_receives.pop(needed)
+        if needed not in self.step.pending_receives:  # computed by another stage of this rank
+            return self.step.outputs.pop(needed) if needed else None
+        tensor, work = self.step.pending_receives.pop(needed)
         work.wait()
         return tensor
 
     def _receive(self, transfer: Transfer) -> None:
         tensor = torch.empty(self.shape, dtype=self.config.torch_dtype, device=self.mesh.device)
         work = collectives.receive(tensor, transfer.peer, self._group(transfer.output.direction), async_op=True)
-        self.pending_receives[transfer.output] = tensor, work
+        self.step.pending_receives[transfer.output] = tensor, work
 
     def _send(self, transfer: Transfer) -> None:
         direction = transfer.output.direction
         self._complete_send(direction)  # the previous one: an action has run since, so it is usually complete
-        tensor = self.outputs.pop(transfer.output).contiguous()
+        tensor = self.step.outputs.pop(transfer.output).contiguous()
         work = collectives.send(tensor, transfer.peer, self._group(direction), async_op=True)
-        self.pending_sends[direction] = tensor, work
+        self.step.pending_sends[direction] = tensor, work
 
     def _complete_send(self, direction: str) -> None:
         """Wait for the pending send in this direction, if any, and free the tensor that it sent.
@@ -195,8 +208,8 @@ class Pipeline:
         The graph still refers to this tensor, but no operation saved it, because a stage ends in an addition
         (Megatron-LM: deallocate_pipeline_outputs).
         """
-        if direction in self.pending_sends:
-            tensor, work = self.pending_sends.pop(direction)
+        if direction in self.step.pending_sends:
+            tensor, work = self.step.pending_sends.pop(direction)
             work.wait()
             tensor.untyped_storage().resize_(0)
 

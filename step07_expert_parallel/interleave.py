@@ -126,7 +126,7 @@ class InterleavedPipeline(Pipeline):
                 self.switch()  # the backward begins with an all-to-all, behind which this computes its attention
                 act(first)
 
-            self.turns = Turns(self.mesh.device, self.tracer)
+            self.turns = Turns(self.mesh.device, self.step.tracer)
             try:
                 self.turns.run(forward, lambda: act(action))
             finally:

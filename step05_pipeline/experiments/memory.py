@@ -70,7 +70,7 @@ def keep(mesh: Mesh, flags: dict) -> dict[str, int]:
     watcher.of(run)
     with watcher.hooks():
         run.accumulate(watcher)
-    alive = run.pipeline.peak_in_flight
+    alive = run.pipeline.step.peak_in_flight
     run.finish()
     run = Run(mesh, **flags)  # once more without hooks, which keep things longer
     gc.collect()  # what the first one leaves is not to be freed in the region
@@ -122,7 +122,7 @@ class Watcher:
     def phase(self, name: str, **arguments):
         yield
         if self._pipeline:
-            stores = self._pipeline.deferred.values()
+            stores = self._pipeline.step.deferred.values()
             stored = {_place(tensor) for store in stores for _, *tensors, _ in store for tensor in tensors}
             self.peak = max(self.peak, sum(size for _, size in (self.saved.keys() | stored) - self._parameters))
 

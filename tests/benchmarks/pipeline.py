@@ -60,7 +60,7 @@ def our_step(name: str, mesh):
         collectives.all_reduce(loss, mesh.pp_forward)
         return loss.item()
 
-    return step, lambda: pipeline.peak_in_flight
+    return step, lambda: pipeline.step.peak_in_flight
 
 
 def peer_step(name: str, mesh):

@@ -44,7 +44,7 @@ def _(self, index, *_):
 def _(self, transfer):
     """The memory of an output is released when its send has been launched."""
     send(self, transfer)
-    tensor, _ = self.pending_sends[transfer.output.direction]
+    tensor, _ = self.step.pending_sends[transfer.output.direction]
     tensor.untyped_storage().resize_(0)
 
 

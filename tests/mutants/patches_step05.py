@@ -78,7 +78,7 @@ def _(self):  # the reduction after the last micro-batch has nothing to do any m
 def _(self, action):
     """W runs a micro-batch too early: it finds what the previous I has deferred, and the last I's is never computed."""
     mine = action.chunk, action.micro_batch
-    self.deferred[mine] = self.deferred.pop((action.chunk, action.micro_batch - 1), WeightGradStore())
+    self.step.deferred[mine] = self.step.deferred.pop((action.chunk, action.micro_batch - 1), WeightGradStore())
     weights(self, action)
 
 
@@ -144,8 +144,9 @@ def _(self, action, gradient):
     """Gradients arrive in the order of the micro-batches, and a stage takes its graphs from a stack."""
     if gradient is not None:
         mine = action.chunk, action.micro_batch
-        newest = max(key for key in self.in_flight if key[0] == action.chunk)
-        self.in_flight[mine], self.in_flight[newest] = self.in_flight[newest], self.in_flight[mine]
+        held = self.step.in_flight
+        newest = max(key for key in held if key[0] == action.chunk)
+        held[mine], held[newest] = held[newest], held[mine]
     backward(self, action, gradient)
 
 
@@ -155,7 +156,7 @@ def _(self, transfer, buffers={}):  # noqa: B006
     direction = transfer.output.direction
     tensor = buffers.setdefault(direction, torch.empty(self.shape, dtype=self.config.torch_dtype))
     work = collectives.receive(tensor, transfer.peer, self._group(direction), async_op=True)
-    self.pending_receives[transfer.output] = tensor, work
+    self.step.pending_receives[transfer.output] = tensor, work
 
 
 @MUTANTS.replaces("positions of the slice", Pipeline, "__init__")
@@ -207,8 +208,8 @@ def _(self):
 @MUTANTS.replaces("sent outputs kept", Pipeline, "_complete_send")
 def _(self, direction):
     """What was sent keeps its memory until its backward, which does not look at it."""
-    if direction in self.pending_sends:
-        self.pending_sends.pop(direction)[1].wait()
+    if direction in self.step.pending_sends:
+        self.step.pending_sends.pop(direction)[1].wait()
 
 
 graphs = {}
@@ -219,7 +220,7 @@ def _(self, action, gradient):
     """I retains the graph, as splitting by two calls of autograd does: activations live until W."""
     key = action.chunk, action.micro_batch
     if action.kind == "I":
-        graphs[key] = self.in_flight[key]
+        graphs[key] = self.step.in_flight[key]
     with mock.patch.object(torch.autograd, "backward", lambda *each: autograd_backward(*each, retain_graph=True)):
         backward(self, action, gradient)
 
@@ -233,7 +234,7 @@ def _(self, action):
 @MUTANTS.replaces("operands of weight gradients kept", Pipeline, "_weight_gradients")
 def _(self, action, kept=[]):  # noqa: B006
     """W leaves what it was computed from where it was."""
-    kept.append(list(self.deferred[action.chunk, action.micro_batch]))
+    kept.append(list(self.step.deferred[action.chunk, action.micro_batch]))
     weights(self, action)
 
 
@@ -288,7 +289,7 @@ def _(self, transfer):
 @MUTANTS.replaces("wait counted as work", Pipeline, "_wait_for_input")
 def _(self, action):
     """In the trace, an action includes the wait for its input."""
-    with self.tracer.phase("forward", action=str(action)):
+    with self.step.tracer.phase("forward", action=str(action)):
         return wait(self, action)
 
 

@@ -173,7 +173,7 @@ class Watch:
             loss = real(pipeline, *rest)
         self.seen.on_wire = None if before is None else sent_so_far(self.mesh) - before
         self.seen.left = sum(each.nbytes() for each in self.sent) + sum(map(_living_bytes, self.stores))
-        self.seen.claimed = pipeline.peak_in_flight
+        self.seen.claimed = pipeline.step.peak_in_flight
         return loss
 
     def finish(self, real, pipeline: Pipeline):
