@@ -5,9 +5,25 @@ With N ranks, there are three ways to split a sequence:
   zigzag      of 2N chunks, rank r holds chunk r and chunk 2N-1-r: an early one and a late one (Llama 3,
               arXiv:2407.21783, section 3.3.2)
   striped     rank r holds tokens r, r+N, r+2N, ... (Striped Attention, Brandon et al., arXiv:2311.09431)
-Whichever it is, the queries of one rank see an interval of another rank's keys, and the attention between the two ranks
-is a few rectangles or triangles. Masks of documents only make the intervals shorter, and the blocks more: at least one
-per document and sample, and each is a call of the kernel (there is none here for sequences of variable length).
+In all of them, the queries of one rank see an interval of another rank's keys, and the attention between the two ranks
+is a few rectangles or triangles. With zigzag it is always a single one. Here are 8 tokens on 2 ranks, where x means
+that a query sees a key:
+
+    rank 0 holds 0 1 6 7       keys of rank 0    keys of rank 1
+                               0 1 6 7           2 3 4 5
+    query 0                    x . . .           . . . .         its own keys: a causal block of 4 rows and 4 columns
+          1                    x x . .           . . . .
+          6                    x x x .           x x x x         rank 1's keys: a full block, its rows 2 and 3 and all
+          7                    x x x x           x x x x         columns
+    rank 1 holds 2 3 4 5
+    query 2                    x x . .           x . . .         rank 0's keys: a full block of all rows and the columns
+          3                    x x . .           x x . .         0 and 1
+          4                    x x . .           x x x .
+          5                    x x . .           x x x x         its own keys: a causal block
+
+The second half of this file finds the blocks in general. Masks of documents make the intervals shorter, and the blocks
+more: at least one per document and sample, and each is a call of the kernel (there is none here for sequences of
+variable length).
 """
 
 import functools
@@ -40,50 +56,6 @@ class Block(NamedTuple):
     def columns_of(self, x):
         """The block's columns of a tensor of keys or values (batch, kv_heads, m, d): a view."""
         return x[self.samples, :, self.columns]
-
-
-def visible_keys(
-    queries: np.ndarray, keys: np.ndarray, starts: tuple[int, ...] = (0,), causal: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `first` and `end`, both (queries,): query i sees the keys first[i] to end[i] - 1.
-
-    Both can only grow with i. For example, tokens 4 to 7 see four keys each of tokens 0 to 3 (first 0 0 0 0, end 4 4 4
-    4), and of their own 1, 2, 3 and 4 (first 0 0 0 0, end 1 2 3 4).
-
-    Args:
-        queries, keys: positions in the sequence, increasing.
-        starts: the positions at which documents begin, increasing, the first of them 0. Queries see only their own.
-        causal: queries see no key that comes after them.
-    """
-    bounds = np.append(starts, np.iinfo(np.int64).max)
-    document = np.searchsorted(bounds, queries, side="right") - 1  # of each query
-    first = np.searchsorted(keys, bounds[document])
-    end = np.searchsorted(keys, queries + 1 if causal else bounds[document + 1])
-    return first, end
-
-
-def cut_into_blocks(first: np.ndarray, end: np.ndarray, samples: slice = slice(None)) -> list[Block]:
-    """Cut what `visible_keys` returns into as few blocks as possible, for these samples of the micro-batch.
-
-    As long as queries see the same keys, they make a full block. As long as each sees one key more than the one before,
-    they make a causal block, with a full one to its left. None of the blocks is empty.
-    """
-    found, row = [], 0
-    while (seeing := np.flatnonzero(end[row:] > first[row:])).size:
-        row += int(seeing[0])
-        growth = np.diff(end[row:])
-        step = growth[0] if growth.size and growth[0] == 1 else 0
-        changes = np.flatnonzero((growth != step) | (np.diff(first[row:]) != 0))
-        stop = row + 1 + int(changes[0] if changes.size else growth.size)  # the first row that does not go on like this
-        low, high = int(first[row]), int(end[row])
-        if step and stop - row > 1:
-            if low < high - 1:
-                found.append(Block(samples, slice(row, stop), slice(low, high - 1), False))
-            found.append(Block(samples, slice(row, stop), slice(high - 1, int(end[stop - 1])), True))
-        else:
-            found.append(Block(samples, slice(row, stop), slice(low, high), False))
-        row = stop
-    return found
 
 
 class Plan(NamedTuple):
@@ -141,3 +113,60 @@ class Layout(NamedTuple):
                 blocks[-1] += cut_into_blocks(first, end, samples)
         reach = [max(hop for hop in ranks if needs((source + hop) % self.ranks, source)) for source in ranks]
         return Plan(tuple(blocks), tuple(reach))
+
+
+# ---- the blocks of any split, with any documents ---------------------------------------------------------------------
+
+
+def visible_keys(
+    queries: np.ndarray, keys: np.ndarray, starts: tuple[int, ...] = (0,), causal: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `first` and `end`, both (queries,): query i sees the keys first[i] to end[i] - 1.
+
+    Both can only grow with i. For example, tokens 4 to 7 see four keys each of tokens 0 to 3 (first 0 0 0 0, end 4 4 4
+    4), and of their own 1, 2, 3 and 4 (first 0 0 0 0, end 1 2 3 4).
+
+    Args:
+        queries, keys: positions in the sequence, increasing.
+        starts: the positions at which documents begin, increasing, the first of them 0. Queries see only their own.
+        causal: queries see no key that comes after them.
+    """
+    bounds = np.append(starts, np.iinfo(np.int64).max)
+    document = np.searchsorted(bounds, queries, side="right") - 1  # of each query
+    first = np.searchsorted(keys, bounds[document])
+    end = np.searchsorted(keys, queries + 1 if causal else bounds[document + 1])
+    return first, end
+
+
+def cut_into_blocks(first: np.ndarray, end: np.ndarray, samples: slice = slice(None)) -> list[Block]:
+    """Cut what `visible_keys` returns into as few blocks as possible, for these samples of the micro-batch.
+
+    As long as queries see the same keys, they make a full block. As long as each sees one key more than the one before,
+    they make a causal block, with a full one to its left. None of the blocks is empty. For example:
+
+        first 0 0 0 0   x x x . .    rows 0 to 2, columns 0 and 1: full
+        end   3 4 5 5   x x x x .    rows 0 to 2, columns 2 to 4: causal
+                        x x x x x
+                        x x x x x    row 3, columns 0 to 4: full
+
+        first 0 0 2 2   x . . .      rows 0 and 1, columns 0 and 1: causal
+        end   1 2 3 4   x x . .
+                        . . x .      rows 2 and 3, columns 2 and 3: causal (another document)
+                        . . x x
+    """
+    found, row = [], 0
+    while (seeing := np.flatnonzero(end[row:] > first[row:])).size:
+        row += int(seeing[0])
+        growth = np.diff(end[row:])
+        step = growth[0] if growth.size and growth[0] == 1 else 0
+        changes = np.flatnonzero((growth != step) | (np.diff(first[row:]) != 0))
+        stop = row + 1 + int(changes[0] if changes.size else growth.size)  # the first row that does not go on like this
+        low, high = int(first[row]), int(end[row])
+        if step and stop - row > 1:
+            if low < high - 1:
+                found.append(Block(samples, slice(row, stop), slice(low, high - 1), False))
+            found.append(Block(samples, slice(row, stop), slice(high - 1, int(end[stop - 1])), True))
+        else:
+            found.append(Block(samples, slice(row, stop), slice(low, high), False))
+        row = stop
+    return found

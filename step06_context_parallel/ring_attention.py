@@ -81,7 +81,16 @@ def pass_on_sums(sums: list[Tensor], home: list[Tensor], hop: int, plan: Plan, c
     """Start to send the sums of this hop to the next rank that adds to them or, after the last one, home.
 
     In the same way those of the next hop arrive, which are returned, and those of this rank's own keys and values, in
-    `home`. Where keys were not passed on this far, there are no sums either: the list is empty.
+    `home`. Where keys were not passed on this far, there are no sums either: the list is empty. With 4 ranks, if all
+    need all keys (a reach of 3), "dN to r" is: the sums for rank N's keys and values go to rank r.
+
+               rank 0             rank 1             rank 2             rank 3
+        hop 0  d0 to 1            d1 to 2            d2 to 3            d3 to 0
+        hop 1  d3 to 1            d0 to 2            d1 to 3            d2 to 0
+        hop 2  d2 to 1            d3 to 2            d0 to 3            d1 to 0
+        hop 3  d1 to 1: home      d2 to 2: home      d3 to 3: home      d0 to 0: home
+
+    With a reach of 1 (contiguous parts, short documents), hop 1 is the last one: "d3 to 3", "d0 to 0" and so on.
     """
     source, next_source = (cp.rank - hop) % cp.size, (cp.rank - hop - 1) % cp.size
     to = (cp.rank + 1) % cp.size if hop < plan.reach[source] else source

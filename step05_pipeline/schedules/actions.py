@@ -121,9 +121,9 @@ PLACEMENTS = {"looped": looped, "v": v_shaped, "bidirectional": bidirectional}
 def expand_pattern(*table: tuple[int, str], micro_batches: int) -> list[Action]:
     """The actions that a table of (how often, which) stands for: `(3, "F"), (5, "F B"), (3, "B")`.
 
-    The digit after a letter is the chunk here, so "F1" is F of chunk 1; in str(Action) and in CSV files it is the
-    micro-batch. In each chunk, forwards count the micro-batches from 0 upwards, and so do backwards (B and I together).
-    W takes the oldest I that still lacks its weight gradients; those that lack them at the end follow last.
+    "F.1" is F of chunk 1, as in str(Action), but without the micro-batch. That is counted: in each chunk, forwards
+    count from 0 upwards, and so do backwards (B and I together). So `(2, "F F.1")` is F0 F0.1 F1 F1.1. W takes the
+    oldest I that still lacks its weight gradients; those that lack them at the end follow last.
 
     A table may count more micro-batches than there are, and the surplus is left out. That is always safe: actions of
     different micro-batches never need each other, and the others keep their order.
@@ -131,7 +131,8 @@ def expand_pattern(*table: tuple[int, str], micro_batches: int) -> list[Action]:
     actions, waiting, numbers = [], deque(), defaultdict(itertools.count)  # of micro-batches, by (direction, chunk)
     for times, words in table:
         for word in words.split() * times:
-            kind, chunk = word[0], int(word[1:] or 0)
+            kind, _, number = word.partition(".")
+            chunk = int(number or 0)
             if kind == "W":
                 if waiting:
                     actions.append(waiting.popleft())

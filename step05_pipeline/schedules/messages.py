@@ -39,6 +39,13 @@ def place_messages(schedule: Schedule, joint: bool = False) -> tuple[Program, ..
 
     With `joint`, an F and a B that `runs_as_one` accepts are one action: no message is placed between them.
 
+    For example, 1F1B on 2 ranks with 2 micro-batches, where > is a send and < a receive of the message with that number:
+
+        rank 0    F0  >1  F1  >2  <3  B0  <4  B1          1, 2: activations of micro-batches 0 and 1
+        rank 1    <1  <2  F0  B0  >3  F1  B1  >4          3, 4: their gradients
+
+    Both ranks issue 1, 2, 3, 4. Rank 1 asks for 2 before it runs F0, because 2 is ready while it does.
+
     A message that is ready at time t is issued after all actions that end by t and before those that end later: by its
     sender right after the action that computes it, by its receiver before the action during which it arrives. If two
     messages are ready at the same time, that of the lower sender is first, so all ranks agree on the order.

@@ -3,7 +3,14 @@ computes the gradients of the weights, for which nobody is waiting, so it can fi
 
 Letters: p ranks, m micro-batches; F, I and W are the times of these actions, and B = I + W. n is the number of
 micro-batches that a table is written for: m or, if those do not fill the pipeline, as many as do. `expand_pattern`
-leaves out the surplus.
+leaves out the surplus. On 3 ranks with 4 micro-batches, if F = I = W:
+
+    zb-h1   rank 0  F0 F1 F2 ......I0 W0 F3 I1 W1 I2 W2 I3 W3
+            rank 1  ...F0 F1 ...I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+            rank 2  ......F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+    zb-h2   rank 0  F0 F1 F2 F3 ...I0 W0 I1 W1 I2 W2 I3 W3
+            rank 1  ...F0 F1 F2 I0 F3 I1 ...I2 W0 I3 W1 W2 W3
+            rank 2  ......F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 """
 
 from common.errors import UsageError
@@ -44,13 +51,13 @@ def zero_bubble_v(p: int, m: int, v: int) -> list[list[Action]]:
     n = max(m, 2 * p - 1)
     return [
         expand_pattern(
-            (2 * (p - rank) - 1, "F0"),  # until the first micro-batch returns on its way up
-            (rank, "F1 F0"),
-            (p - rank, "F1 I1 W"),
-            (n - 2 * p + rank + 1, "F0 I0 W F1 I1 W"),
-            (p - rank - 1, "I0 W F1 I1 W"),
-            (rank, "I0 I1"),
-            (p - rank, "I0 W"),
+            (2 * (p - rank) - 1, "F.0"),  # until the first micro-batch returns on its way up
+            (rank, "F.1 F.0"),
+            (p - rank, "F.1 I.1 W"),
+            (n - 2 * p + rank + 1, "F.0 I.0 W F.1 I.1 W"),
+            (p - rank - 1, "I.0 W F.1 I.1 W"),
+            (rank, "I.0 I.1"),
+            (p - rank, "I.0 W"),
             micro_batches=m,
         )
         for rank in range(p)
@@ -88,15 +95,15 @@ def _dualpipe_rank(rank: int, p: int, m: int) -> list[Action]:
     n = max(p, -(-m // 2))  # micro-batches of each copy
     inner = p // 2 - 1 - rank  # ranks from here to the middle
     return expand_pattern(
-        (2 * inner, "F0"),
-        (rank + 1, "F0 F1"),
-        (inner, "I1 W F1"),
-        (n - p + rank + 1, "F0 B1 F1 B0"),
-        (inner, "B1 F1 B0"),
-        ((rank + 1) // 2, "B1 B0"),  # of the last 2 (rank + 1) backwards, the first half is whole
-        ((rank + 1) % 2, "B1 I0"),
-        ((rank + 1) // 2, "I1 I0"),
-        (inner, "W I0"),
+        (2 * inner, "F.0"),
+        (rank + 1, "F.0 F.1"),
+        (inner, "I.1 W F.1"),
+        (n - p + rank + 1, "F.0 B.1 F.1 B.0"),
+        (inner, "B.1 F.1 B.0"),
+        ((rank + 1) // 2, "B.1 B.0"),  # of the last 2 (rank + 1) backwards, the first half is whole
+        ((rank + 1) % 2, "B.1 I.0"),
+        ((rank + 1) // 2, "I.1 I.0"),
+        (inner, "W I.0"),
         micro_batches=n,
     )
 

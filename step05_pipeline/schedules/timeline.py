@@ -48,7 +48,10 @@ def lanes_of(timeline: Timeline, names: bool = False) -> list[Lane]:
 
 
 def text(timeline: Timeline) -> str:
-    """The timeline as one line per rank: `F0 F1 . . B0---`.
+    """The timeline as one line per rank. A box ends in a blank, and dots are idle time:
+
+        rank 0  F0 F1 ......B0--- ...B1---
+        rank 1  ...F0 B0--- F1 B1---
 
     The shortest action is as wide as the longest name, or narrower, so that a line has at most about COLUMNS
     characters. A name that does not fit is cut to its kind.

@@ -89,52 +89,81 @@ def check_programs(schedule: Schedule, programs: tuple[Program, ...]) -> None:
 
 def _stuck(schedule: Schedule, programs: tuple[Program, ...], blocking: bool) -> str:
     """Where the ranks wait forever; empty if all of them come to the end of their programs."""
-    position = [0] * len(programs)  # of each rank, in its program
-    # Operations that have been issued and are not complete
-    queues = {(rank, direction): [] for rank in range(len(programs)) for direction in ("forward", "backward")}
-    # (rank, output) that the rank has computed or received; (rank, None), because some actions take no output
-    available = {(rank, None) for rank in range(len(programs))}
+    play = _Play(schedule, programs, blocking)
+    while play.let_ranks_run() or play.let_messages_pass():
+        pass
+    stuck = play.waiting()
+    return "; ".join(stuck[:6]) + (" ..." if len(stuck) > 6 else "")
 
-    def first(rank: int, direction: str) -> Transfer | None:
-        return next(iter(queues[rank, direction]), None)
 
-    def issued(rank: int) -> list[tuple[str, Transfer]]:
-        return [(each, item) for each in ("forward", "backward") if (item := first(rank, each))]
+class _Play:
+    """How far each rank has come in its program.
 
-    def can_go_on(rank: int, item: Action | Transfer) -> bool:
-        if blocking and issued(rank):
+    position   of each rank: the index of its next item
+    queues     (rank, direction) -> operations that the rank has issued and that are not complete
+    available  (rank, output) that the rank has computed or received; (rank, None), because some actions take no output
+    """
+
+    def __init__(self, schedule: Schedule, programs: tuple[Program, ...], blocking: bool):
+        self.schedule, self.programs, self.blocking = schedule, programs, blocking
+        self.position = [0] * len(programs)
+        self.queues = {(rank, each): [] for rank in range(len(programs)) for each in ("forward", "backward")}
+        self.available = {(rank, None) for rank in range(len(programs))}
+
+    def let_ranks_run(self) -> bool:
+        """Each rank goes on until it waits. Returns whether any of them moved."""
+        before = sum(self.position)
+        for rank in range(len(self.programs)):
+            while (item := self.next_item(rank)) and self.can_go_on(rank, item):
+                if isinstance(item, Action):
+                    self.available.add((rank, self.schedule.output_of(rank, item)))
+                else:
+                    self.queues[rank, item.output.direction].append(item)
+                self.position[rank] += 1
+        return sum(self.position) > before
+
+    def let_messages_pass(self) -> bool:
+        """Each message whose send and receive are both the first in their queues arrives. Returns whether any did."""
+        moved = False
+        for rank, direction in self.queues:
+            while (item := self.first(rank, direction)) and item.kind == "receive":
+                if self.first(item.peer, direction) != Transfer("send", item.output, rank):
+                    break
+                self.queues[rank, direction].pop(0)
+                self.queues[item.peer, direction].pop(0)
+                self.available.add((rank, item.output))
+                moved = True
+        return moved
+
+    def can_go_on(self, rank: int, item: Action | Transfer) -> bool:
+        """Whether the rank may begin with `item` now."""
+        if self.blocking and self.issued(rank):
             return False
         if isinstance(item, Action):
-            return (rank, schedule.input_of(rank, item)) in available
-        sending = any(each.kind == "send" for each in queues[rank, item.output.direction])
-        return item.kind == "receive" or ((rank, item.output) in available and not sending)
+            return (rank, self.schedule.input_of(rank, item)) in self.available
+        sending = any(each.kind == "send" for each in self.queues[rank, item.output.direction])
+        return item.kind == "receive" or ((rank, item.output) in self.available and not sending)
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(programs):
-            while position[rank] < len(program) and can_go_on(rank, item := program[position[rank]]):
-                if isinstance(item, Action):
-                    available.add((rank, schedule.output_of(rank, item)))
-                else:
-                    queues[rank, item.output.direction].append(item)
-                position[rank] += 1
-                moved = True
-        for rank, direction in queues:
-            while (item := first(rank, direction)) and item.kind == "receive":
-                if first(item.peer, direction) != Transfer("send", item.output, rank):
-                    break
-                queues[rank, direction].pop(0)
-                queues[item.peer, direction].pop(0)
-                available.add((rank, item.output))
-                moved = True
-    stuck = []
-    for rank, program in enumerate(programs):
-        if position[rank] < len(program) and not (blocking and issued(rank)):
-            stuck.append(f"rank {rank} waits at {program[position[rank]]}")
-        for direction, item in issued(rank):
-            stuck.append(f"rank {rank}'s first {direction} operation is to {item}")
-    return "; ".join(stuck[:6]) + (" ..." if len(stuck) > 6 else "")
+    def next_item(self, rank: int) -> Action | Transfer | None:
+        program, index = self.programs[rank], self.position[rank]
+        return program[index] if index < len(program) else None
+
+    def first(self, rank: int, direction: str) -> Transfer | None:
+        return next(iter(self.queues[rank, direction]), None)
+
+    def issued(self, rank: int) -> list[tuple[str, Transfer]]:
+        """The first operation in each direction that the rank has issued and that is not complete."""
+        return [(each, item) for each in ("forward", "backward") if (item := self.first(rank, each))]
+
+    def waiting(self) -> list[str]:
+        """What each rank waits for, in words."""
+        found = []
+        for rank in range(len(self.programs)):
+            if (item := self.next_item(rank)) and not (self.blocking and self.issued(rank)):
+                found.append(f"rank {rank} waits at {item}")
+            for direction, transfer in self.issued(rank):
+                found.append(f"rank {rank}'s first {direction} operation is to {transfer}")
+        return found
 
 
 def _wrong(schedule: Schedule, what: str) -> UsageError:

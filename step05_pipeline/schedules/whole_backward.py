@@ -2,7 +2,14 @@
 
 Letters: p ranks, m micro-batches, v stages on each rank ("chunks", --virtual-stages); F and B are the times of a
 stage's forward and backward. The bubble is the time that a rank spends waiting, if all stages are equal and messages
-take no time.
+take no time. On 3 ranks with 4 micro-batches, if B = 2F:
+
+    afab    rank 0  F0 F1 F2 F3 ..................B0--- B1--- B2--- B3---
+            rank 1  ...F0 F1 F2 F3 .........B0--- B1--- B2--- B3---
+            rank 2  ......F0 F1 F2 F3 B0--- B1--- B2--- B3---
+    1f1b    rank 0  F0 F1 F2 ............B0--- F3 B1--- ...B2--- ...B3---
+            rank 1  ...F0 F1 ......B0--- F2 B1--- F3 B2--- ...B3---
+            rank 2  ......F0 B0--- F1 B1--- F2 B2--- F3 B3---
 """
 
 from common.errors import UsageError

@@ -79,7 +79,7 @@ def my_part(gradient, group):
     return gradient.chunk(group.size, 1)[group.rank].contiguous()
 
 
-wrong_gather = operators.make_operator(operators._all_gather, my_part)
+wrong_gather = operators.make_operator("WrongGather", operators._all_gather, my_part)
 MUTANTS.replaces("g takes its slice in the backward", operators, "gather_sequence")(wrong_gather)
 
 
@@ -162,7 +162,7 @@ def gather_columns(x, group):
 
 # The loss is computed on every rank, so the backward takes a slice
 all_columns = operators.make_operator(
-    gather_columns, lambda gradient, group: gradient.chunk(group.size, -1)[group.rank]
+    "AllColumns", gather_columns, lambda gradient, group: gradient.chunk(group.size, -1)[group.rank]
 )
 
 
