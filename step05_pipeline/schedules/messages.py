@@ -39,7 +39,7 @@ def place_messages(schedule: Schedule, joint: bool = False) -> tuple[Program, ..
 
     With `joint`, an F and a B that `runs_as_one` accepts are one action: no message is placed between them.
 
-    For example, 1F1B on 2 ranks with 2 micro-batches, where > is a send and < a receive of the message with that number:
+    For example, 1F1B on 2 ranks with 2 micro-batches, where > sends and < receives the message with that number:
 
         rank 0    F0  >1  F1  >2  <3  B0  <4  B1          1, 2: activations of micro-batches 0 and 1
         rank 1    <1  <2  F0  B0  >3  F1  B1  >4          3, 4: their gradients
