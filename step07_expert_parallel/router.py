@@ -12,7 +12,6 @@ of the whole global batch, so that nothing depends on micro-batches or on how ma
 
 import math
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ from common.config import TrainConfig
 from common.model import at_least_float32
 from common.process_groups import Mesh
 from step01_single_gpu.mixed_precision import LossScaler
-from step06_context_parallel.layouts import Layout
-from step07_expert_parallel.expert_parallel import inverse
+from step07_expert_parallel.capacity import beyond_capacity
 
 
 class Router(nn.Module):
@@ -62,7 +60,7 @@ class Router(nn.Module):
         logits, scores = self.score(x)
         chosen = self.choose(scores.detach())  # (batch, seq, k); no gradient passes through a choice
         gates = self.weigh(scores, chosen)
-        dropped = self.beyond_capacity(chosen)
+        dropped = beyond_capacity(chosen, self.config, *self.groups)
 
         counts = self.count(chosen)
         auxiliary = self.auxiliary_loss(logits, scores, counts)
@@ -98,38 +96,6 @@ class Router(nn.Module):
         counts = torch.zeros(len(chosen), self.shape.experts, dtype=torch.int64, device=chosen.device)
         return counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
 
-    # ---- the capacity of experts -------------------------------------------------------------------------------------
-
-    def beyond_capacity(self, chosen: Tensor) -> Tensor:
-        """chosen (batch, seq, k) -> which choices are dropped, bool: none without --capacity-factor."""
-        if not self.config.capacity_factor:
-            return torch.zeros_like(chosen, dtype=torch.bool)
-        return self.earlier_choices(chosen) >= self.capacity
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens of a sequence an expert takes: --capacity-factor times the mean."""
-        evenly = self.shape.top_k * self.config.seq_len / self.shape.experts
-        return math.ceil(min(self.config.capacity_factor * evenly, self.config.seq_len))
-
-    def earlier_choices(self, chosen: Tensor) -> Tensor:
-        """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert.
-
-        Earlier tokens may be on other ranks, which therefore exchange their choices: k small numbers for a token.
-        """
-        (tp, cp), whole = self.groups, chosen
-        for group in self.groups:
-            parts = whole.new_empty(group.size, *whole.shape)
-            collectives.all_gather(parts, whole.contiguous(), group)
-            whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
-        layout = Layout(self.config.cp_split, whole.shape[1], cp.size)
-        places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp.size)])).to(chosen.device)
-        earlier = count_earlier(whole[:, inverse(places)])[:, places]  # counted in the order of positions
-        start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
-        return earlier[:, start : start + chosen.shape[1]]
-
-    # ---- the auxiliary losses ----------------------------------------------------------------------------------------
-
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         """Return these tokens' share of the auxiliary losses, whose sum over the global batch is the mean.
 
@@ -163,15 +129,6 @@ def _best(scores: Tensor, count: int) -> Tensor:
         found.append(scores.max(-1, keepdim=True).indices)
         scores = scores.scatter(-1, found[-1], -math.inf)
     return torch.cat(found, -1)
-
-
-def count_earlier(chosen: Tensor) -> Tensor:
-    """chosen (batch, seq, k), in the order of positions -> the same shape: how many earlier tokens chose the same."""
-    flat = chosen.flatten(1)  # a token chooses an expert once at most
-    experts, order = flat.sort(stable=True)
-    first = torch.searchsorted(experts, experts)  # where the run of the same expert begins
-    places = torch.arange(flat.shape[1], device=flat.device) - first
-    return torch.empty_like(flat).scatter_(1, order, places).view_as(chosen)
 
 
 class _Account(torch.autograd.Function):

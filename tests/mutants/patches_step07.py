@@ -11,11 +11,11 @@ import step07_expert_parallel.train as step07
 from common.checkpoints.boxes import SavedBox
 from step01_single_gpu.mixed_precision import Optimizer
 from step03_zero.zero import Zero
-from step07_expert_parallel import expert_parallel
+from step07_expert_parallel import capacity, expert_parallel
 from step07_expert_parallel.balancing import Balancing, routers_of
 from step07_expert_parallel.expert_parallel import AllToAll, Journey
 from step07_expert_parallel.moe import Choices, _Combine
-from step07_expert_parallel.router import Router, count_earlier
+from step07_expert_parallel.router import Router
 from tests.mutants import Mutants
 
 MUTANTS = Mutants()
@@ -54,10 +54,10 @@ def _(self, *args):
     return loss
 
 
-@MUTANTS.replaces("places of a rank", Router, "earlier_choices")
-def _(self, chosen):
+@MUTANTS.replaces("places of a rank", capacity, "earlier_choices")
+def _(chosen, *_):
     """Every rank counts only its own tokens when it looks for those that exceed the capacity."""
-    return count_earlier(chosen)
+    return capacity.count_earlier(chosen)
 
 
 @MUTANTS.replaces("loads of one copy", Balancing, "finish")

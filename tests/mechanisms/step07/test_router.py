@@ -7,7 +7,8 @@ import torch
 
 from step01_single_gpu.mixed_precision import LossScaler
 from step07_expert_parallel.balancing import Balancing
-from step07_expert_parallel.router import Router, count_earlier
+from step07_expert_parallel.capacity import count_earlier
+from step07_expert_parallel.router import Router
 from tests.harness.observing import mesh_of
 from tests.mechanisms.step07.layers import CASES, choice_of, configured, inputs_of
 

@@ -1,0 +1,52 @@
+"""--capacity-factor: an expert takes so many tokens of a sequence, and later choices of it are dropped.
+
+GShard (arXiv:2006.16668) and Switch (arXiv:2101.03961) bound the work of an expert in this way. Without this option
+nothing is dropped.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import collectives
+from common.config import TrainConfig
+from common.process_groups import Group
+from step06_context_parallel.layouts import Layout
+from step07_expert_parallel.expert_parallel import inverse
+
+
+def beyond_capacity(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -> Tensor:
+    """chosen (batch, seq, k) -> which choices are dropped, bool of the same shape."""
+    if not config.capacity_factor:
+        return torch.zeros_like(chosen, dtype=torch.bool)
+    evenly = config.model_config.top_k * config.seq_len / config.model_config.experts
+    capacity = math.ceil(min(config.capacity_factor * evenly, config.seq_len))  # tokens of a sequence, for each expert
+    return earlier_choices(chosen, config, tp, cp) >= capacity
+
+
+def earlier_choices(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -> Tensor:
+    """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert.
+
+    Earlier tokens may be on other ranks, which therefore exchange their choices: k small numbers for a token.
+    """
+    whole = chosen
+    for group in (tp, cp):  # the ranks of `tp` hold neighboring parts of what a rank of `cp` has
+        parts = whole.new_empty(group.size, *whole.shape)
+        collectives.all_gather(parts, whole.contiguous(), group)
+        whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
+    layout = Layout(config.cp_split, whole.shape[1], cp.size)
+    places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp.size)])).to(chosen.device)
+    earlier = count_earlier(whole[:, inverse(places)])[:, places]  # counted in the order of positions
+    start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
+    return earlier[:, start : start + chosen.shape[1]]
+
+
+def count_earlier(chosen: Tensor) -> Tensor:
+    """chosen (batch, seq, k), in the order of positions -> the same shape: how many earlier tokens chose the same."""
+    flat = chosen.flatten(1)  # a token chooses an expert once at most
+    experts, order = flat.sort(stable=True)
+    first = torch.searchsorted(experts, experts)  # where the run of the same expert begins
+    places = torch.arange(flat.shape[1], device=flat.device) - first
+    return torch.empty_like(flat).scatter_(1, order, places).view_as(chosen)
