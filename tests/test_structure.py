@@ -111,6 +111,20 @@ def needed_by_users() -> set[str]:
     return found
 
 
+# Lines of a mechanism. In step 5, until schedules that few readers need have a room of their own
+MOST_LINES = {2: 450, 3: 450, 5: 700}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_mechanism_can_be_read(step):
+    """The files that a lesson lists at the beginning of *The code* make up its mechanism."""
+    lesson = (ROOT / step / "README.md").read_text()
+    found = re.search(r"^## The code[^\n]*\n+```\n(.*?)^```", lesson, re.DOTALL | re.MULTILINE)
+    files = re.findall(r"^(\S+\.py) +\S", found.group(1), re.MULTILINE)
+    lines = sum(len((ROOT / step / file).read_text().splitlines()) for file in files)
+    assert 0 < lines <= MOST_LINES.get(step_of(f"{step}.train"), 650), f"{step}: {lines} lines in {', '.join(files)}"
+
+
 def test_files_stay_readable():
     lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert {module: length for module, length in lengths.items() if length > 320} == {}

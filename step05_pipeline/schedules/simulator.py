@@ -84,7 +84,7 @@ class Timeline:
 
     @property
     def efficiency(self) -> float:
-        """The share of the makespan in which a rank works: 1 / (1 + r), which is not 1 - r."""
+        """The part of the makespan in which a rank works: 1 / (1 + r), which is not 1 - r."""
         return self.ideal / self.makespan
 
     @property

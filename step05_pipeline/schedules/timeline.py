@@ -7,7 +7,7 @@ from common.drawing.lanes import Lane, Span, panels_of_lanes
 from step05_pipeline.schedules.simulator import Timeline
 
 NAMES = {"F": "forward", "B": "backward", "I": "input's gradient", "W": "weights' gradient"}
-LIGHTEST = 0.55  # share of white in the colour of a rank's last chunk
+LIGHTEST = 0.55  # how much white is in the colour of a rank's last chunk
 COLUMNS = 400  # of text, at most
 
 # ---- a picture -------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
 from step07_expert_parallel import cost
+from step07_expert_parallel.balancing import routers_of
 from step07_expert_parallel.experiments.blocks import draw_blocks, phases, slow_down
 from step07_expert_parallel.experiments.layer import SHAPE, Training
 from step07_expert_parallel.interleave import InterleavedPipeline
-from step07_expert_parallel.router import routers_of
 
 PP, EP = 2, 2
 FLAGS = SHAPE | {"layers": 4, "hidden": 32, "expert_ffn": 16, "vocab": 256, "micro_batch": 1}

@@ -17,10 +17,11 @@ from common.experiments.training_step import groups_of
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, Group, Mesh
 from step07_expert_parallel import cost
+from step07_expert_parallel.balancing import routers_of
 from step07_expert_parallel.experiments.layer import Training
 from step07_expert_parallel.expert_parallel import Journey
 from step07_expert_parallel.moe import Choices, MoE, _Combine, _Copy
-from step07_expert_parallel.router import Router, routers_of
+from step07_expert_parallel.router import Router
 
 EXPERTS, TOP_K = 8, 4
 MODEL = {"step_name": "step07_expert_parallel", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 256}

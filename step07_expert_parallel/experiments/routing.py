@@ -15,7 +15,7 @@ from common.experiments import training_step
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
 from step07_expert_parallel import train
-from step07_expert_parallel.router import Balancing
+from step07_expert_parallel.balancing import Balancing
 
 # Its MLPs are so narrow that a few hundred steps show whether more parameters help
 SMALL = {"step_name": "step07_expert_parallel", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "seq_len": 64}

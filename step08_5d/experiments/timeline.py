@@ -12,7 +12,7 @@ from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, time_by_state
 from common.tracing.tracer import Tracer
 from step01_single_gpu.slow_device import SlowDevice
-from step07_expert_parallel.router import routers_of
+from step07_expert_parallel.balancing import routers_of
 from step08_5d.experiments.tools import EXPERTS, FIVE_D, Training
 
 SPEED, BANDWIDTH = 0.1e9, 2.5e6  # FLOP/s of a rank, and bytes/s of the link that each of its groups has to itself
