@@ -3,6 +3,7 @@
 All of it happens in one world of two ranks, with the counting functions of the experiments; or in this process.
 """
 
+import itertools
 import time
 from unittest import mock
 
@@ -12,9 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
 from common.costs import alpha_beta
+from common.costs.vocabulary import KINDS, added
+from common.experiments import counting
+from common.experiments.counting import Counted
+from common.experiments.training_step import Training, checked
 from common.model import Decoder, fused_attention
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import Degrees, Mesh, build_mesh
+from step01_single_gpu import cost as one_process
 from step01_single_gpu.slow_device import SlowDevice
+from step02_data_parallel import cost as data_cost
+from step02_data_parallel import train as data_parallel
 from step02_data_parallel.data_parallel import fill_buckets
 from step04_tensor_parallel.experiments import gpt, shapes
 from step04_tensor_parallel.experiments import predictions as tensor
@@ -29,6 +37,13 @@ SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab
 SMALL |= {"data": "synthetic", "micro_batch": 1, "global_batch": 4, "pp": 2, "dp": 1}
 PIPELINES = [SMALL | {"schedule": name} for name in ("1f1b", "interleaved", "zb-h1")]
 FORMS = {"tp": {"sequence_parallel": False}, "tp + SP": {}}
+COPIES = "float32", "bfloat16"
+
+
+def copy_of_a_model(mesh: Mesh, dtype: str) -> tuple[Counted, dict]:
+    """What a rank of step 2 sends in a step, and what it holds."""
+    run = Training(data_parallel, *checked(mesh, **SMALL | {"pp": 1, "dp": 2, "dtype": dtype, "bucket_mb": 0.05}))
+    return counting.counted(run.take, mesh), counting.held(run)
 
 
 def ranks_count() -> dict:
@@ -37,12 +52,30 @@ def ranks_count() -> dict:
     runs = [tensor_tools.Run(mesh, **tensor_tools.SHAPE | {"tp": 2} | flags) for flags in FORMS.values()]
     found["shapes"] = [shapes.read_shapes(run) for run in runs]
     found["pipelines"] = [pipeline_memory.keep(mesh, flags)["kept"] for flags in PIPELINES]
+    found["copies"] = [copy_of_a_model(mesh, dtype) for dtype in COPIES]
     return found
 
 
 @pytest.fixture(scope="module")
 def counted() -> list[dict]:
     return run_ranks(2, ranks_count)
+
+
+# ---- step 2 ----------------------------------------------------------------------------------------------------------
+
+
+def test_data_parallelism_copies_the_model_and_sums_its_gradients(counted):
+    """Step 1's account holds on every rank; what is sent is that of a few buckets, of float32 sums in any type."""
+    for rank, (index, dtype) in itertools.product(counted, enumerate(COPIES)):
+        found, held = rank["copies"][index]
+        model = TrainConfig(**SMALL).model_config
+        expected = one_process.held(model, 1, SMALL["seq_len"], getattr(torch, dtype))
+        assert held == pytest.approx({kind: expected[kind] for kind in KINDS}, rel=0.002)  # counters of steps
+        sizes = [4 * each.numel() for each in Decoder(model).parameters()]
+        buckets = len(alpha_beta.fill_buckets(sizes, 0.05e6))
+        predicted = added(data_cost.messages(sum(sizes) / 4, 2, buckets=buckets))
+        assert buckets > 2 and found.sent == {key: pytest.approx(numbers) for key, numbers in predicted.items()}
+        assert found.sockets in (0, pytest.approx(found.bytes, rel=0.05))
 
 
 # ---- step 4 ----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ its arithmetic stands beside it. Sizes are small and differ from each other, so 
 """
 
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from common.collectives import Call
 from common.costs import alpha_beta, hardware, vocabulary
 from common.costs.alpha_beta import Player
 from common.costs.hardware import BUS_GB_PER_S
@@ -262,3 +264,23 @@ STEP_4 = [
 @pytest.mark.parametrize("rows", [COMMON, STEP_1, STEP_2, STEP_3, STEP_4], ids=["common", "1", "2", "3", "4"])
 def test_formulas(rows):
     check(rows)
+
+
+def test_what_crosses_a_cable(monkeypatch):
+    """Ranks 0 and 1 on one node, 2 and 3 on the other; 1000 bytes. A rank's part of what leaves its node."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    groups = {"world": (0, 1, 2, 3), "tp": (0, 1), "dp": (0, 2), "odd": (0, 2, 1, 3)}
+    mesh = SimpleNamespace(rank=0, **{name: SimpleNamespace(ranks=ranks) for name, ranks in groups.items()})
+    rows = [
+        ("all_reduce", "world", 1500, None, 750),  # a ring, 2·3/4·1000 on each edge; one edge leaves, for two ranks
+        ("all_reduce", "odd", 1500, None, 1500),  # 0 to 2 and 1 to 3
+        ("all_reduce", "dp", 1000, None, 1000),
+        ("all_reduce", "tp", 1000, None, 0),
+        ("all_gather", "world", 750, None, 500),  # its quarter to both ranks of the other node
+        ("all_to_all", "dp", 500, None, 500),
+        ("send", "world", 9, 1, 0),
+        ("send", "world", 9, 3, 9),
+    ]
+    for op, group, size, peer, expected in rows:
+        call = Call(op, group, len(groups[group]), "float32", 0, size, "", peer)
+        assert on_nodes.crosses(call, mesh) == pytest.approx(expected), (op, group, peer)
