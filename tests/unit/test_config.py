@@ -134,7 +134,7 @@ REFUSED = {  # by world size: flags named in the error line | others that are on
     --clip nan; --seed -1; --save-every -1; --keep -1; --dp 0; --lr 0.0; --lr nan; --lr inf; --timeout 0.0;
     --timeout 2000000.0; --bucket-mb 0.0; --peak-tflops -1.0; --vocab 0; --hidden 0; --layers 0; --heads 0;
     --kv-heads 0; --ffn 0; --tp 0; --pp 0; --zero-replicas 0; --virtual-stages 0; --consecutive 0;
-    --layer-delay -1.0; --steps many; --dtype int8; --optimizer lion; --attention flash; --recompute some;
+    --layer-delay -1.0; --compute 0.0; --steps many; --dtype int8; --optimizer lion; --attention flash; --recompute some;
     --device tpu; --dp-mode slow; --zero 5; --lr; --zero two; --zero-reduce never; --tp-mode ring; --model llama9;
     --cp-mode p2p; --cp-split odd; --cp 2; --cp 0;
     --model mixtral-8x7b; --link fast; --link 50; --link 1,2,3; --link=-1,1; --link nan,1; --link 1,0;
@@ -183,7 +183,8 @@ def test_what_is_allowed_in_which_world():
 
 
 def test_flags_that_need_another_device():
-    for flags, kind in [("--link 50,1.5", "cuda"), ("--layer-delay 2.5", "cuda"), ("--memory-snapshot", "cpu")]:
+    slower = [(flags, "cuda") for flags in ("--link 50,1.5", "--compute 2.5", "--layer-delay 2.5")]
+    for flags, kind in [*slower, ("--memory-snapshot", "cpu")]:
         config = valid(f"{flags} --trace 1:2 --run-dir x")
         with pytest.raises(UsageError, match=f"^{flags} [^\n]*$"):
             config.check_device(kind)
