@@ -134,7 +134,8 @@ REFUSED = {  # by world size: flags named in the error line | others that are on
     --clip nan; --seed -1; --save-every -1; --keep -1; --dp 0; --lr 0.0; --lr nan; --lr inf; --timeout 0.0;
     --timeout 2000000.0; --bucket-mb 0.0; --peak-tflops -1.0; --vocab 0; --hidden 0; --layers 0; --heads 0;
     --kv-heads 0; --ffn 0; --tp 0; --pp 0; --zero-replicas 0; --virtual-stages 0; --consecutive 0;
-    --layer-delay -1.0; --compute 0.0; --steps many; --dtype int8; --optimizer lion; --attention flash; --recompute some;
+    --layer-delay -1.0; --compute 0.0;
+    --steps many; --dtype int8; --optimizer lion; --attention flash; --recompute some;
     --device tpu; --dp-mode slow; --zero 5; --lr; --zero two; --zero-reduce never; --tp-mode ring; --model llama9;
     --cp-mode p2p; --cp-split odd; --cp 2; --cp 0;
     --model mixtral-8x7b; --link fast; --link 50; --link 1,2,3; --link=-1,1; --link nan,1; --link 1,0;
