@@ -1,4 +1,4 @@
-"""A collective and a matrix product cut into chunks, so that one overlaps the other: asynchronous tensor parallelism
+"""A collective and a matrix product cut into parts, so that one overlaps the other: asynchronous tensor parallelism
 (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
 
 An all-gather followed by a product becomes a ring of tp steps: a rank multiplies the part of the sequence that it has
@@ -25,20 +25,20 @@ def gather_and_multiply(x: torch.Tensor, weights: tuple[torch.Tensor, ...], grou
     batch, part, _ = x.shape
     left, right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     results = [x.new_empty(batch, part * group.size, weight.shape[0]) for weight in weights]
-    chunk = x.contiguous()
+    tokens = x.contiguous()
 
-    def multiply(chunk: torch.Tensor, source: int) -> None:
-        """Multiply a chunk: the part of the sequence that rank `source` holds."""
+    def multiply(tokens: torch.Tensor, source: int) -> None:
+        """Multiply the part of the sequence that rank `source` holds."""
         for result, weight in zip(results, weights, strict=True):
-            result[:, source * part : (source + 1) * part] = F.linear(chunk, weight)
+            result[:, source * part : (source + 1) * part] = F.linear(tokens, weight)
 
     for hop in range(group.size - 1):
-        received = torch.empty_like(chunk)
-        work = collectives.exchange([(chunk, left)], [(received, right)], group, async_op=True)
-        multiply(chunk, (group.rank + hop) % group.size)
+        received = torch.empty_like(tokens)
+        work = collectives.exchange([(tokens, left)], [(received, right)], group, async_op=True)
+        multiply(tokens, (group.rank + hop) % group.size)
         work.wait()
-        chunk = received
-    multiply(chunk, left)  # what arrived last
+        tokens = received
+    multiply(tokens, left)  # what arrived last
     return results
 
 

@@ -7,7 +7,7 @@ the residual stream between sublayers are divided along the sequence. `--tp-mode
   plain    the operators of `operators.py` around ordinary linear layers; gathered inputs are kept for the backward
   overlap  one autograd function for communication and product. It keeps only this rank's part of the sequence and
            gathers again in the backward, where the input's gradient is sent while the weight's is computed
-  chunked  overlaps the forward too: gathers and reduce-scatters go round a ring, chunk by chunk
+  chunked  overlaps the forward too: gathers and reduce-scatters go round a ring, part by part
 """
 
 from collections.abc import Sequence

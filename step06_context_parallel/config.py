@@ -12,8 +12,8 @@ def check(config: TrainConfig) -> None:
     if config.seq_len % cp:
         raise UsageError(f"--cp {cp} does not divide --seq-len {config.seq_len}")
     if config.cp_split == "zigzag" and cp > 1 and config.seq_len % (2 * cp):
-        chunks = f"--cp {cp} --cp-split zigzag makes {2 * cp} chunks"
-        raise UsageError(f"{chunks}, which does not divide --seq-len {config.seq_len}")
+        parts = f"--cp {cp} --cp-split zigzag makes {2 * cp} parts"
+        raise UsageError(f"{parts}, which does not divide --seq-len {config.seq_len}")
     if config.cp_mode == "ulysses":
         heads, kv_heads, of = model.heads // tp, max(1, model.kv_heads // tp), f" / --tp {tp}" * (tp > 1)
         if heads % cp:

@@ -20,7 +20,7 @@ def hop_pairs(split: str, rank: int, hop: int, tokens: int, ranks: int) -> int:
     """(query, key) pairs that a rank computes in a hop of the causal ring, with the keys of the rank `hop` before it.
 
     contiguous: a triangle, then squares as long as those keys come earlier in the sequence, then nothing
-    zigzag: of four squares of chunks always two, of which two halves in hop 0
+    zigzag: of four squares of parts always two, of which two halves in hop 0
     striped: always a triangle, without its diagonal if the other rank's stripe is one token ahead
     """
     n = tokens // ranks

@@ -2,7 +2,7 @@
 
 With N ranks, there are three ways to split a sequence:
   contiguous  rank r holds the r-th part. Its queries see all parts before it, so the last rank has the most work
-  zigzag      of 2N chunks, rank r holds chunk r and chunk 2N-1-r: an early one and a late one (Llama 3,
+  zigzag      of 2N parts, rank r holds part r and part 2N-1-r: an early one and a late one (Llama 3,
               arXiv:2407.21783, section 3.3.2)
   striped     rank r holds tokens r, r+N, r+2N, ... (Striped Attention, Brandon et al., arXiv:2311.09431)
 In all of them, the queries of one rank see an interval of another rank's keys, and the attention between the two ranks
@@ -89,8 +89,8 @@ class Layout(NamedTuple):
             return whole[rank :: self.ranks]
         if self.split == "contiguous" or self.ranks == 1:
             return np.split(whole, self.ranks)[rank]
-        chunks = np.split(whole, 2 * self.ranks)
-        return np.concatenate([chunks[rank], chunks[-1 - rank]])
+        parts = np.split(whole, 2 * self.ranks)
+        return np.concatenate([parts[rank], parts[-1 - rank]])
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (all layers of a micro-batch have one plan; a layout is small)
     def plan(self, rank: int) -> Plan:

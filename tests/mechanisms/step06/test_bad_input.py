@@ -15,8 +15,8 @@ from tests.harness.ranks import run_script
 BASE = "--layers 1 --hidden 48 --heads 8 --ffn 48 --vocab 384 --data synthetic --device cpu --steps 1"
 ULYSSES = "--seq-len 48 --cp-mode ulysses"
 BAD = [  # flags, for as many ranks as --cp times --tp; what the line says
-    ("--cp 2 --seq-len 30", "--cp 2 --cp-split zigzag makes 4 chunks, which does not divide --seq-len 30"),
-    ("--cp 4 --seq-len 36", "--cp 4 --cp-split zigzag makes 8 chunks, which does not divide --seq-len 36"),
+    ("--cp 2 --seq-len 30", "--cp 2 --cp-split zigzag makes 4 parts, which does not divide --seq-len 30"),
+    ("--cp 4 --seq-len 36", "--cp 4 --cp-split zigzag makes 8 parts, which does not divide --seq-len 36"),
     ("--cp 2 --seq-len 31 --cp-split contiguous", "--cp 2 does not divide --seq-len 31"),
     ("--cp 3 --seq-len 32 --cp-split striped", "--cp 3 does not divide --seq-len 32"),
     (f"--cp 3 {ULYSSES}", "--cp 3 --cp-mode ulysses does not divide --heads 8"),
