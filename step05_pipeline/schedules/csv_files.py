@@ -46,14 +46,9 @@ def read_schedule(path: str | Path, ranks: int, micro_batches: int, chunks: int 
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in a CSV file, for whatever numbers of ranks and micro-batches it was written."""
     path, rows, placement = Path(path), [], "looped"
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(_lines(path), 1):
         if line.startswith("#"):
-            key, colon, value = line[1:].rstrip(",").partition(":")  # spreadsheets fill up lines with commas
-            placement = value.strip() if colon and key.strip() == "placement" else placement
+            placement = _placement_in(line, placement)
         elif line.strip():
             cells = [cell.strip() for cell in line.split(",")]
             rows.append([_action(cell, f"{path}, line {number}") for cell in cells if cell])
@@ -69,6 +64,19 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
     placement = "; ".join(" ".join(map(str, row)) for row in schedule.placement)
     lines = [f"# placement: {placement}", *(",".join(map(str, row)) for row in schedule.actions)]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
+
+
+def _placement_in(comment: str, otherwise: str) -> str:
+    """What follows `# placement:`, or `otherwise` if the comment says something else."""
+    key, colon, value = comment[1:].rstrip(",").partition(":")  # spreadsheets fill up lines with commas
+    return value.strip() if colon and key.strip() == "placement" else otherwise
 
 
 def _action(cell: str, where: str) -> Action:
