@@ -1,27 +1,21 @@
 """The claims of step 4, predicted and measured.
 
-python -m step04_tensor_parallel.experiments  # all of them, about 8 minutes on 2 cores
-python -m step04_tensor_parallel.experiments --only toy
+python -m step04_tensor_parallel.experiments  # all of them, about 7 minutes on 2 cores
+python -m step04_tensor_parallel.experiments --only shapes
 """
 
 from common.experiments.runner import run_experiments
-from step04_tensor_parallel.experiments import cluster, collectives, drawings, gpt, memory, nodes, overlap, shapes
+from step04_tensor_parallel.experiments import cluster, gpt, memory, nodes, numbers, overlap
 
 EXPERIMENTS = [
-    drawings.toy,
-    drawings.operators,
-    shapes.worked,
-    shapes.shapes,
-    collectives.collectives,
+    numbers.traffic,
+    numbers.shapes,
+    numbers.curves,
     memory.activations,
-    memory.logits,
     gpt.gpt,
-    collectives.gradients,
-    collectives.curves,
     overlap.overlap,
     nodes.nodes,
     cluster.condition,
-    cluster.scaling,
 ]
 
 if __name__ == "__main__":

@@ -3,20 +3,11 @@
 from common.costs.alpha_beta import gather_ratio
 from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, NETWORK, NODE, NVLINK
 from common.counts import count_flops
-from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import print_table
 from common.presets import PRESETS
-from step04_tensor_parallel.experiments import predictions
-from step04_tensor_parallel.experiments.tools import COLOURS
+from step04_tensor_parallel import cost
 
 DEGREES = (2, 4, 8, 16, 32)
-
-# Tokens a second and GPU of a model of 3 B parameters, and the largest batch that fits, by tp. Measured by the authors
-# of the playbook on nodes of 8 H100, read off its figures "tp_scaling" and "tp_sp_scaling" (sequences of 4,096).
-PUBLISHED = {
-    "tp": {2: (13923, 3), 4: (12421, 8), 8: (10903, 12), 16: (6246, 16), 32: (2146, 20)},
-    "tp + SP": {2: (14167, 4), 4: (13460, 10), 8: (10889, 20), 16: (6159, 40), 32: (3610, 100)},
-}
 
 
 def bandwidth(tp: int) -> float:
@@ -53,7 +44,7 @@ def condition(quick: bool) -> None:
     flops = count_flops(model, tokens).model
     for tp in DEGREES:
         stream = 2 * tokens * model.hidden
-        sent = model.layers * sum(predictions.block_bytes(predictions.Way(), tp, stream).values())
+        sent = model.layers * sum(each.count * each.bytes for each in cost.block_messages(cost.Way(), tp, stream))
         times = sent / bandwidth(tp), flops / tp / peak
         cells = (f"{sent / 1e9:.1f}", f"{1e3 * times[0]:.0f}", f"{1e3 * times[1]:.0f}", f"{times[0] / times[1]:.2f}")
         rows.append((f"tp {tp}", *cells))
@@ -61,36 +52,3 @@ def condition(quick: bool) -> None:
     print_table(
         f"predicted: llama3-8b, a micro-batch of {tokens:,} tokens, SP, overlap, bfloat16, a rank", header, rows
     )
-
-
-def scaling(quick: bool) -> None:
-    """PUBLISHED: tokens a second and GPU against tp, measured by the playbook's authors on nodes of 8 H100."""
-    rows, changes = [], {}
-    for name, values in PUBLISHED.items():
-        before = None
-        for tp, (speed, batch) in values.items():
-            change = f"{speed / before - 1:+.1%}" if before else ""
-            changes[name, tp], before = change, speed
-            rows.append((f"{name} {tp}", f"{speed:,}", change, batch))
-    print_table("published: 3 B parameters", ("", "tokens/s/GPU", "against half the tp", "largest batch"), rows)
-
-    figure, axes = new_figure(columns=2, width=9.6)
-    places = range(len(DEGREES))
-    for number, (name, colour) in enumerate(zip(PUBLISHED, (COLOURS["no SP"], COLOURS["SP, overlap"]))):
-        offset = (number - 0.5) * 0.38
-        speeds, batches = zip(*PUBLISHED[name].values())
-        axes[0].bar([place + offset for place in places], speeds, width=0.36, color=colour, label=name)
-        axes[1].bar([place + offset for place in places], batches, width=0.36, color=colour, label=name)
-        for place, tp, speed, batch in zip(places, DEGREES, speeds, batches):
-            label = f"{float(changes[name, tp][:-1]):.0f}%" if changes[name, tp] else ""
-            axes[0].text(place + offset, speed + 150, label, ha="center", fontsize=9)
-            axes[1].text(place + offset, batch + 1, batch, ha="center", fontsize=9.5)
-    for axis, title in zip(axes, ("tokens/s per GPU", "largest batch that fits, sequences")):
-        axis.axvline(2.5, color="black", linewidth=1, linestyle="--")
-        axis.set_xticks(places, [f"tp {tp}" for tp in DEGREES])
-        axis.set_title(f"published: {title}", fontsize=11.5, loc="left")
-        axis.grid(visible=False, axis="x")
-    axes[0].text(2.54, 14000, "more than one node", fontsize=10)
-    axes[0].yaxis.set_major_formatter("{x:,.0f}")
-    axes[1].legend(frameon=False, loc="upper left")
-    save_figure(figure, "scaling")

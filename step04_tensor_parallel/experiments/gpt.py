@@ -12,7 +12,7 @@ from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.measure.saved_tensors import SavedTensors
 from common.process_groups import Mesh
-from step04_tensor_parallel.experiments import predictions
+from step04_tensor_parallel import cost
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
 
@@ -73,7 +73,7 @@ def gpt(quick: bool) -> None:
         found = on_ranks(ranks, look_into, title="gpt")[0]
         for sequence_parallel, kept in found["kept"].items():
             scores = 5 * HEADS * SEQ**2 * BATCH / ranks
-            predicted = predictions.gpt_block_activations(ranks, sequence_parallel) * stream + scores
+            predicted = cost.gpt_block_activations(ranks, sequence_parallel) * stream + scores
             rows.append((f"tp {ranks}{' + SP' if sequence_parallel else ''}", predicted, kept))
         if ranks == 2:
             seeds = found["seeds"]

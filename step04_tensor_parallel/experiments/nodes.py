@@ -12,25 +12,24 @@ from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player, all_reduce_bytes
 from common.counts import count_parameters
-from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
+from common.drawing.charts import bars, legend, lines
+from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.errors import UsageError
 from common.experiments.local_ranks import on_ranks
-from common.experiments.on_nodes import HIDES, crossing, on_nodes, timed
+from common.experiments.on_nodes import HIDES, cable_link, crossing, on_nodes, timed
 from common.experiments.tcp_bytes import PACKET
-from common.link import Link
 from common.process_groups import Mesh
-from common.virtual.nodes import value_of
 from step01_single_gpu.slow_device import SlowDevice
-from step04_tensor_parallel.experiments import predictions
+from step04_tensor_parallel import cost
+from step04_tensor_parallel.cost import Way
 from step04_tensor_parallel.experiments.overlap import product_shapes
-from step04_tensor_parallel.experiments.predictions import Way
-from step04_tensor_parallel.experiments.tools import Run
+from step04_tensor_parallel.experiments.tools import training
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, apply_column_parallel
 
 RANKS, CABLE, SPEED = 2, "50mbit", 2.5e9  # FLOP/s of a simulated device
-LINK = Link(0.0, value_of(CABLE) / 8 / PACKET)
+LINK = cable_link(CABLE)
 MODEL = {"layers": 4, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
 MODEL |= {"seq_len": 128, "micro_batch": 8, "global_batch": 16}
 LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
@@ -65,7 +64,7 @@ def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
     """On a rank, for each case: least time of a step's gradients, that of its FLOPs, bytes logged and on the cable."""
     found = []
     for flags in cases:
-        run = Run(mesh, **flags)
+        run = training(mesh, flags)
         with collectives.record() as calls, SlowDevice(SPEED) as device:
             run.gradients()
         flops = device.flops
@@ -103,7 +102,7 @@ def exposed(flags: dict) -> float:
         for name, weights in product_shapes(MODEL).items()
     }
     player, norms = Player(RANKS, LINK), 4 * (2 * model.layers + 1) * model.hidden
-    predictions.play_step(Way(), player, model.layers, 4 * tokens * model.hidden, tokens, norms, products)
+    cost.play_step(Way(), player, model.layers, 4 * tokens * model.hidden, tokens, norms, products)
     return player.blocked * config.global_batch / config.micro_batch
 
 
@@ -167,41 +166,22 @@ def compare_widths(seconds: dict[tuple[int, int], float]) -> dict[int, list[tupl
 def draw(steps: dict[str, list[tuple[float, float]]], shares: dict[int, list[tuple[int, float, float]]]) -> None:
     """Left the steps as bars, right the exposed share over the width."""
     figure, (left, right) = new_figure(columns=2, width=9.6, height=4.3)
-    draw_steps(left, steps)
-    draw_shares(right, shares)
-    save_figure(figure, "nodes")
-
-
-def draw_steps(axis, steps: dict[str, list[tuple[float, float]]]) -> None:
-    """A bar for each measured step, with a line where it was predicted to end."""
-    top = 1.25 * max(measured for places in steps.values() for _, measured in places)
-    titles = {"tp": "tensor parallel", "dp": "data parallel"}
-    for number, (name, places) in enumerate(steps.items()):
-        colour = COLOURS["reduce_scatter" if name.startswith("tp") else "all_reduce"]
-        for x, (predicted, measured), face in zip((number - 0.21, number + 0.21), places, ("#BBBBBB", colour)):
-            axis.bar(x, measured, width=0.38, color=face)
-            axis.text(x, measured, f"{measured:.1f} s", ha="center", va="bottom", fontsize=12)
-            axis.plot([x - 0.19, x + 0.19], [predicted] * 2, color="black", linewidth=2)
-            axis.text(x, predicted - 0.01 * top, f"{predicted:.1f} s", ha="center", va="top", fontsize=12)
-        axis.text(number, 0.98 * top, titles[name[:2]], ha="center", va="top", fontsize=12.5, fontweight="bold")
-    axis.set_xticks([-0.21, 0.21, 0.79, 1.21], ["one\nnode", "two\nnodes"] * 2, fontsize=12)
-    axis.set(ylim=(0, top), ylabel="seconds")
-    axis.set_title("a step: bars measured, lines predicted", loc="left", fontsize=12)
-
-
-def draw_shares(axis, shares: dict[int, list[tuple[int, float, float]]]) -> None:
-    """What is exposed: a dot for each measurement, and the line of the condition."""
+    places = "one node", "two nodes"
+    groups = {name: [{place: each[1]} for place, each in zip(places, both)] for name, both in steps.items()}
+    marks = {name: [predicted for predicted, _ in both] for name, both in steps.items()}
+    bars(left, groups, marks, value="{:.1f} s")
+    left.set(ylabel="seconds")
+    left.set_title("a step", loc="left", fontsize=12)
     formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
-    axis.axvspan(formula, 1.05 * WIDTHS[-1], color=COLOURS["idle"], zorder=0)
-    axis.text(1.02 * formula, 0.5, f"from {formula:,.0f} columns on,\nall should hide", fontsize=12)
+    right.axvspan(formula, 1.05 * WIDTHS[-1], color=COLOURS["idle"], zorder=0)
+    right.text(1.02 * formula, 0.5, f"from {formula:,.0f} columns on,\nall should hide", fontsize=12)
     corners = WIDTHS[0], formula, WIDTHS[-1]
-    exposed_parts = [max(0.0, 1 - width / formula) for width in corners]
-    axis.plot(corners, exposed_parts, color="black", linewidth=2, label="predicted, any number of tokens")
-    looks = ({"markerfacecolor": "white", "markeredgewidth": 1.8, "markersize": 7}, {"markersize": 9})
-    for (tokens, points), look in zip(shares.items(), looks):
-        widths, _, measured = zip(*points)
-        axis.plot(widths, measured, "o", color=SERIES[0], label=f"measured, {tokens:,} tokens", clip_on=False, **look)
-    axis.set(xlim=(0.7 * WIDTHS[0], 1.05 * WIDTHS[-1]), ylim=(-0.03, 1.12), xlabel="columns that share the gather")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.set_title("how much of the messages is exposed", loc="left", fontsize=12)
-    axis.legend(frameon=False, fontsize=11, loc="upper right")
+    series = {"predicted, any number of tokens": {width: max(0.0, 1 - width / formula) for width in corners}}
+    for tokens, points in shares.items():
+        series[f"measured, {tokens:,} tokens"] = {width: measured for width, _, measured in points}
+    lines(right, series, dots=tuple(series)[1:], ends=False)
+    right.set(ylim=(-0.03, 1.12), xlabel="columns that share the gather")
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    right.set_title("how much of the messages is exposed", loc="left", fontsize=12)
+    legend(figure, columns=3)
+    save_figure(figure, "nodes")

@@ -1,22 +1,17 @@
 """How much of tensor parallelism's communication hides behind products, over a simulated link."""
 
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player
-from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.runs import run_jobs
-from common.experiments.traces import quietest
+from common.experiments.traces import print_hidden, run_cases
 from common.process_groups import Group, Mesh
-from common.tracing.chrome_trace import Trace, read_trace
-from step04_tensor_parallel.experiments import predictions
+from step04_tensor_parallel import cost
 from step04_tensor_parallel.experiments.timelines import draw_layers
 from step04_tensor_parallel.experiments.tools import WAYS, way_of
 from step04_tensor_parallel.train import train
@@ -37,38 +32,12 @@ def overlap(quick: bool) -> None:
     """Plain, overlap and chunked over a slow link: exposed communication, step time, and timelines."""
     times = on_ranks(2, product_times, title="products")[0]
     shown = ", ".join(f"{name} " + " / ".join(f"{1e3 * each:.1f}" for each in three) for name, three in times.items())
-    print(f"\n2 ranks, --link {LINK}. The predictions start from the products' times (forward / input's gradient /")
-    print(f"weight's gradient), measured alone, ms: {shown}")
-    traces = traced_runs(quick)
-    rows, players = {name: quietest(trace) for name, trace in traces.items()}, {}
-    for name in traces:
-        players[name] = play(name, times)
-    for title, predicted, measured in (
-        ("communication, ms a step", "communication", "communication_s"),
-        ("exposed communication, ms a step", "blocked", "exposed_s"),
-    ):
-        values = [(n, 1e3 * getattr(players[n], predicted), 1e3 * getattr(row, measured)) for n, row in rows.items()]
-        print_comparison(title, "way", values, ".1f")
-    cells = []
-    for name, row in rows.items():
-        share = 1 - players[name].blocked / players[name].communication
-        cells.append((name, f"{share:.0%}", f"{row.overlap_share:.0%}", f"{1e3 * row.step_time_s:.0f}"))
-    print_table("overlap share and step time", ("way", "share: predicted", "measured", "step, ms"), cells)
+    print("\nThe predictions start from the products' times (forward / input's gradient / weight's gradient), measured")
+    print(f"alone, ms: {shown}")
+    cases = {name: MODEL | {"steps": 12 if quick else 40, "link": LINK} | flags for name, flags in WAYS.items()}
+    traces = run_cases(train, 2, cases, title="overlap", rounds=1 if quick else 4)
+    print_hidden(f"2 ranks, --link {LINK}", {name: play(name, times) for name in traces}, traces)
     draw_layers([(title, traces[name], name.startswith("SP")) for name, title in PANELS.items()], "timelines")
-
-
-def traced_runs(quick: bool) -> dict[str, Trace]:
-    """Short traced runs on two ranks over the slow link; of each way the one with the quietest step.
-
-    Several rounds: whatever else the machine does hits some of them, and no way in all.
-    """
-    steps, rounds = (12, range(1)) if quick else (40, range(4))
-    shape = MODEL | {"steps": steps, "trace": f"1:{steps - 1}", "link": LINK}
-    jobs = [(f"{name} {number}", shape | flags) for number in rounds for name, flags in WAYS.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        on_ranks(2, run_jobs, jobs, folder, train, title="overlap", jobs=len(jobs))
-        traces = {name: [read_trace(Path(folder, f"{name} {number}")) for number in rounds] for name in WAYS}
-    return {name: min(several, key=lambda trace: quietest(trace).step_time_s) for name, several in traces.items()}
 
 
 def play(name: str, times: dict) -> Player:
@@ -76,7 +45,7 @@ def play(name: str, times: dict) -> Player:
     config = TrainConfig(**MODEL | WAYS[name])
     model, tokens = config.model_config, config.micro_batch * config.seq_len
     player, norms = Player(2, TrainConfig(link=LINK).link_model), 4 * (2 * model.layers + 1) * model.hidden
-    predictions.play_step(way_of(WAYS[name]), player, model.layers, 4 * tokens * model.hidden, tokens, norms, times)
+    cost.play_step(way_of(WAYS[name]), player, model.layers, 4 * tokens * model.hidden, tokens, norms, times)
     return player
 
 

@@ -1,19 +1,12 @@
-"""What the experiments of this step share: a shape, the ways to divide it, and a step that can be looked into."""
-
-import functools
-from collections.abc import Callable
+"""What the experiments of this step share: a shape, the ways to divide it, and its forward and loss in pieces."""
 
 import torch
 
-from common.config import TrainConfig
-from common.data.batches import load_batches
 from common.drawing.figures import SERIES
-from common.process_groups import Degrees, Mesh, build_mesh
-from common.tracing.tracer import Tracer
-from step01_single_gpu.clipping import gradient_norm
-from step04_tensor_parallel.experiments.predictions import Way
-from step04_tensor_parallel.partial_sums import sum_extra_groups
-from step04_tensor_parallel.train import build
+from common.experiments.training_step import Training, checked
+from common.process_groups import Mesh
+from step04_tensor_parallel import train
+from step04_tensor_parallel.cost import Way
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 
 # Grouped queries (8 heads share 4 K/V heads), so that tp 4 leaves one K/V head to each rank
@@ -30,59 +23,27 @@ WAYS = {  # name: flags
 RECOMPUTED = {
     f"{name}, full recomputation": WAYS[name] | {"recompute": "full"} for name in ("no SP, plain", "SP, overlap")
 }
+COLOURS = dict(zip(("no SP", "SP, plain", "SP, overlap"), SERIES))
 
 
 def way_of(flags: dict) -> Way:
-    """The same flags, as the predictions know them."""
+    """The same flags, as `cost.py` knows them."""
     return Way(flags.get("sequence_parallel", True), flags["tp_mode"], flags.get("recompute") == "full")
 
 
-COLOURS = dict(zip(("no SP", "SP, plain", "SP, overlap"), SERIES))
-mesh_of = functools.cache(build_mesh)  # all cases of one layout use the same groups
+def training(mesh: Mesh, flags: dict) -> Training:
+    """On a rank: train.py's step with these flags."""
+    return Training(train, *checked(mesh, **flags))
 
 
-class Run:
-    """train.py's model and gradients on these ranks, without its record and its update."""
-
-    def __init__(self, mesh: Mesh, **flags):
-        self.config = config = TrainConfig(device="cpu", **flags)
-        config.resolve_and_check(mesh.world.size)
-        self.mesh = mesh_of(Degrees.of(config), mesh.device, config.model_config.kv_heads)
-        self.batches = load_batches(config, self.mesh)
-        self.model, self.zero, optimizer = build(config, self.mesh)
-        self.shards = optimizer.parameters
-
-    def logits_and_targets(self, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's forward of one micro-batch."""
-        place = (self.mesh.dp.rank, self.mesh.dp.size)
-        tokens, targets = self.batches.micro_batch(0, index, self.config.micro_batch, *place)
-        return self.model(tokens), targets
-
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the mean."""
-        vocab = self.config.model_config.vocab
-        return vocab_parallel_cross_entropy_sum(logits, targets, vocab, self.mesh.tp) / self.batches.target_tokens
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Forward and backward of all micro-batches: the finished gradients, one for each of `shards`."""
-        phase, accumulation = Tracer(None, self.mesh, None).phase, self.config.accumulation_steps
-        self.zero.gather()
-        for index in range(accumulation):
-            with phase("forward"):
-                share = self.loss(*self.logits_and_targets(index))
-            with phase("backward"), self.zero.backward(last=index == accumulation - 1):
-                share.backward()
-        with phase("optimizer"):
-            gradients = self.zero.finish()
-            sum_extra_groups(self.shards, gradients, self.mesh)
-            gradient_norm(self.shards, gradients, self.mesh.world)
-        return gradients
+def logits_and_targets(run: Training) -> tuple[torch.Tensor, torch.Tensor]:
+    """The model's forward of the first micro-batch."""
+    model, zero, _ = run.parts
+    zero.gather()
+    tokens, targets = run.batches.micro_batch(0, 0, run.config.micro_batch, run.mesh.dp.rank, run.mesh.dp.size)
+    return model(tokens), targets
 
 
-def on_every_case(mesh: Mesh, done: Callable, function: Callable, cases: list[dict]) -> list:
-    """On a rank: `function(run)` for a `Run` with each of the flags in `cases`."""
-    results = []
-    for flags in cases:
-        results.append(function(Run(mesh, **flags)))
-        done()
-    return results
+def loss(run: Training, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum over its tokens."""
+    return vocab_parallel_cross_entropy_sum(logits, targets, run.config.model_config.vocab, run.mesh.tp)

@@ -22,8 +22,8 @@ from step01_single_gpu import cost as prediction
 from step01_single_gpu.memory_model import gpt, peak
 from step02_data_parallel import cost as data
 from step03_zero import cost as zero
-from step04_tensor_parallel.experiments import predictions as tensor
-from step04_tensor_parallel.experiments.predictions import Way
+from step04_tensor_parallel import cost as tensor
+from step04_tensor_parallel.cost import Way
 from tests.mechanisms.formulas import BF16, DENSE, F32, LINK, SHAPE, TIED, by_kind, check, played
 
 
@@ -192,12 +192,10 @@ STEP_3 = [
 ]
 
 
-def of_block(*arguments) -> tuple[dict, dict]:
-    return tuple(dict(phase) for phase in tensor.block_collectives(*arguments).values())
-
-
-def pairs(gathers: int, scatters: int) -> dict[str, int]:
-    return {"all_gather": gathers, "reduce_scatter": scatters}
+def tp_sends(formula, *arguments) -> dict:
+    """How many and how many bytes by operation of the group tp, or by another group."""
+    sent = vocabulary.added(formula(*arguments))
+    return {op if group == "tp" else group: found for (group, op), found in sent.items()}
 
 
 def ratios() -> list[float]:
@@ -209,13 +207,16 @@ def ratios() -> list[float]:
 def gigabytes() -> list[float]:
     """That a rank sends for the blocks of Llama 3 8B, for 8,192 tokens, with tp 2, 4 and 8."""
     stream = 2 * 8192 * LLAMA.hidden
-    return [round(LLAMA.layers * sum(tensor.block_bytes(Way(), tp, stream).values()) / 1e9, 1) for tp in (2, 4, 8)]
+    sizes = [sum(each.count * each.bytes for each in tensor.block_messages(Way(), tp, stream)) for tp in (2, 4, 8)]
+    return [round(LLAMA.layers * size / 1e9, 1) for size in sizes]
+
+
+def hidden_messages(mode: str) -> list[tuple]:
+    return [(each.op, each.hidden_by) for each in tensor.block_messages(Way(True, mode), 2, 100) if each.hidden_by]
 
 
 PARTS = {"norms": 136, "column inputs": 64, "attention": 112, "mlp": 96}
-SENT = {"blocks": 2 * 10 * 48, "embedding": 2 * 48, "head": 3 * 48, "loss": 36, "norms": 160, "K/V replicas": 0}
-SENT["gradient norm"] = 8
-SENT_BY_TP = SENT | {"blocks": 2 * 4 * 96, "embedding": 96, "head": 96, "norms": 0}
+WORLD = {"world": (1, 8)}  # the gradient norm: 2·1/2·8
 TIMES = dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (2, 3, 4))
 
 
@@ -227,22 +228,37 @@ def steps_of(*way) -> tuple[float, float, float]:
 STEP_4 = [
     ([2.5, 0.54], ratios),  # 2·7·989·10¹²/(2·6144·450·10⁹), /(2·28672·...)
     ([10.7, 16.1, 18.8], gigabytes),  # 32·10·67.1·10⁶·(1/2, 3/4, 7/8)
-    (({"all_reduce": 2}, {"all_reduce": 4}), of_block, Way(False, "overlap", True)),
-    ((pairs(2, 2), pairs(4, 2)), of_block, Way()),
-    ((pairs(2, 2), pairs(6, 4)), of_block, Way(full_recompute=True)),
-    ((pairs(2, 2), pairs(2, 2)), of_block, Way(True, "plain")),
-    (({"send": 4 * 3}, pairs(4, 2)), of_block, Way(True, "chunked"), 4),
-    (150, tensor.sent, "all_reduce", 100, 4),  # 2·3/4·100
-    (75, tensor.sent, "all_gather", 100, 4),
-    (25, tensor.sent, "send", 100, 4),
-    ({"forward": 4 * 50, "backward": 6 * 50}, tensor.block_bytes, Way(), 2, 100),
-    # The stream of 3 tokens is 96 bytes, half of it 48; three numbers a token 36; norms 5·8·4
-    (SENT, tensor.step_bytes, Way(), 2, DENSE, 3, 1),
-    (SENT | {"blocks": 2 * 8 * 48, "head": 96}, tensor.step_bytes, Way(True, "plain"), 2, DENSE, 1, 3),
-    (SENT_BY_TP, tensor.step_bytes, Way(False), 2, DENSE, 1, 3),
-    (2 * 2 * 8 * 2 * 4, lambda: tensor.step_bytes(Way(), 4, DENSE, 1, 3)["K/V replicas"]),  # by two ranks a head
-    # 3 tokens: 2·96, and 2·(4·96 + 48)
-    ({"column then row": 192, "row then column": 864}, tensor.row_then_column_bytes, 2, 3, 8, 32),
+    # Of a block, where an all-reduce of two ranks sends 100, a half of it 50
+    ({"all_reduce": (6, 600)}, tp_sends, tensor.block_messages, Way(False, "overlap", True), 2, 100),  # 2 + 4
+    ({"all_gather": (6, 300), "reduce_scatter": (4, 200)}, tp_sends, tensor.block_messages, Way(), 2, 100),
+    (
+        {"all_gather": (8, 400), "reduce_scatter": (6, 300)},
+        *(tp_sends, tensor.block_messages, Way(full_recompute=True), 2, 100),
+    ),
+    (
+        {"all_gather": (4, 200), "reduce_scatter": (4, 200)},
+        *(tp_sends, tensor.block_messages, Way(True, "plain"), 2, 100),
+    ),
+    (
+        {"send": (4 * 3, 300), "all_gather": (4, 300), "reduce_scatter": (2, 150)},  # 12·100/4, 3/4·100 each
+        *(tp_sends, tensor.block_messages, Way(True, "chunked"), 4, 100),
+    ),
+    ([], hidden_messages, "plain"),
+    (2 * [("all_gather", "input's gradient"), ("reduce_scatter", "weights' gradients")], hidden_messages, "overlap"),
+    # Of a step. The stream of 3 tokens is 96 bytes, half of it 48. Gathers: 6 a block, 1 of the embedding, 2 of the
+    # head; scatters: 4, 1, 1. Three numbers a token 36; norms 5·8·4 = 160
+    (
+        {"all_gather": (15, 720), "reduce_scatter": (10, 480), "all_reduce": (3, 196)} | WORLD,
+        *(tp_sends, tensor.messages, Way(), 2, DENSE, 3, 1),
+    ),
+    (
+        {"all_gather": (10, 480), "reduce_scatter": (10, 480), "all_reduce": (3, 196)} | WORLD,
+        *(tp_sends, tensor.messages, Way(True, "plain"), 2, DENSE, 1, 3),
+    ),
+    # All-reduces of the stream: 4 a block, embedding, head; two of the loss; of 5 micro-batches
+    ({"all_reduce": (5 * 12, 5 * (960 + 36))} | WORLD, tp_sends, tensor.messages, Way(False), 2, DENSE, 1, 3, 5),
+    # K and V of a head of width 2 in two layers, shared by two ranks: 2·1/2·2·2·8·2·4
+    ((1, 256), lambda: tp_sends(tensor.messages, Way(), 4, DENSE, 1, 3)["kv_replica"]),
     # Half of step 1's 816: norms 2·136, inputs 2·64; q, k, v, o 2·64 + 2·32 and log-sum-exp 32; rows of f 4·48
     (PARTS, tensor.block_activations, DENSE, 2, 1, F32, 2, Way()),
     (PARTS | {"column inputs": 128}, tensor.block_activations, *SHAPE, 2, Way(True, "plain")),

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import step04_tensor_parallel.train as step04
 from common import collectives
 from common.config import TrainConfig
+from common.costs.vocabulary import Message, added
 from common.tracing.report import read_trace
-from step04_tensor_parallel.experiments.predictions import Way, step_bytes
+from step04_tensor_parallel.cost import Way, messages
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
 from tests.harness.observing import configure, mesh_of, sent_so_far
@@ -128,16 +129,18 @@ def check_train(ranks: list[list[dict]]) -> None:
 
 
 def check_predictions(world: int, found: list[dict]) -> None:
-    """The lesson's bytes of a step of one micro-batch in float32, in all forms, by all parts."""
+    """What cost.py says of a step in float32, in all forms: how many calls, and their bytes, by group and operation."""
     compared = 0
     for case, seen in zip(cases(world), found, strict=True):
         config = configure(4, f"{SHAPE} {case}", world)
-        if config.dp == config.accumulation_steps == 1 and config.dtype == "float32":
+        if config.dp == 1 and config.dtype == "float32":
             way = Way(config.sequence_parallel, config.tp_mode, config.recompute == "full")
-            predicted = step_bytes(way, world, config.model_config, config.micro_batch, TOKENS)
-            assert sum(call[-1] for call in seen["log"]) == STEPS * sum(predicted.values()), case
+            shape = config.model_config, config.micro_batch, TOKENS, config.accumulation_steps
+            calls = [Message(group, op, size, 1) for _, group, op, _, size in seen["log"] if op != "receive"]
+            counted = {key: (number / STEPS, size / STEPS) for key, (number, size) in added(calls).items()}
+            assert counted == added(messages(way, world, *shape)), case
             compared += 1
-    assert compared >= 2, "too few cases are of one micro-batch"
+    assert compared >= 2, "too few cases are in float32"
 
 
 @pytest.mark.parametrize("world", [2, 4])

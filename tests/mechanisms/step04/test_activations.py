@@ -11,7 +11,7 @@ from common.model import rope_tables
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import saved_activations, total_bytes
 from step04_tensor_parallel import vocab_parallel
-from step04_tensor_parallel.experiments.predictions import Way, block_activations, loss_bytes
+from step04_tensor_parallel.cost import Way, block_activations, loss_bytes
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, decoder, stream, tp_mesh
 

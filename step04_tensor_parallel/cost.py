@@ -1,17 +1,19 @@
-"""What theory says of step 4: collectives and bytes of a block, activations a rank keeps, what hides behind what.
+"""What tensor parallelism costs: collectives of a block and of a step, activations that a rank keeps, what hides.
 
 tp ranks share every layer, of b sequences of s tokens. h is the hidden width, f the MLP's; a heads of width d and a_kv
-K/V heads; beta the bytes of an activation. One message of the residual stream has b s h elements.
+K/V heads; beta the bytes of an activation. The residual stream of a micro-batch has b s h elements. Parameters,
+gradients, optimizer state and operations are those of step 1, divided by tp (norms are whole).
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from common.costs.alpha_beta import Player
+from common.costs.vocabulary import Message, sent
 from common.model import at_least_float32
 from common.model_config import ModelConfig
+from step02_data_parallel.cost import SCALAR
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
@@ -30,77 +32,76 @@ class Way:
         return self.sequence_parallel and self.mode != "plain"
 
 
-def block_collectives(way: Way, tp: int = 2) -> dict[str, Counter]:
-    """Of one block, by phase and operation; a block has two regions, attention and MLP.
+def column_messages(way: Way, tp: int, stream: float) -> tuple[list[Message], list[Message]]:
+    """What a rank sends in the forward and in the backward of column-parallel layers that share their input.
+
+    Args:
+        stream: bytes of the whole residual stream, b s h beta.
+    """
+    behind_dx, behind_dw = ("", "") if way.mode == "plain" else ("input's gradient", "weights' gradients")
+    if not way.sequence_parallel:
+        return [], [Message("tp", "all_reduce", sent("all_reduce", stream, tp), 1, behind_dw)]
+    half = sent("all_gather", stream, tp)
+    backward = [Message("tp", "all_gather", half, 1, behind_dx)] if way.gathers_again else []
+    return [_in_forward("all_gather", way, tp, stream)], [
+        *backward,
+        Message("tp", "reduce_scatter", half, 1, behind_dw),
+    ]
+
+
+def row_messages(way: Way, tp: int, stream: float) -> tuple[list[Message], list[Message]]:
+    """The same of a row-parallel layer. Both products of its backward need what is gathered."""
+    if not way.sequence_parallel:
+        return [Message("tp", "all_reduce", sent("all_reduce", stream, tp), 1)], []
+    gather = Message("tp", "all_gather", sent("all_gather", stream, tp), 1)
+    return [_in_forward("reduce_scatter", way, tp, stream)], [gather]
+
+
+def _in_forward(op: str, way: Way, tp: int, stream: float) -> Message:
+    """A half of an all-reduce. Chunked: it goes round a ring beside the product, in tp - 1 messages."""
+    if way.mode == "chunked":
+        return Message("tp", "send", sent("send", stream / tp, tp), tp - 1, "product")
+    return Message("tp", op, sent(op, stream, tp), 1)
+
+
+def block_messages(way: Way, tp: int, stream: float) -> list[Message]:
+    """What a rank sends for one block and micro-batch; a block has two sublayers, attention and MLP.
 
     Without sequence parallelism: 2 + 2 all-reduces (Shoeybi et al., arXiv:1909.08053, section 3). With it each of them
     becomes an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and there is one
-    more all-gather a region in the backward where the input was not kept. `full_recompute` runs the forward once more.
-    Chunked: in the forward each goes round a ring, in tp - 1 messages.
+    more all-gather a sublayer in the backward where the input was not kept. `full_recompute` runs the forward again.
     """
-    if not way.sequence_parallel:
-        forward, backward = Counter(all_reduce=2), Counter(all_reduce=2)
-    else:
-        forward = Counter(all_gather=2, reduce_scatter=2)
-        backward = Counter(all_gather=4 if way.gathers_again else 2, reduce_scatter=2)
-        if way.mode == "chunked":
-            forward = Counter(send=4 * (tp - 1))
-    return {"forward": forward, "backward": backward + (forward if way.full_recompute else Counter())}
+    (enter, back), (leave, back_again) = column_messages(way, tp, stream), row_messages(way, tp, stream)
+    forward = 2 * (enter + leave)
+    return forward + 2 * (back + back_again) + (forward if way.full_recompute else [])
 
 
-def sent(op: str, size: float, tp: int) -> float:
-    """Bytes that a rank sends (Thakur, Rabenseifner and Gropp, 2005): `size` is that of the whole, for a ring's
-    message of the whole that goes round in parts.
+def messages(
+    way: Way, tp: int, model: ModelConfig, batch: int, seq: int, micro_batches: int = 1, width: int = 4
+) -> list[Message]:
+    """Everything that a rank sends in a step with tp alone (dp 1).
+
+    The embedding ends like a sublayer and the head begins like one; the loss sends three numbers a token (Shoeybi et
+    al., section 3). Once per step: gradients of norms, partial sums under sequence parallelism; those of shared K/V
+    heads; and the gradient norm. What is summed has at least float32.
+
+    Args:
+        batch, seq: of a micro-batch. width: bytes of an activation.
     """
-    return {"all_reduce": 2 * (tp - 1) / tp, "send": 1 / tp}.get(op, (tp - 1) / tp) * size
-
-
-def block_bytes(way: Way, tp: int, stream: float) -> dict[str, float]:
-    """Bytes that a rank sends for one block, by phase. `stream`: bytes of the residual stream, b s h beta."""
-    counts = block_collectives(way, tp)
-    return {phase: sum(n * sent(op, stream, tp) for op, n in ops.items()) for phase, ops in counts.items()}
-
-
-def step_bytes(way: Way, tp: int, model: ModelConfig, batch: int, seq: int, width: int = 4) -> dict[str, float]:
-    """Everything that a rank sends in a step of one micro-batch with tp alone (dp 1), by part; float32 by `width`.
-
-    The embedding ends like a block and the head begins like one; the loss sends three numbers a token (Shoeybi et al.,
-    section 3); gradients of norms are partial sums under sequence parallelism, those of shared K/V heads always.
-    """
-    tokens, stream = batch * seq, batch * seq * model.hidden * width
+    tokens, high = batch * seq, max(4, width)
+    stream = tokens * model.hidden * width
+    ends = row_messages(Way(way.sequence_parallel), tp, stream), column_messages(way, tp, stream)
+    each = model.layers * block_messages(way, tp, stream) + [one for end in ends for both in end for one in both]
+    each += [Message("tp", "all_reduce", sent("all_reduce", size * high, tp), 1) for size in (tokens, 2 * tokens)]
+    found = [message._replace(count=micro_batches * message.count) for message in each]
     if way.sequence_parallel:
-        embedding, head = (
-            sent("all_gather", 2 * stream, tp),
-            sent("all_gather", (3 if way.gathers_again else 2) * stream, tp),
-        )
-    else:
-        embedding = head = sent("all_reduce", stream, tp)
+        norms = (2 * model.layers + 1) * model.hidden * high
+        found.append(Message("tp", "all_reduce", sent("all_reduce", norms, tp), 1))
     replicas = max(1, tp // model.kv_heads)
-    shared = 2 * model.layers * model.hidden * model.head_width * width  # one head of K and of V, in every layer
-    norms = (2 * model.layers + 1) * model.hidden * width if way.sequence_parallel else 0
-    return {
-        "blocks": model.layers * sum(block_bytes(way, tp, stream).values()),
-        "embedding": embedding,
-        "head": head,
-        "loss": sent("all_reduce", 3 * tokens * width, tp),
-        "norms": sent("all_reduce", norms, tp),
-        "K/V replicas": sent("all_reduce", shared, replicas) if replicas > 1 else 0.0,
-        "gradient norm": sent("all_reduce", 8, tp),
-    }
-
-
-def row_then_column_bytes(tp: int, tokens: int, hidden: int, ffn: int, width: int = 4) -> dict[str, float]:
-    """Bytes a rank sends for an MLP of two matrices, forward and backward, in the right order and in the wrong one.
-
-    Column then row: one all-reduce of the output, and of the input's gradient. Row then column: an all-reduce of
-    the hidden layer, which the activation function needs whole, and an all-gather of the output; in the backward the
-    all-reduce of the hidden layer's gradient and an all-gather of the input's.
-    """
-    narrow, broad = tokens * hidden * width, tokens * ffn * width
-    return {
-        "column then row": 2 * sent("all_reduce", narrow, tp),
-        "row then column": 2 * (sent("all_reduce", broad, tp) + sent("all_gather", narrow, tp)),
-    }
+    if replicas > 1:  # one head of K and of V, in every layer
+        shared = 2 * model.layers * model.hidden * model.head_width * high
+        found.append(Message("kv_replica", "all_reduce", sent("all_reduce", shared, replicas), 1))
+    return [*found, Message("world", "all_reduce", sent("all_reduce", SCALAR, tp), 1)]
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
