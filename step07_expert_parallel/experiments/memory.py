@@ -65,9 +65,9 @@ def draw_memory(measured: dict[str, dict], share: float) -> None:
         groups[name.replace(", ", "\n")] = [parts]
         colours |= {f"{kind} of {part}": COLOURS[kind] for part in ("all else", "experts") for kind in KINDS}
     bars(axis, groups, colours=colours, value="{:.0f}")
-    for patch, label in zip(*axis.get_legend_handles_labels()):
-        for each in patch if "all else" in label else ():
-            each.set_hatch("////")
+    for index, container in enumerate(axis.containers):  # of a bar's six parts, the first three are not of experts
+        for patch in container if index % 6 < 3 else ():
+            patch.set_hatch("////")
     axis.set(ylabel="MiB on a rank")
     axis.set_title(f"measured: {RANKS} ranks, float32; experts have {share:.0%} of the parameters", loc="left")
     legend(figure, columns=3)

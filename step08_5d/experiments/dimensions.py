@@ -8,15 +8,13 @@ from common.drawing.charts import bars, legend
 from common.drawing.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments.counting import Sent, counted, held, mean_rank, print_counted, print_held
-from common.experiments.even_routing import choosing
 from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import on_every_case
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Mesh
-from step07_expert_parallel.router import Router
 from step08_5d import cost as formulas
 from step08_5d.cost import Layout
-from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Training
+from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Training, route_evenly
 
 RANKS = 8
 CASES = {
@@ -66,11 +64,11 @@ def layout_of(flags: dict) -> tuple:
 
 def measure(mesh: Mesh, flags: dict) -> dict:
     """On a rank: what it sends in a step, what it holds, and the peak of the next step."""
-    with choosing(Router):
-        training = Training(mesh, **flags)
-        result = {"counted": counted(training.gradients, training.mesh), "held": held(training)}
-        with MemoryMeter("cpu").measure([each for _, each in training.weights() + training.states()]) as meter:
-            training.take()
+    training = Training(mesh, **flags)
+    route_evenly(training.pipeline.stages)
+    result = {"counted": counted(training.gradients, training.mesh), "held": held(training)}
+    with MemoryMeter("cpu").measure([each for _, each in training.weights() + training.states()]) as meter:
+        training.take()
     return result | {"peak": meter.peak_bytes}
 
 

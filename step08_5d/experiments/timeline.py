@@ -1,19 +1,16 @@
 """One step in five dimensions: who computes, what travels meanwhile, and what of it hides behind computing."""
 
-from functools import partial
 from typing import NamedTuple
 
 from common.drawing.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
 from common.drawing.lanes import Lane, Span, lanes
 from common.drawing.tables import print_table
-from common.experiments.even_routing import choose_in_turn
 from common.experiments.traces import Part, quietest, run_parts
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, time_by_state
 from common.tracing.tracer import Tracer
 from step01_single_gpu.slow_device import SlowDevice
-from step07_expert_parallel.balancing import routers_of
-from step08_5d.experiments.tools import EXPERTS, FIVE_D, Training
+from step08_5d.experiments.tools import EXPERTS, FIVE_D, Training, route_evenly
 
 SPEED, BANDWIDTH = 0.1e9, 2.5e6  # FLOP/s of a rank, and bytes/s of the link that each of its groups has to itself
 FLAGS = EXPERTS | FIVE_D | {"layers": 4, "kv_heads": 4, "seq_len": 256, "global_batch": 4, "zero": 1, "bucket_mb": 0.1}
@@ -45,8 +42,7 @@ def timeline(quick: bool) -> None:
 def slow_steps(mesh: Mesh, flags: dict) -> Part:
     """On a rank: training steps on a slow device, with experts that are chosen in turn."""
     training = Training(mesh, **flags)
-    for _, router in routers_of(training.pipeline.stages):
-        router.choose = partial(choose_in_turn, router)
+    route_evenly(training.pipeline.stages)
 
     def take(tracer: Tracer) -> None:
         with SlowDevice(SPEED, tracer):

@@ -1,8 +1,13 @@
 """What the experiments of this step share: small models, dense and with experts, and a training step to look into."""
 
+from functools import partial
+
 from common.experiments import training_step
+from common.experiments.even_routing import choose_in_turn
 from common.experiments.training_step import checked
+from common.model import Decoder
 from common.process_groups import Mesh
+from step07_expert_parallel.balancing import routers_of
 from step08_5d import train
 
 STEP = {"step_name": "step08_5d"}  # a configuration of no step, or of an earlier one, refuses experts
@@ -22,3 +27,9 @@ class Training(training_step.Training):
     def __init__(self, mesh: Mesh, **flags):
         super().__init__(train, *checked(mesh, **flags))
         self.pipeline = self.parts[0]
+
+
+def route_evenly(stages: list[Decoder]) -> None:
+    """From now on, experts are chosen in turn."""
+    for _, router in routers_of(stages):
+        router.choose = partial(choose_in_turn, router)
