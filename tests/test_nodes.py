@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.virtual.nodes import SEPARATE
-from step05_pipeline.experiments import predictions
+from step05_pipeline import cost
 from tests.harness.ranks import ROOT, kill, marked, new_mark, run_command, run_script, steps_of
 
 TRY = "ip link add cable0 type veth peer name cable1; tc qdisc add dev cable0 root tbf rate 1mbit burst 2kb latency 1s"
@@ -61,7 +61,7 @@ def test_two_nodes_train_as_one_process(tmp_path):
             [step[kind] for step in steps_of(one)], rel=1e-10
         )
 
-    message = predictions.message_bytes(b=1, s=512, h=64, beta=8, tp=2)
+    message = cost.message_bytes(b=1, s=512, h=64, beta=8, tp=2)
     expected = 4 * 2 * 8 * message  # steps, tensor ranks, micro-batches: forward from node 0, backward from node 1
     sent = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) bytes sent", done.stdout)]
     # besides, 66 bytes of headers for each 1448, acknowledgements, the start, and a few small collectives

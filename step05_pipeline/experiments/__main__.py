@@ -7,22 +7,15 @@ Simulated is what follows from a schedule and given costs.
 """
 
 from common.experiments.runner import run_experiments
-from step05_pipeline.experiments import bubble, cluster, drawings, frames, memory, messages, nodes, schedules
+from step05_pipeline.experiments import bubble, cluster, memory, messages, nodes, schedules
 
 EXPERIMENTS = [
-    drawings.toy,
-    drawings.circle,
-    drawings.deadlock,
-    frames.frames,
-    schedules.naive,
     schedules.schedules,
     schedules.bubbles,
-    schedules.llama3,
     schedules.split_backward,
     bubble.bubble,
     messages.messages,
     messages.gradients,
-    messages.curves,
     memory.activations,
     memory.balance,
     nodes.nodes,

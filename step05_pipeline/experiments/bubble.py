@@ -9,8 +9,8 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
 from common.tracing.report import Trace, read_trace
 from step05_pipeline.config import schedule_of
-from step05_pipeline.experiments.predictions import efficiency
-from step05_pipeline.experiments.tools import ORDER, SHAPE, draw_figure
+from step05_pipeline.cost import efficiency
+from step05_pipeline.experiments.tools import ORDER, SHAPE
 from step05_pipeline.pipeline import DELAYS
 from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.csv_files import CELL
@@ -18,7 +18,6 @@ from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
 from step05_pipeline.train import train
 
 DELAY = 100  # ms per layer: a forward takes as long in schedules with two stages on a rank, else twice as long
-DRAWN = ("1f1b", "zb-h1")
 
 
 def bubble(quick: bool) -> None:
@@ -39,13 +38,6 @@ def bubble(quick: bool) -> None:
     print_table("bubble / ideal, and efficiency", header, rows)
     if not all(order.values()):
         raise RuntimeError("a schedule was executed in another order than it says")
-
-    panels = {}
-    for name in DRAWN:
-        for kind, lines in (("simulated", simulated), ("measured", measured)):
-            line = lines[name]
-            panels[f"{name}, {kind}"] = line
-    draw_figure(panels, "measured", "ms")
 
 
 def play(

@@ -11,14 +11,15 @@ from common.counts import count_flops, count_parameters
 from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.training_step import on_every_case
+from common.experiments.training_step import Training, checked, on_every_case
 from common.measure.allocator import MemoryMeter
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.process_groups import Mesh
+from step05_pipeline import cost, train
 from step05_pipeline.config import schedule_of
-from step05_pipeline.experiments import predictions
-from step05_pipeline.experiments.tools import ORDER, SHAPE, Run, pipeline_of
+from step05_pipeline.experiments.cluster import PUBLISHED_8B
+from step05_pipeline.experiments.tools import ORDER, SHAPE, pipeline_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
@@ -36,18 +37,18 @@ def activations(quick: bool) -> None:
     found = on_ranks(ranks, on_every_case, keep, flags, title="activations", jobs=len(flags))
     one = on_ranks(1, on_every_case, keep, [shape | {"schedule": "1f1b"}])[0][0]["kept"]
     model, size = TrainConfig(**shape).model_config, (shape["micro_batch"], shape["seq_len"], torch.float32)
-    whole = predictions.stage_activations(model, 0, model.layers, *size)
+    whole = cost.stage_activations(model, 0, model.layers, *size)
     rows = [("one rank", "1", *compared(whole, one))]
     figures = {}
     for index, (name, case) in enumerate(zip(ORDER, flags)):
         schedule = schedule_of(TrainConfig(**case))
         stages = split_layers(model, schedule.stages, shape["seq_len"])
-        kept = [predictions.stage_activations(model, *each, *size) for each in stages]
-        stored = [predictions.stage_store(model, *each, *size) for each in stages]
+        kept = [cost.stage_activations(model, *each, *size) for each in stages]
+        stored = [cost.stage_store(model, *each, *size) for each in stages]
         in_flight = simulate(schedule).in_flight
         measured = [found[rank][index]["kept"] for rank in range(ranks)]
         alive = [found[rank][index]["alive"] for rank in range(ranks)]
-        expected = [predictions.peak_kept(schedule, rank, kept, stored) for rank in range(ranks)]
+        expected = [cost.peak_kept(schedule, rank, kept, stored) for rank in range(ranks)]
         assert alive == in_flight, f"{name}: {alive} micro-batches were in flight, not {in_flight}"
         for rank in range(ranks):
             rows.append((f"{name}, rank {rank}", in_flight[rank], *compared(expected[rank], measured[rank])))
@@ -66,17 +67,15 @@ def activations(quick: bool) -> None:
 def keep(mesh: Mesh, flags: dict) -> dict[str, int]:
     """On a rank, of one step: peak bytes kept for the backward, micro-batches in flight, the allocator's peak."""
     watcher = Watcher()
-    run = Run(mesh, **flags)
-    watcher.of(run)
+    run = Training(train, *checked(mesh, **flags))
+    watcher.of(run.parts[0])
     with watcher.hooks():
-        run.accumulate(watcher)
-    alive = run.pipeline.step.peak_in_flight
-    run.finish()
-    run = Run(mesh, **flags)  # once more without hooks, which keep things longer
+        run.gradients(tracer=watcher)
+    alive = run.parts[0].step.peak_in_flight
+    run = Training(train, *checked(mesh, **flags))  # once more without hooks, which keep things longer
     gc.collect()  # what the first one leaves is not to be freed in the region
     with MemoryMeter("cpu").measure() as measured:
-        run.accumulate()
-    run.finish()
+        run.gradients()
     return {"kept": watcher.peak, "alive": alive, "allocated": measured.peak_bytes}
 
 
@@ -111,9 +110,9 @@ class Watcher:
     def __init__(self):
         self.peak, self.saved, self._pipeline, self._parameters = 0, Counter(), None, set()
 
-    def of(self, run: Run) -> None:
-        self._pipeline: Pipeline = run.pipeline
-        self._parameters = {_place(parameter) for stage in run.pipeline.stages for parameter in stage.parameters()}
+    def of(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._parameters = {_place(parameter) for stage in pipeline.stages for parameter in stage.parameters()}
 
     def hooks(self):
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(self, tensor), lambda kept: kept.tensor)
@@ -162,7 +161,7 @@ def balance(quick: bool) -> None:
             work[-1] += head
             line = simulate(build_schedule("1f1b", ranks, m), Costs(F=1, I=1, W=1, stages=tuple(work)))
             layers = " ".join(str(last - first) for first, last in stages)
-            worst = max(predictions.stage_parameters(model, *each) for each in stages) * 2 / 2**30
+            worst = max(cost.stage_parameters(model, *each) for each in stages) * 2 / 2**30
             slowest = max(work) * ranks / sum(work)
             cells = (layers, f"{work[-1]:.2f}", f"{slowest:.3f}", f"{line.efficiency:.1%}", f"{worst:.2f}")
             rows.append((label, *cells))
@@ -171,10 +170,10 @@ def balance(quick: bool) -> None:
         header = ("", "layers", "work of the last", "slowest / mean", "efficiency, 1f1b", "GiB of the fullest")
         title = f"predicted: {name}, pp {ranks}, {seq:,} tokens, {m} micro-batches; the head is worth {head:.2f} layers"
         print_table(title, header, rows)
-    model, (whole, worst) = PRESETS["llama3-8b"], predictions.PUBLISHED_8B.values()
+    model, (whole, worst) = PRESETS["llama3-8b"], PUBLISHED_8B.values()
     rows = []
     for label, published, first, last in (("one GPU", whole, 0, 32), ("pp 8, stage 0 of 4 layers", worst, 0, 4)):
-        size = 2 * predictions.stage_parameters(model, first, last) / 2**30
+        size = 2 * cost.stage_parameters(model, first, last) / 2**30
         rows.append((label, f"{published:.2f}", f"{size:.2f}"))
     rows.append(("an eighth of all", "", f"{2 * count_parameters(model).total / 2**30 / 8:.2f}"))
     print_table("GiB of parameters", ("llama3-8b, bfloat16", "published", "predicted"), rows)

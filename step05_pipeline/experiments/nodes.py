@@ -1,13 +1,11 @@
 """What may cross nodes? Two nodes of two ranks, joined by a slow cable, and the same model divided in three ways."""
 
-from common import collectives
 from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
-from common.drawing.tables import compared, print_table
-from common.errors import UsageError
-from common.experiments.on_nodes import HEADER, NODES, RANKS, compared_cells, crosses, on_nodes, seconds_on, timed
+from common.experiments.on_nodes import Found, Work, two_nodes
 from common.experiments.tcp_bytes import PACKET
+from common.experiments.training_step import Training, checked
 from common.process_groups import Mesh
-from step05_pipeline.experiments.tools import Run
+from step05_pipeline import train
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 
@@ -23,50 +21,31 @@ LAYOUTS = {
 
 def nodes(quick: bool) -> None:
     """Two nodes, a slow cable: bytes that cross it and the time of a step, with tp, dp or pp across."""
-    repeats, cases = 1 if quick else 3, [MODEL | flags for flags in LAYOUTS.values()]
-    try:
-        free = on_nodes(NODES, RANKS, steps, cases, repeats)
-        slow = on_nodes(NODES, RANKS, steps, cases, repeats, bandwidth=CABLE)
-    except UsageError as error:
-        print(f"  left out: {error}")
-        return
-    rows, tokens = [], MODEL["global_batch"] * MODEL["seq_len"]
-    for index, (name, flags) in enumerate(LAYOUTS.items()):
-        alone, ranks = free[0][index], [part[index] for part in slow]
-        sent = sum(each["crossing"] for each in ranks[:RANKS])  # by the ranks of the first node
-        predicted = predict(flags, alone["seconds"], seconds_on(CABLE, sent))
-        cells = compared_cells(sent, predicted, CABLE, alone, ranks[0])
-        rows.append((name, *cells, f"{tokens / ranks[0]['seconds']:,.0f}"))
-    title = f"{NODES} nodes of {RANKS} ranks, a cable of {CABLE}: sent by a node in a step, and the step's time"
-    print_table(title, (*HEADER, "tokens/s"), rows)
+    cases, tokens = {name: MODEL | flags for name, flags in LAYOUTS.items()}, MODEL["global_batch"] * MODEL["seq_len"]
+    for name, found in two_nodes("a step", step, cases, predict, CABLE, repeats=1 if quick else 3).items():
+        print(f"  {name}: {tokens / found.slow:,.0f} tokens/s")
 
 
-def predict(flags: dict, without: float, on_cable: float) -> float:
+def step(mesh: Mesh, flags: dict) -> Work:
+    """On a rank: the gradients of a step."""
+    run = Training(train, *checked(mesh, **flags))
+    return Work(run.gradients, run.mesh)
+
+
+def predict(flags: dict, found: Found) -> float:
     """Predicted seconds of a step, from those without a limit and those that its bytes take on the cable.
 
     Collectives are waited for. Messages of a pipeline travel while ranks work, which the simulator knows.
     """
+    on_cable = sum(found.on_cable.values())
     if "pp" not in flags:
-        return without + on_cable
-    m = MODEL["global_batch"] // MODEL["micro_batch"]
+        return found.free + on_cable
+    m = flags["global_batch"] // flags["micro_batch"]
+    if "layer_delay" in flags:  # messages queue for the cable
+        return 1e-3 * flags["layer_delay"] * played_on_cable(flags["schedule"], m, MESSAGE_MS / flags["layer_delay"])
     schedule = build_schedule("1f1b", flags["pp"], m)
-    unit = without / simulate(schedule, Costs(F=1, I=1, W=1)).makespan
+    unit = found.free / simulate(schedule, Costs(F=1, I=1, W=1)).makespan
     return simulate(schedule, Costs(F=unit, I=unit, W=unit, communication=on_cable / m)).makespan
-
-
-def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
-    """On a rank: for each case the time of a step's gradients, and the bytes that its node sent for them.
-
-    `crossing` is what theory says that this rank's part of the bytes is.
-    """
-    found = []
-    for flags in cases:
-        run = Run(mesh, **flags)
-        with collectives.record() as calls:
-            run.gradients()
-        (result,) = timed(mesh, [run.gradients], repeats)
-        found.append(result | {"crossing": sum(crosses(call, run.mesh) for call in calls)})
-    return found
 
 
 # ---- when messages hide ----------------------------------------------------------------------------------------------
@@ -83,23 +62,18 @@ def slack(quick: bool) -> None:
     cable = round(8 * PACKET * size / MESSAGE_MS)  # kbit/s
     sweep = (0.5, 2.0) if quick else SWEEP
     keys = [(name, ratio) for name in ("afab", "1f1b") for ratio in sweep]
-    cases = [SLACK | {"schedule": name, "layer_delay": MESSAGE_MS / ratio} for name, ratio in keys]
-    try:
-        found = on_nodes(NODES, 1, steps, cases, 1 if quick else 3, bandwidth=f"{cable}kbit")[0]
-    except UsageError as error:
-        print(f"  left out: {error}")
+    cases = {
+        f"{name}, message = {ratio:g} F": SLACK | {"schedule": name, "layer_delay": MESSAGE_MS / ratio}
+        for name, ratio in keys
+    }
+    title = f"a message takes {MESSAGE_MS} ms; a step"
+    found = two_nodes(title, step, cases, predict, f"{cable}kbit", ranks=1, repeats=1 if quick else 3)
+    if not found:
         return
-    rows, added, m = [], {}, SLACK["global_batch"] // SLACK["micro_batch"]
-    for (name, ratio), measured in zip(keys, found):
-        forward = MESSAGE_MS / ratio
-        free, predicted = (played_on_cable(name, m, ratio * on) * forward for on in (0, 1))
-        milliseconds = 1e3 * measured["seconds"]
-        rows.append(
-            (f"{name}, message = {ratio:g} F", f"{forward:.0f}", f"{free:.0f}", *compared(predicted, milliseconds))
-        )
-        added[name, ratio] = (milliseconds - free) / MESSAGE_MS
-    title = f"a message takes {MESSAGE_MS} ms; {m} micro-batches; a step, ms"
-    print_table(title, ("", "F, ms", "without messages", "predicted", "measured", "ratio"), rows)
+    added, m = {}, SLACK["global_batch"] // SLACK["micro_batch"]
+    for (name, ratio), result in zip(keys, found.values()):
+        free = played_on_cable(name, m, 0) * MESSAGE_MS / ratio
+        added[name, ratio] = (1e3 * result.slow - free) / MESSAGE_MS
     draw_slack(added, m)
 
 

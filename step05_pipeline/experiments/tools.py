@@ -1,21 +1,14 @@
-"""What the experiments of this step share: its schedules, a pipeline on local ranks that can be looked into."""
-
-import torch
+"""What the experiments of this step share: its schedules, and a model whose stages are alike."""
 
 from common.drawing.figures import figure_path
-from common.experiments import training_step
-from common.experiments.training_step import checked
-from common.process_groups import Mesh
-from step05_pipeline import train
 from step05_pipeline.schedules.actions import Schedule
-from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
+from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, Timeline
 from step05_pipeline.schedules.timeline import draw
 
 # In the order of the lesson; all of the catalogue are in it
 ORDER = ("naive", "afab", "1f1b", "interleaved", "breadth-first", "llama3", "zb-h1", "zb-h2", "zbv")
 ORDER += ("dualpipe", "dualpipev")
-ONE_STAGE = tuple(name for name in ORDER if SCHEDULES[name].chunks == 1)  # on each rank, of one copy of the model
 
 # Eight layers that are alike and a head that is small beside them: stages of the same length
 SHAPE = {"layers": 8, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256, "data": "synthetic"}
@@ -32,14 +25,3 @@ def pipeline_of(name: str, ranks: int, micro_batches: int, chunks: int | None = 
 def draw_figure(timelines: dict[str, Timeline], name: str, unit: str) -> None:
     """Draw timelines as NAME.png in the folder of this step's figures, and print where."""
     print(f"  figure: {draw(timelines, figure_path(name), unit)}")
-
-
-class Run(training_step.Run):
-    """train.py's pipeline and gradients on these ranks, without its record."""
-
-    def __init__(self, mesh: Mesh, **flags):
-        super().__init__(train, *checked(mesh, **flags))
-
-    def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        place = self.mesh.dp.rank, self.mesh.dp.size
-        return self.batches.micro_batch(0, index, self.config.micro_batch, *place)

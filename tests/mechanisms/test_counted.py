@@ -27,9 +27,9 @@ from step02_data_parallel.data_parallel import fill_buckets
 from step04_tensor_parallel import cost as tensor
 from step04_tensor_parallel.experiments import gpt
 from step04_tensor_parallel.experiments import numbers as tensor_numbers
+from step05_pipeline import cost as pipeline
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments import memory as pipeline_memory
-from step05_pipeline.experiments import predictions as pipeline
 from step05_pipeline.stages import split_layers
 from tests.harness.ranks import run_ranks
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from step05_pipeline.experiments import predictions as pipeline
+from step05_pipeline import cost as pipeline
 from step05_pipeline.schedules.actions import Action
 from step06_context_parallel import cost as context
 from step08_5d.gpu_ladder import attention, roofline, transactions
@@ -26,11 +26,11 @@ STEP_5 = [
     # p 8, F 1, B 3, W 1.25: F + B - 2 W = 1.5, - 3 W 0.25
     (BUBBLES, lambda: {name: bubble(8, 1, 3, 1.25) for name, bubble in pipeline.BUBBLES.items()}),
     (15, pipeline.dualpipe_bubble, 8, 3.5, 3, 0.5),  # 3·(3.5 + 3 - 1.5)
-    (16, pipeline.messages, 2, 8),  # 2·8·1 border
-    (112, pipeline.messages, 4, 8, 2),  # 7
-    (96, pipeline.messages, 4, 8, 2, "v"),  # 6
-    (48, pipeline.messages, 4, 8, 1, "bidirectional"),  # 3
-    (0, pipeline.messages, 1, 8, 2),
+    (16, pipeline.number_of_messages, 2, 8),  # 2·8·1 border
+    (112, pipeline.number_of_messages, 4, 8, 2),  # 7
+    (96, pipeline.number_of_messages, 4, 8, 2, "v"),  # 6
+    (48, pipeline.number_of_messages, 4, 8, 1, "bidirectional"),  # 3
+    (0, pipeline.number_of_messages, 1, 8, 2),
     (48, pipeline.message_bytes, 2, 3, 8, 2, 2),  # 2·3·8·2/2
     (1 / 16, pipeline.hide_ratio, 8, 2, 64, 4),  # 2·64/(32·8·2·4)
     # 2·3·8/4 = 12 s; a layer 2·3·336 + 4·3·3·8 = 2304 FLOPs at 672 FLOP/s

@@ -14,8 +14,9 @@ from step01_single_gpu.memory_model.peak import predict_peak
 from step03_zero import cost as zero
 from step03_zero.experiments import cluster as zero_cluster
 from step04_tensor_parallel.experiments import memory as tensor_memory
+from step05_pipeline import cost as pipeline
+from step05_pipeline.experiments import cluster as pipeline_cluster
 from step05_pipeline.experiments import memory as pipeline_memory
-from step05_pipeline.experiments import predictions as pipeline
 from step08_5d import cost
 from step08_5d.experiments import cluster, memory_8b
 from tests.harness.observing import configure
@@ -133,11 +134,11 @@ def test_attention_core_of_8b():
 
 def test_changes_of_1f1b(printed, monkeypatch):
     """Erratum 12: from 8 to 16 stages the text loses 14 %, the figure 14.9. What we read off it is rounded to 100."""
-    for name, changes in pipeline.PUBLISHED_CHANGES.items():
-        speeds = pipeline.PUBLISHED_1F1B[name]
+    for name, changes in pipeline_cluster.PUBLISHED_CHANGES.items():
+        speeds = pipeline_cluster.PUBLISHED_1F1B[name]
         for p, change in changes.items():
             assert 100 * (speeds[p] / speeds[p // 2] - 1) == pytest.approx(change, abs=1)
-    assert pipeline.PUBLISHED_CHANGES["m = p - 1"][16] == -14.9
+    assert pipeline_cluster.PUBLISHED_CHANGES["m = p - 1"][16] == -14.9
     shares = [pipeline.efficiency(pipeline.bubble_ratio(p, 32)) for p in (2, 4, 8, 16, 32)]
     assert [round(share, 3) for share in shares] == [0.970, 0.914, 0.821, 0.681, 0.508]
     rows = printed(pipeline_memory, pipeline_memory.balance, True)

@@ -12,9 +12,9 @@ from common.experiments.traces import quietest
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, coordinates
 from common.tracing.chrome_trace import read_trace
+from step05_pipeline import cost
 from step05_pipeline import pipeline as executor
 from step05_pipeline.config import schedule_of
-from step05_pipeline.experiments import predictions
 from step05_pipeline.experiments.messages import PLACEMENTS
 from step05_pipeline.pipeline import PHASES
 from step05_pipeline.schedules.actions import Action
@@ -118,10 +118,10 @@ def check_messages(ranks: list[Observation], flags: str) -> None:
     hops = sum(one != other for one, other in itertools.pairwise(schedule.placement[0]))  # of a micro-batch
     number = schedule.micro_batches * hops * WORLD // config.pp
     placed = schedule.chunks(0), PLACEMENTS.get(schedule.name, "looped")
-    predicted = predictions.messages(config.pp, schedule.micro_batches, *placed) * WORLD // config.pp
+    predicted = cost.number_of_messages(config.pp, schedule.micro_batches, *placed) * WORLD // config.pp
     assert predicted == 2 * number, f"{flags}: the formula has {predicted} messages, not {2 * number}"
     shape = config.micro_batch, config.seq_len, config.model_config.hidden, 4
-    assert predictions.message_bytes(*shape, config.tp if config.sequence_parallel else 1) == 4 * elements
+    assert cost.message_bytes(*shape, config.tp if config.sequence_parallel else 1) == 4 * elements
     for direction, kinds, way in (("pp_forward", "F", 1), ("pp_backward", "BI", -1)):
         sent = [(rank, call) for rank, seen in enumerate(ranks) for call in seen.of("send", direction)]
         received = [(rank, call) for rank, seen in enumerate(ranks) for call in seen.of("receive", direction)]
@@ -220,7 +220,7 @@ def sizes_of(flags: str, rank: int) -> list[int]:
     config, schedule, pp, _ = plan(flags, rank)
     ranges = split_layers(config.model_config, schedule.stages, config.seq_len)
     numbers = [schedule.stage_of(pp, chunk)[1] for chunk in range(schedule.chunks(pp))]
-    return [predictions.stage_parameters(config.model_config, *ranges[number]) for number in numbers]
+    return [cost.stage_parameters(config.model_config, *ranges[number]) for number in numbers]
 
 
 def check_reductions(ranks: list[Observation], flags: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UsageError
 from common.presets import PRESETS
-from step05_pipeline.experiments.predictions import (
+from step05_pipeline.cost import (
     BUBBLES,
     bubble_ratio,
     dualpipe_bubble,

@@ -1,4 +1,4 @@
-"""What theory says of step 5: bubbles, messages and their bytes, what a rank keeps, when a message hides.
+"""What pipeline parallelism costs: bubbles, messages and their bytes, what a rank keeps, when a message hides.
 
 p ranks, m micro-batches, v stages on each rank; F, I, W: times of a p-th of the model for one micro-batch, B = I + W;
 b sequences of s tokens a micro-batch, h the hidden width, beta the bytes of an activation.
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from common.costs.vocabulary import Message
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations, saved_activations, total_bytes
@@ -55,10 +56,20 @@ def dualpipe_bubble(p: int, both: float, B: float, W: float) -> float:
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def messages(p: int, m: int, v: int = 1, placement: str = "looped") -> int:
+def number_of_messages(p: int, m: int, v: int = 1, placement: str = "looped") -> int:
     """Of all ranks in a step, forward and backward: one for each pair of neighbouring stages on different ranks."""
     borders = {"looped": p * v - 1, "v": 2 * (p - 1), "bidirectional": p - 1}[placement]
     return 2 * m * borders if p > 1 else 0
+
+
+def messages(p: int, m: int, size: float, v: int = 1, placement: str = "looped") -> list[Message]:
+    """What a rank of a pipeline sends between stages in a step, on average over ranks; hidden if there is slack.
+
+    Args:
+        size: bytes of each, see `message_bytes`.
+    """
+    each = number_of_messages(p, m, v, placement) / 2 / p
+    return [Message(f"pp_{direction}", "send", size, each, direction) for direction in ("forward", "backward")]
 
 
 def message_bytes(b: int, s: int, h: int, beta: int = 4, tp: int = 1) -> int:
@@ -130,17 +141,3 @@ def peak_kept(schedule: Schedule, rank: int, kept: list[int], stored: list[int])
         now += {"F": kept[stage], "B": -kept[stage], "I": stored[stage] - kept[stage], "W": -stored[stage]}[action.kind]
         peak = max(peak, now)
     return peak
-
-
-# ---- published -------------------------------------------------------------------------------------------------------
-
-# Tokens a second and GPU under 1F1B by pp, with m = p - 1 and with m = 32 micro-batches. Measured by the authors of the
-# playbook on nodes of 8 H100 and read off its figure "pp_1f1b_scaling", which does not say which model it was.
-PUBLISHED_1F1B = {
-    "m = p - 1": {2: 7400, 4: 8000, 8: 7900, 16: 6700, 32: 3700},
-    "m = 32": {2: 15300, 4: 13900, 8: 11600, 16: 7900, 32: 3700},
-}
-# Changes from one pp to the next that the same figure prints, from unrounded numbers
-PUBLISHED_CHANGES = {"m = p - 1": {16: -14.9, 32: -44.3}, "m = 32": {4: -9.5, 8: -16.1, 16: -32.4, 32: -52.4}}
-# GiB of parameters of Llama 3 8B on a GPU, from its figure "pp_memoryusage" (bfloat16): one GPU, and the worst of pp 8
-PUBLISHED_8B = {1: 14.96, 8: 2.60}
