@@ -212,10 +212,6 @@ def crossing(shares: dict[float, float]) -> float:
     return math.nan
 
 
-# What crosses the cable in each direction for every byte of the tensor, when 2 of 4 ranks are on either side
-CROSSES = {"all_reduce": 1.5, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_gather": 1.0}
-
-
 def compared_cells(sent: float, predicted: float, cable: str, free: dict, slow: dict) -> tuple[str, ...]:
     """The cells of a row under HEADER, but for its name, of what `timed` has found without a limit and with it."""
     found = Found(Counter(all=sent), Counter(all=seconds_on(cable, sent)), free["seconds"], slow["seconds"], 0, None)

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 
-from common import collectives
 from common.config import TrainConfig
 from common.data.batches import Batches
 from common.drawing import figures
 from common.drawing.curves import plot
-from common.experiments import tcp_bytes
 from common.experiments.local_ranks import on_ranks, train_quietly
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
@@ -30,27 +28,16 @@ def tensor_sizes() -> tuple[list[int], list[float]]:
     return [4 * parameter.numel() for parameter in parameters], costs
 
 
-def run_jobs(
-    mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str, train: Callable
-) -> list[dict[str, int]]:
-    """On a rank: run one training after another, each into folder/name. Returns the bytes that the kernel counted.
+def run_jobs(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: str, train: Callable) -> None:
+    """On a rank: run one training after another, each into folder/name.
 
     Args:
         jobs: (name, flags) of each run.
         train: the function of a step's train.py.
     """
-    counted = []
     for name, flags in jobs:
-        collectives.barrier(mesh.world)
-        before = tcp_bytes.sent_by_me(), tcp_bytes.loopback()
-        collectives.barrier(mesh.world)  # every rank has read its counters before any rank sends
         train_quietly(train, **flags, run_dir=f"{folder}/{name}")
-        collectives.barrier(mesh.world)
-        after = tcp_bytes.sent_by_me(), tcp_bytes.loopback()
-        sockets, loopback = ((new or 0) - (old or 0) for new, old in zip(after, before))
-        counted.append({"sockets": sockets, "loopback": loopback})
         done()
-    return counted
 
 
 def reference_gradients(config: TrainConfig, batches: Batches) -> dict[str, torch.Tensor]:

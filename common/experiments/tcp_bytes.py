@@ -27,11 +27,6 @@ def sent_by_me() -> int | None:
     return total
 
 
-def loopback() -> int | None:
-    """Return the bytes that the loopback interface has carried, headers included, of all processes; None elsewhere."""
-    return sent_through("lo")
-
-
 def sent_through(interface: str) -> int | None:
     """Return the bytes that have left through a network interface of this node, headers included; None elsewhere."""
     for line in Path("/proc/net/dev").read_text().splitlines() if sys.platform == "linux" else []:

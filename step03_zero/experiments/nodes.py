@@ -9,7 +9,7 @@ from common.costs.alpha_beta import Player
 from common.drawing.charts import bars, legend, lines
 from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import print_table
-from common.experiments.on_nodes import CROSSES, HIDES, Found, Work, cable_link, crossing, two_nodes
+from common.experiments.on_nodes import HIDES, Found, Work, cable_link, crossing, two_nodes
 from common.process_groups import Mesh
 from step01_single_gpu.slow_device import SlowDevice
 from step03_zero import cost
@@ -77,9 +77,8 @@ def play(alone: float, replicas: int, ranks: int) -> Player:
     whole, costs = [4 * size for size in units], [0, *units[1:]]  # the embedding only looks up
     player = Cable(2, cable_link(CABLE))
     if replicas == 1:
-        gathered, scattered = (0.5, 0.5) if ranks == 1 else (CROSSES["all_gather"], CROSSES["reduce_scatter"])
-        sizes = [[share * size for size in whole] for share in (gathered, scattered)]
-        cost.play_units(player, sizes[0], costs, times, scattered=sizes[1])
+        share = 0.5 if ranks == 1 else 1.0  # of a tensor that crosses in each direction, as messages of all ranks
+        cost.play_units(player, [share * size for size in whole], costs, times)
     else:  # gathers stay inside the nodes; each unit's shards are summed across
         player.now = times[0]
         for size, each in zip(reversed(whole), reversed(costs)):
