@@ -164,7 +164,15 @@ def draw(seconds: dict[tuple[int, str], tuple], shares: dict[str, dict[float, fl
     bars(left, groups, marks, colours, value="{:.1f} s")
     left.set(ylabel="seconds of a step")
     left.set_title("Hybrid sharding sends once per step", fontsize=11.5, loc="left", fontweight="bold")
-    lines(right, shares, dots=("measured",), log="x", ticks=list(shares["measured"]), ends=False)
+    lines(
+        right,
+        shares,
+        dots=("measured",),
+        colours={"predicted": "black"},
+        log="x",
+        ticks=list(shares["measured"]),
+        ends=False,
+    )
     right.axvline(equal, color="black", linestyle="--", linewidth=1.2)
     right.text(equal / 1.08, 0.04, "a layer's forward = its gather", fontsize=11, ha="right")
     right.text(max(shares["measured"]), 0.5, "never hidden:\nfirst gather,\nlast scatter", fontsize=11, ha="right")

@@ -18,9 +18,6 @@ def bandwidth(tp: int) -> float:
 def condition(quick: bool) -> None:
     """PREDICTED: an all-gather's time over that of the product behind it, for H100-like numbers."""
     peak = H100_TFLOPS * 1e12
-    print(
-        f"\npeak {H100_TFLOPS:g} TFLOP/s, NVLink {NVLINK / 1e9:g} GB/s, {NODE} cards of {NETWORK / 1e9:g} GB/s; 2 bytes"
-    )
     rows = []
     for name in ("llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"):
         model = PRESETS[name]

@@ -12,7 +12,6 @@ from common.measure.saved_tensors import SavedTensors
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from step04_tensor_parallel import cost
-from step04_tensor_parallel.cost import Way
 from step04_tensor_parallel.experiments import tools
 from step04_tensor_parallel.experiments.tools import COLOURS, RECOMPUTED, SHAPE, WAYS, way_of
 
@@ -40,21 +39,16 @@ def activations(quick: bool) -> None:
         paper = [cost.gpt_block_activations(t, sequence_parallel) for sequence_parallel in (False, True)]
         rows.append((t, *(f"{each:.2f}" for each in paper), *(f"{each:.2f}" for each in llama_block(t))))
     header = ("tp", "GPT: 10 + 24/tp", "GPT + SP: 34/tp", "llama3-8b", "+ SP, plain", "+ SP, overlap")
-    print_table(
-        "predicted: a block's activations in units of s b h bytes, half precision, without scores", header, rows
-    )
+    print_table("predicted: a block's activations in units of s b h bytes, without scores", header, rows)
     compare_70b()
     draw(measured, sizes)
 
 
-def of_model(dtype: str) -> tuple:
-    """`SHAPE` as predictions want it."""
-    config = TrainConfig(**SHAPE)
-    return config.model_config, config.micro_batch, config.seq_len, getattr(torch, dtype)
-
-
 def predict(flags: dict) -> int:
-    return sum(cost.block_activations(*of_model(flags["dtype"]), flags["tp"], way_of(flags)).values())
+    """Bytes that `cost.py` says of one block."""
+    config = TrainConfig(**SHAPE)
+    shape = config.model_config, config.micro_batch, config.seq_len, getattr(torch, flags["dtype"])
+    return sum(cost.block_activations(*shape, flags["tp"], way_of(flags)).values())
 
 
 def kept_for_backward(mesh: Mesh, flags: dict) -> int:
@@ -70,7 +64,7 @@ def llama_block(tp: int) -> list[float]:
     """Our formula for llama3-8b in units of s b h bytes: without SP, with SP plain, with SP overlap."""
     model, seq = PRESETS["llama3-8b"], 8192
     result = []
-    for way in (Way(False), Way(True, "plain"), Way()):
+    for way in (cost.Way(False), cost.Way(True, "plain"), cost.Way()):
         kept = sum(cost.block_activations(model, 1, seq, torch.bfloat16, tp, way).values())
         result.append(kept / (seq * model.hidden))
     return result
@@ -87,7 +81,7 @@ def compare_70b() -> None:
     stream = seq * model.hidden * model.layers / 2**30
     for t in (1, 8, 16):
         for sequence_parallel in (False, True)[: 1 if t == 1 else 2]:
-            way = Way(sequence_parallel)
+            way = cost.Way(sequence_parallel)
             ours = sum(cost.block_activations(model, 1, seq, torch.bfloat16, t, way).values())
             gpt = cost.gpt_block_activations(t, sequence_parallel) * stream
             shown = f"{PUBLISHED_70B[sequence_parallel][t]:g}"
@@ -100,10 +94,10 @@ def compare_70b() -> None:
 def draw(measured: dict, sizes: tuple[int, ...]) -> None:
     """Left what our block keeps, measured, with a mark where the formula ends; right Llama 3 8B, predicted."""
     figure, (left, right) = new_figure(columns=2, width=9.6, height=4.1)
-    ways = {1: {"one process": "one process"}}
     groups, marks = {}, {}
+    names = dict(zip(COLOURS, ("no SP, plain", "SP, plain", "SP, overlap")))
     for ranks in sizes:
-        for label, name in ways.get(ranks, {"no SP": "no SP, plain"} | {x: x for x in list(COLOURS)[1:]}).items():
+        for label, name in (names if ranks > 1 else {"one process": "one process"}).items():
             predicted, found = measured["bfloat16", ranks, name]
             groups.setdefault(f"tp {ranks}", []).append({label: found / 2**20})
             marks.setdefault(f"tp {ranks}", []).append(predicted / 2**20)

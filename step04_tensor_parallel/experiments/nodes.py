@@ -10,7 +10,7 @@ from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
-from common.costs.alpha_beta import Player, all_reduce_bytes
+from common.costs.alpha_beta import all_reduce_bytes
 from common.counts import count_parameters
 from common.drawing.charts import bars, legend, lines
 from common.drawing.figures import COLOURS, new_figure, save_figure
@@ -21,9 +21,7 @@ from common.experiments.on_nodes import HIDES, cable_link, crossing, on_nodes, t
 from common.experiments.tcp_bytes import PACKET
 from common.process_groups import Mesh
 from step01_single_gpu.slow_device import SlowDevice
-from step04_tensor_parallel import cost
-from step04_tensor_parallel.cost import Way
-from step04_tensor_parallel.experiments.overlap import product_shapes
+from step04_tensor_parallel.experiments.overlap import play, product_shapes
 from step04_tensor_parallel.experiments.tools import training
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, apply_column_parallel
@@ -32,6 +30,7 @@ RANKS, CABLE, SPEED = 2, "50mbit", 2.5e9  # FLOP/s of a simulated device
 LINK = cable_link(CABLE)
 MODEL = {"layers": 4, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "data": "synthetic", "warmup": 1}
 MODEL |= {"seq_len": 128, "micro_batch": 8, "global_batch": 16}
+PREDICTED = "predicted, any number of tokens"
 LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
 # A pair of column layers, like gate and up, that share a gather
 HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200, 1600)
@@ -40,7 +39,7 @@ HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200, 1600
 def nodes(quick: bool) -> None:
     """Two nodes and a slow cable: the step of tp 2 and of dp 2 inside a node and across; what hides, by width."""
     repeats, cases = 1 if quick else 3, [MODEL | flags for flags in LAYOUTS.values()]
-    inside = on_ranks(RANKS, steps_inside, cases, repeats, title="one node")[0]
+    inside = on_ranks(RANKS, steps, cases, repeats, title="one node")[0]
     try:
         across, pairs = on_nodes(RANKS, 1, on_two_nodes, cases, repeats, bandwidth=CABLE)[0]
     except UsageError as error:
@@ -49,18 +48,14 @@ def nodes(quick: bool) -> None:
     draw(compare_steps(inside, across), compare_widths(pairs))
 
 
-def steps_inside(mesh: Mesh, done: Callable, cases: list[dict], repeats: int) -> list[dict]:
-    return steps(mesh, cases, repeats)
-
-
 def on_two_nodes(mesh: Mesh, cases: list[dict], repeats: int) -> tuple[list[dict], dict]:
-    return steps(mesh, cases, repeats), column_layers(mesh, repeats)
+    return steps(mesh, None, cases, repeats), column_layers(mesh, repeats)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def steps(mesh: Mesh, cases: list[dict], repeats: int) -> list[dict]:
+def steps(mesh: Mesh, done: Callable | None, cases: list[dict], repeats: int) -> list[dict]:
     """On a rank, for each case: least time of a step's gradients, that of its FLOPs, bytes logged and on the cable."""
     found = []
     for flags in cases:
@@ -83,9 +78,8 @@ def compare_steps(inside: list[dict], across: list[dict]) -> dict[str, list[tupl
         one = compared(here["computes"], here["seconds"], ".2f")
         rows.append((name, *sent, *one, *compared(predicted, there["seconds"], ".2f")))
         result[name] = [(here["computes"], here["seconds"]), (predicted, there["seconds"])]
-    header = ["", "MB on the cable: predicted", "measured", "ratio"]
-    for place in ("one node", "two nodes"):
-        header += [f"s, {place}: predicted", "measured", "ratio"]
+    header = ("", "MB on the cable: predicted", "measured", "ratio", "s, one node: predicted", "measured", "ratio")
+    header += ("s, two nodes: predicted", "measured", "ratio")
     tokens = MODEL["global_batch"] * MODEL["seq_len"]
     print_table(f"a step of {tokens:,} tokens, two devices of {SPEED / 1e9:g} GFLOP/s, {CABLE}", header, rows)
     return result
@@ -94,15 +88,14 @@ def compare_steps(inside: list[dict], across: list[dict]) -> dict[str, list[tupl
 def exposed(flags: dict) -> float:
     """Predicted seconds of a step that a rank waits for messages on the cable."""
     config = TrainConfig(**MODEL | flags)
-    model, tokens = config.model_config, config.micro_batch * config.seq_len
+    tokens = config.micro_batch * config.seq_len
     if "dp" in flags:  # one bucket, sent after the last backward
-        return all_reduce_bytes(4 * count_parameters(model).total, RANKS) / LINK.bandwidth
+        return all_reduce_bytes(4 * count_parameters(config.model_config).total, RANKS) / LINK.bandwidth
     products = {
         name: (sum(2 * tokens * out * inside for out, inside in weights) / SPEED,) * 3
         for name, weights in product_shapes(MODEL).items()
     }
-    player, norms = Player(RANKS, LINK), 4 * (2 * model.layers + 1) * model.hidden
-    cost.play_step(Way(), player, model.layers, 4 * tokens * model.hidden, tokens, norms, products)
+    player = play(MODEL | flags, LINK, products)
     return player.blocked * config.global_batch / config.micro_batch
 
 
@@ -118,20 +111,15 @@ def column_layers(mesh: Mesh, repeats: int) -> dict[tuple[int, int], float]:
             out = width // 2 // RANKS
             layers = [ColumnParallelLinear(nn.Parameter(torch.randn(out, HIDDEN)), split) for _ in range(2)]
             gradients = [torch.randn(1, tokens, out) for _ in layers]
-            found[tokens, width] = backward_seconds(mesh, x, layers, gradients, repeats)
+
+            def trial(layers=layers, gradients=gradients, x=x) -> float:
+                outputs = apply_column_parallel(x, layers)
+                with SlowDevice(SPEED):
+                    (result,) = timed(mesh, [lambda: torch.autograd.backward(outputs, gradients)], 1)
+                return result["seconds"]
+
+            found[tokens, width] = min(trial() for _ in range(3 * repeats))  # other work can only add to it
     return found
-
-
-def backward_seconds(mesh: Mesh, x: torch.Tensor, layers: list, gradients: list, repeats: int) -> float:
-    """Least time of the layers' backward: whatever else the machine does can only add to it."""
-
-    def trial() -> float:
-        outputs = apply_column_parallel(x, layers)
-        with SlowDevice(SPEED):
-            (result,) = timed(mesh, [lambda: torch.autograd.backward(outputs, gradients)], 1)
-        return result["seconds"]
-
-    return min(trial() for _ in range(3 * repeats))
 
 
 def compare_widths(seconds: dict[tuple[int, int], float]) -> dict[int, list[tuple[int, float, float]]]:
@@ -154,9 +142,7 @@ def compare_widths(seconds: dict[tuple[int, int], float]) -> dict[int, list[tupl
         print_table(title, header, rows)
         hidden = [{each[0]: 1 - each[1 + which] for each in result[tokens]} for which in (0, 1)]
         predicted, measured = map(crossing, hidden)
-        formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
-        print(f"  {HIDES:.0%} hide from {predicted:,.0f} (predicted), {measured:,.0f} (measured) columns on;")
-        print(f"  by the formula all hides from {formula:,.0f} columns on")
+        print(f"  {HIDES:.0%} hide from {predicted:,.0f} columns on (predicted), {measured:,.0f} (measured)")
     return result
 
 
@@ -176,10 +162,10 @@ def draw(steps: dict[str, list[tuple[float, float]]], shares: dict[int, list[tup
     right.axvspan(formula, 1.05 * WIDTHS[-1], color=COLOURS["idle"], zorder=0)
     right.text(1.02 * formula, 0.5, f"from {formula:,.0f} columns on,\nall should hide", fontsize=12)
     corners = WIDTHS[0], formula, WIDTHS[-1]
-    series = {"predicted, any number of tokens": {width: max(0.0, 1 - width / formula) for width in corners}}
+    series = {PREDICTED: {width: max(0.0, 1 - width / formula) for width in corners}}
     for tokens, points in shares.items():
         series[f"measured, {tokens:,} tokens"] = {width: measured for width, _, measured in points}
-    lines(right, series, dots=tuple(series)[1:], ends=False)
+    lines(right, series, dots=tuple(series)[1:], colours={PREDICTED: "black"}, ends=False)
     right.set(ylim=(-0.03, 1.12), xlabel="columns that share the gather")
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     right.set_title("how much of the messages is exposed", loc="left", fontsize=12)

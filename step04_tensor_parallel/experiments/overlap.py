@@ -10,6 +10,7 @@ from common.config import TrainConfig
 from common.costs.alpha_beta import Player
 from common.experiments.local_ranks import on_ranks
 from common.experiments.traces import print_hidden, run_cases
+from common.link import Link
 from common.process_groups import Group, Mesh
 from step04_tensor_parallel import cost
 from step04_tensor_parallel.experiments.timelines import draw_layers
@@ -32,20 +33,20 @@ def overlap(quick: bool) -> None:
     """Plain, overlap and chunked over a slow link: exposed communication, step time, and timelines."""
     times = on_ranks(2, product_times, title="products")[0]
     shown = ", ".join(f"{name} " + " / ".join(f"{1e3 * each:.1f}" for each in three) for name, three in times.items())
-    print("\nThe predictions start from the products' times (forward / input's gradient / weight's gradient), measured")
-    print(f"alone, ms: {shown}")
+    print(f"\nProducts alone, from which predictions start, ms (forward / dx / dw): {shown}")
     cases = {name: MODEL | {"steps": 12 if quick else 40, "link": LINK} | flags for name, flags in WAYS.items()}
     traces = run_cases(train, 2, cases, title="overlap", rounds=1 if quick else 4)
-    print_hidden(f"2 ranks, --link {LINK}", {name: play(name, times) for name in traces}, traces)
+    players = {name: play(MODEL | WAYS[name], Link.parse(LINK), times) for name in traces}
+    print_hidden(f"2 ranks, --link {LINK}", players, traces)
     draw_layers([(title, traces[name], name.startswith("SP")) for name, title in PANELS.items()], "timelines")
 
 
-def play(name: str, times: dict) -> Player:
-    """The alpha-beta model's step of this way over `LINK`."""
-    config = TrainConfig(**MODEL | WAYS[name])
-    model, tokens = config.model_config, config.micro_batch * config.seq_len
-    player, norms = Player(2, TrainConfig(link=LINK).link_model), 4 * (2 * model.layers + 1) * model.hidden
-    cost.play_step(way_of(WAYS[name]), player, model.layers, 4 * tokens * model.hidden, tokens, norms, times)
+def play(flags: dict, link: Link, times: dict) -> Player:
+    """The alpha-beta model's micro-batch on two ranks; `times` as of `cost.play_step`."""
+    config = TrainConfig(**flags)
+    model, tokens, player = config.model_config, config.micro_batch * config.seq_len, Player(2, link)
+    stream, norms = 4 * tokens * model.hidden, 4 * (2 * model.layers + 1) * model.hidden
+    cost.play_step(way_of({"tp_mode": config.tp_mode} | flags), player, model.layers, stream, tokens, norms, times)
     return player
 
 
