@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -21,23 +20,7 @@ def compare_with_one_process(train: ModuleType, cases: list[tuple[int, str, dict
         train: the step's train.py, as a module.
         cases: (ranks, name, flags). One process takes the whole global batch at once.
     """
-    compare_gradients(on_every_case, functools.partial(_difference, train.__name__), cases)
-
-
-def _difference(train: str, mesh: Mesh, flags: dict) -> float:
-    """On a rank: the largest difference of one of its gradients from its part of one process's."""
-    run = Training(importlib.import_module(train), *checked(mesh, **flags))
-    return worst_difference(run.shards, run.gradients(), reference_gradients(run.config, run.batches))
-
-
-def compare_gradients(on_every_case: Callable, difference: Callable, cases: list[tuple[int, str, dict]]) -> None:
-    """Print a table of the largest difference in each case, over its ranks.
-
-    Args:
-        on_every_case: calls `difference` for a list of flags, on a rank; see the `tools.py` of a step's experiments.
-        cases: (ranks, name, flags).
-    """
-    rows = []
+    rows, difference = [], functools.partial(_difference, train.__name__)
     for ranks in sorted({ranks for ranks, *_ in cases}):
         names, flags = zip(*[(name, flags) for size, name, flags in cases if size == ranks])
         found = on_ranks(ranks, on_every_case, difference, list(flags), title="gradients", jobs=len(flags))
@@ -45,6 +28,12 @@ def compare_gradients(on_every_case: Callable, difference: Callable, cases: list
     title = "largest ||a - b|| / ||b|| of any rank's part of any parameter's gradient, float64"
     print_comparison(title, "", rows, ".1e")
     print(f"  largest of all: {max(worst for *_, worst in rows):.1e}")
+
+
+def _difference(train: str, mesh: Mesh, flags: dict) -> float:
+    """On a rank: the largest difference of one of its gradients from its part of one process's."""
+    run = Training(importlib.import_module(train), *checked(mesh, **flags))
+    return worst_difference(run.shards, run.gradients(), reference_gradients(run.config, run.batches))
 
 
 def worst_difference(

@@ -212,13 +212,6 @@ def crossing(shares: dict[float, float]) -> float:
     return math.nan
 
 
-def compared_cells(sent: float, predicted: float, cable: str, free: dict, slow: dict) -> tuple[str, ...]:
-    """The cells of a row under HEADER, but for its name, of what `timed` has found without a limit and with it."""
-    found = Found(Counter(all=sent), Counter(all=seconds_on(cable, sent)), free["seconds"], slow["seconds"], 0, None)
-    found.sent, found.predicted = slow["sent"], predicted
-    return found.cells()
-
-
 # ---- ranks on several nodes ------------------------------------------------------------------------------------------
 
 

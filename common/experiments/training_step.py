@@ -91,47 +91,6 @@ class Training:
         return result
 
 
-class Run(Training):
-    """The model, gradients and update of a run with a pipeline, in pieces.
-
-    Args:
-        train: the step's train.py, as a module.
-        mesh: the groups of `config`; see `checked`.
-    """
-
-    def __init__(self, train: ModuleType, config: TrainConfig, mesh: Mesh):
-        super().__init__(train, config, mesh)
-        self.train, self.pipeline = train, self.parts[0]
-        self.norm = None  # of the whole gradient
-
-    def micro_batch(self, index: int) -> tuple:
-        """This rank's part of a micro-batch, as train.py takes it."""
-        place = self.mesh.dp.rank, self.mesh.dp.size
-        whole = self.batches.micro_batch(0, index, self.config.micro_batch, *place)
-        return self.train.take_part(*whole, self.config, self.mesh, self.batches.corpus.end)
-
-    def accumulate(self, tracer: Tracer | None = None) -> None:
-        """Forward and backward of all micro-batches."""
-        self.pipeline.run(self.micro_batch, self.batches.target_tokens, tracer=tracer)
-
-    def finish(self) -> list[torch.Tensor]:
-        """The finished gradients, one for each of `shards`; also the norm of the whole gradient."""
-        gradients = self.pipeline.finish()
-        self.train.sum_extra_groups(self.shards, gradients, self.mesh)
-        self.norm = self.train.gradient_norm(self.shards, gradients, self.mesh.world)
-        return gradients
-
-    def gradients(self, tracer: Tracer | None = None) -> list[torch.Tensor]:
-        """Both."""
-        self.accumulate(tracer)
-        return self.finish()
-
-    def update(self, gradients: list[torch.Tensor]) -> None:
-        """Clip, and take an optimizer step."""
-        factor = self.train.clip_factor(self.norm, self.config.clip)
-        self.optimizer.step(gradients, self.config.learning_rate(0), factor)
-
-
 def on_every_case(mesh: Mesh, done: Callable, function: Callable, cases: list[dict]) -> list:
     """On a rank: `function(mesh, flags)` for each of the flags in `cases`."""
     results = []
