@@ -237,7 +237,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ("none", 1, "--global-batch 7"),
         ("none", 0, "--data /no/such/file.txt"),
         ("0", 0, "--foo"),
-        ("none", 0, "--global-batch 6 --device cuda"),
+        ("none", 0, "--global-batch 4 --device cuda"),
     ],
 )
 def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
