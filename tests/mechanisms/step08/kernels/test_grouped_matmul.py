@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from step07_expert_parallel import experts
-from step07_expert_parallel.experts import Counts, Experts
+from step07_expert_parallel.experts import Counts, Experts, Kernels
 from step08_5d.kernels import grouped_matmul
 from step08_5d.kernels.grouped_matmul import (
     multiply,
@@ -83,13 +83,13 @@ def test_experts_of_step_7():
     layer, x, counts = Experts(4, 8, 12), random(59, 8), counts_of(COUNTS["uneven"])
     for index, parameter in enumerate(layer.parameters()):
         parameter.data = random(*parameter.shape, seed=index)
-    results = []
-    for products in ((experts.multiply, experts.multiply_transposed), (multiply, multiply_transposed)):
+    kernels, results = Kernels(mock.Mock(wraps=multiply), mock.Mock(wraps=multiply_transposed)), []
+    for layer.kernels in (None, kernels):
         leaf = x.clone().requires_grad_()
-        with mock.patch.multiple(experts, multiply=products[0], multiply_transposed=products[1]):
-            out = layer(leaf, counts)
-            results.append([out.detach(), *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])])
+        out = layer(leaf, counts)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])])
     assert max(map(difference, *results)) < 1e-14
+    assert [each.call_count for each in kernels] == [6, 3], "of three matrices: forward, dx and dw"
 
 
 @pytest.mark.gpu
