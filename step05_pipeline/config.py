@@ -5,7 +5,7 @@ from common.errors import UsageError
 from step04_tensor_parallel import config as step04
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
-from step05_pipeline.schedules.csv_files import read_schedule
+from step05_pipeline.schedules.further.csv_files import read_schedule
 from step05_pipeline.schedules.validator import check_schedule
 
 

@@ -47,23 +47,6 @@ def whole(tmp_path_factory) -> list[tuple]:
     return curve(folder)
 
 
-def test_killed_rank_ends_the_others_and_the_run_resumes(whole, tmp_path):
-    process = start(2, tmp_path, *SAVING, "--async-save")
-    wait_for(lambda: len(steps_of(tmp_path)) >= 23, process)
-    os.kill(rank_processes(process)[1], signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
-    log = (tmp_path / "log").read_text()
-    lost = re.findall(r"rank (\d): lost contact with another rank: (.*)", log)
-    assert "1" not in dict(lost) and not any("/" in line for _, line in lost), log
-    assert lost or log.count("closing signal SIGTERM") == 1, "it says so, unless the launcher ends it before"
-    first = log.partition("Root Cause")[2]
-    assert re.search(r"rank\s*: 1 \(local_rank: 1\)\s+exitcode\s*: -9", first), "the launcher blames the rank that died"
-
-    resumed = run_script(SCRIPT, *SMALL, *SAVING, "--run-dir", tmp_path, "--resume", "auto", ranks=2)
-    assert resumed.returncode == 0, resumed.stderr
-    assert curve(tmp_path) == whole, "bit for bit, each step once"
-
-
 DIES_WHILE_IT_SAVES = """
 import os, runpy, signal, sys
 import torch.distributed.checkpoint as dcp
@@ -80,18 +63,26 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_torchrun_restarts_what_was_killed(whole, tmp_path):
-    """A rank is killed while it saves, and in the next round another one in the middle of a step."""
-    wrapper, marker = tmp_path / "dies_while_it_saves.py", tmp_path / "marker"
+def test_killed_ranks_are_restarted_and_the_run_resumes(whole, tmp_path):
+    """A rank is killed while it saves, which torchrun restarts once, and then another one in the middle of a step."""
+    wrapper, marker, log = tmp_path / "dies_while_it_saves.py", tmp_path / "marker", tmp_path / "log"
     wrapper.write_text(DIES_WHILE_IT_SAVES)
-    launch = ("--max-restarts", "3", str(wrapper), str(marker), SCRIPT)
-    process = start(2, tmp_path, *SAVING, "--keep", "2", "--resume", "auto", launch=launch)
+    saving = [*SAVING, "--async-save", "--keep", "2", "--resume", "auto"]
+    process = start(2, tmp_path, *saving, launch=("--max-restarts", "1", str(wrapper), str(marker), SCRIPT))
     wait_for(lambda: marker.exists() and len(steps_of(tmp_path)) >= 33, process)
     os.kill(rank_processes(process)[0], signal.SIGKILL)
-    log = tmp_path / "log"
-    assert process.wait(timeout=90) == 0, log.read_text()
-    assert re.findall(r"exitcode: (-9)\) local_rank: (\d)", log.read_text()) == [("-9", "1"), ("-9", "0")]
-    assert log.read_text().count("step 12/80") == 2, "what was half saved at 20 was not taken for a checkpoint"
+    assert process.wait(timeout=60) == 1
+    text = log.read_text()
+    assert text.count("step 12/80") == 2, "what was half saved at 20 was not taken for a checkpoint"
+    assert re.findall(r"exitcode: (-9)\) local_rank: (\d)", text) == [("-9", "1"), ("-9", "0")], text
+    lost = re.findall(r"rank \d: lost contact with another rank: (.*)", text)
+    assert not any("/" in line for line in lost), text
+    assert len(lost) == 2 or "closing signal SIGTERM" in text, "it says so, unless the launcher ends it before"
+    first = text.partition("Root Cause")[2]
+    assert re.search(r"rank\s*: 0 \(local_rank: 0\)\s+exitcode\s*: -9", first), "the launcher blames the rank that died"
+
+    resumed = run_script(SCRIPT, *SMALL, *saving, "--run-dir", tmp_path, ranks=2)
+    assert resumed.returncode == 0, resumed.stderr
     assert curve(tmp_path) == whole, "bit for bit, each step once"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000070", "step-00000080"]
 
@@ -149,7 +140,7 @@ def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
     assert process.wait(timeout=60) == 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *[1] * bool(os.environ.get("TEST_ALL"))])
 def test_interrupt_ends_cleanly(tmp_path, ranks):
     process = start(ranks, tmp_path, "--steps", "100000")
     wait_for(lambda: len(steps_of(tmp_path)) >= 3, process)
@@ -234,8 +225,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("late", "restarts", "flags"),
     [
-        ("none", 1, "--global-batch 7"),
-        ("none", 0, "--data /no/such/file.txt"),
+        *[("none", 1, "--global-batch 7")] * bool(os.environ.get("TEST_ALL")),
+        ("none", 1, "--data /no/such/file.txt"),
         ("0", 0, "--foo"),
         ("none", 0, "--global-batch 4 --device cuda"),
     ],

@@ -13,7 +13,7 @@ from step05_pipeline.cost import efficiency
 from step05_pipeline.experiments.tools import ORDER, SHAPE
 from step05_pipeline.pipeline import DELAYS
 from step05_pipeline.schedules.actions import Action, Schedule
-from step05_pipeline.schedules.csv_files import CELL
+from step05_pipeline.schedules.further.csv_files import CELL
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
 from step05_pipeline.train import train
 

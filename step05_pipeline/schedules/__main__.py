@@ -13,7 +13,7 @@ from common.command_line import OneLineParser
 from common.errors import UsageError
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
-from step05_pipeline.schedules.csv_files import read_schedule
+from step05_pipeline.schedules.further.csv_files import read_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.schedules.timeline import draw, summary, text
 from step05_pipeline.schedules.validator import check_schedule

@@ -1,8 +1,8 @@
 """What a schedule is made of. Pure data: nothing in this folder needs torch or a process group.
 
 A schedule says in which order each rank of a pipeline works. One unit of that work is an `Action`: the forward or the
-backward of one micro-batch through one stage. `whole_backward.py` and `split_backward.py` hold the functions that make
-schedules, and `catalogue.py` lists them by name.
+backward of one micro-batch through one stage. The functions that make schedules are in `whole_backward.py`,
+`split_backward.py` and `further/`; `catalogue.py` lists them by name.
 """
 
 import functools
@@ -95,25 +95,13 @@ class Schedule:
         return Output(DIRECTIONS[action.kind], copy, stage, action.micro_batch)
 
 
-# ---- placements: which rank holds which stage ------------------------------------------------------------------------
+# ---- placement: which rank holds which stage, unless a schedule has its own ------------------------------------------
 
 
 def looped(ranks: int, chunks: int) -> Placement:
     """Stage s on rank s % ranks: 0 1 2 3 0 1 2 3."""
     return (tuple(range(ranks)) * chunks,)
 
-
-def v_shaped(ranks: int, chunks: int) -> Placement:
-    """Down and up again: 0 1 2 3 3 2 1 0. The first and the last stage share a rank."""
-    return (tuple(range(ranks)) + tuple(reversed(range(ranks))),)
-
-
-def bidirectional(ranks: int, chunks: int) -> Placement:
-    """Two copies of the model, one in each direction."""
-    return tuple(range(ranks)), tuple(reversed(range(ranks)))
-
-
-PLACEMENTS = {"looped": looped, "v": v_shaped, "bidirectional": bidirectional}
 
 # ---- a short way to write down a rank's actions ----------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Every schedule by its name, which is the value of --schedule.
 
 To add your own, write a function like those in `whole_backward.py` and add a line to `SCHEDULES`. A table in a CSV file
-needs no code at all: see `csv_files.py`.
+needs no code at all: see `further/csv_files.py`.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from common.errors import UsageError
 from step05_pipeline.schedules import split_backward, whole_backward
-from step05_pipeline.schedules.actions import Action, Placement, Schedule, bidirectional, looped, v_shaped
+from step05_pipeline.schedules.actions import Action, Placement, Schedule, looped
+from step05_pipeline.schedules.further import dualpipe, several_stages, zero_bubble
+from step05_pipeline.schedules.further.placements import bidirectional, v_shaped
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,20 @@ SCHEDULES = {
     "naive": Entry(whole_backward.naive, lambda p, m, v, rank: 1),
     "afab": Entry(whole_backward.all_forward_all_backward, lambda p, m, v, rank: m),
     "1f1b": Entry(whole_backward.one_forward_one_backward, lambda p, m, v, rank: min(m, p - rank)),
-    "breadth-first": Entry(whole_backward.breadth_first, lambda p, m, v, rank: m * v, chunks=None),
-    "llama3": Entry(whole_backward.llama3, whole_backward.llama3_in_flight, chunks=None),
-    "interleaved": Entry(whole_backward.interleaved, whole_backward.llama3_in_flight, chunks=None),
+    "breadth-first": Entry(several_stages.breadth_first, lambda p, m, v, rank: m * v, chunks=None),
+    "llama3": Entry(several_stages.llama3, several_stages.llama3_in_flight, chunks=None),
+    "interleaved": Entry(whole_backward.interleaved, several_stages.llama3_in_flight, chunks=None),
     "zb-h1": Entry(split_backward.zero_bubble_h1, lambda p, m, v, rank: min(m, p - rank)),
-    "zb-h2": Entry(split_backward.zero_bubble_h2, lambda p, m, v, rank: min(m, 2 * (p - rank) - 1)),
+    "zb-h2": Entry(zero_bubble.zero_bubble_h2, lambda p, m, v, rank: min(m, 2 * (p - rank) - 1)),
     "zbv": Entry(
-        split_backward.zero_bubble_v,
+        zero_bubble.zero_bubble_v,
         lambda p, m, v, rank: min(m, 2 * p - 1 - rank) + min(m, rank + 1),  # forwards on the way down, on the way up
         v_shaped,
         chunks=2,
     ),
-    "dualpipe": Entry(split_backward.dualpipe, split_backward.dualpipe_in_flight, bidirectional),
+    "dualpipe": Entry(dualpipe.dualpipe, dualpipe.dualpipe_in_flight, bidirectional),
     "dualpipev": Entry(
-        split_backward.dualpipe_v,
+        dualpipe.dualpipe_v,
         lambda p, m, v, rank: min(m, 2 * p - rank) + min(m, rank + 1),
         v_shaped,
         chunks=2,

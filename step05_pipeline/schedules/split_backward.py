@@ -8,12 +8,8 @@ leaves out the surplus. On 3 ranks with 4 micro-batches, if F = I = W:
     zb-h1   rank 0  F0 F1 F2 ......I0 W0 F3 I1 W1 I2 W2 I3 W3
             rank 1  ...F0 F1 ...I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
             rank 2  ......F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-    zb-h2   rank 0  F0 F1 F2 F3 ...I0 W0 I1 W1 I2 W2 I3 W3
-            rank 1  ...F0 F1 F2 I0 F3 I1 ...I2 W0 I3 W1 W2 W3
-            rank 2  ......F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 """
 
-from common.errors import UsageError
 from step05_pipeline.schedules.actions import Action, expand_pattern
 
 
@@ -23,96 +19,12 @@ def zero_bubble_h1(p: int, m: int, v: int) -> list[list[Action]]:
     Rank k defers each W by k micro-batches. Counting micro-batches whose W is still due, every rank holds up to p, as
     many as 1F1B's first rank.
     """
-    return [_deferring(m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
+    return [deferring(m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
 
 
-def zero_bubble_h2(p: int, m: int, v: int) -> list[list[Action]]:
-    """Zero Bubble (section 2.2): more forwards at first. Bubble within a rank: (p - 1)(F + B - 3W).
-
-    Counting micro-batches whose W is still due, every rank holds up to 2p - 1. Ranks finish one after another, in the
-    order in which they began: the bubble only vanishes if each may start its next step without waiting for the others.
-    """
-    return [_deferring(m, ahead=2 * (p - 1 - rank), weights_later=2 * rank) for rank in range(p)]
-
-
-def _deferring(m: int, ahead: int, weights_later: int) -> list[Action]:
+def deferring(m: int, ahead: int, weights_later: int) -> list[Action]:
     """One rank: `ahead` forwards before the first I, `weights_later` more I than W from then on."""
     n = max(m, ahead + weights_later)
     return expand_pattern(
         (ahead, "F"), (weights_later, "F I"), (n - ahead - weights_later, "F I W"), (ahead, "I W"), micro_batches=m
     )
-
-
-def zero_bubble_v(p: int, m: int, v: int) -> list[list[Action]]:
-    """Qi et al. (arXiv:2405.15362, V-ZB), after Zero Bubble's ZB-V: no bubble within a rank if F = I = W and m >= 2p.
-
-    Every rank holds as many activations as 1F1B's first rank: 2p of half the size.
-    """
-    n = max(m, 2 * p - 1)
-    return [
-        expand_pattern(
-            (2 * (p - rank) - 1, "F.0"),  # until the first micro-batch returns on its way up
-            (rank, "F.1 F.0"),
-            (p - rank, "F.1 I.1 W"),
-            (n - 2 * p + rank + 1, "F.0 I.0 W F.1 I.1 W"),
-            (p - rank - 1, "I.0 W F.1 I.1 W"),
-            (rank, "I.0 I.1"),
-            (p - rank, "I.0 W"),
-            micro_batches=m,
-        )
-        for rank in range(p)
-    ]
-
-
-def dualpipe(p: int, m: int, v: int) -> list[list[Action]]:
-    """DeepSeek-V3 (arXiv:2412.19437, section 3.2.1): micro-batches enter at both ends, each end with its own copy.
-
-    Even micro-batches pass through copy 0, odd ones through copy 1. DeepSeek's bubble, for m >= 2p, is
-    (p/2 - 1)(F&B + B - 3W), where F&B is the time of an F and a B of the other direction that run as one. It is that of
-    the ranks in the middle; outer ones wait less, if F&B < F + B. Here F and B run one after the other, and the output
-    of the first is sent before the second is done: (p/2 - 1)(F + B - 2W), if F = I.
-    """
-    if p % 2:
-        raise UsageError(f"--schedule dualpipe needs an even --pp, not {p}; dualpipev takes any")
-    near = [_dualpipe_rank(rank, p, m) for rank in range(p // 2)]
-    # The other half of the ranks does the same with its own copy
-    far = [[Action(each.kind, each.micro_batch, 1 - each.chunk) for each in row] for row in reversed(near)]
-    # Each rank holds one stage of each copy, so the chunk is the copy
-    rows = [[Action(each.kind, 2 * each.micro_batch + each.chunk, each.chunk) for each in row] for row in near + far]
-    return [[action for action in row if action.micro_batch < m] for row in rows]
-
-
-def dualpipe_in_flight(p: int, m: int, v: int, rank: int) -> int:
-    """The micro-batches of both copies that a rank of `dualpipe` holds at its peak: p + 1, if there are enough."""
-    near, far = (m + 1) // 2, m // 2  # micro-batches that enter at this rank's end of the pipeline, at the other end
-    if rank >= p // 2:
-        rank, near, far = p - 1 - rank, far, near
-    return min(near, p - rank) + min(far, rank + 1)
-
-
-def _dualpipe_rank(rank: int, p: int, m: int) -> list[Action]:
-    """A rank of the first half. 0 is the copy that enters on this side, 1 the other; each counts its micro-batches."""
-    n = max(p, -(-m // 2))  # micro-batches of each copy
-    inner = p // 2 - 1 - rank  # ranks from here to the middle
-    return expand_pattern(
-        (2 * inner, "F.0"),
-        (rank + 1, "F.0 F.1"),
-        (inner, "I.1 W F.1"),
-        (n - p + rank + 1, "F.0 B.1 F.1 B.0"),
-        (inner, "B.1 F.1 B.0"),
-        ((rank + 1) // 2, "B.1 B.0"),  # of the last 2 (rank + 1) backwards, the first half is whole
-        ((rank + 1) % 2, "B.1 I.0"),
-        ((rank + 1) // 2, "I.1 I.0"),
-        (inner, "W I.0"),
-        micro_batches=n,
-    )
-
-
-def dualpipe_v(p: int, m: int, v: int) -> list[list[Action]]:
-    """DualPipe cut in half (Sea AI Lab, "DualPipe could be better without the Dual"): no second copy of the parameters.
-
-    The two halves of DualPipe on 2p ranks mirror each other, so one half is enough: what rank p - 1 would send to its
-    mirror image stays on rank p - 1, as input of its chunk 1. Bubble: DualPipe's for 2p ranks, with two of its stages
-    on each rank.
-    """
-    return [[action for action in _dualpipe_rank(rank, 2 * p, 2 * m) if action.micro_batch < m] for rank in range(p)]

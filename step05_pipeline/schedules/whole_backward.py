@@ -40,68 +40,38 @@ def one_forward_one_backward(p: int, m: int, v: int) -> list[list[Action]]:
 # ---- several stages on each rank -------------------------------------------------------------------------------------
 
 
-def breadth_first(p: int, m: int, v: int) -> list[list[Action]]:
-    """Lamy-Poirier (arXiv:2211.05953): all micro-batches pass through a stage before the rank's next stage begins.
+def interleaved(p: int, m: int, v: int) -> list[list[Action]]:
+    """Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.2.2): depth first, p micro-batches at a time.
 
-    Bubble: (p - 1)(F + B), if m >= p. Here and below a stage is 1/v of what it is with one stage on each rank.
+    Bubble: (p - 1)(F + B), which is 1/v of 1F1B's, for about v times its messages. Here a stage is 1/v of what it is
+    with one stage on each rank.
     """
-    forwards = [Action("F", i, chunk) for chunk in range(v) for i in range(m)]
-    backwards = [Action("B", i, chunk) for chunk in reversed(range(v)) for i in range(m)]
-    return [forwards + backwards for _ in range(p)]
+    if m % p:
+        raise UsageError(
+            f"--schedule interleaved: {m} micro-batches are not a multiple of --pp {p}; llama3 takes any number"
+        )
+    return in_groups(p, m, v, n=p)
 
 
-def llama3(p: int, m: int, v: int, consecutive: int | None = None) -> list[list[Action]]:
-    """Llama 3 (arXiv:2407.21783, section 3.3.2, figure 6): N consecutive micro-batches pass through a stage at a time.
+def in_groups(p: int, m: int, v: int, n: int) -> list[list[Action]]:
+    """Depth first: n >= p consecutive micro-batches pass through a stage, then through the rank's next one.
 
-    N = p is `interleaved`, N = m is breadth-first with 1F1B's order of F and B. Any number of micro-batches works:
-    groups of N are planned in full, and micro-batches that do not exist are left out. Bubble: (p - 1)(F + B), if N
-    divides m.
-
-    Args:
-        consecutive: N, at least p (with fewer, a rank would wait for its own output to travel round the loop).
+    Groups of n are planned in full, and micro-batches that do not exist are left out.
     """
-    if consecutive is not None and consecutive < p:
-        raise UsageError(f"--schedule llama3: {consecutive} consecutive micro-batches are fewer than --pp {p}")
-    n = _group_size(p, m, consecutive)
     groups = range(0, m, n)
     # expand_pattern numbers forwards and backwards 0, 1, ...; `order` and `back` say which (micro-batch, chunk) that is
     order = [(first + i, chunk) for first in groups for chunk in range(v) for i in range(n)]
     back = [(first + i, chunk) for first in groups for chunk in reversed(range(v)) for i in range(n)]
     rows = []
     for rank in range(p):
-        ahead = min(len(order), _forwards_ahead(p, v, n, rank))
+        ahead = min(len(order), forwards_ahead(p, v, n, rank))
         table = expand_pattern((ahead, "F"), (len(order) - ahead, "F B"), (ahead, "B"), micro_batches=len(order))
         row = [Action(each.kind, *(order if each.kind == "F" else back)[each.micro_batch]) for each in table]
         rows.append([action for action in row if action.micro_batch < m])
     return rows
 
 
-def interleaved(p: int, m: int, v: int) -> list[list[Action]]:
-    """Megatron-LM (Narayanan et al., arXiv:2104.04473, section 2.2.2): depth first, p micro-batches at a time.
-
-    Bubble: (p - 1)(F + B), which is 1/v of 1F1B's, for about v times its messages.
-    """
-    if m % p:
-        raise UsageError(
-            f"--schedule interleaved: {m} micro-batches are not a multiple of --pp {p}; llama3 takes any number"
-        )
-    return llama3(p, m, v, consecutive=p)
-
-
-def llama3_in_flight(p: int, m: int, v: int, rank: int, consecutive: int | None = None) -> int:
-    """The (micro-batch, chunk) pairs that a rank of `llama3` holds at its peak, right after its first steady F."""
-    n = _group_size(p, m, consecutive)
-    groups, rest = divmod(_forwards_ahead(p, v, n, rank) + 1, v * n)
-    last = min(n, max(0, m - groups * n))  # micro-batches that exist in the group that has been begun
-    return v * min(m, groups * n) + rest // n * last + min(rest % n, last)
-
-
-def _group_size(p: int, m: int, consecutive: int | None) -> int:
-    """N of Llama 3: p unless stated otherwise, at most m, at least p."""
-    return max(p, min(m, consecutive or p))
-
-
-def _forwards_ahead(p: int, v: int, n: int, rank: int) -> int:
+def forwards_ahead(p: int, v: int, n: int, rank: int) -> int:
     """Forwards of a rank before its first backward.
 
     (v - 1) N lead to its last chunk. Each later rank adds 2: while the first micro-batch travels down to that rank and

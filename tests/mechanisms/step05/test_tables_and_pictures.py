@@ -8,7 +8,7 @@ import pytest
 from common.errors import UsageError
 from step05_pipeline.schedules.__main__ import main
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
-from step05_pipeline.schedules.csv_files import read_csv, read_schedule, write_csv
+from step05_pipeline.schedules.further.csv_files import read_csv, read_schedule, write_csv
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.schedules.timeline import draw, text
 from step05_pipeline.schedules.validator import check_schedule

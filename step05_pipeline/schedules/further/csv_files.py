@@ -15,7 +15,8 @@ import re
 from pathlib import Path
 
 from common.errors import UsageError
-from step05_pipeline.schedules.actions import PLACEMENTS, Action, Placement, Schedule
+from step05_pipeline.schedules.actions import Action, Placement, Schedule
+from step05_pipeline.schedules.further.placements import PLACEMENTS
 
 CELL = re.compile(r"([FBIW])(\d{1,6})(?:\.(\d{1,3}))?")
 
