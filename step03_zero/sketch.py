@@ -3,71 +3,79 @@
     python step03_zero/sketch.py
     torchrun --nproc_per_node 2 step03_zero/sketch.py
 
-One rank and several take the same samples together, so both commands print the same losses, up to rounding. The lesson
-begins with this file; unit.py and zero.py do the same for any model, with an optimizer, and in advance.
+All ranks together take the same samples as one process, so both commands print the same losses, up to rounding.
+A name that begins with d is a gradient: dx is that of the loss with respect to x.
 """
 
-import torch
-from torch import Tensor
+import os
 
-from common import collectives
-from common.launch import end_cleanly
-from common.process_groups import Degrees, Group, build_mesh
-from common.start import environment, init_distributed
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 LAYERS, WIDTH, SAMPLES, STEPS, LEARNING_RATE = 3, 64, 16, 5, 10.0
 
 
-def gather(shard: Tensor, world: Group) -> Tensor:
+def gather(shard: Tensor) -> Tensor:
     """Return the whole weight, of which every rank stores some rows."""
-    weight = shard.new_empty(world.size * len(shard), shard.shape[1])
-    collectives.all_gather(weight, shard, world)
-    return weight
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, shard)
+    return torch.cat(shards)
 
 
-def reduce_scatter(gradient: Tensor, world: Group) -> Tensor:
-    """Return this rank's rows of the sum of every rank's gradient."""
-    rows = gradient.new_empty(len(gradient) // world.size, gradient.shape[1])
-    collectives.reduce_scatter(rows, gradient, world)
-    return rows
+def reduce_scatter(whole: Tensor) -> Tensor:
+    """Return this rank's rows of the sum of every rank's tensor."""
+    parts = list(whole.chunk(dist.get_world_size()))
+    summed = torch.empty_like(parts[0])
+    dist.reduce_scatter(summed, parts)
+    return summed
 
 
-def train_step(shards: list[Tensor], x: Tensor, target: Tensor, world: Group) -> Tensor:
+def train_step(shards: list[Tensor], x: Tensor, target: Tensor, ranks: int) -> Tensor:
     """Update this rank's part of each layer. Returns this rank's share of the loss, a mean over all ranks' samples."""
+    # --- write this yourself ---
     activations = [x]
     for shard in shards:  # forward
-        weight = gather(shard, world)
+        weight = gather(shard)
         activations.append(torch.relu(activations[-1] @ weight))
         del weight
 
     error = activations[-1] - target
-    gradient = 2 * error / (world.size * error.numel())
+    dy = 2 * error / (ranks * error.numel())
     for shard in reversed(shards):  # backward
-        weight = gather(shard, world)
-        gradient = gradient * (activations.pop() > 0)
-        weight_gradient = activations[-1].T @ gradient
-        gradient = gradient @ weight.T
+        weight = gather(shard)
+        dy = dy * (activations.pop() > 0)
+        dweight = activations[-1].T @ dy
+        dy = dy @ weight.T  # a layer's input is the previous layer's output
         del weight
-        shard -= LEARNING_RATE * reduce_scatter(weight_gradient, world)
-    return error.square().sum() / (world.size * error.numel())
+        shard -= LEARNING_RATE * reduce_scatter(dweight)
+    # --- until here ---
+    return error.square().sum() / (ranks * error.numel())
 
 
-def main() -> None:
-    world = build_mesh(Degrees(dp=environment().world_size), init_distributed("cpu")).world
+def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[Tensor]]:
+    """Take all steps. Returns the losses, and this rank's shards."""
     random = torch.Generator().manual_seed(0)
-    weights = [torch.randn(WIDTH, WIDTH, generator=random) * (2 / WIDTH) ** 0.5 for _ in range(LAYERS)]
-    shards = [weight.chunk(world.size)[world.rank].clone() for weight in weights]  # all that a rank keeps
+    weights = torch.randn(LAYERS, WIDTH, WIDTH, generator=random, dtype=dtype) * (2 / WIDTH) ** 0.5
+    shards = [weight.chunk(ranks)[rank].clone() for weight in weights]  # all that a rank keeps
     del weights
-    x, target = torch.randn(SAMPLES, WIDTH, generator=random), torch.rand(SAMPLES, WIDTH, generator=random)
-    mine = [each.chunk(world.size)[world.rank] for each in (x, target)]
+    samples, targets = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=dtype)
+    x, target = samples.chunk(ranks)[rank], targets.chunk(ranks)[rank]
+
+    losses = []
     for step in range(STEPS):
-        loss = train_step(shards, *mine, world)
-        collectives.all_reduce(loss, world)
-        if world.rank == 0:
+        loss = train_step(shards, x, target, ranks)
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+        if rank == 0:
             print(f"step {step}  loss {loss:.6f}")
-    if world.rank == 0:
-        print(f"rank 0 of {world.size} stores {sum(map(len, shards)) * WIDTH:,} of {LAYERS * WIDTH * WIDTH:,} weights")
+    if rank == 0:
+        print(f"rank 0 of {ranks} stores {sum(map(len, shards)) * WIDTH:,} of {LAYERS * WIDTH * WIDTH:,} weights")
+    return losses, shards
 
 
 if __name__ == "__main__":
-    end_cleanly(main)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
+    train(dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()

@@ -1,0 +1,97 @@
+"""Pipeline parallelism by hand: each rank holds some layers, and a list says in which order it works.
+
+    python step05_pipeline/sketch.py
+    torchrun --nproc_per_node 2 step05_pipeline/sketch.py
+
+Both commands print the same losses, up to rounding; 4 ranks do so, too. Change ORDER, and see what still works.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LAYERS, WIDTH, SAMPLES, MICRO_BATCHES, STEPS, LEARNING_RATE = 4, 32, 16, 4, 5, 1.0
+
+# 1F1B, a row per rank: F1 is the forward of micro-batch 1, B1 its backward. Fewer ranks take the last rows.
+ORDER = [
+    "F0 F1 F2 F3 B0 B1 B2 B3",
+    "F0 F1 F2 B0 F3 B1 B2 B3",
+    "F0 F1 B0 F2 B1 F3 B2 B3",
+    "F0 B0 F1 B1 F2 B2 F3 B3",
+]
+
+# With 2 ranks this never ends: rank 0 does F1 after B0, for which it needs a gradient from rank 1's B0. But rank 1
+# does B0 after F1, for which it needs the output of rank 0's F1. Each waits for the other.
+HANGS = [
+    "F0 B0 F1 B1 F2 B2 F3 B3",
+    "F0 F1 B0 F2 B1 F3 B2 B3",
+]
+
+
+def receive(like: Tensor, rank: int) -> Tensor:
+    """Return a tensor that another rank sends, of the same shape as `like`."""
+    arriving = torch.empty_like(like)
+    dist.irecv(arriving, rank).wait()
+    return arriving
+
+
+def run(order: str, weights: list[Tensor], samples: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """Add up gradients of my layers. Returns the loss (0 except on the last rank), and most micro-batches kept."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    inputs, kept, sent, loss, most = samples.chunk(MICRO_BATCHES), {}, [], samples.new_zeros(()), 0
+    # --- write this yourself ---
+    for action in order.split():
+        i = int(action[1:])
+        if action[0] == "F":
+            x = inputs[i] if rank == 0 else receive(inputs[i], rank - 1)
+            x.requires_grad_(rank > 0)  # autograd's graph of this stage begins here
+            y = x
+            for weight in weights:
+                y = torch.relu(y @ weight)
+            if rank < ranks - 1:
+                sent.append(dist.isend(y.detach(), rank + 1))
+            else:
+                y = (
+                    y - targets.chunk(MICRO_BATCHES)[i]
+                ).square().sum() / targets.numel()  # a share of the mean over the whole batch
+                loss += y.detach()
+            kept[i] = x, y
+            most = max(most, len(kept))
+        else:
+            x, y = kept.pop(i)
+            y.backward(receive(y, rank + 1) if rank < ranks - 1 else None)
+            if rank > 0:
+                sent.append(dist.isend(x.grad, rank - 1))
+    for work in sent:
+        work.wait()
+    # --- until here ---
+    return loss, most
+
+
+def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[Tensor]]:
+    """Take all steps. Returns the losses, and the weights of this rank's layers."""
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(LAYERS, WIDTH, WIDTH, generator=random, dtype=dtype) * (2 / WIDTH) ** 0.5
+    weights = [weight.clone().requires_grad_() for weight in weights.chunk(ranks)[rank]]  # my stage
+    samples, targets = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=dtype)
+
+    losses = []
+    for step in range(STEPS):
+        loss, most = run(ORDER[rank - ranks], weights, samples, targets)
+        for weight in weights:
+            weight.data -= LEARNING_RATE * weight.grad
+            weight.grad = None
+        dist.all_reduce(loss)  # all ranks but the last add 0
+        losses.append(loss.item())
+        if rank == 0:
+            print(f"step {step}  loss {loss:.6f}, rank 0 kept at most {most} of {MICRO_BATCHES} micro-batches")
+    return losses, weights
+
+
+if __name__ == "__main__":
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
+    train(dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()

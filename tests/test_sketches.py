@@ -1,0 +1,278 @@
+"""Every sketch arrives on several ranks where it arrives on one, and where autograd arrives."""
+
+import ast
+import importlib
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import ROOT, RankFailure, run_command, run_ranks, run_script, torchrun
+
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("step*/sketch.py"))
+SKETCHES = {int(folder[4:6]): importlib.import_module(f"{folder}.sketch") for folder in FOLDERS}
+RANKS = [(step, ranks) for step in range(2, 9) for ranks in (2, 4)] + [(8, 8)]
+MARKED = re.compile(r"^( *)# --- write this yourself ---\n(.*?)^\1# --- until here ---\n", re.MULTILINE | re.DOTALL)
+
+
+def train(*steps: int) -> dict[int, tuple]:
+    """Losses and weights of sketches on this rank."""
+    if not dist.is_initialized():  # one process
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return {step: SKETCHES[step].train(dist.get_rank(), dist.get_world_size(), torch.float64) for step in steps}
+
+
+def begin(*steps: int) -> dict[int, tuple]:
+    """The weights that sketches begin with on one rank, and the samples and targets, which they draw last."""
+    randn, drawn, found = torch.randn, [], {}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.randn = lambda *size, **options: drawn.append(randn(*size, **options)) or drawn[-1].clone()
+    for step in steps:
+        SKETCHES[step].STEPS = 0
+        _, weights = SKETCHES[step].train(0, 1, torch.float64)  # before the first step
+        given = [torch.tensor(SKETCHES[4].X).double(), torch.tensor(SKETCHES[4].TARGET).double()]
+        found[step] = list(weights), *(given if step == 4 else drawn[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """What every rank returns, by number of ranks: one world for all sketches."""
+    steps = [step for step in SKETCHES if step > 1]
+    return {ranks: run_ranks(ranks, train, *(steps if ranks < 8 else [8])) for ranks in (1, 2, 4, 8)}
+
+
+def joined(step: int, parts: list) -> list[torch.Tensor]:
+    """The whole weights, of which every rank returned a part or a copy."""
+    ranks = len(parts)
+    if step in (2, 6):
+        assert all(torch.equal(part, parts[0]) for part in parts), "a copy of the weights drifts"
+        return list(parts[0])
+    if step == 3:
+        return [torch.cat(shards) for shards in zip(*parts)]
+    if step == 4:
+        scales, w1s, w2s = zip(*parts)
+        assert all(torch.equal(scale, scales[0]) for scale in scales), "a copy of scale drifts"
+        return [scales[0], torch.cat(w1s, dim=1), torch.cat(w2s)]
+    if step == 5:
+        return [weight for part in parts for weight in part]
+    if step == 7:
+        firsts, routers, ups, downs = zip(*parts)
+        for copies in (firsts, routers):
+            assert all(torch.equal(copy, copies[0]) for copy in copies), "a copy of first or router drifts"
+        return [firsts[0], routers[0], torch.cat(ups), torch.cat(downs)]
+    dp, pp, tp = SKETCHES[8].DEGREES[ranks]
+    replicas = []
+    for d in range(dp):
+        stages = [[parts[(d * pp + p) * tp + t] for t in range(tp)] for p in range(pp)]
+        assert all(torch.equal(part[0], stage[0][0]) for stage in stages for part in stage), "a copy of scale drifts"
+        scale = torch.cat([stage[0][0] for stage in stages])
+        w1, w2 = (
+            torch.cat([torch.cat([part[i] for part in stage], dim=axis) for stage in stages])
+            for i, axis in ((1, 2), (2, 1))
+        )
+        replicas.append([scale, w1, w2])
+    assert all(map(torch.equal, replicas[0], replicas[-1])), "a replica drifts"
+    return replicas[0]
+
+
+def agree(losses: list[float], weights: list[torch.Tensor], others: list[float], other_weights: list[torch.Tensor]):
+    assert losses == pytest.approx(others, rel=1e-12, abs=0) and losses[-1] < losses[0]
+    assert len(weights) == len(other_weights)
+    for weight, other in zip(weights, other_weights):
+        torch.testing.assert_close(weight, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("step, ranks", RANKS)
+def test_several_ranks_do_what_one_does(worlds, step, ranks):
+    results = [rank[step] for rank in worlds[ranks]]
+    assert all(losses == results[0][0] for losses, _ in results), "ranks disagree about the loss"
+    losses, weights = worlds[1][0][step]
+    agree(results[0][0], joined(step, [part for _, part in results]), losses, joined(step, [weights]))
+
+
+def chain(weights, x, target):
+    for weight in weights:
+        x = torch.relu(x @ weight)
+    return (x - target).square().mean()
+
+
+def tensor_parallel(weights, x, target):
+    scale, w1, w2 = weights
+    return (torch.relu(x * scale @ w1) @ w2 - target).square().sum() / 2
+
+
+def attention(weights, x, target):
+    q, k, v = (x @ weight[None] for weight in weights)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return (out - target).square().mean()
+
+
+def mixture(weights, x, target):
+    """Every token through all experts, most of them with a gate of 0."""
+    first, router, ups, downs = weights
+    x = x @ first
+    best, chosen = (x @ router).topk(SKETCHES[7].CHOICES)
+    gates = x.new_zeros(len(x), len(ups)).scatter(1, chosen, best.softmax(-1))
+    y = torch.einsum("te,etw->tw", gates, torch.relu(x @ ups) @ downs)
+    return (x + y - target).square().mean()
+
+
+def residual(weights, x, target):
+    for scale, w1, w2 in zip(*weights):
+        x = x + torch.relu(x * scale @ w1) @ w2
+    return (x - target).square().mean()
+
+
+MODELS = {2: chain, 3: chain, 4: tensor_parallel, 5: chain, 6: attention, 7: mixture, 8: residual}
+
+
+def descend(model, weights, samples, targets, steps: int, learning_rate: float):
+    """Losses and final weights with gradients from autograd, on one process."""
+    weights = [weight.detach().clone().requires_grad_() for weight in weights]
+    losses = []
+    for _ in range(steps):
+        loss = model(weights, samples, targets)
+        losses.append(loss.item())
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights)):
+            weight.data -= learning_rate * gradient
+    return losses, weights
+
+
+@pytest.fixture(scope="module")
+def beginnings():
+    return run_ranks(1, begin, *MODELS)[0]
+
+
+@pytest.mark.parametrize("step", MODELS)
+def test_gradients_are_those_of_autograd(worlds, beginnings, step):
+    sketch, (losses, weights) = SKETCHES[step], worlds[1][0][step]
+    expected = descend(MODELS[step], *beginnings[step], sketch.STEPS, sketch.LEARNING_RATE)
+    agree(losses, joined(step, [weights]), expected[0], [weight.detach() for weight in expected[1]])
+
+
+def test_one_process_in_every_way():
+    """Step 1: micro-batches and recomputation change no number, and master weights change those of narrow types."""
+    sketch = SKETCHES[1]
+    losses, masters, most = sketch.train(1, False, torch.float64)
+    numbers = sketch.LAYERS * sketch.SAMPLES * (sketch.WIDTH + sketch.HIDDEN)
+    assert most == numbers
+    for micro_batches, recompute in ((2, False), (4, False), (1, True), (4, True)):
+        others, other_masters, most = sketch.train(micro_batches, recompute, torch.float64)
+        agree(others, sum(other_masters, []), losses, sum(masters, []))
+        share = sketch.WIDTH / (sketch.WIDTH + sketch.HIDDEN) if recompute else 1
+        assert most == numbers * share / micro_batches
+    narrow, masters, _ = sketch.train(4, True, torch.bfloat16)
+    wide, *_ = sketch.train(4, True, torch.float32)
+    assert narrow != wide and narrow == pytest.approx(wide, rel=1e-2) and masters[0][0].dtype == torch.float32
+
+
+def test_numbers_of_the_picture_in_lesson_4():
+    x, scale, w1, w2 = (torch.tensor(each) for each in ([[1.0, 2]], [1.0, 1], SKETCHES[4].W1, SKETCHES[4].W2))
+    results = []
+    for mine in (slice(0, 2), slice(2, 4)):  # what rank 0 and rank 1 do with the first token, without any message
+        before_relu = x @ w1[:, mine]
+        dhidden = (torch.ones(1, 2) @ w2[mine].T) * (before_relu > 0)
+        summand, dx = before_relu.relu() @ w2[mine], dhidden @ w1[:, mine].T
+        results.append([each[0].tolist() for each in (before_relu, summand, dx)])
+    assert results == [[[3, -2], [3, 0], [1, 1]], [[1, 3], [2, 4], [-2, 4]]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sketch_4_prints_the_picture(ranks):
+    done = run_script("step04_tensor_parallel/sketch.py", ranks=ranks)
+    assert "y [5.0, 4.0], dy [1.0, 1.0], dx [-1.0, 5.0]" in done.stdout, done.stderr
+
+
+def compare_with_steps() -> None:
+    """On this rank: forward and backward of sketches 4, 6 and 7 beside those of the real functions."""
+    from common.process_groups import Group
+    from step04_tensor_parallel.operators import gather_sequence, reduce_scatter_sequence
+    from step06_context_parallel.layouts import Layout
+    from step06_context_parallel.ring_attention import RingAttention
+    from step07_expert_parallel.expert_parallel import Journey
+    from step07_expert_parallel.moe import Choices
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = Group("group", tuple(range(ranks)), rank, dist.group.WORLD, "gloo")
+    random = torch.Generator().manual_seed(rank)
+
+    def draw(*size):
+        return torch.randn(size, generator=random, dtype=torch.float64).requires_grad_()
+
+    def check(step, y, dy, inputs, sketch_y, sketch_gradients):
+        expected = [y, *torch.autograd.grad(y, inputs, dy)]
+        for i, (ours, theirs) in enumerate(zip([sketch_y, *sketch_gradients], expected, strict=True)):
+            torch.testing.assert_close(
+                ours, theirs, rtol=1e-12, atol=1e-12, msg=lambda why, i=i: f"sketch {step}, {i}: {why}"
+            )
+
+    x, scale, w1, w2, dy = draw(3, 8), draw(8), draw(8, 5), draw(5, 8), draw(3, 8)
+    y = reduce_scatter_sequence(torch.relu(gather_sequence((x * scale)[None], group) @ w1) @ w2, group)[0]
+    sketch_y, hidden = SKETCHES[4].forward(x, scale, w1, w2)
+    dx, dscale, dw1, dw2 = SKETCHES[4].backward(dy, x, hidden, scale, w1, w2)
+    _, my_dscale = torch.autograd.grad(y, (x, scale), dy, retain_graph=True)
+    dist.all_reduce(my_dscale)
+    torch.testing.assert_close(dscale, my_dscale)  # which the step sums with the other weights, once
+    check(4, y, dy, (x, w1, w2), sketch_y, (dx, dw1, dw2))
+
+    q, k, v, dout = (draw(8, SKETCHES[6].WIDTH) for _ in range(4))
+    plan = Layout("zigzag", 8 * ranks, ranks).plan(rank)
+    y = RingAttention.apply(*(each[None, None] for each in (q, k, v)), plan, group, False)[0, 0]
+    with torch.no_grad():
+        out, lse = SKETCHES[6].forward(q, k, v)
+        gradients = SKETCHES[6].backward(dout, q, k, v, out, lse)
+    check(6, y, dout, (q, k, v), out, gradients)
+
+    experts, width, mine = SKETCHES[7].EXPERTS, 4, SKETCHES[7].EXPERTS // ranks
+    x, router, ups, downs, dy = (
+        *(draw(16, width), draw(width, experts), draw(mine, width, SKETCHES[7].HIDDEN)),
+        *(draw(mine, SKETCHES[7].HIDDEN, width), draw(16, width)),
+    )
+    best, chosen = (x @ router).topk(2)
+    choices = Choices(chosen, experts, some_dropped=False)
+    journey = Journey(choices.counts, group)
+    rows, counts = journey.arrive(journey.start(x[choices.tokens]))
+    rows = torch.cat([torch.relu(rows[of] @ up) @ down for of, up, down in zip(counts.rows, ups, downs)])
+    weighted = journey.back(rows) * best.softmax(-1).flatten()[choices.order, None]
+    y = torch.zeros_like(x).index_add(0, choices.tokens, weighted)
+    with torch.no_grad():
+        sketch_y, kept = SKETCHES[7].forward(x, router, ups, downs)
+        gradients = SKETCHES[7].backward(dy, router, ups, downs, kept)
+    check(7, y, dy, (x, router, ups, downs), sketch_y, gradients)
+
+
+def test_sketches_do_what_the_steps_do():
+    run_ranks(2, compare_with_steps)
+
+
+def hang() -> None:
+    SKETCHES[5].ORDER = SKETCHES[5].HANGS
+    train(5)
+
+
+def test_the_second_order_of_sketch_5_hangs():
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed .*timeout") as failed:
+        run_ranks(2, hang, timeout=2)
+    assert all("in receive" in failure for failure in failed.value.failures.values())
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_sketch_fits_on_a_projector(folder):
+    """It imports nothing of ours, and what a reader is to write can be cut out."""
+    text = (ROOT / folder / "sketch.py").read_text()
+    assert 40 <= len(text.splitlines()) <= 110
+    imported = re.findall(r"^(?:import|from) ([\w.]+)", text, re.MULTILINE)
+    assert {name.split(".")[0] for name in imported} <= {"os", "torch"}
+    assert MARKED.search(text) and text.count("# ---") == 2 * len(MARKED.findall(text))
+    ast.parse(MARKED.sub(r"\1raise NotImplementedError\n", text))
+
+
+def test_the_documented_commands():
+    script = ROOT / "step03_zero" / "sketch.py"
+    alone, two = run_command([sys.executable, script]), torchrun(2, script)
+    assert not alone.returncode and not two.returncode and not two.stderr, two.stderr
+    one, other = ([float(word) for word in re.findall(r"loss (\S+)", done.stdout)] for done in (alone, two))
+    assert one == pytest.approx(other, rel=1e-5) and len(one) == SKETCHES[3].STEPS
