@@ -46,7 +46,7 @@ def train_step(masters, samples: Tensor, targets: Tensor, micro_batches: int, re
         for (up, down), (sum_up, sum_down) in zip(reversed(layers), reversed(sums)):
             x, *rest = kept.pop()
             hidden = forward(x, up, down)[1] if recompute else rest[0]
-            dx, dup, ddown = backward(dx, x, hidden, up, down)
+            dx, dup, ddown = backward(dx, x, hidden, up, down)  # a layer's input is the previous layer's output
             sum_up += dup  # accumulation: the sum of the micro-batches' gradients is the batch's gradient
             sum_down += ddown
         # --- until here ---

@@ -36,7 +36,7 @@ def backward(weights: Tensor, activations: list[Tensor], dy: Tensor) -> Tensor:
         if layer % BUCKET == 0:  # the bucket is full: send it, and go on
             bucket = gradients[layer : layer + BUCKET]
             in_flight.append(dist.all_reduce(bucket, async_op=True))
-        dy = dy @ weights[layer].T
+        dy = dy @ weights[layer].T  # a layer's input is the previous layer's output
     for work in in_flight:
         work.wait()
     # --- until here ---

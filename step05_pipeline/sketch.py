@@ -3,7 +3,8 @@
     python step05_pipeline/sketch.py
     torchrun --nproc_per_node 2 step05_pipeline/sketch.py
 
-Both commands print the same losses, up to rounding; 4 ranks do so, too. Change ORDER, and see what still works.
+Both commands print the same losses, up to rounding; 4 ranks do so, too. Change SCHEDULE, and see what still works.
+Unlike NCCL, gloo allows two ranks to send to each other first, and to receive afterwards. This sketch relies on that.
 """
 
 import os
@@ -15,7 +16,7 @@ from torch import Tensor
 LAYERS, WIDTH, SAMPLES, MICRO_BATCHES, STEPS, LEARNING_RATE = 4, 32, 16, 4, 5, 1.0
 
 # 1F1B, a row per rank: F1 is the forward of micro-batch 1, B1 its backward. Fewer ranks take the last rows.
-ORDER = [
+SCHEDULE = [
     "F0 F1 F2 F3 B0 B1 B2 B3",
     "F0 F1 F2 B0 F3 B1 B2 B3",
     "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -37,34 +38,34 @@ def receive(like: Tensor, rank: int) -> Tensor:
     return arriving
 
 
-def run(order: str, weights: list[Tensor], samples: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+def run(actions: str, weights: list[Tensor], samples: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """Add up gradients of my layers. Returns the loss (0 except on the last rank), and most micro-batches kept."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    inputs, kept, sent, loss, most = samples.chunk(MICRO_BATCHES), {}, [], samples.new_zeros(()), 0
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    micro_batches = list(zip(samples.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES)))
+    kept, in_flight, loss, most = {}, [], samples.new_zeros(()), 0
     # --- write this yourself ---
-    for action in order.split():
+    for action in actions.split():
         i = int(action[1:])
         if action[0] == "F":
-            x = inputs[i] if rank == 0 else receive(inputs[i], rank - 1)
-            x.requires_grad_(rank > 0)  # autograd's graph of this stage begins here
+            x, target = micro_batches[i]
+            if rank > 0:
+                x = receive(x, rank - 1).requires_grad_()  # the graph of my layers begins here
             y = x
             for weight in weights:
                 y = torch.relu(y @ weight)
-            if rank < ranks - 1:
-                sent.append(dist.isend(y.detach(), rank + 1))
+            if rank < last:
+                in_flight.append(dist.isend(y.detach(), rank + 1))
             else:
-                y = (
-                    y - targets.chunk(MICRO_BATCHES)[i]
-                ).square().sum() / targets.numel()  # a share of the mean over the whole batch
+                y = (y - target).square().sum() / targets.numel()  # a share of the mean over the whole batch
                 loss += y.detach()
             kept[i] = x, y
             most = max(most, len(kept))
         else:
             x, y = kept.pop(i)
-            y.backward(receive(y, rank + 1) if rank < ranks - 1 else None)
+            y.backward(receive(y, rank + 1) if rank < last else None)
             if rank > 0:
-                sent.append(dist.isend(x.grad, rank - 1))
-    for work in sent:
+                in_flight.append(dist.isend(x.grad, rank - 1))
+    for work in in_flight:
         work.wait()
     # --- until here ---
     return loss, most
@@ -79,7 +80,7 @@ def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[li
 
     losses = []
     for step in range(STEPS):
-        loss, most = run(ORDER[rank - ranks], weights, samples, targets)
+        loss, most = run(SCHEDULE[rank - ranks], weights, samples, targets)
         for weight in weights:
             weight.data -= LEARNING_RATE * weight.grad
             weight.grad = None

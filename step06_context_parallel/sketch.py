@@ -31,15 +31,15 @@ def block(q: Tensor, k: Tensor, owner: int) -> tuple[slice, slice, Tensor]:
     """Return which of my queries see which of the owner's keys, and their scores. Rank r has parts r and -1 - r."""
     rank, half = dist.get_rank(), len(q) // 2
     # --- write this yourself ---
-    rows, columns = slice(0, None), slice(0, None)
+    queries, keys = slice(0, None), slice(0, None)
     if owner < rank:
-        columns = slice(0, half)  # both of my parts come after the owner's early part, and before its late part
+        keys = slice(0, half)  # both of my parts come after the owner's early part, and before its late part
     elif owner > rank:
-        rows = slice(half, None)  # my late part comes after both of the owner's parts, my early part before
-    scores = q[rows] @ k[columns].T * WIDTH**-0.5
+        queries = slice(half, None)  # my late part comes after both of the owner's parts, my early part before
+    scores = q[queries] @ k[keys].T * WIDTH**-0.5
     if owner == rank:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=bool).triu(1), -torch.inf)
-    return rows, columns, scores
+    return queries, keys, scores
     # --- until here ---
 
 
@@ -50,11 +50,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # --- write this yourself ---
     for hop in range(ranks):
         k, v = ring
-        rows, columns, scores = block(q, k, owner=(rank - hop) % ranks)
-        total = torch.logaddexp(lse[rows], scores.logsumexp(-1))  # of the keys so far, and these
+        queries, keys, scores = block(q, k, owner=(rank - hop) % ranks)
+        total = torch.logaddexp(lse[queries], scores.logsumexp(-1))  # of the keys so far, and these
         p = (scores - total[:, None]).exp()  # each key's weight among them
-        out[rows] = out[rows] * (lse[rows] - total).exp()[:, None] + p @ v[columns]
-        lse[rows] = total
+        out[queries] = out[queries] * (lse[queries] - total).exp()[:, None] + p @ v[keys]
+        lse[queries] = total
         ring = pass_on(ring)
     # --- until here ---
     return out, lse
@@ -67,13 +67,13 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     # --- write this yourself ---
     for hop in range(ranks):
         k, v, dk, dv = ring  # gradients travel with their keys and values
-        rows, columns, scores = block(q, k, owner=(rank - hop) % ranks)
-        p = (scores - lse[rows, None]).exp()  # each key's weight among all keys
-        dp = dout[rows] @ v[columns].T
-        dscores = p * (dp - (dout * out)[rows].sum(-1, keepdim=True)) * WIDTH**-0.5
-        dq[rows] += dscores @ k[columns]
-        dk[columns] += dscores.T @ q[rows]  # all ranks add their part
-        dv[columns] += p.T @ dout[rows]
+        queries, keys, scores = block(q, k, owner=(rank - hop) % ranks)
+        p = (scores - lse[queries, None]).exp()  # each key's weight among all keys
+        dp = dout[queries] @ v[keys].T
+        dscores = p * (dp - (dout * out)[queries].sum(-1, keepdim=True)) * WIDTH**-0.5
+        dq[queries] += dscores @ k[keys]
+        dk[keys] += dscores.T @ q[queries]  # all ranks add their part
+        dv[keys] += p.T @ dout[queries]
         ring = pass_on(ring)
     # --- until here ---
     return dq, ring[2], ring[3]  # after the last hop they are home

@@ -25,51 +25,50 @@ def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
 
 def forward(x: Tensor, router: Tensor, ups: Tensor, downs: Tensor) -> tuple[Tensor, tuple]:
     """Return the tokens' outputs, and what the backward needs. `ups` and `downs` are the weights of my experts."""
-    ranks, mine = dist.get_world_size(), len(ups)
+    ranks = dist.get_world_size()
     # --- write this yourself ---
     best, chosen = (x @ router).topk(CHOICES)  # (tokens, CHOICES): route
     gates = best.softmax(-1)
-    order = chosen.flatten().argsort(stable=True)  # sort: choice i is token i // CHOICES's
-    counts = chosen.flatten().bincount(minlength=EXPERTS).view(ranks, mine)  # of my choices, for each rank's experts
-    arriving = exchange(counts, [1] * ranks, [1] * ranks)  # of each rank's choices, for my experts
-    sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
+    order = chosen.flatten().argsort(stable=True)  # sort by expert: choice i is one of token i // CHOICES
+    counts = chosen.flatten().bincount(minlength=EXPERTS).view(ranks, -1)  # of my choices, by rank and expert
+    arrivals = exchange(counts, [1] * ranks, [1] * ranks)  # of each rank's choices, for my experts
+    sent, received = counts.sum(1).tolist(), arrivals.sum(1).tolist()
 
-    rows = exchange(x[order // CHOICES], sent, received)  # dispatch
-    experts = torch.arange(mine).repeat(ranks).repeat_interleave(arriving.flatten())  # which of mine a row is for
+    rows = exchange(x[order // CHOICES], sent, received)  # dispatch: my experts' rows, by rank and expert
+    expert = torch.arange(len(ups)).repeat(ranks).repeat_interleave(arrivals.flatten())  # which one a row is for
     hidden, results = rows.new_empty(len(rows), HIDDEN), torch.empty_like(rows)
-    for e in range(mine):
-        hidden[experts == e] = torch.relu(rows[experts == e] @ ups[e])
-        results[experts == e] = hidden[experts == e] @ downs[e]
-    results = exchange(results, received, sent)  # combine
+    for e in range(len(ups)):
+        hidden[expert == e] = torch.relu(rows[expert == e] @ ups[e])
+        results[expert == e] = hidden[expert == e] @ downs[e]
+    results = exchange(results, received, sent)  # combine: in the order of my choices, as they left
 
     weighted = results * gates.flatten()[order, None]
     y = torch.zeros_like(x).index_add(0, order // CHOICES, weighted)
     # --- until here ---
-    return y, (x, gates, chosen, order, sent, received, rows, experts, hidden, results)
+    return y, (x, gates, chosen, order, sent, received, rows, expert, hidden, results)
 
 
 def backward(dy: Tensor, router: Tensor, ups: Tensor, downs: Tensor, kept: tuple) -> tuple[Tensor, ...]:
-    """Return dx of my tokens, drouter from my tokens, and dups and ddowns, complete, of my experts."""
-    x, gates, chosen, order, sent, received, rows, experts, hidden, results = kept
-    dups, ddowns = torch.empty_like(ups), torch.empty_like(downs)
+    """Return dx and drouter, of my tokens, and dups and ddowns, of all tokens of my experts."""
+    x, gates, chosen, order, sent, received, rows, expert, hidden, results = kept
+    drows, dups, ddowns = torch.empty_like(rows), torch.empty_like(ups), torch.empty_like(downs)
     # --- write this yourself ---
     dweighted = dy[order // CHOICES]
     dresults = exchange(dweighted * gates.flatten()[order, None], sent, received)  # combine, mirrored
-    drows = torch.empty_like(rows)
     for e in range(len(ups)):
-        ddowns[e] = hidden[experts == e].T @ dresults[experts == e]
-        dhidden = (dresults[experts == e] @ downs[e].T) * (hidden[experts == e] > 0)
-        dups[e] = rows[experts == e].T @ dhidden
-        drows[experts == e] = dhidden @ ups[e].T
+        ddowns[e] = hidden[expert == e].T @ dresults[expert == e]
+        dhidden = (dresults[expert == e] @ downs[e].T) * (hidden[expert == e] > 0)
+        dups[e] = rows[expert == e].T @ dhidden
+        drows[expert == e] = dhidden @ ups[e].T
     drows = exchange(drows, received, sent)  # dispatch, mirrored
     dx = torch.zeros_like(x).index_add(0, order // CHOICES, drows)
 
     dgates = torch.empty_like(gates)
-    dgates.view(-1)[order] = (dweighted * results).sum(-1)  # a choice learns only through its gate
-    dbest = gates * (dgates - (gates * dgates).sum(-1, keepdim=True))  # softmax
-    dscores = x.new_zeros(len(x), EXPERTS).scatter(1, chosen, dbest)
+    dgates.view(-1)[order] = (dweighted * results).sum(-1)  # the router learns through the gates only
+    dbest = gates * (dgates - (gates * dgates).sum(-1, keepdim=True))  # of the softmax
+    dlogits = x.new_zeros(len(x), EXPERTS).scatter(1, chosen, dbest)
     # --- until here ---
-    return dx + dscores @ router.T, x.T @ dscores, dups, ddowns
+    return dx + dlogits @ router.T, x.T @ dlogits, dups, ddowns
 
 
 def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[Tensor]]:
@@ -92,8 +91,8 @@ def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[li
         dy = 2 * error / targets.numel()
         dx, drouter, dups, ddowns = backward(dy, router, ups, downs, kept)
         dfirst = tokens.T @ (dy + dx)
-        for gradient in (dfirst, drouter):
-            dist.all_reduce(gradient)  # of all tokens. An expert has seen all of its tokens
+        for gradient in (dfirst, drouter):  # not of experts: all of their tokens came to them
+            dist.all_reduce(gradient)
         for weight, gradient in zip((first, router, ups, downs), (dfirst, drouter, dups, ddowns)):
             weight -= LEARNING_RATE * gradient
         dist.all_reduce(loss)

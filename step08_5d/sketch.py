@@ -51,14 +51,14 @@ def run(weights, gradients, samples: Tensor, targets: Tensor, pp: dist.ProcessGr
             dist.send(activations[-1], after[0])
         kept.append(activations)
     for activations, target in zip(kept, targets.chunk(MICRO_BATCHES)):
-        error = activations.pop() - part(target, tp)
-        dx = 2 * error / (TOKENS * WIDTH)
+        y, dx = activations.pop(), torch.empty_like(activations[0])
         if after:
             dist.recv(dx, after[0])
         else:
+            error = y - part(target, tp)
             loss += error.square().sum() / (TOKENS * WIDTH)
-        for (scale, w1, w2), (dscale, dw1, dw2) in zip(reversed(layers), reversed(dlayers)):
-            x = activations.pop()
+            dx = 2 * error / (TOKENS * WIDTH)
+        for x, (scale, w1, w2), (dscale, dw1, dw2) in zip(activations[::-1], layers[::-1], dlayers[::-1]):
             scaled, dy = gather(x * scale, tp), gather(dx, tp)
             hidden = torch.relu(scaled @ w1)  # step 1: recomputed
             dhidden = (dy @ w2.T) * (hidden > 0)

@@ -249,7 +249,7 @@ def test_sketches_do_what_the_steps_do():
 
 
 def hang() -> None:
-    SKETCHES[5].ORDER = SKETCHES[5].HANGS
+    SKETCHES[5].SCHEDULE = SKETCHES[5].HANGS
     train(5)
 
 
