@@ -36,16 +36,17 @@ def train_step(masters, samples: Tensor, targets: Tensor, micro_batches: int, re
         x, kept = x.to(dtype), []
         for up, down in layers:
             y, hidden = forward(x, up, down)
-            kept.append([x] if recompute else [x, hidden])
+            kept.append((x, None if recompute else hidden))
             x = y
-        most = max(most, sum(tensor.numel() for tensors in kept for tensor in tensors))
+        most = max(most, sum(tensor.numel() for pair in kept for tensor in pair if tensor is not None))
 
         error = x - target  # wide, like the target
         loss += error.square().sum() / targets.numel()  # a share of the mean over the whole batch
         dx = (2 * error / targets.numel()).to(dtype)
         for (up, down), (sum_up, sum_down) in zip(reversed(layers), reversed(sums)):
-            x, *rest = kept.pop()
-            hidden = forward(x, up, down)[1] if recompute else rest[0]
+            x, hidden = kept.pop()
+            if hidden is None:
+                _, hidden = forward(x, up, down)  # recomputation
             dx, dup, ddown = backward(dx, x, hidden, up, down)  # a layer's input is the previous layer's output
             sum_up += dup  # accumulation: the sum of the micro-batches' gradients is the batch's gradient
             sum_down += ddown
@@ -65,7 +66,7 @@ def train(micro_batches: int, recompute: bool, dtype: torch.dtype = torch.float3
         up, down = torch.randn(2, WIDTH, HIDDEN, generator=random, dtype=wide) * 0.1
         masters.append([up, down.T.contiguous()])
     samples, targets = torch.randn(2, SAMPLES, WIDTH, generator=random, dtype=wide)
-    losses = []
+    losses, most = [], 0
     for _ in range(STEPS):
         loss, most = train_step(masters, samples, targets, micro_batches, recompute, dtype)
         losses.append(loss.item())

@@ -62,12 +62,12 @@ def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[li
         if rank == 0:
             print(f"step {step}  loss {loss:.6f}")
     if rank == 0:
-        print(f"rank 0 of {ranks} took {len(x)} of {SAMPLES} samples, and sent {LAYERS // BUCKET} buckets a step")
+        print(f"rank 0 of {ranks} took {len(x)} of {SAMPLES} samples, and summed {LAYERS // BUCKET} buckets per step")
     return losses, weights
 
 
 if __name__ == "__main__":
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", **alone)
+    dist.init_process_group("gloo", **alone)  # torchrun tells each rank its number; without it there is one
     train(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()

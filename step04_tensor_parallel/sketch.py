@@ -85,6 +85,6 @@ def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[li
 
 if __name__ == "__main__":
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", **alone)
+    dist.init_process_group("gloo", **alone)  # torchrun tells each rank its number; without it there is one
     train(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
