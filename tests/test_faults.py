@@ -89,55 +89,56 @@ def test_killed_ranks_are_restarted_and_the_run_resumes(whole, tmp_path):
 
 FIVE = "--pp 2 --cp 2 --tp 2 --experts 8 --expert-ffn 16 --ep 4 --zero 3 --global-batch 6 --steps 6 --save-every 2"
 FIVE = ["step08_5d/train.py", *SMALL, *FIVE.split()]
-DIES_IN_A_STEP = """
+SENDS_ITSELF = """
 import os, runpy, signal, sys
 from common.collectives import Work
 from common.record.run_record import RunRecord
-marker, *sys.argv = sys.argv[1:]
+name, rank, step, call, marker, *sys.argv = sys.argv[1:]
 begin_step, issue, now = RunRecord.step, Work.__init__, {"step": 0, "calls": 0}
 def noting_step(record, number):
     now.update(step=number, calls=0)
     return begin_step(record, number)
-def issue_or_die(work, *args, **options):
+def issue_or_end(work, *args, **options):
     now["calls"] += 1
-    if os.environ["RANK"] == "5" and now == {"step": 3, "calls": 40} and not os.path.exists(marker):
+    if os.environ["RANK"] == rank and now == {"step": int(step), "calls": int(call)} and not os.path.exists(marker):
         open(marker, "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, name))
     issue(work, *args, **options)
-RunRecord.step, Work.__init__ = noting_step, issue_or_die
+RunRecord.step, Work.__init__ = noting_step, issue_or_end
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def sends_itself(signal_name: str, rank: int, step: int, call: int, folder: Path) -> list:
+    """The beginning of a command: a rank sends itself a signal, once, at its `call`-th collective of a step."""
+    wrapper = folder / "sends_itself.py"
+    wrapper.write_text(SENDS_ITSELF)
+    return [wrapper, signal_name, rank, step, call, folder / "marker"]
+
+
 def test_five_dimensions_go_on_after_a_kill(tmp_path):
     """A rank dies in the middle of a step, while its peers in four dimensions wait for it, each in another group."""
-    wrapper, marker, folder = tmp_path / "dies_in_a_step.py", tmp_path / "marker", tmp_path / "run"
-    wrapper.write_text(DIES_IN_A_STEP)
+    dies, folder = sends_itself("SIGKILL", 5, 3, 40, tmp_path), tmp_path / "run"
     assert run_script(*FIVE, "--run-dir", tmp_path / "whole", ranks=8).returncode == 0
-    died = run_script(wrapper, marker, *FIVE, "--run-dir", folder, ranks=8)
+    died = run_script(*dies, *FIVE, "--run-dir", folder, ranks=8)
     assert died.returncode and "lost contact with another rank" in died.stderr and len(steps_of(folder)) == 3
     resumed = run_script(*FIVE, "--run-dir", folder, "--resume", "auto", ranks=8)
     assert resumed.returncode == 0 and resumed.stdout.count("step 2/6") == 1, resumed.stderr
     assert curve(folder) == curve(tmp_path / "whole"), "bit for bit, each step once"
     if os.environ.get("TEST_ALL"):  # the same by torchrun, which takes half a minute to start 8 ranks twice
-        marker.unlink()
+        (tmp_path / "marker").unlink()
         (tmp_path / "torchrun").mkdir()
-        launch = ("--max-restarts", "1", str(wrapper), str(marker), FIVE[0])
+        launch = ("--max-restarts", "1", *map(str, dies), FIVE[0])
         process = start(8, tmp_path / "torchrun", *FIVE[1:], "--resume", "auto", launch=launch)
-        assert process.wait(timeout=240) == 0 and marker.exists()
+        assert process.wait(timeout=240) == 0 and (tmp_path / "marker").exists()
         assert curve(tmp_path / "torchrun") == curve(tmp_path / "whole"), "bit for bit, each step once"
 
 
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
-    process = start(2, tmp_path, "--steps", "100000", "--timeout", "12")  # the start is within it too
-    wait_for(lambda: len(steps_of(tmp_path)) >= 5, process)
-    ranks = rank_processes(process)
-    os.kill(ranks[1], signal.SIGSTOP)
-    try:
-        wait_for(lambda: "lost contact with another rank" in (tmp_path / "log").read_text(), process)
-    finally:
-        os.kill(ranks[1], signal.SIGKILL)  # the launcher itself would do so, after 30 s
-    assert process.wait(timeout=60) == 1
+    stops, flags = sends_itself("SIGSTOP", 1, 5, 1, tmp_path), ["--steps", 100, "--timeout", 5, "--run-dir", tmp_path]
+    done = run_script(*stops, SCRIPT, *SMALL, *flags, ranks=2, timeout=60)
+    assert done.returncode and "rank 0: lost contact with another rank" in done.stderr, done.stderr
+    assert len(steps_of(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("ranks", [2, *[1] * bool(os.environ.get("TEST_ALL"))])

@@ -1,7 +1,7 @@
 """The commands that README.md and the lessons show are run: every line of every ```bash block.
 
-The commands of a page run one after another on forked processes, which saves the start of Python and of torchrun, with
-shorter sequences and for fewer steps. With TEST_ALL=1 they run as they are written.
+The commands of a page run one after another on forked processes, which saves the start of Python and of torchrun, with a
+narrower model, shorter sequences and for fewer steps. With TEST_ALL=1 they run as they are written.
 """
 
 import os
@@ -36,7 +36,7 @@ def test_commands_work(readme, tmp_path):
             command = command.replace("runs/", f"{tmp_path}/")  # runs/ is the reader's
             command = command.replace("--only attention norms", "--only norms")  # test_compiled.py compiles both
             if "train.py" in command and not command.startswith("diff"):
-                command = re.sub(r" --seq-len \d+", "", command) + " --seq-len 64"
+                command = re.sub(r" --seq-len \d+", "", command) + " --seq-len 64 --hidden 64 --ffn 96"
         words = shlex.split(command)
         environment = {"PET_STANDALONE": "1"}  # torchrun takes a free port
         while "=" in words[0]:
