@@ -1,7 +1,7 @@
 """The commands that README.md and the lessons show are run: every line of every ```bash block.
 
-The commands of a page run one after another on forked processes, which saves the start of Python and of torchrun, with a
-narrower model, shorter sequences and for fewer steps. With TEST_ALL=1 they run as they are written.
+The commands of a page run one after another on forked processes, which saves the start of Python and of torchrun, with
+a narrower model, shorter sequences and for fewer steps. With TEST_ALL=1 they run as they are written.
 """
 
 import os
