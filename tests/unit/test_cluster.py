@@ -20,7 +20,7 @@ from tests.harness.observing import configure
 ROOT = Path(__file__).parents[2]
 NODES, CORES, GPUS = ["gpu07", "gpu11"], 64, 8
 STAND_INS = {
-    "scontrol": 'assert sys.argv[1:] == ["show", "hostnames", "gpu[07,11]"]; print("gpu07", "gpu11", sep="\\n")',
+    "scontrol": 'assert sys.argv[1:] == ["show", "hostnames", "gpu[07,11]"]; print("gpu07\\n" + "gpu11\\n" * 20_000)',
     # A task has one core unless --cpus-per-task or SRUN_CPUS_PER_TASK says otherwise (srun's manual, since 22.05)
     "srun": """command = sys.argv[sys.argv.index("bash") :]
 for node in range(int(os.environ["SLURM_NNODES"])):
