@@ -191,7 +191,7 @@ def ranks_unused(cases: list[str]) -> list[tuple[Observation, dict]]:
     result, last = [], os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
     with mock.patch.object(SwiGLU, "forward", without_gate if last else SwiGLU.forward):
         for flags in cases:
-            result.append((observe(flags), train_case(3, f"{flags} --steps 3")))
+            result.append((observe(flags), train_case(3, f"{flags} --steps 2")))
     return result
 
 
