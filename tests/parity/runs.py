@@ -20,6 +20,7 @@ from common.config import flag_names, spelled
 from common.process_groups import mesh_of
 from common.start import environment
 from tests.harness.ranks import run_ranks
+from tests.mutants.patches import patched  # loads every step once in the fork server, instead of in every rank
 
 TOLERANCE = 1e-10
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu"
@@ -65,9 +66,6 @@ def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
     """Train with the train.py of `step` in the world that this process is in. What this rank knows of the result:
     `curve` (step by step, rank 0 only) and `boxes` (name, global shape, box, values) of all that it owns.
     """
-    from tests.mutants.patches import patched
-
-    importlib.import_module(f"{STEP_NAMES[step - 1]}.train")  # what mutants patch
     with tempfile.TemporaryDirectory() as folder:
         with patched(mutant):
             boxes = train_here(step, f"{SMALL} {flags} --run-dir {folder}")
