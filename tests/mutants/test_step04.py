@@ -1,12 +1,13 @@
 """The suite rejects every known-wrong variant of tensor parallelism, and says so by the right figure."""
 
+from functools import partial
+
 import pytest
 
-from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04 import test_accounting, test_activations
-from tests.mutants.patches import patched
 from tests.mutants.patches_step04 import MUTANTS
-from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
+from tests.mutants.rejection import assert_noticed, assert_rejected, observe_mutants, train_mutants
+from tests.parity.runs import assert_parity, differences, reference, training_of
 from tests.parity.test_step04 import ADAMW, CHUNKED, ONE, PADDED, PLAIN, UNTIED, WHOLE_SEQUENCE
 
 BASE = f"{UNTIED} {ADAMW} {ONE} --tp 2 --steps 2"
@@ -18,8 +19,7 @@ FLAGS = dict.fromkeys(MUTANTS, BASE) | {  # those that show only under other fla
     "no f before the head": f"{BASE} {WHOLE_SEQUENCE} {PLAIN}",
     "rings wait before they multiply": f"{BASE} {CHUNKED}",
 }
-ONE_CASE = test_accounting.cases(2)[2:3]
-TRAIN = lambda: test_accounting.ranks_train(ONE_CASE), test_accounting.check_train
+TRAIN = partial(test_accounting.ranks_train, test_accounting.cases(2)[2:3]), test_accounting.check_train
 ORDER = test_accounting.ranks_order, test_accounting.check_order
 SAVED = test_activations.ranks_saved, test_activations.check_saved
 LOSS = test_activations.ranks_loss_memory, test_activations.check_loss_memory
@@ -35,23 +35,18 @@ HIGHER_PRICE = {  # those that train the same: what notices them
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, str | None], Result]:
-    """(flags, mutant) -> what came out on 2 ranks; of the unmutated code for all flags too."""
-    cases = [(flags, name) for name, flags in FLAGS.items()]
-    cases += [(flags, None) for flags in dict.fromkeys(FLAGS.values())]
-    results = run_cases(2, 4, [flags for flags, _ in cases], [name for _, name in cases])
-    return dict(zip(cases, results, strict=True))
+def results():
+    return train_mutants(4, {name: (2, flags) for name, flags in FLAGS.items()})
 
 
-@pytest.mark.parametrize("flags", dict.fromkeys(FLAGS.values()))
-def test_the_case_itself_passes(results, flags):
-    assert_parity(results[flags, None], reference(training_of(flags)), flags)
+@pytest.fixture(scope="module")
+def observed():
+    return observe_mutants(2, {name: observe for name, (observe, _) in HIGHER_PRICE.items()})
 
 
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in HIGHER_PRICE])
 def test_mutant_is_rejected(results, name):
-    with pytest.raises(AssertionError, match="relative differences above"):
-        assert_parity(results[FLAGS[name], name], reference(training_of(FLAGS[name])), name)
+    assert_rejected(results, FLAGS[name], name, reference(training_of(FLAGS[name])))
 
 
 def test_only_the_gradient_norm_shows_an_averaged_loss(results):
@@ -60,23 +55,8 @@ def test_only_the_gradient_norm_shows_an_averaged_loss(results):
     assert found["grad_norm"] == pytest.approx(0.5, abs=0.1) and found["loss"] < 0.01
 
 
-def observed_on_ranks() -> dict:
-    """What the check of each mutant sees under it."""
-    found = {}
-    for name, (on_rank, _) in HIGHER_PRICE.items():
-        with patched(name):
-            found[name] = on_rank()
-    return found
-
-
-@pytest.fixture(scope="module")
-def observed() -> list[dict]:
-    return run_ranks(2, observed_on_ranks)
-
-
 @pytest.mark.parametrize("name", HIGHER_PRICE)
 def test_a_higher_price_is_noticed(results, observed, name):
     """No curve shows it: it trains the same."""
     assert_parity(results[FLAGS[name], name], reference(training_of(FLAGS[name])), name)
-    with pytest.raises(AssertionError):
-        HIGHER_PRICE[name][1]([rank[name] for rank in observed])
+    assert_noticed(HIGHER_PRICE[name][1], observed, name)

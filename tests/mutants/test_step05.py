@@ -1,13 +1,14 @@
 """The suite rejects every known-wrong variant of the pipeline, and says so by the right figure."""
 
+from functools import partial
+
 import pytest
 
-from tests.harness.observing import observe_each
-from tests.harness.ranks import run_ranks
 from tests.mechanisms.step05 import test_accounting
-from tests.mechanisms.step05.observe import Observation, observe
+from tests.mechanisms.step05.observe import observe
 from tests.mutants.patches_step05 import MUTANTS
-from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
+from tests.mutants.rejection import assert_noticed, assert_rejected, observe_mutants, train_mutants
+from tests.parity.runs import assert_parity, differences, reference, run_cases, training_of
 from tests.parity.test_step05 import ADAMW, TIED, UNTIED
 
 BASE = f"{UNTIED} {ADAMW} --steps 2 --micro-batch 3 --layers 4 --pp 2"  # 4 micro-batches on 2 ranks
@@ -50,31 +51,14 @@ def test_every_mutant_has_its_test():
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, str | None], Result]:
-    """(flags, mutant) -> what came out; of the unmutated code for all flags too."""
-    found = {}
-    for world in (2, 4):
-        cases = [(flags, name) for name, (ranks, flags) in WRONG_NUMBERS.items() if ranks == world]
-        cases += [(flags, None) for flags in dict.fromkeys(flags for flags, _ in cases)]
-        results = run_cases(world, 5, [flags for flags, _ in cases], [name for _, name in cases])
-        found |= zip(cases, results, strict=True)
-    return found
-
-
-def expected(flags: str) -> Result:
-    return reference(training_of(flags))
-
-
-@pytest.mark.parametrize("flags", dict.fromkeys(flags for _, flags in WRONG_NUMBERS.values()))
-def test_the_case_itself_passes(results, flags):
-    assert_parity(results[flags, None], expected(flags), flags)
+def results():
+    return train_mutants(5, WRONG_NUMBERS)
 
 
 @pytest.mark.parametrize("name", WRONG_NUMBERS)
 def test_mutant_is_rejected(results, name):
-    _, flags = WRONG_NUMBERS[name]
-    with pytest.raises(AssertionError, match="relative differences above"):
-        assert_parity(results[flags, name], expected(flags), name)
+    flags = WRONG_NUMBERS[name][1]
+    assert_rejected(results, flags, name, reference(training_of(flags)))
 
 
 def test_only_the_gradient_norm_shows_a_missing_share(results):
@@ -82,13 +66,13 @@ def test_only_the_gradient_norm_shows_a_missing_share(results):
     right.
     """
     flags = WRONG_NUMBERS["missing share of micro-batches"][1]
-    found = differences(results[flags, "missing share of micro-batches"], expected(flags))
+    found = differences(results[flags, "missing share of micro-batches"], reference(training_of(flags)))
     assert found["grad_norm"] == pytest.approx(3, abs=0.1) and found["loss"] < 0.01
 
 
 def test_what_is_counted_twice_shows_in_the_norm(results):
     flags = WRONG_NUMBERS["two copies counted twice"][1]
-    found = differences(results[flags, "two copies counted twice"], expected(flags))
+    found = differences(results[flags, "two copies counted twice"], reference(training_of(flags)))
     assert found["grad_norm"] == pytest.approx(2**0.5 - 1, rel=0.01)
 
 
@@ -96,21 +80,17 @@ def test_what_is_counted_twice_shows_in_the_norm(results):
 
 
 @pytest.fixture(scope="module")
-def observed() -> dict[tuple[str, str | None], list[Observation]]:
-    """(flags, mutant) -> what 4 ranks did, and without a mutant."""
-    cases = [(flags, name) for name, (_, flags, _) in HIGHER_PRICE.items()]
-    cases += [(flags, None) for flags in dict.fromkeys(flags for flags, _ in cases)]
-    ranks = run_ranks(4, observe_each, observe, [flags for flags, _ in cases], [name for _, name in cases])
-    return dict(zip(cases, zip(*ranks, strict=True), strict=True))
+def observed():
+    """What 4 ranks did."""
+    each = {flags: partial(observe, flags) for _, flags, _ in HIGHER_PRICE.values()}
+    return observe_mutants(4, {name: each[flags] for name, (_, flags, _) in HIGHER_PRICE.items()})
 
 
 @pytest.mark.parametrize("name", HIGHER_PRICE)
 def test_a_higher_price_is_noticed(observed, name):
     check, flags, message = HIGHER_PRICE[name]
     check = getattr(test_accounting, f"check_{check}")
-    check(observed[flags, None], flags)
-    with pytest.raises(AssertionError, match=message):
-        check(observed[flags, name], flags)
+    assert_noticed(lambda seen: check(seen, flags), observed, name, message)
 
 
 def test_a_higher_price_trains_right():
@@ -119,4 +99,4 @@ def test_a_higher_price_trains_right():
     layouts |= {"sends waited for": "1f1b", "one communicator for both directions": "1f1b"}
     cases = [f"{BASE} --schedule {schedule}" for schedule in layouts.values()]
     for name, case, result in zip(layouts, cases, run_cases(2, 5, cases, list(layouts)), strict=True):
-        assert_parity(result, expected(case), name)
+        assert_parity(result, reference(training_of(case)), name)

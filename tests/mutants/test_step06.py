@@ -1,12 +1,13 @@
 """The suite rejects every known-wrong variant of context parallelism, and says so by the right figure."""
 
+from functools import partial
+
 import pytest
 
-from tests.harness.ranks import run_ranks
 from tests.mechanisms.step06 import test_accounting, test_memory
-from tests.mutants.patches import patched
 from tests.mutants.patches_step06 import MUTANTS
-from tests.parity.runs import Result, assert_parity, differences, reference, run_cases, training_of
+from tests.mutants.rejection import assert_noticed, assert_rejected, observe_mutants, train_mutants
+from tests.parity.runs import Result, assert_parity, differences, reference, training_of
 from tests.parity.test_step06 import ADAMW, CONTIGUOUS, DOCUMENTS, GATHER, ONE, ULYSSES, UNTIED, masked
 
 BASE = f"{UNTIED} {ADAMW} {ONE} --cp 2 --steps 2"
@@ -17,7 +18,7 @@ FLAGS = dict.fromkeys(MUTANTS, BASE) | {  # those that show only under other fla
     "keys travel all the way": f"{BASE} {CONTIGUOUS}",
 }
 ON_FOUR = [f"--cp 4 {CONTIGUOUS} --kv-heads 4 --micro-batch 2"]
-TRAIN = lambda: test_accounting.ranks_train(ON_FOUR), lambda ranks: test_accounting.check_train(ranks, ON_FOUR)
+TRAIN = partial(test_accounting.ranks_train, ON_FOUR), partial(test_accounting.check_train, flags=ON_FOUR)
 HIGHER_PRICE = {  # those that train the same: what notices them, on 4 ranks
     "K/V repeated before they are sent": TRAIN,
     "ring waits before it computes": (test_accounting.ranks_order, test_accounting.check_order),
@@ -28,27 +29,22 @@ HIGHER_PRICE = {  # those that train the same: what notices them, on 4 ranks
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, str | None], Result]:
-    """(flags, mutant) -> what came out on 2 ranks; of the unmutated code for all flags too."""
-    cases = [(flags, name) for name, flags in FLAGS.items()]
-    cases += [(flags, None) for flags in dict.fromkeys(FLAGS.values())]
-    results = run_cases(2, 6, [flags for flags, _ in cases], [name for _, name in cases])
-    return dict(zip(cases, results, strict=True))
+def results():
+    return train_mutants(6, {name: (2, flags) for name, flags in FLAGS.items()})
+
+
+@pytest.fixture(scope="module")
+def observed():
+    return observe_mutants(4, {name: observe for name, (observe, _) in HIGHER_PRICE.items()})
 
 
 def expected(flags: str) -> Result:
     return (masked if DOCUMENTS in flags else reference)(training_of(flags))
 
 
-@pytest.mark.parametrize("flags", dict.fromkeys(FLAGS.values()))
-def test_the_case_itself_passes(results, flags):
-    assert_parity(results[flags, None], expected(flags), flags)
-
-
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in HIGHER_PRICE])
 def test_mutant_is_rejected(results, name):
-    with pytest.raises(AssertionError, match="relative differences above"):
-        assert_parity(results[FLAGS[name], name], expected(FLAGS[name]), name)
+    assert_rejected(results, FLAGS[name], name, expected(FLAGS[name]))
 
 
 def test_only_the_gradient_norm_shows_an_averaged_loss(results):
@@ -57,25 +53,8 @@ def test_only_the_gradient_norm_shows_an_averaged_loss(results):
     assert found["grad_norm"] == pytest.approx(1, abs=0.1)
 
 
-def observed_on_ranks() -> dict:
-    """What the check of each mutant sees without it and under it."""
-    found = {}
-    for name, (on_rank, _) in HIGHER_PRICE.items():
-        for mutant in (None, name):
-            with patched(mutant):
-                found[name, mutant] = on_rank()
-    return found
-
-
-@pytest.fixture(scope="module")
-def observed() -> list[dict]:
-    return run_ranks(4, observed_on_ranks)
-
-
 @pytest.mark.parametrize("name", HIGHER_PRICE)
 def test_a_higher_price_is_noticed(results, observed, name):
     """No curve shows it: it trains the same."""
     assert_parity(results[FLAGS[name], name], expected(FLAGS[name]), name)
-    HIGHER_PRICE[name][1]([rank[name, None] for rank in observed])
-    with pytest.raises(AssertionError):
-        HIGHER_PRICE[name][1]([rank[name, name] for rank in observed])
+    assert_noticed(HIGHER_PRICE[name][1], observed, name)

@@ -7,16 +7,8 @@ from tests.harness.ranks import run_ranks
 from tests.mechanisms.step07 import test_accounting
 from tests.mutants.patches import patched
 from tests.mutants.patches_step07 import MUTANTS
-from tests.parity.runs import (
-    SMALL,
-    Result,
-    assemble,
-    assert_parity,
-    curve_of,
-    run_cases,
-    train_here,
-    training_of,
-)
+from tests.mutants.rejection import assert_noticed, assert_rejected, observe_mutants, train_mutants
+from tests.parity.runs import SMALL, assemble, assert_parity, curve_of, train_here, training_of
 from tests.parity.test_step07 import ADAMW, BIAS, CAPACITY, FOUR, ONE, SHARED, TWO, on_one_process
 
 MODEL = f"{ADAMW} --experts 8 {SHARED} --steps 4"
@@ -34,23 +26,18 @@ HIGHER_PRICE += ("counts read for drops that cannot be",)
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, str | None], Result]:
-    """(flags, mutant) -> what came out on 2 ranks; of the unmutated code for all flags too."""
-    cases = [(flags, name) for name, flags in FLAGS.items()]
-    cases += [(flags, None) for flags in dict.fromkeys(FLAGS.values())]
-    results = run_cases(2, 7, [flags for flags, _ in cases], [name for _, name in cases])
-    return dict(zip(cases, results, strict=True))
+def results():
+    return train_mutants(7, {name: (2, flags) for name, flags in FLAGS.items()})
 
 
-@pytest.mark.parametrize("flags", dict.fromkeys(FLAGS.values()))
-def test_the_case_itself_passes(results, flags):
-    assert_parity(results[flags, None], on_one_process(training_of(flags)), flags)
+@pytest.fixture(scope="module")
+def observed():
+    return observe_mutants(2, dict.fromkeys(HIGHER_PRICE, test_accounting.ranks_order))
 
 
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in (OF_CHECKPOINTS, *HIGHER_PRICE)])
 def test_mutant_is_rejected(results, name):
-    with pytest.raises(AssertionError, match="relative differences above"):
-        assert_parity(results[FLAGS[name], name], on_one_process(training_of(FLAGS[name])), name)
+    assert_rejected(results, FLAGS[name], name, on_one_process(training_of(FLAGS[name])))
 
 
 def ranks_save_and_resume(folder: str, mutants: list[str | None]) -> list[dict]:
@@ -76,24 +63,8 @@ def test_a_checkpoint_with_the_experts_of_one_rank_is_noticed(results, tmp_path)
         assert_parity(wrong, on_one_process(training_of(BASE)), OF_CHECKPOINTS)
 
 
-def ranks_order() -> list[tuple]:
-    found = []
-    for mutant in (None, *HIGHER_PRICE):
-        with patched(mutant):
-            found.append(test_accounting.ranks_order())
-    return found
-
-
-@pytest.fixture(scope="module")
-def orders() -> list[list[tuple]]:
-    """What `check_order` looks at, without a mutant and under each."""
-    return [list(ranks) for ranks in zip(*run_ranks(2, ranks_order), strict=True)]
-
-
 @pytest.mark.parametrize("name", HIGHER_PRICE)
-def test_a_higher_price_is_noticed(results, orders, name):
+def test_a_higher_price_is_noticed(results, observed, name):
     """No curve shows it: it trains the same."""
     assert_parity(results[FLAGS[name], name], on_one_process(training_of(FLAGS[name])), name)
-    test_accounting.check_order(orders[0])
-    with pytest.raises(AssertionError):
-        test_accounting.check_order(orders[1 + HIGHER_PRICE.index(name)])
+    assert_noticed(test_accounting.check_order, observed, name)

@@ -6,7 +6,8 @@ from tests.harness.ranks import run_ranks
 from tests.mechanisms.step08.kernels.compare import needs_triton
 from tests.mechanisms.step08.test_fused import TINY, assert_recomputes, train_in_pieces, train_with_kernels
 from tests.mutants.patches_step08 import MUTANTS
-from tests.parity.runs import Result, assemble, assert_parity, run_cases, training_of
+from tests.mutants.rejection import assert_rejected, train_mutants, with_and_without
+from tests.parity.runs import assemble, assert_parity, training_of
 from tests.parity.test_step08 import on_one_process
 
 ADAMW = "--optimizer adamw --lr 1e-3 --clip 0.5"
@@ -36,20 +37,13 @@ WITH_KERNELS = FLAGS_OF_KERNELS | FLAGS_OF_UPDATE
 HIGHER_PRICE = "recompute before the kernels"
 
 
-def with_and_without(flags: dict[str, str]) -> list[tuple[str, str | None]]:
-    return [(case, name) for name, case in flags.items()] + [(case, None) for case in dict.fromkeys(flags.values())]
+@pytest.fixture(scope="module")
+def results():
+    return train_mutants(8, {name: (4, flags) for name, flags in FLAGS.items()})
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[tuple[str, str | None], Result]:
-    """(flags, mutant) -> what came out; of the unmutated code for all flags too."""
-    cases = with_and_without(FLAGS)
-    return dict(zip(cases, run_cases(4, 8, *zip(*cases, strict=True)), strict=True))
-
-
-@pytest.fixture(scope="module")
-def results_of_kernels() -> dict[tuple[str, str | None], Result]:
-    """The same of the cases with kernels."""
+def results_of_kernels():
     cases, alone = with_and_without(FLAGS_OF_KERNELS), with_and_without(FLAGS_OF_UPDATE)
     ranks = run_ranks(2, train_with_kernels, *zip(*cases, strict=True), timeout=600)
     parts = [*zip(*ranks, strict=True), *([part] for part in train_with_kernels(*zip(*alone, strict=True)))]
@@ -60,35 +54,17 @@ def test_all_are_here():
     assert {*FLAGS, *WITH_KERNELS, HIGHER_PRICE} == MUTANTS.keys()
 
 
-def assert_right(results, flags: str, name: str | None) -> None:
-    tolerance = 2e-2 if "bfloat16" in flags else 1e-10
-    assert_parity(
-        results[flags, name], on_one_process(training_of(flags, 4 if TINY in flags else None)), flags, tolerance
-    )
-
-
-@pytest.mark.parametrize("flags", dict.fromkeys(FLAGS.values()))
-def test_the_case_itself_passes(results, flags):
-    assert_right(results, flags, None)
-
-
 @pytest.mark.parametrize("name", FLAGS)
 def test_mutant_is_rejected(results, name):
-    with pytest.raises(AssertionError, match="relative differences above"):
-        assert_right(results, FLAGS[name], name)
-
-
-@needs_triton
-@pytest.mark.parametrize("flags", dict.fromkeys(WITH_KERNELS.values()))
-def test_the_case_itself_passes_with_kernels(results_of_kernels, flags):
-    assert_right(results_of_kernels, flags, None)
+    assert_rejected(results, FLAGS[name], name, on_one_process(training_of(FLAGS[name])))
 
 
 @needs_triton
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_mutant_is_rejected_with_kernels(results_of_kernels, name):
-    with pytest.raises(AssertionError, match="relative differences above"):
-        assert_right(results_of_kernels, WITH_KERNELS[name], name)
+    flags = WITH_KERNELS[name]
+    tolerance = 2e-2 if "bfloat16" in flags else 1e-10
+    assert_rejected(results_of_kernels, flags, name, on_one_process(training_of(flags, 4)), tolerance)
 
 
 def test_a_lost_recompute_is_noticed():
