@@ -48,7 +48,7 @@ def _observe(observers: dict[str, Callable]) -> dict[tuple[str, str | None], obj
     return found
 
 
-def assert_noticed(check: Callable, observed: dict, name: str, message: str = "") -> None:
+def assert_noticed(check: Callable, observed: dict, name: str, message: str | None = None) -> None:
     """The check passes what the unmutated code does, and not what the mutant does."""
     check(observed[name, None])
     with pytest.raises(AssertionError, match=message):

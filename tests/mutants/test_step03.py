@@ -22,7 +22,7 @@ from tests.parity.runs import assert_parity, differences, reference, run_cases, 
 from tests.parity.test_step03 import ADAMW, ODD, UNTIED
 from tests.parity.test_step03_precision import assert_narrow_parity
 
-TRAINING = f"{UNTIED} {ADAMW} --steps 3 --bucket-mb 0.02"
+TRAINING = f"{UNTIED} {ADAMW} --steps 2 --bucket-mb 0.02"
 WRONG_NUMBERS = {  # mutant: (ranks, flags); several micro-batches on each rank
     "weights of the step before": (2, f"{TRAINING} --zero 1"),
     "last unit of the step before": (2, f"{TRAINING} --zero 3"),

@@ -7,10 +7,8 @@ from tests.mechanisms.step08.kernels.compare import needs_triton
 from tests.mechanisms.step08.test_fused import TINY, assert_recomputes, train_in_pieces, train_with_kernels
 from tests.mutants.patches_step08 import MUTANTS
 from tests.mutants.rejection import assert_rejected, train_mutants, with_and_without
-from tests.parity.runs import assemble, assert_parity, training_of
-from tests.parity.test_step08 import on_one_process
+from tests.parity.runs import ADAMW, assemble, assert_parity, reference, training_of
 
-ADAMW = "--optimizer adamw --lr 1e-3 --clip 0.5"
 MODEL = f"--steps 1 {ADAMW} --micro-batch 3"
 EXPERTS = "--experts 8 --expert-ffn 20 --cp 2 --tp 2 --ep 4"
 FLAGS = {
@@ -56,7 +54,7 @@ def test_all_are_here():
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_mutant_is_rejected(results, name):
-    assert_rejected(results, FLAGS[name], name, on_one_process(training_of(FLAGS[name])))
+    assert_rejected(results, FLAGS[name], name, reference(training_of(FLAGS[name]), 7))
 
 
 @needs_triton
@@ -64,13 +62,13 @@ def test_mutant_is_rejected(results, name):
 def test_mutant_is_rejected_with_kernels(results_of_kernels, name):
     flags = WITH_KERNELS[name]
     tolerance = 2e-2 if "bfloat16" in flags else 1e-10
-    assert_rejected(results_of_kernels, flags, name, on_one_process(training_of(flags, 4)), tolerance)
+    assert_rejected(results_of_kernels, flags, name, reference(training_of(flags, 4), 7), tolerance)
 
 
 def test_a_lost_recompute_is_noticed():
     """No curve shows it: it trains the same."""
     flags = f"{TINY} {ADAMW} --layers 2 --recompute full"
     result, calls = train_in_pieces(flags, HIGHER_PRICE)
-    assert_parity(result, on_one_process(flags), HIGHER_PRICE)
+    assert_parity(result, reference(flags, 7), HIGHER_PRICE)
     with pytest.raises(AssertionError, match="computed twice"):
         assert_recomputes(calls)

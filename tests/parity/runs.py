@@ -1,7 +1,7 @@
 """Run a step's real train() in float64 and compare it with another layout.
 
-A case is a list of flags. `run_cases` trains many cases inside one started world, `reference` trains in this process
-with step 1, `differences` compares two results, and `assert_equal_to_step01` is all three.
+A case is a list of flags. `run_cases` trains many cases inside one started world, `reference` trains in this process,
+`differences` compares two results, and `assert_equal_to_one_process` is all three.
 """
 
 import functools
@@ -26,6 +26,10 @@ TOLERANCE = 1e-10
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu"
 STEPS = 10 if os.environ.get("TEST_ALL") else 2  # the second one starts from the state that the first one leaves
 SMALL += f" --global-batch 12 --micro-batch 1 --steps {STEPS} --dtype float64 --weight-decay 0.1 --seed 3"
+
+
+SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
+TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
 
 
 @dataclass
@@ -115,9 +119,9 @@ def training_of(case: str, micro_batch: int | None = None) -> str:
 
 
 @functools.cache
-def reference(flags: str) -> Result:
-    """The same training in one process by step 1."""
-    return assemble([train_case(1, flags)])
+def reference(flags: str, step: int = 1) -> Result:
+    """A training in one process, by step 1 unless it has what only a later step has."""
+    return assemble([train_case(step, flags)])
 
 
 def differences(result: Result, expected: Result) -> dict[str, float]:
@@ -142,7 +146,8 @@ def assert_parity(result: Result, expected: Result, case: str, tolerance: float 
     assert not wrong, f"{case}: relative differences above {tolerance}: {wrong}"
 
 
-def assert_equal_to_step01(step: int, world: int, cases: list[str]) -> None:
-    """Train every case with the train.py of `step` on `world` ranks, and all of them as step 1 does."""
-    for case, result in zip(cases, run_cases(world, step, cases), strict=True):
-        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")
+def assert_equal_to_one_process(step: int, world: int, cases: list[str], reference_step: int = 1) -> None:
+    """Train every case with the train.py of `step` on `world` ranks (0: in this process), and all in one process."""
+    results = run_cases(world, step, cases) if world else [assemble([train_case(step, case)]) for case in cases]
+    for case, result in zip(cases, results, strict=True):
+        assert_parity(result, reference(training_of(case), reference_step), f"{world} ranks, {case}")

@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from tests.parity.pairwise import thin
-from tests.parity.runs import assert_equal_to_step01
+from tests.parity.runs import ADAMW, SGD, TIED, UNTIED, assert_equal_to_one_process
 
 FACTORS = {
-    "embeddings": ["--tie-embeddings", "--no-tie-embeddings"],
-    "optimizer": ["--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"],
+    "embeddings": [TIED, UNTIED],
+    "optimizer": [SGD, ADAMW],
     "mode": [*(f"--dp-mode {mode}" for mode in ("naive", "overlap", "bucket")), "--dp-mode bucket --bucket-mb 0.02"],
 }
 HARD = [
@@ -19,8 +19,6 @@ HARD = [
     "--kv-heads 4 --dp-mode naive",
     "--global-batch 24 --micro-batch 2 --dp-mode bucket",
 ]
-
-
 WORLDS = [2, 3, 4]
 
 
@@ -35,4 +33,4 @@ def test_step02_equals_step01(world):
     cases = [" ".join(case.values()) for case in thin({world: every_combination(world) for world in WORLDS})[world]]
     trainings = itertools.product(FACTORS["embeddings"], FACTORS["optimizer"])
     cases += [f"{' '.join(training)} {hard}" for training, hard in zip(itertools.cycle(trainings), HARD) if world != 3]
-    assert_equal_to_step01(2, world, cases)
+    assert_equal_to_one_process(2, world, cases)

@@ -11,8 +11,7 @@ from common.record.run_record import RunRecord
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler, Optimizer
 from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
-from tests.parity.runs import assemble, differences, reference, run_cases, train_case, training_of
-from tests.parity.test_step03 import ADAMW, TIED, UNTIED
+from tests.parity.runs import ADAMW, TIED, UNTIED, assemble, differences, reference, run_cases, train_case, training_of
 
 OVERFLOW = 3  # the step in which a gradient overflows
 

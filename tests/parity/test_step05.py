@@ -5,18 +5,16 @@ import pytest
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from tests.parity.pairwise import pairwise, thin
 from tests.parity.runs import (
-    assemble,
-    assert_equal_to_step01,
-    assert_parity,
+    ADAMW,
+    SGD,
+    TIED,
+    UNTIED,
+    assert_equal_to_one_process,
     reference,
     run_cases,
-    train_case,
-    training_of,
 )
 from tests.parity.test_step03_precision import assert_narrow_parity
 
-SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
-TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
 NAIVE, WHOLE_SEQUENCE = "--attention naive", "--no-sequence-parallel"
 
 # ---- every pair of flags ---------------------------------------------------------------------------------------------
@@ -42,13 +40,6 @@ def pairs_of_flags(world: int) -> list[dict]:
         if batches % world
     ]
     return pairwise(factors, forbidden)
-
-
-@pytest.mark.parametrize("world", LAYERS)
-def test_every_pair_of_flags(world):
-    layout = f"--pp {world} --layers {LAYERS[world]} --micro-batch 1"
-    few = thin({world: pairs_of_flags(world) for world in LAYERS})[world]
-    assert_equal_to_step01(5, world, [f"{layout} " + " ".join(filter(None, case.values())) for case in few])
 
 
 # ---- hard cases, by name ---------------------------------------------------------------------------------------------
@@ -91,28 +82,30 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_hard_cases(world):
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_equals_one_process(world):
     cases = [case for several in HARD.values() for ranks, case in several if ranks == world]
-    assert_equal_to_step01(5, world, cases)
+    few = thin({ranks: pairs_of_flags(ranks) for ranks in LAYERS}).get(world, [])
+    layout = f"--pp {world} --layers {LAYERS.get(world)} --micro-batch 1"
+    assert_equal_to_one_process(5, world, cases + [" ".join(filter(None, (layout, *case.values()))) for case in few])
 
 
 def test_one_process():
     """A pipeline of one rank is gradient accumulation, under any schedule."""
-    for flags in ("--schedule 1f1b", "--schedule zb-h1 --zero 1", "--schedule interleaved --virtual-stages 2"):
-        case = f"{TIED} {ADAMW} {flags}"
-        assert_parity(assemble([train_case(5, case)]), reference(training_of(case)), case)
+    schedules = "1f1b", "zb-h1 --zero 1", "interleaved --virtual-stages 2"
+    assert_equal_to_one_process(5, 0, [f"{TIED} {ADAMW} --schedule {each}" for each in schedules])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_types(dtype):
+def test_narrow_types():
     """Master weights and sums of micro-batches in float32, split backwards included.
 
     Not tied: in one process autograd adds the matrix's two gradients up in the narrow type itself, two stages in
     float32.
     """
-    training = f"{UNTIED} {ADAMW} --dtype {dtype} --micro-batch 1 --global-batch 6 --layers 4"
-    names = ("zb-h1", "zbv --zero 1") + (("1f1b", "interleaved", "dualpipe --zero 1") if dtype == "bfloat16" else ())
-    cases = [f"{training} --pp 2 --schedule {name}" for name in names]
-    for case, result in zip(cases, run_cases(2, 5, cases), strict=True):
-        assert_narrow_parity(result, reference(training), case)
+    schedules = {"float16": ("zb-h1", "zbv --zero 1")}
+    schedules["bfloat16"] = *schedules["float16"], "1f1b", "interleaved", "dualpipe --zero 1"
+    training = f"{UNTIED} {ADAMW} --micro-batch 1 --global-batch 6 --layers 4"
+    cases = [(f"{training} --dtype {dtype}", name) for dtype, names in schedules.items() for name in names]
+    results = run_cases(2, 5, [f"{alone} --pp 2 --schedule {name}" for alone, name in cases])
+    for (alone, name), result in zip(cases, results, strict=True):
+        assert_narrow_parity(result, reference(alone), f"{alone}, {name}")

@@ -1,6 +1,5 @@
 """Step 6 trains exactly what step 1 trains, however sequences are divided and whatever that is combined with."""
 
-import functools
 import itertools
 import os
 from unittest import mock
@@ -12,9 +11,12 @@ from common.model import naive_attention
 from step06_context_parallel import context_parallel
 from tests.parity.pairwise import pairwise, thin
 from tests.parity.runs import (
-    Result,
+    ADAMW,
+    SGD,
+    TIED,
+    UNTIED,
     assemble,
-    assert_equal_to_step01,
+    assert_equal_to_one_process,
     assert_parity,
     differences,
     reference,
@@ -23,8 +25,6 @@ from tests.parity.runs import (
     training_of,
 )
 
-SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
-TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
 MHA, GQA, MQA = (f"--kv-heads {heads}" for heads in (4, 2, 1))  # of 4 heads
 RING, GATHER, ULYSSES = (f"--cp-mode {mode}" for mode in ("ring", "allgather", "ulysses"))
 ZIGZAG, CONTIGUOUS, STRIPED = (f"--cp-split {split}" for split in ("zigzag", "contiguous", "striped"))
@@ -102,13 +102,12 @@ def test_equals_one_process(world):
     cases = [case for ranks, case in every if ranks == world]
     few = thin({ranks: pairs_of_flags(ranks) for ranks in LAYOUTS}).get(world, [])
     cases += [" ".join(filter(None, case.values())) for case in few]
-    assert_equal_to_step01(6, world, cases)
+    assert_equal_to_one_process(6, world, cases)
 
 
 def test_one_process():
     """Without --cp nothing is divided, whatever the other flags say."""
-    case = f"{UNTIED} {ADAMW} {ULYSSES} {STRIPED} {ONE}"
-    assert_parity(assemble([train_case(6, case)]), reference(training_of(case)), case)
+    assert_equal_to_one_process(6, 0, [f"{UNTIED} {ADAMW} {ULYSSES} {STRIPED} {ONE}"])
 
 
 # ---- masked documents ------------------------------------------------------------------------------------------------
@@ -128,17 +127,9 @@ DIVIDED = [  # ranks, flags
 ]
 
 
-@functools.cache
-def masked(flags: str) -> Result:
-    """The same training in one process, by step 6."""
-    return assemble([train_case(6, flags)])
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_masked_documents(world):
-    cases = [f"{DOCUMENTS} {case}" for ranks, case in DIVIDED if ranks == world]
-    for case, result in zip(cases, run_cases(world, 6, cases), strict=True):
-        assert_parity(result, masked(training_of(case)), f"{world} ranks, {case}")
+    assert_equal_to_one_process(6, world, [f"{DOCUMENTS} {case}" for ranks, case in DIVIDED if ranks == world], 6)
 
 
 def naive_within_documents(q, k, v, documents):
@@ -155,8 +146,9 @@ def test_a_mask_is_attention_within_each_document():
     case = training_of(f"{UNTIED} {ADAMW} {DOCUMENTS}")
     with mock.patch.object(context_parallel, "attention", lambda *args, config, cp: naive_within_documents(*args)):
         expected = assemble([train_case(6, case)])
-    assert_parity(masked(case), expected, case)
-    assert differences(masked(case), reference(case.replace("--mask-documents", "")))["loss"] > 1e-6  # it matters
+    masked = reference(case, 6)
+    assert_parity(masked, expected, case)
+    assert differences(masked, reference(case.replace("--mask-documents", "")))["loss"] > 1e-6  # it matters
 
 
 # ---- narrow types ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Step 7 trains the same on all ranks as in one process, and without experts what step 1 trains."""
 
-import functools
 import itertools
 import os
 from unittest import mock
@@ -13,10 +12,11 @@ from step07_expert_parallel.router import Router
 from tests.harness.ranks import run_ranks, steps_of
 from tests.parity.pairwise import pairwise, thin
 from tests.parity.runs import (
+    ADAMW,
+    SGD,
     SMALL,
-    Result,
     assemble,
-    assert_equal_to_step01,
+    assert_equal_to_one_process,
     assert_parity,
     curve_of,
     run_cases,
@@ -25,18 +25,11 @@ from tests.parity.runs import (
     training_of,
 )
 
-SGD, ADAMW = "--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"
 AUX, BIAS = "--aux-coef 0.1 --z-coef 0.01", "--balance bias --bias-rate 0.003"
 LIMIT, CAPACITY, SHARED = "--expert-groups 4 --node-limit 2", "--capacity-factor 0.9", "--shared-experts 1"
 ONE, TWO, FOUR = "--micro-batch 12", "--micro-batch 6", "--micro-batch 3"  # that many micro-batches, with --dp 1
 ALL = bool(os.environ.get("TEST_ALL"))
 EXPERTS = "--expert-ffn 20 --experts"
-
-
-@functools.cache
-def on_one_process(flags: str) -> Result:
-    """The same training by step 7 in this process, which has all experts."""
-    return assemble([train_case(7, flags)])
 
 
 # ---- every pair of flags ---------------------------------------------------------------------------------------------
@@ -119,21 +112,17 @@ def test_equals_one_process(world):
     cases = [" ".join(flags) for ranks, *flags in every if ranks == world]
     few = thin({ranks: pairs_of_flags(ranks) for ranks in LAYOUTS}).get(world, [])
     cases += [" ".join((EXPERTS, "8", *filter(None, case.values()))) for case in few]
-    for case, result in zip(cases, run_cases(world, 7, cases), strict=True):
-        assert_parity(result, on_one_process(training_of(case)), f"{world} ranks, {case}")
+    assert_equal_to_one_process(7, world, cases, 7)
 
 
-@pytest.mark.parametrize(
-    "flags", ["--recompute full --micro-batch 3", "--recompute selective --micro-batch 2 --zero 1"]
-)
-def test_micro_batches_and_recomputation_on_one_process(flags):
-    case = f"{ADAMW} {EXPERTS} 6 {AUX} {CAPACITY} {flags}"
-    assert_parity(assemble([train_case(7, case)]), on_one_process(training_of(case)), case)
+def test_micro_batches_and_recomputation_on_one_process():
+    flags = "--recompute full --micro-batch 3", "--recompute selective --micro-batch 2 --zero 1"
+    assert_equal_to_one_process(7, 0, [f"{ADAMW} {EXPERTS} 6 {AUX} {CAPACITY} {each}" for each in flags], 7)
 
 
 def test_without_experts():
     cases = ["--dp 2 --zero 3", "--pp 2 --schedule zb-h1 --micro-batch 3", "--cp 2"]
-    assert_equal_to_step01(7, 2, [f"{ADAMW} {case}" for case in cases])
+    assert_equal_to_one_process(7, 2, [f"{ADAMW} {case}" for case in cases])
 
 
 # ---- a router that has collapsed -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from tests.harness.observing import configure
-from tests.parity.runs import SMALL, Result, assemble, assert_parity, run_cases, train_case, training_of
+from tests.parity.runs import ADAMW, SGD, SMALL, TIED, assert_equal_to_one_process
 
 ALL = bool(os.environ.get("TEST_ALL"))
 STEPS = "--steps 10" if ALL else "--steps 2"
@@ -19,9 +19,9 @@ SEED = 9  # with it, the layouts cover all that a test below asks for
 COUNTS = EVERY if ALL else {(4, 2): 2, (8, 3): 4, (16, 5): 1}
 
 TRAINING = {  # what is trained; dense or with experts
-    "model": ["", "--tie-embeddings", "--experts 8 --expert-ffn 20", "--experts 8 --expert-ffn 20 --top-k 3"],
+    "model": ["", TIED, "--experts 8 --expert-ffn 20", "--experts 8 --expert-ffn 20 --top-k 3"],
     "shape": ["", "--kv-heads 1", "--vocab 257"],
-    "optimizer": ["--optimizer sgd --lr 1e-2 --clip 0", "--optimizer adamw --lr 1e-3 --clip 0.5"],
+    "optimizer": [SGD, ADAMW],
     "documents": ["", "", "--mask-documents"],
 }
 EXPERTS = {
@@ -75,19 +75,13 @@ def draw(world: int, least: int, count: int) -> list[str]:
     return chosen
 
 
-@functools.cache
-def on_one_process(flags: str) -> Result:
-    return assemble([train_case(7, flags)])
-
-
 # Worlds of eight layouts: each has a time limit
 @pytest.mark.parametrize(
     "world, least, first", [(*key, i) for key, count in COUNTS.items() for i in range(0, count, 8)]
 )
 def test_equals_one_process(world, least, first):
     cases = [f"{STEPS} {flags}" for flags in draw(world, least, COUNTS[world, least])[first : first + 8]]
-    for case, result in zip(cases, run_cases(world, 8, cases), strict=True):
-        assert_parity(result, on_one_process(training_of(case)), f"{world} ranks, {case}")
+    assert_equal_to_one_process(8, world, cases, 7)
 
 
 def test_what_the_layouts_cover():
