@@ -12,9 +12,9 @@ from common.start import environment
 from common.weights.initialisation import materialise, random_values
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import decoder
-from tests.parity.runs import SMALL, differences, reference, run_cases
+from tests.parity.runs import ADAMW, SMALL, TIED, UNTIED, differences, reference, run_cases, training_of
 from tests.parity.test_step03_precision import overflow_case
-from tests.parity.test_step04 import ADAMW, ONE, TIED, UNTIED, WHOLE_SEQUENCE, training_of
+from tests.parity.test_step04 import ONE, WHOLE_SEQUENCE
 
 # ---- before the first step -------------------------------------------------------------------------------------------
 
