@@ -1,8 +1,9 @@
 """What is trained and how: `TrainConfig`, and the rules for single flags; each step's config.py has those for several.
 
-`TrainConfig` has one field per command-line flag (`--seq-len` is `seq_len`), and `common/command_line.py` makes the
-parser from it. A field's metadata name the step that introduces the flag, since each step knows only its own flags and
-those of earlier steps, and the flag's role: whoever has to tell flags apart asks `flag_names` for the roles it means.
+`TrainConfig` has one field per command-line flag: `--seq-len` is `seq_len`. The parser is made from it, by
+`common/launching/command_line.py`. A field's metadata name the step that introduces the flag, since each step knows
+only its own flags and those of earlier steps, and the flag's role: whoever has to tell flags apart asks `flag_names`
+for the roles it means.
 """
 
 import dataclasses

@@ -8,14 +8,15 @@ import torch
 
 from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
-from common.checkpoints.background import BackgroundSaves
 from common.config import TrainConfig, flag_names
 from common.data.batches import Batches
 from common.errors import UsageError
 from common.process_groups import Mesh
-from common.record.run_record import RunRecord
 from common.tracing.tracer import Tracer
+from step01_single_gpu.background_saves import BackgroundSaves
 from step01_single_gpu.mixed_precision import Optimizer
+from step01_single_gpu.recording.profilers import Profilers
+from step01_single_gpu.recording.run_record import RunRecord
 from step01_single_gpu.slow_device import SlowDevice
 
 
@@ -34,7 +35,8 @@ class Run:
         self.first_step = self.resume()
         self.background = BackgroundSaves(mesh, config.timeout) if config.async_save else None
         self.record = RunRecord(config, mesh, batches, self.first_step)
-        self.tracer = Tracer(config.trace_range, mesh, config.run_dir, config.profile, config.memory_snapshot)
+        self.tracer = Tracer(config.trace_range, mesh, config.run_dir)
+        self.profilers = Profilers(config, mesh.rank)
         self.device = SlowDevice(1e9 * config.compute) if config.compute else nullcontext()
         self._steps = self._each_step()
 
@@ -46,6 +48,7 @@ class Run:
         if error is None:  # after an error, other ranks may be gone
             if self.background:
                 self.background.wait()
+            self.profilers.close()
             self.tracer.close()
             self.record.close()
 
@@ -55,7 +58,8 @@ class Run:
 
     def _each_step(self) -> Iterator[int]:
         for step in range(self.first_step, self.config.steps):
-            with self.record.step(step) as self.measured, self.tracer.step(step), self.device:
+            recorded, profiled, traced = (each.step(step) for each in (self.record, self.profilers, self.tracer))
+            with recorded as self.measured, profiled, traced, self.device:
                 self.measured["lr"] = self.config.learning_rate(step)
                 yield step
             self.save(step + 1)

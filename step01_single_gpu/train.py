@@ -14,7 +14,7 @@ import torch
 
 from common.config import TrainConfig
 from common.data.batches import Batches, load_batches
-from common.launch import run
+from common.launching.launch import run
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer

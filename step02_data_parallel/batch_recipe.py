@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from common.command_line import OneLineParser
 from common.config import DTYPES
-from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, bus_bandwidth
+from common.costs.hardware import H100_TFLOPS
+from common.costs.networks import BUS_GB_PER_S, bus_bandwidth
 from common.counts import count_parameters
 from common.errors import UsageError
+from common.launching.command_line import OneLineParser
 from common.model_config import ModelConfig
 from common.presets import resolve
 from step01_single_gpu.cost import states

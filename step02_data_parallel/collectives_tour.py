@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common import collectives
 from common.errors import UsageError
-from common.launch import end_cleanly
+from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, Group, build_mesh
 from common.start import environment, init_distributed
 

@@ -5,7 +5,7 @@ float32) and T the tokens of a rank's micro-batch. Held: as in step 1, on every 
 """
 
 from common.costs.alpha_beta import Player
-from common.costs.hardware import bus_bandwidth
+from common.costs.networks import bus_bandwidth
 from common.costs.vocabulary import Message, sent
 
 SCALAR = 8  # bytes of the loss and of the gradient's norm

@@ -14,7 +14,7 @@ import torch
 
 from common.config import TrainConfig
 from common.data.batches import Batches, load_batches
-from common.launch import run
+from common.launching.launch import run
 from common.process_groups import Mesh, place_stages
 from common.tracing.tracer import Tracer
 from step01_single_gpu.clipping import clip_factor, gradient_norm

@@ -15,7 +15,7 @@ import torch
 
 from common.config import TrainConfig
 from common.data.batches import Batches, load_batches
-from common.launch import run
+from common.launching.launch import run
 from common.process_groups import Mesh, place_stages
 from common.tracing.tracer import Tracer
 from common.weights.initialisation import initial_values

@@ -92,7 +92,7 @@ FIVE = ["step08_5d/train.py", *SMALL, *FIVE.split()]
 SENDS_ITSELF = """
 import os, runpy, signal, sys
 from common.collectives import Work
-from common.record.run_record import RunRecord
+from step01_single_gpu.recording.run_record import RunRecord
 name, rank, step, call, marker, *sys.argv = sys.argv[1:]
 begin_step, issue, now = RunRecord.step, Work.__init__, {"step": 0, "calls": 0}
 def noting_step(record, number):
@@ -204,7 +204,7 @@ NOTES_ITS_STATUS = """
 import os, pathlib, runpy, sys, time
 sys.path.insert(0, os.getcwd())
 folder, late, *sys.argv = sys.argv[1:]
-import common.launch  # with torch, which takes long on a busy machine: the launcher's signal would find no handler
+import common.launching.launch  # with torch: it takes long on a busy machine, and a signal would find no handler
 here = pathlib.Path(folder)
 (here / f"here-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}").touch()
 while len(list(here.glob(f"here-{os.environ['TORCHELASTIC_RESTART_COUNT']}-*"))) < int(os.environ["WORLD_SIZE"]):

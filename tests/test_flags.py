@@ -13,8 +13,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from common.command_line import parse
 from common.config import TrainConfig
+from common.launching.command_line import parse
 from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, run_ranks
 from tests.harness.whole_run import observe, observe_all, what_changed

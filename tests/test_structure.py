@@ -11,7 +11,7 @@ from tests.harness.ranks import ROOT
 STEPS = sorted(path.parent.name for path in ROOT.glob("step*/train.py"))
 FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT / folder).rglob("*.py"))
 COMMANDS = {"common.compare", "common.tracer", "common.export", "common.nodes"}  # what a user starts with python -m
-COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launch")}
+COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launching.launch")}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
 COLLECTIVE |= {f"{step}.sketch" for step in STEPS}  # which import nothing of ours
 

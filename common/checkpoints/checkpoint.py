@@ -1,7 +1,6 @@
 """Checkpoints: saved by all ranks in parallel, and loaded into any other layout.
 
-`boxes.py` says what a checkpoint holds, `files.py` in which files and how a complete one is told from a damaged one,
-and `background.py` saves while the training goes on.
+`boxes.py` says what a checkpoint holds, `files.py` in which files and how a complete one is told from a damaged one.
 """
 
 import json

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import torch
 
 from common import collectives
-from common.command_line import OneLineParser
 from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.launch import end_cleanly
+from common.launching.command_line import OneLineParser
+from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, Group, Mesh, build_mesh
 from common.start import environment, init_distributed
 

@@ -34,7 +34,7 @@ from common.drawing.tables import compared, print_table
 from common.errors import UsageError
 from common.experiments import tcp_bytes
 from common.experiments.runner import ROOT
-from common.launch import end_cleanly
+from common.launching.launch import end_cleanly
 from common.link import Link
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment, init_distributed

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.command_line import OneLineParser
 from common.drawing import figures
+from common.launching.command_line import OneLineParser
 
 ROOT = Path(__file__).resolve().parents[2]
 EPILOG = """

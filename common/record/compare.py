@@ -11,12 +11,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.command_line import OneLineParser
 from common.config import TrainConfig, flag_names, spelled
 from common.drawing.curves import plot
 from common.drawing.tables import aligned
 from common.errors import UsageError
-from common.record.run_record import read_metrics
+from common.launching.command_line import OneLineParser
+from common.record.metrics import read_metrics
 
 KEYS = ("loss", "grad_norm")
 TINY = sys.float_info.min  # so that a reference of 0 does not divide by 0

@@ -14,11 +14,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from common.command_line import OneLineParser
 from common.drawing.tables import print_table
 from common.errors import UsageError
+from common.launching.command_line import OneLineParser
 from common.tracing.chrome_trace import Trace, read_trace, time_by_state
-from common.tracing.gpu_kernels import print_kernels
 from common.tracing.timelines import draw_timelines
 
 
@@ -110,7 +109,7 @@ def print_report(trace: Trace, step: int | None = None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report and the table of GPU kernels, and draw the timeline. Returns the exit status."""
+    """Print the report and draw the timeline. Returns the exit status."""
     parser = OneLineParser(prog="python -m common.tracer", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int, metavar="K", help="only this step (default: report all, draw the last)")
@@ -119,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         trace = read_trace(options.run_dir)
         print_report(trace, options.step)
-        print_kernels(options.run_dir)
         path = draw_timelines([("", trace)], options.out or options.run_dir / "timeline.png", options.step)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -23,7 +23,6 @@ from common import collectives
 from common.process_groups import Mesh, coordinates
 from common.tracing.chrome_trace import COMPUTE, Event, chrome_events
 from common.tracing.clocks import CpuClock, CudaClock
-from common.tracing.profilers import Profilers
 
 
 class Tracer:
@@ -31,18 +30,13 @@ class Tracer:
 
     Args:
         run_dir: a folder that all ranks see.
-        profile: also run torch.profiler over these steps. It slows Python down, so the spans get longer.
-        memory_snapshot: also write the history of the CUDA allocator during these steps.
         clock: default: the clock of the mesh's device.
     """
 
-    def __init__(
-        self, first_last: tuple[int, int] | None, mesh: Mesh, run_dir, profile=False, memory_snapshot=False, clock=None
-    ):
+    def __init__(self, first_last: tuple[int, int] | None, mesh: Mesh, run_dir, clock=None):
         self._first, self._last = first_last or (0, -1)
         self._mesh, self._run_dir = mesh, Path(run_dir or ".")
         self._clock = clock or (CudaClock(mesh) if mesh.device.type == "cuda" else CpuClock())
-        self.profilers = Profilers(self._first, self._last, self._run_dir, mesh.rank, profile, memory_snapshot)
         self._step = None  # number of the traced step in progress
         self._open = []  # the spans in progress, the step first: name, category, arguments, start
         self._events: list[Event] = []
@@ -52,7 +46,6 @@ class Tracer:
     @contextlib.contextmanager
     def step(self, number: int):
         """Context manager around optimizer step `number`."""
-        self.profilers.before_step(number)
         if self._first <= number <= self._last:
             self._clock.begin_step()
             self._step = number
@@ -63,7 +56,6 @@ class Tracer:
                 self._step = None
         else:
             yield
-        self.profilers.after_step(number)
 
     @contextlib.contextmanager
     def phase(self, name: str, **arguments):
@@ -89,7 +81,7 @@ class Tracer:
         if self._step is None:
             yield
             return
-        with torch.profiler.record_function(name) if self.profilers.profiler else contextlib.nullcontext():
+        with torch.profiler.record_function(name):  # for --profile
             self._open.append((name, category, arguments, self._clock.mark()))
             yield
             self._end(*self._open.pop())
@@ -106,7 +98,6 @@ class Tracer:
         """Write the trace; all ranks call this together. Returns its path, or None if no step was to be traced."""
         if self._last < self._first:
             return None
-        self.profilers.close()
         for launch in self._launches:
             self._add_calls(*launch)
         resolve = self._clock.resolve

@@ -24,7 +24,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from common.command_line import OneLineParser
+from common.launching.command_line import OneLineParser
 
 SEPARATE = "unshare --user --map-root-user --net --mount"  # users, networks and mounts of one's own
 TOOLS = {"unshare": "util-linux", "setpriv": "util-linux", "mount": "util-linux", "ip": "iproute2", "tc": "iproute2"}

@@ -11,8 +11,8 @@ import torch
 
 from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
-from common.command_line import OneLineParser
 from common.errors import UsageError, first_line
+from common.launching.command_line import OneLineParser
 from common.model import at_least_float32
 from common.model_config import ModelConfig, RopeScaling
 from common.parameter import ParameterSpec

@@ -8,10 +8,10 @@ It takes the flags of step 1's train.py, prints a table, and needs neither the m
 import sys
 from collections import Counter
 
-from common.command_line import parse
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
+from common.launching.command_line import parse
 from common.model import at_least_float32
 from step01_single_gpu.config import check
 from step01_single_gpu.cost import saved_activations, states

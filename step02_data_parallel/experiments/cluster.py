@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from common.costs.hardware import bus_bandwidth
+from common.costs.networks import bus_bandwidth
 from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step01_single_gpu import cost as memory

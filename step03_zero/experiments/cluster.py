@@ -1,6 +1,7 @@
 """What one machine cannot show: predictions for real hardware, beside published numbers. Nothing here is measured."""
 
-from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, NODE, NVLINK
+from common.costs.hardware import H100_TFLOPS
+from common.costs.networks import BUS_GB_PER_S, NODE, NVLINK
 from common.costs.vocabulary import WIDTHS
 from common.counts import count_parameters
 from common.drawing.tables import print_table

@@ -1,7 +1,8 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
 from common.costs.alpha_beta import gather_ratio
-from common.costs.hardware import BUS_GB_PER_S, H100_TFLOPS, NETWORK, NODE, NVLINK
+from common.costs.hardware import H100_TFLOPS
+from common.costs.networks import BUS_GB_PER_S, NETWORK, NODE, NVLINK
 from common.counts import count_flops
 from common.drawing.tables import print_table
 from common.presets import PRESETS

@@ -9,8 +9,8 @@ Costs are those of 1/p of the model, however many stages a rank has, so that sch
 import argparse
 import sys
 
-from common.command_line import OneLineParser
 from common.errors import UsageError
+from common.launching.command_line import OneLineParser
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_schedule

@@ -1,6 +1,7 @@
 """What one machine cannot measure: predicted for real hardware, and labelled so."""
 
-from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
+from common.costs.hardware import H100_TFLOPS
+from common.costs.networks import NETWORK, NVLINK
 from common.drawing.tables import print_table
 from common.presets import PRESETS
 from step06_context_parallel import cost

@@ -5,7 +5,8 @@ import time
 from functools import partial
 from itertools import pairwise
 
-from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
+from common.costs.hardware import H100_TFLOPS
+from common.costs.networks import NETWORK, NVLINK
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.even_routing import choose_in_turn
 from common.experiments.traces import Part, run_parts

@@ -1,7 +1,8 @@
 """What hides the way of tokens to their experts: the condition, and the shared expert over a simulated slow link."""
 
 from common.costs.alpha_beta import Player
-from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
+from common.costs.hardware import H100_TFLOPS
+from common.costs.networks import NETWORK, NVLINK
 from common.drawing.tables import compared, print_table
 from common.experiments.even_routing import choose_in_turn
 from common.experiments.traces import Part, run_parts

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from common.costs.hardware import H100_TFLOPS, NETWORK, NVLINK
+from common.costs.hardware import H100_TFLOPS
+from common.costs.networks import NETWORK, NVLINK
 from common.costs.vocabulary import seconds
 from common.drawing.figures import DIMENSION_OF
 from common.drawing.tables import print_table

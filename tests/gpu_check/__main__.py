@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.command_line import OneLineParser
+from common.launching.command_line import OneLineParser
 from tests.gpu_check import faults, kernels, models, node, one_gpu, parity, profiles
 from tests.gpu_check.findings import Findings, facts, now, write_report
 from tests.gpu_check.rows import trace_only

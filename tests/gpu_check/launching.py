@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from common.command_line import STEP_NAMES, parse
+from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import mesh_of
 from common.start import init_distributed
 from tests.gpu_check.findings import Findings

@@ -8,12 +8,12 @@ import time
 
 import torch
 
-from common.command_line import parse
 from common.config import TrainConfig
 from common.counts import count_flops
+from common.launching.command_line import parse
 from common.measure.allocator import MemoryMeter
 from common.presets import HUGGINGFACE_NAMES
-from common.record.hardware import peak_flops
+from step01_single_gpu.recording.utilisation import peak_flops
 from tests.gpu_check.findings import Findings
 from tests.gpu_check.launching import train_alone
 from tests.gpu_check.profiles import TINY, note_kernels

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.experiments.links import measure
-from common.launch import end_cleanly
+from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, build_mesh
 from common.start import environment, init_distributed
-from common.tracing.gpu_kernels import classify_kernels
+from step01_single_gpu.recording.gpu_kernels import classify_kernels
 from tests.gpu_check.findings import Findings
 from tests.gpu_check.launching import visible_gpus
 from tests.gpu_check.profiles import TINY, kineto_events

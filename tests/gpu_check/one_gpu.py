@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from common.command_line import parse
+from common.launching.command_line import parse
 from common.process_groups import Degrees, build_mesh
 from step03_zero.train import build
 from tests.gpu_check.findings import Findings

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from common.collectives import all_reduce, barrier
-from common.command_line import STEP_NAMES, parse
-from common.launch import end_cleanly
+from common.launching.command_line import STEP_NAMES, parse
+from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, build_mesh
 from common.record.compare import relative_difference
 from common.start import environment, init_distributed

@@ -3,7 +3,7 @@
 import json
 
 from common.tracing.chrome_trace import read_trace, time_by_state
-from common.tracing.gpu_kernels import classify_kernels
+from step01_single_gpu.recording.gpu_kernels import classify_kernels
 from tests.gpu_check.findings import NOT_ON_CPU, Findings
 from tests.gpu_check.launching import train_alone
 

@@ -41,13 +41,13 @@ def main(requests: int, replies: int) -> None:
     import torch
 
     from common.data.token_cache import synthetic
-    from common.record import hardware
+    from step01_single_gpu.recording import utilisation
 
     torch.set_num_threads(1)
     gc.set_threshold(50_000, 20, 20)  # what a test makes is soon gone with its process
     synthetic(1)  # what most tests train on: all ranks inherit it
     for kind in ("float64", "float32", "bfloat16", "float16"):  # or every rank would measure it for 0.2 s
-        hardware._measured["cpu", kind, 1] = 1e12
+        utilisation._measured["cpu", kind, 1] = 1e12
     while True:
         try:
             request = control[0].recv()

@@ -7,9 +7,9 @@ import torch
 
 from common import process_groups
 from common.collectives import barrier
-from common.command_line import STEP_NAMES, parse
 from common.config import TrainConfig
 from common.experiments import tcp_bytes
+from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import Mesh
 from common.start import environment
 from tests.mutants.patches import patched

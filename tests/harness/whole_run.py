@@ -14,15 +14,15 @@ import torch
 
 from common import collectives
 from common.checkpoints import checkpoint
-from common.command_line import STEP_NAMES, parse
 from common.data.batches import Batches
 from common.errors import UsageError
+from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import mesh_of
-from common.record.run_record import RunRecord
 from common.start import environment
 from common.tracing.chrome_trace import read_trace
 from common.weights import initialisation
 from step01_single_gpu.recompute import _Recompute
+from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block
 from step07_expert_parallel import interleave

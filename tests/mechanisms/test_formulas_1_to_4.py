@@ -13,7 +13,7 @@ import torch
 from common.collectives import Call
 from common.costs import alpha_beta, hardware, vocabulary
 from common.costs.alpha_beta import Player
-from common.costs.hardware import BUS_GB_PER_S
+from common.costs.networks import BUS_GB_PER_S
 from common.costs.vocabulary import Message
 from common.counts import count_parameters
 from common.experiments import on_nodes

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.command_line import STEP_NAMES, parse
 from common.config import flag_names, spelled
+from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import mesh_of
 from common.start import environment
 from tests.harness.ranks import run_ranks

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from common.record.run_record import RunRecord
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler, Optimizer
+from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
 from tests.parity.runs import ADAMW, TIED, UNTIED, assemble, differences, reference, run_cases, train_case, training_of

@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from common.checkpoints import files
-from common.command_line import parse
 from common.errors import UsageError
+from common.launching.command_line import parse
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu import train as train_module
 from step01_single_gpu.mixed_precision import LossScaler

@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp  # here, so that the fork server impo
 from common import collectives
 from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
-from common.checkpoints.background import BackgroundSaves
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
 from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.background_saves import BackgroundSaves
 from tests.harness.ranks import run_ranks
 
 SHAPES = {"parameter/weight": (7, 5), "exp_avg/gain": (6,), "exp_avg_sq/cube": (3, 2, 4), "parameter/scalar": ()}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import config_from_args, get_args_parser
 
-from common.command_line import parse
+from common.launching.command_line import parse
 from tests.harness.observing import configure
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.command_line import STEP_NAMES, OneLineParser, parse, parser
 from common.config import ROLES, TrainConfig, flag_names, spelled
 from common.counts import count_flops, count_parameters
 from common.errors import UsageError
+from common.launching.command_line import STEP_NAMES, OneLineParser, parse, parser
 from common.link import Link
 from common.model import Decoder, cross_entropy_sum, naive_attention
 from common.model_config import ModelConfig
@@ -123,7 +123,7 @@ def test_replacements_of_the_model(tmp_path):
 @pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
 def test_help_is_printed_once(rank, printed):
     """Under torchrun every rank sees --help; here as a process with a command line of its own."""
-    command = [sys.executable, "-c", "from common.command_line import parse; parse(2)", "--help"]
+    command = [sys.executable, "-c", "from common.launching.command_line import parse; parse(2)", "--help"]
     done = subprocess.run(command, cwd=ROOT, env={"RANK": rank}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert ("--dp-mode" in done.stdout) == printed

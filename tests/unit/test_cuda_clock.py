@@ -10,9 +10,9 @@ from common.collectives import all_reduce, exchange
 from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh
 from common.tracing.chrome_trace import read_trace
 from common.tracing.clocks import CudaClock
-from common.tracing.gpu_kernels import classify_kernels
 from common.tracing.report import TIMES, report
 from common.tracing.tracer import Tracer
+from step01_single_gpu.recording.gpu_kernels import classify_kernels
 
 
 class FakeCuda:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.command_line import parse
 from common.data import text_sources, token_cache
 from common.data.batches import Batches, epoch_order, load_batches
 from common.data.token_cache import Corpus, load_corpus
 from common.errors import UsageError
+from common.launching.command_line import parse
 from common.process_groups import Degrees, build_mesh
 
 DOCUMENTS = ["def f():\n    return 1\n", "naïve café – 漢字 🙂\r\n", "\x00 tab\t and</s>  spaces ", "the end"]

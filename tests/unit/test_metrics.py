@@ -15,10 +15,11 @@ from common.costs.hardware import vendor_tflops
 from common.counts import count_flops
 from common.errors import UsageError
 from common.process_groups import mesh_of
-from common.record import hardware, run_record
-from common.record.hardware import peak_flops
-from common.record.run_record import RunRecord, read_metrics
+from common.record.metrics import read_metrics
 from common.start import environment
+from step01_single_gpu.recording import run_record, utilisation
+from step01_single_gpu.recording.run_record import RunRecord
+from step01_single_gpu.recording.utilisation import peak_flops
 from tests.harness.ranks import run_ranks
 
 KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}
@@ -148,8 +149,8 @@ def test_peak_flops_are_the_vendors_or_measured_or_given(monkeypatch):
     assert vendor_tflops("Tesla V100-PCIE-16GB", "float16") == 112 and vendor_tflops("NVIDIA L4", "float64") is None
     flops, source = peak_flops("cpu", torch.float32)
     assert flops > 1e8 and "measured" in source and peak_flops("cpu", torch.float32)[0] == flops  # not measured again
-    monkeypatch.setattr(hardware, "_measured", {})
-    monkeypatch.setattr(hardware, "_measure_matmul", lambda device, dtype: 42.0)
+    monkeypatch.setattr(utilisation, "_measured", {})
+    monkeypatch.setattr(utilisation, "_measure_matmul", lambda device, dtype: 42.0)
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert [peak_flops("cuda", dtype)[0] for dtype in (torch.bfloat16, torch.float32)] == [989e12, 494e12]

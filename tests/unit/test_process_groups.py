@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from common import collectives, launch, process_groups, start
+from common import collectives, process_groups, start
 from common.config import TrainConfig
 from common.errors import UsageError
 from common.experiments.demo import device_flag
+from common.launching import launch
 from common.process_groups import AXES, GROUP_NAMES, Degrees, all_groups, build_mesh, place_stages, separate
 from tests.harness.ranks import run_command, run_ranks
 

@@ -12,12 +12,14 @@ import torch
 
 from common import collectives
 from common.collectives import all_reduce, exchange, receive, send
+from common.config import TrainConfig
 from common.link import Link
 from common.process_groups import Degrees, Group, build_mesh
 from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_by_state
 from common.tracing.report import main, mean, report
 from common.tracing.timelines import draw_timelines
 from common.tracing.tracer import Tracer
+from step01_single_gpu.recording.profilers import Profilers
 from tests.harness.ranks import run_ranks
 
 LINK = Link(alpha=0.005, bandwidth=1e8)
@@ -214,10 +216,12 @@ def test_profilers_cover_the_traced_steps(tmp_path, monkeypatch, steps, traced):
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **options: log.append((step, options)))
     monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: log.append((step, path)))
     mesh = build_mesh(Degrees(), torch.device("cpu"))
-    tracer = Tracer((2, 3), mesh, tmp_path, profile=True, memory_snapshot=True)
+    config = TrainConfig(trace="2:3", run_dir=str(tmp_path), profile=True, memory_snapshot=True)
+    tracer, profilers = Tracer((2, 3), mesh, tmp_path), Profilers(config, rank=0)
     for step in steps:
-        with tracer.step(step), tracer.phase("forward"):
+        with profilers.step(step), tracer.step(step), tracer.phase("forward"):
             torch.ones(8, 8) @ torch.ones(8, 8)
+    profilers.close()
     tracer.close()
     events = json.loads((tmp_path / "profile" / "rank-0.json").read_text())["traceEvents"]
     names = Counter(event.get("name") for event in events if event.get("ph") == "X")

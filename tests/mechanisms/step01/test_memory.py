@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from common.command_line import parse
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
+from common.launching.command_line import parse
 from common.measure.allocator import MemoryMeter, live_bytes
 from common.measure.saved_tensors import SavedTensors
 from common.model import cross_entropy_sum

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.costs import alpha_beta
-from common.costs.hardware import BUS_GB_PER_S, bus_bandwidth
+from common.costs.networks import BUS_GB_PER_S, bus_bandwidth
 from common.link import Link
 from common.presets import PRESETS
 from step01_single_gpu.memory_model.peak import predict_peak

@@ -16,7 +16,7 @@ from common import collectives
 from common.config import TrainConfig
 from common.measure.allocator import live_bytes
 from common.process_groups import Mesh
-from common.record.run_record import RunRecord
+from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero import train as step03
 from tests.harness.observing import configure, mesh_of, sent_so_far
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import step04_tensor_parallel.train as step04
-from common.command_line import parse
+from common.launching.command_line import parse
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, build_mesh, mesh_of

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from common.command_line import parse
 from common.config import TrainConfig
+from common.launching.command_line import parse
 from common.model import fused_attention
 from common.process_groups import Degrees, build_mesh
 from step08_5d import fused

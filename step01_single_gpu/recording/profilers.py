@@ -5,22 +5,34 @@ from pathlib import Path
 
 import torch
 
+from common.config import TrainConfig
+
 
 class Profilers:
-    """Runs what `--profile` and `--memory-snapshot` ask for, during the steps from `first` to `last`.
+    """Runs what `--profile` and `--memory-snapshot` ask for, during the steps of `--trace`.
 
     RUN_DIR/profile/rank-N.json receives Kineto's trace, RUN_DIR/memory-rank-N.pickle the history of the allocator for
-    pytorch.org/memory_viz. torch.profiler warms up during the step before `first`, if the run has one.
+    pytorch.org/memory_viz. torch.profiler warms up during the step before, if the run has one.
     """
 
-    def __init__(self, first: int, last: int, run_dir: Path, rank: int, profile: bool, memory_snapshot: bool):
-        self._first, self._last, self._run_dir, self._rank = first, last, run_dir, rank
-        self._profile, self._memory_snapshot = profile, memory_snapshot  # what is still to be started
+    def __init__(self, config: TrainConfig, rank: int):
+        (self._first, self._last), self._rank = config.trace_range or (0, -1), rank
+        self._run_dir = Path(config.run_dir or ".")
+        self._profile, self._memory_snapshot = config.profile, config.memory_snapshot  # what is still to be started
         self._running = contextlib.ExitStack()
         self.profiler = None  # torch.profiler.profile while it runs
 
-    def before_step(self, number: int) -> None:
-        """Start what begins with this step."""
+    @contextlib.contextmanager
+    def step(self, number: int):
+        """Context manager around optimizer step `number`: starts what begins with it, and stops what ends."""
+        self._begin(number)
+        yield
+        if self.profiler:
+            self.profiler.step()
+        if number == self._last:
+            self.close()
+
+    def _begin(self, number: int) -> None:
         if self._profile and self._first - 1 <= number <= self._last:
             active = self._last - max(self._first, number) + 1
             schedule = torch.profiler.schedule(wait=0, warmup=int(number < self._first), active=active, repeat=1)
@@ -39,13 +51,6 @@ class Profilers:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(self._run_dir / f"memory-rank-{self._rank}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
-
-    def after_step(self, number: int) -> None:
-        """Tell torch.profiler that the step is over; after the last traced step stop and write everything."""
-        if self.profiler:
-            self.profiler.step()
-        if number == self._last:
-            self.close()
 
     def close(self) -> None:
         """Stop what still runs and write its file. Called again when the run ends, perhaps before the last step."""

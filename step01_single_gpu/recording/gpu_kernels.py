@@ -1,9 +1,12 @@
 """What the GPU did between its kernels' starts and ends: a table from the trace of torch.profiler (`--profile`).
 
+    python -m step01_single_gpu.recording.gpu_kernels RUN_DIR
+
 The tracer's spans count a phase as compute even while the GPU waits for Python. This table shows such gaps.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,3 +70,7 @@ def print_kernels(run_dir: str | Path) -> None:
     if rows:
         title = "GPU kernels of all profiled steps, in ms: span = compute + exposed + copies + idle"
         print_table(title, ("", *TIMES), rows)
+
+
+if __name__ == "__main__":
+    print_kernels(sys.argv[1])

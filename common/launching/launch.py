@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.command_line import parse
 from common.errors import CommunicationError, UsageError
+from common.launching.command_line import parse
 from common.process_groups import mesh_of
 from common.start import environment, init_distributed, meet
 

@@ -20,7 +20,8 @@ from common.data.batches import Batches
 from common.errors import UsageError
 from common.measure.allocator import MemoryMeter
 from common.process_groups import Mesh
-from common.record.hardware import peak_flops, utilisation
+from common.record.metrics import line_of, read_metrics
+from step01_single_gpu.recording.utilisation import peak_flops, utilisation
 
 SILENCE = 10.0  # seconds after which the next step is shown in any case
 
@@ -85,7 +86,7 @@ class RunRecord:
         for name, flops in (("mfu", "model_flops_per_step"), ("hfu", "hardware_flops_per_step")):
             timed[name] = utilisation(self.facts[flops], seconds, *devices)
         if self.file is not None:
-            self.file.write(_line({"step": step} | measured | timed))
+            self.file.write(line_of({"step": step} | measured | timed))
             self.file.flush()
         steps, now = self.config.steps, time.monotonic()
         worth_a_line = step % max(1, steps // 20) == 0 or step == steps - 1 or now - self.shown > SILENCE
@@ -105,7 +106,7 @@ class RunRecord:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = read_metrics(path)[0] if first_step and path.exists() else []
             (folder / "config.json").write_text(json.dumps(self.facts, indent=2, sort_keys=True) + "\n")
-            rewritten.write_text("".join(_line(each) for each in earlier if each["step"] < first_step))
+            rewritten.write_text("".join(line_of(each) for each in earlier if each["step"] < first_step))
             os.replace(rewritten, path)  # a kill leaves the old file or the new one
             self.file = path.open("a", encoding="utf-8")
         except OSError as error:
@@ -117,28 +118,3 @@ class RunRecord:
         """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""
         if self.config.measure_memory and self.mesh.device.type == "cpu":
             yield from (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
-
-
-def _line(record: dict) -> str:
-    strings = {key: json.dumps(each) for key, each in record.items() if type(each) is float and not math.isfinite(each)}
-    return json.dumps(record | strings, allow_nan=False) + "\n"
-
-
-def _with_numbers(values: dict) -> dict:
-    return {key: float(value) if value in ("NaN", "Infinity", "-Infinity") else value for key, value in values.items()}
-
-
-def read_metrics(path: Path) -> tuple[list[dict], bool]:
-    """The steps of a `metrics.jsonl`, and whether its last line is half written, as a run that was killed leaves it.
-
-    Raises ValueError with the number of the first other line that is not the record of a step.
-    """
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line, object_hook=_with_numbers))
-            int(records[-1]["step"])  # what is no object or has no step is no record either
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path.name}, line {number} is not the record of a step: {line[:60]!r}") from None
-    return records, rest != ""
