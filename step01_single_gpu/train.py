@@ -18,9 +18,10 @@ from common.launching.launch import run
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
-from common.weights.initialisation import initial_values, materialise
+from common.weights.initialisation import materialise
 from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.config import check
+from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import GradientSums, Optimizer
 from step01_single_gpu.recompute import apply_recompute

@@ -28,7 +28,8 @@ from torch import nn
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Mesh
-from common.weights.initialisation import allocate_parameters, enough_memory, initial_values
+from common.weights.initialisation import allocate_parameters, enough_memory
+from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.mixed_precision import take_gradients
 from step02_data_parallel.data_parallel import fill_buckets
 from step03_zero.unit import Unit

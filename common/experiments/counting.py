@@ -14,7 +14,7 @@ from common.collectives import barrier, record
 from common.costs.vocabulary import KINDS, Message, added
 from common.drawing.tables import compared, print_table
 from common.experiments import tcp_bytes
-from common.measure.allocator import live_bytes
+from common.measure.storages import live_bytes
 from common.process_groups import Mesh
 
 Sent = dict[tuple[str, str], tuple[float, float]]  # by group and operation: how many, and the bytes of all of them

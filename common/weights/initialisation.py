@@ -1,4 +1,4 @@
-"""Initial values: every rank draws or reads just the boxes that it holds, and all layouts get the same model."""
+"""Initial values: every rank draws just the boxes that it holds, and all layouts get the same model."""
 
 import hashlib
 import math
@@ -9,20 +9,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from common.config import TrainConfig
 from common.errors import UsageError
 from common.parameter import ParameterSpec
-from common.weights.huggingface import stored_values
 
 CHUNK = 1 << 22  # elements drawn at once, so that temporaries are small even for a large tensor
 InitialValues = Callable[[Iterable[torch.Tensor]], None]  # fills tensors that have specs
-
-
-def initial_values(config: TrainConfig) -> InitialValues:
-    """The function that fills a run's parameters: with the weights of --init-from, else with random numbers."""
-    if config.init_from is not None:
-        return stored_values(config.init_from, config.model_config)
-    return random_values(config.seed)
 
 
 def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, values: InitialValues) -> None:

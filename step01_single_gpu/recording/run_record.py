@@ -18,9 +18,9 @@ from common.config import TrainConfig
 from common.counts import count_flops
 from common.data.batches import Batches
 from common.errors import UsageError
-from common.measure.allocator import MemoryMeter
 from common.process_groups import Mesh
 from common.record.metrics import line_of, read_metrics
+from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.recording.utilisation import peak_flops, utilisation
 
 SILENCE = 10.0  # seconds after which the next step is shown in any case

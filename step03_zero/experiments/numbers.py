@@ -11,7 +11,7 @@ from common.experiments.counting import counted, mean_rank, print_counted, print
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import BUCKET_MB, overlay, tensor_sizes
 from common.experiments.training_step import on_every_case
-from common.measure.allocator import live_bytes
+from common.measure.storages import live_bytes
 from common.model import Decoder
 from common.process_groups import Mesh
 from step03_zero import cost

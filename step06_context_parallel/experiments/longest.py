@@ -11,9 +11,9 @@ from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import Training, checked, on_every_case
-from common.measure.allocator import MemoryMeter
 from common.presets import PRESETS
 from common.process_groups import Mesh
+from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.memory_model.gpt import from_model, text_activations
 from step06_context_parallel import cost, train
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common.config import TrainConfig
-from common.measure.allocator import MemoryMeter
+from step01_single_gpu.memory_meter import MemoryMeter
 from tests.harness.ranks import run_ranks
 
 # Ranks keep freed memory, as CUDA's caching allocator does. By default glibc returns it to the system whenever enough

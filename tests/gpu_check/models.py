@@ -11,8 +11,8 @@ import torch
 from common.config import TrainConfig
 from common.counts import count_flops
 from common.launching.command_line import parse
-from common.measure.allocator import MemoryMeter
 from common.presets import HUGGINGFACE_NAMES
+from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.recording.utilisation import peak_flops
 from tests.gpu_check.findings import Findings
 from tests.gpu_check.launching import train_alone

@@ -20,7 +20,7 @@ from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import mesh_of
 from common.start import environment
 from common.tracing.chrome_trace import read_trace
-from common.weights import initialisation
+from step01_single_gpu import initial_weights
 from step01_single_gpu.recompute import _Recompute
 from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.unit import Unit
@@ -49,7 +49,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
     printed, save, end_step, batch = io.StringIO(), checkpoint.save, RunRecord.end_step, Batches.micro_batch
     sleep, names = time.sleep, {"replica": "dp_cp"}  # without --zero all ranks are replicas
 
-    def constant_weights(path: str, config) -> initialisation.InitialValues:
+    def constant_weights(path: str, config) -> initial_weights.InitialValues:
         """Stands in for a Hugging Face checkpoint: all weights are 0.01."""
 
         def fill(tensors):
@@ -107,7 +107,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         mesh = mesh_of(config, torch.device("cpu"))
         with (
             mock.patch.object(time, "sleep", noted_sleep),
-            mock.patch.object(initialisation, "stored_values", constant_weights),
+            mock.patch.object(initial_weights, "stored_values", constant_weights),
             mock.patch.object(checkpoint, "save", noted_save),
             mock.patch.object(torch, "compile", noted_compile),
             mock.patch.object(Batches, "micro_batch", noted_batch),

@@ -21,8 +21,9 @@ from common.model_config import ModelConfig, RopeScaling
 from common.presets import resolve
 from common.process_groups import Degrees, build_mesh
 from common.weights import export
-from common.weights.huggingface import huggingface_name, stored_values
+from common.weights.huggingface import huggingface_name
 from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.initial_weights import stored_values
 
 SMALL = ModelConfig(384, 32, 2, 4, 2, 48, tie_embeddings=False, max_positions=256)
 TIED = replace(SMALL, tie_embeddings=True, norm_eps=1e-6)

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from common.measure.allocator import Allocation, Measurement, MemoryMeter, _known, live_bytes
+from common.measure.storages import live_bytes
+from step01_single_gpu.memory_meter import Allocation, Measurement, MemoryMeter, _known
 
 MB = 10**6
 

@@ -14,8 +14,8 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.launching.command_line import parse
-from common.measure.allocator import MemoryMeter, live_bytes
 from common.measure.saved_tensors import SavedTensors
+from common.measure.storages import live_bytes
 from common.model import cross_entropy_sum
 from common.model_config import ModelConfig
 from common.presets import PRESETS
@@ -24,6 +24,7 @@ from step01_single_gpu import cost as memory
 from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments import memory_timeline as timeline
 from step01_single_gpu.experiments.tools import Run, train_in
+from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import capacity
 from step01_single_gpu.memory_model import gpt as gpt_memory

@@ -14,7 +14,7 @@ import torch
 
 from common import collectives
 from common.config import TrainConfig
-from common.measure.allocator import live_bytes
+from common.measure.storages import live_bytes
 from common.process_groups import Mesh
 from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero import train as step03

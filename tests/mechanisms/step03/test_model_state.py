@@ -8,10 +8,11 @@ import torch
 
 from common.config import TrainConfig
 from common.counts import count_parameters
-from common.measure.allocator import MemoryMeter, live_bytes
+from common.measure.storages import live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations, total_bytes
+from step01_single_gpu.memory_meter import MemoryMeter
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT
 from step03_zero.zero import Zero, fill_all_buckets

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from common.measure.allocator import MemoryMeter
 from common.measure.saved_tensors import SavedTensors
 from common.model import rope_tables
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import saved_activations, total_bytes
+from step01_single_gpu.memory_meter import MemoryMeter
 from step04_tensor_parallel import vocab_parallel
 from step04_tensor_parallel.cost import Way, block_activations, loss_bytes
 from tests.harness.ranks import run_ranks

@@ -14,7 +14,7 @@ import torch
 import step05_pipeline.train as step05
 from common import collectives
 from common.config import TrainConfig
-from common.measure.allocator import live_bytes
+from common.measure.storages import live_bytes
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step05_pipeline import pipeline as executor

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from common.config import CP_MODES, CP_SPLITS
-from common.measure.allocator import MemoryMeter
 from common.measure.saved_tensors import SavedTensors
 from common.model import Decoder, rope_tables
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations, total_bytes
+from step01_single_gpu.memory_meter import MemoryMeter
 from step06_context_parallel import cost
 from step06_context_parallel.context_parallel import apply_context_parallel, attention
 from step06_context_parallel.experiments.memory import peaks

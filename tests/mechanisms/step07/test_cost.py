@@ -7,8 +7,8 @@ import torch
 
 from common.config import TrainConfig
 from common.costs.vocabulary import Message, added
-from common.measure.allocator import live_bytes
 from common.measure.saved_tensors import SavedTensors
+from common.measure.storages import live_bytes
 from common.process_groups import Degrees, build_mesh
 from step07_expert_parallel import cost
 from step07_expert_parallel.experiments import memory, traffic

@@ -19,8 +19,9 @@ from common.model import Decoder
 from common.presets import resolve
 from common.process_groups import Group
 from common.weights import export
-from common.weights.huggingface import as_stored, stored_values
+from common.weights.huggingface import as_stored
 from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.initial_weights import stored_values
 from step07_expert_parallel.moe import apply_experts
 from step07_expert_parallel.router import Router
 from tests.harness.observing import configure, mesh_of

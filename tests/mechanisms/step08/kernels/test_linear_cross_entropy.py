@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.measure.allocator import MemoryMeter
 from common.process_groups import Group
+from step01_single_gpu.memory_meter import MemoryMeter
 from step05_pipeline.weight_gradients import defer_weight_gradients
 from step08_5d.kernels import linear_cross_entropy as module
 from step08_5d.kernels.cross_entropy import IGNORED

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch._C import _autograd, _profiler
 
+from common.measure.storages import storages_of
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch 2.13 prints two lines whenever its profiler runs
 
 
@@ -57,7 +59,7 @@ class MemoryMeter:
         elif not self.on_cpu or _autograd._profiler_enabled():
             yield result
         else:
-            storages = _storages(baseline)
+            storages = storages_of(baseline)
             del baseline  # or a list made for the call would keep alive what the region frees
             result.baseline_bytes = sum(storages.values())
             with _allocator_events() as events:
@@ -65,17 +67,6 @@ class MemoryMeter:
             result.allocations = _known(events, storages)
             changes = (event.bytes for event in result.allocations)
             result.peak_bytes = max(itertools.accumulate(changes, initial=result.baseline_bytes))
-
-
-def live_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the storages behind `tensors`, each storage once, however many views of it there are."""
-    return sum(_storages(tensors).values())
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes. Storage without memory (meta tensors, released parameters) has address 0."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr()}
 
 
 @contextlib.contextmanager

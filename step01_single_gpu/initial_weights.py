@@ -1,0 +1,69 @@
+"""The weights that a run starts with: random ones, or those of --init-from in Hugging Face's format (safetensors)."""
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from common.checkpoints import boxes
+from common.checkpoints.boxes import SavedBox
+from common.config import TrainConfig
+from common.errors import UsageError
+from common.model import Decoder
+from common.model_config import ModelConfig
+from common.presets import hub_errors_in_one_line
+from common.weights.huggingface import as_stored, check_config, huggingface_name, model_type
+from common.weights.initialisation import InitialValues, random_values
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # others are quantised
+
+
+def initial_values(config: TrainConfig) -> InitialValues:
+    """The function that fills a run's parameters: with the weights of --init-from, else with random numbers."""
+    if config.init_from is not None:
+        return stored_values(config.init_from, config.model_config)
+    return random_values(config.seed)
+
+
+def stored_values(name_or_path: str, config: ModelConfig) -> InitialValues:
+    """Return a function that fills tensors with the weights in a folder or on the Hub, converted to their types.
+
+    It reads only the boxes that the tensors' specs describe. Rows that pad the vocabulary become zero. Raises
+    UsageError when there is no checkpoint, when it is damaged or quantised or belongs to another model than `config`,
+    and when it lacks a weight, has an unknown one or one of another shape.
+    """
+    from huggingface_hub import snapshot_download
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    folder = name_or_path
+    with hub_errors_in_one_line(f"--init-from {name_or_path}"):
+        if not os.path.isdir(folder):
+            folder = snapshot_download(folder, allow_patterns=["config.json", "model*.safetensors"])
+        reader = HuggingFaceStorageReader(folder)
+        stored = reader.read_metadata().state_dict_metadata
+        if not stored:
+            raise FileNotFoundError("it holds no .safetensors files")
+    check_config("--init-from", folder, config)
+    _check_weights(folder, stored, config)
+
+    def fill(tensors: Iterable[torch.Tensor]) -> None:
+        wanted: list[SavedBox] = []
+        for tensor in tensors:
+            wanted += as_stored(tensor.spec, tensor.detach().zero_(), config)
+        boxes.read(reader, wanted)
+
+    return fill
+
+
+def _check_weights(folder: str, stored: dict, config: ModelConfig) -> None:
+    """Raise UsageError unless `stored` describes the whole model's weights; so all ranks refuse the same."""
+    mixtral, ignored = model_type(config) == "mixtral", ("lm_head.weight",) * config.tie_embeddings  # some repeat it
+    for layer in range(config.dense_layers, config.layers if config.experts else 0):
+        ignored += (huggingface_name(f"layers.{layer}.mlp.", mixtral),)  # ranks hold, and look for, different experts
+    shapes = {huggingface_name(p.spec.name, mixtral): tuple(p.shape) for p in Decoder(config).parameters()}
+    for name in sorted(each for each in shapes.keys() | stored.keys() if not each.startswith(ignored)):
+        expected, found = shapes.get(name), tuple(stored[name].size) if name in stored else None
+        if expected != found and not name.endswith(".inv_freq"):  # old files hold RoPE's frequencies
+            raise UsageError(f"--init-from {folder}: the shape of {name} is {found}, that of --model is {expected}")
+        if expected and stored[name].properties.dtype not in DTYPES:
+            raise UsageError(f"--init-from {folder}: {name} is quantised ({stored[name].properties.dtype})")
