@@ -9,11 +9,11 @@ import torch
 from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
 from common.config import TrainConfig, flag_names
-from common.data.batches import Batches
 from common.errors import UsageError
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step01_single_gpu.background_saves import BackgroundSaves
+from step01_single_gpu.data.batches import Batches
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recording.profilers import Profilers
 from step01_single_gpu.recording.run_record import RunRecord

@@ -13,7 +13,6 @@ import common  # noqa: F401 (before torch, so that its idle threads sleep)
 import torch
 
 from common.config import TrainConfig
-from common.data.batches import Batches, load_batches
 from common.launching.launch import run
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
 from common.process_groups import Mesh
@@ -21,6 +20,7 @@ from common.tracing.tracer import Tracer
 from common.weights.initialisation import materialise
 from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.config import check
+from step01_single_gpu.data.batches import Batches, load_batches
 from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import GradientSums, Optimizer

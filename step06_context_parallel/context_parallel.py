@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from common.config import TrainConfig
-from common.data.batches import to_device
 from common.model import Decoder
 from common.process_groups import Group, Mesh
+from step01_single_gpu.data.batches import to_device
 from step06_context_parallel.all_gather_attention import AllGatherAttention
 from step06_context_parallel.attention_block import Kernels
 from step06_context_parallel.layouts import Documents, Layout

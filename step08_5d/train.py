@@ -13,11 +13,11 @@ from common import collectives  # before torch, so that its idle threads sleep
 import torch
 
 from common.config import TrainConfig
-from common.data.batches import Batches, load_batches
 from common.launching.launch import run
 from common.process_groups import Mesh, place_stages
 from common.tracing.tracer import Tracer
 from step01_single_gpu.clipping import clip_factor, gradient_norm
+from step01_single_gpu.data.batches import Batches, load_batches
 from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer

@@ -49,7 +49,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """The folder within common that a module belongs to: `common.data`, or `common` for the core."""
+    """The folder within common that a module belongs to: `common.tracing`, or `common` for the core."""
     parts = module.split(".")
     if module in COMMANDS:
         return module

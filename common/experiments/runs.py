@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from common.config import TrainConfig
-from common.data.batches import Batches
 from common.drawing import figures
 from common.drawing.curves import plot
 from common.experiments.local_ranks import on_ranks, train_quietly
@@ -40,7 +39,7 @@ def run_jobs(mesh: Mesh, done: Callable, jobs: list[tuple[str, dict]], folder: s
         done()
 
 
-def reference_gradients(config: TrainConfig, batches: Batches) -> dict[str, torch.Tensor]:
+def reference_gradients(config: TrainConfig, batches) -> dict[str, torch.Tensor]:
     """Return the gradient of each parameter, by name, of one process that takes the whole global batch at once."""
     model = Decoder(config.model_config)
     materialise(model, config.torch_dtype, torch.device("cpu"), random_values(config.seed))

@@ -7,7 +7,6 @@ from types import ModuleType
 import torch
 
 from common.config import TrainConfig
-from common.data.batches import Batches, load_batches
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.tracing.tracer import Tracer
 
@@ -39,12 +38,12 @@ class Training:
     Args:
         train: the step's train.py, as a module.
         mesh: the groups of `config`; see `checked`.
-        batches: what micro-batches are read from, by default those of `config`.
+        batches: what micro-batches are read from, step 1's `Batches`; by default those of `config`.
     """
 
-    def __init__(self, train: ModuleType, config: TrainConfig, mesh: Mesh, batches: Batches | None = None):
-        self.train_step, self.config, self.numbers = train.train_step, config, {}  # what the last step said of itself
-        self.batches, self.parts = batches or load_batches(config, mesh), train.build(config, mesh)
+    def __init__(self, train: ModuleType, config: TrainConfig, mesh: Mesh, batches=None):
+        self.train, self.config, self.numbers = train, config, {}  # what the last step said of itself
+        self.batches, self.parts = batches or train.load_batches(config, mesh), train.build(config, mesh)
         self.mesh = getattr(self.parts[0], "mesh", mesh)  # a pipeline knows more groups
         self.optimizer = next(part for part in self.parts if hasattr(part, "masters"))
         self.shards = self.optimizer.parameters
@@ -70,7 +69,7 @@ class Training:
 
     def _take(self, step: int, parts: Iterable, tracer: Tracer | None) -> dict[str, float]:
         tracer = tracer or Tracer(None, self.mesh, None)
-        numbers = self.train_step(step, *parts, self.batches, self.config, self.mesh, tracer)
+        numbers = self.train.train_step(step, *parts, self.batches, self.config, self.mesh, tracer)
         self.numbers = {name: number.item() for name, number in numbers.items()}
         return self.numbers
 

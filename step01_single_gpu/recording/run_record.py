@@ -16,10 +16,10 @@ from common import collectives
 from common.all_ranks import on_all_ranks
 from common.config import TrainConfig
 from common.counts import count_flops
-from common.data.batches import Batches
 from common.errors import UsageError
 from common.process_groups import Mesh
 from common.record.metrics import line_of, read_metrics
+from step01_single_gpu.data.batches import Batches
 from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.recording.utilisation import peak_flops, utilisation
 

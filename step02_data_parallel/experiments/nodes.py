@@ -7,13 +7,13 @@ import numpy as np
 
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player, fill_buckets
-from common.data.batches import load_batches
 from common.drawing.charts import legend, lines
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.on_nodes import HIDES, Found, Work, cable_link, crossing, two_nodes
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
+from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.slow_device import SlowDevice
 from step02_data_parallel import cost
 from step02_data_parallel.train import build

@@ -41,7 +41,7 @@ def run_with(mesh: Mesh, flags: dict, zero: type[Zero] | None = None) -> Trainin
         sharded = zero(model, config, mesh)
         return model, sharded, Optimizer(sharded.shards, config)
 
-    step = SimpleNamespace(build=build, train_step=train.train_step) if zero else train
+    step = SimpleNamespace(**vars(train) | {"build": build}) if zero else train
     return Training(step, *checked(mesh, **flags))
 
 

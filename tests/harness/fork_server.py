@@ -40,7 +40,7 @@ def main(requests: int, replies: int) -> None:
     _load(*PRELOAD)
     import torch
 
-    from common.data.token_cache import synthetic
+    from step01_single_gpu.data.token_cache import synthetic
     from step01_single_gpu.recording import utilisation
 
     torch.set_num_threads(1)

@@ -14,13 +14,13 @@ import torch
 
 from common import collectives
 from common.checkpoints import checkpoint
-from common.data.batches import Batches
 from common.errors import UsageError
 from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import mesh_of
 from common.start import environment
 from common.tracing.chrome_trace import read_trace
 from step01_single_gpu import initial_weights
+from step01_single_gpu.data.batches import Batches
 from step01_single_gpu.recompute import _Recompute
 from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.unit import Unit

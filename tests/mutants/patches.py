@@ -6,7 +6,7 @@ ones train something else; the last ones train the right model and let communica
 
 import contextlib
 
-from common.data.batches import Batches
+from step01_single_gpu.data.batches import Batches
 from step02_data_parallel.data_parallel import DataParallel
 from tests.mutants import (
     Mutants,

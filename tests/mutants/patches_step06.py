@@ -6,7 +6,7 @@ The first train something else; those below train the same, and send, keep, comp
 import torch
 
 import step06_context_parallel.train as step06
-from common.data.batches import Batches
+from step01_single_gpu.data.batches import Batches
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block, context_parallel, ring_attention, ulysses_attention
 from step06_context_parallel.all_gather_attention import AllGatherAttention

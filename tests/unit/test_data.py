@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import text_sources, token_cache
-from common.data.batches import Batches, epoch_order, load_batches
-from common.data.token_cache import Corpus, load_corpus
 from common.errors import UsageError
 from common.launching.command_line import parse
 from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.data import text_sources, token_cache
+from step01_single_gpu.data.batches import Batches, epoch_order, load_batches
+from step01_single_gpu.data.token_cache import Corpus, load_corpus
 
 DOCUMENTS = ["def f():\n    return 1\n", "naïve café – 漢字 🙂\r\n", "\x00 tab\t and</s>  spaces ", "the end"]
 # A recorded run can be repeated for ever, with any version of numpy and Python.

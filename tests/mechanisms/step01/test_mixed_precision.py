@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from common.config import TrainConfig
-from common.data.batches import load_batches
 from common.errors import UsageError
 from common.model import Decoder, cross_entropy_sum
 from common.parameter import ParameterSpec
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu import train as train_module
 from step01_single_gpu.clipping import clip_factor, gradient_norm
+from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.experiments.tools import Run
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler, Optimizer
 from tests.harness.observing import configure, mesh_of

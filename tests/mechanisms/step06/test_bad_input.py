@@ -5,10 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from common.data import batches
-from common.data.token_cache import synthetic
 from common.errors import UsageError
 from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.data import batches
+from step01_single_gpu.data.token_cache import synthetic
 from tests.harness.observing import configure
 from tests.harness.ranks import run_script
 

@@ -8,9 +8,9 @@ import torch
 
 from common.all_ranks import on_all_ranks
 from common.config import TrainConfig
-from common.data.token_cache import Corpus, load_corpus
 from common.errors import UsageError
 from common.process_groups import Mesh
+from step01_single_gpu.data.token_cache import Corpus, load_corpus
 
 
 class Batches:

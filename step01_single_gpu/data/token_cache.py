@@ -14,8 +14,8 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from common.data.text_sources import Source, files_digest, find_source, load_tokenizer
 from common.errors import UsageError
+from step01_single_gpu.data.text_sources import Source, files_digest, find_source, load_tokenizer
 
 
 class Corpus(NamedTuple):
