@@ -128,6 +128,6 @@ def test_files_stay_readable():
     lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert {module: length for module, length in lengths.items() if length > 320} == {}
     used = {module for module in needed_by_users() if module.startswith("common")}
-    assert sum(lengths[module] for module in used) <= 4180, "what a train.py or a command imports, wherever it is"
+    assert sum(lengths[module] for module in used) <= 3900, "what a train.py or a command imports, wherever it is"
     core = {module for module in MODULES if room_of(module) in {"common", *COMMANDS}}
     assert sum(lengths[module] for module in core) <= 1660

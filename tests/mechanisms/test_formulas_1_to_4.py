@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.collectives import Call
-from common.costs import alpha_beta, hardware, vocabulary
+from common.costs import alpha_beta, networks, vocabulary
 from common.costs.alpha_beta import Player
 from common.costs.networks import BUS_GB_PER_S
 from common.costs.vocabulary import Message
@@ -201,7 +201,7 @@ def tp_sends(formula, *arguments) -> dict:
 def ratios() -> list[float]:
     """Of a gather within a node of 8 to the product behind it, in Llama 3 8B: q, k and v; gate and up."""
     shared = LLAMA.hidden + 2 * LLAMA.kv_heads * LLAMA.head_width, 2 * LLAMA.ffn
-    return [round(alpha_beta.gather_ratio(8, width, PEAK, hardware.NVLINK), 2) for width in shared]
+    return [round(alpha_beta.gather_ratio(8, width, PEAK, networks.NVLINK), 2) for width in shared]
 
 
 def gigabytes() -> list[float]:
