@@ -1,6 +1,7 @@
 """The plan of the house, read from the source: who imports whom, what is named where, and how large files get."""
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -102,13 +103,28 @@ def test_collectives_go_through_collectives(module):
         assert not re.search(direct, MODULES[module].read_text()), f"{module} uses torch.distributed itself"
 
 
-def needed_by_users() -> set[str]:
-    """Modules that some train.py or a command imports, directly or not."""
-    found, ahead = set(), {f"{step}.train" for step in STEPS} | COMMANDS
+def needed_by(*modules: str) -> set[str]:
+    """These modules, and those that they import, directly or not."""
+    found, ahead = set(), set(modules)
     while ahead:
         found |= ahead
         ahead = set().union(*(IMPORTS[module] for module in ahead)) - found
     return found
+
+
+def test_the_model_knows_nothing_of_ranks():
+    assert "common.process_groups" not in needed_by("common.model")
+
+
+@pytest.mark.parametrize("room", ["common", *STEPS, "tests"])
+def test_every_module_can_be_imported(room):
+    """Also those that no test needs. pytest imports the tests themselves."""
+    for module in MODULES:
+        if module.startswith(f"{room}.") and not re.search(r"\.test_\w+$", module):
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                assert error.name == "triton", module
 
 
 MOST_LINES = {2: 450, 3: 450}  # of a mechanism; in the other steps 650
@@ -127,7 +143,8 @@ def test_a_mechanism_can_be_read(step):
 def test_files_stay_readable():
     lengths = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert {module: length for module, length in lengths.items() if length > 320} == {}
-    used = {module for module in needed_by_users() if module.startswith("common")}
+    users = [f"{step}.train" for step in STEPS]
+    used = {module for module in needed_by(*COMMANDS, *users) if module.startswith("common")}
     assert sum(lengths[module] for module in used) <= 3900, "what a train.py or a command imports, wherever it is"
     core = {module for module in MODULES if room_of(module) in {"common", *COMMANDS}}
     assert sum(lengths[module] for module in core) <= 1660

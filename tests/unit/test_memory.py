@@ -60,27 +60,6 @@ def test_a_block_that_another_one_overlaps_was_released_unseen():
     assert found == [(100, 50), (200, 50), *released, (140, 70), (90, 10)]
 
 
-def test_a_training_step_with_its_backward_pass():
-    model = torch.nn.Linear(1000, 500, bias=False)  # 2,000,000 bytes
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    x = torch.randn(10, 1000)
-
-    def state() -> list[torch.Tensor]:
-        return [x, *model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
-
-    weight, ends = 2 * MB, []
-    for _ in range(2):
-        optimizer.zero_grad(set_to_none=True)  # before the region, see MemoryMeter
-        with MemoryMeter("cpu").measure(state()) as memory:
-            model(x).sum().backward()
-            optimizer.step()
-        assert levels(memory)[-1] == live_bytes([*state(), model.weight.grad])
-        ends.append((memory.baseline_bytes, levels(memory)[-1]))
-    entry, moments = weight + x.nbytes, 2 * weight + 4  # 4 bytes count the steps
-    assert ends == [(entry, entry + weight + moments), (entry + moments, entry + moments + weight)]
-    assert memory.peak_bytes > entry + moments + weight, "the update has temporaries"
-
-
 def test_live_bytes_counts_a_storage_once():
     a = torch.zeros(100, 100)
     assert live_bytes([a, a[0], a.t(), torch.zeros(3, dtype=torch.float64)]) == 40_000 + 24

@@ -1,7 +1,6 @@
 """The decoder: parity with transformers' Llama, ranges of layers, precision, causality."""
 
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum, rope_table
 from common.model_config import ModelConfig, RopeScaling
 from common.weights.huggingface import huggingface_name
 from common.weights.initialisation import materialise, random_values
-from tests.harness.ranks import run_command
 
 GQA = ModelConfig(vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, ffn=112, tie_embeddings=False)
 LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
@@ -139,24 +137,6 @@ def test_llama3_scaling_has_its_three_regimes():
     assert ((ratio > 1.01) & (ratio < 7.99)).sum() >= 1
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("cuts", [(1,), (1, 3), (2, 3)])
-def test_stages_compose_to_the_whole(cuts, tied):
-    config = replace(GQA, layers=4, tie_embeddings=tied)
-    whole, edges = build(config), (0, *cuts, 4)
-    stages = [build(config, first=a, last=b) for a, b in zip(edges, edges[1:])]
-    x = tokens = tokens_of(config)
-    for stage in stages:
-        x = stage(x)
-    assert torch.equal(x, whole(tokens))
-    values = {p.spec.name: p for p in whole.parameters()}
-    held = [p for stage in stages for p in stage.parameters()]
-    assert {p.spec.name for p in held} == values.keys()
-    assert all(torch.equal(parameter, values[parameter.spec.name]) for parameter in held)
-    if tied:  # the head of the last layers is the embedding of the first
-        assert stages[-1].head.weight.spec.name == "embedding.weight"
-
-
 class Only64(TorchDispatchMode):
     """Fails when any operation makes a floating-point tensor that is not float64."""
 
@@ -192,39 +172,3 @@ def test_bfloat16_runs_near_float32(core):
     loss.backward()
     assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in narrow.parameters())
     assert difference(logits, full(tokens)) < 0.03  # bf16 has 8 bits: 0.4% a rounding
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_causality(core):
-    model, tokens = liven(build(CASES["llama3"], core=core)), tokens_of(GQA)
-    before = model(tokens)
-    tokens[:, 50] = (tokens[:, 50] + 1) % GQA.vocab
-    after = model(tokens)
-    assert difference(after[:, :50], before[:, :50]) < 1e-14
-    assert ((after - before)[:, 50:].abs().amax(-1) > 1e-6).all()  # it is not causal by ignoring everything
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_logits_depend_on_distances_alone(core):
-    """RoPE is relative: shifting all positions changes nothing. Other positions do."""
-    model, tokens = liven(build(GQA, core=core)), tokens_of(GQA)
-    positions = torch.arange(tokens.shape[1])
-    default = model(tokens)
-    assert torch.equal(model(tokens, positions), default)
-    assert difference(model(tokens, positions + 1000), default) < 1e-10
-    assert difference(model(tokens, positions * 2), default) > 1e-3
-
-
-def test_compute_is_all_of_a_block():
-    """A wrapper of it sees every input of the layer, each a tensor, and what it returns is the layer's output."""
-    model, tokens, seen = build(GQA), tokens_of(GQA), []
-    for layer in model.layers.values():
-        layer.compute = lambda *inputs: seen.append(inputs) or inputs[0] + 1
-    x = model.embedding(tokens) + 1 + 1
-    assert torch.equal(model(tokens), model.head(model.norm(x))) and torch.equal(seen[1][0] + 1, x)
-    assert all(isinstance(each, torch.Tensor) for inputs in seen for each in inputs)
-
-
-def test_the_model_knows_nothing_of_ranks():
-    code = "import common.model, sys; sys.exit('common.process_groups' in sys.modules)"
-    assert run_command([sys.executable, "-c", code]).returncode == 0

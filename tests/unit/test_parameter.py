@@ -113,17 +113,6 @@ def test_the_rarest_values_are_finite():
         assert abs(initialisation._normal(torch.tensor([0]), key).item() - expected) < 0.1
 
 
-def test_neighbours_do_not_correlate():
-    """Neighbouring seeds, names, rows and columns."""
-    pairs = [("layers.0.mlp.up_proj.weight", seed) for seed in (0, 1, 10, 2**40)]
-    pairs += [("layers.1.mlp.up_proj.weight", 0), ("layers.0.mlp.gate_proj.weight", 0)]
-    base, *others = (random_box(spec_of(400, 500, name=name, std=1.0), seed).flatten() for name, seed in pairs)
-    for index, other in enumerate([*others, base.roll(1), base.roll(500), base.roll(256)]):
-        for a, b in ((base, other), (base.square() - 1, other.square() - 1)):
-            correlation = (a * b).mean() / (a.std() * b.std())
-            assert abs(correlation) < 5 / math.sqrt(200_000), index
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_materialise(tied):
     model = Decoder(ModelConfig(32, 16, 2, 4, 2, 24, tie_embeddings=tied))
@@ -149,12 +138,6 @@ def test_a_model_larger_than_the_memory_is_one_line():
     model = Decoder(ModelConfig(1 << 22, 1 << 24, 1, 4, 2, 24, tie_embeddings=True))  # an embedding of 256 TiB
     with pytest.raises(UsageError, match=r"^the model's [\d,]+ parameters do not fit into the memory of cpu$"):
         materialise(model, torch.float32, CPU, random_values(0))
-
-
-def test_only_matrices_decay():
-    specs = [p.spec for p in Decoder(ModelConfig(8, 8, 1, 2, 1, 8, False)).parameters()]
-    norms = {"norm.weight", "layers.0.attention_norm.weight", "layers.0.mlp_norm.weight"}
-    assert {spec.name for spec in specs if not spec.decay} == norms
 
 
 def test_gradient_norm_counts_what_is_owned():

@@ -1,8 +1,6 @@
 """Configurations of Hugging Face models: files in old and new forms, and what is refused."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -64,8 +62,3 @@ def test_refusals(tmp_path):
         with pytest.raises(UsageError) as caught:
             resolve(name)
         assert str(caught.value).startswith(f"--model {name} {words}") and "\n" not in str(caught.value)
-
-
-def test_presets_do_not_wait_for_transformers():
-    code = "import sys, common.config; common.config.TrainConfig(model='llama3-8b').model_config\n"
-    subprocess.run([sys.executable, "-c", code + "assert 'transformers' not in sys.modules"], check=True)
