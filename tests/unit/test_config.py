@@ -55,20 +55,15 @@ def test_parameters_of_experts():
     assert count_flops(MOE, 10).linear == 2 * 10 * active
 
 
-@pytest.mark.parametrize("tied, kv_heads, head_dim", [(False, 2, None), (True, 1, 6)])
-def test_flops_of_the_real_module(tied, kv_heads, head_dim):
-    """torch's counter sees the matrix products of the naive core as they are."""
-    config = ModelConfig(50, 32, 3, 4, kv_heads, 40, tied, head_dim)
+def test_flops_with_tied_weights_and_another_head_width():
+    """torch's counter sees the matrix products of the naive core as they are. Other models: step 1's recomputation."""
+    config = ModelConfig(50, 32, 3, 4, 1, 40, True, head_dim=6)
     model = Decoder(config, naive_attention)
     materialise(model, torch.float32, torch.device("cpu"), random_values(0))
     tokens = torch.zeros(3, 17, dtype=torch.int64)
-    with FlopCounterMode(display=False) as forward:
-        loss = cross_entropy_sum(model(tokens), tokens)
-    expected = count_flops(config, 17)
-    assert forward.get_total_flops() == 3 * expected.forward
-    with FlopCounterMode(display=False) as backward:
-        loss.backward()
-    assert forward.get_total_flops() + backward.get_total_flops() == 3 * expected.model
+    with FlopCounterMode(display=False) as counter:
+        cross_entropy_sum(model(tokens), tokens).backward()
+    assert counter.get_total_flops() == 3 * count_flops(config, 17).model
 
 
 def valid(flags: str, step: int = 6, world: int = 1) -> TrainConfig:

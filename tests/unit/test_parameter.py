@@ -15,10 +15,8 @@ from common.errors import UsageError
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
-from common.process_groups import Group
 from common.weights import initialisation
 from common.weights.initialisation import materialise, random_box, random_values
-from step01_single_gpu.clipping import gradient_norm
 
 CPU = torch.device("cpu")
 
@@ -138,13 +136,3 @@ def test_a_model_larger_than_the_memory_is_one_line():
     model = Decoder(ModelConfig(1 << 22, 1 << 24, 1, 4, 2, 24, tie_embeddings=True))  # an embedding of 256 TiB
     with pytest.raises(UsageError, match=r"^the model's [\d,]+ parameters do not fit into the memory of cpu$"):
         materialise(model, torch.float32, CPU, random_values(0))
-
-
-def test_gradient_norm_counts_what_is_owned():
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3,), (2, 2), (2,))]
-    gradients = [torch.full_like(p, 2.0, dtype=torch.bfloat16) for p in parameters]
-    for owners, expected in (((0, 1, 2), 6.0), ((0, 2), math.sqrt(20)), ((), 0.0)):
-        for index, parameter in enumerate(parameters):
-            parameter.spec = replace(spec_of(*parameter.shape), owner=index in owners)
-        norm = gradient_norm(parameters, gradients, Group("world", (0,), 0))
-        assert norm.dtype == torch.float64 and math.isclose(norm, expected, rel_tol=1e-6)

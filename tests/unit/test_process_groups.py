@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -94,6 +95,20 @@ def test_named_examples():
         assert all_groups(**options)[name] == expected
     for flags, copies in [({}, 4), ({"zero": 1}, 1), ({"zero": 3, "zero_replicas": 2}, 2)]:
         assert Degrees.of(TrainConfig(dp=4, **flags)).zero_replicas == copies
+
+
+def test_sixteen_thousand_ranks_take_work_in_proportion():
+    """A few calls for each rank and name. What looks at all pairs of ranks would make 268 million."""
+    degrees, calls = Degrees(tp=8, cp=4, pp=16, dp=32, ep=64, zero_replicas=4), itertools.count()
+
+    def count(frame, event, argument):
+        assert event not in ("call", "c_call") or next(calls) < 20 * degrees.world, "too much work"
+
+    sys.setprofile(count)
+    try:
+        all_groups(degrees, kv_heads=8)
+    finally:
+        sys.setprofile(None)
 
 
 def ranks_use_every_group(cases: list[tuple[Degrees, tuple | None]]) -> None:
