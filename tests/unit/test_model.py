@@ -1,4 +1,4 @@
-"""The decoder: parity with transformers' Llama, ranges of layers, precision, causality."""
+"""The decoder: parity with transformers' Llama, precision."""
 
 import math
 from dataclasses import replace
@@ -28,9 +28,9 @@ CASES = {
 CORES = sorted(ATTENTION_CORES)
 
 
-def build(config: ModelConfig, dtype=torch.float64, core="fused", first=0, last=None, seed=0) -> Decoder:
-    model = Decoder(config, ATTENTION_CORES[core], first, last)
-    materialise(model, dtype, torch.device("cpu"), random_values(seed))
+def build(config: ModelConfig, dtype=torch.float64, core="fused") -> Decoder:
+    model = Decoder(config, ATTENTION_CORES[core])
+    materialise(model, dtype, torch.device("cpu"), random_values(seed=0))
     return model
 
 
