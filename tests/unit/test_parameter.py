@@ -136,3 +136,14 @@ def test_a_model_larger_than_the_memory_is_one_line():
     model = Decoder(ModelConfig(1 << 22, 1 << 24, 1, 4, 2, 24, tie_embeddings=True))  # an embedding of 256 TiB
     with pytest.raises(UsageError, match=r"^the model's [\d,]+ parameters do not fit into the memory of cpu$"):
         materialise(model, torch.float32, CPU, random_values(0))
+
+
+def test_neighbours_do_not_correlate():
+    """Neighbouring seeds, names, rows and columns."""
+    pairs = [("layers.0.mlp.up_proj.weight", seed) for seed in (0, 1, 10, 2**40)]
+    pairs += [("layers.1.mlp.up_proj.weight", 0), ("layers.0.mlp.gate_proj.weight", 0)]
+    base, *others = (random_box(spec_of(400, 500, name=name, std=1.0), seed).flatten() for name, seed in pairs)
+    for index, other in enumerate([*others, base.roll(1), base.roll(500), base.roll(256)]):
+        for a, b in ((base, other), (base.square() - 1, other.square() - 1)):
+            correlation = (a * b).mean() / (a.std() * b.std())
+            assert abs(correlation) < 5 / math.sqrt(200_000), index
