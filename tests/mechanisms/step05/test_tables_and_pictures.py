@@ -9,8 +9,8 @@ from common.errors import UsageError
 from step05_pipeline.schedules.__main__ import main
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_csv, read_schedule, write_csv
-from step05_pipeline.schedules.simulator import Costs, simulate
-from step05_pipeline.schedules.timeline import draw, text
+from step05_pipeline.schedules.simulator import simulate
+from step05_pipeline.schedules.timeline import draw
 from step05_pipeline.schedules.validator import check_schedule
 
 # As a spreadsheet saves it: time in columns, empty cells, lines filled up with commas
@@ -60,21 +60,13 @@ def test_tables_that_cannot_be_read(table, expected, tmp_path):
         read_schedule(tmp_path / "own.csv", 2, 2)
 
 
-def test_text():
-    assert text(simulate(build_schedule("1f1b", 2, 2))).splitlines() == [
-        "rank 0  F0 F1 ......B0--- ...B1---",
-        "rank 1  ...F0 B0--- F1 B1---",
-    ]
-    halves = text(simulate(build_schedule("1f1b", 4, 8), Costs(communication=0.5)))
-    last = "rank 3  ..............F0 B0--- F1 B1--- ...F2 B2---"  # every box has its name
-    assert halves.splitlines()[3].startswith(last)
-
-
 def test_command(tmp_path, capsys):
     table, picture = tmp_path / "own.csv", tmp_path / "own.png"
     write_csv(build_schedule("zb-h2", 4, 8), table)
     zb_h2 = ["27 = work of a rank 24 + bubble 3", "24 within each rank, bubble 0", "in flight   7/5/3/1"]
+    halves = ["rank 3  ..............F0 B0--- F1 B1--- ...F2 B2---"]  # every box has its name
     for flags, lines in (
+        ("--costs F=1,I=1,W=1,communication=0.5", halves),
         (f"--schedule-file {table} --out {picture}", zb_h2),
         ("--schedule llama3 --micro-batches 10 --consecutive 5 --costs B=2", ["makespan    34.5"]),
         ("--schedule interleaved", ["28.5 = work of a rank 24 + bubble 4.5"]),  # costs are those of two stages

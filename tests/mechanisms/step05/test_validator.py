@@ -3,12 +3,11 @@
 import random
 import re
 from dataclasses import replace
-from graphlib import TopologicalSorter
 
 import pytest
 
 from common.errors import UsageError
-from step05_pipeline.schedules.actions import Action, Output, Schedule
+from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.messages import Transfer, place_messages
 from step05_pipeline.schedules.validator import check_programs, check_schedule
@@ -104,6 +103,10 @@ def test_messages_in_the_order_of_need_would_deadlock():
         except UsageError as error:
             (hang_if_blocked if BLOCKED in str(error) else hang).add(name)
             assert "deadlock" in str(error) and "first forward operation is to" in str(error)
+            if name == "1f1b":
+                blocked = "rank 2's first forward operation is to send forward 1 of stage 2 to rank 3; "
+                blocked += "rank 3's first backward operation is to send backward 0 of stage 3 to rank 2"
+                assert str(error).startswith(f"schedule 1f1b: {BLOCKED}: rank 0's") and str(error).endswith(blocked)
     assert hang == {"interleaved", "breadth-first", "llama3", "zbv", "dualpipe", "dualpipev"}
     assert hang_if_blocked == {"1f1b", "zb-h1", "zb-h2"}  # naive and afab send in one direction at a time
 
@@ -129,27 +132,6 @@ def test_crossed_messages_are_rejected():
                 check_programs(schedule, tuple(map(tuple, programs)))
 
 
-def test_programs_that_hang_only_if_messages_block_are_rejected():
-    """Rank 0 sends its second activation before it asks for a gradient, rank 1 its first gradient before it asks for
-    that activation. With queues both go on; while NCCL connects them, neither does.
-    """
-    schedule = build_schedule("1f1b", 2, 2)
-    down, up = (lambda m: Output("forward", 0, 0, m)), (lambda m: Output("backward", 0, 1, m))
-    f0, f1, b0, b1 = (Action(kind, m) for kind in "FB" for m in range(2))
-    programs = (
-        (f0, Transfer("send", down(0), 1), f1, Transfer("send", down(1), 1))
-        + (Transfer("receive", up(0), 1), b0, Transfer("receive", up(1), 1), b1),
-        (Transfer("receive", down(0), 0), f0, b0, Transfer("send", up(0), 0))
-        + (Transfer("receive", down(1), 0), f1, b1, Transfer("send", up(1), 0)),
-    )
-    line = (
-        f"schedule 1f1b: {BLOCKED}: rank 0's first forward operation is to send forward 1 of stage 0 to rank 1; "
-        "rank 1's first backward operation is to send backward 0 of stage 1 to rank 0"
-    )
-    with pytest.raises(UsageError, match=f"^{line}$"):
-        check_programs(schedule, programs)
-
-
 def move(old: int, new: int):
     return lambda program, _: program.insert(new, program.pop(old))
 
@@ -173,16 +155,3 @@ def test_broken_programs_are_rejected(rank, change, message):
     change(programs[rank], programs[1 - rank])
     with pytest.raises(UsageError, match=message):
         check_programs(schedule, tuple(map(tuple, programs)))
-
-
-def test_all_ranks_share_one_order_of_messages():
-    draw = random.Random(1)
-    for _ in range(40):
-        schedule, _ = random_case(draw.choice(NAMES), draw)
-        order = TopologicalSorter()
-        for actions, program in zip(schedule.actions, place_messages(schedule), strict=True):
-            assert tuple(item for item in program if isinstance(item, Action)) == actions
-            outputs = [item.output for item in program if isinstance(item, Transfer)]
-            for one, other in zip(outputs, outputs[1:]):
-                order.add(other, one)
-        order.prepare()  # raises CycleError if there is none

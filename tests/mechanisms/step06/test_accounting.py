@@ -197,22 +197,6 @@ def test_predictions_are_what_was_counted():
             assert [HEADS * sum(hops) for hops in pairs] == [pairs_of_rank(config, rank) for rank in range(cp)], flags
 
 
-def test_sends_of_a_layer():
-    """A zigzag rank sends K/V cp-1 times; under a contiguous split half as many are sent in all, and each rank passes
-    on what came before it. Gradients make one hop more, which brings them home.
-    """
-    for ranks in range(2, 7):
-        for rank in range(ranks):
-            sends = {}
-            for split in CP_SPLITS:
-                directions = exchanges(rank, ranks, split, 1, 1, 1)
-                sends[split] = [sum(op == "send" for op, *_ in calls) for calls in directions]
-            assert sends["zigzag"] == sends["striped"] == [2 * (ranks - 1), 2 * (ranks - 1) + 2 * ranks]
-            last = rank == ranks - 1
-            forward = 0 if last else 2 * (rank + 1)
-            assert sends["contiguous"] == [forward, 2 * (ranks - 1) if last else 2 * forward]
-
-
 # ---- what happens while it waits -------------------------------------------------------------------------------------
 
 
@@ -254,6 +238,6 @@ def check_order(ranks: list[dict]) -> None:
         assert rank["ulysses"] == (around[0] + around[1], [("all_to_all", 0, 0), *3 * around[1]])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_keys_and_values_travel_while_a_block_is_computed(world):
-    check_order(run_ranks(world, ranks_order))
+def test_keys_and_values_travel_while_a_block_is_computed():
+    """On two ranks; on four, the tests of the mutants ask for it before they break it."""
+    check_order(run_ranks(2, ranks_order))

@@ -10,7 +10,6 @@ from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.data import batches
 from step01_single_gpu.data.token_cache import synthetic
 from tests.harness.observing import configure
-from tests.harness.ranks import run_script
 
 BASE = "--layers 1 --hidden 48 --heads 8 --ffn 48 --vocab 384 --data synthetic --device cpu --steps 1"
 ULYSSES = "--seq-len 48 --cp-mode ulysses"
@@ -50,12 +49,6 @@ def test_what_cannot_be_divided(flags, expected):
 @pytest.mark.parametrize("flags", GOOD)
 def test_what_can_be_divided(flags):
     check(flags)
-
-
-def test_status_2_before_the_process_group_starts():
-    flags, expected = BAD[0]
-    done = run_script("step06_context_parallel/train.py", *BASE.split(), *flags.split(), ranks=2)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr == f"error: {expected}\n", done.stderr
 
 
 def test_documents_without_ends():

@@ -24,6 +24,15 @@ SHAPE = f"--hidden 64 --layers 1 --heads 8 --kv-heads 4 --ffn 48 --vocab 256 --s
 TYPES = torch.float32, torch.bfloat16
 
 
+def ranks_measure() -> tuple[dict, dict]:
+    return ranks_saved(), ranks_peak()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def measured(request) -> list[tuple[dict, dict]]:
+    return run_ranks(request.param, ranks_measure)
+
+
 def ranks_saved() -> dict[tuple, int]:
     """Bytes that a layer keeps, in every mode, split and type."""
     world, result = torch.distributed.get_world_size(), {}
@@ -41,13 +50,12 @@ def ranks_saved() -> dict[tuple, int]:
     return result
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_activations_are_divided(world):
+def test_activations_are_divided(measured):
     """All that step 1 keeps, divided by the number of ranks, to the byte. Keys and values of other ranks are fetched
     again in the backward.
     """
-    model = configure(6, SHAPE, 1).model_config
-    for found in run_ranks(world, ranks_saved):
+    world, model = len(measured), configure(6, SHAPE, 1).model_config
+    for found, _ in measured:
         for (mode, split, dtype), kept in found.items():
             layer = [each for each in saved_activations(model, BATCH, SEQ, dtype) if each.name.startswith("layers.0.")]
             more = 0
@@ -116,8 +124,7 @@ def check_buffers(ranks: list[dict]) -> None:
             assert found == pytest.approx(predicted, rel=0.01), (mode, phase)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_ring_holds_two_parts_at_a_time(world):
-    ranks = run_ranks(world, ranks_peak)
+def test_the_ring_holds_two_parts_at_a_time(measured):
+    ranks = [peak for _, peak in measured]
     check_peak(ranks)
     check_buffers(ranks)

@@ -11,12 +11,10 @@ import torch
 import step07_expert_parallel.train as step07
 from common import collectives
 from common.config import TrainConfig
-from common.experiments.even_routing import choose_in_turn
 from step01_single_gpu.cost import bytes_per_parameter
 from step01_single_gpu.memory_model.capacity import bytes_needed
-from step07_expert_parallel import cost, expert_parallel, experts
+from step07_expert_parallel import expert_parallel, experts
 from step07_expert_parallel.expert_parallel import Journey
-from step07_expert_parallel.router import Router
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step07.layers import layer_of
@@ -39,7 +37,7 @@ CASES = [
 ]
 
 
-def ranks_train(cases: list[str], folder: str, evenly: bool = False) -> list[dict]:
+def ranks_train(cases: list[str], folder: str) -> list[dict]:
     """What this rank does, sends and holds in each case."""
     found, real = [], Journey.__init__
     for index, case in enumerate(cases):
@@ -52,11 +50,7 @@ def ranks_train(cases: list[str], folder: str, evenly: bool = False) -> list[dic
         config = configure(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
         mesh = mesh_of(config)
         before = sent_so_far(mesh)
-        with (
-            mock.patch.object(Journey, "__init__", travel),
-            mock.patch.object(Router, "choose", choose_in_turn if evenly else Router.choose),
-            collectives.record() as calls,
-        ):
+        with mock.patch.object(Journey, "__init__", travel), collectives.record() as calls:
             tensors = step07.train(config, mesh)
         sockets = None if before is None else sent_so_far(mesh) - before
         result = {"counts": counts, "ep": mesh.ep.ranks, "edp": mesh.edp.size, "sockets": sockets}
@@ -169,22 +163,6 @@ def check_reduction(config: TrainConfig, seen: dict, where: str) -> None:
 def test_train_sends_and_holds_what_its_experts_need(tmp_path):
     """Every all-to-all of every phase, in order, with the numbers of tokens that were really sent."""
     check_train(CASES, run_ranks(WORLD, ranks_train, CASES, str(tmp_path)), tmp_path)
-
-
-def test_bytes_of_the_formula(tmp_path):
-    """Of k rows per token, (EP-1)/EP are those of other ranks: 2 k tokens h bytes (EP-1)/EP for a layer's forward, and
-    as many for its backward.
-    """
-    cases = [f"--dp 4 --ep {ep} --micro-batch 2 --dtype {dtype}" for ep in (2, 4) for dtype in ("float32", "bfloat16")]
-    for rank in run_ranks(WORLD, ranks_train, cases, str(tmp_path), evenly=True):
-        for case, seen in zip(cases, rank, strict=True):
-            config = configure(7, f"{SHAPE} {case}", WORLD)
-            width = config.torch_dtype.itemsize
-            formula = 2 * cost.dispatch_bytes(2 * TOKENS, TOP_K, HIDDEN, config.ep, width)
-            assert formula == 2 * TOP_K * 2 * TOKENS * HIDDEN * width * (config.ep - 1) // config.ep
-            for phase in ("forward", "backward"):
-                calls = [call for call in seen["log"] if call[:2] == (phase, "ep") and call[3] != "int64"]
-                assert sum(call[-1] for call in calls) == STEPS * (LAYERS - 1) * formula, (case, phase)
 
 
 # ---- what happens while it waits -------------------------------------------------------------------------------------
