@@ -81,7 +81,7 @@ $(STEP_TARGETS): $(READY)
 
 # The stamp is the last thing made, so an installation that failed or was interrupted is taken up again. A folder whose pip
 # answers for the wanted Python is kept. pip is silent for minutes with --quiet and prints hundreds of lines without: awk
-# keeps the large downloads; errors come on stderr, unfiltered.
+# keeps the large downloads; errors come on stderr, unfiltered. --no-compile halves the time: Python compiles what it uses.
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); \
 	case "$$version" in 3.10|3.11|3.12|3.13) ;; *) \
@@ -92,7 +92,8 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS)
 	  $(PYTHON) -m venv --clear $(VENV) || exit 1;; esac; \
 	echo 'Installing PyTorch and the other dependencies (a few minutes the first time)'; \
 	set -o pipefail; \
-	$(VENV)/bin/python -u -m pip install --disable-pip-version-check --progress-bar off -c $(CONSTRAINTS) -e '.[test]' \
+	$(VENV)/bin/python -u -m pip install --disable-pip-version-check --progress-bar off --no-compile \
+	    -c $(CONSTRAINTS) -e '.[test]' \
 	  | awk '/^ *Downloading .*[0-9] [MG]B\)/ { print "  " $$2, $$3, $$4; fflush() } /^Installing/ { print "  unpacking"; fflush() }' \
 	  || exit 1; \
 	touch $@
