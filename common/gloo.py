@@ -79,7 +79,7 @@ def _exchange(work, receives, sends, group: Group) -> None:
     work.launch(Messages, [message for message in messages if message[1].numel()], group)
 
 
-_waiting = ThreadPoolExecutor(1000, "messages")  # as many threads as there are `Messages` in flight
+_waiting = ThreadPoolExecutor(1000, "messages")  # as many threads as `Messages` in flight that somebody asks about
 
 
 def _wait_for(works: list) -> None:
@@ -88,21 +88,29 @@ def _wait_for(works: list) -> None:
 
 
 class Messages:
-    """Messages in flight, as one handle: unlike gloo's own handles of messages it knows when all have arrived.
+    """Messages in flight, as one handle: unlike gloo's own handles of messages it can tell when all have arrived.
+
+    They travel whether anybody waits or not. A thread that waits for them is started only if somebody asks.
 
     Args:
         messages: each is dist.irecv or dist.isend, the tensor, and the other global rank.
     """
 
     def __init__(self, messages: list, group: Group):
-        works = [op(tensor, peer, group=group.handle) for op, tensor, peer in messages]
-        self._arrival = _waiting.submit(_wait_for, works)
+        self._works = [op(tensor, peer, group=group.handle) for op, tensor, peer in messages]
+        self._arrival: Future | None = None
 
     def get_future(self) -> Future:
+        if self._arrival is None:
+            self._arrival = _waiting.submit(_wait_for, self._works)
         return self._arrival
 
     def is_completed(self) -> bool:
-        return self._arrival.done()
+        """Return whether all have arrived; the first time that it is asked perhaps a moment too late."""
+        return self.get_future().done()
 
     def wait(self) -> None:
-        self._arrival.result()
+        if self._arrival is None:
+            _wait_for(self._works)
+        else:
+            self._arrival.result()

@@ -28,8 +28,8 @@ def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> s
 
 
 def wait_for(condition, process: subprocess.Popen):
-    """Poll until `condition()` is true; fail if the process ends or a minute is over."""
-    end = time.monotonic() + 60
+    """Poll until `condition()` is true; fail if the process ends or three minutes are over."""
+    end = time.monotonic() + 180
     while not condition():
         assert process.poll() is None and time.monotonic() < end, f"ended with {process.poll()}, or too slow"
         time.sleep(0.05)

@@ -33,8 +33,7 @@ def _rotate_heads(x, out, head_stride, heads, half, cos, sin, HEADS: tl.constexp
 
 @triton.jit
 def _rotary_kernel(
-    q, k, q_out, k_out, cos, sin, seq, q_heads, k_heads, half,
-    q_batch_stride, q_head_stride, q_seq_stride, k_batch_stride, k_head_stride, k_seq_stride,
+    q, k, q_out, k_out, cos, sin, q_strides, k_strides, seq, q_heads, k_heads, half,
     INVERSE: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """A program handles one token: its angles are read once, for all heads of q and of k."""
@@ -46,10 +45,10 @@ def _rotary_kernel(
     s = tl.load(sin + row, mask=pair < half, other=0.0)
     if INVERSE:
         s = -s
-    place = batch * q_batch_stride + position * q_seq_stride
-    _rotate_heads(q + place, q_out + place, q_head_stride, q_heads, half, c, s, Q_HEADS, HALF)
-    place = batch * k_batch_stride + position * k_seq_stride
-    _rotate_heads(k + place, k_out + place, k_head_stride, k_heads, half, c, s, K_HEADS, HALF)
+    place = batch * q_strides[0] + position * q_strides[2]
+    _rotate_heads(q + place, q_out + place, q_strides[1], q_heads, half, c, s, Q_HEADS, HALF)
+    place = batch * k_strides[0] + position * k_strides[2]
+    _rotate_heads(k + place, k_out + place, k_strides[1], k_heads, half, c, s, K_HEADS, HALF)
 
 
 def _with_room(x):
@@ -71,8 +70,8 @@ def _launch(q, k, cos, sin, inverse: bool):
     k_heads, blocks = k.shape[1], [next_power_of_two(n) for n in (q_heads, k.shape[1], width // 2)]
     if batch * seq:
         _rotary_kernel[batch * seq,](
-            q, k, q_out, k_out, cos.contiguous(), sin.contiguous(), seq, q_heads, k_heads, width // 2,
-            *q.stride()[:3], *k.stride()[:3], inverse, *blocks, num_warps=warps_for(blocks[0] * blocks[2]),
+            q, k, q_out, k_out, cos.contiguous(), sin.contiguous(), q.stride(), k.stride(), seq, q_heads, k_heads,
+            width // 2, inverse, *blocks, num_warps=warps_for(blocks[0] * blocks[2]),
         )  # fmt: skip
     return q_out, k_out
 

@@ -1,0 +1,98 @@
+"""Kernels compute and add up in float32: a narrow result is rounded where it is stored, and nowhere else.
+
+In float16, since Triton's interpreter cuts bfloat16 off instead of rounding it. Errors are in units in the last place
+of the exact result: rounding once costs at most 0.5 of them, or 0.29 on average (the root of 1/12).
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from step08_5d.kernels import flash_attention, rms_norm, swiglu
+from step08_5d.kernels import flash_attention_backward as backward
+from tests.mechanisms.step08.kernels.compare import DEVICE, needs_triton, outputs_and_gradients, random
+from tests.mechanisms.step08.kernels.test_mutants import mutant_of
+
+pytestmark = needs_triton
+EPS = 1e-5
+# Kernel, what it has in float32, and in which type it is narrow then
+NARROW = {
+    "dq added up in 16 bits": (backward._query_gradient_kernel, "k_tile, sums)", "k_tile.dtype"),
+    "dk added up in 16 bits": (backward._key_gradient_kernel, "q_tile, dk_sums)", "q_tile.dtype"),
+    "dv added up in 16 bits": (backward._key_gradient_kernel, "d_out, dv_sums)", "d_out.dtype"),
+    "sum of squares in 16 bits": (rms_norm._forward_kernel, "keep_dims=True)", "normed.dtype.element_ty"),
+    "inverse root in 16 bits": (rms_norm._backward_kernel, "y *= inverse_rms", "dx.dtype.element_ty"),
+    "sigmoid in 16 bits": (swiglu._backward_kernel, "s = 1 / (1 + tl.exp(-g))", "d_up.dtype.element_ty"),
+}
+
+
+def units(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Differences in units in the last place of float16, normal or not, of the exact values in float64."""
+    exponent = torch.frexp(exact).exponent.clamp(min=-13)  # 2^-14 is the least normal number
+    return (found.double() - exact) / 2.0 ** (exponent - 11)
+
+
+def check_attention() -> None:
+    """The products' operands are in float16, and so they are in the exact result; their sums are not."""
+    q, k, v, gradient = (random(1, 1, 256, 16, dtype=torch.float16, seed=seed) for seed in range(4))
+    out, lse = backward.attend(q, k, v, False)
+    found = backward.attend_backward(gradient, q, k, v, out, lse, False)
+    q, k, v, gradient, out = (each.double() for each in (q, k, v, gradient, out))
+    p = (q @ k.mT / 4 - lse.double().unsqueeze(-1)).exp()
+    ds = p * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True))
+    p, ds = p.half().double(), ds.half().double()
+    exact = ds @ k / 4, ds.mT @ q / 4, p.mT @ gradient
+    for name, one, other in zip(("dq", "dk", "dv"), found, exact, strict=True):
+        error = units(one, other).square().mean().sqrt().item()
+        assert error < 0.4, f"{name}: {error} units on average"
+
+
+def check_elementwise(function: Callable, inputs: list[torch.Tensor], exactly: Callable) -> None:
+    found = outputs_and_gradients(function, [each.requires_grad_() for each in inputs], dtype=torch.float16)
+    inputs = [each.detach().double().requires_grad_() for each in inputs]
+    exact = outputs_and_gradients(exactly, inputs, dtype=torch.float16)
+    for index, (one, other) in enumerate(zip(found[: len(inputs)], exact)):  # not the weight's: a sum of many rows
+        error = units(one.detach(), other.detach()).abs().max().item()
+        assert error < 0.51, f"tensor {index}: {error} units"
+
+
+def check_norm() -> None:
+    inputs = [random(64, 100, dtype=torch.float16), 1 + random(100, dtype=torch.float16, seed=1) / 4]
+    check_elementwise(
+        lambda x, weight: rms_norm.rms_norm(x, weight, EPS),
+        inputs,
+        lambda x, weight: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight,
+    )
+
+
+def check_swiglu() -> None:
+    check_elementwise(
+        swiglu.swiglu,
+        [random(64, 100, dtype=torch.float16, seed=seed) for seed in range(2)],
+        swiglu.swiglu_reference,
+    )
+
+
+CHECKS = {backward: check_attention, rms_norm: check_norm, swiglu: check_swiglu}
+
+
+@pytest.fixture(autouse=True)
+def many_tiles(monkeypatch):
+    tile = {"ROWS": 16, "COLUMNS": 16, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: tile)
+
+
+@pytest.mark.parametrize("module", CHECKS, ids=lambda module: module.__name__.split(".")[-1])
+def test_results_are_rounded_once(module):
+    CHECKS[module]()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
+@pytest.mark.parametrize("name", NARROW)
+def test_a_narrow_intermediate_result_is_rejected(name, tmp_path):
+    kernel, wide, narrow = NARROW[name]
+    module = next(each for each in CHECKS if each.__name__ == kernel.fn.__module__)
+    with mutant_of(kernel, wide, f"{wide}.to({narrow}).to(WIDE)", tmp_path):
+        with pytest.raises(AssertionError, match="units"):
+            CHECKS[module]()
