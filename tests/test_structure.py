@@ -147,4 +147,4 @@ def test_files_stay_readable():
     used = {module for module in needed_by(*COMMANDS, *users) if module.startswith("common")}
     assert sum(lengths[module] for module in used) <= 3900, "what a train.py or a command imports, wherever it is"
     core = {module for module in MODULES if room_of(module) in {"common", *COMMANDS}}
-    assert sum(lengths[module] for module in core) <= 1660
+    assert sum(lengths[module] for module in core) <= 1700
