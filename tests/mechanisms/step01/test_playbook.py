@@ -4,7 +4,6 @@ import pytest
 
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
-from common.presets import PRESETS
 from step01_single_gpu.memory_model.gpt import GptShape
 from tests.mechanisms.step01.gpt_block import GptBlock
 
@@ -23,18 +22,3 @@ def test_attention_core_against_linear_layers(hidden, seq):
     count, flops = count_parameters(model), count_flops(model, seq)
     assert count.attention + count.dense_mlp == 16 * hidden**2
     assert flops.attention_core / flops.linear == seq / (8 * hidden)
-
-
-def test_a_layer_of_llama3_8b_is_smaller_than_16_h_squared():
-    model = PRESETS["llama3-8b"]
-    count = count_parameters(model)
-    assert (count.attention + count.dense_mlp) / model.hidden**2 == 13
-
-
-def test_units():
-    assert round(70e9 * 2 / 2**30, 1) == 130.4  # the tip says 133 GiB
-    assert 2 * 2 + 2 == 6  # 6 h^2: two moments and a master weight in float32, each as long as two numbers of bfloat16
-    model = PRESETS["llama3-8b"]
-    tokens, parameters = 4096, count_parameters(model).total
-    cheat_sheet = 6 * (2 * parameters) * tokens  # model_bf16 are bytes
-    assert cheat_sheet == 2 * (6 * parameters * tokens)

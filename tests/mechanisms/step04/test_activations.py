@@ -1,6 +1,7 @@
 """Which activations a rank keeps, to the byte, in every form; and that the loss works in one copy of the logits."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,9 +19,14 @@ from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, decoder, st
 KINDS = list(itertools.product(FORMS, (torch.float32, torch.bfloat16)))
 
 
-def kept_by_block(form: tuple, world: int, dtype: torch.dtype) -> int:
+def model_of(world: int) -> ModelConfig:
+    """On four ranks, two share a K/V head."""
+    return MODEL if world < 4 else replace(MODEL, kv_heads=world // 2)
+
+
+def kept_by_block(form: tuple, world: int, dtype: torch.dtype, model: ModelConfig = MODEL) -> int:
     """The lesson's formula."""
-    return sum(block_activations(MODEL, BATCH, SEQ, dtype, world, Way(*form)).values())
+    return sum(block_activations(model, BATCH, SEQ, dtype, world, Way(*form)).values())
 
 
 def kept_by_model(form: tuple, world: int, dtype: torch.dtype) -> int:
@@ -32,7 +38,7 @@ def kept_by_model(form: tuple, world: int, dtype: torch.dtype) -> int:
     embedding = tokens * (8 + 1)  # which row of mine, and whether it is mine at all
     norm = mine * (MODEL.hidden * (4 + size) + 4)
     head = (tokens if mode == "plain" else mine) * MODEL.hidden * size  # its input, in mode plain gathered
-    return MODEL.layers * kept_by_block(form, world, dtype) + sum(
+    return MODEL.layers * kept_by_block(form, world, dtype, model_of(world)) + sum(
         (tables, embedding, norm, head, loss_bytes(tokens, MODEL.vocab, world))
     )
 
@@ -41,7 +47,7 @@ def ranks_saved():
     mesh, result = tp_mesh(), []
     tokens = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
     for form, dtype in KINDS:
-        model, x = decoder(mesh, MODEL, form, dtype), stream(mesh, form, dtype)
+        model, x = decoder(mesh, model_of(mesh.tp.size), form, dtype), stream(mesh, form, dtype)
         rope = rope_tables(MODEL, torch.arange(SEQ), dtype)
         with SavedTensors(model) as block:
             y = model.layers["0"](x, rope)
@@ -55,11 +61,12 @@ def ranks_saved():
 
 def check_saved(ranks: list[list]) -> None:
     for found, (form, dtype) in itertools.chain(*(zip(rank, KINDS, strict=True) for rank in ranks)):
-        expected = tuple(kept(form, len(ranks), dtype) for kept in (kept_by_block, kept_by_model))
+        world = len(ranks)
+        expected = kept_by_block(form, world, dtype, model_of(world)), kept_by_model(form, world, dtype)
         assert found == expected, (form, dtype)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4])
 def test_saved_activations_are_predicted_to_the_byte(world):
     check_saved(run_ranks(world, ranks_saved))
 
