@@ -70,6 +70,8 @@ def test_default_corpus_is_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(text_sources.sysconfig, "get_path", lambda name: tmp_path / "lib")
     monkeypatch.setattr(text_sources, "LIBRARY_LEAST", 10)
     assert load_corpus(None, None, 1).tokens.tolist() == byte_ids(*(f"# {name}" for name in kept))
+    write(tmp_path / "torch" / "x.py", "#" * 1000)
+    monkeypatch.setattr(text_sources.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     monkeypatch.setattr(text_sources, "LIBRARY_LEAST", 1000)
     assert load_corpus("stdlib", None, 1).name == "torch", "in a stripped installation"
 
