@@ -96,11 +96,6 @@ def test_command(flags, status, said, capsys):
 LINK = Link(alpha=0.001, bandwidth=1e6)
 
 
-def test_all_reduce_times():
-    assert alpha_beta.all_reduce_bytes(1000, 4) == 1500
-    assert alpha_beta.all_reduce_seconds(1000, 4, LINK) == pytest.approx(6 * 0.001 + 0.0015)
-
-
 @pytest.mark.parametrize(
     "mode, buckets, messages, backward, seconds, exposed",
     [

@@ -32,7 +32,7 @@ def ranks_tour():
         assert steps == expected, steps
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
+@pytest.mark.parametrize("world", [2, 5])  # and three, below
 def test_every_stop_on(world, capsys):
     run_ranks(world, ranks_tour)
     printed = capsys.readouterr().out

@@ -20,9 +20,8 @@ from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero import train as step03
 from tests.harness.observing import configure, mesh_of, sent_so_far
 
-STEPS = 2  # of them the last one is watched: moments exist, and whatever a step has to reset was reset
 BASE = "--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu"
-BASE += f" --global-batch 12 --micro-batch 2 --steps {STEPS} --no-tie-embeddings --peak-tflops 1"
+BASE += " --global-batch 12 --micro-batch 2 --steps 2 --no-tie-embeddings --peak-tflops 1"
 
 OTHERS = 4096  # bytes that a rank may hold besides: the loss, a few scalars, the last batch of tokens
 
@@ -150,7 +149,7 @@ def prepare(flags: str) -> tuple[TrainConfig, Mesh]:
 
 
 def observe(flags: str) -> Observation:
-    """Train on this rank and watch the last step."""
+    """Train on this rank and watch the last step; of two, in which moments exist and all was reset that has to be."""
     config, mesh = prepare(flags)
     watch, real_build, real_step = Watch(mesh), step03.build, RunRecord.step
 
@@ -161,7 +160,7 @@ def observe(flags: str) -> Observation:
 
     @contextmanager
     def step(self, number):
-        with real_step(self, number) as measured, watch.step() if number == STEPS - 1 else ExitStack():
+        with real_step(self, number) as measured, watch.step() if number == config.steps - 1 else ExitStack():
             yield measured
 
     with mock.patch.object(step03, "build", build), mock.patch.object(RunRecord, "step", step):

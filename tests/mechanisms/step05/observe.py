@@ -22,9 +22,8 @@ from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.weight_gradients import WeightGradStore
 from tests.harness.observing import configure, mesh_of, sent_so_far
 
-STEPS = 2  # of which the last one is watched: whatever a step has to reset was reset
 BASE = "--layers 8 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu"
-BASE += f" --global-batch 8 --micro-batch 1 --steps {STEPS} --no-tie-embeddings --peak-tflops 1"
+BASE += " --global-batch 8 --micro-batch 1 --steps 2 --no-tie-embeddings --peak-tflops 1"
 
 
 class Mark(NamedTuple):
@@ -72,10 +71,13 @@ class _Kept:
 
 
 class Watch:
-    """Watches the last step of one run on this rank; `observe` puts its methods around those of train()."""
+    """Watches the last step of one run on this rank; `observe` puts its methods around those of train().
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.seen, self.steps, self.marks = mesh, Observation(), 0, 0
+    Of two steps, that is, unless the flags say otherwise: whatever a step has to reset was reset.
+    """
+
+    def __init__(self, mesh: Mesh, steps: int):
+        self.mesh, self.seen, self.left, self.marks = mesh, Observation(), steps, 0
         self.kept = defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
         self.stores, self.keys = [], {}  # weak references to the tensors of each store; which backward filled it
         self.sent = []  # storages
@@ -141,7 +143,7 @@ class Watch:
 
     @contextmanager
     def phase(self, real, tracer, name, **arguments):
-        if self.steps == STEPS:
+        if not self.left:
             self.seen.phases.append((name, arguments.get("action", "")))
         with real(tracer, name, **arguments):
             self.inside = "action" in arguments
@@ -159,8 +161,8 @@ class Watch:
     # ---- the step ----
 
     def run(self, stack: ExitStack, real, pipeline: Pipeline, *rest):
-        self.steps += 1
-        if self.steps < STEPS:
+        self.left -= 1
+        if self.left:
             return real(pipeline, *rest)
         self.attach(pipeline)
         self.seen.calls = stack.enter_context(collectives.record(self.mark))
@@ -201,7 +203,7 @@ def prepare(flags: str, world: int | None = None) -> TrainConfig:
 def observe(flags: str) -> Observation:
     """Train on this rank and watch the last step."""
     config = prepare(flags)
-    watch = Watch(mesh_of(config))
+    watch = Watch(mesh_of(config), config.steps)
     with ExitStack() as stack:
         _wrap(stack, Pipeline, "run", lambda *args: watch.run(stack, *args))
         _wrap(stack, Pipeline, "finish", watch.finish)

@@ -29,7 +29,8 @@ from tests.mechanisms.step05.observe import Observation, observe, prepare
 from tests.parity.runs import SMALL, train_here
 
 WORLD, LAYERS, TABLE = 4, 8, 256 * 32  # of `observe.BASE`; elements of the embedding
-EVERY_SCHEDULE = [f"--pp 4 --schedule {name}" for name in SCHEDULES]
+PP_4 = "--pp 4 --steps 1 --schedule"
+EVERY_SCHEDULE = [f"{PP_4} {name}" for name in SCHEDULES]
 WIDE = "--hidden 256 --heads 4 --seq-len 128 --global-batch 4"  # messages of 128 KiB
 WIRE = ("1f1b", "interleaved", "zbv", "dualpipe") if os.environ.get("TEST_ALL") else ("interleaved", "dualpipe")
 WIRE = [f"--pp 4 --schedule {name} {WIDE}" for name in WIRE]
@@ -209,7 +210,7 @@ def check_communicators(ranks: list[Observation], flags: str) -> None:
 
 @pytest.mark.parametrize("name", HIDDEN_MESSAGES)
 def test_neither_direction_waits_for_the_other(observed, name):
-    check_communicators(observed[f"--pp 4 --schedule {name}"], f"--pp 4 --schedule {name}")
+    check_communicators(observed[f"{PP_4} {name}"], f"{PP_4} {name}")
 
 
 # ---- gradients and weights -------------------------------------------------------------------------------------------
