@@ -69,13 +69,13 @@ class Watch:
 
     def attach(self, model, zero, optimizer) -> None:
         """Watch these, whose own hooks have been registered: those registered here run after them."""
-        self.model, self.zero, self.optimizer = model, zero, optimizer
+        self.parameters, self.zero, self.optimizer = list(model.parameters()), zero, optimizer
         starts = [model.embedding, *model.layers.values(), model.norm]
         ends = [model.embedding, *model.layers.values(), model.head]
         for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
             start.register_forward_pre_hook(lambda *_, i=index: self.note(f"forward {i}"))
             end.register_forward_hook(lambda module, inputs, output, i=index: self.after_forward(i, output))
-        for parameter in model.parameters():
+        for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(lambda _: self.note("gradient"))
         update = optimizer.step
 
@@ -102,7 +102,7 @@ class Watch:
         """Take a sample. It is the clock of the recorded calls."""
         buckets = [unit.bucket for unit in self.zero.units]
         whole = tuple(0 if bucket is None else live_bytes([bucket.flat]) for bucket in buckets)
-        self.seen.samples.append(Sample(len(self.seen.events), live_bytes(self.model.parameters()), whole))
+        self.seen.samples.append(Sample(len(self.seen.events), live_bytes(self.parameters), whole))
         return self.seen.samples[-1]
 
     # ---- the step ----
@@ -121,7 +121,7 @@ class Watch:
     def hold(self, moment: str, gradients: list[torch.Tensor] = ()) -> None:
         """Bytes by kind. A storage counts as the first kind that has it."""
         units, kinds = self.zero.units, {}
-        kinds["parameters"] = [*self.model.parameters(), *self.zero.shards]
+        kinds["parameters"] = [*self.parameters, *self.zero.shards]
         kinds["gradients"] = [*gradients, *(unit.bucket.flat for unit in units if unit.bucket)]
         kinds["gradients"] += [unit.reduced for unit in units if unit.reduced is not None]
         states = self.optimizer.inner.state.values()

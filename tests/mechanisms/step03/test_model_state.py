@@ -1,6 +1,6 @@
 """Initial weights, activations, and parameters that not every rank uses: what sharding must not change."""
 
-import os
+import tempfile
 from unittest import mock
 
 import pytest
@@ -10,9 +10,11 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.measure.storages import live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
+from common.start import environment
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations, total_bytes
 from step01_single_gpu.memory_meter import MemoryMeter
+from step03_zero import train as step03
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT
 from step03_zero.zero import Zero, fill_all_buckets
@@ -21,7 +23,7 @@ from tests.mechanisms.step02.test_accounting import check_launches
 from tests.mechanisms.step03.checks import check_calls, check_same_order
 from tests.mechanisms.step03.observe import Observation, observe, prepare
 from tests.mechanisms.step03.test_accounting import SMALL, plan_of
-from tests.parity.runs import assemble, assert_parity, reference, train_case, training_of
+from tests.parity.runs import assemble, assert_parity, boxes_of, curve_of, reference, train_case, training_of
 
 DEEP = "--layers 24 --hidden 64 --ffn 96 --vocab 256"  # many layers: one is little of the whole
 
@@ -184,15 +186,22 @@ def test_activations_are_the_same_in_every_stage():
 
 
 def ranks_unused(cases: list[str]) -> list[tuple[Observation, dict]]:
-    """The last rank never uses the gates."""
+    """What this rank does, and its part of the result. The last rank never uses the gates."""
+    result, trained, train = [], [], step03.train
 
     def without_gate(self, x):
         return self.down_proj(self.up_proj(x))
 
-    result, last = [], os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    with mock.patch.object(SwiGLU, "forward", without_gate if last else SwiGLU.forward):
-        for flags in cases:
-            result.append((observe(flags), train_case(3, f"{flags} --steps 2")))
+    last = environment().rank == environment().world_size - 1
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(SwiGLU, "forward", without_gate if last else SwiGLU.forward),
+        mock.patch.object(step03, "train", lambda *arguments: trained.append(train(*arguments))),
+    ):
+        for index, flags in enumerate(cases):
+            seen = observe(f"{flags} --run-dir {folder}/{index}")
+            curve = curve_of(f"{folder}/{index}") if environment().rank == 0 else []
+            result.append((seen, {"curve": curve, "boxes": boxes_of(trained.pop())}))
     return result
 
 
@@ -200,10 +209,10 @@ def test_a_parameter_unused_on_one_rank_changes_no_order():
     cases = [f"--zero {stage} {SMALL} --micro-batch {size}" for stage in range(4) for size in (1, 4)]
     cases += [f"--zero 3 --recompute full --micro-batch {size}" for size in (1, 4)]
     cases += [f"--zero {stage} --zero-reduce step {SMALL} --micro-batch 1" for stage in (2, 3)]
-    ranks, results = run_ranks(3, ranks_unused, cases), {}
+    ranks, results = run_ranks(3, ranks_unused, [f"{case} --dtype float64" for case in cases]), {}
     for case, parts in zip(cases, zip(*ranks, strict=True), strict=True):
         check_same_order([seen for seen, _ in parts])
-        check_calls(parts[-1][0], plan_of(case, 3))
+        check_calls(parts[-1][0], plan_of(f"{case} --dtype float64", 3))
         results[case] = assemble([part for _, part in parts])
     for case in cases:  # with step 2's sums, which its own tests compare with one process
         size = 4 if case.endswith("4") else 1  # which decides who has which samples

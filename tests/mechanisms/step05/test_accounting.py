@@ -28,20 +28,20 @@ from tests.harness.ranks import run_ranks
 from tests.mechanisms.step05.observe import Observation, observe, prepare
 from tests.parity.runs import SMALL, train_here
 
-WORLD, LAYERS, TABLE = 4, 8, 256 * 32  # of `observe.BASE`; elements of the embedding
+WORLD, LAYERS, TABLE = 4, 4, 256 * 32  # layers where two ranks divide them; elements of the embedding
 PP_4 = "--pp 4 --steps 1 --schedule"
 EVERY_SCHEDULE = [f"{PP_4} {name}" for name in SCHEDULES]
-WIDE = "--hidden 256 --heads 4 --seq-len 128 --global-batch 4"  # messages of 128 KiB
+WIDE = "--hidden 256 --heads 4 --seq-len 32 --global-batch 4"  # messages of 32 KiB
 WIRE = ("1f1b", "interleaved", "zbv", "dualpipe") if os.environ.get("TEST_ALL") else ("interleaved", "dualpipe")
 WIRE = [f"--pp 4 --schedule {name} {WIDE}" for name in WIRE]
-WITH_TP = [f"--pp 2 --tp 2 {flags}" for flags in ("--schedule 1f1b", "--schedule zb-h1 --no-sequence-parallel")]
+WITH_TP = [f"--pp 2 --tp 2 --layers {LAYERS} --schedule {name}" for name in ("1f1b", "zb-h1 --no-sequence-parallel")]
 WITH_DP = [  # one micro-batch or four on each rank
     *("1f1b --zero 0", "1f1b --zero 1 --bucket-mb 0.01", "1f1b --zero 2", "1f1b --zero 3"),
     *("interleaved --zero 0 --bucket-mb 0.01", "breadth-first --zero 1", "zb-h2 --zero 0"),
     *("zb-h1 --zero 2 --zero-reduce step", "zbv --zero 1", "zbv --zero 2", "zbv --zero 3 --zero-reduce step"),
     *("afab --zero 3 --tie-embeddings", "dualpipe --zero 1 --tie-embeddings", "dualpipe --zero 0 --micro-batch 2"),
 ]
-WITH_DP = [f"--pp 2 --dp 2 --schedule {flags}" for flags in WITH_DP]
+WITH_DP = [f"--pp 2 --dp 2 --layers {LAYERS} --schedule {flags}" for flags in WITH_DP]
 
 
 @functools.cache

@@ -21,15 +21,15 @@ from tests.mechanisms.step07.layers import layer_of
 
 # ---- what train() issues and holds -----------------------------------------------------------------------------------
 
-WORLD, STEPS, LAYERS, HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 4, 2, 3, 128, 32, 8, 2, 64  # TOKENS: of a sequence
+WORLD, LAYERS, HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 4, 3, 128, 32, 8, 2, 64  # TOKENS: of a sequence
 WEIGHTS = 3 * EXPERTS * HIDDEN * FFN  # of the experts of a layer
 SHAPE = f"--layers {LAYERS} --dense-layers 1 --hidden {HIDDEN} --heads 4 --kv-heads 4 --ffn 64 --vocab 256"
 SHAPE += f" --seq-len {TOKENS} --experts {EXPERTS} --top-k {TOP_K} --expert-ffn {FFN} --shared-experts 1"
-SHAPE += f" --steps {STEPS} --global-batch 8 --data synthetic --device cpu --peak-tflops 1"
+SHAPE += " --steps 1 --global-batch 8 --data synthetic --device cpu --peak-tflops 1"
 CASES = [
     "--dp 4 --ep 4 --micro-batch 1 --dtype bfloat16",
     "--dp 4 --ep 2 --micro-batch 2 --zero 1",
-    "--dp 4 --ep 2 --micro-batch 1 --zero 2 --recompute full --balance bias --bias-rate 0.1",
+    "--dp 4 --ep 2 --micro-batch 1 --zero 2 --recompute full --balance bias --bias-rate 0.1 --steps 2",
     "--dp 4 --ep 2 --micro-batch 1 --zero 1 --zero-replicas 2 --balance none",
     "--dp 4 --ep 1 --micro-batch 2 --zero 3",
     "--dp 2 --tp 2 --ep 4 --micro-batch 4 --recompute selective --balance bias --bias-rate 0.1",
@@ -92,7 +92,7 @@ def travels(config: TrainConfig, rank: int, ranks: list[dict]) -> list[tuple]:
         log.extend([numbers, call(phase, sent), call(phase, received)])
         return [call("backward", sent), call("backward", received)]
 
-    for _ in range(STEPS * config.accumulation_steps):
+    for _ in range(config.steps * config.accumulation_steps):
         kept = [forward("forward") for _ in range(LAYERS - 1)]
         while kept:
             gradients = kept.pop()
@@ -108,7 +108,7 @@ def check_train(cases: list[str], found: list[list[dict]], folder: Path) -> None
         tokens = config.global_batch * TOKENS // WORLD // config.accumulation_steps  # of a rank, in a micro-batch
         dropped = [json.loads(line)["dropped"] for line in (folder / str(index) / "metrics.jsonl").open()]
         assert (sum(dropped) > 0) == bool(config.capacity_factor), case
-        forwards = STEPS * config.accumulation_steps * (LAYERS - 1) * (2 if config.recompute == "full" else 1)
+        forwards = config.steps * config.accumulation_steps * (LAYERS - 1) * (2 if config.recompute == "full" else 1)
         rows = sum(sum(counts) for rank in ranks for counts in rank["counts"])
         assert rows == forwards * WORLD * TOP_K * tokens - sum(dropped), f"{case}: tokens are lost, or come twice"
         for rank, seen in enumerate(ranks):
@@ -149,11 +149,11 @@ def check_reduction(config: TrainConfig, seen: dict, where: str) -> None:
     shards = seen["edp"] // replicas if seen["edp"] > 1 else 1
     copies = seen["edp"] // shards
     assert held == (LAYERS - 1) * WEIGHTS // (config.ep * shards), f"{where}: experts are not divided by ep and edp"
-    times = STEPS * (config.accumulation_steps if config.zero >= 2 else 1)  # stages 2 and 3 sum every micro-batch
+    times = config.steps * (config.accumulation_steps if config.zero >= 2 else 1)  # stage 2 and 3: each micro-batch
     for group, op, size, expected in (
         ("expert_shard", "reduce_scatter", shards, times * held * shards),
-        ("expert_replica", "all_reduce", copies, STEPS * held),
-        ("replica", "all_reduce", 1 if config.zero and config.zero_replicas == 1 else 2, STEPS * dense),
+        ("expert_replica", "all_reduce", copies, config.steps * held),
+        ("replica", "all_reduce", 1 if config.zero and config.zero_replicas == 1 else 2, config.steps * dense),
     ):
         calls = [call for call in seen["log"] if call[1] == group and call[2] == op]
         assert sum(call[4] for call in calls) == expected * (size > 1), f"{where}: {op} over {group}"
