@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 import typing
@@ -30,6 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
             self.exit(2, f"error: {error}\n")
 
 
+@functools.cache
 def parser(step: int) -> argparse.ArgumentParser:
     """The parser of step number `step` (1 to 8), which knows the flags of this step and of all earlier ones."""
     result = OneLineParser(prog=f"{STEP_NAMES[step - 1]}/train.py", allow_abbrev=False)

@@ -1,0 +1,146 @@
+"""Find a layout: what fits, what it costs, what to run. Everything that is printed is predicted.
+
+python -m step08_5d.planning plan --model llama3-8b --gpus 64 --seq-len 4096 --tokens-per-batch 1M
+python -m step08_5d.planning memory --model llama3-70b --dp 4 --tp 8 --pp 2 --zero 1 --recompute full
+python -m step08_5d.planning published
+"""
+
+import statistics
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
+from common.drawing.tables import print_table
+from common.errors import UsageError
+from common.launching.command_line import OneLineParser
+from common.presets import resolve
+from step08_5d.cost import Layout
+from step08_5d.planning.machines import MACHINES, Habits
+from step08_5d.planning.memory import memory
+from step08_5d.planning.published import Run, fitted, halves, judge, predicted, read_runs
+from step08_5d.planning.search import Plan, Task, command, named, plans
+
+NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
+NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}
+NAMES |= {"launch": "launching small kernels", "update": "the update"}
+
+
+def tokens(text: str) -> int:
+    """A number of tokens, such as 4096, 512k or 4M (of 1,024 each). Raises ValueError for anything else."""
+    unit = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
+    return int(float(text.rstrip("kKmM")) * unit)
+
+
+def print_plans(task: Task, best: list[Plan], misfits: dict[str, int], shown: int) -> None:
+    """The fastest layouts, what binds each of them, why others are left out, and the command of the first."""
+    rows = []
+    for plan in _different(best)[:shown]:
+        times, held = plan.times, sum(plan.held.values())
+        cells = (f"{plan.mfu:.1%}", f"{plan.tokens_per_second:,.0f}", f"{times.step:.2f}", f"{held / 1e9:.0f}")
+        rows.append(
+            (named(plan.layout), *cells, f"{NAMES[times.binds]} ({getattr(times, times.binds) / times.step:.0%})")
+        )
+    title = f"predicted: {task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
+    print_table(title, ("layout", "MFU", "tokens/s/GPU", "s", "GB", "most of the rest of the step"), rows)
+    left_out = ", ".join(f"{number:,} for {kind}" for kind, number in sorted(misfits.items(), key=lambda x: -x[1]))
+    print(f"  {len(best):,} layouts fit; {sum(misfits.values()):,} do not: {left_out or 'none'}")
+    print(f"\n{command(task, best[0].layout)}")
+
+
+def _different(best: list[Plan]) -> list[Plan]:
+    """The fastest plan of each set of degrees."""
+    found = {}
+    for plan in best:
+        degrees = plan.layout._replace(zero=0, micro_batch=1, micro_batches=1, recompute="none")
+        found.setdefault(degrees, plan)
+    return list(found.values())
+
+
+def plan(options) -> None:
+    model = resolve(options.model)
+    if options.tokens_per_batch % options.seq_len:
+        raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
+    sequences = options.tokens_per_batch // options.seq_len
+    model = replace(model, max_positions=max(model.max_positions, options.seq_len))
+    task = Task(options.model, model, options.gpus, options.seq_len, sequences, MACHINES[options.gpu])
+    print_plans(task, *plans(task), options.shown)
+
+
+def print_memory(options) -> None:
+    """The bytes of one layout's fullest rank, by kind."""
+    degrees = {name: getattr(options, name) for name in ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch")}
+    layout = Layout(options.seq_len, **degrees, dtype="bfloat16", recompute=options.recompute)
+    layout = layout._replace(micro_batches=max(1, options.sequences // (layout.dp * layout.micro_batch)))
+    held = memory(resolve(options.model), layout)
+    rows = [(kind, f"{size / 1e9:.2f}") for kind, size in (held | {"all": sum(held.values())}).items()]
+    print_table(f"predicted: {options.model}, {named(layout)}, the fullest rank", ("", "GB"), rows)
+
+
+def published(options) -> None:
+    """Fit the model of time to half of the published runs, judge it on the other half, and the other way round."""
+    runs = read_runs()
+    print(f"{len(runs):,} published runs of {len({run.pair for run in runs})} pairs of model and nodes")
+    for number, (of_fit, others) in enumerate(halves(runs)):
+        habits = fitted(of_fit)
+        result = judge(others, partial(predicted, habits=habits))
+        rows = [
+            (f"{name} on {nodes} nodes", f"{result.within[name, nodes]:.2f}", f"{result.chosen[name, nodes]:.0%}")
+            for name, nodes in result.within
+        ]
+        print_table(
+            f"half {number + 1}, fitted to the other", ("", "Spearman", "MFU of the chosen run / best MFU"), rows
+        )
+        medians = (f"{statistics.median(each.values()):.2f}" for each in (result.within, result.chosen))
+        print(f"  over all runs: {result.spearman:.2f}; medians of the columns: {', '.join(medians)}")
+    result = judge(runs, lambda run: sum(memory(run.model, run.layout).values()), lambda run: run.memory)
+    print(f"\nSpearman of predicted and published memory: {result.spearman:.3f}")
+    print(f"  figure: {draw(runs, fitted(runs), options.out)}")
+
+
+def draw(runs: list[Run], habits: Habits, path: str) -> Path:
+    """Published over predicted MFU, with and without pipelines. Returns the path."""
+    figure, axes = new_figure(1, 2, height=3.4, sharey=True)
+    for axis, many, title in zip(axes, (False, True), ("one stage", "a pipeline")):
+        some = [run for run in runs if run.mfu and (run.layout.pp > 1) == many]
+        axis.loglog([predicted(run, habits) for run in some], [run.mfu for run in some], ".", ms=3, color=SERIES[many])
+        axis.loglog([0.001, 0.6], [0.001, 0.6], color=COLOURS["other"], lw=1)
+        axis.set(title=title, xlabel="MFU, predicted")
+    axes[0].set_ylabel("MFU, published")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return write_png(figure, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, function in (("plan", plan), ("memory", print_memory), ("published", published)):
+        sub = commands.add_parser(name)
+        sub.set_defaults(run=function)
+        if name != "published":
+            sub.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
+            sub.add_argument("--seq-len", type=tokens, default=4096)
+        else:
+            sub.add_argument("--out", default="runs/planning/published.png", help="the figure")
+        if name == "plan":
+            sub.add_argument("--gpus", type=int, required=True)
+            sub.add_argument("--gpu", choices=MACHINES, default="H100")
+            sub.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
+            sub.add_argument("--shown", type=int, default=8, help="rows of the table")
+        if name == "memory":
+            for degree in ("dp", "tp", "pp", "cp", "ep", "micro-batch"):
+                sub.add_argument(f"--{degree}", type=int, default=1)
+            sub.add_argument("--zero", type=int, choices=range(4), default=0)
+            sub.add_argument("--recompute", choices=("none", "full"), default="none")
+            sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
+    options = parser.parse_or_exit(argv)
+    try:
+        options.run(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

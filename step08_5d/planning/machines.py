@@ -1,0 +1,58 @@
+"""Clusters as numbers: what a GPU computes, holds and sends, and what an implementation makes of it."""
+
+from typing import NamedTuple
+
+from common.costs.hardware import MEMORY_BANDWIDTH, vendor_tflops
+from common.costs.networks import NETWORK, NODE, NVLINK
+
+
+class Machine(NamedTuple):
+    """A cluster of equal nodes, in numbers of its vendor."""
+
+    name: str
+    memory: float  # bytes of a GPU
+    memory_bandwidth: float  # bytes/s of a GPU
+    near: float = NVLINK  # bytes/s of a GPU to others of its node
+    far: float = NETWORK  # bytes/s of a GPU to other nodes
+    gpus: int = NODE  # of a node
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of a GPU in bfloat16, without sparsity."""
+        return 1e12 * vendor_tflops(self.name, "bfloat16")
+
+
+# Data sheets of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200; bandwidths between GPUs in one direction
+MACHINES = {
+    each.name: each
+    for each in (
+        Machine("A100", 80e9, 2.04e12, near=300e9, far=25e9),
+        Machine("H100", 80e9, MEMORY_BANDWIDTH["H100"]),
+        Machine("H200", 141e9, MEMORY_BANDWIDTH["H200"]),
+        Machine("B200", 180e9, 8e12, near=900e9),
+    )
+}
+
+
+class Habits(NamedTuple):
+    """What an implementation makes of such GPUs. `published.py` fits these numbers to published runs.
+
+    The defaults are those of all published runs, rounded to two digits.
+    """
+
+    efficiency: float = 0.5  # share of the peak that matrix products reach
+    small: float = 3.5  # bytes that small operations move, in those of `speed.small_bytes`
+    launch: float = 3.4e-3  # seconds, in which the CPU launches a layer's forward and backward
+    near_start: float = 3.4e-5  # seconds, until a collective within a node begins to move bytes
+    far_start: float = 3.4e-4  # the same between two nodes;
+    spread: float = 1.0  # between n + 1 nodes it takes n ** spread times as long
+    stall: float = 1.2e-3  # seconds that a layer loses per micro-batch where stages wait for each other, on one node;
+    crowd: float = 0.57  # on n nodes it loses n ** crowd times as much,
+    apart: float = 0.71  # and on tp tensor ranks tp ** apart times as much
+    hides: float = 1.0  # share of a backward behind which the sums of gradients may hide
+    prefetch: float = 0.0  # share of a forward behind which gathered weights may hide
+    order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
+
+
+# Step 8 gathers the weights of the next layer meanwhile, and puts neighbouring stages near to each other
+OURS = Habits(prefetch=1.0, order="tp,cp,pp,dp")

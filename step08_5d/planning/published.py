@@ -1,0 +1,155 @@
+"""The playbook's own runs: a model of time is fitted to some of them and judged on the others.
+
+published/playbook_runs.csv holds 1,541 of the runs behind *The Ultra-Scale Playbook* (Hugging Face, 2025), section
+"Benchmarking thousands of configurations": 13 pairs of a model and a number of nodes of eight H100, all with sequences
+of 4,096 tokens. A row without numbers is a run that crashed or ran out of memory.
+"""
+
+import csv
+import itertools
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from common.counts import count_parameters
+from common.model_config import ModelConfig
+from step08_5d.cost import Layout
+from step08_5d.planning.machines import MACHINES, Habits
+from step08_5d.planning.speed import times
+
+FILE = Path(__file__).parent / "published" / "playbook_runs.csv"
+SEQ, VOCAB = 4096, 131072
+SHAPES = {  # hidden, layers, heads, ffn; with one stage the two small ones share embedding and head
+    "1B": (2048, 16, 32, 8192),
+    "3B": (3072, 28, 24, 8192),
+    "8B": (4096, 32, 32, 14336),
+    "80B": (8192, 80, 64, 28672),
+}
+H100 = MACHINES["H100"]
+START = Habits(0.5, 1.0, 1e-3, 1e-4, 1e-3, 1.0, 1e-3, 0.5, 0.5)  # where a fit begins
+WITHOUT_PIPELINES = ("efficiency", "small", "launch", "near_start", "far_start", "spread")
+OF_PIPELINES = ("stall", "crowd", "apart")
+MOST = 5  # a run that is further off counts no more than this factor
+
+
+class Run(NamedTuple):
+    """One published run."""
+
+    name: str
+    nodes: int
+    model: ModelConfig
+    layout: Layout
+    mfu: float | None  # None: it crashed or ran out of memory
+    tokens_per_second: float  # of a GPU
+    memory: float  # bytes
+
+    @property
+    def pair(self) -> tuple[str, int]:
+        return self.name, self.nodes
+
+
+def read_runs() -> list[Run]:
+    """Return all published runs."""
+    result = []
+    for row in csv.DictReader(FILE.open()):
+        dp, pp, tp, zero = (int(row[key]) for key in ("dp", "pp", "tp", "zero"))
+        hidden, layers, heads, ffn = SHAPES[row["model"]]
+        tied = row["model"] in ("1B", "3B") and pp == 1
+        layout = Layout(SEQ, dp, pp, tp=tp, zero=zero, micro_batch=int(row["mbs"]), dtype="bfloat16")
+        result.append(
+            Run(
+                row["model"],
+                int(row["nodes"]),
+                ModelConfig(VOCAB, hidden, layers, heads, heads, ffn, tied),
+                layout._replace(micro_batches=int(row["accumulation"])),
+                float(row["mfu_percent"]) / 100 if row["mfu_percent"] != "nan" else None,
+                float(row["tokens_per_s_per_gpu"]),
+                float(row["memory_gb"]) * 1e9,
+            )
+        )
+    return result
+
+
+# ---- a fit by coordinate descent -------------------------------------------------------------------------------------
+
+
+def mfu(run: Run, tokens_per_second: float) -> float:
+    """The published kind of MFU: 6 N FLOPs a token, embedding included, and 12 L h s for attention's full square."""
+    model = run.model
+    flops = 6 * count_parameters(model).total + 12 * model.layers * model.hidden * SEQ
+    return tokens_per_second * flops / H100.peak
+
+
+def predicted(run: Run, habits: Habits) -> float:
+    """The MFU that the model of time predicts."""
+    layout = run.layout
+    tokens = layout.micro_batches * layout.micro_batch * SEQ / layout.tp / layout.pp
+    return mfu(run, tokens / times(run.model, layout, H100, habits).step)
+
+
+def error(habits: Habits, runs: list[Run]) -> float:
+    """Mean of |log(predicted / published)| of the MFU of runs that have one."""
+    return statistics.mean(min(abs(math.log(predicted(run, habits) / run.mfu)), math.log(MOST)) for run in runs)
+
+
+def fit(habits: Habits, runs: list[Run], names: tuple[str, ...], sweeps: int = 5) -> Habits:
+    """Return the habits with these numbers moved, one after the other, as long as the error falls."""
+    best, factor = error(habits, runs), 2.0
+    for _ in range(sweeps):
+        for name, step in itertools.product(names, (factor, 1 / factor)):
+            while (found := error(tried := habits._replace(**{name: step * getattr(habits, name)}), runs)) < best:
+                best, habits = found, tried
+        factor = math.sqrt(factor)
+    return habits
+
+
+def fitted(runs: list[Run]) -> Habits:
+    """The habits that these runs show: those without a pipeline first, then what a pipeline adds."""
+    whole, divided = ([run for run in runs if run.mfu and (run.layout.pp > 1) == many] for many in (False, True))
+    return fit(fit(START, whole, WITHOUT_PIPELINES), divided, OF_PIPELINES)
+
+
+def halves(runs: list[Run]) -> list[tuple[list[Run], list[Run]]]:
+    """Every second pair of model and nodes to fit to, the others to judge on; and the other way round."""
+    pairs = sorted({run.pair for run in runs})
+    even, odd = ([run for run in runs if pairs.index(run.pair) % 2 == part] for part in (0, 1))
+    return [(even, odd), (odd, even)]
+
+
+# ---- judged ----------------------------------------------------------------------------------------------------------
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """The correlation of the ranks of two lists."""
+    return statistics.correlation(*(ranks(each) for each in (a, b)))
+
+
+def ranks(values: list[float]) -> list[float]:
+    """The place of each value among all; equal ones share theirs."""
+    ordered = sorted(values)
+    first = {value: place for place, value in reversed(list(enumerate(ordered)))}
+    return [first[value] + (ordered.count(value) - 1) / 2 for value in values]
+
+
+class Judgement(NamedTuple):
+    """How well predictions rank runs."""
+
+    spearman: float  # over all runs
+    within: dict[tuple, float]  # over those of a pair
+    chosen: dict[tuple, float]  # the MFU of the run that the model likes best, over the best of its pair
+
+
+def judge(
+    runs: list[Run], predict: Callable[[Run], float], published: Callable[[Run], float] = lambda run: run.mfu
+) -> Judgement:
+    """Compare predictions with what was published of the runs that came to an end."""
+    runs = [run for run in runs if run.mfu]
+    found = [(run, predict(run), published(run)) for run in runs]
+    within, chosen = {}, {}
+    for pair in sorted({run.pair for run in runs}):
+        _, ours, theirs = zip(*(each for each in found if each[0].pair == pair))
+        within[pair] = spearman(ours, theirs)
+        chosen[pair] = theirs[ours.index(max(ours))] / max(theirs)
+    return Judgement(spearman(*list(zip(*found))[1:]), within, chosen)

@@ -1,0 +1,140 @@
+"""All layouts of a model on a cluster: which fit, which are fastest, and the command that runs one."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from common.errors import UsageError
+from common.launching.command_line import parse
+from common.model_config import ModelConfig
+from step08_5d import config as step08
+from step08_5d.cost import Layout
+from step08_5d.planning.machines import Machine
+from step08_5d.planning.memory import memory
+from step08_5d.planning.speed import Times, mfu, times
+
+MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
+
+
+class Task(NamedTuple):
+    """What is to be trained, and where."""
+
+    name: str  # for --model
+    model: ModelConfig
+    gpus: int
+    seq: int
+    sequences: int  # of a global batch
+    machine: Machine
+
+
+class Plan(NamedTuple):
+    """A layout that fits, with what it costs."""
+
+    layout: Layout
+    held: dict[str, float]  # bytes by kind
+    times: Times
+    mfu: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a GPU."""
+        layout = self.layout
+        of_gpu = layout.micro_batches * layout.tokens / layout.tp / layout.pp
+        return of_gpu / self.times.step
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    return [each for each in range(1, min(number, most or number) + 1) if number % each == 0]
+
+
+def layouts(task: Task) -> Iterator[Layout]:
+    """All layouts whose degrees divide what they must: tp heads and ffn, pp layers, cp the sequence, ep experts."""
+    model, gpus = task.model, task.gpus
+    tps = [each for each in divisors(gpus) if not (model.heads % each or model.ffn % each)]
+    tps = [each for each in tps if not (model.kv_heads % each and each % model.kv_heads)]
+    for tp, pp in itertools.product(tps, divisors(model.layers)):
+        for cp in divisors(task.seq // 2 or 1) if not gpus % (tp * pp) else ():
+            dp = gpus // (tp * pp * cp)
+            if dp * tp * pp * cp != gpus or task.seq // cp % tp or task.sequences % dp:
+                continue
+            if cp > 1 and task.seq // cp < 2048:  # shorter parts do not hide the ring's messages
+                continue
+            for ep in [each for each in divisors(model.experts or 1) if not dp * cp * tp % each]:
+                shared = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "ep": ep, "dtype": "bfloat16"}
+                yield from _ways(task, Layout(task.seq, **shared))
+
+
+def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
+    """The same degrees with every ZeRO stage, micro-batch and recomputation that makes a difference."""
+    of_rank = task.sequences // layout.dp
+    sizes = [each for each in divisors(of_rank, 64) if each & (each - 1) == 0]
+    stages = (0, 1, 2, 3) if layout.copies > 1 else (0,)
+    for size, zero, recompute in itertools.product(sizes, stages, ("none", "full")):
+        if not (layout.pp > 1 and zero == 2):  # a reduce-scatter for every micro-batch of every stage
+            yield layout._replace(micro_batch=size, micro_batches=of_rank // size, zero=zero, recompute=recompute)
+
+
+def plans(task: Task) -> tuple[list[Plan], Counter]:
+    """Return all plans that fit, the fastest first, and how many layouts do not, by the kind that is largest.
+
+    Raises UsageError if none fits: it says what comes nearest.
+    """
+    found, misfits, nearest = [], Counter(), None
+    room = task.machine.memory * MOST_FULL
+    for layout in layouts(task):
+        held = memory(task.model, layout)
+        if (needed := sum(held.values())) <= room:
+            speed = times(task.model, layout, task.machine)
+            found.append(Plan(layout, held, speed, mfu(task.model, layout, speed.step, task.machine)))
+        else:
+            misfits[max(held, key=held.get)] += 1
+            nearest = min(nearest or (needed, layout), (needed, layout), key=lambda each: each[0])
+    if not found:
+        raise UsageError(_why_nothing(task, nearest, room))
+    return sorted(found, key=lambda plan: plan.times.step), misfits
+
+
+def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) -> str:
+    where = f"{task.name} on {task.gpus} GPUs"
+    if nearest is None:
+        return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
+    needed, layout = nearest
+    return (
+        f"{where} fits in no layout: at least {needed / 1e9:.0f} GB a GPU ({named(layout)}), and {room / 1e9:.0f} of "
+        f"{task.machine.memory / 1e9:.0f} may be filled; take more GPUs, or shorter sequences"
+    )
+
+
+def named(layout: Layout) -> str:
+    """The layout in a few words."""
+    degrees = [f"{name} {size}" for name in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(layout, name)) > 1]
+    zero = [f"ZeRO-{layout.zero}"] if layout.zero else []
+    again = ["recompute"] if layout.recompute != "none" else []
+    micro_batches = f"{layout.micro_batches} x {layout.micro_batch}"
+    return ", ".join([*(degrees or ["one GPU"]), *zero, *again, micro_batches])
+
+
+def flags(task: Task, layout: Layout) -> list[str]:
+    """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
+    words = ["--model", task.name, "--dtype", "bfloat16", "--seq-len", str(task.seq)]
+    words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
+    for name in ("dp", "tp", "pp", "cp", "ep", "zero"):
+        if (value := getattr(layout, name)) != (0 if name == "zero" else 1):
+            words += [f"--{name}", str(value)]
+    if layout.recompute != "none":
+        words += ["--recompute", layout.recompute]
+    config = parse(8, words)
+    config.resolve_and_check(task.gpus)
+    step08.check(config)
+    return words
+
+
+def command(task: Task, layout: Layout) -> str:
+    """The command that trains this layout, on every node if there are several."""
+    nodes = -(-task.gpus // task.machine.gpus)
+    launcher = f"torchrun --nproc_per_node {min(task.gpus, task.machine.gpus)}"
+    if nodes > 1:
+        launcher = f"sbatch --nodes {nodes} step08_5d/train.slurm"
+        return " ".join([launcher, *flags(task, layout)])
+    return " ".join([launcher, "step08_5d/train.py", *flags(task, layout)])

@@ -1,0 +1,120 @@
+"""How long a step takes: operations, messages and pauses of a rank, in seconds, from the steps' own costs.
+
+This model is made to rank layouts. It simulates nothing: micro-batches follow one another, a collective starts late and
+then moves its bytes, and what may hide behind a computation hides as far as that is long enough.
+"""
+
+import math
+from typing import NamedTuple
+
+from common.costs.networks import NETWORK, bus_bandwidth
+from common.costs.vocabulary import WIDTHS, Message
+from common.counts import count_flops
+from common.drawing.figures import DIMENSION_OF
+from common.model_config import ModelConfig
+from step08_5d import cost
+from step08_5d.cost import Layout
+from step08_5d.planning.machines import OURS, Habits, Machine
+
+UPDATE_BYTES = (
+    32  # per parameter: gradient, master weight and two moments are read, all but the first written; the copy
+)
+AGAIN = {"none": 3, "selective": 3, "full": 4}  # forwards' worth of products in a forward and its backward
+CORE_AGAIN = {"none": 3.5, "selective": 4.5, "full": 4.5}  # the same of the attention core: five products for two
+
+
+class Times(NamedTuple):
+    """Seconds of a step on a rank; they add up to the step."""
+
+    compute: float  # products, attention and small operations, of the last stage
+    launch: float  # more than that, if the CPU cannot launch a layer any faster
+    tp: float  # communication that nothing hides, by dimension
+    cp: float
+    ep: float
+    pp: float
+    dp: float
+    bubble: float
+    update: float
+
+    @property
+    def step(self) -> float:
+        return sum(self)
+
+    @property
+    def binds(self) -> str:
+        """What takes the most time besides the computation."""
+        return max(self._fields[1:], key=lambda name: getattr(self, name))
+
+
+def small_bytes(model: ModelConfig, layout: Layout) -> float:
+    """Bytes that a layer's small operations move for a micro-batch: 40 h for norms and additions, 30 f for SwiGLU."""
+    return layout.tokens / layout.tp * (20 * model.hidden + 15 * model.ffn) * WIDTHS[layout.dtype][0]
+
+
+def spans(layout: Layout, dimension: str, machine: Machine, order: str) -> tuple[int, int]:
+    """Return over how many nodes a group of `dimension` reaches, and how many of its ranks are in each."""
+    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
+    axes = order.split(",")
+    first = {"ep": "tp" if layout.ep <= layout.tp else "cp", "dp": "cp" if layout.cp > 1 else "dp"}.get(dimension)
+    before = math.prod(sizes[axis] for axis in axes[: axes.index(first or dimension)])
+    size = {"ep": layout.ep, "dp": layout.copies}.get(dimension) or sizes[dimension]
+    together = min(size, max(1, machine.gpus // before))
+    return math.ceil(size / together), together
+
+
+def seconds_of(message: Message, dimension: str, layout: Layout, machine: Machine, habits: Habits) -> float:
+    """Return the time of all `message.count` of them.
+
+    Between nodes a collective uses the cards of all its ranks in a node, starts the later, the more nodes there are,
+    and moves bytes as fast as the playbook's authors measured (`bus_bandwidth`, on cards of 50 GB/s).
+    """
+    nodes, together = spans(layout, dimension, machine, habits.order)
+    if nodes == 1:
+        return message.count * (habits.near_start + message.bytes / machine.near)
+    start = habits.far_start * (nodes - 1) ** habits.spread
+    op = message.op if message.op in ("all_reduce", "reduce_scatter") else "all_gather"
+    whole_nodes = bus_bandwidth(op, nodes * machine.gpus) * machine.far / NETWORK
+    return message.count * (start + message.bytes / min(machine.near, whole_nodes * together / machine.gpus))
+
+
+def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits = OURS) -> Times:
+    """Predict the step of a rank, in the pace of the last stage, for which all others wait."""
+    m, layers = layout.micro_batches, model.layers / layout.pp
+    flops, rate = count_flops(model, layout.seq), machine.peak * habits.efficiency
+    of_rank = layout.micro_batch / (layout.cp * layout.tp)  # sequences
+    # ---- a micro-batch: its layers, and the head with the loss ----
+    products = AGAIN[layout.recompute] * flops.linear + CORE_AGAIN[layout.recompute] * flops.attention_core / 2
+    layer = products / model.layers * of_rank / rate
+    layer += habits.small * small_bytes(model, layout) / machine.memory_bandwidth
+    head = 3 * flops.head * of_rank / rate
+    head += habits.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
+    backward = 2 / 3 * (layers * layer + head)
+    # ---- messages that nothing hides ----
+    exposed = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
+    for message in cost.messages(model, layout, ends=False):
+        dimension = DIMENSION_OF[message.group]
+        if dimension == "pp":
+            continue
+        time = seconds_of(message, dimension, layout, machine, habits)
+        if dimension == "dp":
+            behind = habits.prefetch * backward / 2 if message.op == "all_gather" else habits.hides * backward
+            time = max(0.0, time - behind * max(1, message.count))
+        exposed[dimension] += time
+    # ---- what the CPU, and the ranks of a pipeline, wait for ----
+    launch = max(0.0, m * layers * (habits.launch - layer) - exposed["cp"] - exposed["ep"])
+    if layout.pp > 1:
+        nodes = math.ceil(layout.copies * layout.tp * layout.pp / machine.gpus)
+        stall = layers * habits.stall * nodes**habits.crowd * layout.tp**habits.apart
+        sends = 2 * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp
+        exposed["pp"] = m * (stall + sends / machine.far)
+    compute, share = m * (layers * layer + head), cost.bubble(layout)
+    busy = compute + launch + sum(exposed.values()) - exposed["dp"]
+    held = sum(cost.parameters(model, layout)) / (layout.copies if layout.zero else 1)
+    update = UPDATE_BYTES * held / machine.memory_bandwidth
+    return Times(compute, launch, bubble=busy * share / (1 - share), update=update, **exposed)
+
+
+def mfu(model: ModelConfig, layout: Layout, seconds: float, machine: Machine) -> float:
+    """Model FLOPs utilisation of a step of so many seconds: PaLM's, with attention's full square."""
+    sequences = layout.micro_batch * layout.micro_batches / (layout.cp * layout.tp * layout.pp)
+    return count_flops(model, layout.seq).model * sequences / seconds / machine.peak
