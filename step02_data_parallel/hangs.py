@@ -3,11 +3,12 @@
 OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 step02_data_parallel/hangs.py skipped
 
 The page is common/when_a_run_hangs.md. A run of yours waits ten minutes before it gives up (`--timeout`), this one
-three seconds; a second earlier, faulthandler prints the line at which each rank is.
+three seconds, or as many as a second argument says. A bit earlier, faulthandler prints the line that each rank is at.
 """
 
 import faulthandler
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -15,19 +16,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-PATIENCE = 3  # seconds until gloo gives up
+PATIENCE = float(sys.argv[2]) if len(sys.argv) == 3 else 3.0  # seconds until gloo gives up
 
 
 def skipped(rank: int) -> None:
-    """Rank 1 leaves an all-reduce out: its data has no outlier, say."""
+    """Rank 1 leaves the first of two all-reduces out."""
+    first, second = torch.tensor(1.0), torch.tensor(10.0)
     if rank == 0:
-        dist.all_reduce(torch.ones(4))
-    dist.all_reduce(torch.ones(1))
+        dist.all_reduce(first)
+    dist.all_reduce(second)
+    print(f"[rank {rank}] the second sum is {second.item():g}, and should be 20", flush=True)
+    dist.barrier()
 
 
 def order(rank: int) -> None:
     """Both ranks sum in the same two groups, in different orders."""
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE)) for _ in range(2)]
     for group in groups if rank == 0 else reversed(groups):
         dist.all_reduce(torch.ones(4), group=group)
 
@@ -63,18 +67,19 @@ CASES = {each.__name__: each for each in (skipped, order, shapes, facing, gone, 
 
 def main(name: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
-    faulthandler.dump_traceback_later(PATIENCE - 1)
+    faulthandler.dump_traceback_later(PATIENCE * 2 / 3)
     rank = dist.get_rank()
     try:
         CASES[name](rank)
     except RuntimeError as error:
-        print(f"[rank {rank}] {str(error).splitlines()[0]}", flush=True)
+        line = re.sub(r"^\[.*?\] ", "", str(error)).split(". ")[0]  # without the place in gloo's source, and advice
+        print(f"[rank {rank}] {line}", flush=True)
         raise SystemExit(1) from None
     print(f"[rank {rank}] got through", flush=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in CASES:
+    if len(sys.argv) not in (2, 3) or sys.argv[1] not in CASES:
         sys.exit(f"error: name one of {', '.join(CASES)}")
     if "RANK" not in os.environ:
         sys.exit("error: start two ranks with torchrun --nproc_per_node 2")

@@ -14,6 +14,7 @@ FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT 
 COMMANDS = {"common.compare", "common.tracer", "common.export", "common.nodes"}  # what a user starts with python -m
 COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launching.launch")}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
+COLLECTIVE |= {"step02_data_parallel.hangs"}  # and what goes wrong
 COLLECTIVE |= {f"{step}.sketch" for step in STEPS}  # which import nothing of ours
 
 
