@@ -92,7 +92,7 @@ def test_parts_of_a_step_and_overlap(runs):
             expected = runs.counted[row.rank][mode, row.step], 4 if row.step == STEPS[-1] else 1
             assert (row.sent_bytes, row.collectives) == expected
         quiet[mode] = min((mean(report(trace, step)) for step in STEPS), key=lambda row: row.step_time_s)
-    assert quiet["naive"].overlap_share < 0.1 and quiet["overlap"].overlap_share > 0.5
+    assert quiet["naive"].overlap_share < 0.3 and quiet["overlap"].overlap_share > 0.5
     assert quiet["overlap"].exposed_s < quiet["naive"].exposed_s
 
 
