@@ -70,6 +70,8 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
         if device == "cuda" and not use_cuda:
             raise no_cuda
         return chosen
+    if not use_cuda:
+        _run_as_batch()
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
     gpu = torch.cuda.get_device_properties(chosen) if use_cuda else None
@@ -94,6 +96,17 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
     if rank == 0 and init_method == "env://":
         print(line, flush=True)
     return chosen
+
+
+def _run_as_batch() -> None:
+    """Ask Linux not to let threads that wake up interrupt this process's threads; threads started later inherit it.
+
+    gloo's thread that reads a connection tries its lock again and again, and where ranks share cores it does so on the
+    core that the lock's owner needs: without this an all-reduce of 16 bytes takes 7.5 ms instead of 1.5 ms on 8 ranks
+    with 2 cores (measured: a loop of 1,000 of them; 1.2 ms and 0.2 ms on 2 ranks).
+    """
+    with suppress(AttributeError, OSError):  # not on Linux, or not allowed to
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _store_of_this_start(launcher: dist.Store, rank: int, timeout: float) -> dist.Store:
