@@ -16,6 +16,7 @@ from tests.harness.ranks import ROOT, rank_processes, run_script, steps_of, torc
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic".split()
 SMALL += "--device cpu --peak-tflops 1".split()
 SCRIPT = "step03_zero/train.py"
+ALL = bool(os.environ.get("TEST_ALL"))
 SAVING = "--zero 3 --global-batch 4 --steps 80 --save-every 10".split()  # on two ranks
 
 
@@ -125,7 +126,7 @@ def test_five_dimensions_go_on_after_a_kill(tmp_path):
     resumed = run_script(*FIVE, "--run-dir", folder, "--resume", "auto", ranks=8)
     assert resumed.returncode == 0 and resumed.stdout.count("step 2/4") == 1, resumed.stderr
     assert curve(folder) == curve(tmp_path / "whole"), "bit for bit, each step once"
-    if os.environ.get("TEST_ALL"):  # the same by torchrun, which takes half a minute to start 8 ranks twice
+    if ALL:  # the same by torchrun, which takes half a minute to start 8 ranks twice
         (tmp_path / "marker").unlink()
         (tmp_path / "torchrun").mkdir()
         launch = ("--max-restarts", "1", *map(str, dies), FIVE[0])
@@ -141,7 +142,7 @@ def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
     assert len(steps_of(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("ranks", [2, *[1] * bool(os.environ.get("TEST_ALL"))])
+@pytest.mark.parametrize("ranks", [2, *[1] * ALL])
 def test_interrupt_ends_cleanly(tmp_path, ranks):
     process = start(ranks, tmp_path, "--steps", "100000")
     wait_for(lambda: len(steps_of(tmp_path)) >= 3, process)
@@ -226,10 +227,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("late", "restarts", "flags"),
     [
-        *[("none", 1, "--global-batch 7")] * bool(os.environ.get("TEST_ALL")),
         ("none", 1, "--data /no/such/file.txt"),
         ("0", 0, "--foo"),
-        ("none", 0, "--global-batch 4 --device cuda"),
+        *[("none", 1, "--global-batch 7"), ("none", 0, "--global-batch 4 --device cuda")] * ALL,
     ],
 )
 def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):

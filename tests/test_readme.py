@@ -34,7 +34,7 @@ def test_commands_work(readme, tmp_path):
             steps = "6" if later else "2"  # shows as much to a test
             command = re.sub(r"--steps (10|[35]$)", f"--steps {steps}", command)
             command = command.replace("runs/", f"{tmp_path}/")  # runs/ is the reader's
-            command = command.replace("--only attention norms", "--only norms")  # test_compiled.py compiles both
+            command = command.replace("--only attention norms", "--only loss")  # test_compiled.py compiles both
             if "train.py" in command and not command.startswith("diff"):
                 command = re.sub(r" --seq-len \d+", "", command) + " --seq-len 64 --hidden 64 --ffn 96"
         words = shlex.split(command)

@@ -1,5 +1,6 @@
 """Where text comes from (CPython's library, local files, a Hub dataset) and what turns it into token ids."""
 
+import functools
 import hashlib
 import math
 import os
@@ -73,7 +74,11 @@ def load_tokenizer(name: str | None) -> tuple[int, int | None, Callable[[list[st
 
 def files_digest(files: list[Path]) -> str:
     """A hash of where files are, how large they are and when they were last changed. Their content is not read."""
-    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    folder = functools.cache(Path.resolve)  # slow: once for each folder
+    facts = []
+    for file in files:
+        found = file.stat()
+        facts.append((str(folder(file.parent) / file.name), found.st_size, found.st_mtime_ns))
     return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()
 
 
@@ -91,8 +96,8 @@ def _walk(root: Path, skipped: str) -> list[Path]:
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not re.fullmatch(skipped, name)]
-        found += [Path(folder, name) for name in files if not re.fullmatch(skipped, name)]
-    return sorted(filter(Path.is_file, found), key=lambda path: path.relative_to(root).as_posix())
+        found += [os.path.join(folder, name) for name in files if not re.fullmatch(skipped, name)]
+    return [Path(path) for path in sorted(found) if os.path.isfile(path)]
 
 
 def _read(files: list[Path]) -> Iterator[str]:
