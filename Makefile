@@ -51,10 +51,10 @@ help:
 	@echo 'PY=python          uses an environment of your own and installs nothing; it needs what'
 	@echo '                   pip install -c constraints.txt -e ".[test]" installs, in any version that pyproject.toml allows'
 
-# One file of tests more than there are cores, in the order of tests/conftest.py: some wait, and leave a core to others.
-# At most nine, as each may start eight ranks
+# Two files of tests more than there are cores, in the order of tests/conftest.py: some wait, and leave a core to others.
+# At most ten, as each may start eight ranks
 SIDE_BY_SIDE = -q -n $(shell cores=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); \
-  echo $$((cores < 8 ? cores + 1 : 9))) --dist loadfile --no-loadscope-reorder
+  echo $$((cores < 8 ? cores + 2 : 10))) --dist loadfile --no-loadscope-reorder
 
 demo: $(READY)
 	$(PY) -m common.experiments.demo
