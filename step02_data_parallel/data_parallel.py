@@ -16,7 +16,7 @@ Ranks need no broadcast at the start: an initial weight is a function of (seed, 
 everywhere. Nothing is divided by the number of ranks: each rank's loss is its share of the global mean already.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -52,13 +52,16 @@ class Bucket:
         self.missing = set(self.parameters)
         self.work: collectives.Work | None = None
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient of one parameter."""
-        if parameter in self.filled:
-            self.views[parameter].add_(gradient)
-        else:  # the first one overwrites what the previous step left: no pass over the memory to zero it
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Callable) -> None:
+        """Add one micro-batch's gradient of one parameter; or let `gradient(sum, first)` add it, as step 8 does."""
+        first = parameter not in self.filled
+        if callable(gradient):
+            gradient(self.views[parameter], first)
+        elif first:  # it overwrites what the previous step left: no pass over the memory to zero it
             self.views[parameter].copy_(gradient)
-            self.filled.add(parameter)
+        else:
+            self.views[parameter].add_(gradient)
+        self.filled.add(parameter)
 
     def zero_unused(self) -> None:
         """Write zeros for the parameters that this rank has not used: they are its share of the sum over ranks."""

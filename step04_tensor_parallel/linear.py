@@ -19,7 +19,7 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """The gradient of `weight`: `multiply(gradient, x)`, for a linear layer their product.
 
-    None if `weight.postpone` exists: it gets (weight, gradient, x, multiply), and they are multiplied later.
+    None if there is `weight.postpone`: it gets (weight, gradient, x, multiply), and sees to the rest.
     """
     if hasattr(weight, "postpone"):
         weight.postpone((weight, gradient, x, multiply))

@@ -30,14 +30,17 @@ def defer_weight_gradients(weights: Iterable[nn.Parameter]) -> Iterator[WeightGr
 
     Parameters of other layers, such as norms, get their gradients as usual.
     """
-    weights, store = list(weights), WeightGradStore()
-    for weight in weights:
+    store, before = WeightGradStore(), {weight: getattr(weight, "postpone", None) for weight in weights}
+    for weight in before:
         weight.postpone = store.append
     try:
         yield store
     finally:
-        for weight in weights:
-            del weight.postpone
+        for weight, postpone in before.items():
+            if postpone:
+                weight.postpone = postpone
+            else:
+                del weight.postpone
 
 
 class DeferringLinear(nn.Linear):

@@ -37,6 +37,7 @@ from step07_expert_parallel.moe import apply_experts
 from step08_5d.config import check
 from step08_5d.fused import apply_kernels, optimizer_class
 from step08_5d.shapes import show_shapes
+from step08_5d.weight_sums import sum_in_products
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:
@@ -54,6 +55,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
     # Micro-batches take turns on the layers: gathering at every use would repeat it in every action
     wrapper = ZeroByLayer if config.zero == 3 and config.pp == 1 else Zero
     zero_wrappers = [wrapper(stage, config, mesh) for stage in stages]
+    sum_in_products(stages, zero_wrappers, config, mesh)
     biases = [router.bias for _, router in routers_of(stages)]
     if biases:
         initial_values(config)(biases)

@@ -106,7 +106,8 @@ def _forward_kernel(
 
 # By padded width: queries and keys in a tile, warps of a program, loads of a loop in flight; forward, dq, dk and dv.
 # The larger the tile that a program keeps, the less often the rest is read. But the tile must fit into registers and,
-# with what is in flight, into shared memory: `python -m step08_5d.kernels.compiled` shows what is left for others.
+# with what is in flight, into shared memory: `python -m step08_5d.kernels.compiled` shows what is left for others, and
+# on a GPU `python -m step08_5d.kernels.tune` what is fastest there.
 # The products of Hopper and Blackwell read their operands from shared memory, those of other cards from registers
 TILES = {
     64: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
@@ -121,10 +122,15 @@ TILES_IN_REGISTERS = {  # they have less shared memory, too: sm_86, sm_89 and sm
 PRECISE_TILES = {64: 3 * [(32, 32, 4, 2)], 256: 3 * [(16, 16, 4, 1)]}  # of float32 and float64
 
 
+def table_of(q: Tensor) -> dict[int, tuple]:
+    """Return the tiles for tensors like q, on its device."""
+    narrow = TILES if capability(q.device) // 10 in (9, 10) else TILES_IN_REGISTERS
+    return narrow if q.element_size() == 2 else PRECISE_TILES
+
+
 def tile_sizes(q: Tensor, kernel: int) -> dict[str, int]:
     """Return the entry for forward (0), dq (1), or dk and dv (2), as arguments of a launch."""
-    narrow = TILES if capability(q.device) // 10 in (9, 10) else TILES_IN_REGISTERS
-    tiles = narrow if q.element_size() == 2 else PRECISE_TILES
+    tiles = table_of(q)
     width = min(each for each in tiles if each >= q.shape[-1])
     return dict(zip(("ROWS", "COLUMNS", "num_warps", "num_stages"), tiles[width][kernel], strict=True))
 

@@ -55,12 +55,15 @@ def chunk_length(weight: Tensor, share: float = 0.25) -> int:
     return max(16, length, FEW_BYTES // (len(weight) * weight.element_size()))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a' b, where `total` is at least float32 and the others may be narrower."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> None:
+    """total += a' b, and for the `first` one total = a' b; `total` is at least float32, the others may be narrower."""
+    kept = 0 if first else 1  # of `total`; times 0, even NaN is nothing
     if total.dtype == a.dtype:
-        total.addmm_(a.T, b)
-    elif total.is_cuda:
-        torch.addmm(total, a.T, b, out_dtype=total.dtype, out=total)  # the sum is never rounded to the narrow type
+        total.addmm_(a.T, b, beta=kept)
+    elif total.is_cuda:  # the sum is never rounded to the narrow type
+        torch.addmm(total, a.T, b, out_dtype=total.dtype, beta=kept, out=total)
+    elif first:
+        total.copy_(a.T @ b)
     else:
         total += a.T @ b
 
@@ -82,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if with_gradients:
                 in_place(logits, *statistics, (targets[chunk] != IGNORED).to(loss.dtype))
                 torch.mm(logits, weight, out=dx[chunk])
-                _add_product(dw, logits, x[chunk])
+                add_product(dw, logits, x[chunk])
         ctx.save_for_backward(dx, dw)
         ctx.weight = weight
         return loss

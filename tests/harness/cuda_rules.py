@@ -1,4 +1,4 @@
-"""The branches for CUDA of attention, grouped products and the head's gradient, run on the CPU by stand-ins.
+"""The branches for CUDA of attention, grouped products and products that add to a sum, run on the CPU by stand-ins.
 
 PyTorch's CUDA operators take less than its CPU operators of the same name: 16-bit numbers, rows at multiples of 16
 bytes, a dense log-sum-exp. Some of this they check, and some they only read as if it were so. A stand-in raises
@@ -104,13 +104,13 @@ def grouped_product(a, b, *, offs):
     return grouped_mm(a, b, offs=offs)
 
 
-def product_added(total, a, b, *, out_dtype=None, out=None):
+def product_added(total, a, b, *, beta=1, out_dtype=None, out=None):
     """`torch.addmm` with a result wider than its matrices, which the CPU does not have."""
     if out_dtype is None:
-        return addmm(total, a, b, out=out)
+        return addmm(total, a, b, beta=beta, out=out)
     check(a.dtype == b.dtype and a.dtype in HALF, "addmm", "matrices of one type of 16 bits")
     check(total.dtype == out_dtype == torch.float32 == out.dtype, "addmm", "a float32 sum")
-    return out.copy_(addmm(total, a.float(), b.float()))
+    return out.copy_(addmm(total, a.float(), b.float(), beta=beta))
 
 
 STAND_INS = {

@@ -12,7 +12,7 @@ from common.config import TrainConfig
 from common.launching.command_line import parse
 from common.model import fused_attention
 from common.process_groups import Degrees, build_mesh
-from step08_5d import fused
+from step08_5d import fused, weight_sums
 from step08_5d import train as step08
 from step08_5d.kernels import linear_cross_entropy
 from step08_5d.kernels.flash_attention_backward import flash_attention_core
@@ -32,7 +32,8 @@ EXPERTS = "--experts 4 --expert-ffn 12 --shared-experts 1"
 def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
     """On a rank, or alone."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(fused, "launches_kernels", lambda config, device: config.fused))
+        for module in (fused, weight_sums):
+            stack.enter_context(mock.patch.object(module, "launches_kernels", lambda config, device: config.fused))
         stack.enter_context(mock.patch.object(linear_cross_entropy, "FEW_BYTES", 0))  # several chunks here, too
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
 
