@@ -40,7 +40,8 @@ def test_layouts_keep_the_rules():
         results, calls = zip(*parts, strict=True)
         called |= set().union(*calls)
         assert names <= set().union(*calls), case
-        assert calls[0]["addmm"] >= 2 * 4 or "zb-h1" in case, "seven matrices of a layer, and the head"
+        if "bfloat16" in case and "zb-h1" not in case:
+            assert calls[0]["addmm"] > 2 * 4, f"{case}: the matrices of two layers, and the head"
         assert_parity(assemble(list(results)), assemble([train_case(7, training_of(case))]), case, 5e-2)
     assert called == STAND_INS.keys()
 
