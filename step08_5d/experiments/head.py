@@ -12,7 +12,7 @@ from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
 from step08_5d.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
-HIDDEN, TOKENS, VOCABS = 256, 512, (512, 2048, 8192)
+HIDDEN, TOKENS, VOCABS = 256, 512, (512, 2048, 8192, 49152)
 LENGTHS = [HIDDEN // 4 << doublings for doublings in range(4)]
 
 
