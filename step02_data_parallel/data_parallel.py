@@ -53,7 +53,7 @@ class Bucket:
         self.work: collectives.Work | None = None
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Callable) -> None:
-        """Add one micro-batch's gradient of one parameter; or let `gradient(sum, first)` add it, as step 8 does."""
+        """Add one micro-batch's gradient of one parameter; a function `gradient(sum, first)` adds it itself."""
         first = parameter not in self.filled
         if callable(gradient):
             gradient(self.views[parameter], first)
