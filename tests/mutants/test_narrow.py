@@ -52,7 +52,7 @@ NARROW = {  # file.function: operations. Products and sums round their result on
     "linear.backward": "mm",
     "linear.forward": "mm",
     "linear.product": "mm",
-    "linear_cross_entropy._add_product": "mm",
+    "linear_cross_entropy.add_product": "mm",
     "linear_cross_entropy.backward": "mul_",
     "linear_cross_entropy.forward": "mm",
     "mixed_precision._copy_to_parameters": "round",

@@ -57,7 +57,7 @@ MUTANTS = {
     "padding has a probability": (cross_entropy._statistics_kernel, "column < columns", "column < columns + 4"),
     "padding has a gradient": (cross_entropy._gradient_kernel, "column < columns", "column < width"),
     "target not subtracted": (cross_entropy._gradient_kernel, "column == target", "column < 0"),
-    "gradient of the last chunk": (head._add_product, "total.addmm_(a.T, b)", "total.copy_(a.T @ b)"),
+    "gradient of the last chunk": (head.add_product, "total.addmm_(a.T, b, beta=kept)", "total.copy_(a.T @ b)"),
     "weight's gradient not scaled": (head._LinearCrossEntropy, "dw, gradient,", "dw, gradient / gradient,"),
     # the small operations
     "gradient past the residual": (rms_norm._backward_kernel, "g += stream", "g = stream"),
