@@ -12,20 +12,18 @@ The number of experts grows, and every token goes through two of them, so that t
 has one side. It divides the experts over ranks, each of which brings as many tokens.
 """
 
-import statistics
-import time
+from functools import partial
 from unittest import mock
 
 import torch
 
-from common import collectives
 from common.config import TrainConfig
 from common.drawing.figures import SERIES, new_figure, write_png
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.moe import MoE
-from tests.benchmarks.paired import compare, keep, measure_steps, parse_options, peak_bytes
-from tests.harness.observing import configure, mesh_of
-from tests.harness.ranks import ROOT, run_ranks
+from tests.benchmarks.paired import compare, keep, measure_alone, parse_options
+from tests.harness.observing import configure
+from tests.harness.ranks import ROOT
 from tests.mechanisms.step07.layers import layer_of
 
 HIDDEN, WIDTH, TOP_K, FEW = 256, 512, 2, 64  # FEW: tokens for batched_mm
@@ -71,42 +69,25 @@ def forward_and_backward(layer: torch.nn.Module, tokens: int):
     return step
 
 
-def side(name: str, experts: int, tokens: int):
-    """`forward_and_backward` of "ours" or of a peer."""
+def our_layer(experts: int, tokens: int, ep: int = 1):
+    return forward_and_backward(layer_of(configuration(experts, tokens, ep), 1.0), tokens)
+
+
+def peer_layer(name: str, experts: int, tokens: int):
     ours = layer_of(configuration(experts, tokens), 1.0)
-    if name not in ("ours", "loop"):
+    if name != "loop":
         return forward_and_backward(transformers_layer(name, ours), tokens)
-    step = forward_and_backward(ours, tokens)
-    return mock.patch.object(module, "_has_kernel", lambda *_: False)(step) if name == "loop" else step
-
-
-def layer_on_rank(case: tuple[str, int, int], pairs: int, sides: tuple[str, ...]):
-    """What `measure_steps` returns."""
-    peer, *sizes = case
-    return measure_steps([side({"peer": peer}.get(each, each), *sizes) for each in sides], pairs, torch.device("cpu"))
-
-
-def divided_on_rank(ep: int, experts: int, tokens: int, steps: int) -> tuple[float, int]:
-    """Median seconds of a layer's forward and backward, and its peak bytes."""
-    config, times = configuration(experts, tokens, ep), []
-    mesh, step = mesh_of(config), forward_and_backward(layer_of(config, 1.0), tokens)
-    for _ in range(steps + 2):
-        collectives.barrier(mesh.world)
-        start = time.perf_counter()
-        step()
-        collectives.barrier(mesh.world)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]), peak_bytes(step, mesh.device, warmup=0, steps=3)
+    return mock.patch.object(module, "_has_kernel", lambda *_: False)(forward_and_backward(ours, tokens))
 
 
 def growth(ranks: list[int], experts: int, tokens: int, steps: int) -> dict[str, dict]:
     rows = {}
     print(f"{experts} experts divided over ranks that bring {tokens:,} tokens each: time per token, memory of a rank")
     for ep in ranks:
-        seconds, peaks = zip(*run_ranks(ep, divided_on_rank, ep, experts, tokens, steps, timeout=600), strict=True)
-        row = {"us_per_token": max(seconds) / (ep * tokens) * 1e6, "peak_bytes": max(peaks)}
-        rows[f"divided_{ep}_ranks"] = row
-        print(f"  ep {ep}   {row['us_per_token']:8.1f} us   {max(peaks) / 2**20:8.1f} MiB", flush=True)
+        seconds, peak = measure_alone(ep, partial(our_layer, experts, tokens, ep), steps)
+        rows[f"divided_{ep}_ranks"] = {"us_per_token": seconds / (ep * tokens) * 1e6, "peak_bytes": peak}
+        us = seconds / (ep * tokens) * 1e6
+        print(f"  ep {ep}   {us:8.1f} us   {peak / 2**20:8.1f} MiB", flush=True)
     return rows
 
 
@@ -133,20 +114,19 @@ def draw(rows: dict[str, dict], experts: list[int]) -> None:
 
 
 def main() -> None:
-    from tests.benchmarks.expert_parallel import growth, layer_on_rank  # by the names under which ranks can import them
-
-    arguments = parse_options(__doc__, pairs=30, experts=[4, 8, 16, 32, 64], tokens=2048, growth=[1, 2, 4])
-    cases = [(peer, experts, arguments.tokens) for experts in arguments.experts for peer in LABELS]
-    rows = {}
+    options, rows = parse_options(__doc__, experts=[4, 8, 16, 32, 64], tokens=2048, growth=[1, 2, 4]), {}
+    cases = [(peer, experts, options.tokens) for experts in options.experts for peer in LABELS]
     print("our layer / transformers' and a loop: throughput, median of pairs [95% interval]; peak memory")
-    for peer, experts, tokens in [*cases, ("batched_mm", arguments.experts[0], FEW)]:
+    for peer, experts, tokens in [*cases, ("batched_mm", options.experts[0], FEW)]:
         title = f"{peer}, {experts} experts, {tokens:,} tokens"
-        row = compare(title, 1, layer_on_rank, (peer, experts, tokens), arguments.pairs)
-        rows[f"{peer}_{experts}_experts"] = row | {"tokens": tokens}
-    rows |= growth(arguments.growth, arguments.experts[-1], arguments.tokens, 10)
+        sides = partial(our_layer, experts, tokens), partial(peer_layer, peer, experts, tokens)
+        rows[f"{peer}_{experts}_experts"] = compare(title, 1, *sides, options.pairs) | {"tokens": tokens}
+    rows |= growth(options.growth, options.experts[-1], options.tokens, 10)
     print(f"written: {keep('expert_parallel', rows)}")
-    draw(rows, arguments.experts)
+    draw(rows, options.experts)
 
 
 if __name__ == "__main__":
-    main()
+    from tests.benchmarks import expert_parallel  # by the name under which ranks can import it
+
+    expert_parallel.main()

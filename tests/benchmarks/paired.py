@@ -1,7 +1,11 @@
-"""Paired timing: two ways to do the same work take turns in the same processes, so that drift cancels."""
+"""Paired timing: two ways to do the same work take turns in the same processes, so that drift cancels.
+
+The driver of all benchmarks: ours is the real `train_step` of a step, and a benchmark brings the peer's.
+"""
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import platform
@@ -16,7 +20,14 @@ import torch
 import torch.distributed as dist
 
 from common.config import TrainConfig
+from common.launching.command_line import STEP_NAMES
+from common.model import Decoder
+from common.process_groups import Mesh
+from common.tracing.tracer import Tracer
+from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.data.batches import Batches, load_batches
 from step01_single_gpu.memory_meter import MemoryMeter
+from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 
 # Ranks keep freed memory, as CUDA's caching allocator does. By default glibc returns it to the system whenever enough
@@ -40,6 +51,11 @@ class Ratio:
         return f"{self.median:.3f}  [{self.low:.3f}, {self.high:.3f}]  {times}  ({self.pairs} pairs)"
 
 
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def time_pairs(ours, peer, pairs: int, warmup: int = 3) -> list[tuple[float, float]]:
     """Seconds of (ours, peer) for each pair, as this rank saw them; which one goes first alternates.
 
@@ -51,8 +67,7 @@ def time_pairs(ours, peer, pairs: int, warmup: int = 3) -> list[tuple[float, flo
     for index in range(-warmup, pairs):
         seconds = {}
         for function in (ours, peer) if index % 2 == 0 else (peer, ours):
-            if dist.is_initialized():
-                dist.barrier()
+            wait_for_all()
             start = time.perf_counter()
             function()
             if torch.cuda.is_available():
@@ -74,8 +89,7 @@ def peak_bytes(step, device: torch.device, warmup: int = 2, steps: int = 5) -> i
         step()
     for _ in range(steps):
         gc.collect()
-        if dist.is_initialized():
-            dist.barrier()
+        wait_for_all()
         # Not subclasses: a DTensor has no memory, and its local tensor is in this list as well
         with meter.measure(o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)) as measured:
             step()
@@ -83,35 +97,101 @@ def peak_bytes(step, device: torch.device, warmup: int = 2, steps: int = 5) -> i
     return statistics.median(peaks)
 
 
-def measure_steps(steps: list[Callable[[], float]], pairs: int, device: torch.device):
-    """On a rank: with two steps (ours, the peer's), their times and how far their losses are apart; with one, its peak
-    bytes. A step returns its loss.
+# ---- the steps that take turns ---------------------------------------------------------------------------------------
+
+
+def prepare(step: int, flags: str) -> tuple[TrainConfig, Mesh, Batches]:
+    """Return what the train.py of a step begins with on this rank, under these flags."""
+    config = configure(step, f"--data synthetic --device cpu --warmup 0 --steps 1 {flags}")
+    mesh = mesh_of(config)
+    return config, mesh, load_batches(config, mesh)
+
+
+def first_batch(flags: str) -> tuple[TrainConfig, Mesh, torch.Tensor, torch.Tensor]:
+    """Return what a peer starts from: the inputs and targets of this rank are those of `our_step`."""
+    config, mesh, batches = prepare(8, flags)
+    rows = config.global_batch // config.dp
+    return config, mesh, *batches.micro_batch(0, 0, rows, mesh.dp.rank, mesh.dp.size)
+
+
+def our_step(step: int, flags: str, tracer=None) -> Callable[[], float]:
+    """Return a call of the step's real `train_step`, always with the first batch, which returns the loss."""
+    return our_training(step, flags, tracer)[0]
+
+
+def our_training(step: int, flags: str, tracer=None) -> tuple[Callable[[], float], tuple]:
+    """Return what `our_step` does, and what the step's `build` has built."""
+    config, mesh, batches = prepare(step, flags)
+    module = importlib.import_module(f"{STEP_NAMES[step - 1]}.train")
+    built = module.build(config, mesh)
+    mesh = getattr(built[0], "mesh", mesh)  # a pipeline adds groups
+    tracer = tracer or Tracer(None, mesh, None)
+
+    def call() -> float:
+        with tracer.step(0):
+            return module.train_step(0, *built, batches, config, mesh, tracer)["loss"].item()
+
+    return call, built
+
+
+def whole_model(config: TrainConfig, **part) -> Decoder:
+    """Return the model, or this part of it, with the initial weights that `our_step` has."""
+    model = Decoder(config.model_config, **part)
+    materialise(model, torch.float32, torch.device("cpu"), random_values(config.seed))
+    return model
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def take_turns(makers: list[Callable[[], Callable]], pairs: int):
+    """On a rank: of ours and the peer's step, their times and how far their losses are apart. Of one, its peak bytes.
+
+    A maker returns a step, which is called without arguments and returns its loss.
     """
+    steps = [make() for make in makers]
     if len(steps) == 1:
-        return peak_bytes(steps[0], device)
+        return peak_bytes(steps[0], torch.device("cpu"))
     losses = [], []
     times = time_pairs(lambda: losses[0].append(steps[0]()), lambda: losses[1].append(steps[1]()), pairs)
     # Of the first steps only: rounding differs between the sides, and training amplifies it
     return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
 
 
-def compare(title: str, world: int, on_rank: Callable, case, pairs: int) -> dict:
-    """Throughput and memory of ours over the peer's, printed and as a row of the results.
-
-    Args:
-        on_rank: (case, pairs, sides) -> what `measure_steps` returns for the steps of these sides, "ours" and "peer".
+def compare(title: str, world: int, ours: Callable, peer: Callable, pairs: int) -> dict:
+    """Throughput and memory of ours over the peer's, printed and as a row of the results. Both are makers of steps,
+    which go to the ranks by name.
     """
     os.environ.update(HEAP)  # for the ranks
-    ours, peer = (max(run_ranks(world, on_rank, case, 0, (side,), timeout=1800)) for side in ("ours", "peer"))
-    per_rank = run_ranks(world, on_rank, case, pairs, ("ours", "peer"), timeout=1800)
+    mine, theirs = (max(run_ranks(world, take_turns, [side], 0, timeout=1800)) for side in (ours, peer))
+    per_rank = run_ranks(world, take_turns, [ours, peer], pairs, timeout=1800)
     ratio, gap = summarise([times for times, _ in per_rank]), max(gap for _, gap in per_rank)
     print(f"  {world} ranks, {title}   first losses differ by {gap:.1e}")
     print(f"    throughput {ratio}")
-    print(f"    memory     {ours / peer:.3f}  {ours / 1e6:.1f} MB against {peer / 1e6:.1f} MB", flush=True)
+    print(f"    memory     {mine / theirs:.3f}  {mine / 1e6:.1f} MB against {theirs / 1e6:.1f} MB", flush=True)
     if not gap < 1e-3:
         raise SystemExit("the two sides do not train the same model")
-    memory = {"memory_ratio": ours / peer, "ours_peak_bytes": ours, "peer_peak_bytes": peer}
+    memory = {"memory_ratio": mine / theirs, "ours_peak_bytes": mine, "peer_peak_bytes": theirs}
     return asdict(ratio) | memory | {"first_losses_differ_by": gap}
+
+
+def measure_alone(world: int, make: Callable, steps: int) -> tuple[float, int]:
+    """Median seconds of a step that has no peer, and its peak bytes, of the slowest and of the fullest rank."""
+    os.environ.update(HEAP)
+    seconds, peaks = zip(*run_ranks(world, alone, make, steps, timeout=1800), strict=True)
+    return max(seconds), max(peaks)
+
+
+def alone(make: Callable, steps: int) -> tuple[float, int]:
+    """What `measure_alone` asks of a rank."""
+    step, times = make(), []
+    for _ in range(steps + 2):
+        wait_for_all()
+        start = time.perf_counter()
+        step()
+        wait_for_all()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]), peak_bytes(step, torch.device("cpu"), warmup=0, steps=3)
 
 
 def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:
@@ -126,12 +206,20 @@ def summarise(per_rank: list[list[tuple[float, float]]]) -> Ratio:
 
 
 def parse_options(description: str, **defaults) -> argparse.Namespace:
-    """Read --ranks and the other options, each with its default: a number, a list of numbers, or a list of names."""
+    """Read --ranks, --pairs and other options, each with its default: a number, False of a switch, a list of numbers or
+    of names, or a tuple of names of which one is chosen, by default the first.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    for name, default in ({"ranks": [2, 4]} | defaults).items():
-        several, names = isinstance(default, list), isinstance(default, list) and isinstance(default[0], str)
-        kind = {"type": str, "choices": default} if names else {"type": int}
-        parser.add_argument(f"--{name}", nargs="*" if several else None, default=default, **kind)
+    for name, default in ({"ranks": [2, 4], "pairs": 30} | defaults).items():
+        if default is False:
+            settings = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            settings = {"choices": default, "default": default[0]}
+        else:
+            several, names = isinstance(default, list), isinstance(default, list) and isinstance(default[0], str)
+            settings = {"nargs": "*" if several else None, "default": default}
+            settings |= {"choices": default} if names else {"type": int}
+        parser.add_argument(f"--{name}", **settings)
     return parser.parse_args()
 
 
