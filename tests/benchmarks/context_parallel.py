@@ -22,7 +22,7 @@ from tests.benchmarks.paired import compare, keep, measure_alone, our_step, pars
 from tests.harness.observing import configure, mesh_of
 
 # One layer, 1 M parameters: of long sequences, most of the work is attention
-MODEL = "--vocab 384 --hidden 256 --layers 1 --heads 8 --kv-heads 4 --ffn 768 --no-tie-embeddings"
+MODEL = "--model llama3-1b --vocab 384 --hidden 256 --layers 1 --heads 8 --kv-heads 4 --ffn 768 --no-tie-embeddings"
 MODEL += " --micro-batch 1 --global-batch 1 --device cpu"
 HEADS, KV_HEADS, WIDTH = 8, 4, 32
 PEERS = {"ring": "ALL_TO_ALL", "allgather": "ALL_GATHER"}
