@@ -32,6 +32,16 @@ _second_thread = ThreadPoolExecutor(1, thread_name_prefix="second task")
 class Turns:
     """Two tasks, of which one runs and the other waits for its turn.
 
+    For example, a forward and a backward of `InterleavedPipeline`, from top to bottom; an arrow is a `switch`:
+
+        the forward (0)                      the backward (1)
+        at once                      ->
+                                             launch an all-to-all
+                                     <-      before waiting for it
+        attention, launch another
+        before waiting for it        ->
+                                             wait for the first; experts; launch a third
+
     away   seconds that each of them has waited
     error  what one of them has raised, or None. The other one raises it, too: alone it would issue other collectives
            than other ranks do

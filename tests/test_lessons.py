@@ -8,7 +8,8 @@ import pytest
 
 from tests.harness.ranks import ROOT
 
-LESSONS, BESIDE = sorted(ROOT.glob("step*/README.md")), sorted(ROOT.glob("step*/[a-l]*.md"))  # pages beside a lesson
+LESSONS = sorted(ROOT.glob("step*/README.md"))
+BESIDE = sorted([*ROOT.glob("step*/[a-l]*.md"), *ROOT.glob("step*/gpu_ladder/README.md")])  # pages beside a lesson
 PAGES = [ROOT / "README.md", *LESSONS, *BESIDE, *sorted(ROOT.glob("step*/measurements.md"))]
 CODE = [path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 NUMBER = re.compile(r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
