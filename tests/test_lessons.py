@@ -27,6 +27,11 @@ def test_it_has_at_most_3000_words(lesson):
     assert len(re.findall(r"[A-Za-z0-9]\S*", text)) <= 3000
 
 
+def test_it_has_at_most_250_numbers(lesson):
+    text = re.sub(r"^```.*?^```", "", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert len(NUMBER.findall(text)) <= 250
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 def test_no_line_of_a_paragraph_looks_like_a_list(page):
     """A line break before a minus would start a list in the middle of a sentence."""
