@@ -1,0 +1,59 @@
+"""How long each lesson takes: minutes to read it, and seconds that its commands run.
+
+    python -m common.experiments.lesson_times         # all lessons, several minutes: it runs every command
+    python -m common.experiments.lesson_times 3 4
+
+Reading is 200 words per minute, a common estimate for texts that one studies. Code counts like prose: the lesson with
+its excerpts and its answers, and the sketch. Every line of every ```bash block is run as it is written. What readers
+spend on the exercises is not in it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common.drawing.tables import print_table
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS_PER_MINUTE = 200
+
+
+def words(*files: Path) -> int:
+    """Count what a reader reads: words that hold a letter or a digit."""
+    return sum(len(re.findall(r"\S*[A-Za-z0-9]\S*", file.read_text())) for file in files)
+
+
+def commands(lesson: Path) -> list[str]:
+    """Return the lines of the lesson's ```bash blocks, continued lines joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def seconds(command: str) -> float:
+    """Run a command from the top of the project, in this Python's environment, and return how long it took."""
+    environment = {**os.environ, "PET_STANDALONE": "1"}  # torchrun takes a free port
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    began = time.perf_counter()
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode > command.startswith("diff"):  # which returns 1 if files differ
+        raise SystemExit(f"{command}\n{done.stderr}")
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Print one row per lesson."""
+    numbers, rows = sys.argv[1:], []
+    for lesson in sorted(ROOT.glob("step*/README.md")):
+        folder = lesson.parent
+        if not numbers or folder.name[5:6] in numbers:
+            read, lines = words(lesson, folder / "sketch.py"), commands(lesson)
+            total = sum(map(seconds, lines))
+            rows.append([folder.name, f"{read:,}", f"{read / WORDS_PER_MINUTE:.0f} min", len(lines), f"{total:.0f} s"])
+    print_table("Each lesson", ["lesson", "words, with code", "to read", "commands", "they run"], rows)
+
+
+if __name__ == "__main__":
+    main()
