@@ -1,86 +1,57 @@
 """What the parts of the check find out, and the report that is made of it."""
 
-import contextlib
 import importlib
 import json
 import platform
-import subprocess
 import sys
-import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+import pytest
 import torch
 
-NOT_ON_CPU = "not measured on the CPU"
+
+def on_devices(items: Iterable, quick: Iterable = ()) -> pytest.MarkDecorator:
+    """Parametrise a test by `found`, its device and folder, and by `item`: a CPU only tries the quick ones."""
+    cases = [pytest.param("cpu", item, id=f"cpu-{item}") for item in quick]
+    cases += [pytest.param("cuda", item, id=f"cuda-{item}", marks=pytest.mark.gpu) for item in items]
+    return pytest.mark.parametrize("found, item", cases, indirect=["found"])
 
 
 @dataclass
 class Findings:
-    """What one part has found so far. Its file is up to date after every line, so a part that is killed loses nothing.
+    """What one part has found. Its file is up to date after every line, so a part that is killed loses nothing.
 
     folder: of this part alone, for its runs and its file, findings.json.
     quick: as small and short as possible: does everything work?
-    rows: of the parts that measure rows of tables, only those with this in their names.
-    lines: what was found, in order; `passed` is None where there is nothing to pass.
     """
 
     folder: Path
     device: torch.device
     quick: bool
-    rows: str = ""
-    lines: list[dict] = field(default_factory=list)
 
     @property
-    def file(self) -> Path:
-        return self.folder / "findings.json"
+    def lines(self) -> list[dict]:
+        """What was found, in order; `passed` is None where there is nothing to pass."""
+        file = self.folder / "findings.json"
+        return json.loads(file.read_text()) if file.exists() else []
 
-    def read(self) -> None:
-        """Take over what another process has found for this part."""
-        self.lines = json.loads(self.file.read_text()) if self.file.exists() else []
+    def write(self, lines: list[dict]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "findings.json").write_text(json.dumps(lines))
 
-    def has(self, what: str) -> bool:
-        """Whether there is a line of this name, perhaps from before this part was interrupted."""
-        return any(line["what"] == what for line in self.lines)
-
-    def check(self, what: str, passed: bool | None, value: object = "") -> None:
-        """Add something that must be true, in the place of an earlier line of this name."""
-        self.lines = [line for line in self.lines if line["what"] != what]
-        self.lines.append({"what": what, "value": value, "passed": passed})
-        print(f"{MARKS[passed]}{what}: {value}", flush=True)
-        self._write()
-
-    def note(self, what: str, value: object) -> None:
-        """Add a figure or, as a list of rows of which the first is the header, a table."""
-        self.check(what, None, value)
+    def note(self, what: str, value: object, passed: bool | None = None) -> None:
+        """Add a figure or, as rows of which the first is the header, a table; in the place of one of this name."""
+        lines = [line for line in self.lines if line["what"] != what]
+        self.write([*lines, {"what": what, "value": value, "passed": passed}])
 
     def row(self, table: str, header: list[str], cells: list[str]) -> None:
         """Add a row to the table of this name, in the place of an earlier one with the same first two cells."""
-        found = [line["value"] for line in self.lines if line["what"] == table]
-        if not found:
-            return self.note(table, [header, cells])
-        found[0][:] = [*(row for row in found[0] if row[:2] != cells[:2]), cells]
+        rows = next((line["value"][1:] for line in self.lines if line["what"] == table), [])
+        self.note(table, [header, *(row for row in rows if row[:2] != cells[:2]), cells])
         print(*cells, sep=" | ", flush=True)
-        self._write()
-
-    @contextlib.contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """In this block an error is something that failed, and what comes after the block goes on."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc()
-            self.check(what, False, f"{type(error).__name__}: {str(error).strip()[:SHOWN]}")
-
-    def _write(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.lines))
-
-
-SHOWN = 600  # characters of an error
-MARKS = {None: "", True: "passed: ", False: "**failed**: "}
 
 
 def facts(device: torch.device) -> dict[str, str]:
@@ -91,7 +62,6 @@ def facts(device: torch.device) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(device)
         count = torch.cuda.device_count()
         result["device"] = f"{count} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-        result["driver"] = nvidia_smi("--query-gpu=driver_version").partition("\n")[0] or "unknown"
         result |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
     result |= {"torch": torch.__version__, "Python": platform.python_version()}
     try:
@@ -104,20 +74,10 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def nvidia_smi(query: str) -> str:
-    """Return what nvidia-smi answers, and an empty string where it is missing."""
-    try:
-        command = ["nvidia-smi", query, "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def write_report(out: Path, about: dict[str, str], parts: list[dict]) -> None:
     """Write OUT/gpu.json and the same as a text, OUT/gpu.md.
 
-    A part has a name, a status (passed, failed or unfinished), its seconds and date, its lines and, unless it passed,
-    what it printed last.
+    A part has a name, a status, its seconds and date, its lines and, unless it passed, what it printed last.
     """
     (out / "gpu.json").write_text(json.dumps({"about": about, "parts": parts}, indent=1) + "\n")
     summary = [["part", "status", "seconds", "date"]]
@@ -126,7 +86,7 @@ def write_report(out: Path, about: dict[str, str], parts: list[dict]) -> None:
     for part in parts:
         text += ["", f"## {part['part']}", ""]
         for line in part["lines"]:
-            what = f"- {MARKS[line['passed']]}{line['what']}"
+            what = {None: "- ", True: "- passed: ", False: "- **failed**: "}[line["passed"]] + line["what"]
             rows = isinstance(line["value"], list)
             text += [f"{what}:", *_table(line["value"])] if rows else [f"{what}: {line['value']}".rstrip(": ")]
         if part["printed"]:

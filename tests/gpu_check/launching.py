@@ -2,24 +2,23 @@
 
 import importlib
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
+import pytest
 import torch
 
 from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import mesh_of
 from common.start import init_distributed
 from tests.gpu_check.findings import Findings
-from tests.harness.ranks import ROOT, kill, new_mark, rank_processes, steps_of
+from tests.harness.ranks import ROOT, free_port, kill, new_mark, rank_processes, run_script, steps_of
 
 PROBE = 40  # seconds for two ranks to start and to meet
+CANNOT_MEET = 9  # the status of pytest if they do not
 # NCCL over the loopback interface, with few of the SMs that the ranks share
 ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4", "OMP_NUM_THREADS": "1"}
 
@@ -90,28 +89,6 @@ def placement(rank: int, ranks: int, together: bool) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "".join(gpus[:1])} | ({} if together else {"NCCL_HOSTID": f"host-{rank}"})
 
 
-def ranks_can_meet(found: Findings) -> bool:
-    """Try a sum over two ranks, once in a check: if they cannot talk, what needs them is to fail at once."""
-    known = found.folder.parent / f"ranks can meet on {found.device.type}"
-    if not known.exists():
-        command = ["-m", "tests.gpu_check.parity", found.folder, found.device.type]
-        statuses, errors = run_on_ranks(found, "probe", command, 2, PROBE)
-        if set(statuses) != {0}:
-            found.check("two ranks can talk to each other", False, f"statuses {statuses} after {PROBE} s; {errors}")
-            return False
-        known.touch()
-    return True
-
-
-def free_port() -> int:
-    """Return a port below those that Linux gives to connections: none takes it before torchrun listens there."""
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
     """Wait until `condition()` holds. Returns how many seconds that took, None if it does not hold by then."""
     start = time.monotonic()
@@ -122,25 +99,41 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
     return time.monotonic() - start
 
 
-def run_on_ranks(
-    found: Findings, name: str, command: list, ranks: int, seconds: float, together: bool = False
-) -> tuple[list[int | None], str]:
-    """Run a command on several ranks to its end. Returns the statuses, and the last errors printed."""
-    with Agents(found, name, command, ranks, together) as agents:
-        statuses = agents.statuses(seconds)
-        return statuses, " / ".join(line.strip() for line in agents.log().splitlines() if "rror" in line)[-600:]
+def run_on_ranks(found: Findings, name: str, command: list, ranks: int, seconds: float, together=False) -> None:
+    """Run a command on several ranks to its end, on a CPU on forked ones. Raises RuntimeError if one fails."""
+    if found.device.type == "cpu":
+        done = run_script(*command, ranks=ranks, timeout=seconds)
+        statuses, printed = [done.returncode], done.stderr
+    else:
+        with Agents(found, name, command, ranks, together) as agents:
+            statuses, printed = agents.statuses(seconds), agents.log()
+    if set(statuses) != {0}:
+        errors = " / ".join(line.strip() for line in printed.splitlines() if "rror" in line)[-600:]
+        raise RuntimeError(f"{name}: statuses {statuses} after at most {seconds} s; {errors}")
+
+
+def need_ranks(found: Findings) -> None:
+    """Try a sum over two ranks, once in a check: if they cannot talk, end the whole part that needs them."""
+    known = found.folder.parent / "ranks can meet"
+    if found.device.type == "cuda" and not known.exists():
+        try:
+            run_on_ranks(found, "probe", ["-m", "tests.gpu_check.layouts", found.folder, "cuda", "nccl"], 2, PROBE)
+        except RuntimeError as error:
+            pytest.exit(f"two ranks cannot talk to each other: {error}", CANNOT_MEET)
+        known.touch()
 
 
 def train_alone(found: Findings, name: str, step: int, flags: str, device: str = "", change=lambda _: None) -> list:
     """Train in this process, a world of one rank, into a folder of that name. Returns the lines of its metrics.jsonl.
 
-    `change(config)` may set what no flag can.
+    `change(config)` may set what no flag can. A run that has ended is not repeated.
     """
-    config = parse(
-        step, [*flags.split(), "--device", device or found.device.type, "--run-dir", str(found.folder / name)]
-    )
-    change(config)
-    config.resolve_and_check(1)
-    mesh = mesh_of(config, init_distributed(config.device))
-    importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh)
+    if not (found.folder / f"{name}.done").exists():
+        place = ["--device", device or found.device.type, "--run-dir", str(found.folder / name)]
+        config = parse(step, [*flags.split(), *place])
+        change(config)
+        config.resolve_and_check(1)
+        mesh = mesh_of(config, init_distributed(config.device))
+        importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh)
+        (found.folder / f"{name}.done").touch()
     return steps_of(found.folder / name)

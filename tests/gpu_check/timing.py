@@ -21,37 +21,31 @@ def ceilings(device: torch.device) -> dict[str, float]:
     return {"GB/s": machine.copy_ceiling(), "TFLOP/s": 2 * MATMUL**3 / machine.seconds_of(torch.matmul, a, b)}
 
 
-def take_turns(
-    contestants: dict[str, Callable[[], Callable]], device: torch.device, rounds: int
-) -> tuple[dict[str, float], dict[str, str]]:
+def take_turns(contestants: dict[str, Callable[[], Callable]], rounds: int) -> tuple[dict[str, float], dict[str, str]]:
     """Return the median seconds of each contestant, and what went wrong with those that cannot run.
 
     A contestant is a function that prepares a call, which takes no time, and returns it. The caches are cold.
     """
-    errors, left, measured = {}, dict(contestants), {name: [] for name in contestants}
+    on_gpu, errors, left = machine.DEVICE.type == "cuda", {}, dict(contestants)
+    finish = torch.cuda.synchronize if on_gpu else lambda: None
     for name, prepare in contestants.items():
         try:
             for _ in range(2):  # to compile
                 prepare()()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+                finish()
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             del left[name]
-    cache = torch.empty(machine.CACHE if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    measured: dict[str, list[Callable[[], float]]] = {name: [] for name in left}
+    cache, names = torch.empty(machine.CACHE if on_gpu else 0, dtype=torch.uint8, device=machine.DEVICE), list(left)
     for turn in range(rounds if left else 0):
-        names = list(left)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            measured[name].append(_clock(left[name](), cache))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return {name: statistics.median(stop() for stop in measured[name]) for name in left}, errors
+            measured[name].append((machine.clock if on_gpu else _clock_of_cpu)(left[name](), cache))
+    finish()
+    return {name: statistics.median(stop() for stop in stops) for name, stops in measured.items()}, errors
 
 
-def _clock(call: Callable, cache: torch.Tensor) -> Callable[[], float]:
-    """Make a call. Returns a function that tells, when the device has finished everything, how many seconds it took."""
-    if cache.is_cuda:
-        return machine.clock(call, cache)
+def _clock_of_cpu(call: Callable, _) -> Callable[[], float]:
     start = time.perf_counter()
     call()
     seconds = time.perf_counter() - start

@@ -8,7 +8,7 @@ flash_attn/flash_api.cpp, cuda/GroupedBlas.cpp with GroupedMMUtils.h, and cuda/B
 
 import sys
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
@@ -125,7 +125,7 @@ STAND_INS = {
 @contextmanager
 def cuda_rules():
     """Within the block, the modules of ON_CUDA find a Hopper, whose operators are stand-ins; yields their calls."""
-    calls, is_cuda = Counter(), torch.Tensor.is_cuda
+    calls, is_cuda, prefix = Counter(), torch.Tensor.is_cuda, "_scaled_dot_product_"
 
     def counted(name):
         def stand_in(*arguments, **options):
@@ -137,16 +137,13 @@ def cuda_rules():
     def found(tensor):
         return sys._getframe(1).f_globals["__name__"] in ON_CUDA or is_cuda.__get__(tensor)
 
-    prefix = "_scaled_dot_product_"
-    operators = {prefix + name: counted(name) for name in ("flash_attention", "flash_attention_backward")}
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (torch.Tensor, "is_cuda", property(found)),
-            (torch.cuda, "get_device_capability", lambda device: (9, 0)),
-            (attention_block, "_aten", SimpleNamespace(**operators)),
-            (F, "scaled_dot_product_attention", counted("scaled_dot_product_attention")),
-            (F, "grouped_mm", counted("grouped_mm")),
-            (torch, "addmm", counted("addmm")),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    blocks = {prefix + name: counted(name) for name in STAND_INS if name.startswith("flash")}
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", property(found)),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        mock.patch.object(attention_block, "_aten", SimpleNamespace(**blocks)),
+        mock.patch.object(F, "scaled_dot_product_attention", counted("scaled_dot_product_attention")),
+        mock.patch.object(F, "grouped_mm", counted("grouped_mm")),
+        mock.patch.object(torch, "addmm", counted("addmm")),
+    ):
         yield calls

@@ -8,14 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from common.config import TrainConfig
 from common.launching.command_line import parse
-from common.model import fused_attention
-from common.process_groups import Degrees, build_mesh
 from step08_5d import fused, weight_sums
-from step08_5d import train as step08
 from step08_5d.kernels import linear_cross_entropy
-from step08_5d.kernels.flash_attention_backward import flash_attention_core
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, launches
 from tests.parity.runs import Result, assemble, assert_parity, train_case, training_of
@@ -38,45 +33,36 @@ def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
 
 
-def launches_of(matrices: int, experts: bool = False, forwards: int = 1, attentions: int = 1) -> dict[str, int]:
-    """How often a step of one layer launches each kernel, if it computes the layer and the attention so many times.
-
-    matrices: how many tensors AdamW updates, or 0.
-    """
-    found = {
-        "rms_norm._forward_kernel": 2 * forwards + 1,
-        "rms_norm._backward_kernel": 3,
-        "rotary._rotary_kernel": forwards + 1,
-        "flash_attention._forward_kernel": attentions,
-        "flash_attention_backward._query_gradient_kernel": 1,
-        "flash_attention_backward._key_gradient_kernel": 1,
-        "swiglu._forward_kernel": forwards * (1 + experts),  # of the experts, and of the one that all tokens share
-        "swiglu._backward_kernel": 1 + experts,
-        "grouped_matmul._multiply_kernel": 3 * experts * (forwards + 1),
-        "grouped_matmul._multiply_transposed_kernel": 3 * experts,
-        "cross_entropy._statistics_kernel": 2,  # 32 tokens are two chunks
-        "cross_entropy._gradient_kernel": 2,
-        "adamw._adamw_kernel": matrices,
-    }
-    return {name: count for name, count in found.items() if count}
+# How often a step of one layer launches each kernel; 32 tokens are two chunks of the head and the loss
+LAUNCHES = {
+    **{"rms_norm._forward_kernel": 3, "rms_norm._backward_kernel": 3, "rotary._rotary_kernel": 2},
+    **{"swiglu._forward_kernel": 1, "swiglu._backward_kernel": 1},
+    **{"cross_entropy._statistics_kernel": 2, "cross_entropy._gradient_kernel": 2},
+}
+ATTENTION = {f"flash_attention_backward._{kind}_gradient_kernel": 1 for kind in ("query", "key")}
+ATTENTION["flash_attention._forward_kernel"] = 1
+# With experts, and one that all tokens share, in a layer that is computed twice
+TWICE = LAUNCHES | {"rms_norm._forward_kernel": 5, "rotary._rotary_kernel": 3, "flash_attention._forward_kernel": 2}
+TWICE |= {"swiglu._forward_kernel": 4, "swiglu._backward_kernel": 2}
+TWICE |= {"grouped_matmul._multiply_kernel": 9, "grouped_matmul._multiply_transposed_kernel": 3}
 
 
 @in_interpreter
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("", launches_of(12)),
-        (f"{EXPERTS} --recompute full", launches_of(16, experts=True, forwards=2, attentions=2)),
-        ("--recompute selective --optimizer sgd --lr 1e-2", launches_of(0, attentions=2)),
+        ("--own-attention", LAUNCHES | ATTENTION | {"adamw._adamw_kernel": 12}),
+        (f"{EXPERTS} --recompute full --own-attention", ATTENTION | TWICE | {"adamw._adamw_kernel": 16}),
+        ("--optimizer sgd", LAUNCHES),
     ],
 )
 def test_kernels_train_the_same(flags, expected):
     case = f"{TINY} {ADAMW} {flags}"
     with launches() as found:
-        result = train_with_kernels([f"{case} --own-attention"])
+        result = train_with_kernels([case])
     assert {name: count / 2 for name, count in found.items()} == expected  # two steps
     with launches() as none:
-        assert_parity(assemble(result), assemble([train_case(7, case)]), case)
+        assert_parity(assemble(result), assemble([train_case(7, case.replace(" --own-attention", ""))]), case)
     assert not none
 
 
@@ -145,22 +131,3 @@ def test_pieces_are_recomputed():
     result, calls = train_in_pieces(case)
     assert_recomputes(calls)
     assert_parity(result, assemble([train_case(7, case)]), case)
-
-
-@pytest.mark.parametrize("own_attention, core", [(True, flash_attention_core), (False, fused_attention)])
-def test_what_is_replaced(own_attention, core):
-    """Every norm, rotation and activation of the model, by flag the attention, and nothing else."""
-    config = TrainConfig(step_name="step08_5d", device="cpu", experts=4, expert_ffn=8, shared_experts=1, dense_layers=1)
-    config.own_attention = own_attention
-    config.resolve_and_check(1)
-    mesh = build_mesh(Degrees.of(config), torch.device("cpu"))
-    with mock.patch.object(fused, "launches_kernels", lambda *_: True):
-        pipeline, optimizer, _ = step08.build(config, mesh)
-    (model,) = pipeline.stages
-    norms = [name for name, module in model.named_modules() if isinstance(module, fused.Norm)]
-    assert len(norms) == 2 * len(model.layers) + 1
-    modules = [module for module in model.modules() if hasattr(module, "activation")]
-    assert {module.activation for module in modules} == {fused.KERNELS.activation} and len(modules) == 1 + 3 * 2
-    assert {layer.attention.rotate for layer in model.layers.values()} == {fused.KERNELS.rotate}
-    assert {layer.attention.core for layer in model.layers.values()} == {core}
-    assert isinstance(model.head, fused.LossHead) and isinstance(optimizer, fused.FusedAdamW)

@@ -1,5 +1,6 @@
 """A kernel against its PyTorch reference: on the GPU where there is one, else in Triton's interpreter."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,60 +8,84 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from step08_5d.gpu_ladder.traffic import BytesMoved
+from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul
 from step08_5d.kernels.launching import HAS_TRITON
+from tests.mechanisms.step08.kernels.cases import DEVICE, Case, Maker
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton (pip install triton)")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="about Triton's interpreter, or ranks on the CPU")
 # Of a norm over all elements. Triton's interpreter cuts digits off where it makes a bfloat16, and CUDA rounds
 TOLERANCE = {torch.float64: 2e-15, torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)
 
 
-def random(*shape: int, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+def random(*shape: int, dtype=torch.float64, seed: int = 0) -> Tensor:
+    return Maker(torch.float64, torch.device("cpu"), seed)(*shape).to(DEVICE, dtype)
 
 
-def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
+def tuple_of(outputs) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def difference(ours: Tensor, theirs: Tensor) -> float:
     """||a - b|| / ||b||, in float64."""
     ours, theirs = ours.detach().double(), theirs.detach().double()
     return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-300)).item()
 
 
-def outputs_and_gradients(function, inputs, *settings, dtype: torch.dtype) -> list[torch.Tensor]:
+def outputs_and_gradients(function: Callable, inputs: list[Tensor], *settings, dtype: torch.dtype) -> list[Tensor]:
     """What function(*inputs, *settings) returns, and the gradients of `inputs` for random ones, in `dtype`, of that."""
-    outputs = tuple_of(function(*inputs, *settings))
-    gradients = [random(*each.shape, dtype=dtype, seed=100 + i).to(each.dtype) for i, each in enumerate(outputs)]
-    return [*outputs, *torch.autograd.grad(outputs, inputs, gradients)]
+    outputs, make = tuple_of(function(*inputs, *settings)), Maker(dtype, inputs[0].device, seed=100)
+    gradients = [make(*each.shape).to(each.dtype) for each in outputs]
+    return [*(each.detach().clone() for each in outputs), *torch.autograd.grad(outputs, inputs, gradients)]
 
 
-def assert_same(kernel, reference, inputs, *settings) -> None:
-    """Outputs and gradients of the kernel are those that the reference computes from the same values in float64."""
-    dtype = inputs[0].dtype
-    ours = outputs_and_gradients(kernel, [each.requires_grad_() for each in inputs], *settings, dtype=dtype)
-    wide = [each.to(torch.float64) if isinstance(each, torch.Tensor) else each for each in settings]
-    inputs = [each.detach().double().requires_grad_() for each in inputs]
-    exact = outputs_and_gradients(reference, inputs, *wide, dtype=dtype)
-    for index, (mine, theirs) in enumerate(zip(ours, exact, strict=True)):
-        assert mine.shape == theirs.shape and mine.dtype == dtype
-        assert difference(mine, theirs) < TOLERANCE[dtype], f"tensor {index}: {difference(mine, theirs)}"
+def results(case: Case, function: Callable, convert: Callable = lambda each: each) -> list[Tensor]:
+    """What a function of the case returns and, if autograd knows them, the gradients."""
+    inputs = [convert(each.detach()) for each in case.inputs]
+    if not case.gradients:
+        return [*tuple_of(function(*inputs, *map(convert, case.settings)))]
+    inputs, dtype = [each.requires_grad_() for each in inputs], case.inputs[0].dtype
+    return outputs_and_gradients(function, inputs, *map(convert, case.settings), dtype=dtype)
 
 
-def eager_bytes(reference, shapes, *settings) -> list[float]:
-    """The bytes that the reference moves in bfloat16 for inputs of these shapes: in the forward and in the backward."""
-    with torch.device("meta"):
-        inputs = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-        with BytesMoved() as forward:
-            outputs = tuple_of(reference(*inputs, *settings))
-        gradients = [torch.empty_like(each) for each in outputs]
-        with BytesMoved() as backward:
+def assert_same(case: Case, function: Callable | None = None, bounds: dict[torch.dtype, float] = TOLERANCE) -> None:
+    """What the function, or the kernel, returns is what the reference computes from the same values in float64."""
+
+    def wide(value):  # a copy, since some functions work in place
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(torch.float64, copy=True) if floating else value
+
+    exact, found = results(case, case.reference, wide), results(case, function or case.ours)
+    for index, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
+        error, bound = difference(ours, theirs), case.slack * bounds[ours.dtype]
+        assert ours.shape == theirs.shape and not math.isnan(error) and error <= bound, f"tensor {index}: {error}"
+    if case.gradients:
+        assert {each.dtype for each in found[-len(case.inputs) :]} == {case.inputs[0].dtype}
+
+
+def eager_bytes(case: Case) -> list[float]:
+    """The bytes that the reference moves for an element of the first input: in the forward and in the backward."""
+    inputs = [each.to("meta").requires_grad_(case.gradients) for each in case.inputs]
+    settings = [each.to("meta") if isinstance(each, Tensor) else each for each in case.settings]
+    with BytesMoved() as forward:
+        outputs = tuple_of(case.reference(*inputs, *settings))
+    gradients = [torch.empty_like(each) for each in outputs]
+    with BytesMoved() as backward:
+        if case.gradients:
             torch.autograd.grad(outputs, inputs, gradients)
-    return [forward.total, backward.total]
+    return [each.total / inputs[0].numel() for each in (forward, backward)]
+
+
+def use_tiles(monkeypatch, rows: int = 32, columns: int = 16) -> None:
+    """Make the tiles and blocks of the kernels so small that short sequences and narrow matrices have several."""
+    tile, wide = {"ROWS": rows, "COLUMNS": columns, "num_warps": 4, "num_stages": 1}, cross_entropy.wide_type
+    monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: tile)
+    monkeypatch.setattr(grouped_matmul, "tile_sizes", lambda x: tile | {"ROWS": 16, "INNER": 16})
+    monkeypatch.setattr(cross_entropy, "_blocks", lambda x: {"BLOCK": 16, "WIDE": wide(x.dtype)})
 
 
 @contextmanager

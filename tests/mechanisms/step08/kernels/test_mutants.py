@@ -1,6 +1,5 @@
 """Known-wrong kernels: something in the source is replaced, and the test of that kernel must notice."""
 
-import functools
 import importlib
 import inspect
 from contextlib import ExitStack
@@ -10,31 +9,13 @@ import pytest
 import torch
 
 from step08_5d.kernels import adamw as update
-from step08_5d.kernels import (
-    cross_entropy,
-    flash_attention,
-    grouped_matmul,
-    merge,
-    rms_norm,
-    rotary,
-    swiglu,
-    tiles,
-)
+from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul, merge, rms_norm, rotary, swiglu, tiles
 from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import linear_cross_entropy as head
 from tests.harness.narrow_operations import NarrowOperations
-from tests.mechanisms.step08.kernels import (
-    test_adamw,
-    test_cross_entropy,
-    test_flash_attention,
-    test_grouped_matmul,
-    test_linear_cross_entropy,
-    test_offsets,
-    test_rms_norm,
-    test_rotary,
-    test_swiglu,
-)
-from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, assert_same, needs_triton, outputs_and_gradients
+from tests.mechanisms.step08.kernels import test_kernels, test_offsets
+from tests.mechanisms.step08.kernels.cases import BLOCKS, KERNELS, Maker
+from tests.mechanisms.step08.kernels.compare import HAS_TRITON, assert_same, needs_triton, on_cpu, results, use_tiles
 
 # Kernel, what it has, what it has in place of that
 MUTANTS = {
@@ -82,46 +63,41 @@ MUTANTS = {
 }
 
 
-def check_attention():
-    for causal in (True, False):
-        test_flash_attention.assert_right(test_flash_attention.inputs(20, 20, 16), causal)
-
-
-def check_norm():
-    inputs = test_rms_norm.inputs_of((1300, 12), torch.float64, 2)  # more rows than a program handles at once
-    assert_same(rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference, inputs, test_rms_norm.EPS)
-    narrow = [each.detach().bfloat16().requires_grad_() for each in inputs[1:]]
-    with NarrowOperations() as operations:  # outside of the kernels
-        outputs_and_gradients(rms_norm.rms_norm, narrow, test_rms_norm.EPS, dtype=torch.bfloat16)
-    assert "sum" not in set().union(*operations.found.values()), "partial sums are added up in 16 bits"
-
-
-CHECKS = {
-    flash_attention: check_attention,
-    backward: check_attention,
-    merge: test_flash_attention.assert_merges,
-    cross_entropy: functools.partial(test_cross_entropy.assert_right, columns=33),
-    head: functools.partial(test_linear_cross_entropy.test_chunks, length=5, fused=False),
-    rms_norm: check_norm,
-    rotary: functools.partial(test_rotary.test_same_as_reference, test_rotary.SHAPES["grouped"], torch.float64),
-    swiglu: functools.partial(test_swiglu.test_same_as_reference, (2, 3, 7), torch.float64),
-    grouped_matmul: functools.partial(test_grouped_matmul.assert_right, [5, 20, 16], 16, 16),
-    update: functools.partial(test_adamw.test_same_as_step_1, torch.bfloat16, 1e-6, update.adamw),
+CHECKS = {  # what the kernels of a module are compared with, in float64
+    flash_attention: [("block of attention", BLOCKS[1]), ("block of attention", BLOCKS[3])],
+    backward: [("block of attention", BLOCKS[1]), ("block of attention", BLOCKS[3])],
+    merge: [("merge", (50,))],
+    cross_entropy: [("row statistics and gradient of the loss", (33,))],
+    head: [("linear_cross_entropy", (2, 7, 12, 29, False, 5))],
+    rms_norm: [("add_rms_norm", (1300, 12))],  # more rows than a program handles at once
+    rotary: [("rotary", (2, 4, 2, 5, 8))],
+    swiglu: [("swiglu", (2, 3, 7))],
+    grouped_matmul: [(name, ([5, 20, 16], 16, 16, "of" in name)) for name in KERNELS if "grouped" in name],
+    update: [],
 }
+
+
+def check(module) -> None:
+    for name, size in CHECKS[module]:
+        assert_same(KERNELS[name].case(Maker(torch.float64), *size))
+    if module is update:
+        test_kernels.test_same_as_step_1(torch.bfloat16, update.adamw)
+    if module is rms_norm:
+        case = KERNELS["rms_norm"].case(Maker(torch.bfloat16), 1300, 12)
+        with NarrowOperations() as operations:  # outside of the kernels
+            results(case, case.ours)
+        assert "sum" not in set().union(*operations.found.values()), "partial sums are added up in 16 bits"
 
 
 @pytest.fixture(autouse=True)
 def several_tiles(monkeypatch):
-    tile = {"ROWS": 32, "COLUMNS": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: tile)
-    monkeypatch.setattr(grouped_matmul, "tile_sizes", lambda x: tile | {"ROWS": 16, "INNER": 16})
-    monkeypatch.setattr(cross_entropy, "_blocks", lambda x: {"BLOCK": 16, "WIDE": cross_entropy.wide_type(x.dtype)})
+    use_tiles(monkeypatch)
 
 
 @needs_triton
 @pytest.mark.parametrize("module", CHECKS, ids=lambda module: module.__name__.split(".")[-1])
 def test_right_kernels_pass(module):
-    CHECKS[module]()
+    check(module)
 
 
 def mutant_of(kernel, right: str, wrong: str, folder, which: int = 0):
@@ -140,7 +116,7 @@ def mutant_of(kernel, right: str, wrong: str, folder, which: int = 0):
 
 
 @needs_triton
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
+@on_cpu  # a compiled kernel keeps the functions that it was compiled with
 @pytest.mark.filterwarnings("ignore:invalid value")  # infinity minus infinity, of a mutant
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_rejected(name, tmp_path):
@@ -148,7 +124,7 @@ def test_mutant_is_rejected(name, tmp_path):
     assert inspect.getsource(getattr(kernel, "fn", kernel)).count(right) == 1
     module = importlib.import_module(getattr(kernel, "fn", kernel).__module__)
     with mutant_of(kernel, right, wrong, tmp_path), pytest.raises(AssertionError):
-        CHECKS[module]()
+        check(module)
 
 
 def wide_offsets() -> list[tuple]:
@@ -158,12 +134,12 @@ def wide_offsets() -> list[tuple]:
 
 
 @needs_triton
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
+@on_cpu  # a compiled kernel keeps the functions that it was compiled with
 @pytest.mark.parametrize("kernel, which", wide_offsets() if HAS_TRITON else [])
 def test_an_offset_of_32_bits_is_rejected(kernel, which, tmp_path):
     module = importlib.import_module(kernel.fn.__module__)
     checks = [each for each, launched in test_offsets.CHECKS.items() if module is tiles or module in launched]
     with mutant_of(kernel, "tl.int64", "tl.int32", tmp_path, which), test_offsets.far_results():
         with pytest.raises(AssertionError):
-            for check in checks:
-                check()
+            for check_offsets in checks:
+                check_offsets()

@@ -14,15 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.model import rotate
 from step07_expert_parallel.experts import Counts
 from step08_5d.kernels import adamw, cross_entropy, flash_attention, grouped_matmul, merge, rms_norm, rotary, swiglu
 from step08_5d.kernels import flash_attention_backward as attention_backward
-from tests.mechanisms.step08.kernels.compare import DEVICE, difference, needs_triton, one_program, random
-from tests.mechanisms.step08.kernels.test_adamw import LLAMA, scalar
-from tests.mechanisms.step08.kernels.test_rotary import tables
+from tests.mechanisms.step08.kernels.cases import ADAMW, KERNELS, Maker
+from tests.mechanisms.step08.kernels.compare import (
+    TOLERANCE,
+    assert_same,
+    difference,
+    needs_triton,
+    on_cpu,
+    one_program,
+    random,
+    use_tiles,
+)
 
-pytestmark = [needs_triton, pytest.mark.skipif(DEVICE.type == "cuda", reason="test_swiglu and test_rms_norm have it")]
+pytestmark = [needs_triton, on_cpu]  # test_kernels has it for CUDA
 FAR = 2**32  # elements: where an offset of 32 bits is 0 again, with a sign and without
 NARROW = torch.bfloat16
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # or Linux refuses more than all of its memory
@@ -76,16 +83,18 @@ def assert_close(found, exact, what: str = "") -> None:
 # ---- with gaps -------------------------------------------------------------------------------------------------------
 
 
+def check_with_gaps(name: str, size: tuple, axis: int, *shapes: tuple[int, ...]) -> None:
+    """A kernel of the table, with these inputs."""
+    case = KERNELS[name].case(Maker(NARROW), *size)
+    case.inputs[: len(shapes)] = [apart(axis, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+    case.slack = 1
+    assert_same(case, bounds=dict.fromkeys(TOLERANCE, 2e-2))
+
+
 def attention_with_gaps() -> None:
     """Between samples, between heads, and between tokens: there the rows of a tile lie within 2^31 elements."""
     for axis, shape in enumerate(((5, 1, 4, 16), (1, 5, 4, 16), (1, 1, 33, 16))):
-        q, k, v, gradient = (apart(axis, *shape, seed=seed) for seed in range(4))
-        out, lse = flash_attention.attend(q, k, v, True)
-        found = out, lse, *attention_backward.attend_backward(gradient, q, k, v, out, lse, True)
-        q, k, v, gradient = (each.double() for each in (q, k, v, gradient))
-        out, lse = flash_attention.attend_reference(q, k, v, True)
-        exact = out, lse, *attention_backward.attend_backward_reference(gradient, q, k, v, out, lse, True)
-        assert_close(found, exact, f"axis {axis}")
+        check_with_gaps("block of attention", (4, 4, 16, 1, True), axis, *4 * [shape])
 
 
 def merging() -> None:
@@ -102,22 +111,15 @@ def merging() -> None:
 def rotation() -> None:
     for axis in range(3):
         shape = [5 if each == axis else 1 for each in range(3)]
-        q, k, cos_sin = *(apart(axis, *shape, 8, seed=seed) for seed in range(2)), tables(shape[2], 8, torch.float32)
-        assert_close(rotary.rotary(q, k, *cos_sin), rotate(q.double(), k.double(), *cos_sin), f"axis {axis}")
+        check_with_gaps("rotary", (1, 1, 1, shape[2], 8), axis, *2 * [(*shape, 8)])
 
 
 def loss() -> None:
-    logits, targets = apart(0, 5, 40, seed=0), torch.arange(5)
-    exact = logits.to(torch.float64, copy=True)
-    largest, total, chosen = cross_entropy.row_statistics_reference(exact, targets, 40)
-    assert_close(cross_entropy.row_statistics(logits, targets, 40), (largest, total, chosen))
-    cross_entropy.logits_to_gradient_reference(exact, targets, 40, largest, total, torch.ones(5).double())
-    cross_entropy.logits_to_gradient(logits, targets, 40, largest.float(), total.float(), torch.ones(5))
-    assert_close([logits], [exact])
+    check_with_gaps("row statistics and gradient of the loss", (37,), 0, (5, 40))
 
 
 def experts_with_gaps() -> None:
-    """Between rows, and between matrices, rows or columns of matrices."""
+    """Between rows; between matrices, rows or columns of matrices."""
     x, y, counts = apart(0, 17, 16, seed=0), apart(0, 17, 24, seed=1), Counts(torch.tensor([3, 0, 7, 2, 5]))
     reference = grouped_matmul.multiply_reference
     for axis in range(3):
@@ -194,9 +196,10 @@ def update() -> None:
     last(*tensors.values())
     tensors["exp_avg_sq"][-5:].square_()
     ends = {name: each[-5:].clone() for name, each in tensors.items()}
+    settings = {"step": torch.tensor(3.0), "lr": torch.tensor(0.1)} | ADAMW
     with one_program():
-        adamw.adamw(**tensors, step=scalar(3), lr=scalar(0.1), weight_decay=0.1, **LLAMA)
-    adamw.adamw_reference(**ends, step=scalar(3), lr=scalar(0.1), weight_decay=0.1, **LLAMA)
+        adamw.adamw(**tensors, **settings)
+    adamw.adamw_reference(**ends, **settings)
     assert_close([each[-5:] for each in tensors.values()], ends.values())
 
 
@@ -230,9 +233,7 @@ CHECKS: dict[Callable, list] = {  # and the modules whose kernels they launch
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    tile = {"ROWS": 16, "COLUMNS": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: tile)
-    monkeypatch.setattr(grouped_matmul, "tile_sizes", lambda x: tile | {"INNER": 16})
+    use_tiles(monkeypatch, 16, 16)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from step08_5d.kernels import flash_attention, rms_norm, swiglu
 from step08_5d.kernels import flash_attention_backward as backward
-from tests.mechanisms.step08.kernels.compare import DEVICE, needs_triton, outputs_and_gradients, random
+from step08_5d.kernels import rms_norm, swiglu
+from tests.mechanisms.step08.kernels.compare import needs_triton, on_cpu, outputs_and_gradients, random, use_tiles
 from tests.mechanisms.step08.kernels.test_mutants import mutant_of
 
 pytestmark = needs_triton
@@ -79,8 +79,7 @@ CHECKS = {backward: check_attention, rms_norm: check_norm, swiglu: check_swiglu}
 
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch):
-    tile = {"ROWS": 16, "COLUMNS": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: tile)
+    use_tiles(monkeypatch, 16, 16)
 
 
 @pytest.mark.parametrize("module", CHECKS, ids=lambda module: module.__name__.split(".")[-1])
@@ -88,7 +87,7 @@ def test_results_are_rounded_once(module):
     CHECKS[module]()
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a compiled kernel keeps the functions that it was compiled with")
+@on_cpu  # a compiled kernel keeps the functions that it was compiled with
 @pytest.mark.parametrize("name", NARROW)
 def test_a_narrow_intermediate_result_is_rejected(name, tmp_path):
     kernel, wide, narrow = NARROW[name]

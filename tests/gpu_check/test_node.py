@@ -6,15 +6,17 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from common.experiments.links import measure
 from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, build_mesh
 from common.start import environment, init_distributed
 from step01_single_gpu.recording.gpu_kernels import classify_kernels
-from tests.gpu_check.findings import Findings
+from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import visible_gpus
-from tests.gpu_check.profiles import TINY, kineto_events
-from tests.harness.ranks import steps_of, torchrun
+from tests.gpu_check.test_tracer import TINY, kineto_events
+from tests.harness.ranks import run_script, steps_of, torchrun
 
 SIZES, TRIES = [1 << 20, 1 << 24, 1 << 28], 10  # bytes of a message
 STEPS, WARM = 8, 3  # steps: the last is profiled, for which the one before warms up
@@ -51,45 +53,56 @@ CASES = {
 }
 
 
-def node(found: Findings) -> None:
-    """All GPUs: the speed of their links; tokens/s, overlap and a prediction for each dimension of parallelism."""
-    ranks = 2 if found.device.type == "cpu" else len(visible_gpus())
+@on_devices(CASES, quick=["pp"])
+def test_dimension(found, item):
+    """Tokens/s on all GPUs beside two predictions from one of them and the links; how many messages are hidden."""
+    case, ranks = CASES[item], 2 if found.device.type == "cpu" else len(visible_gpus())
     if ranks == 1:
-        found.check("skipped", True, "one GPU has nobody to talk to")
-        return
+        pytest.skip("one GPU has nobody to talk to")
+    links, alone = links_of(found, ranks), f"{case.shape} on one"
+    train(found, alone, 1, case.shape)
+    train(found, item, ranks, case.shape, case.flags.format(ranks), case.environment)
+    one, all_ = (speed(found, each) for each in (alone, item))
+    tokens, sent = one["tokens"], sum(steps_of(found.folder / item)[WARM]["comm_bytes"].values())
+    bandwidth = next(rows[-1][2] for exchange, rows in links.items() if case.exchange in exchange)
+    fastest = predicted(tokens / one["speed"], ranks, json.loads((found.folder / item / "config.json").read_text()))
+    events = [] if found.quick else kineto_events(found, item)
+    cells = [all_["speed"], tokens / (fastest + sent / bandwidth), tokens / fastest, 1e-6 * sent]
+    cells = [item, *(f"{each:,.0f}" for each in cells), *communication(events)]
+    found.row(f"{ranks} ranks: tokens/s measured and predicted", HEADER, cells)
+    assert all_["loss"] == pytest.approx(one["loss"], rel=1e-2)
+
+
+def run(found: Findings, ranks: int, *command, **options) -> None:
+    """A command on so many ranks. Raises AssertionError with what was printed if that fails."""
+    if found.device.type == "cpu":
+        done = run_script(*command, ranks=ranks, timeout=TIME)
+    else:
+        done = torchrun(ranks, *command, timeout=TIME, **options)
+    assert done.returncode == 0, done.stderr.strip()[-600:]
+
+
+def links_of(found: Findings, ranks: int) -> dict:
+    """What `common.experiments.links` measures, once in a check."""
     file = found.folder / "links.json"
     if not file.exists():
         found.folder.mkdir(parents=True, exist_ok=True)
-        command = ["-m", "tests.gpu_check.node", file, found.device.type, *SIZES[: 1 if found.quick else None]]
-        done = torchrun(ranks, *command, timeout=TIME)
-        found.check(f"links between {ranks} ranks", done.returncode == 0, done.stderr.strip()[-600:])
-    links = json.loads(file.read_text())
-    rows = [(name, f"{size:,}", f"{1e-9 * speed:.2f}") for name, row in links.items() for size, _, speed, *_ in row]
-    found.note("speed of the links", [("exchange", "bytes", "GB/s"), *rows])
-    for name in ["pp"] if found.quick else CASES:
-        if found.rows in name and not (found.folder / f"{name}.done").exists():
-            with found.attempt(name):
-                compare(found, name, ranks, links)
-            (found.folder / f"{name}.done").touch()
+        sizes = SIZES[: 1 if found.quick else None]
+        run(found, ranks, "-m", "tests.gpu_check.test_node", file, found.device.type, *sizes)
+        links = json.loads(file.read_text())
+        rows = [(name, f"{size:,}", f"{1e-9 * speed:.2f}") for name, row in links.items() for size, _, speed, *_ in row]
+        found.note("speed of the links", [("exchange", "bytes", "GB/s"), *rows])
+    return json.loads(file.read_text())
 
 
-def compare(found: Findings, name: str, ranks: int, links: dict) -> None:
-    """Train on all GPUs and, unless another case has done so, on one: the table gets a row."""
-    case = CASES[name]
-    alone = f"{case.shape} on one"
-    if len(steps_of(found.folder / alone)) < STEPS:
-        train(found, alone, 1, case.shape)
-    train(found, name, ranks, case.shape, case.flags.format(ranks), case.environment)
-    one, all_ = (speed(found, each) for each in (alone, name))
-    line = steps_of(found.folder / name)[WARM]
-    tokens, sent = one["tokens"], sum(line["comm_bytes"].values())
-    bandwidth = next(rows[-1][2] for exchange, rows in links.items() if case.exchange in exchange)
-    fastest = predicted(tokens / one["speed"], ranks, config_of(found, name))
-    events = kineto_events(found, name) if found.device.type == "cuda" and not found.quick else []
-    cells = [all_["speed"], tokens / (fastest + sent / bandwidth), tokens / fastest, 1e-6 * sent]
-    cells = [name, *(f"{each:,.0f}" for each in cells), *communication(events)]
-    found.row(f"{ranks} ranks: tokens/s measured and predicted", HEADER, cells)
-    found.check(f"{name}: a loss as on one", abs(all_["loss"] / one["loss"] - 1) < 1e-2, f"{all_['loss']:.4f}")
+def train(found: Findings, name: str, ranks: int, shape: str, flags: str = "", environment: dict | None = None) -> None:
+    """Train on so many GPUs, into a folder of that name, unless that has been done."""
+    if len(steps_of(found.folder / name)) == STEPS:
+        return
+    shape = TINY.format(4, 1, 64) if found.quick else f"{SHAPES[shape]} --dtype bfloat16"
+    flags = f"{shape} {flags} --data synthetic --warmup 2 --steps {STEPS} --device {found.device.type}"
+    flags += "" if found.quick else f" --trace {STEPS - 1}:{STEPS - 1} --profile"
+    run(found, ranks, "step08_5d/train.py", *flags.split(), "--run-dir", found.folder / name, env=environment)
 
 
 def predicted(seconds: float, ranks: int, config: dict) -> float:
@@ -108,21 +121,6 @@ def communication(events: list[dict]) -> list[str]:
     return [whole, f"{share:.0%}", exposed, idle]
 
 
-def config_of(found: Findings, name: str) -> dict:
-    return json.loads((found.folder / name / "config.json").read_text())
-
-
-def train(found: Findings, name: str, ranks: int, shape: str, flags: str = "", environment: dict | None = None) -> None:
-    """Train on so many GPUs, into a folder of that name. Raises RuntimeError with what was printed if that fails."""
-    shape = TINY.format(4, 1, 64) if found.quick else f"{SHAPES[shape]} --dtype bfloat16"
-    flags = f"{shape} {flags} --data synthetic --warmup 2 --steps {STEPS}"
-    flags += "" if found.quick else f" --trace {STEPS - 1}:{STEPS - 1} --profile"
-    command = ["step08_5d/train.py", *flags.split(), "--device", found.device.type, "--run-dir", found.folder / name]
-    done = torchrun(ranks, *command, timeout=TIME, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr.strip()[-400:]}")
-
-
 def speed(found: Findings, name: str) -> dict[str, float]:
     """Return the median tokens/s of a run, the tokens of a step, and the last loss."""
     lines = steps_of(found.folder / name)
@@ -132,7 +130,7 @@ def speed(found: Findings, name: str) -> dict[str, float]:
 
 
 def measure_links(file: Path, device: str, sizes: list[int]) -> None:
-    """On the ranks that torchrun has started: rank 0 writes what `common.experiments.links` measures."""
+    """On the ranks that have been started: rank 0 writes what `common.experiments.links` measures."""
     mesh = build_mesh(Degrees(dp=environment().world_size), init_distributed(device))
     links = measure(mesh, sizes, TRIES)
     if mesh.rank == 0:

@@ -4,7 +4,7 @@ import json
 
 from common.tracing.chrome_trace import read_trace, time_by_state
 from step01_single_gpu.recording.gpu_kernels import classify_kernels
-from tests.gpu_check.findings import NOT_ON_CPU, Findings
+from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone
 
 TINY = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --dtype bfloat16 --global-batch {} --micro-batch {}"
@@ -38,18 +38,18 @@ def kernel_rows(kernels: list[dict]) -> list[tuple[str, ...]]:
     return [(name[:90], str(len(us)), f"{sum(us) / 1e3:.2f}", f"{sum(us) / total:.1%}") for name, us in longest]
 
 
-def tracer(found: Findings) -> None:
+@on_devices([""], quick=[""])
+def test_tracer(found, item):
     """What our tracer says of forward, backward and optimizer, against the times of the kernels that Kineto saw."""
     model_flags = "--model smollm-135m --dtype bfloat16 --seq-len 1024 --micro-batch 8 --global-batch 16"
     model_flags = TINY.format(2, 1, 16) if found.quick else model_flags
     train_alone(found, "run", 1, f"{model_flags} --data synthetic --steps 6 --trace 4:5 --profile")
     rows, ratio = compare_clocks(read_trace(found.folder / "run").spans[0], kineto_events(found, "run"))
-    found.check("the tracer wrote all phases", {row[0] for row in rows} == {"forward", "backward", "optimizer"})
     found.note("ms of two steps", [("phase", "our tracer", "kernels in it", "ratio"), *rows])
-    if ratio is None:
-        found.note("the tracer against Kineto", NOT_ON_CPU)
-    else:
-        found.check("two steps by our tracer / by Kineto", 0.95 < ratio < 1.1, f"{ratio:.3f}")
+    assert {row[0] for row in rows} == {"forward", "backward", "optimizer"}
+    if found.device.type == "cuda":
+        found.note("two steps by our tracer / by Kineto", f"{ratio:.3f}")
+        assert 0.95 < ratio < 1.1
 
 
 def compare_clocks(spans: list[dict], events: list[dict]) -> tuple[list[tuple[str, ...]], float | None]:
@@ -68,8 +68,7 @@ def compare_clocks(spans: list[dict], events: list[dict]) -> tuple[list[tuple[st
     phases, rows = [span for span in spans if span["cat"] == "phase"], []
     for name in dict.fromkeys(phase["name"] for phase in phases):
         intervals = times([phase for phase in phases if phase["name"] == name])
-        ours, theirs = sum(stop - start for start, stop in intervals), 0.0
-        if kernels:
-            theirs = time_by_state(intervals, kernels).get((True, True), 0.0)
+        ours = sum(stop - start for start, stop in intervals)
+        theirs = time_by_state(intervals, kernels).get((True, True), 0.0) if kernels else 0.0
         rows.append((name, f"{ours / 1e3:.2f}", f"{theirs / 1e3:.2f}", f"{theirs / ours:.3f}"))
     return rows, (end - min(steps)[0]) / (end - min(kernels)[0]) if kernels else None

@@ -1,0 +1,109 @@
+"""NCCL when a rank is killed or stops, torchrun's restart, and checkpoints that are written in the background."""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from unittest import mock
+
+from common.checkpoints import files
+from step01_single_gpu.run import Run
+from tests.gpu_check.findings import Findings, on_devices
+from tests.gpu_check.launching import Agents, need_ranks, train_alone, wait_for
+from tests.gpu_check.layouts import SMALL, TOLERANCE
+from tests.gpu_check.test_training import difference
+from tests.harness.ranks import steps_of
+
+GRACE = 15.0  # seconds beyond --timeout by which every rank must have ended
+START = 120.0  # seconds by which a run must have taken some steps
+TIMEOUT = 20
+PLAYED = """
+import os, pathlib, sys, time
+folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
+folder.mkdir(exist_ok=True)
+(folder / rank).write_text(f"{os.getpid()} {os.environ['NCCL_HOSTID']}")
+if rank == "0":
+    while not (folder / "1").exists():
+        time.sleep(0.01)
+    (folder / "metrics.jsonl").write_text("{}\\n" * 5)
+    while pathlib.Path("/proc", (folder / "1").read_text().split()[0]).exists():
+        time.sleep(0.01)
+    sys.exit(1)
+time.sleep(60)
+"""
+
+
+def training(found: Findings, name: str, flags: str) -> list:
+    """Return a command line of ZeRO-3 in a folder of that name."""
+    flags = f"{SMALL} --zero 3 --device {found.device.type} {flags}".split()
+    return ["step03_zero/train.py", *flags, "--run-dir", found.folder / name]
+
+
+def signal_rank_1(found: Findings, agents: Agents, name: str, steps: int, number: signal.Signals) -> dict[int, int]:
+    """Send a signal to rank 1 once the run has taken so many steps. Returns the process numbers of the ranks."""
+    started = wait_for(lambda: len(steps_of(found.folder / name)) >= steps, START)
+    assert started is not None, f"{name}: the run does not start\n{agents.log()}"
+    ranks = agents.ranks()
+    os.kill(ranks[1], number)
+    return ranks
+
+
+@on_devices(["SIGKILL", "SIGSTOP"], quick=["SIGKILL"])
+def test_lost_rank(found, item):
+    """Of two ranks, one is lost: the other ends. One that was stopped then goes on, and ends. On a CPU they only play:
+    rank 0 waits for the end of rank 1."""
+    need_ranks(found)
+    command = training(found, item, f"--steps 20000 --timeout {TIMEOUT}")
+    if found.device.type == "cpu":
+        found.folder.mkdir(parents=True, exist_ok=True)
+        command[0] = found.folder / "played.py"
+        command[0].write_text(PLAYED)
+    with Agents(found, item, command) as agents:
+        ranks = signal_rank_1(found, agents, item, 5, signal.Signals[item])
+        for rank in (0, 1) if item == "SIGSTOP" else (0,):
+            if rank == 1:
+                os.kill(ranks[1], signal.SIGCONT)
+            process = Path(f"/proc/{ranks[rank]}")
+            seconds = wait_for(lambda process=process: not process.exists(), TIMEOUT + 4 * GRACE)
+            found.note(f"{item}: seconds until rank {rank} ends", f"{seconds}")
+            assert seconds is not None and seconds < TIMEOUT + GRACE
+        assert set(agents.statuses(GRACE)) == {1}, agents.log()
+        found.note(f"{item}: exit statuses of the ranks", agents.exit_codes())
+    if found.device.type == "cpu":
+        assert agents.exit_codes() == "1, -9"
+        hosts = {(found.folder / item / rank).read_text().split()[1] for rank in "01"}
+        assert len(hosts) == 2, "NCCL takes the ranks for those of two hosts"
+
+
+@on_devices([""])
+def test_restart(found, item):
+    """A rank is killed, torchrun starts all of them again, and they take up the run where its last checkpoint is."""
+    need_ranks(found)
+    flags = f"--steps {40 if found.quick else 120} --dtype float64"
+    train_alone(found, "undisturbed", 1, f"{SMALL} {flags}")
+    command = training(found, "restart", f"{flags} --timeout {TIMEOUT} --save-every 10 --resume auto")
+    with Agents(found, "restart", command, restarts=1) as agents:
+        signal_rank_1(found, agents, "restart", 13, signal.SIGKILL)
+        assert set(agents.statuses(START + TIMEOUT)) == {0}, agents.log()
+    assert difference(found, "restart", "undisturbed") < TOLERANCE
+
+
+@on_devices(["", "--async-save"], quick=["", "--async-save"])
+def test_async_save(found, item):
+    """How long a save stops the training, with and without --async-save."""
+    every, stops, original = 2 if found.quick else 8, [], Run.save
+    model = SMALL if found.quick else "--model smollm-135m --seq-len 512 --micro-batch 4 --data synthetic"
+
+    def timed(self, step):
+        start = time.perf_counter()
+        original(self, step)
+        stops.append(time.perf_counter() - start)
+
+    name, start = f"saved {item}", time.perf_counter()
+    with mock.patch.object(Run, "save", timed):
+        train_alone(found, name, 1, f"{model} --steps {3 * every} --save-every {every} --keep 1 {item}")
+    saves = ", ".join(f"{stop:.3f}" for stop in stops[every - 1 :: every])
+    found.note(f"{name}: the training stops", f"{saves} s; the whole run takes {time.perf_counter() - start:.1f} s")
+    assert [each.name for each in files.complete(found.folder / name)] == [f"step-{3 * every:08}"]
+    shutil.rmtree(found.folder / name)

@@ -1,0 +1,353 @@
+"""Every kernel of step 8 beside its formula in PyTorch, and beside what other libraries have.
+
+The tests of this folder and the part `kernels` of `python -m tests.gpu_check` go through `KERNELS`. To add a kernel,
+add a function that returns a `Case` for sizes of its choice, and a line to that table.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.model import at_least_float32, fused_attention, naive_attention, rope_tables, rotate
+from common.model import cross_entropy_sum as whole_cross_entropy_sum
+from common.model_config import ModelConfig
+from common.process_groups import Group
+from step07_expert_parallel.experts import Counts
+from step08_5d.kernels import (
+    adamw,
+    cross_entropy,
+    grouped_matmul,
+    linear_cross_entropy,
+    merge,
+    rms_norm,
+    rotary,
+    swiglu,
+)
+from step08_5d.kernels import flash_attention_backward as attention_backward
+from step08_5d.kernels.flash_attention import attend, attend_reference
+
+BOTH = "forward and backward"  # in one call, where a kernel does the work of the backward in the forward
+EPS, ALONE = 1e-5, Group("tp", (0,), 0)
+ADAMW = {"weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-5}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass
+class Case:
+    """Two functions that do the same to `inputs`, of which they give gradients or which they change, and `settings`.
+
+    gradients: whether autograd knows the backward; else the functions return all there is.
+    slack: how many times larger than usual the errors may be.
+    work: bytes or FLOPs that a pass needs at least: "backward", BOTH, and any other name is one of the forward.
+    default: on some GPUs we take PyTorch's.
+    """
+
+    ours: Callable
+    reference: Callable
+    inputs: list[Tensor]
+    settings: tuple = ()
+    gradients: bool = True
+    slack: float = 1.0
+    work: dict[str, float] = field(default_factory=dict)
+    unit: str = "GB/s"
+    liger: Callable | None = None
+    pytorch: Callable | None = None
+    default: bool = False
+
+
+class Kernel(NamedTuple):
+    """What makes a case, and for which sizes: the first of them in all types; filling no tile; fitting no cache."""
+
+    case: Callable[..., Case]
+    sizes: list[tuple]
+    checked: tuple = ()  # on a GPU
+    timed: tuple = ()  # on a GPU, from layers of Llama 3.2 1B
+
+
+class Maker:
+    """Makes random tensors of one type."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device = DEVICE, seed: int = 0):
+        self.dtype, self.device, self.generator = dtype, device, torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.dtype
+        return torch.randn(shape, device=self.device, dtype=at_least_float32(dtype), generator=self.generator).to(dtype)
+
+    def integers(self, end: int, *shape: int) -> Tensor:
+        return torch.randint(end, shape, device=self.device, generator=self.generator)
+
+
+def liger(name: str, **settings) -> Callable | None:
+    """A function of Liger Kernel, or None where that is not installed or has none."""
+    try:
+        function = getattr(importlib.import_module("liger_kernel.transformers.functional"), f"liger_{name}", None)
+    except ImportError:
+        return None
+    return function and (lambda *inputs: function(*inputs, **settings))
+
+
+# ---- the small operations --------------------------------------------------------------------------------------------
+
+
+def norm(make: Maker, *shape: int) -> Case:
+    x, weight = make(*shape), 1 + 0.3 * make(shape[-1])
+    return Case(
+        lambda x, weight: rms_norm.rms_norm(x, weight, EPS),
+        lambda x, weight: rms_norm.rms_norm_reference(x, weight, EPS),
+        [x, weight],
+        work={"forward": 2 * x.nbytes, "backward": 3 * x.nbytes},
+        liger=liger("rms_norm", eps=EPS, in_place=False),
+        pytorch=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+    )
+
+
+def add_norm(make: Maker, *shape: int) -> Case:
+    x, residual, weight = make(*shape), make(*shape), 1 + 0.3 * make(shape[-1])
+    return Case(
+        lambda x, residual, weight: rms_norm.add_rms_norm(x, residual, weight, EPS),
+        lambda x, residual, weight: rms_norm.add_rms_norm_reference(x, residual, weight, EPS),
+        [x, residual, weight],
+        slack=2,  # since the sum is rounded first
+        work={"forward": 4 * x.nbytes, "backward": 4 * x.nbytes},
+        liger=liger("fused_add_rms_norm", eps=EPS, in_place=False),
+    )
+
+
+def tables(seq: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions that a rank of a split sequence might have."""
+    config = ModelConfig(vocab=8, hidden=width, layers=1, heads=1, kv_heads=1, ffn=8, tie_embeddings=True)
+    return rope_tables(config, torch.arange(seq, device=DEVICE) * 3 + 1, dtype)
+
+
+def rotation(make: Maker, batch: int, heads: int, kv_heads: int, seq: int, width: int) -> Case:
+    """q and k as the model has them: views of (batch, seq, heads * width)."""
+    q, k = (make(batch, seq, each, width).transpose(1, 2) for each in (heads, kv_heads))
+    theirs, work = liger("rope"), 2 * (q.nbytes + k.nbytes)
+    in_place = theirs and (lambda q, k, cos, sin: theirs(q, k, cos[None].to(q.dtype), sin[None].to(q.dtype)))
+    work = {"forward": work, "backward": work}
+    return Case(rotary.rotary, rotate, [q, k], tables(seq, width, make.dtype), work=work, liger=in_place)
+
+
+def activation(make: Maker, *shape: int) -> Case:
+    gate, up = 3 * make(*shape), 3 * make(*shape)
+    work = {"forward": 3 * gate.nbytes, "backward": 5 * gate.nbytes}
+    return Case(swiglu.swiglu, swiglu.swiglu_reference, [gate, up], work=work, liger=liger("swiglu"))
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def attention_block(
+    make: Maker, queries: int, keys: int, width: int, kv_heads: int, causal: bool, scale: float = 1.0
+) -> Case:
+    """As ring attention calls it: output, log-sum-exp and gradients of a block."""
+
+    def block(forward: Callable, backward: Callable) -> Callable:
+        def call(q, k, v, gradient):
+            out, lse = forward(q, k, v, causal)
+            return out, lse, *backward(gradient, q, k, v, out, lse, causal)
+
+        return call
+
+    shapes = (queries, 2), (keys, kv_heads), (keys, kv_heads), (queries, 2)
+    q, k, v, gradient = (make(2, length, heads, width).transpose(1, 2) for length, heads in shapes)
+    ours = block(attend, attention_backward.attend_backward)
+    reference = block(attend_reference, attention_backward.attend_backward_reference)
+    return Case(ours, reference, [q * scale, k * scale, v, gradient], gradients=False)
+
+
+def attention(make: Maker, batch: int, heads: int, kv_heads: int, seq: int, width: int) -> Case:
+    """The model's. The backward counts as 2.5 times the forward, and our kernels do 3.5 times as much."""
+    q, k, v = (make(batch, seq, each, width).transpose(1, 2) for each in (heads, kv_heads, kv_heads))
+    work = {"forward": 2.0 * q.numel() * seq, "backward": 5.0 * q.numel() * seq}
+    functions = attention_backward.flash_attention_core, naive_attention
+    return Case(*functions, [q, k, v], (), True, 4, work, "TFLOP/s", pytorch=fused_attention, default=True)
+
+
+def merging(make: Maker, queries: int) -> Case:
+    """Two blocks of some rows in the middle, none of them for other rows."""
+
+    def merged(function: Callable) -> Callable:
+        def call(*tensors):
+            out, lse = torch.zeros_like(tensors[0], dtype=tensors[1].dtype), torch.full_like(tensors[1], -torch.inf)
+            for block in (tensors[:2], tensors[2:]):
+                function(*(each[:, :, 5:-8] for each in (out, lse, *block)))
+            return out, lse.nan_to_num(neginf=-100.0)
+
+        return call
+
+    wide, blocks = at_least_float32(make.dtype), []
+    for _ in range(2):
+        blocks += [make(2, queries, 3, 24).transpose(1, 2), 9 * make(2, 3, queries, dtype=wide)]
+    return Case(merged(merge.merge), merged(merge.merge_reference), blocks, gradients=False)
+
+
+# ---- the head and the loss -------------------------------------------------------------------------------------------
+
+
+def row_statistics(make: Maker, columns: int, scale: float = 1.0) -> Case:
+    """37 columns of a larger matrix, of which only the first `columns` belong to tokens, as one rank of several has.
+
+    Targets: the first column, the last, one in another block, one before and one behind this rank's columns.
+    """
+    targets = torch.tensor([0, 36, 20, -3, 40], device=make.device)
+
+    def both(statistics: Callable, to_gradient: Callable) -> Callable:
+        def call(logits, gradient):
+            logits = logits[:, :37]
+            largest, total, chosen = statistics(logits, targets, columns)
+            of_all = largest.nan_to_num(neginf=0.0), total + 1  # as if other ranks had added to them
+            to_gradient(logits, targets, columns, *of_all, gradient.to(total.dtype))
+            return largest.nan_to_num(neginf=-100.0), total, chosen.nan_to_num(neginf=-100.0), logits
+
+        return call
+
+    ours = both(cross_entropy.row_statistics, cross_entropy.logits_to_gradient)
+    reference = both(cross_entropy.row_statistics_reference, cross_entropy.logits_to_gradient_reference)
+    return Case(ours, reference, [make(5, 40) * scale, make(5)], gradients=False, slack=8)
+
+
+def loss(make: Maker, samples: int, seq: int, vocab: int, fused: bool = True) -> Case:
+    """With tokens that do not count."""
+    logits, targets, theirs = make(samples, seq, vocab), make.integers(vocab, samples, seq), liger("cross_entropy")
+    targets[:, 1::5] = cross_entropy.IGNORED
+
+    return Case(
+        lambda logits, targets: cross_entropy.cross_entropy_sum(logits, targets, vocab, ALONE, fused),
+        whole_cross_entropy_sum,
+        [logits],
+        (targets,),
+        work={BOTH: 3 * logits.nbytes},
+        liger=theirs and (lambda logits, targets: theirs(logits.flatten(0, 1), targets.flatten(), reduction="sum")),
+    )
+
+
+def head_and_loss(
+    make: Maker, samples: int, seq: int, hidden: int, vocab: int, fused: bool = True, length: int | None = None
+) -> Case:
+    """In chunks of so many tokens; some tokens do not count."""
+    x, weight = make(samples, seq, hidden), make(vocab, hidden) * hidden**-0.5
+    targets, theirs = make.integers(vocab, samples, seq), liger("fused_linear_cross_entropy", reduction="sum")
+    targets[:, 2:5] = cross_entropy.IGNORED
+
+    def ours(x, weight, targets):
+        whole = linear_cross_entropy.linear_cross_entropy(x, weight, targets, vocab, ALONE, fused, length)
+        return whole.to(x.dtype)  # since logits in that type do not tell more
+
+    return Case(
+        ours,
+        lambda x, weight, targets: whole_cross_entropy_sum(F.linear(x, weight), targets),
+        [x, weight],
+        (targets,),
+        slack=2,
+        work={BOTH: 6 * samples * seq * weight.numel()},
+        unit="TFLOP/s",
+        liger=theirs and (lambda x, weight, targets: theirs(x.flatten(0, 1), weight, targets.flatten())),
+    )
+
+
+# ---- experts and the update ------------------------------------------------------------------------------------------
+
+
+def grouped(make: Maker, rows: list[int], inner: int, outer: int, backward: bool = False) -> Case:
+    """Rows of x, some for each expert, times the experts' matrices, which are stored transposed; or the gradients of
+    both for a y."""
+    x, y, matrices = make(sum(rows), inner), make(sum(rows), outer), make(len(rows), outer, inner)
+
+    def calls(multiply: Callable, transposed: Callable) -> Callable:
+        if backward:
+            return lambda x, y, w, counts: (multiply(y, w, counts), transposed(y, x, counts))
+        return lambda x, y, w, counts: multiply(x, w.mT, counts)
+
+    def of_pytorch(x, w, counts):
+        return F.grouped_mm(x, w, offs=counts.ends)
+
+    return Case(
+        calls(grouped_matmul.multiply, grouped_matmul.multiply_transposed),
+        calls(grouped_matmul.multiply_reference, grouped_matmul.multiply_transposed_reference),
+        [x, y, matrices],
+        (Counts(torch.tensor(rows, device=make.device)),),
+        gradients=False,
+        slack=4,
+        work={"gradients" if backward else "forward": (2 + 2 * backward) * len(x) * inner * outer},
+        unit="TFLOP/s",
+        pytorch=calls(of_pytorch, lambda y, x, counts: of_pytorch(y.mT, x, counts)),
+        default=True,
+    )
+
+
+def update(make: Maker, size: int, narrow: bool = True) -> Case:
+    """Weights and moments in at least float32, and a copy of the weights, with a gradient of its type if `narrow`."""
+    wide = at_least_float32(make.dtype)
+    master, exp_avg, exp_avg_sq = (make(size, dtype=wide) for _ in range(3))
+    tensors = [master, exp_avg, exp_avg_sq.square(), make(size, dtype=make.dtype if narrow else wide), make(size)]
+    settings = tuple(torch.tensor(value, device=make.device) for value in (3.0, 1e-3, 0.7))  # step, lr, factor
+
+    def in_place(function: Callable) -> Callable:
+        def call(*arguments):
+            function(*arguments, **ADAMW)
+            return arguments[0], arguments[1], arguments[2], arguments[4]
+
+        return call
+
+    inner = torch.optim.AdamW([torch.zeros_like(master)], fused=True)
+    inner.grad_scale = 1 / settings[2]
+
+    def pytorch(master, exp_avg, exp_avg_sq, gradient, copy, *_):
+        (theirs,) = inner.param_groups[0]["params"]
+        theirs.grad = gradient
+        inner.step()
+        copy.copy_(theirs)
+
+    functions = in_place(adamw.adamw), in_place(adamw.adamw_reference)
+    work = {"update": sum(each.nbytes for each in tensors) + 3 * master.nbytes}
+    return Case(*functions, tensors, settings, gradients=False, work=work, pytorch=pytorch)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+# Rows of experts: uneven, the first has none, the last have none, one expert, no rows at all; and on a GPU
+ROWS = [5, 37, 16, 1], [0, 20, 0, 0, 17], [33, 2, 0, 0], [19], [0, 0]
+ON_GPU = [0, 100, 37, 200, 1, 64, 80, 19]
+TOKENS = 8 * 4096
+HEADS = [(2, 4, 2, 5, 8), (1, 6, 3, 7, 12), (1, 2, 1, 1, 2), (2, 2, 2, 0, 8)]
+# one row; several blocks of rows; more rows than programs; long rows; rows in two parts; no row
+NORMS = [(2, 5, 12), (1, 64), (150, 9), (1060, 20), (19, 1030), (3, 8200), (0, 12)]
+# fewer and more keys than queries, sequences that end at a tile's end or one behind it, widths to be padded
+BLOCKS = [(37, 37, 16, 1, True), (21, 50, 16, 1, False), (50, 16, 24, 2, False), (32, 32, 40, 2, True)]
+BLOCKS += [(33, 33, 8, 1, True), (1, 1, 16, 1, True)]
+KERNELS = {
+    "rms_norm": Kernel(norm, NORMS, (1002, 2048), (TOKENS, 2048)),
+    "add_rms_norm": Kernel(add_norm, NORMS, (1002, 2048), (TOKENS, 2048)),
+    "rotary": Kernel(rotation, HEADS, (2, 32, 8, 501, 64), (8, 32, 8, 4096, 64)),
+    "swiglu": Kernel(activation, [(2, 3, 7), (1,), (5, 1024), (0, 8)], (1002, 8192), (TOKENS, 8192)),
+    "row statistics and gradient of the loss": Kernel(row_statistics, [(33,), (0,), (1,), (16,), (37,)]),
+    "cross_entropy": Kernel(loss, [(2, 7, 29), (2, 3, 29, False)], (1, 501, 5003), (2, 4096, 49152)),
+    "linear_cross_entropy": Kernel(
+        head_and_loss,
+        [(2, 7, 12, 29, fused, length) for fused in (False, True) for length in (5, 1, 14, 100)],
+        (1, 501, 2048, 5003),
+        (2, 4096, 2048, 49152),
+    ),
+    "block of attention": Kernel(attention_block, BLOCKS, (777, 777, 96, 1, True)),
+    "attention, heads of 64": Kernel(attention, [(1, 2, 1, 20, 16)], (1, 32, 8, 501, 64), (2, 32, 8, 4096, 64)),
+    "attention, heads of 128": Kernel(attention, [(1, 2, 1, 20, 24)], (1, 32, 8, 501, 128), (2, 32, 8, 4096, 128)),
+    "merge": Kernel(merging, [(50,)], (501,)),
+    **{
+        f"grouped_matmul{' of gradients' if backward else ''}": Kernel(
+            grouped,
+            [(rows, 7, 33, backward) for rows in ROWS],
+            (ON_GPU, 2048, 4096, backward),
+            ([32 * each for each in ON_GPU], 2048, 4096, backward),
+        )
+        for backward in (False, True)
+    },
+    "adamw": Kernel(update, [(2500,), (0,), (1,), (1024,)], (100_003,), (2**27, False)),
+}

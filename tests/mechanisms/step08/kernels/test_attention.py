@@ -1,0 +1,85 @@
+"""FlashAttention beyond `test_kernels`: other tiles, extreme scores, sums over long sequences, ring attention."""
+
+import pytest
+import torch
+
+from step06_context_parallel import attention_block
+from step06_context_parallel.layouts import Layout
+from step08_5d.gpu_ladder.traffic import BytesMoved
+from step08_5d.kernels.flash_attention import attend, attend_reference
+from step08_5d.kernels.flash_attention_backward import attend_backward, attend_backward_reference
+from step08_5d.kernels.merge import merge, merge_reference
+from tests.mechanisms.step06.test_attention import blocks_of_all_ranks
+from tests.mechanisms.step08.kernels.cases import BLOCKS, DEVICE, KERNELS, Maker
+from tests.mechanisms.step08.kernels.compare import DTYPES, TOLERANCE, assert_same, difference, needs_triton, use_tiles
+
+pytestmark = needs_triton
+CASE = KERNELS["block of attention"].case
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(request, monkeypatch):
+    if "gpu" not in request.keywords:
+        use_tiles(monkeypatch)
+
+
+@pytest.mark.parametrize("size", BLOCKS[1:-1], ids=str)
+def test_tiles_with_more_keys_than_queries(size, monkeypatch):
+    """The causal edge of a tile of keys runs through two tiles of queries; in `test_kernels` it is the other way."""
+    use_tiles(monkeypatch, 16, 32)
+    assert_same(CASE(Maker(torch.float64), *size))
+
+
+def test_scores_in_the_hundreds():
+    """Their exponentials would overflow, and the largest score so far grows many times."""
+    case = CASE(Maker(torch.float64), 40, 40, 16, 1, True, 20.0)
+    case.slack = 1e4  # dq and dk are differences of near equals
+    assert_same(case)
+
+
+def test_sums_are_not_rounded_on_the_way():
+    """A large number, and then many small ones: added to it in bfloat16, they would all be lost."""
+    long = torch.full((1, 1, 512, 16), 0.05, device=DEVICE, dtype=torch.bfloat16)
+    long[:, :, 0] = 256
+    nothing, one, exact = torch.zeros_like(long), long[:, :, :1], long.double().sum(2, keepdim=True)
+    out, _ = attend(nothing[:, :, :1], nothing, long, False)  # the mean of all values
+    assert difference(out, exact / 512) < 8e-3
+    out, lse = attend(nothing, nothing[:, :, :1], one, False)  # all queries see the same value
+    *_, dv = attend_backward(long, nothing, nothing[:, :, :1], one, out, lse, False)
+    assert difference(dv, exact) < 8e-3
+
+
+def test_as_the_block_of_ring_attention():
+    """Two ranks with zigzag chunks, whose blocks are merged by step 6."""
+    tensors, layout = CASE(Maker(torch.float64), 36, 36, 16, 1, True).inputs, Layout("zigzag", 36, 2)
+    found = blocks_of_all_ranks(tensors, layout, fused=attention_block.Kernels(attend, attend_backward, merge))
+    *qkv, gradient = tensors
+    out, lse = attend_reference(*qkv, True)
+    exact = out, *attend_backward_reference(gradient, *qkv, out, lse, True)
+    assert max(map(difference, found, exact)) < 1e-14
+
+
+def test_eager_bytes_of_merging():
+    shape, dtypes = (2, 8, 512, 64), (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    with torch.device("meta"), BytesMoved() as moved:
+        so_far, *others = (torch.empty(shape[: 4 - i % 2], dtype=dtype) for i, dtype in enumerate(dtypes))
+        merge_reference(so_far, *others)
+    assert round(moved.total / so_far.numel()) == 27
+
+
+def test_heads_that_are_too_wide():
+    with pytest.raises(ValueError, match="width 256 at most, not 288"):
+        attend(*CASE(Maker(torch.float64), 4, 4, 288, 1, True).inputs[:3], True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_real_tiles(dtype, width):
+    """In the sizes that are used; and two runs agree bit for bit, since no sum depends on who comes first."""
+    case = CASE(Maker(dtype), 777, 777, width, 1, True)
+    assert_same(case, bounds={each: 10 * bound for each, bound in TOLERANCE.items()})
+    q, k, v, gradient = case.inputs
+    out, lse = attend(q, k, v, True)
+    first, second = (attend_backward(gradient, q, k, v, out, lse, True) for _ in range(2))
+    assert all(map(torch.equal, first, second))

@@ -1,0 +1,247 @@
+"""Every kernel against its formula: outputs and gradients, all types, odd sizes, strides; and what is special to some.
+
+Those of attention and of the loss have more in test_attention.py and test_losses.py.
+"""
+
+import importlib
+import pkgutil
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import step08_5d.kernels
+from common.config import TrainConfig
+from common.model import at_least_float32
+from common.parameter import attach_specs
+from step01_single_gpu.mixed_precision import Optimizer
+from step07_expert_parallel import experts
+from step07_expert_parallel.experts import Counts, Experts, Kernels
+from step08_5d.kernels.adamw import adamw, adamw_reference
+from step08_5d.kernels.grouped_matmul import multiply, multiply_transposed
+from step08_5d.kernels.rms_norm import rms_norm, rms_norm_reference
+from step08_5d.kernels.rotary import rotary
+from step08_5d.kernels.swiglu import swiglu, swiglu_reference
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step08.kernels.cases import ADAMW, DEVICE, EPS, KERNELS, Maker
+from tests.mechanisms.step08.kernels.compare import (
+    DTYPES,
+    assert_same,
+    difference,
+    eager_bytes,
+    needs_triton,
+    outputs_and_gradients,
+    random,
+    results,
+    use_tiles,
+)
+
+BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # in the sizes of real models, of any output or gradient
+
+
+def sizes_and_types() -> list:
+    """The first size of a kernel in all types, the others in float64; on a GPU one that fills no tile."""
+    found = []
+    for name, kernel in KERNELS.items():
+        for index, size in enumerate(kernel.sizes):
+            found += [pytest.param(name, size, dtype) for dtype in (DTYPES if index == 0 else DTYPES[:1])]
+        if kernel.checked:
+            found += [pytest.param(name, kernel.checked, dtype, marks=pytest.mark.gpu) for dtype in BOUNDS]
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("name, size, dtype", sizes_and_types(), ids=str)
+def test_as_the_formula(name, size, dtype, monkeypatch):
+    """On a GPU with real tiles also PyTorch's function, where we take that, since no CPU run calls it."""
+    case = KERNELS[name].case(Maker(dtype), *size)
+    if size != KERNELS[name].checked:
+        use_tiles(monkeypatch)
+        return assert_same(case)
+    assert_same(case, bounds=BOUNDS)
+    if case.default and dtype == torch.bfloat16:  # what PyTorch multiplies in no other type
+        assert_same(case, case.pytorch, BOUNDS)
+
+
+def by_columns(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+def slices(x: Tensor) -> Tensor:
+    """As of a longer sequence, or of one linear layer for q, k and v."""
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+def expanded(x: Tensor) -> Tensor:
+    """As the gradient that a sum sends back."""
+    return x[..., :1].expand_as(x)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["add_rms_norm", "rotary", "swiglu", "block of attention"])
+@pytest.mark.parametrize("layout", [by_columns, slices, expanded])
+def test_strides(name, layout, monkeypatch):
+    use_tiles(monkeypatch)
+    case = KERNELS[name].case(Maker(torch.float64), *KERNELS[name].sizes[0])
+    case.inputs = [layout(each) if each.dim() > 1 else each for each in case.inputs]
+    case.slack = 100  # gradients of equal numbers are differences of near equals
+    assert_same(case)
+
+
+EAGER = {  # bytes per element of the first input (rotary: of q, as large as k): a size, forward and backward
+    "rms_norm": ((64, 2048), [36, 96]),
+    "add_rms_norm": ((64, 2048), [42, 102]),
+    "rotary": ((1, 32, 32, 64, 16), [72, 92]),
+    "swiglu": ((64, 64), [10, 18]),
+    "adamw": ((4096, False), [118, 0]),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_bytes(name):
+    size, expected = EAGER[name]
+    assert [round(each) for each in eager_bytes(KERNELS[name].case(Maker(torch.bfloat16), *size))] == expected
+
+
+# ---- norms and activations -------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("used", [0, 1])
+def test_outputs_that_nobody_used(used):
+    case = KERNELS["add_rms_norm"].case(Maker(torch.float64), 6, 5)
+    ours, reference, weight = case.ours, case.reference, case.inputs.pop()
+    case.ours = lambda x, residual: ours(x, residual, weight)[used]
+    case.reference = lambda x, residual: reference(x, residual, weight.double())[used]
+    assert_same(case)
+
+
+@needs_triton
+def test_the_gradient_of_the_weight_is_the_same_in_every_run():
+    case = KERNELS["rms_norm"].case(Maker(torch.float32), 1060, 20)
+    assert all(map(torch.equal, results(case, case.ours), results(case, case.ours)))
+
+
+@needs_triton
+def test_the_heads_of_a_token_stay_side_by_side():
+    case = KERNELS["rotary"].case(Maker(torch.float64), 2, 4, 2, 5, 8)
+    assert rotary(*case.inputs, *case.settings)[0].stride() == case.inputs[0].stride()
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter: exp(1e4) is inf, as it should be
+def test_extreme_gates():
+    gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4], device=DEVICE, requires_grad=True)
+    out = swiglu(gate, torch.ones_like(gate))
+    (d_gate,) = torch.autograd.grad(out.sum(), gate)
+    assert out.tolist() == pytest.approx([0, 0, 0, 100, 1e4]) and d_gate.tolist() == pytest.approx([0, 0, 0.5, 1, 1])
+
+
+@needs_triton
+@pytest.mark.gpu
+def test_offsets_beyond_int32():
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of GPU memory")
+    x = torch.ones((2**20 + 1, 2048), dtype=torch.bfloat16, device=DEVICE)
+    x[-1] = random(2048)
+    weight = torch.ones(2048, dtype=torch.bfloat16, device=DEVICE)
+    normed, dx = outputs_and_gradients(
+        lambda x: rms_norm(x, weight, EPS), [x.requires_grad_()], dtype=torch.bfloat16
+    )  # normed does not depend on the length of x, so its gradient is perpendicular to x
+    assert difference(normed[-1:], rms_norm_reference(x.detach()[-1:], weight, EPS)) < 8e-3
+    assert (dx[-1].double() @ x[-1].double()).abs() < 0.1 * dx[-1].double().norm() * x[-1].double().norm()
+    out, end = swiglu(x.detach(), x.detach()), x.detach()[-1:].double()
+    assert difference(out[-1:], swiglu_reference(end, end)) < 8e-3
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+def test_experts_of_step_7(monkeypatch):
+    """Outputs and gradients with these kernels in the place of PyTorch's; and the host waits for no counts."""
+    use_tiles(monkeypatch)
+    counts = Counts(torch.tensor([5, 37, 16, 1], device=DEVICE))
+    layer, x = Experts(4, 8, 12), random(59, 8)
+    for index, parameter in enumerate(layer.parameters()):
+        parameter.data = random(*parameter.shape, seed=index)
+    kernels, found = Kernels(mock.Mock(wraps=multiply), mock.Mock(wraps=multiply_transposed)), []
+    for layer.kernels in (None, kernels):
+        out = layer(x.requires_grad_(), counts)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    assert max(map(difference, *found)) < 1e-14
+    assert [each.call_count for each in kernels] == [6, 3], "of three matrices: forward, dx and dw"
+    monkeypatch.setattr(experts, "to_host", lambda counts: pytest.fail("the host waited for the device"))
+    counts = Counts(torch.tensor([5, 54], device=DEVICE))
+    multiply_transposed(multiply(x.detach(), random(2, 8, 8), counts), x.detach(), counts)
+
+
+@needs_triton
+def test_sums_are_not_rounded_on_the_way():
+    """A large number, and then many small ones: added to it in bfloat16, they would all be lost."""
+    x = torch.full((16, 512), 0.05, device=DEVICE, dtype=torch.bfloat16)
+    x[:, 0] = 256
+    ones, exact = torch.ones(1, 512, 16, device=DEVICE, dtype=torch.bfloat16), x.double().sum(1)[:, None].expand(16, 16)
+    assert difference(multiply(x, ones, Counts(torch.tensor([16], device=DEVICE))), exact) < 8e-3
+    counts = Counts(torch.tensor([512], device=DEVICE))
+    assert difference(multiply_transposed(x.T.contiguous(), ones[0], counts)[0], exact) < 8e-3
+
+
+# ---- the update ------------------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("function", [adamw, adamw_reference])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_same_as_step_1(dtype, function):
+    """Four updates of a matrix by the `Optimizer` of step 1, the second one skipped since its gradient overflows."""
+    model, wide = nn.Linear(29, 37, bias=False, device=DEVICE, dtype=dtype), at_least_float32(dtype)
+    attach_specs(model, {"": 0.02})
+    model.weight.data.copy_(random(37, 29))
+    optimizer = Optimizer([model.weight], TrainConfig(dtype=str(dtype).split(".")[1], weight_decay=0.1))
+    (master,), (weight,) = optimizer.masters, optimizer.parameters
+    ours = {"master": master.detach().clone()}
+    ours |= {name: torch.zeros_like(ours["master"]) for name in ("exp_avg", "exp_avg_sq")}
+    ours["copy"], step = weight.detach().clone() if dtype != wide else None, torch.tensor(0.0, device=DEVICE)
+    for index in range(4):
+        gradient = random(37, 29, seed=10 + index).to(wide) * 10 ** (index - 2)
+        scalars = [torch.tensor(each, device=DEVICE, dtype=wide) for each in (1e-2 / (1 + index), 0.3 + index)]
+        skip = None if dtype == torch.float64 else torch.tensor(float(index == 1), device=DEVICE)
+        if skip is not None and skip:
+            gradient[3] = torch.nan
+        step += 1 if skip is None else 1 - skip
+        settings = {"step": step, "lr": scalars[0], "factor": scalars[1], "skip": skip}
+        function(**ours, gradient=gradient.clone(), **settings, **ADAMW)
+        optimizer.step([gradient], scalars[0].item(), scalars[1], skip)
+        state, tolerance = optimizer.inner.state[master], 1e-14 if dtype == torch.float64 else 1e-6
+        assert difference(ours["master"], master) < tolerance
+        assert all(difference(ours[name], state[name]) < tolerance for name in ("exp_avg", "exp_avg_sq"))
+        assert state["step"] == step
+        if ours["copy"] is not None:  # it may differ by the last digit where the masters lie on either side of a middle
+            assert difference(ours["copy"], weight) < 8e-3 and ours["copy"].dtype == dtype
+
+
+# ---- without Triton --------------------------------------------------------------------------------------------------
+
+
+def rank_without_triton() -> str:
+    """Import every kernel file as if Triton were not installed, and launch a kernel: the error's message."""
+    for name in [name for name in sys.modules if name.startswith("step08_5d.kernels.")]:
+        del sys.modules[name]
+    sys.modules["triton"] = None
+    names = [each.name for each in pkgutil.iter_modules(step08_5d.kernels.__path__)]
+    modules = {name: importlib.import_module(f"step08_5d.kernels.{name}") for name in names}
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    assert not modules["launching"].HAS_TRITON and not modules["launching"].can_launch(x), "Triton is there"
+    assert modules["rms_norm"].rms_norm_reference(x, weight, 0.0).equal(x), "the reference needs no Triton"
+    try:
+        modules["rms_norm"].rms_norm(x, weight, 0.0)
+    except ImportError as error:
+        return str(error)
+
+
+def test_without_triton_only_the_launch_of_a_kernel_fails():
+    (message,) = run_ranks(1, rank_without_triton)
+    assert message.startswith("_forward_kernel is a Triton kernel, and Triton is not installed")

@@ -1,0 +1,158 @@
+"""The divided loss and the head with the loss in chunks, beyond `test_kernels`: on ranks, their memory, and more."""
+
+import pytest
+import torch
+
+from step01_single_gpu.memory_meter import MemoryMeter
+from step05_pipeline.weight_gradients import defer_weight_gradients
+from step08_5d.kernels import linear_cross_entropy as module
+from step08_5d.kernels.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_cross_entropy_reference
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step04.blocks import tp_mesh
+from tests.mechanisms.step08.kernels.cases import ALONE, DEVICE, KERNELS, Maker
+from tests.mechanisms.step08.kernels.compare import (
+    TOLERANCE,
+    assert_same,
+    difference,
+    needs_triton,
+    on_cpu,
+    random,
+    use_tiles,
+)
+
+FUSED = [pytest.param(True, marks=needs_triton), False]
+VOCAB, HIDDEN = 29, 12
+
+
+@needs_triton
+def test_large_logits(monkeypatch):
+    """Their exponentials would overflow."""
+    use_tiles(monkeypatch)
+    assert_same(KERNELS["row statistics and gradient of the loss"].case(Maker(torch.float64), 37, 1e4))
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_memory_is_used_again(name, fused):
+    """The gradient takes the place of the logits, or of the sum; so a second backward is refused."""
+    case = KERNELS[name].case(Maker(torch.float64), 2, 3, *[HIDDEN] * ("linear" in name), VOCAB, fused)
+    inputs = [each.requires_grad_() for each in case.inputs]
+    value = case.ours(*inputs, *case.settings)
+    gradient, *_ = torch.autograd.grad(value, inputs, retain_graph=True)
+    assert name != "cross_entropy" or gradient.data_ptr() == inputs[0].data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def inputs(dtype=torch.float64, vocab: int = VOCAB, tokens: int = 14):
+    x, weight = random(2, tokens // 2, HIDDEN, dtype=dtype), random(vocab, HIDDEN, dtype=dtype, seed=1)
+    return x.requires_grad_(), weight.requires_grad_(), torch.arange(tokens, device=DEVICE).view(2, -1) % vocab
+
+
+def loss_and_gradients(function, x, weight, targets, *settings) -> list[torch.Tensor]:
+    loss = function(x, weight, targets, *settings)
+    return [loss.detach(), *torch.autograd.grad(loss * 0.3, (x, weight))]
+
+
+def ranks_against_the_whole(fused: bool) -> list[float]:
+    """Differences of the loss, of this rank's rows of the head's gradient, and of the sum of the inputs' gradients.
+
+    Of three ranks the last one has some padding or, with a vocabulary of 4, nothing else.
+    """
+    group, found = tp_mesh().tp, []
+    for vocab, dtype in ((VOCAB, torch.float64), (4, torch.float64), (VOCAB, torch.bfloat16)):
+        x, weight, targets = inputs(dtype, vocab)
+        loss, dx, dw = loss_and_gradients(linear_cross_entropy_reference, x, weight, targets, vocab, ALONE)
+        rows = -(-vocab // group.size)
+        padded = torch.full((rows * group.size, HIDDEN), 1e3, dtype=dtype)  # rubbish behind the vocabulary
+        padded[:vocab] = weight.detach()
+        mine = padded.chunk(group.size)[group.rank].clone().requires_grad_()
+        results = loss_and_gradients(linear_cross_entropy, x, mine, targets, vocab, group, fused, 5)
+        torch.distributed.all_reduce(results[1])
+        padded.zero_()[:vocab] = dw
+        exact = loss, dx, padded.chunk(group.size)[group.rank]
+        found += [difference(*pair) / TOLERANCE[dtype] for pair in zip(results, exact, strict=True)]
+    return found
+
+
+@on_cpu
+@pytest.mark.parametrize("fused", FUSED)
+def test_ranks(fused):
+    for found in run_ranks(3, ranks_against_the_whole, fused):
+        assert len(found) == 9 and max(found) < 2, found
+
+
+# ---- head and loss in chunks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_sum_over_many_chunks_is_not_rounded(dtype):
+    case = KERNELS["linear_cross_entropy"].case(Maker(dtype), 2, 200, HIDDEN, VOCAB, DEVICE.type == "cuda", 2)
+    case.slack = 1
+    assert_same(case)
+    assert linear_cross_entropy(*inputs(dtype), VOCAB, ALONE, False).dtype == torch.float32
+
+
+def test_without_gradients(monkeypatch):
+    """None are computed."""
+    monkeypatch.setattr(module, "logits_to_gradient_reference", lambda *_: pytest.fail("a gradient of the logits"))
+    with torch.no_grad():
+        loss = linear_cross_entropy(*inputs(), VOCAB, ALONE, False, 4)
+        assert not loss.requires_grad
+        assert abs(loss - linear_cross_entropy_reference(*inputs(), VOCAB, ALONE)) < 1e-12
+
+
+def test_deferred_weight_gradient():
+    """A zero-bubble schedule takes the head's gradient later, too."""
+    (x, weight, targets), (_, _, dw) = (
+        inputs(),
+        loss_and_gradients(linear_cross_entropy_reference, *inputs(), VOCAB, ALONE),
+    )
+    loss = linear_cross_entropy(x, weight, targets, VOCAB, ALONE, False, 4) * 0.3
+    with defer_weight_gradients([weight]) as store:
+        loss.backward()
+    assert weight.grad is None and x.grad is not None
+    ((parameter, gradient),) = store.compute()
+    assert parameter is weight and difference(gradient, dw) < TOLERANCE[torch.float64]
+
+
+def test_chunk_length():
+    """A quarter of the memory of the head's gradient in float32, but at least 2 MiB of logits."""
+    with torch.device("meta"):
+        assert chunk_length(torch.empty(128_256, 2048, dtype=torch.bfloat16)) == 1024
+        assert chunk_length(torch.empty(16_032, 2048)) == 512
+        assert chunk_length(torch.empty(256, 256)) == 2048 == 2 * chunk_length(torch.empty(512, 256))
+        assert chunk_length(torch.empty(128_256, 8)) == 16
+
+
+def memory_of(call) -> tuple[int, object]:
+    """The most bytes that a call has beyond what there was before, and what it returns."""
+    with MemoryMeter(DEVICE).measure() as measured:
+        result = call()
+    return measured.peak_bytes - measured.baseline_bytes, result
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_memory(fused):
+    """As the docstring says: never all logits, and from the forward to the backward nothing but gradients.
+
+    The kernels need no copy of a chunk's logits, and the next chunk's take the same memory; their reference on the CPU
+    has what it computes from them.
+    """
+    tokens, hidden, vocab, length = 512, 32, 1000, 32
+    x, weight = random(1, tokens, hidden, dtype=torch.float32), random(vocab, hidden, dtype=torch.float32)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    targets = torch.arange(tokens, device=DEVICE).unsqueeze(0)
+    logits, chunk, gradients = 4 * tokens * vocab, 4 * length * vocab, 4 * hidden * (vocab + tokens)
+
+    def whole() -> None:
+        torch.autograd.grad(linear_cross_entropy_reference(x, weight, targets, vocab, ALONE), (x, weight))
+
+    forward, loss = memory_of(lambda: linear_cross_entropy(x, weight, targets, vocab, ALONE, fused, length))
+    backward, _ = memory_of(lambda: torch.autograd.grad(loss, (x, weight)))
+    assert backward < 1024, "the backward multiplies gradients in place"
+    assert gradients + chunk <= forward < gradients + (1.5 if fused else 3) * chunk < logits / 2
+    assert memory_of(whole)[0] > 2 * logits  # and step 4's copy of them
