@@ -4,7 +4,6 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -31,40 +30,32 @@ HEADER = ["dimension", "tokens/s", "predicted, no message hidden", "predicted, a
 HEADER += ["communication ms", "overlapped", "exposed ms", "idle ms"]
 
 
-class Case(NamedTuple):
-    """A shape, the flags that divide it over all GPUs, and the exchange on which its prediction rests."""
-
-    shape: str
-    flags: str
-    exchange: str
-    environment: dict = {}
-
-
-CASES = {
-    "dp": Case("dense", "", "all-reduce"),
-    "dp, buckets of 100 MB": Case("dense", "--bucket-mb 100", "all-reduce"),
-    "ZeRO-2": Case("dense", "--zero 2", "reduce-scatter"),
-    "ZeRO-3": Case("dense", "--zero 3", "all-gather"),
-    "tp": Case("dense", "--tp {}", "all-gather"),
-    "tp, one hardware queue": Case("dense", "--tp {}", "all-gather", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-    "pp": Case("dense", "--pp {} --micro-batch 1", "message"),
-    "cp": Case("long", "--cp {}", "message"),
-    "ep": Case("experts", "--ep {}", "all-to-all"),
+QUEUE = "tp, one hardware queue"  # CUDA_DEVICE_MAX_CONNECTIONS=1
+CASES = {  # a shape, the flags that divide it over all GPUs, and the exchange on which its prediction rests
+    "dp": ("dense", "", "all-reduce"),
+    "dp, buckets of 100 MB": ("dense", "--bucket-mb 100", "all-reduce"),
+    "ZeRO-2": ("dense", "--zero 2", "reduce-scatter"),
+    "ZeRO-3": ("dense", "--zero 3", "all-gather"),
+    "tp": ("dense", "--tp {}", "all-gather"),
+    QUEUE: ("dense", "--tp {}", "all-gather"),
+    "pp": ("dense", "--pp {} --micro-batch 1", "message"),
+    "cp": ("long", "--cp {}", "message"),
+    "ep": ("experts", "--ep {}", "all-to-all"),
 }
 
 
 @on_devices(CASES, quick=["pp"])
 def test_dimension(found, item):
     """Tokens/s on all GPUs beside two predictions from one of them and the links; how many messages are hidden."""
-    case, ranks = CASES[item], 2 if found.device.type == "cpu" else len(visible_gpus())
+    (shape, flags, exchange), ranks = CASES[item], 2 if found.device.type == "cpu" else len(visible_gpus())
     if ranks == 1:
         pytest.skip("one GPU has nobody to talk to")
-    links, alone = links_of(found, ranks), f"{case.shape} on one"
-    train(found, alone, 1, case.shape)
-    train(found, item, ranks, case.shape, case.flags.format(ranks), case.environment)
+    links, alone = links_of(found, ranks), f"{shape} on one"
+    train(found, alone, 1, shape)
+    train(found, item, ranks, shape, flags.format(ranks), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if item == QUEUE else {})
     one, all_ = (speed(found, each) for each in (alone, item))
     tokens, sent = one["tokens"], sum(steps_of(found.folder / item)[WARM]["comm_bytes"].values())
-    bandwidth = next(rows[-1][2] for exchange, rows in links.items() if case.exchange in exchange)
+    bandwidth = next(rows[-1][2] for name, rows in links.items() if exchange in name)
     fastest = predicted(tokens / one["speed"], ranks, json.loads((found.folder / item / "config.json").read_text()))
     events = [] if found.quick else kineto_events(found, item)
     cells = [all_["speed"], tokens / (fastest + sent / bandwidth), tokens / fastest, 1e-6 * sent]

@@ -21,8 +21,8 @@ KERNELS = [  # as Kineto tells of them, in microseconds of its own clock
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_what_a_node_trains_can_be_divided(ranks):
-    for case in test_node.CASES.values():
-        flags = f"{test_node.SHAPES[case.shape]} {case.flags.format(ranks) if ranks > 1 else ''} --device cpu"
+    for shape, division, _ in test_node.CASES.values():
+        flags = f"{test_node.SHAPES[shape]} {division.format(ranks) if ranks > 1 else ''} --device cpu"
         config = configure(8, flags, ranks)
         bubble = (ranks - 1) / 32 if "--pp" in flags else 0.0  # of 32 micro-batches
         assert test_node.predicted(8.0, ranks, vars(config)) == pytest.approx(8.0 / ranks * (1 + bubble))

@@ -52,13 +52,14 @@ def results(case: Case, function: Callable, convert: Callable = lambda each: eac
     return outputs_and_gradients(function, inputs, *map(convert, case.settings), dtype=dtype)
 
 
+def wide(value):
+    """A copy in float64 of what has floating-point numbers, since some functions work in place."""
+    floating = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.float64, copy=True) if floating else value
+
+
 def assert_same(case: Case, function: Callable | None = None, bounds: dict[torch.dtype, float] = TOLERANCE) -> None:
     """What the function, or the kernel, returns is what the reference computes from the same values in float64."""
-
-    def wide(value):  # a copy, since some functions work in place
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(torch.float64, copy=True) if floating else value
-
     exact, found = results(case, case.reference, wide), results(case, function or case.ours)
     for index, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
         error, bound = difference(ours, theirs), case.slack * bounds[ours.dtype]

@@ -4,18 +4,16 @@ In float16, since Triton's interpreter cuts bfloat16 off instead of rounding it.
 of the exact result: rounding once costs at most 0.5 of them, or 0.29 on average (the root of 1/12).
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import rms_norm, swiglu
-from tests.mechanisms.step08.kernels.compare import needs_triton, on_cpu, outputs_and_gradients, random, use_tiles
+from tests.mechanisms.step08.kernels.cases import KERNELS, Maker
+from tests.mechanisms.step08.kernels.compare import needs_triton, on_cpu, random, results, use_tiles, wide
 from tests.mechanisms.step08.kernels.test_mutants import mutant_of
 
 pytestmark = needs_triton
-EPS = 1e-5
 # Kernel, what it has in float32, and in which type it is narrow then
 NARROW = {
     "dq added up in 16 bits": (backward._query_gradient_kernel, "k_tile, sums)", "k_tile.dtype"),
@@ -48,30 +46,21 @@ def check_attention() -> None:
         assert error < 0.4, f"{name}: {error} units on average"
 
 
-def check_elementwise(function: Callable, inputs: list[torch.Tensor], exactly: Callable) -> None:
-    found = outputs_and_gradients(function, [each.requires_grad_() for each in inputs], dtype=torch.float16)
-    inputs = [each.detach().double().requires_grad_() for each in inputs]
-    exact = outputs_and_gradients(exactly, inputs, dtype=torch.float16)
-    for index, (one, other) in enumerate(zip(found[: len(inputs)], exact)):  # not the weight's: a sum of many rows
-        error = units(one.detach(), other.detach()).abs().max().item()
+def check_elementwise(name: str) -> None:
+    case = KERNELS[name].case(Maker(torch.float16), 64, 100)
+    exact, found = results(case, case.reference, wide), results(case, case.ours)
+    count = 3 if name == "swiglu" else 2  # without the norm's weight, whose gradient is a sum of many rows
+    for index, (one, other) in enumerate(zip(found[:count], exact)):
+        error = units(one, other).abs().max().item()
         assert error < 0.51, f"tensor {index}: {error} units"
 
 
 def check_norm() -> None:
-    inputs = [random(64, 100, dtype=torch.float16), 1 + random(100, dtype=torch.float16, seed=1) / 4]
-    check_elementwise(
-        lambda x, weight: rms_norm.rms_norm(x, weight, EPS),
-        inputs,
-        lambda x, weight: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight,
-    )
+    check_elementwise("rms_norm")
 
 
 def check_swiglu() -> None:
-    check_elementwise(
-        swiglu.swiglu,
-        [random(64, 100, dtype=torch.float16, seed=seed) for seed in range(2)],
-        swiglu.swiglu_reference,
-    )
+    check_elementwise("swiglu")
 
 
 CHECKS = {backward: check_attention, rms_norm: check_norm, swiglu: check_swiglu}
