@@ -1,4 +1,4 @@
-"""`python -m tests.gpu_check [--only PART ...] [--again] [--rows TEXT] [--device cpu --quick]`: write the report.
+"""`python -m tests.gpu_check [--only PART ...] [--again] [--device cpu --quick]`: write the report.
 
 Parts that have ended are kept in the folder and not run again; one that was interrupted goes on where it was.
 """
@@ -46,7 +46,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what has a meaning there")
     parser.add_argument("--quick", action="store_true", help="as small as possible: does every part work?")
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only tests whose name has this")
     options = parser.parse_or_exit(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("No CUDA device here, so there is nothing to check; --device cpu --quick tries the parts on the CPU.")
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     about, file = facts(torch.device(options.device)), out / "gpu.json"
     parts = {part["part"]: part for part in json.loads(file.read_text())["parts"]} if file.exists() else {}
-    settings = [options.device, options.quick, options.rows]
+    settings = [options.device, options.quick]
     for name in options.only:
         part = parts.get(name)
         if options.again or part is None or part["settings"] != settings:
@@ -81,7 +80,7 @@ def run_part(name: str, out: Path, options: argparse.Namespace) -> dict:
     """
     (limit, *tests), found = PARTS[name], Findings(out / name, torch.device(options.device), options.quick)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
-    command += [*(Path("tests/gpu_check", test) for test in tests), "--record", found.folder, f"--rows={options.rows}"]
+    command += [*(Path("tests/gpu_check", test) for test in tests), "--record", found.folder]
     command += ["--device", options.device, *["--quick"] * options.quick]
     found.write([line for line in found.lines if line["value"] != STARTED])  # it was interrupted there
     start, status, printed = time.monotonic(), FAILED, ""

@@ -1,4 +1,4 @@
-"""Runs the tests of this folder on a CPU, as small as possible, and under `python -m tests.gpu_check` on what it says.
+"""Runs the tests of this folder: on a CPU, as small as possible, or as `python -m tests.gpu_check` says.
 
 An illegal access on the GPU lets everything fail that its process does afterwards, and a kernel may never end. So the
 command starts a new process after each failure, and here a test is a failure from its start to its end.
@@ -23,7 +23,6 @@ def pytest_addoption(parser):
     group.addoption("--record", type=Path, metavar="FOLDER", help="what it finds; what has ended is not run again")
     group.addoption("--device", choices=("cuda", "cpu"))
     group.addoption("--quick", action="store_true")
-    group.addoption("--rows", default="", metavar="TEXT")
 
 
 def record(config) -> Findings | None:
@@ -48,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave what is for this device, and has not ended."""
     if (found := record(config)) is None:
         return
-    names = {item.name for item in items if config.getoption("--rows") in item.name}
+    names = {item.name for item in items}
     if found.quick:
         names = {name for name in names if name.replace("[cuda", "[cpu") in names}
     names -= {line["what"] for line in found.lines}

@@ -14,7 +14,7 @@ import torch
 
 
 def on_devices(items: Iterable, quick: Iterable = ()) -> pytest.MarkDecorator:
-    """Parametrise a test by `found`, its device and folder, and by `item`: a CPU only tries the quick ones."""
+    """Parametrise a test by `found` and `item`: a GPU has all, a CPU only tries the quick ones."""
     cases = [pytest.param("cpu", item, id=f"cpu-{item}") for item in quick]
     cases += [pytest.param("cuda", item, id=f"cuda-{item}", marks=pytest.mark.gpu) for item in items]
     return pytest.mark.parametrize("found, item", cases, indirect=["found"])
@@ -22,7 +22,7 @@ def on_devices(items: Iterable, quick: Iterable = ()) -> pytest.MarkDecorator:
 
 @dataclass
 class Findings:
-    """What one part has found. Its file is up to date after every line, so a part that is killed loses nothing.
+    """What one part has found. Its file is always up to date, so a part that is killed loses nothing.
 
     folder: of this part alone, for its runs and its file, findings.json.
     quick: as small and short as possible: does everything work?
@@ -43,12 +43,12 @@ class Findings:
         (self.folder / "findings.json").write_text(json.dumps(lines))
 
     def note(self, what: str, value: object, passed: bool | None = None) -> None:
-        """Add a figure or, as rows of which the first is the header, a table; in the place of one of this name."""
+        """Add a figure or a table, as rows, or replace the one of this name."""
         lines = [line for line in self.lines if line["what"] != what]
         self.write([*lines, {"what": what, "value": value, "passed": passed}])
 
     def row(self, table: str, header: list[str], cells: list[str]) -> None:
-        """Add a row to the table of this name, in the place of an earlier one with the same first two cells."""
+        """Add a row to a table, or replace the one with the same first two cells."""
         rows = next((line["value"][1:] for line in self.lines if line["what"] == table), [])
         self.note(table, [header, *(row for row in rows if row[:2] != cells[:2]), cells])
         print(*cells, sep=" | ", flush=True)
@@ -75,10 +75,7 @@ def now() -> str:
 
 
 def write_report(out: Path, about: dict[str, str], parts: list[dict]) -> None:
-    """Write OUT/gpu.json and the same as a text, OUT/gpu.md.
-
-    A part has a name, a status, its seconds and date, its lines and, unless it passed, what it printed last.
-    """
+    """Write OUT/gpu.json and the same as a text, OUT/gpu.md."""
     (out / "gpu.json").write_text(json.dumps({"about": about, "parts": parts}, indent=1) + "\n")
     summary = [["part", "status", "seconds", "date"]]
     summary += [[part["part"], part["status"], f"{part['seconds']:.0f}", part["date"]] for part in parts]

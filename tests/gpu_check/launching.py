@@ -1,4 +1,4 @@
-"""Several real ranks, on one GPU if need be: NCCL takes them for several hosts. And one rank, in this process."""
+"""Several real ranks, on one GPU if need be, which NCCL takes for several hosts; and one, in this process."""
 
 import importlib
 import os
@@ -62,7 +62,7 @@ class Agents:
         return {rank: number for process in self.processes for rank, number in rank_processes(process).items()}
 
     def statuses(self, seconds: float) -> list[int | None]:
-        """Wait at most so long for the end of every torchrun. Returns their statuses, None of one that still runs."""
+        """Return the statuses of every torchrun after at most so long: None of one that still runs."""
         wait_for(lambda: all(process.poll() is not None for process in self.processes), seconds)
         return [process.poll() for process in self.processes]
 
@@ -71,7 +71,7 @@ class Agents:
         return "\n".join(log.read_text(errors="replace") for log in self.logs)
 
     def exit_codes(self) -> str:
-        """Return how ranks ended that did not end well, in the launchers' words: -9 for SIGKILL and so on."""
+        """Return how ranks failed, in the launchers' words: -9 for SIGKILL and so on."""
         return ", ".join(re.findall(r"exitcode +: (-?\d+)", self.log()))
 
 
@@ -82,7 +82,7 @@ def visible_gpus() -> list[str]:
 
 
 def placement(rank: int, ranks: int, together: bool) -> dict[str, str]:
-    """Return the environment variables that give a rank its GPU; `together`, they are those of all ranks."""
+    """Return the environment variables that give a rank its GPU or, `together`, all ranks theirs."""
     gpus = visible_gpus()
     if len(gpus) >= ranks and not together:
         return {"CUDA_VISIBLE_DEVICES": gpus[rank]}
@@ -90,7 +90,7 @@ def placement(rank: int, ranks: int, together: bool) -> dict[str, str]:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
-    """Wait until `condition()` holds. Returns how many seconds that took, None if it does not hold by then."""
+    """Return after how many seconds `condition()` holds, None if it does not by then."""
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > seconds:
@@ -100,7 +100,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
 
 
 def run_on_ranks(found: Findings, name: str, command: list, ranks: int, seconds: float, together=False) -> None:
-    """Run a command on several ranks to its end, on a CPU on forked ones. Raises RuntimeError if one fails."""
+    """Run a command on several ranks, forked ones on a CPU. Raises RuntimeError if one fails."""
     if found.device.type == "cpu":
         done = run_script(*command, ranks=ranks, timeout=seconds)
         statuses, printed = [done.returncode], done.stderr
@@ -113,7 +113,7 @@ def run_on_ranks(found: Findings, name: str, command: list, ranks: int, seconds:
 
 
 def need_ranks(found: Findings) -> None:
-    """Try a sum over two ranks, once in a check: if they cannot talk, end the whole part that needs them."""
+    """Try once in a check whether two ranks can talk: if not, end the part that needs them."""
     known = found.folder.parent / "ranks can meet"
     if found.device.type == "cuda" and not known.exists():
         try:
@@ -124,9 +124,9 @@ def need_ranks(found: Findings) -> None:
 
 
 def train_alone(found: Findings, name: str, step: int, flags: str, device: str = "", change=lambda _: None) -> list:
-    """Train in this process, a world of one rank, into a folder of that name. Returns the lines of its metrics.jsonl.
+    """Train in this process, unless that has been done. Returns the lines of metrics.jsonl.
 
-    `change(config)` may set what no flag can. A run that has ended is not repeated.
+    `change(config)` may set what no flag can.
     """
     if not (found.folder / f"{name}.done").exists():
         place = ["--device", device or found.device.type, "--run-dir", str(found.folder / name)]

@@ -1,4 +1,4 @@
-"""NCCL when a rank is killed or stops, torchrun's restart, and checkpoints that are written in the background."""
+"""NCCL when a rank is killed or stops, torchrun's restart, and saves in the background."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def training(found: Findings, name: str, flags: str) -> list:
 
 
 def signal_rank_1(found: Findings, agents: Agents, name: str, steps: int, number: signal.Signals) -> dict[int, int]:
-    """Send a signal to rank 1 once the run has taken so many steps. Returns the process numbers of the ranks."""
+    """Send a signal to rank 1 after so many steps. Returns the process numbers of the ranks."""
     started = wait_for(lambda: len(steps_of(found.folder / name)) >= steps, START)
     assert started is not None, f"{name}: the run does not start\n{agents.log()}"
     ranks = agents.ranks()
@@ -51,8 +51,7 @@ def signal_rank_1(found: Findings, agents: Agents, name: str, steps: int, number
 
 @on_devices(["SIGKILL", "SIGSTOP"], quick=["SIGKILL"])
 def test_lost_rank(found, item):
-    """Of two ranks, one is lost: the other ends. One that was stopped then goes on, and ends. On a CPU they only play:
-    rank 0 waits for the end of rank 1."""
+    """The other rank ends; one that was stopped goes on, and ends. On a CPU they only play."""
     need_ranks(found)
     command = training(found, item, f"--steps 20000 --timeout {TIMEOUT}")
     if found.device.type == "cpu":
@@ -78,7 +77,7 @@ def test_lost_rank(found, item):
 
 @on_devices([""])
 def test_restart(found, item):
-    """A rank is killed, torchrun starts all of them again, and they take up the run where its last checkpoint is."""
+    """A rank is killed: torchrun starts all of them again, and they resume."""
     need_ranks(found)
     flags = f"--steps {40 if found.quick else 120} --dtype float64"
     train_alone(found, "undisturbed", 1, f"{SMALL} {flags}")

@@ -1,4 +1,4 @@
-"""All GPUs of this machine: how fast their links are, and what each dimension of parallelism makes of them."""
+"""All GPUs of this machine: their links, and what each dimension of parallelism makes of them."""
 
 import json
 import statistics
@@ -46,7 +46,7 @@ CASES = {  # a shape, the flags that divide it over all GPUs, and the exchange o
 
 @on_devices(CASES, quick=["pp"])
 def test_dimension(found, item):
-    """Tokens/s on all GPUs beside two predictions from one of them and the links; how many messages are hidden."""
+    """Tokens/s beside two predictions from one GPU and the links; how many messages are hidden."""
     (shape, flags, exchange), ranks = CASES[item], 2 if found.device.type == "cpu" else len(visible_gpus())
     if ranks == 1:
         pytest.skip("one GPU has nobody to talk to")
@@ -97,13 +97,13 @@ def train(found: Findings, name: str, ranks: int, shape: str, flags: str = "", e
 
 
 def predicted(seconds: float, ranks: int, config: dict) -> float:
-    """Return the seconds of a step if all communication were hidden: a share of one GPU's time, and the bubble."""
+    """Return the seconds of a step that hides all messages: its share of one GPU's, and the bubble."""
     micro_batches = config["global_batch"] // config["micro_batch"]
     return seconds / ranks * (micro_batches + config["pp"] - 1) / micro_batches
 
 
 def communication(events: list[dict]) -> list[str]:
-    """Return what a table says of a profiled step: ms of NCCL's kernels, the share beside others, ms alone, idle ms."""
+    """Return of a profiled step: ms of NCCL's kernels, the share beside others, ms alone, idle ms."""
     times = classify_kernels(events)
     if not times:
         return ["-"] * 4

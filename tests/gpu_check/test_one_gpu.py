@@ -1,4 +1,4 @@
-"""One process on the GPU: the same numbers as on the CPU, the narrow types, memory that ZeRO-3 gives back; tests."""
+"""One process on the GPU: numbers as on the CPU, narrow types, memory of ZeRO-3; and other tests."""
 
 import re
 import sys
@@ -61,7 +61,7 @@ def test_numbers(found, item):
 
 @on_devices([""], quick=[""])
 def test_zero_3_frees_a_layer(found, item):
-    """ZeRO-3 gathers the weights of a layer into storage that it takes and gives back: is the memory really free?"""
+    """It gathers weights into storage that it takes and gives back: is the memory really free?"""
     width = 64 if found.quick else 2048
     flags = f"--zero 3 --layers 2 --hidden {width} --heads 4 --ffn {4 * width} --vocab 256 --data synthetic"
     config = parse(3, flags.split())
@@ -82,9 +82,6 @@ def test_zero_3_frees_a_layer(found, item):
         assert torch.equal(unit.weights[unit.mine], unit.shard)
         unit.free()
         assert allocated() == before
-
-
-# ---- other tests -----------------------------------------------------------------------------------------------------
 
 
 def run_pytest(found: Findings, *arguments: str, seconds: float) -> None:

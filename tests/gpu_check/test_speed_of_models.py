@@ -16,7 +16,7 @@ from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.recording.utilisation import peak_flops
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone
-from tests.gpu_check.test_tracer import TINY, note_kernels
+from tests.gpu_check.test_tracer import TINY
 from tests.gpu_check.timing import ceilings
 from tests.harness.ranks import steps_of
 
@@ -82,16 +82,11 @@ def train_ours(found: Findings, name: str, way: str, shape: str) -> tuple[float,
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert 4 <= graphs <= 8, f"four functions, each for few shapes, are {graphs} graphs"
     seconds = statistics.median(line["step_time_s"] for line in lines[WARM : STEPS - 2])
-    if name.startswith(next(iter(MODELS))):
-        note_kernels(found, name, seconds)
     return seconds, lines[WARM]["peak_memory_bytes"]
 
 
 def train_theirs(found: Findings, name: str, way: str, config: TrainConfig) -> tuple[float, int | None]:
-    """Train Llama of transformers in a plain loop: weights, gradients and moments in bfloat16, unlike ours.
-
-    Returns the median seconds of a step, and the peak bytes.
-    """
+    """The same with Llama of transformers, whose moments are bfloat16, in a plain loop."""
     transformers = pytest.importorskip("transformers")
     if way == LIGER:
         pytest.importorskip("liger_kernel.transformers").apply_liger_kernel_to_llama()

@@ -1,9 +1,8 @@
-"""What a GPU does during a step, seen by Kineto: which kernels, for how long; and whether our tracer says the same."""
+"""What our tracer says of a step on a GPU, beside what PyTorch's profiler, Kineto, says of its kernels."""
 
 import json
 
 from common.tracing.chrome_trace import read_trace, time_by_state
-from step01_single_gpu.recording.gpu_kernels import classify_kernels
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone
 
@@ -16,31 +15,9 @@ def kineto_events(found: Findings, name: str) -> list[dict]:
     return json.loads((found.folder / name / "profile" / "rank-0.json").read_text())["traceEvents"]
 
 
-def note_kernels(found: Findings, name: str, seconds: float) -> None:
-    """The kernels of a run's profiled step become a table, and are compared with the median time of other steps."""
-    events = kineto_events(found, name)
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    if not kernels:
-        return
-    found.note(f"kernels of a step, {name}", [("kernel", "launches", "ms", "share"), *kernel_rows(kernels)])
-    times = classify_kernels(events)
-    busy = times["compute"] + times["copies"]
-    found.note(f"{name}: kernels of a step, idle", f"{1e3 * busy:.1f} ms, {1 - busy / seconds:.1%}")
-
-
-def kernel_rows(kernels: list[dict]) -> list[tuple[str, ...]]:
-    """Return the 15 kernels that take longest: name, launches, ms and share of the time of all kernels."""
-    by_name: dict[str, list[float]] = {}
-    for event in kernels:
-        by_name.setdefault(event["name"], []).append(event["dur"])
-    total = sum(map(sum, by_name.values()))
-    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:15]
-    return [(name[:90], str(len(us)), f"{sum(us) / 1e3:.2f}", f"{sum(us) / total:.1%}") for name, us in longest]
-
-
 @on_devices([""], quick=[""])
 def test_tracer(found, item):
-    """What our tracer says of forward, backward and optimizer, against the times of the kernels that Kineto saw."""
+    """What our tracer says of the phases of a step, against the kernels that Kineto saw."""
     model_flags = "--model smollm-135m --dtype bfloat16 --seq-len 1024 --micro-batch 8 --global-batch 16"
     model_flags = TINY.format(2, 1, 16) if found.quick else model_flags
     train_alone(found, "run", 1, f"{model_flags} --data synthetic --steps 6 --trace 4:5 --profile")
@@ -53,7 +30,7 @@ def test_tracer(found, item):
 
 
 def compare_clocks(spans: list[dict], events: list[dict]) -> tuple[list[tuple[str, ...]], float | None]:
-    """Return for each phase our time and that of the kernels within, and the ratio of the whole; None without kernels.
+    """Return the times of each phase, ours and of the kernels within, and the ratio of the whole.
 
     The two traces have different clocks. Both end when the last kernel does.
     """

@@ -1,4 +1,4 @@
-"""The same training on several ranks as in one process, to 1e-10 in float64, closely in bfloat16; many short runs."""
+"""The same training on several ranks as in one process, in float64 and bfloat16; many short runs."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ SHARED = groups(0, 3, 7, 9, 12, 14, 17, *MANY)  # those of more than 4 ranks run
 
 
 def difference(found: Findings, run: str, expected: str) -> float:
-    """Return the largest relative difference of any step's loss or gradient norm between two runs of a part."""
+    """Return the largest relative difference of any step's loss or gradient norm."""
     ours, theirs = (steps_of(found.folder / each) for each in (run, expected))
     if len(ours) != len(theirs):
         return math.inf

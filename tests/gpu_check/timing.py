@@ -2,7 +2,6 @@
 
 import functools
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -24,29 +23,25 @@ def ceilings(device: torch.device) -> dict[str, float]:
 def take_turns(contestants: dict[str, Callable[[], Callable]], rounds: int) -> tuple[dict[str, float], dict[str, str]]:
     """Return the median seconds of each contestant, and what went wrong with those that cannot run.
 
-    A contestant is a function that prepares a call, which takes no time, and returns it. The caches are cold.
+    A contestant is a function that prepares a call, which takes no time, and returns it. The caches are cold. On a CPU,
+    where nobody asks for times, each is only tried.
     """
-    on_gpu, errors, left = machine.DEVICE.type == "cuda", {}, dict(contestants)
+    on_gpu, errors, names = machine.DEVICE.type == "cuda", {}, []
     finish = torch.cuda.synchronize if on_gpu else lambda: None
     for name, prepare in contestants.items():
         try:
             for _ in range(2):  # to compile
                 prepare()()
                 finish()
+            names.append(name)
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            del left[name]
-    measured: dict[str, list[Callable[[], float]]] = {name: [] for name in left}
-    cache, names = torch.empty(machine.CACHE if on_gpu else 0, dtype=torch.uint8, device=machine.DEVICE), list(left)
-    for turn in range(rounds if left else 0):
+    if not on_gpu or not names:
+        return {}, errors
+    stops: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    cache = torch.empty(machine.CACHE, dtype=torch.uint8, device=machine.DEVICE)
+    for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            measured[name].append((machine.clock if on_gpu else _clock_of_cpu)(left[name](), cache))
+            stops[name].append(machine.clock(contestants[name](), cache))
     finish()
-    return {name: statistics.median(stop() for stop in stops) for name, stops in measured.items()}, errors
-
-
-def _clock_of_cpu(call: Callable, _) -> Callable[[], float]:
-    start = time.perf_counter()
-    call()
-    seconds = time.perf_counter() - start
-    return lambda: seconds
+    return {name: statistics.median(stop() for stop in stops[name]) for name in names}, errors

@@ -92,9 +92,6 @@ def liger(name: str, **settings) -> Callable | None:
     return function and (lambda *inputs: function(*inputs, **settings))
 
 
-# ---- the small operations --------------------------------------------------------------------------------------------
-
-
 def norm(make: Maker, *shape: int) -> Case:
     x, weight = make(*shape), 1 + 0.3 * make(shape[-1])
     return Case(
@@ -140,9 +137,6 @@ def activation(make: Maker, *shape: int) -> Case:
     return Case(swiglu.swiglu, swiglu.swiglu_reference, [gate, up], work=work, liger=liger("swiglu"))
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
 def attention_block(
     make: Maker, queries: int, keys: int, width: int, kv_heads: int, causal: bool, scale: float = 1.0
 ) -> Case:
@@ -186,9 +180,6 @@ def merging(make: Maker, queries: int) -> Case:
     for _ in range(2):
         blocks += [make(2, queries, 3, 24).transpose(1, 2), 9 * make(2, 3, queries, dtype=wide)]
     return Case(merged(merge.merge), merged(merge.merge_reference), blocks, gradients=False)
-
-
-# ---- the head and the loss -------------------------------------------------------------------------------------------
 
 
 def row_statistics(make: Maker, columns: int, scale: float = 1.0) -> Case:
@@ -252,9 +243,6 @@ def head_and_loss(
     )
 
 
-# ---- experts and the update ------------------------------------------------------------------------------------------
-
-
 def grouped(make: Maker, rows: list[int], inner: int, outer: int, backward: bool = False) -> Case:
     """Rows of x, some for each expert, times the experts' matrices, which are stored transposed; or the gradients of
     both for a y."""
@@ -308,9 +296,6 @@ def update(make: Maker, size: int, narrow: bool = True) -> Case:
     functions = in_place(adamw.adamw), in_place(adamw.adamw_reference)
     work = {"update": sum(each.nbytes for each in tensors) + 3 * master.nbytes}
     return Case(*functions, tensors, settings, gradients=False, work=work, pytorch=pytorch)
-
-
-# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 # Rows of experts: uneven, the first has none, the last have none, one expert, no rows at all; and on a GPU

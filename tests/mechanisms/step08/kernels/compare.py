@@ -37,7 +37,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def outputs_and_gradients(function: Callable, inputs: list[Tensor], *settings, dtype: torch.dtype) -> list[Tensor]:
-    """What function(*inputs, *settings) returns, and the gradients of `inputs` for random ones, in `dtype`, of that."""
+    """What the function returns, and the gradients of `inputs` for random ones, in `dtype`, of that."""
     outputs, make = tuple_of(function(*inputs, *settings)), Maker(dtype, inputs[0].device, seed=100)
     gradients = [make(*each.shape).to(each.dtype) for each in outputs]
     return [*(each.detach().clone() for each in outputs), *torch.autograd.grad(outputs, inputs, gradients)]
@@ -59,7 +59,7 @@ def wide(value):
 
 
 def assert_same(case: Case, function: Callable | None = None, bounds: dict[torch.dtype, float] = TOLERANCE) -> None:
-    """What the function, or the kernel, returns is what the reference computes from the same values in float64."""
+    """The function, or the kernel, returns what the reference does for the same values in float64."""
     exact, found = results(case, case.reference, wide), results(case, function or case.ours)
     for index, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
         error, bound = difference(ours, theirs), case.slack * bounds[ours.dtype]
@@ -69,7 +69,7 @@ def assert_same(case: Case, function: Callable | None = None, bounds: dict[torch
 
 
 def eager_bytes(case: Case) -> list[float]:
-    """The bytes that the reference moves for an element of the first input: in the forward and in the backward."""
+    """Bytes that the reference moves per element of the first input, in forward and backward."""
     inputs = [each.to("meta").requires_grad_(case.gradients) for each in case.inputs]
     settings = [each.to("meta") if isinstance(each, Tensor) else each for each in case.settings]
     with BytesMoved() as forward:
@@ -82,7 +82,7 @@ def eager_bytes(case: Case) -> list[float]:
 
 
 def use_tiles(monkeypatch, rows: int = 32, columns: int = 16) -> None:
-    """Make the tiles and blocks of the kernels so small that short sequences and narrow matrices have several."""
+    """Make tiles and blocks so small that short sequences and narrow matrices have several."""
     tile, wide = {"ROWS": rows, "COLUMNS": columns, "num_warps": 4, "num_stages": 1}, cross_entropy.wide_type
     monkeypatch.setattr(flash_attention, "tile_sizes", lambda q, kernel: tile)
     monkeypatch.setattr(grouped_matmul, "tile_sizes", lambda x: tile | {"ROWS": 16, "INNER": 16})
@@ -91,7 +91,7 @@ def use_tiles(monkeypatch, rows: int = 32, columns: int = 16) -> None:
 
 @contextmanager
 def one_program(choose: Callable = lambda grid: [each - 1 for each in grid]) -> Iterator[None]:
-    """In this block the interpreter runs one program of each launch: the last one, or that at `choose(grid)`."""
+    """Here the interpreter runs one program of each launch: the last, or that at `choose(grid)`."""
     from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 
     run, set_dim, set_idx = InterpretedFunction.run, interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx

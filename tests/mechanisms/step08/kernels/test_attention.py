@@ -25,7 +25,7 @@ def small_tiles(request, monkeypatch):
 
 @pytest.mark.parametrize("size", BLOCKS[1:-1], ids=str)
 def test_tiles_with_more_keys_than_queries(size, monkeypatch):
-    """The causal edge of a tile of keys runs through two tiles of queries; in `test_kernels` it is the other way."""
+    """The causal edge of one runs through two tiles of queries; in `test_kernels`, of keys."""
     use_tiles(monkeypatch, 16, 32)
     assert_same(CASE(Maker(torch.float64), *size))
 
@@ -76,7 +76,7 @@ def test_heads_that_are_too_wide():
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_real_tiles(dtype, width):
-    """In the sizes that are used; and two runs agree bit for bit, since no sum depends on who comes first."""
+    """In the sizes that are used; and two runs agree bit for bit."""
     case = CASE(Maker(dtype), 777, 777, width, 1, True)
     assert_same(case, bounds={each: 10 * bound for each, bound in TOLERANCE.items()})
     q, k, v, gradient = case.inputs

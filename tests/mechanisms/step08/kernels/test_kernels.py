@@ -1,4 +1,4 @@
-"""Every kernel against its formula: outputs and gradients, all types, odd sizes, strides; and what is special to some.
+"""Every kernel against its formula: both directions, all types, odd sizes, strides; and more.
 
 Those of attention and of the loss have more in test_attention.py and test_losses.py.
 """
@@ -105,9 +105,6 @@ def test_eager_bytes(name):
     assert [round(each) for each in eager_bytes(KERNELS[name].case(Maker(torch.bfloat16), *size))] == expected
 
 
-# ---- norms and activations -------------------------------------------------------------------------------------------
-
-
 @needs_triton
 @pytest.mark.parametrize("used", [0, 1])
 def test_outputs_that_nobody_used(used):
@@ -156,12 +153,9 @@ def test_offsets_beyond_int32():
     assert difference(out[-1:], swiglu_reference(end, end)) < 8e-3
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
 @needs_triton
 def test_experts_of_step_7(monkeypatch):
-    """Outputs and gradients with these kernels in the place of PyTorch's; and the host waits for no counts."""
+    """Outputs and gradients as with PyTorch's kernels; and the host waits for no counts."""
     use_tiles(monkeypatch)
     counts = Counts(torch.tensor([5, 37, 16, 1], device=DEVICE))
     layer, x = Experts(4, 8, 12), random(59, 8)
@@ -189,14 +183,11 @@ def test_sums_are_not_rounded_on_the_way():
     assert difference(multiply_transposed(x.T.contiguous(), ones[0], counts)[0], exact) < 8e-3
 
 
-# ---- the update ------------------------------------------------------------------------------------------------------
-
-
 @needs_triton
 @pytest.mark.parametrize("function", [adamw, adamw_reference])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_same_as_step_1(dtype, function):
-    """Four updates of a matrix by the `Optimizer` of step 1, the second one skipped since its gradient overflows."""
+    """Four updates of a matrix, of which the second is skipped since its gradient overflows."""
     model, wide = nn.Linear(29, 37, bias=False, device=DEVICE, dtype=dtype), at_least_float32(dtype)
     attach_specs(model, {"": 0.02})
     model.weight.data.copy_(random(37, 29))
@@ -223,11 +214,8 @@ def test_same_as_step_1(dtype, function):
             assert difference(ours["copy"], weight) < 8e-3 and ours["copy"].dtype == dtype
 
 
-# ---- without Triton --------------------------------------------------------------------------------------------------
-
-
 def rank_without_triton() -> str:
-    """Import every kernel file as if Triton were not installed, and launch a kernel: the error's message."""
+    """Import every kernel file without Triton, and launch a kernel: the error's message."""
     for name in [name for name in sys.modules if name.startswith("step08_5d.kernels.")]:
         del sys.modules[name]
     sys.modules["triton"] = None

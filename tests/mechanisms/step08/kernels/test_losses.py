@@ -1,4 +1,4 @@
-"""The divided loss and the head with the loss in chunks, beyond `test_kernels`: on ranks, their memory, and more."""
+"""The loss, and the head with the loss in chunks, beyond `test_kernels`: on ranks, memory, and more."""
 
 import pytest
 import torch
@@ -44,9 +44,6 @@ def test_memory_is_used_again(name, fused):
         value.backward()
 
 
-# ---- on ranks --------------------------------------------------------------------------------------------------------
-
-
 def inputs(dtype=torch.float64, vocab: int = VOCAB, tokens: int = 14):
     x, weight = random(2, tokens // 2, HIDDEN, dtype=dtype), random(vocab, HIDDEN, dtype=dtype, seed=1)
     return x.requires_grad_(), weight.requires_grad_(), torch.arange(tokens, device=DEVICE).view(2, -1) % vocab
@@ -58,7 +55,7 @@ def loss_and_gradients(function, x, weight, targets, *settings) -> list[torch.Te
 
 
 def ranks_against_the_whole(fused: bool) -> list[float]:
-    """Differences of the loss, of this rank's rows of the head's gradient, and of the sum of the inputs' gradients.
+    """Errors of the loss, of the sum of the inputs' gradients, and of this rank's rows of the head's.
 
     Of three ranks the last one has some padding or, with a vocabulary of 4, nothing else.
     """
@@ -83,9 +80,6 @@ def ranks_against_the_whole(fused: bool) -> list[float]:
 def test_ranks(fused):
     for found in run_ranks(3, ranks_against_the_whole, fused):
         assert len(found) == 9 and max(found) < 2, found
-
-
-# ---- head and loss in chunks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -139,8 +133,7 @@ def memory_of(call) -> tuple[int, object]:
 def test_memory(fused):
     """As the docstring says: never all logits, and from the forward to the backward nothing but gradients.
 
-    The kernels need no copy of a chunk's logits, and the next chunk's take the same memory; their reference on the CPU
-    has what it computes from them.
+    The kernels need no copy of a chunk's logits; their reference on the CPU has several.
     """
     tokens, hidden, vocab, length = 512, 32, 1000, 32
     x, weight = random(1, tokens, hidden, dtype=torch.float32), random(vocab, hidden, dtype=torch.float32)
