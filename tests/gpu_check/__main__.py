@@ -79,7 +79,7 @@ def run_part(name: str, out: Path, options: argparse.Namespace) -> dict:
     Returns its status, seconds and lines and, unless it passed, what it printed last.
     """
     (limit, *tests), found = PARTS[name], Findings(out / name, torch.device(options.device), options.quick)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+    command = [sys.executable, "-m", "pytest", "-qsx", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     command += [*(Path("tests/gpu_check", test) for test in tests), "--record", found.folder]
     command += ["--device", options.device, *["--quick"] * options.quick]
     found.write([line for line in found.lines if line["value"] != STARTED])  # it was interrupted there

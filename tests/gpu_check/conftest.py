@@ -15,7 +15,7 @@ import torch
 from tests.gpu_check.findings import Findings
 
 STARTED = "it has been started"
-TIME = 200  # seconds for a test
+TIME = 350  # seconds for a test
 
 
 def pytest_addoption(parser):

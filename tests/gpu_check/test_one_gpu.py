@@ -96,10 +96,10 @@ def run_pytest(found: Findings, *arguments: str, seconds: float) -> None:
 @on_devices([""])
 def test_marked(found, item):
     """Those marked gpu, among them the kernels in the sizes of real models."""
-    run_pytest(found, "-m", "gpu", "tests", seconds=190)
+    run_pytest(found, "-m", "gpu", "tests", seconds=300)
 
 
 @on_devices([""])
 def test_kernels(found, item):
     """Those of step 8's kernels, which Triton interprets on a CPU, with the kernels compiled."""
-    run_pytest(found, "-m", "not gpu", "tests/mechanisms/step08/kernels", seconds=190)
+    run_pytest(found, "-m", "not gpu", "tests/mechanisms/step08/kernels", seconds=340)
