@@ -71,17 +71,21 @@ class _Kept:
 
 
 class Watch:
-    """Watches the last step of one run on this rank; `observe` puts its methods around those of train().
+    """Watches a run on this rank; `observe` puts its methods around those of train().
 
-    Of two steps, that is, unless the flags say otherwise: whatever a step has to reset was reset.
+    What it says at the end is of the last step: whatever a step has to reset was reset.
     """
 
-    def __init__(self, mesh: Mesh, steps: int):
-        self.mesh, self.seen, self.left, self.marks = mesh, Observation(), steps, 0
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.watched, self.marks, self.calls = mesh, None, 0, []
+        self.action, self.splitting, self.inside, self.backward = None, False, False, None
+        self.begin()
+
+    def begin(self) -> None:
+        self.seen, self.first_call = Observation(), len(self.calls)
         self.kept = defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
         self.stores, self.keys = [], {}  # weak references to the tensors of each store; which backward filled it
         self.sent = []  # storages
-        self.action, self.splitting, self.inside, self.backward = None, False, False, None
 
     def mark(self) -> Mark:
         self.marks += 1
@@ -91,17 +95,18 @@ class Watch:
 
     def attach(self, pipeline: Pipeline) -> None:
         for chunk, stage in enumerate(pipeline.stages):
-            stage.register_forward_pre_hook(
-                lambda *_, chunk=chunk: self.seen.actions.append(("F", self.action.micro_batch, chunk))
-            )
+            stage.register_forward_pre_hook(lambda *_, chunk=chunk: self.seen.actions.append(("F", *self.key(chunk))))
             stage.register_forward_hook(lambda module, inputs, output, chunk=chunk: self.end_forward(chunk, output))
             for layer in stage.layers.values():  # of what a graph keeps, that of one operation: no weights are in it
                 layer.attention.core = self.keeping(layer.attention.core, chunk)
 
+    def key(self, chunk: int) -> tuple[int, int]:
+        return self.action.micro_batch, chunk
+
     def keeping(self, core, chunk: int):
         def keep(tensor: torch.Tensor) -> _Kept:
             kept = _Kept(tensor)
-            self.kept[self.action.micro_batch, chunk].add(kept)
+            self.kept[self.key(chunk)].add(kept)
             self.seen.in_flight = max(self.seen.in_flight, sum(map(bool, self.kept.values())))
             return kept
 
@@ -112,7 +117,7 @@ class Watch:
         return forward
 
     def end_forward(self, chunk: int, output: torch.Tensor) -> None:
-        key, output_of = (self.action.micro_batch, chunk), weakref.ref(output)
+        key, output_of = self.key(chunk), weakref.ref(output)
         output.register_hook(lambda _: self.begin_backward(key, output_of()))
 
     def begin_backward(self, key: tuple[int, int], output: torch.Tensor | None) -> None:
@@ -135,7 +140,7 @@ class Watch:
         self.seen.actions.append(("W", *self.keys[id(store)]))
         return real(store)
 
-    # ---- the trace and the messages ----
+    # ---- the trace, the messages, the step ----
 
     def act(self, real, pipeline, action):
         self.action = action
@@ -143,39 +148,28 @@ class Watch:
 
     @contextmanager
     def phase(self, real, tracer, name, **arguments):
-        if not self.left:
-            self.seen.phases.append((name, arguments.get("action", "")))
+        self.seen.phases.append((name, arguments.get("action", "")))
         with real(tracer, name, **arguments):
             self.inside = "action" in arguments
             yield
             self.inside = False
 
-    def message(self, real, tensor, peer, group, **named):
-        self.seen.communicators[group.name] = group.handle.group_name
-        return real(tensor, peer, group, **named)
-
     def send(self, real, tensor, *rest, **named):
         self.sent.append(tensor.untyped_storage())
-        return self.message(real, tensor, *rest, **named)
+        return real(tensor, *rest, **named)
 
-    # ---- the step ----
-
-    def run(self, stack: ExitStack, real, pipeline: Pipeline, *rest):
-        self.left -= 1
-        if self.left:
-            return real(pipeline, *rest)
-        self.attach(pipeline)
-        self.seen.calls = stack.enter_context(collectives.record(self.mark))
+    def run(self, real, pipeline: Pipeline, *rest):
+        if pipeline is not self.watched:
+            self.watched = pipeline
+            self.attach(pipeline)
+        self.begin()
         before = sent_so_far(self.mesh)
-        with ExitStack() as inner:
-            _wrap(inner, executor, "defer_weight_gradients", self.defer)
-            _wrap(inner, WeightGradStore, "compute", self.compute)
-            _wrap(inner, collectives, "send", self.send)
-            _wrap(inner, collectives, "receive", self.message)
-            loss = real(pipeline, *rest)
+        loss = real(pipeline, *rest)
         self.seen.on_wire = None if before is None else sent_so_far(self.mesh) - before
         self.seen.left = sum(each.nbytes() for each in self.sent) + sum(map(_living_bytes, self.stores))
         self.seen.claimed = pipeline.step.peak_in_flight
+        groups = {f"pp_{each}": pipeline._group(each) for each in ("forward", "backward")}
+        self.seen.communicators = {name: group.handle.group_name for name, group in groups.items()}
         return loss
 
     def finish(self, real, pipeline: Pipeline):
@@ -185,14 +179,13 @@ class Watch:
         return gradients
 
 
-def _wrap(stack: ExitStack, owner, name: str, function) -> None:
-    """Replace a function by `function(the function, *its arguments)`."""
-    real = getattr(owner, name)
-    stack.enter_context(mock.patch.object(owner, name, lambda *args, **named: function(real, *args, **named)))
-
-
 def _living_bytes(references: list[weakref.ref]) -> int:
     return sum(tensor.nbytes for reference in references if (tensor := reference()) is not None)
+
+
+def _calling(function, real):
+    """What stands for `real`: `function(real, *its arguments)`."""
+    return lambda *args, **named: function(real, *args, **named)
 
 
 def prepare(flags: str, world: int | None = None) -> TrainConfig:
@@ -203,11 +196,14 @@ def prepare(flags: str, world: int | None = None) -> TrainConfig:
 def observe(flags: str) -> Observation:
     """Train on this rank and watch the last step."""
     config = prepare(flags)
-    watch = Watch(mesh_of(config), config.steps)
+    watch = Watch(mesh_of(config))
+    watched = [(Pipeline, "run", watch.run), (Pipeline, "finish", watch.finish), (Pipeline, "_act", watch.act)]
+    watched += [(executor, "defer_weight_gradients", watch.defer), (WeightGradStore, "compute", watch.compute)]
+    watched += [(Tracer, "phase", watch.phase), (collectives, "send", watch.send)]
     with ExitStack() as stack:
-        _wrap(stack, Pipeline, "run", lambda *args: watch.run(stack, *args))
-        _wrap(stack, Pipeline, "finish", watch.finish)
-        _wrap(stack, Pipeline, "_act", watch.act)
-        _wrap(stack, Tracer, "phase", watch.phase)
+        for owner, name, function in watched:
+            stack.enter_context(mock.patch.object(owner, name, _calling(function, getattr(owner, name))))
+        watch.calls = stack.enter_context(collectives.record(watch.mark))
         step05.train(config, watch.mesh)
+    watch.seen.calls = watch.calls[watch.first_call :]
     return watch.seen

@@ -1,16 +1,18 @@
-"""Every schedule is what its name says: complete, in order, free of deadlocks and within its memory."""
+"""Every schedule is what its name says: complete, in order, free of deadlocks, within its memory and its time."""
 
+import itertools
 import random
 
 import pytest
 
 from common.errors import UsageError
+from step05_pipeline.cost import BUBBLES, dualpipe_bubble
+from step05_pipeline.schedules.__main__ import main
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
-from step05_pipeline.schedules.simulator import Costs, simulate
+from step05_pipeline.schedules.further.csv_files import read_csv, read_schedule, write_csv
+from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
 from step05_pipeline.schedules.validator import check_schedule
-
-NAMES = tuple(SCHEDULES)
 
 
 def random_case(name: str, draw: random.Random) -> tuple[Schedule, dict]:
@@ -25,10 +27,10 @@ def random_case(name: str, draw: random.Random) -> tuple[Schedule, dict]:
     return build_schedule(name, **case), case
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_properties_hold_for_random_sizes(name):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_properties_hold_for_random_sizes(name, tmp_path):
     draw = random.Random(name)
-    for _ in range(40):
+    for _ in range(25):
         schedule, case = random_case(name, draw)
         p, m, v = case["ranks"], case["micro_batches"], case["chunks"]
         check_schedule(schedule)
@@ -42,6 +44,8 @@ def test_properties_hold_for_random_sizes(name):
         # with any costs, and so with any delays, the same actions end
         costs = Costs(*(draw.uniform(0.5, 2) for _ in range(3)), communication=draw.uniform(0, 3))
         assert [len(row) for row in simulate(schedule, costs).spans] == [len(row) for row in schedule.actions]
+    write_csv(schedule, tmp_path / f"{name}.csv")
+    assert read_schedule(tmp_path / f"{name}.csv", p, m) == read_csv(tmp_path / f"{name}.csv") == schedule
 
 
 SPELT_OUT = {  # ranks, micro-batches, chunks
@@ -71,16 +75,145 @@ def test_schedules_spelt_out(arguments):
 
 def test_llama3_lies_between_depth_and_breadth_first():
     assert build_schedule("llama3", 4, 8, 2).actions == build_schedule("interleaved", 4, 8, 2).actions
-    for n in (4, 5, 8):  # figure 6 of the paper: 4 ranks, N = 5 consecutive micro-batches of 10
+    assert build_schedule("llama3", 4, 6, 1).actions == build_schedule("1f1b", 4, 6).actions
+    for n in (4, 5, 8, 10):  # figure 6 of the paper: 4 ranks, N = 5 consecutive micro-batches of 10
         forwards = [each for each in build_schedule("llama3", 4, 10, 2, consecutive=n).actions[0] if each.kind == "F"]
         first = [each.micro_batch for each in forwards[:n]], [each.chunk for each in forwards[: 2 * n]]
         assert first == (list(range(n)), [0] * n + [1] * n)
-    wide = [each for each in build_schedule("llama3", 4, 10, 2, consecutive=10).actions[2] if each.kind == "F"]
-    assert wide == [each for each in build_schedule("breadth-first", 4, 10, 2).actions[2] if each.kind == "F"]
-    assert build_schedule("llama3", 4, 6, 1).actions == build_schedule("1f1b", 4, 6).actions
 
 
-@pytest.mark.parametrize("sizes", [(0, 6), (2, 0), (2, 2, 0)])
-def test_nothing_is_less_than_one(sizes):
-    with pytest.raises(UsageError, match="^[^\n]* 0 must be at least 1$"):
-        build_schedule("interleaved", *sizes)
+# ---- in time, with the numbers and formulas of the playbook and of the schedules' papers -----------------------------
+
+HALF = Costs(F=0.5, I=0.5, W=0.5)  # of a stage, with two on each rank
+
+
+def run(name: str, ranks: int, micro_batches: int, costs: Costs | None = None, chunks: int | None = None, **options):
+    return simulate(build_schedule(name, ranks, micro_batches, chunks, **options), costs)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_actions_take_their_time_in_order_and_after_what_they_need(name):
+    schedule = build_schedule(name, 4, 8)
+    relative = tuple(1 + stage / 8 for stage in range(schedule.stages))
+    costs = Costs(F=1, I=1.3, W=0.7, communication=0.2, stages=relative)
+    timeline = simulate(schedule, costs)
+    ended = {}
+    for rank, row in enumerate(timeline.spans):
+        ended |= {schedule.output_of(rank, action): (end, rank) for action, _, end in row}
+    for rank, row in enumerate(timeline.spans):
+        assert tuple(action for action, _, _ in row) == schedule.actions[rank]
+        free = 0.0
+        for action, start, end in row:
+            assert end - start == pytest.approx(costs.of(action.kind, schedule.stage_of(rank, action.chunk)[1]))
+            needed = schedule.input_of(rank, action)
+            end_of_input, sender = ended[needed] if needed else (0.0, rank)
+            assert start == max(free, end_of_input + (0.2 if sender != rank else 0))  # at once, but not earlier
+            free = end
+    # Measured times may begin anywhere
+    later = Timeline(tuple(tuple((action, start + 8, end + 8) for action, start, end in row) for row in timeline.spans))
+    for figure in ("makespan", "span", "ideal", "bubble"):
+        assert getattr(later, figure) == pytest.approx(getattr(timeline, figure)), figure
+
+
+def test_charts_of_the_playbook():
+    """p = 4, m = 8, t_b = 2 t_f: 24 units of work. In Zero Bubble, also what is in flight or waits for W."""
+    makespans = {name: run(name, 4, 8).makespan for name in ("naive", "afab", "1f1b", "zb-h1")}
+    assert makespans == {"naive": 96, "afab": 33, "1f1b": 33, "zb-h1": 27}
+    interleaved = run("interleaved", 4, 8, HALF, chunks=2)
+    assert (interleaved.makespan, interleaved.ideal, interleaved.bubble) == (28.5, 24, 4.5)
+    assert run("breadth-first", 4, 8, HALF, chunks=2).makespan == 28.5
+    assert run("llama3", 4, 10, HALF, chunks=2, consecutive=5).makespan == 34.5  # figure 6: 8 stages
+    assert run("1f1b", 2, 8, Costs(stages=(1, 1.5))).makespan == 1 + 8 * 4.5 + 2  # the slow rank never pauses
+    h1, h2, v = run("zb-h1", 4, 8), run("zb-h2", 4, 8), run("zbv", 4, 8)
+    assert (h1.in_flight, h1.stores, h1.unfinished) == ([4, 3, 2, 1], [1, 2, 3, 4], [4] * 4)
+    assert (h2.in_flight, h2.stores, h2.unfinished) == ([7, 5, 3, 1], [1, 3, 5, 7], [7] * 4)
+    assert (v.in_flight, v.stores, v.unfinished) == ([8] * 4, [1, 3, 5, 7], [8] * 4)  # halves of a rank's layers
+
+
+@pytest.mark.parametrize("name", BUBBLES)
+def test_bubbles_are_those_of_the_formulas(name):
+    """Whole backwards: with any costs, for any number of micro-batches. Zero Bubble: with little less W than F and I.
+
+    For zb-h2 the bubble is that within a rank. The last rank can start at p - 1 only, so with a common end one stays.
+    """
+    draw, share = random.Random(name), 0.5 if name in ("interleaved", "dualpipev") else 1  # of a rank's layers
+    for _ in range(40):
+        p = 2 * draw.randint(1, 4) if name == "dualpipe" else draw.randint(1, 8)
+        m, costs = draw.randint(1, 20), [draw.uniform(0.3, 2) for _ in range(3)]
+        if name == "interleaved":
+            m *= p
+        elif "dualpipe" in name:
+            m, costs = 2 * draw.randint(p, 2 * p), [costs[0], costs[0], costs[0] * draw.uniform(0.3, 1)]
+        elif "zb" in name:
+            m = draw.randint(2 * p, 4 * p)
+            costs = [draw.uniform(1, 1.02), draw.uniform(1, 1.02), draw.uniform(0.94, 0.97)]
+        timeline, (f, i, w) = run(name, p, m, Costs(*(share * each for each in costs))), costs
+        bubble = (timeline.span if name == "zb-h2" else timeline.makespan) - timeline.ideal
+        assert bubble == pytest.approx(BUBBLES[name](p, f, i + w, w), abs=1e-9), (p, m, costs)
+
+
+def test_zbv_has_no_bubble_within_a_rank():
+    for p, m in ((2, 4), (4, 8), (5, 9), (8, 40)):
+        timeline = run("zbv", p, m)
+        assert (timeline.span, timeline.makespan) == (timeline.ideal, timeline.ideal + p - 1)
+
+
+def test_bubble_of_dualpipe_whose_f_and_b_run_as_one():
+    """(PP/2 - 1)(F&B + B - 3W), in the middle of the pipeline; a V of half as many ranks has the same."""
+
+    def longest_idle(timeline: Timeline) -> float:
+        return timeline.makespan - min(sum(end - start for _, start, end in row) for row in timeline.spans)
+
+    for (p, m), (f, i, w) in itertools.product(((2, 4), (4, 8), (8, 20)), ((1, 1, 1), (1, 1, 0.5), (1, 1.5, 0.5))):
+        for overlap in (1, 0.9):
+            together = overlap * (f + i + w)
+            whole = longest_idle(run("dualpipe", p, m, Costs(f, i, w, FB=together)))
+            if overlap == 1 or f == i:
+                assert whole == pytest.approx(dualpipe_bubble(p, together, i + w, w))
+            cut = run("dualpipev", p // 2, m // 2, Costs(f, i, w, FB=together))  # of as many stages
+            assert longest_idle(cut) == pytest.approx(whole)
+
+
+# ---- a reader's own schedule from a CSV file, and the command --------------------------------------------------------
+
+# As a spreadsheet saves it: time in columns, empty cells, lines filled up with commas
+OWN = "# a comment,,,,,,\n# placement: v,,,,,,,\nF0,,F0.1,I0.1,I0,W0.1,W0\n,F0,F0.1,B0.1,B0,,,\n"
+TABLES = [  # micro-batches, table, placement
+    (1, OWN, ((0, 1, 1, 0),)),
+    (2, "F0,F1,B0,B1\nF0,B0,F1,B1\n", ((0, 1),)),
+    (1, "# placement: 0 0 1\nF0,F0.1,B0.1,B0\nF0,B0\n", ((0, 0, 1),)),
+    (2, "# placement: bidirectional\nF0,F1.1,B1.1,B0\nF1.1,F0,B0,B1.1\n", ((0, 1), (1, 0))),
+]
+BAD_TABLES = {
+    "F0,F1,B0,B1\nF0,B0,F1,b1\n": "line 2: 'b1'",
+    "# nothing\n": "no action for any rank",
+    "F0,F1,B0,B1\n,,,\n": "no action for one of its ranks",
+    "# placement: w\nF0,B0\nF0,B0\n": "placement 'w'",
+    "# placement: 0 2\nF0,B0\nF0,B0\n": "0 to 1",
+    "\ud800": "UTF-8",
+}
+
+
+def test_own_tables(tmp_path):
+    path = tmp_path / "own.csv"
+    for micro_batches, table, placement in TABLES:
+        path.write_text(table)
+        schedule = read_schedule(path, 2, micro_batches)
+        check_schedule(schedule)
+        assert (schedule.name, schedule.placement, schedule.micro_batches) == ("own", placement, micro_batches)
+    for table, message in BAD_TABLES.items():
+        path.write_text(table, errors="surrogatepass")
+        with pytest.raises(UsageError, match=message):
+            read_schedule(path, 2, 2)
+
+
+def test_command(tmp_path, capsys):
+    """Costs are those of a rank, however many stages it has."""
+    picture = tmp_path / "own.png"
+    assert main(["--schedule", "interleaved", "--out", str(picture)]) == 0
+    assert "28.5 = work of a rank 24 + bubble 4.5" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    bad = "--schedule gpipe", "--pp 0", "--costs X=1", "--costs F", "--costs F=inf", "--costs communication=1e9"
+    for flags in bad:
+        assert main(flags.split()) == 2
+        assert capsys.readouterr().err.startswith(f"error: {flags}")
