@@ -1,8 +1,9 @@
 """What context parallelism sends, when, and how much each rank computes: no loss curve shows any of this."""
 
 import itertools
-import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -22,21 +23,13 @@ LAYERS, HEADS, WIDTH, TOKENS = 2, 8, 16, 256  # TOKENS: of a sequence
 SHAPE = f"--layers {LAYERS} --hidden {HEADS * WIDTH} --heads {HEADS} --ffn 64 --vocab 256 --seq-len {TOKENS}"
 SHAPE += " --steps 1 --global-batch 2 --data synthetic --device cpu --peak-tflops 1"
 RECOMPUTE = "none", "full", "selective --attention naive"
-
-
-def cases(world: int) -> list[str]:
-    """Every mode under every split; by turns with every kind of recomputation, in both types, in one or two
-    micro-batches, with K/V heads for each query head, for some or for all. The last ones have data parallelism, too.
-    """
-    found = []
-    for index, (mode, split) in enumerate(itertools.product(CP_MODES, CP_SPLITS)):
-        flags = f"--cp {world} --cp-mode {mode} --cp-split {split} --micro-batch {1 + index % 2}"
-        flags += f" --kv-heads {(8, 4, 1)[(index + index // 3) % 3]} --recompute {RECOMPUTE[(index + 1) % 3]}"
-        found.append(flags + " --dtype bfloat16" * (index % 4 == 0))
-    if not os.environ.get("TEST_ALL"):
-        found = found[:4] + found[-1:]  # in the other modes, the split only says who has which tokens
-    dp = f"--cp {world // 2} --dp 2 --micro-batch 1 --kv-heads 4"
-    return [*found, f"{dp} --zero 1 --steps 2", dp] if world == 4 else found
+CASES = []  # every mode under every split, in turn with everything else; the last ones have data parallelism, too
+for index, (mode, split) in enumerate(itertools.product(CP_MODES, CP_SPLITS)):
+    flags = f"--cp 4 --cp-mode {mode} --cp-split {split} --micro-batch {1 + index % 2}"
+    flags += f" --kv-heads {(8, 4, 1)[(index + index // 3) % 3]} --recompute {RECOMPUTE[(index + 1) % 3]}"
+    CASES.append(flags + " --dtype bfloat16" * (index % 4 == 0))
+CASES = CASES[:4] + CASES[-1:]  # in the other modes, the split only says who has which tokens
+CASES += ["--cp 2 --dp 2 --micro-batch 1 --kv-heads 4 --zero 1 --steps 2", "--cp 2 --dp 2 --micro-batch 1 --kv-heads 4"]
 
 
 def exchanges(rank: int, ranks: int, split: str, elements: int, width: int, wide: int) -> tuple[list, list]:
@@ -115,34 +108,23 @@ def expected(config: TrainConfig, cp_rank: int, held: int) -> dict:
     return {"log": config.steps * step, "forward": again * pairs, "backward": pairs}
 
 
-class Blocks:
-    """Counts the blocks of attention that this rank computes, and the pairs in them."""
+@contextmanager
+def counted_blocks() -> Iterator[Counter]:
+    """Counts the blocks of attention that this rank computes ("blocks"), and the pairs in them, by direction."""
+    counts = Counter()
 
-    def __init__(self):
-        self.number, self.pairs = 0, Counter()
-
-    def __enter__(self):
-        self.patches = [
-            mock.patch.object(attention_block, name, self.counted(getattr(attention_block, name), kind, first))
-            for name, kind, first in (("attend", "forward", 0), ("attend_backward", "backward", 1))
-        ]
-        for patch in self.patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_):
-        for patch in self.patches:
-            patch.stop()
-
-    def counted(self, real, kind: str, first: int):
-        def function(*args):
+    def counted(name: str, direction: str, first: int):
+        def function(*args, real=getattr(attention_block, name)):  # noqa: B008
             q, k, causal = args[first], args[first + 1], args[-2]
             rows, columns = q.shape[2], k.shape[2]
-            self.pairs[kind] += q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if causal else rows * columns)
-            self.number += 1
+            counts[direction] += q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if causal else rows * columns)
+            counts["blocks"] += 1
             return real(*args)
 
-        return function
+        return mock.patch.object(attention_block, name, function)
+
+    with counted("attend", "forward", 0), counted("attend_backward", "backward", 1):
+        yield counts
 
 
 def ranks_train(flags: list[str]) -> list[tuple]:
@@ -152,14 +134,14 @@ def ranks_train(flags: list[str]) -> list[tuple]:
         config = configure(6, f"{SHAPE} {case}")
         mesh = mesh_of(config)
         before = sent_so_far(mesh)
-        with Blocks() as blocks, collectives.record() as calls:
+        with counted_blocks() as counts, collectives.record() as calls:
             held = sum(tensor.numel() for tensor in step06.train(config, mesh))
         sockets = None if before is None else sent_so_far(mesh) - before
         log = []
         for call in calls:
             peer = None if call.peer is None else mesh.cp.ranks.index(call.peer)
             log.append((call.phase, call.group, call.op, call.elements, call.bytes, peer))
-        found.append((expected(config, mesh.cp.rank, held), {"log": log, **blocks.pairs}, sockets))
+        found.append((expected(config, mesh.cp.rank, held), counts | {"log": log}, sockets))
     return found
 
 
@@ -172,10 +154,9 @@ def check_train(ranks: list[list], flags: list[str]) -> None:
             assert sockets in (None, pytest.approx(sent, rel=0.02)), f"rank {rank}, {case}"
 
 
-@pytest.mark.parametrize("world", [2, 4] if os.environ.get("TEST_ALL") else [4])
-def test_train_issues_and_computes_what_its_layers_need(world):
+def test_train_issues_and_computes_what_its_layers_need():
     """Every call of every phase, in order, with its size and peer; the same on the sockets; pairs of attention."""
-    check_train(run_ranks(world, ranks_train, cases(world)), cases(world))
+    check_train(run_ranks(4, ranks_train, CASES), CASES)
 
 
 def test_predictions_are_what_was_counted():
@@ -207,9 +188,9 @@ def ranks_order() -> dict[str, tuple[list[tuple], list[tuple]]]:
         config = configure(6, f"--seq-len {8 * world} --cp {world} --cp-mode {mode}")
         mesh = mesh_of(config)
         q, k, v = (torch.randn(1, 4, 8, 8, requires_grad=True) for _ in range(3))
-        with Blocks() as blocks, collectives.record(lambda blocks=blocks: blocks.number) as calls:
+        with counted_blocks() as counts, collectives.record(lambda counts=counts: counts["blocks"]) as calls:
             out = attention(q, k, v, config=config, cp=mesh.cp)
-            issued, blocks.number = len(calls), 0
+            issued, counts["blocks"] = len(calls), 0
             out.sum().backward()
         marks = [(call.op, call.issue, call.wait_start) for call in calls]
         result[mode] = marks[:issued], marks[issued:]

@@ -168,36 +168,27 @@ def test_train_sends_and_holds_what_its_experts_need(tmp_path):
 # ---- what happens while it waits -------------------------------------------------------------------------------------
 
 
-class _Mark(torch.autograd.Function):
-    """Passes x on and notes when, in the forward and in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, note):
-        ctx.note = note
-        note()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.note()
-        return gradient, None
-
-
 def ranks_order() -> tuple[list[str], list[str]]:
     """The order of what one layer does in its forward and in its backward, as words."""
     config = configure(7, "--layers 1 --experts 4 --shared-experts 1 --dp 2 --ep 2 --seq-len 16 --global-batch 4")
     moe, clock, timeline = layer_of(config), itertools.count(), []
+
+    def note(word: str) -> None:
+        timeline.append((next(clock), word))
+
+    def both_ways(x: torch.Tensor, word: str) -> torch.Tensor:
+        """Pass x on and note when, in the forward and in the backward."""
+        note(word)
+        x = x.view_as(x)
+        x.register_hook(lambda _: note(word))
+        return x
+
     for name in ("shared", "experts"):
         module, real = getattr(moe, name), getattr(moe, name).forward
-
-        def marked(x, *rest, name=name, real=real):
-            note = lambda: timeline.append((next(clock), name))  # noqa: E731
-            return _Mark.apply(real(_Mark.apply(x, note), *rest), note)
-
-        module.forward = marked
+        module.forward = lambda x, *rest, name=name, real=real: both_ways(real(both_ways(x, name), *rest), name)
 
     def reading(counts: torch.Tensor) -> list[int]:
-        timeline.append((next(clock), "read on the host"))
+        note("read on the host")
         return counts.tolist()
 
     x = torch.randn(1, 16, config.model_config.hidden, requires_grad=True)

@@ -7,11 +7,12 @@ import torch
 
 from common.config import TrainConfig
 from common.costs.vocabulary import Message, added
+from common.experiments.on_nodes import NODES, RANKS
 from common.measure.saved_tensors import SavedTensors
 from common.measure.storages import live_bytes
 from common.process_groups import Degrees, build_mesh
 from step07_expert_parallel import cost
-from step07_expert_parallel.experiments import memory, traffic
+from step07_expert_parallel.experiments import memory, nodes, traffic
 from step07_expert_parallel.experiments.layer import SHAPE, ExpertLayer
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.formulas import EXPERTS, KINDS, check
@@ -103,23 +104,14 @@ def ranks_count() -> dict:
     return found | {"sent": [traffic.send(mesh, flags | {"evenly": True}) for flags in LAYERS]}
 
 
-@pytest.fixture(scope="module")
-def counted() -> list[dict]:
-    return run_ranks(2, ranks_count)
-
-
-def test_what_a_layer_keeps_and_sends(counted):
-    model = TrainConfig(**SHAPE).model_config
+def test_what_a_layer_keeps_and_sends_and_what_a_rank_holds():
+    counted, model = run_ranks(2, ranks_count), TrainConfig(**SHAPE).model_config
     for rank in counted:
-        for flags, (kept, rows, tokens) in zip(LAYERS, rank["layers"], strict=True):
+        for flags, (kept, rows, tokens), (*_, sent) in zip(LAYERS, rank["layers"], rank["sent"], strict=True):
             width = getattr(torch, flags["dtype"]).itemsize
             assert kept == cost.activations(model, tokens, rows, width, flags["ep"]), flags
-        for flags, (_, tokens, _, sent) in zip(LAYERS, rank["sent"], strict=True):
-            messages = cost.messages(model, tokens, flags["ep"], getattr(torch, flags["dtype"]).itemsize)
-            assert sent == sum(size for _, size in added(messages).values()), flags
-
-
-def test_what_a_rank_holds(counted):
+            messages = added(cost.messages(model, tokens, flags["ep"], width))
+            assert sent == sum(size for _, size in messages.values()), flags
     for index, flags in enumerate(HELD):
         predicted = cost.held(TrainConfig(**flags).model_config, 2, flags["ep"], flags["zero"], flags["dtype"])
         for key, size in predicted.items():
@@ -127,13 +119,13 @@ def test_what_a_rank_holds(counted):
             assert found == pytest.approx(size, rel=1e-3), (flags, key)  # padding
 
 
-def test_how_many_nodes_a_token_visits():
-    """All choices of 2 of 6 experts, which are on 3 nodes in pairs; one third of these are a token's own."""
-    choices = list(itertools.combinations(range(6), 2))
-    visited = [{expert // 2 for expert in chosen} for chosen in choices]
-    assert cost.fan_out(3, 6, 2) == pytest.approx(sum(map(len, visited)) / len(choices))
-    model = TrainConfig(**SMALL | {"experts": 6}).model_config
-    assert cost.copies(model, 3, True) == pytest.approx(sum(len(each - {0}) for each in visited) / len(choices))
-    assert cost.copies(model, 3, False) == pytest.approx(
-        sum(e > 1 for chosen in choices for e in chosen) / len(choices)
-    )
+def norms(cases: list[tuple]) -> list[float]:
+    mesh = build_mesh(Degrees(dp=NODES * RANKS), torch.device("cpu"))
+    return [nodes.step(mesh, case).function()[1] for case in cases]
+
+
+def test_a_token_sent_once_to_each_node_is_the_same_layer():
+    """As with a copy per expert, whose cases come first."""
+    cases = sorted(nodes.CASES.values(), key=lambda case: case[1])
+    for found in run_ranks(NODES * RANKS, norms, cases):
+        assert found[1::2] == pytest.approx(found[::2], rel=2e-7)  # in float32

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,16 +135,12 @@ def test_the_auxiliary_loss_of_mixtral():
 def test_what_transformers_cannot_express_is_refused_in_one_line(tmp_path, capsys):
     mixtral, glm = FAMILIES.values()
     for number, (flags, words) in enumerate(
-        [
-            (f"{mixtral} --shared-experts 1", "an export to * is another model: its shared_experts is 0, that"),
-            (f"{mixtral} --dense-layers 1", "an export to * is another model: its ffn is 40, that"),
-            (mixtral, "was trained with --balance bias, which transformers' mixtral cannot express"),
-        ]
+        [(f"{mixtral} --shared-experts 1", "another model: its shared_experts"), (mixtral, "--balance bias")]
     ):
         with pytest.raises(AssertionError):
-            exported(tmp_path / str(number), configure(7, f"{BASE} {flags}"), biased="transformers'" in words)
+            exported(tmp_path / str(number), configure(7, f"{BASE} {flags}"), biased=flags == mixtral)
         error = capsys.readouterr().err.splitlines()[-1]
-        assert fnmatch(error, f"error: *{words}*"), error
+        assert error.startswith("error: ") and words in error, error
     exported(tmp_path / "out", configure(7, f"{BASE} {glm}"))
     for flags in ("--top-k 2", "--node-limit 3", "--dense-layers 2", "--gate softmax"):
         with pytest.raises(UsageError, match="^--init-from .* is another model: "):
