@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 
 import tests.mutants.patches  # noqa: F401  once in the fork server, instead of in every rank
-from common.collectives import Call
 from tests.harness.asynchrony import Seen, asynchrony
 from tests.harness.communicators import play_strictly
 from tests.harness.ranks import run_ranks
@@ -66,10 +65,7 @@ PLANTED = {  # mutant: layout, what says so
     "weights of the previous region waited for": ((2, 3, "--zero 1 --recompute full"), "differences: {'loss': nan"),
     "output freed while it is sent": ((2, 5, f"{PP} --schedule 1f1b"), "exchange of pp_forward: memory was freed"),
     "partial sum changed while it is sent": ((2, 4, f"{TP} --tp-mode chunked"), "exchange of tp: a tensor was changed"),
-    "launches in the order of completion": (
-        (8, 4, f"{HYBRID} --tp 2 --zero 2"),
-        "ranks wait for each other forever",
-    ),
+    "launches in the order of completion": ((8, 4, f"{HYBRID} --tp 2 --zero 2"), "ranks wait for each other forever"),
     "receive buffer overwritten while it is read": ((4, 6, f"{CP} --cp-split zigzag"), "differences: {'loss': nan"),
     "sums changed while they travel": ((4, 6, f"{CP} --cp-split zigzag"), "exchange of cp: a tensor was changed"),
     "tokens used before they arrive": ((2, 7, f"{EP} --ep 2 --zero 3"), "differences: {'loss': nan"),
@@ -132,26 +128,9 @@ def test_every_mutant_is_tried():
     assert PLANTED.keys() == MUTANTS.keys()
 
 
-def test_the_strict_player_on_two_ranks():
-    def message(op: str, peer: int) -> Call:
-        return Call(op, "pp", 2, "float64", 8, 0, "forward", peer)
-
-    total, members = [Call("all_reduce", "tp", 2, "float64", 8, 64, "forward")], [{"pp": (0, 1), "tp": (0, 1)}] * 2
-    first, second = ([message("send", peer), message("receive", peer)] for peer in (1, 0))
-    play_strictly([[first, total], [second, total]], members)  # both ways at once
-    play_strictly([[first[:1], total, first[1:]], [second[1:], total, second[:1]]], members)
-    line = "^ranks wait for each other forever: rank 0 at send of 8 in pp to rank 1; rank 1 at "
-    for other, where in (
-        ([second[:1], second[1:], total], "send of 8 in pp to rank 0"),
-        ([total, second], "all_reduce of 8 in tp"),
-    ):
-        with pytest.raises(AssertionError, match=f"{line}{where}$"):
-            play_strictly([[first[:1], first[1:], total], other], members)
-
-
 def test_the_strict_player_notices_exchanged_operations(outcomes):
     """Not all of them: two neighbours may well be independent, or alike."""
-    draw, tried, noticed = random.Random(0), 0, 0
+    draw, noticed = random.Random(0), []
     for layout in WIDE:
         seen = outcomes[layout, None].seen
         for _ in range(30):
@@ -159,9 +138,9 @@ def test_the_strict_player_notices_exchanged_operations(outcomes):
             mine = draw.choice(orders)
             place = draw.randrange(len(mine) - 1)
             mine[place : place + 2] = reversed(mine[place : place + 2])
-            tried += 1
             try:
                 play_strictly(orders, [each.members for each in seen])
+                noticed.append(False)
             except AssertionError:
-                noticed += 1
-    assert noticed > 0.4 * tried, f"{noticed} of {tried}"
+                noticed.append(True)
+    assert sum(noticed) > 0.4 * len(noticed)

@@ -32,80 +32,29 @@ CASES = CASES[:4] + CASES[-1:]  # in the other modes, the split only says who ha
 CASES += ["--cp 2 --dp 2 --micro-batch 1 --kv-heads 4 --zero 1 --steps 2", "--cp 2 --dp 2 --micro-batch 1 --kv-heads 4"]
 
 
-def exchanges(rank: int, ranks: int, split: str, elements: int, width: int, wide: int) -> tuple[list, list]:
-    """The messages of a ring layer, forward and backward: (op, elements, bytes, index of the peer).
-
-    Two tensors at a time: keys and values, `width` bytes an element, or the sums of their gradients, `wide` bytes.
-    """
-
-    def travel(source: int, hop: int) -> bool:
-        """Whether K/V of `source` go on from the rank that has them in this hop. Not if all later ranks are earlier in
-        the sequence."""
-        return hop < ranks - 1 and (split != "contiguous" or source + hop < ranks - 1)
-
-    def messages(op: str, peer: int, width: int) -> list[tuple]:
-        return 2 * [(op, elements, elements * width * (op == "send"), peer % ranks)]
-
-    forward, backward = [], []
-    for hop in range(ranks):
-        source, coming = (rank - hop) % ranks, (rank - hop - 1) % ranks
-        arrives = travel(coming, hop)
-        goes_on, is_here = travel(source, hop), hop == 0 or travel(source, hop - 1)
-        keys = messages("send", rank + 1, width) * goes_on + messages("receive", rank - 1, width) * arrives
-        home = hop > 0 and travel(rank, hop - 1) and not travel(rank, hop)  # this rank's own sums come back
-        sums = messages("send", rank + 1 if goes_on else source, wide) * (is_here and (goes_on or source != rank))
-        sums += messages("receive", rank - 1, wide) * arrives + messages("receive", rank + hop, wide) * home
-        forward += keys
-        backward += keys + sums
-    return forward, backward
+def messages_of_a_layer(mode: str, split: str, cp: int) -> dict[str, Counter]:
+    """How many tensors all `cp` ranks together send, by phase and operation."""
+    forward, again, sums = cost.ring_sends(split, cp).values()
+    gather, scatter, exchange = {"all_gather": 2 * cp}, {"reduce_scatter": 2 * cp}, {"all_to_all": 4 * cp}
+    return {
+        "ring": {"forward": Counter(send=forward), "backward": Counter(send=again + sums)},
+        "allgather": {"forward": Counter(gather), "backward": Counter(gather | scatter)},
+        "ulysses": {"forward": Counter(exchange), "backward": Counter(exchange)},
+    }[mode]
 
 
-def layer_calls(config: TrainConfig, rank: int) -> tuple[list[tuple], list[tuple]]:
-    """(op, elements, bytes, peer) of all that one micro-batch issues in a layer, in its forward and its backward."""
-    cp, kv_heads, width = config.cp, config.model_config.kv_heads, config.torch_dtype.itemsize
-    head = config.micro_batch * TOKENS // cp * WIDTH  # elements of a head: K/V travel as they are, not repeated
-    if config.cp_mode == "ring":
-        return exchanges(rank, cp, config.cp_split, kv_heads * head, width, 4)
-    if config.cp_mode == "allgather":
-        elements = kv_heads * head
-        gather = 2 * [("all_gather", elements, (cp - 1) * elements * width, None)]
-        return gather, gather + 2 * [("reduce_scatter", cp * elements, (cp - 1) * elements * 4, None)]
-
-    def all_to_all(heads: int) -> list[tuple]:
-        return [("all_to_all", heads * head, heads * head * width * (cp - 1) // cp, None)]
-
-    queries, keys = all_to_all(HEADS), all_to_all(max(kv_heads, cp))  # a head for each rank
-    return queries + 2 * keys + queries, queries + 2 * keys + queries
-
-
-def pairs_of_rank(config: TrainConfig, rank: int) -> int:
-    """(Query, key) pairs of a sequence that a rank computes, summed over heads."""
-    cp, part = config.cp, TOKENS // config.cp
-    everything = TOKENS * (TOKENS + 1) // 2
-    if config.cp_mode == "ulysses" or config.cp_split == "zigzag":
-        return HEADS * everything // cp
-    if config.cp_split == "contiguous":
-        return HEADS * (rank * part**2 + part * (part + 1) // 2)
-    return HEADS * (cp * part * (part - 1) // 2 + (rank + 1) * part)  # the diagonal with itself and ranks before it
-
-
-def expected(config: TrainConfig, cp_rank: int, held: int) -> dict:
-    """What a rank that updates `held` elements does in the whole run."""
-    forward, backward = layer_calls(config, cp_rank)
-    again = 1 if config.recompute == "none" else 2  # the attention is computed again, and communicates again
-    micro_batch = [("forward", "cp", *call) for call in LAYERS * forward]
-    micro_batch += [("backward", "cp", *call) for call in LAYERS * ((again - 1) * forward + backward)]
-    step, replicas, width = config.accumulation_steps * micro_batch, config.cp * config.dp, 4
+def update(config: TrainConfig, held: int) -> list[tuple]:
+    """(phase, group, op, elements, bytes) of the rest of a step, on a rank that updates `held` elements."""
+    replicas, width = config.cp * config.dp, 4
     if config.zero:
         sent = (replicas - 1) * held * width
-        step = [("forward", "shard", "all_gather", held, sent, None), *step]
-        step += [("backward", "shard", "reduce_scatter", replicas * held, sent, None)]
+        found = [("forward", "shard", "all_gather", held, sent)]
+        found += [("backward", "shard", "reduce_scatter", replicas * held, sent)]
     else:  # over all ranks that see other tokens, also where --dp is 1
-        step += [("backward", "replica", "all_reduce", held, 2 * (held * width * (replicas - 1) // replicas), None)]
+        found = [("backward", "replica", "all_reduce", held, 2 * (held * width * (replicas - 1) // replicas))]
     for group in "world", "dp_cp":  # the norm; the loss
-        step += [("optimizer", group, "all_reduce", 1, 2 * (8 * (replicas - 1) // replicas), None)]
-    pairs = config.steps * LAYERS * config.accumulation_steps * config.micro_batch * pairs_of_rank(config, cp_rank)
-    return {"log": config.steps * step, "forward": again * pairs, "backward": pairs}
+        found += [("optimizer", group, "all_reduce", 1, 2 * (8 * (replicas - 1) // replicas))]
+    return found
 
 
 @contextmanager
@@ -127,8 +76,8 @@ def counted_blocks() -> Iterator[Counter]:
         yield counts
 
 
-def ranks_train(flags: list[str]) -> list[tuple]:
-    """Of each case: what was expected of this rank, what it did, and what its sockets have sent."""
+def ranks_train(flags: list[str]) -> list[dict]:
+    """Of each case: what this rank did, and what its sockets have sent."""
     found = []
     for case in flags:
         config = configure(6, f"{SHAPE} {case}")
@@ -137,45 +86,43 @@ def ranks_train(flags: list[str]) -> list[tuple]:
         with counted_blocks() as counts, collectives.record() as calls:
             held = sum(tensor.numel() for tensor in step06.train(config, mesh))
         sockets = None if before is None else sent_so_far(mesh) - before
-        log = []
-        for call in calls:
-            peer = None if call.peer is None else mesh.cp.ranks.index(call.peer)
-            log.append((call.phase, call.group, call.op, call.elements, call.bytes, peer))
-        found.append((expected(config, mesh.cp.rank, held), counts | {"log": log}, sockets))
+        log = [(call.phase, call.group, call.op, call.elements, call.bytes) for call in calls]
+        found.append({**counts, "held": held, "cp": mesh.cp.rank, "log": log, "sockets": sockets})
     return found
 
 
-def check_train(ranks: list[list], flags: list[str]) -> None:
-    for rank, cases_of_rank in enumerate(ranks):
-        for case, (should, did, sockets) in zip(flags, cases_of_rank, strict=True):
-            for name, value in should.items():
-                assert did[name] == value, f"rank {rank}, {case}: {name}"
-            sent = sum(call[4] for call in should["log"])
-            assert sockets in (None, pytest.approx(sent, rel=0.02)), f"rank {rank}, {case}"
+def check_train(ranks: list[list[dict]], flags: list[str]) -> None:
+    """Messages and bytes of each phase are those of the formulas, and so are the pairs that each rank computes."""
+    for case, seen in zip(flags, zip(*ranks, strict=True), strict=True):
+        config = configure(6, f"{SHAPE} {case}", len(ranks))
+        mode, split, cp, model = config.cp_mode, config.cp_split, config.cp, config.model_config
+        times, tokens = config.steps * config.accumulation_steps * LAYERS, config.micro_batch * TOKENS
+        kv_heads = max(model.kv_heads, cp) if mode == "ulysses" else model.kv_heads  # a head for each rank
+        widths = HEADS * WIDTH, kv_heads * WIDTH, config.torch_dtype.itemsize, 4
+        size, number = cost.layer_bytes(mode, split, cp, tokens, *widths), messages_of_a_layer(mode, split, cp)
+        if config.recompute != "none":  # the attention is computed again, and communicates again
+            size["backward"] += size["forward"]
+            number["backward"] += number["forward"]
+        for phase in size:
+            calls = [call for rank in seen for call in rank["log"] if call[:2] == (phase, "cp")]
+            assert sum(call[4] for call in calls) == times * len(ranks) * size[phase], f"{case}: bytes, {phase}"
+            found = Counter(call[2] for call in calls)
+            assert found.pop("receive", 0) == found["send"], f"{case}: receives, {phase}"
+            all_layers = {op: times * config.dp * each for op, each in number[phase].items()}
+            assert +found == all_layers, f"{case}: number of messages, {phase}"
+        for rank, did in enumerate(seen):
+            rest = [call for call in did["log"] if call[1] != "cp"]
+            assert rest == config.steps * update(config, did["held"]), f"rank {rank}, {case}: the update"
+            every, rows = TOKENS * (TOKENS + 1) // 2, cost.all_pairs(split, TOKENS, cp)
+            pairs = times * config.micro_batch * HEADS * (every // cp if mode == "ulysses" else sum(rows[did["cp"]]))
+            assert did["backward"] == pairs, f"rank {rank}, {case}: pairs"
+            assert did["forward"] == (1 if config.recompute == "none" else 2) * pairs, f"rank {rank}, {case}: pairs"
+            sent = sum(call[4] for call in did["log"])
+            assert did["sockets"] in (None, pytest.approx(sent, rel=0.02)), f"rank {rank}, {case}: sockets"
 
 
 def test_train_issues_and_computes_what_its_layers_need():
-    """Every call of every phase, in order, with its size and peer; the same on the sockets; pairs of attention."""
     check_train(run_ranks(4, ranks_train, CASES), CASES)
-
-
-def test_predictions_are_what_was_counted():
-    """Bytes, messages and pairs of the formulas are those of `layer_calls`, which train() was held to above."""
-    for mode, split, cp in itertools.product(CP_MODES, CP_SPLITS, (2, 4)):
-        for dtype, width in (("float32", 4), ("bfloat16", 2)):
-            flags = f"--kv-heads 4 --micro-batch 2 --cp {cp} --cp-mode {mode} --cp-split {split} --dtype {dtype}"
-            config = configure(6, f"{SHAPE} {flags}", cp)
-            forward, backward = zip(*(layer_calls(config, rank) for rank in range(cp)), strict=True)
-            found = {"forward": forward, "backward": backward}
-            found = {phase: sum(call[2] for calls in ranks for call in calls) / cp for phase, ranks in found.items()}
-            widths = HEADS * WIDTH, 4 * WIDTH, width, 4
-            assert cost.layer_bytes(mode, split, cp, 2 * TOKENS, *widths) == found, flags
-        if mode == "ring":
-            sends = [sum(call[0] == "send" for calls in ranks for call in calls) for ranks in (forward, backward)]
-            keys, again, sums = cost.ring_sends(split, cp).values()
-            assert [keys, again + sums] == sends and keys == again, flags
-            pairs = cost.all_pairs(split, TOKENS, cp)
-            assert [HEADS * sum(hops) for hops in pairs] == [pairs_of_rank(config, rank) for rank in range(cp)], flags
 
 
 # ---- what happens while it waits -------------------------------------------------------------------------------------

@@ -64,29 +64,21 @@ def written_out(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[int], int]:
     Every expert works on every token, and its output is multiplied by a gate, which is usually 0.
     """
     config, shape, experts = moe.router.config, moe.router.shape, moe.experts
-    output, loads, drops, losses = [], [0] * shape.experts, 0, []
-    for sequence in x:
-        logits = sequence @ moe.router.weight.T
-        scores = logits.softmax(-1) if shape.gate == "softmax" else 1 / (1 + (-logits).exp())
-        taken = [0] * shape.experts
-        for token, row in zip(sequence, scores):
-            chosen = choice_of(row.tolist(), moe.router.bias.tolist(), config)
-            total = sum(row[index] for index in chosen) if shape.normalize_gates else 1
-            y = moe.shared(token[None])[0] if moe.shared else torch.zeros_like(token)
-            for index in range(shape.experts):
-                hidden = F.silu(experts.gate_proj[index] @ token) * (experts.up_proj[index] @ token)
-                gate = row[index] / total * shape.gate_scale if index in chosen else 0
-                if index in chosen:
-                    taken[index] += 1
-                    limit = math.ceil(config.capacity_factor * shape.top_k * len(sequence) / shape.experts)
-                    if config.capacity_factor and taken[index] > limit:
-                        gate, drops = 0, drops + 1
-                y = y + gate * (experts.down_proj[index] @ hidden)
-            output.append(y)
-        loads = [load + more for load, more in zip(loads, taken, strict=True)]
-        probabilities = (scores / scores.sum(-1, keepdim=True)).mean(0)
-        equal = shape.top_k * len(sequence) / shape.experts
-        balance = sum(count / equal * p for count, p in zip(taken, probabilities, strict=True))
-        losses.append(config.aux_coef * balance if config.balance == "aux" else 0 * balance)
-        losses.append(config.z_coef * logits.exp().sum(-1).log().square().mean())
-    return torch.stack(output).view_as(x), sum(losses) / config.global_batch, loads, drops
+    logits = x @ moe.router.weight.T  # (batch, seq, experts), as all that follows
+    scores = logits.softmax(-1) if shape.gate == "softmax" else 1 / (1 + (-logits).exp())
+    chosen = torch.zeros_like(scores)
+    for row, marks in zip(scores.flatten(0, 1).tolist(), chosen.flatten(0, 1)):
+        marks[choice_of(row, moe.router.bias.tolist(), config)] = 1
+    gates = scores * chosen
+    gates = gates / (gates.sum(-1, keepdim=True) if shape.normalize_gates else 1) * shape.gate_scale
+    equal = shape.top_k * x.shape[1] / shape.experts
+    limit = math.ceil(config.capacity_factor * equal) if config.capacity_factor else math.inf
+    dropped = chosen * (chosen.cumsum(1) > limit)
+    hidden = F.silu(torch.einsum("bsh,efh->bsef", x, experts.gate_proj))
+    hidden = hidden * torch.einsum("bsh,efh->bsef", x, experts.up_proj)
+    output = torch.einsum("bse,ehf,bsef->bsh", gates * (1 - dropped), experts.down_proj, hidden)
+    probabilities = (scores / scores.sum(-1, keepdim=True)).mean(1)
+    balance = (chosen.sum(1) / equal * probabilities).sum() * (config.aux_coef if config.balance == "aux" else 0)
+    z = config.z_coef * logits.exp().sum(-1).log().square().mean(1).sum()
+    output = output + (moe.shared(x) if moe.shared else 0)
+    return output, (balance + z) / config.global_batch, chosen.sum((0, 1)).int().tolist(), int(dropped.sum())

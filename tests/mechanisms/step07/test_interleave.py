@@ -1,6 +1,5 @@
 """A forward and a backward that take turns: who runs when, and what DualPipe's pairs make of it."""
 
-import threading
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from common import collectives
-from common.start import environment
 from common.tracing.chrome_trace import read_trace
 from common.tracing.tracer import Tracer
 from step05_pipeline.schedules.actions import Action
@@ -18,7 +16,7 @@ from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.simulator import runs_as_one
 from step05_pipeline.schedules.validator import check_programs
 from step07_expert_parallel import interleave
-from tests.harness.ranks import RankFailure, run_ranks, steps_of
+from tests.harness.ranks import run_ranks, steps_of
 from tests.parity.runs import SMALL, train_here
 
 
@@ -100,22 +98,3 @@ def test_a_rank_computes_one_thing_at_a_time(tmp_path):
     assert len(actions) > 2 * micro_batches * layers, "actions of a pair have several spans"
     times = sorted((each["ts"], each["ts"] + each["dur"]) for each in actions)
     assert all(start >= end for (_, end), (start, _) in pairwise(times))
-
-
-def fail_in_the_second_task() -> None:
-    """Rank 1's second backward of a pair fails when it starts."""
-    backward, calls = interleave.InterleavedPipeline._backward, []
-
-    def fail(self, *args):
-        calls.append(threading.current_thread().name)
-        if environment().rank == 1 and calls.count("second task_0") == 2:
-            raise MemoryError("out of memory")
-        backward(self, *args)
-
-    with mock.patch.object(interleave.InterleavedPipeline, "_backward", fail):
-        train_here(7, f"{DELAYED} --timeout 20")
-
-
-def test_an_error_of_the_second_task_is_that_of_the_run():
-    with pytest.raises(RankFailure, match="MemoryError: out of memory"):
-        run_ranks(2, fail_in_the_second_task)
