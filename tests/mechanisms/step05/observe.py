@@ -44,7 +44,7 @@ class Observation:
     in_flight, stores: peaks of the number of graphs whose tensors autograd still keeps, and of stores with a tensor.
     claimed: `peak_in_flight` of the pipeline.
     communicators: by group, the name of what torch made for the messages between stages.
-    unfreed: (micro-batch, chunk) whose output had memory when its backward began.
+    outputs: peak of the number of outputs that were sent in a direction, and not freed when the next one was.
     """
 
     actions: list[tuple[str, int, int]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Observation:
     in_flight: int = 0
     stores: int = 0
     claimed: int = 0
-    unfreed: list[tuple[int, int]] = field(default_factory=list)
+    outputs: int = 0
     left: int = 0  # bytes of everything sent, and of everything deferred, that were not free when all actions were done
     weights: tuple[int, int] = (0, 0)  # bytes behind the parameters: when all actions were done, when the step was
     on_wire: int | None = None  # bytes that the actions and messages of the step sent, as the kernel counts
@@ -85,7 +85,7 @@ class Watch:
         self.seen, self.first_call = Observation(), len(self.calls)
         self.kept = defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
         self.stores, self.keys = [], {}  # weak references to the tensors of each store; which backward filled it
-        self.sent = []  # storages
+        self.sent = defaultdict(list)  # storages, by group
 
     def mark(self) -> Mark:
         self.marks += 1
@@ -117,14 +117,12 @@ class Watch:
         return forward
 
     def end_forward(self, chunk: int, output: torch.Tensor) -> None:
-        key, output_of = self.key(chunk), weakref.ref(output)
-        output.register_hook(lambda _: self.begin_backward(key, output_of()))
+        key = self.key(chunk)
+        output.register_hook(lambda _: self.begin_backward(key))
 
-    def begin_backward(self, key: tuple[int, int], output: torch.Tensor | None) -> None:
+    def begin_backward(self, key: tuple[int, int]) -> None:
         self.seen.actions.append(("I" if self.splitting else "B", *key))
         self.backward = key
-        if output is not None and output.untyped_storage().nbytes():  # logits live in the graph only
-            self.seen.unfreed.append(key)
 
     @contextmanager
     def defer(self, real, weights):
@@ -154,9 +152,11 @@ class Watch:
             yield
             self.inside = False
 
-    def send(self, real, tensor, *rest, **named):
-        self.sent.append(tensor.untyped_storage())
-        return real(tensor, *rest, **named)
+    def send(self, real, tensor, peer, group, **named):
+        sent = self.sent[group.name]
+        self.seen.outputs = max(self.seen.outputs, sum(each.nbytes() > 0 for each in sent))
+        sent.append(tensor.untyped_storage())
+        return real(tensor, peer, group, **named)
 
     def run(self, real, pipeline: Pipeline, *rest):
         if pipeline is not self.watched:
@@ -166,7 +166,8 @@ class Watch:
         before = sent_so_far(self.mesh)
         loss = real(pipeline, *rest)
         self.seen.on_wire = None if before is None else sent_so_far(self.mesh) - before
-        self.seen.left = sum(each.nbytes() for each in self.sent) + sum(map(_living_bytes, self.stores))
+        sent = sum(each.nbytes() for several in self.sent.values() for each in several)
+        self.seen.left = sent + sum(map(_living_bytes, self.stores))
         self.seen.claimed = pipeline.step.peak_in_flight
         groups = {f"pp_{each}": pipeline._group(each) for each in ("forward", "backward")}
         self.seen.communicators = {name: group.handle.group_name for name, group in groups.items()}

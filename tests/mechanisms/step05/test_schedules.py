@@ -121,6 +121,7 @@ def test_charts_of_the_playbook():
     assert makespans == {"naive": 96, "afab": 33, "1f1b": 33, "zb-h1": 27}
     interleaved = run("interleaved", 4, 8, HALF, chunks=2)
     assert (interleaved.makespan, interleaved.ideal, interleaved.bubble) == (28.5, 24, 4.5)
+    assert (interleaved.bubble_ratio, interleaved.efficiency) == (4.5 / 24, 24 / 28.5)
     assert run("breadth-first", 4, 8, HALF, chunks=2).makespan == 28.5
     assert run("llama3", 4, 10, HALF, chunks=2, consecutive=5).makespan == 34.5  # figure 6: 8 stages
     assert run("1f1b", 2, 8, Costs(stages=(1, 1.5))).makespan == 1 + 8 * 4.5 + 2  # the slow rank never pauses
