@@ -41,10 +41,9 @@ WITH_DP = [f"--pp 2 --dp 2 --layers {LAYERS} --schedule {flags}" for flags in WI
 
 @functools.cache
 def plan(flags: str, rank: int) -> tuple:
-    """(configuration, schedule, pipeline rank, coordinates) of a rank."""
+    """(configuration, schedule, pipeline rank) of a rank."""
     config = prepare(flags, WORLD)
-    mine = coordinates(rank, Degrees.of(config))
-    return config, schedule_of(config), mine["pp"], mine
+    return config, schedule_of(config), coordinates(rank, Degrees.of(config))["pp"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,8 @@ def observed() -> dict[str, list[Observation]]:
 def check_order(ranks: list[Observation], flags: str) -> None:
     """Of what modules and autograd do; and the trace has a phase for every action, a gather before, an update after."""
     for rank, seen in enumerate(ranks):
-        actions = plan(flags, rank)[1].actions[plan(flags, rank)[2]]
+        _, schedule, pp = plan(flags, rank)
+        actions = schedule.actions[pp]
         expected = [(action.kind, action.micro_batch, action.chunk) for action in actions]
         assert seen.actions == expected, f"{flags}, rank {rank}: order"
         phases = [(PHASES[action.kind], str(action)) for action in actions]
@@ -67,7 +67,7 @@ def check_order(ranks: list[Observation], flags: str) -> None:
 
 def check_memory(ranks: list[Observation], flags: str) -> None:
     for rank, seen in enumerate(ranks):
-        _, schedule, pp, _ = plan(flags, rank)
+        _, schedule, pp = plan(flags, rank)
         simulated, case = simulate(schedule), f"{flags}, rank {rank}"
         assert seen.in_flight == simulated.in_flight[pp], f"{case}: graphs alive"
         assert seen.claimed == simulated.in_flight[pp], f"{case}: what the pipeline says of itself"
@@ -92,14 +92,12 @@ def test_the_trace_tells_the_bubble_from_communication(tmp_path):
 
 
 def check_messages(ranks: list[Observation], flags: str) -> None:
-    config, schedule, _, _ = plan(flags, 0)
-    elements = config.micro_batch * config.seq_len * config.model_config.hidden
-    elements //= config.tp if config.sequence_parallel else 1
+    config, schedule, _ = plan(flags, 0)
     placed = schedule.chunks(0), PLACEMENTS.get(schedule.name, "looped")
     both_ways = cost.number_of_messages(config.pp, schedule.micro_batches, *placed) * WORLD // config.pp
-    shape = config.micro_batch, config.seq_len, config.model_config.hidden, 4
-    assert cost.message_bytes(*shape, config.tp if config.sequence_parallel else 1) == 4 * elements
-    for seen in ranks if 4 * elements > 2**14 else ():  # or headers would count
+    parts = config.tp if config.sequence_parallel else 1
+    size = cost.message_bytes(config.micro_batch, config.seq_len, config.model_config.hidden, 4, parts)
+    for seen in ranks if size > 2**14 else ():  # or headers would count
         logged = sum(call.bytes for call in seen.calls if call.op == "send")
         assert seen.on_wire in (None, pytest.approx(logged, rel=0.02)), f"{flags}: on the wire"
     for direction, kinds in (("pp_forward", "F"), ("pp_backward", "BI")):
@@ -107,7 +105,7 @@ def check_messages(ranks: list[Observation], flags: str) -> None:
         received = [(rank, call) for rank, seen in enumerate(ranks) for call in seen.of("receive", direction)]
         assert 2 * len(sent) == 2 * len(received) == both_ways, f"{flags}: {direction} has {len(sent)} messages"
         for call in sent:
-            assert (call.elements, call.bytes) == (elements, 4 * elements), flags
+            assert 4 * call.elements == call.bytes == size, flags
         for rank, call in received:  # waited for right before the action that needs it
             kind, _, _ = ranks[rank].actions[call.wait_start.actions]
             assert kind in kinds, f"{flags}: {kind} waits for {direction}"
@@ -118,7 +116,7 @@ def check_program(ranks: list[Observation], flags: str) -> None:
     """Sends and receives are issued where `place_messages` has put them; nobody waits for a send before the next."""
     early = 0
     for rank, seen in enumerate(ranks):
-        _, schedule, pp, _ = plan(flags, rank)
+        _, schedule, pp = plan(flags, rank)
         expected, actions = {"pp_forward": [], "pp_backward": []}, 0
         for item in place_messages(schedule)[pp]:
             if isinstance(item, Action):
@@ -129,10 +127,11 @@ def check_program(ranks: list[Observation], flags: str) -> None:
             calls = [call for call in seen.calls if call.group == group and call.peer is not None]
             found = [(call.op, call.issue.actions) for call in calls]
             assert found == program, f"{flags}, rank {rank}: order of messages"
-            later = [(call.op, call.wait_start.actions > call.issue.actions) for call in calls]
-            early += later.count(("receive", True))
-            at_once = [each for each in later if each[0] == "send"][:-1].count(("send", False))
-            assert not at_once, f"{flags}: waits for its sends"
+            later = {"send": [], "receive": []}
+            for call in calls:
+                later[call.op].append(call.wait_start.actions > call.issue.actions)
+            early += sum(later["receive"])
+            assert all(later["send"][:-1]), f"{flags}: waits for its sends"
     if schedule.name != "naive" and schedule.micro_batches > 2:  # or a receiver has nothing to do meanwhile
         assert early > 0, f"{flags}: no message travels while its receiver works"
 
@@ -177,7 +176,7 @@ def test_neither_direction_waits_for_the_other(observed, name):
 
 def sizes_of(flags: str, rank: int) -> list[int]:
     """Parameters of each of the rank's chunks; all are even, so there is nothing to pad on two shards."""
-    config, schedule, pp, _ = plan(flags, rank)
+    config, schedule, pp = plan(flags, rank)
     ranges = split_layers(config.model_config, schedule.stages, config.seq_len)
     numbers = [schedule.stage_of(pp, chunk)[1] for chunk in range(schedule.chunks(pp))]
     return [cost.stage_parameters(config.model_config, *ranges[number]) for number in numbers]
@@ -186,7 +185,7 @@ def sizes_of(flags: str, rank: int) -> list[int]:
 def check_reductions(ranks: list[Observation], flags: str) -> None:
     """Each stage's, right after its last backward (or W), whatever the rank does next; or after each micro-batch."""
     for rank, seen in enumerate(ranks):
-        config, _, _, _ = plan(flags, rank)
+        config, _, _ = plan(flags, rank)
         each = config.zero >= 2 and config.zero_reduce == "micro-batch"
         expected, found = {}, Counter()
         for chunk, size in enumerate(sizes_of(flags, rank)):

@@ -2,13 +2,17 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.config import CP_SPLITS
+from step06_context_parallel import cost
 from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
+from step06_context_parallel.context_parallel import take_part
 from step06_context_parallel.layouts import Documents, Layout
+from tests.harness.observing import configure
 
 SEQ, NAMES = 48, ("out", "dq", "dk", "dv")
 DRAW = random.Random(0)
@@ -92,14 +96,29 @@ def test_blocks_are_the_whole_attention(device, dtype):
 
 
 def test_no_pair_is_computed_in_vain_and_no_key_travels_too_far():
+    """Between two ranks there is one block at most, where no documents are masked: the formula has its pairs."""
     for split, ranks, causal, documents in itertools.product(CP_SPLITS, (1, 2, 3, 4, 6), (True, False), DOCUMENTS):
-        layout, samples = Layout(split, SEQ, ranks, documents, causal), len(documents or "1")
+        layout = Layout(split, SEQ, ranks, documents, causal)
         held, needed = [layout.positions(rank) for rank in range(ranks)], torch.zeros(ranks, ranks)
-        visible = visible_pairs(samples, causal, documents)[:, 0]
+        visible = visible_pairs(len(documents or "1"), causal, documents)[:, 0]
         for rank, source in itertools.product(range(ranks), repeat=2):
-            expected = visible[:, held[rank]][:, :, held[source]].sum()
-            blocks = layout.plan(rank).blocks[source]
-            assert sum(block.pairs for block in blocks) == expected and all(block.pairs > 0 for block in blocks), layout
-            needed[source, (rank - source) % ranks] = expected
+            expected, hop = visible[:, held[rank]][:, :, held[source]].sum().item(), (rank - source) % ranks
+            pairs = [block.pairs for block in layout.plan(rank).blocks[source]]
+            assert sum(pairs) == expected and all(pairs), layout
+            assert documents or len(pairs) == (expected > 0), layout
+            assert documents or not causal or cost.hop_pairs(split, rank, hop, SEQ, ranks) == expected, layout
+            needed[source, hop] = expected
         furthest = tuple(int(hops.nonzero()[-1]) for hops in needed)
         assert all(layout.plan(rank).reach == furthest for rank in range(ranks)), layout
+
+
+def test_documents_begin_after_the_end_of_another():
+    """The first one begins at 0. What ends with the sequence has no follower in it; two ends in a row are a document of
+    one token. All ranks know the documents of the whole sequence.
+    """
+    tokens = torch.tensor([[5, 0, 0, 7, 8, 0, 9, 9, 1], [1, 2, 3, 4, 5, 6, 7, 0, 4], [0, 1, 2, 3, 4, 5, 6, 7, 0]])
+    config = configure(6, "--seq-len 8 --cp 2 --device cpu --mask-documents", 2)
+    for rank in range(2):
+        mesh = SimpleNamespace(cp=SimpleNamespace(size=2, rank=rank), device=torch.device("cpu"))
+        *_, documents = take_part(tokens[:, :-1], tokens[:, 1:], config, mesh, end=0)
+        assert documents == ((0, 2, 3, 6), (0,), (0, 1))

@@ -10,7 +10,6 @@ from common.measure.saved_tensors import SavedTensors
 from common.model import Decoder, rope_tables
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.cost import saved_activations, total_bytes
 from step06_context_parallel import cost
 from step06_context_parallel.context_parallel import apply_context_parallel
 from step06_context_parallel.experiments.memory import peaks
@@ -50,19 +49,13 @@ def ranks_saved() -> dict[tuple, int]:
 
 
 def test_activations_are_divided(measured):
-    """All that step 1 keeps, divided by the number of ranks, to the byte. Keys and values of other ranks are fetched
-    again in the backward. Ulysses keeps two permutations, of which one is that of all layers.
-    """
+    """Of a part of the tokens all that step 1 keeps, to the byte: keys and values of others are fetched again."""
     world, model = len(measured), configure(6, SHAPE, 1).model_config
     for found, _ in measured:
         for (mode, split, dtype), kept in found.items():
             whole = SEQ if mode == "ulysses" else 0
             predicted = cost.kept(model, BATCH, SEQ // world, dtype, whole)
             assert kept == predicted + 8 * whole, (mode, split, dtype)
-            if mode != "ulysses":
-                every = saved_activations(model, BATCH, SEQ, dtype)
-                layer = [each for each in every if each.name.startswith("layers.0.")]
-                assert kept == total_bytes(layer) // world, (mode, split, dtype)
 
 
 # ---- keys and values of other ranks ----------------------------------------------------------------------------------
