@@ -1,6 +1,4 @@
-"""What one rank does in a step of step 5's real train(), seen from outside: modules, the graph that autograd keeps, the
-operands of deferred weight gradients, and the collectives.
-"""
+"""What one rank does in a step of step 5's real train(), seen from outside."""
 
 import weakref
 from collections import defaultdict
@@ -27,7 +25,7 @@ BASE += " --global-batch 8 --micro-batch 1 --steps 2 --no-tie-embeddings --peak-
 
 
 class Mark(NamedTuple):
-    """A moment: how many actions have begun, its place among all moments, and whether the trace is within an action."""
+    """A moment: actions begun before it, its place among all moments, whether the trace is within an action."""
 
     actions: int
     number: int

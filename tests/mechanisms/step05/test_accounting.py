@@ -55,7 +55,7 @@ def observed() -> dict[str, list[Observation]]:
 
 
 def check_order(ranks: list[Observation], flags: str) -> None:
-    """Of what modules and autograd do; and the trace has a phase for every action, a gather before, an update after."""
+    """Of what modules and autograd do; and the trace has a phase for each."""
     for rank, seen in enumerate(ranks):
         _, schedule, pp = plan(flags, rank)
         actions = schedule.actions[pp]
@@ -113,7 +113,7 @@ def check_messages(ranks: list[Observation], flags: str) -> None:
 
 
 def check_program(ranks: list[Observation], flags: str) -> None:
-    """Sends and receives are issued where `place_messages` has put them; nobody waits for a send before the next."""
+    """Sends and receives are issued where they were placed; nobody waits for a send before the next."""
     early = 0
     for rank, seen in enumerate(ranks):
         _, schedule, pp = plan(flags, rank)
@@ -152,7 +152,7 @@ HIDDEN_MESSAGES = {
 
 
 def check_communicators(ranks: list[Observation], flags: str) -> None:
-    """On the communicators that torch really made for the groups, which run a rank's operations as they were issued."""
+    """On the communicators that torch really made for the groups."""
     schedule, programs = plan(flags, 0)[1], []
     costs = HIDDEN_MESSAGES[schedule.name]
     for seen in ranks:
@@ -183,7 +183,7 @@ def sizes_of(flags: str, rank: int) -> list[int]:
 
 
 def check_reductions(ranks: list[Observation], flags: str) -> None:
-    """Each stage's, right after its last backward (or W), whatever the rank does next; or after each micro-batch."""
+    """Each stage's, right after its last backward (or W); or after each micro-batch."""
     for rank, seen in enumerate(ranks):
         config, _, _ = plan(flags, rank)
         each = config.zero >= 2 and config.zero_reduce == "micro-batch"
@@ -199,7 +199,7 @@ def check_reductions(ranks: list[Observation], flags: str) -> None:
 
 
 def check_gathers(ranks: list[Observation], flags: str) -> None:
-    """All weights once a step, before it begins, whatever the number of micro-batches; stage 3 frees them after it."""
+    """All weights once a step, before it begins; stage 3 frees them after it."""
     for rank, seen in enumerate(ranks):
         zero, calls, size = plan(flags, rank)[0].zero, seen.of("all_gather", "shard"), sum(sizes_of(flags, rank))
         gathered = 2 * sum(call.elements for call in calls)
@@ -220,7 +220,7 @@ def test_reductions_and_gathers(observed, flags):
 
 @pytest.mark.parametrize("flags", WITH_TP + WITH_DP)
 def test_collectives_of_the_update(observed, flags):
-    """Sums of a tied matrix on both ends, and of everything else with two copies of the model; the norm; the loss."""
+    """Sums of a tied matrix, or of two copies of the model; the norm; the loss."""
     two, tied = "dualpipe" in flags, "--tie" in flags
     for rank, seen in enumerate(observed[flags]):
         config = plan(flags, rank)[0]

@@ -47,7 +47,7 @@ def test_broken_schedules_are_rejected(name, texts, message):
 
 
 def test_placements():
-    """Each rank has a stage; copies share whole ranks, or no group of ranks would hold all that it has to sum."""
+    """Each rank has a stage, and copies share whole ranks, which sum their gradients."""
     for placement in (((0, 5),), ((0, 0),), ((0, 1), (0,))):
         with pytest.raises(UsageError, match="does not name the rank of each stage, from 0 to 1"):
             check_schedule(replace(build_schedule("1f1b", 2, 2), placement=placement))
@@ -58,12 +58,9 @@ def test_placements():
 
 
 def test_a_different_but_possible_order_is_accepted():
-    """Ranks need not agree on more than data demands: one splits its backwards; one goes from back to front."""
+    """One rank splits its backwards; one goes from back to front."""
     check_schedule(changed(build_schedule("afab", 2, 2), r1="F0 F1 I0 I1 W1 W0"))
     check_schedule(changed(build_schedule("afab", 2, 2), r0="F1 F0 B1 B0", r1="F0 F1 B0 B1"))
-
-
-# ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def test_messages_in_the_order_of_need_would_deadlock():

@@ -1,4 +1,4 @@
-"""What context parallelism sends, when, and how much each rank computes: no loss curve shows any of this."""
+"""What context parallelism sends, when, and how much each rank computes."""
 
 import itertools
 from collections import Counter
@@ -16,8 +16,6 @@ from step06_context_parallel import attention_block, cost
 from step06_context_parallel.context_parallel import attention
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
-
-# ---- what train() issues and computes --------------------------------------------------------------------------------
 
 LAYERS, HEADS, WIDTH, TOKENS = 2, 8, 16, 256  # TOKENS: of a sequence
 SHAPE = f"--layers {LAYERS} --hidden {HEADS * WIDTH} --heads {HEADS} --ffn 64 --vocab 256 --seq-len {TOKENS}"
@@ -92,7 +90,7 @@ def ranks_train(flags: list[str]) -> list[dict]:
 
 
 def check_train(ranks: list[list[dict]], flags: list[str]) -> None:
-    """Messages and bytes of each phase are those of the formulas, and so are the pairs that each rank computes."""
+    """Messages, bytes and pairs are those of the formulas."""
     for case, seen in zip(flags, zip(*ranks, strict=True), strict=True):
         config = configure(6, f"{SHAPE} {case}", len(ranks))
         mode, split, cp, model = config.cp_mode, config.cp_split, config.cp, config.model_config
@@ -123,9 +121,6 @@ def check_train(ranks: list[list[dict]], flags: list[str]) -> None:
 
 def test_train_issues_and_computes_what_its_layers_need():
     check_train(run_ranks(4, ranks_train, CASES), CASES)
-
-
-# ---- what happens while it waits -------------------------------------------------------------------------------------
 
 
 def ranks_order() -> dict[str, tuple[list[tuple], list[tuple]]]:

@@ -1,4 +1,4 @@
-"""What a rank keeps for the backward, and how many keys and values of other ranks it holds at the same time."""
+"""What a rank keeps for the backward, and what it holds of other ranks."""
 
 import itertools
 
@@ -58,9 +58,6 @@ def test_activations_are_divided(measured):
             assert kept == predicted + 8 * whole, (mode, split, dtype)
 
 
-# ---- keys and values of other ranks ----------------------------------------------------------------------------------
-
-
 MODES = "ring", "allgather"
 
 
@@ -77,9 +74,7 @@ def peaks_of(mode: str, mesh: Mesh) -> dict[str, int]:
 
 
 def check_peak(ranks: list[dict]) -> None:
-    """The formulas, to the byte: what the fullest rank allocates beyond one rank alone with as many tokens. In the ring
-    it is the same for any number of ranks above two, of which an all-gather holds all keys, values and gradients.
-    """
+    """What the fullest rank allocates beyond one rank alone with as many tokens."""
     world, part, queries = len(ranks), 64 * 4 * 32, 64 * 8 * 32  # tokens, heads, width
     alone = peaks_of("ring", build_mesh(Degrees(), torch.device("cpu")))
     for mode in MODES:

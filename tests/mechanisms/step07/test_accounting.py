@@ -19,8 +19,6 @@ from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step07.layers import layer_of
 
-# ---- what train() issues and holds -----------------------------------------------------------------------------------
-
 WORLD, LAYERS, HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 4, 3, 128, 32, 8, 2, 64  # TOKENS: of a sequence
 WEIGHTS = 3 * EXPERTS * HIDDEN * FFN  # of the experts of a layer
 SHAPE = f"--layers {LAYERS} --dense-layers 1 --hidden {HIDDEN} --heads 4 --kv-heads 4 --ffn 64 --vocab 256"
@@ -118,7 +116,7 @@ def check_train(cases: list[str], found: list[list[dict]], folder: Path) -> None
 
 
 def check_router(config: TrainConfig, seen: dict, tokens: int, where: str) -> None:
-    """Statistics of a sequence are added up over the ranks that share it; for the capacity they exchange choices."""
+    """Of a sequence that ranks share, they add up statistics and, for the capacity, exchange choices."""
     found = [call[1:3] + call[4:5] for call in seen["log"] if call[3] == "int64" and call[1] in ("tp", "cp")]
     forward = []
     if config.capacity_factor:  # the choices of this rank, then those of its tensor ranks
@@ -130,7 +128,7 @@ def check_router(config: TrainConfig, seen: dict, tokens: int, where: str) -> No
 
 
 def check_reduction(config: TrainConfig, seen: dict, where: str) -> None:
-    """Gradients of experts are summed over the holders of an expert, once, and no other gradient comes with them."""
+    """Gradients of experts are summed once, over the holders of an expert alone."""
     held, dense = seen["experts"], seen["dense"]
     replicas = config.zero_replicas if config.zero else seen["edp"]
     shards = seen["edp"] // replicas if seen["edp"] > 1 else 1
@@ -150,9 +148,6 @@ def check_reduction(config: TrainConfig, seen: dict, where: str) -> None:
 def test_train_sends_and_holds_what_its_experts_need(tmp_path):
     """Every all-to-all of every phase, in order, with the numbers of tokens that were really sent."""
     check_train(CASES, run_ranks(WORLD, ranks_train, CASES, str(tmp_path)), tmp_path)
-
-
-# ---- what happens while it waits -------------------------------------------------------------------------------------
 
 
 def ranks_order() -> tuple[list[str], list[str]]:
@@ -194,8 +189,7 @@ def ranks_order() -> tuple[list[str], list[str]]:
 
 
 def check_order(ranks: list[tuple]) -> None:
-    """The shared experts are computed while tokens travel; in the backward, theirs while gradients travel back. The
-    host waits for the device once."""
+    """Shared experts are computed while tokens, or gradients, travel. The host waits for the device once."""
     counts = ["start counts", "wait for counts", "read on the host"]
     dispatch, combine = ([f"start {name}", f"wait for {name}"] for name in ("dispatch", "combine"))
     around = [dispatch[0], "shared", "shared", dispatch[1]]
