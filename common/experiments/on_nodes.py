@@ -236,7 +236,7 @@ def on_nodes(nodes: int, ranks: int, function: Callable, *args, bandwidth: str =
         }
         done = subprocess.run([sys.executable, "-m", *command], **options)
         if done.returncode == 2:
-            raise UsageError(done.stderr.strip().removeprefix("error: "))
+            raise UsageError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
         if done.returncode:
             raise RuntimeError(f"{function.__name__} failed on {nodes} nodes:\n{done.stdout}\n{done.stderr}")
         return [pickle.loads(Path(folder, f"{rank}.result").read_bytes()) for rank in range(nodes * ranks)]

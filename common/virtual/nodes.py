@@ -8,48 +8,45 @@ the others by a virtual cable that the kernel limits. Each node runs its own tor
 reach each other over the cable alone, and nothing else in the world. The files are the same on all nodes, as on a
 cluster with a shared disk.
 
-It needs no root: in a user namespace, any user may build networks. All of it exists only for the processes inside, so
-the kernel removes it when the last of them has ended, whatever ended them. `--print` shows how it is done.
+It needs no root: in a user namespace, any user may build networks. The command is a shell script, which `--print`
+shows. All that the script builds exists only for the processes inside, so the kernel removes it when the last of them
+has ended, and each node is killed when the script ends, whatever ended it.
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 from common.launching.command_line import OneLineParser
 
 SEPARATE = "unshare --user --map-root-user --net --mount"  # users, networks and mounts of one's own
-TOOLS = {"unshare": "util-linux", "setpriv": "util-linux", "mount": "util-linux", "ip": "iproute2", "tc": "iproute2"}
-ADVICE = "Try sudo, or a container started with --privileged; --link simulates a slow link anywhere"
-INSIDE = "COMMON_NODES_INSIDE"  # environment variable of the second start of this command
-GRACE = 15  # seconds that nodes have to end after Ctrl-C
+ADVICE = "Nodes need Linux with util-linux and iproute2, and sudo or a container started with --privileged where users"
+ADVICE += " may not make namespaces; --latency needs netem in the kernel; --link simulates a slow link anywhere"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    options = parse(argv)
+    """Run the command. Returns its exit status: 2, after one line, where nodes are impossible."""
+    options = parse(sys.argv[1:] if argv is None else argv)
+    if options.print:
+        print(f"{SEPARATE} bash -e <<'END'\n{script(options)}\nEND")
+        return 0
     try:
-        if options.print:
-            print(script(options))
-            return 0
-        return run(options) if os.environ.pop(INSIDE, None) else enter(argv)
-    except NotHere as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-class NotHere(Exception):
-    """This system lacks something, or forbids it."""
+        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        subprocess.run([*SEPARATE.split(), "true"], check=True, **quiet)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # bash does not trap what is ignored, as in a background job
+        os.execvp("unshare", [*SEPARATE.split(), "bash", "-ec", script(options)])
+    except OSError as error:
+        why = error.strerror
+    except subprocess.CalledProcessError as error:
+        why = error.stderr.strip()
+    print(f"error: {SEPARATE}: {why}. {ADVICE}", file=sys.stderr)
+    return 2
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -93,11 +90,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-# ---- the shell commands ----------------------------------------------------------------------------------------------
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+
+def script(options: argparse.Namespace) -> str:
+    """What root types into `bash -e`, in namespaces of its own: it builds the nodes, runs them, and counts bytes.
+
+    Its status is 0, that of a node that failed, 130 after Ctrl-C, or 2 when this system refuses a part of the network.
+    """
+    nodes = range(options.nodes)
+    lines = [f"trap 'echo \"error: $BASH_COMMAND. {ADVICE}\" >&2; exit 2' ERR", *network(options), "trap - ERR"]
+    lines += ["trap 'exit 130' INT TERM", "echo to look inside: nsenter -t $$ -U -m -n --preserve-credentials"]
+    lines += [f"{torchrun(options, node)} &" for node in nodes]
+    lines += ["status=0", "for node in $(jobs -p); do wait $node || status=$?; done"]
+    for node in nodes:
+        count = f"$(ip netns exec node{node} cat /sys/class/net/cable/statistics/%s_bytes)"
+        lines.append(f'echo "cable of node{node}: {count % "tx"} bytes sent, {count % "rx"} received"')
+    return "\n".join([*lines, "exit $status"])
 
 
 def network(options: argparse.Namespace) -> list[str]:
-    """The commands that build the nodes and their cables, typed as root in namespaces of one's own."""
+    """The commands that build the nodes and their cables."""
     nodes = [f"node{index}" for index in range(options.nodes)]
     lines = ["mount -t tmpfs none /run", "mkdir /run/netns", *(f"ip netns add {node}" for node in nodes)]
     if len(nodes) == 2:
@@ -110,7 +123,7 @@ def network(options: argparse.Namespace) -> list[str]:
             lines += limit("tc", f"port{index}", options.bandwidth, None)  # what comes out of the switch
     for index, node in enumerate(nodes):
         lines.append(f"ip -n {node} link set lo up")  # ranks of one node talk through it: memory, without a limit
-        lines.append(f"ip -n {node} address add {address(index)}/24 dev cable")
+        lines.append(f"ip -n {node} address add 10.0.0.{index + 1}/24 dev cable")
         lines.append(f"ip -n {node} link set cable up")
         lines += limit(f"tc -n {node}", "cable", options.bandwidth, options.latency)
     return lines
@@ -131,116 +144,14 @@ def limit(tc: str, device: str, bandwidth: str | None, latency: str | None) -> l
     return lines
 
 
-def address(node: int) -> str:
-    return f"10.0.0.{node + 1}"
-
-
-def torchrun(options: argparse.Namespace, node: int) -> tuple[dict[str, str], list[str]]:
-    """What a node runs: environment variables, and the command."""
-    variables = {"GLOO_SOCKET_IFNAME": "cable", "NCCL_SOCKET_IFNAME": "cable"}
-    variables["NCCL_HOSTID"] = f"node{node}"  # nodes differ, although the machine has one name
-    variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would warn that addresses have no names
-    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # the nodes share the cores
-    command = f"-m torch.distributed.run --nnodes {options.nodes} --node_rank {node} --nproc_per_node {options.ranks}"
-    command += f" --master_addr {address(0)} --master_port 29500"
-    return variables, [sys.executable, *command.split(), *options.command]
-
-
-def within(node: int) -> list[str]:
-    """What stands before a command that a node runs: it makes the node's processes end all together."""
-    return f"setpriv --pdeathsig KILL ip netns exec node{node} unshare --pid --fork --kill-child".split()
-
-
-def script(options: argparse.Namespace) -> str:
-    """A shell script that does what this command does, but for the end: it waits for all nodes."""
-    lines = [f"{SEPARATE} bash -e <<'END'", *network(options)]
-    for node in range(options.nodes):
-        variables, command = torchrun(options, node)
-        settings = [f"{name}={value}" for name, value in variables.items()]
-        lines.append(shlex.join([*within(node), "env", *settings, *command]) + " &")
-    return "\n".join([*lines, "wait", "ip -n node0 -s link show cable", "END"])
-
-
-# ---- running them ----------------------------------------------------------------------------------------------------
-
-
-def enter(argv: list[str]) -> int:
-    """Become this same command, as root in namespaces of its own. Raises NotHere where that is impossible."""
-    missing = sorted(tool for tool in TOOLS if not shutil.which(tool))
-    if sys.platform != "linux":
-        raise NotHere(f"nodes are Linux network namespaces, which {sys.platform} does not have. {ADVICE}")
-    if missing:
-        packages = " and ".join(sorted({TOOLS[tool] for tool in missing}))
-        raise NotHere(f"{', '.join(missing)} not found: install {packages}")
-    allowed = subprocess.run([*SEPARATE.split(), "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if allowed.returncode:
-        raise NotHere(f"this system does not let you make namespaces ({allowed.stderr.strip()}). {ADVICE}")
-    os.environ[INSIDE] = "1"
-    command = [*SEPARATE.split(), sys.executable, "-m", "common.nodes", *argv]
-    os.execvp(command[0], command)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Build the nodes, run the command on them, print what their cables have carried; returns the exit status."""
-    for line in network(options):
-        done = shell(line)
-        if done.returncode:
-            error = (done.stderr.strip().splitlines() or ["failed"])[0]
-            why = ADVICE if "permitted" in error else ""
-            why = "This kernel has no netem: leave --latency out" if "netem" in line else why
-            raise NotHere(f"{line}: {error} {why}".strip())
-    print(f"to look inside: nsenter -t {os.getpid()} -U -m -n --preserve-credentials", flush=True)
-    nodes = Nodes()
-    try:
-        for node in range(options.nodes):
-            nodes.start(node, *torchrun(options, node))
-        status = nodes.wait()
-    finally:
-        nodes.kill()
-    for node in range(options.nodes):
-        (cable,) = json.loads(shell(f"ip -n node{node} -s -j link show cable").stdout)
-        sent, received = (cable["stats64"][way]["bytes"] for way in ("tx", "rx"))
-        print(f"cable of node{node}: {sent:,} bytes sent, {received:,} received", flush=True)
-    return status
-
-
-def shell(line: str) -> subprocess.CompletedProcess:
-    """Run a line as a shell would."""
-    return subprocess.run(line, shell=True, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-
-
-class Nodes:
-    """The nodes that run. Each is one process, `unshare`: whatever ends it ends all processes of its node."""
-
-    def __init__(self):
-        self.processes, self.stopped = [], 0
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-            signal.signal(each, self.stop)
-
-    def start(self, node: int, variables: dict[str, str], command: list[str]) -> None:
-        """Start a node, in a session of its own: Ctrl-C comes to us alone."""
-        if not self.stopped:
-            io = {"stdin": subprocess.DEVNULL, "env": os.environ | variables, "start_new_session": True}
-            self.processes.append(subprocess.Popen([*within(node), *command], **io))
-
-    def stop(self, signal_number: int, _) -> None:
-        """Pass a signal on to every torchrun. After a second one, or when the time is over, kill the nodes."""
-        if self.stopped:
-            return self.kill()
-        self.stopped = signal_number
-        signal.alarm(GRACE)
-        for process in self.processes:
-            if process.poll() is None:
-                for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-                    os.kill(int(child), signal_number)
-
-    def wait(self) -> int:
-        """Wait for all nodes. Returns the status of the first that failed; after a signal 128 and its number."""
-        statuses = [process.wait() for process in self.processes]
-        if self.stopped:
-            return 128 + self.stopped
-        return next((status if status > 0 else 128 - status for status in statuses if status), 0)
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
+def torchrun(options: argparse.Namespace, node: int) -> str:
+    """The command that runs a node. It is one process, `unshare`: whatever ends it ends all processes of the node."""
+    settings = {"GLOO_SOCKET_IFNAME": "cable", "NCCL_SOCKET_IFNAME": "cable"}
+    settings["NCCL_HOSTID"] = f"node{node}"  # nodes differ, although the machine has one name
+    settings["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would warn that addresses have no names
+    settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # the nodes share the cores
+    words = f"setpriv --pdeathsig KILL ip netns exec node{node} unshare --pid --fork --kill-child env".split()
+    words += [f"{name}={value}" for name, value in settings.items()]
+    words += f"{sys.executable} -m torch.distributed.run --master_addr 10.0.0.1 --master_port 29500".split()
+    words += f"--nnodes {options.nodes} --node_rank {node} --nproc_per_node {options.ranks}".split()
+    return shlex.join([*words, *options.command])
