@@ -15,7 +15,11 @@ would not prevent deadlocks: in a V, or with two copies of the model, both ranks
 from dataclasses import dataclass
 
 from step05_pipeline.schedules.actions import Action, Output, Schedule
-from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
+from step05_pipeline.schedules.simulator import Costs, Spans, simulate
+
+# A message must take some time. If it took none, an action that the receiver runs meanwhile would end exactly when the
+# message is ready. It would be sorted before the receive, which would be posted one action late.
+MESSAGE = 0.25
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,8 @@ class Transfer:
 Program = tuple[Action | Transfer, ...]
 
 
-def place_messages(schedule: Schedule, joint: bool = False) -> tuple[Program, ...]:
+def place_messages(schedule: Schedule, spans: Spans | None = None) -> tuple[Program, ...]:
     """One program per rank: its actions in the schedule's order, with sends and receives between them.
-
-    With `joint`, an F and a B that `runs_as_one` accepts are one action: no message is placed between them.
 
     For example, 1F1B on 2 ranks with 2 micro-batches, where > sends and < receives the message with that number:
 
@@ -56,12 +58,11 @@ def place_messages(schedule: Schedule, joint: bool = False) -> tuple[Program, ..
     every message blocks its ranks until it has arrived.
 
     Raises UsageError if the schedule itself makes ranks wait for each other.
+
+    Args:
+        spans: when each rank does what, in place of that simulation.
     """
-    # A message must take some time here. If it took none, an action that the receiver runs meanwhile would end exactly
-    # when the message is ready. It would be sorted before the receive, which would be posted one action late.
-    spans = simulate(schedule, Costs(FB=3.0 if joint else None, communication=0.25)).spans
-    if joint:  # both end when the later one does
-        spans = [_joined(row) for row in spans]
+    spans = spans or simulate(schedule, Costs(communication=MESSAGE)).spans
     ready = {schedule.output_of(rank, action): end for rank, row in enumerate(spans) for action, _, end in row}
     messages = []
     for receiver, actions in enumerate(schedule.actions):
@@ -76,12 +77,3 @@ def place_messages(schedule: Schedule, joint: bool = False) -> tuple[Program, ..
     for program in programs:
         program.sort(key=lambda each: each[:2])  # actions that end at t, then messages of time t; stable
     return tuple(tuple(item for *_, item in program) for program in programs)
-
-
-def _joined(row) -> list[tuple[Action, float, float]]:
-    """The spans of a rank's actions, where both of a pair end with its second action."""
-    nexts, joined, paired = [*row[1:], None], [], False
-    for (action, start, end), following in zip(row, nexts, strict=True):
-        paired = not paired and following is not None and runs_as_one(action, following[0])
-        joined.append((action, start, following[2] if paired else end))
-    return joined

@@ -12,7 +12,6 @@ from common.tracing.chrome_trace import read_trace
 from common.tracing.tracer import Tracer
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import build_schedule
-from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.simulator import runs_as_one
 from step05_pipeline.schedules.validator import check_programs
 from step07_expert_parallel import interleave
@@ -47,7 +46,7 @@ def test_tasks_take_turns_in_one_order(failing):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_message_comes_between_a_pair(name, ranks):
     schedule = build_schedule(name, ranks, 2 * ranks, None, None)
-    programs = place_messages(schedule, joint=True)
+    programs = interleave.programs_of_pairs(schedule)
     check_programs(schedule, programs)
     pairs = 0
     for actions, program in zip(schedule.actions, programs, strict=True):
