@@ -16,10 +16,8 @@ def on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
     result = error = None
     try:
         result = function() if function else None
-    except UsageError as caught:
-        error = caught
-    except OSError as caught:
-        error = UsageError(str(caught))
+    except (UsageError, OSError) as caught:
+        error = caught if isinstance(caught, UsageError) else UsageError(str(caught))
     outcomes = collectives.all_gather_objects((result, error), mesh.world)
     for _, error in outcomes:
         if error:

@@ -23,8 +23,7 @@ from common.process_groups import Mesh
 class SavedBox:
     """A box of a named tensor, as one rank holds it.
 
-    name: in the checkpoint, such as `exp_avg/layers.0.mlp.up_proj.weight`.
-    global_shape: shape of the whole tensor.
+    name: in the checkpoint, such as `exp_avg/layers.0.mlp.up_proj.weight`. global_shape: of the whole tensor.
     box: (start, stop) along each axis of the whole tensor. What exceeds global_shape is padding, never saved or loaded.
     tensor: the values, of the box's shape, on any device and with any strides.
     owner: this rank saves the box. The owned boxes of all ranks must cover the tensor; equal boxes are written once.

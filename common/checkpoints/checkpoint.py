@@ -4,8 +4,8 @@
 """
 
 import json
-import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from common.all_ranks import from_rank_0, on_all_ranks
@@ -45,8 +45,13 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
     with boxes.clear_errors(f"cannot load {folder}: "):
         on_all_ranks(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
         extra = json.loads((folder / files.EXTRA).read_text())
-        if identity is not None:
-            check_compatible(extra.get("identity", {}), identity)
+        saved, now = extra.get("identity", {}), identity or {}
+        differing = [name for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
+        if identity is not None and differing:
+            lines = (
+                f"{name} is {saved.get(name)} in the checkpoint and {now.get(name)} in this run" for name in differing
+            )
+            raise UsageError("cannot resume: " + "; ".join(lines))
         boxes.read(dcp.FileSystemReader(folder), held, mesh)
         return extra
 
@@ -54,32 +59,13 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
 def load_intact(folders: list[Path], held: Iterable[SavedBox], mesh: Mesh, identity: dict) -> tuple[Path, dict]:
     """`load` the first of `folders` that is not damaged, and return that folder and its `extra`.
 
-    Rank 0 names and renames the damaged ones before it. Raises DamagedCheckpoint, and renames none, if all are damaged.
+    Rank 0 names and renames the damaged ones before it. Raises DamagedCheckpoint if the last one is damaged too.
     """
-    held, damaged = list(held), {}
-    for folder in folders:
+    held = list(held)
+    for folder, older in zip(folders, [*folders[1:], None]):
         try:
-            extra = load(folder, held, mesh, identity)
-            break
+            return folder, load(folder, held, mesh, identity)
         except DamagedCheckpoint as error:
-            damaged[folder] = error
-    else:
-        raise DamagedCheckpoint("; ".join(map(str, damaged.values())))
-
-    def set_aside() -> None:
-        for each, error in damaged.items():
-            print(f"{error}; renamed to {files.set_aside(each).name}, going on from {folder.name}", file=sys.stderr)
-
-    from_rank_0(mesh, set_aside)
-    return folder, extra
-
-
-def check_compatible(saved: dict, now: dict) -> None:
-    """Raise UsageError with all fields in which two flat dictionaries differ."""
-    differing = [
-        f"{name} is {saved.get(name)} in the checkpoint and {now.get(name)} in this run"
-        for name in sorted(saved.keys() | now.keys())
-        if saved.get(name) != now.get(name)
-    ]
-    if differing:
-        raise UsageError("cannot resume: " + "; ".join(differing))
+            if older is None:
+                raise
+            from_rank_0(mesh, partial(files.set_aside, folder, f"{error}; going on from {older.name}"))

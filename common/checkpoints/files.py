@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from common.errors import UsageError
@@ -80,11 +81,11 @@ def finish(temporary: Path, written: dict[str, dict], keep: int) -> None:
         shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved again, and return its new path."""
+def set_aside(folder: Path, why: str) -> None:
+    """Rename a damaged checkpoint, so that its step can be saved again, and print so."""
     aside = folder.with_suffix(".damaged")
     shutil.rmtree(aside, ignore_errors=True)  # an older one of the same step
-    return folder.rename(aside)
+    print(f"{why}; renamed to {folder.rename(aside).name}", file=sys.stderr)
 
 
 def verify(folder: Path, rank: int, world: int) -> None:

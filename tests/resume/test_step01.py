@@ -109,7 +109,7 @@ def test_resume_passes_over_a_damaged_checkpoint(whole, tmp_path, capsys):
     train(tmp_path, "--resume auto")
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"cannot load {damaged}: __0_0.distcp is corrupt")
-    assert line.endswith("; renamed to step-00000008.damaged, going on from step-00000004")
+    assert line.endswith("; going on from step-00000004; renamed to step-00000008.damaged")
     assert names(tmp_path) == ["step-00000004", "step-00000008", "step-00000008.damaged", "step-00000012"]
     assert curve(tmp_path) == curve(whole), "bit for bit, each step once"
 

@@ -306,7 +306,7 @@ def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, mesh, capsys):
     faults = "__1_0.distcp cannot be read", "manifest.json is corrupt"
     for step, what, line in zip((20, 30), faults, lines, strict=True):
         assert line.startswith(f"[rank 0] cannot load {folder_of(tmp_path, step)}: {what}")
-        assert line.endswith(f"; renamed to step-000000{step}.damaged, going on from step-00000010")
+        assert line.endswith(f"; going on from step-00000010; renamed to step-000000{step}.damaged")
     assert names(tmp_path) == ["10", "20.damaged", "30.damaged"]
     assert not (tmp_path / "checkpoints/step-00000020.damaged/old").exists(), "it was an older one of the same step"
     for path in (tmp_path / "nothing", tmp_path / "checkpoints"):
