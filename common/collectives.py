@@ -4,7 +4,7 @@ Reductions are sums (a rank's loss is its share of the global mean). Peers are n
 group of one rank communicates nothing. Functions return a `Work`, which has completed already unless `async_op`.
 
 Model bytes are what one rank sends in the bandwidth-optimal algorithm for K bytes over N ranks (Thakur, Rabenseifner,
-Gropp 2005): all-reduce 2(N-1)/N K, reduce-scatter, all-gather and all-to-all (N-1)/N K, broadcast and send K.
+Gropp 2005): all-reduce 2(N-1)/N K, reduce-scatter, all-gather and all-to-all (N-1)/N K, a message K.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -36,7 +37,7 @@ def all_reduce(tensor: Tensor, group: Group, async_op: bool = False, op: str = "
     if group.size == 1:
         return Work()
     work = Work([_call("all_reduce", tensor, group, 2 * _others(tensor, group))], group, hops=2 * (group.size - 1))
-    host = gloo.stage(tensor, group, work)
+    host = gloo.on_host(tensor, group, work)
     work.launch(dist.all_reduce, host, _REDUCTIONS[op], group=group.handle, async_op=True)
     return work.launched(async_op)
 
@@ -87,16 +88,6 @@ def all_to_all(
     return work.launched(async_op)
 
 
-def broadcast(tensor: Tensor, source: int, group: Group, async_op: bool = False) -> Work:
-    """Replace `tensor` on every rank by that of index `source` of the group."""
-    if group.size == 1:
-        return Work()
-    work = Work([_call("broadcast", tensor, group, _bytes(tensor))], group, hops=group.size - 1)
-    host = gloo.stage(tensor, group, work)
-    work.launch(dist.broadcast, host, group.ranks[source], group=group.handle, async_op=True)
-    return work.launched(async_op)
-
-
 def exchange(sends: list, receives: list, group: Group, async_op: bool = False) -> Work:
     """Issue messages as one batch, so that NCCL cannot deadlock on their order: pairs (tensor, index of its peer).
 
@@ -108,8 +99,8 @@ def exchange(sends: list, receives: list, group: Group, async_op: bool = False) 
     calls += [_call("receive", tensor, group, 0, peer) for tensor, peer in receives]
     directions = (sum(_bytes(tensor) for tensor, _ in messages) for messages in (sends, receives))
     work = Work(calls, group, hops=1, link_bytes=max(directions))
-    batch = [(dist.irecv, gloo.stage(tensor, group, work), group.ranks[peer]) for tensor, peer in receives]
-    batch += [(dist.isend, gloo.stage(tensor, group), group.ranks[peer]) for tensor, peer in sends]
+    batch = [(dist.irecv, gloo.on_host(tensor, group, work), group.ranks[peer]) for tensor, peer in receives]
+    batch += [(dist.isend, gloo.on_host(tensor, group), group.ranks[peer]) for tensor, peer in sends]
     if _recordings and gloo.serves(batch[0][1], group):
         for message in batch:  # each with a thread that knows when it has arrived, which costs 0.3 ms
             work.launch(gloo.Messages, [message], group)
@@ -187,8 +178,7 @@ class Call:
     link_seconds: float = 0.0  # that the simulated link takes
 
 
-@dataclass(frozen=True, eq=False)
-class _Recording:
+class _Recording(NamedTuple):
     calls: list[Call]
     clock: Callable
     launched: Callable
@@ -201,25 +191,21 @@ _recordings: list[_Recording] = []  # those that are running, the innermost last
 def record(clock: Callable = time.perf_counter_ns, launched: Callable = lambda *_: None) -> Iterator[list[Call]]:
     """Record every collective that this rank issues in the block: a list of `Call`s that grows meanwhile.
 
-        with collectives.record() as calls:
-            ...
-        print([(call.op, call.group, call.bytes) for call in calls])
-
     A message is one `Call` for its sender ("send") and one for its receiver ("receive"). Groups of one rank leave none.
     The marks of a wait are also set if it happens after the block. Recordings may be nested.
 
     Args:
         clock: gives the marks `issue`, `wait_start`, `wait_end` and, unless `launched` sets it, `completion`.
         launched: called as `launched(handles, calls, done_at)` after each launch of one collective or one batch of
-            messages: torch's handle, or one for each message with those of receives first; the `Call`s; and the
-            `time.perf_counter` at which the simulated link completes them.
+            messages: torch's handle, or one for each message, receives first; the `Call`s; and the `time.perf_counter`
+            at which the simulated link completes them.
     """
     recording = _Recording([], clock, launched)
     _recordings.append(recording)
     try:
         yield recording.calls
     finally:
-        _recordings.remove(recording)
+        _recordings.pop()
 
 
 class Work:
@@ -244,12 +230,11 @@ class Work:
         sent_bytes[group.name] += sent
         if group.line is not None:
             seconds = group.line.link.seconds(sent if link_bytes is None else link_bytes, hops)
+            self._done_at = group.line.occupy(seconds)
         for recording in _recordings:
             timed = {"issue": recording.clock(), "link_seconds": seconds}
             self._recorded.append((recording, [replace(call, **timed) for call in calls]))
             recording.calls.extend(self._recorded[-1][1])
-        if group.line is not None:
-            self._done_at = group.line.occupy(seconds)
 
     def launch(self, function: Callable, *args, **options) -> None:
         """Call a function of torch.distributed that returns one handle or several."""

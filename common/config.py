@@ -1,9 +1,8 @@
 """What is trained and how: `TrainConfig`, and the rules for single flags; each step's config.py has those for several.
 
-`TrainConfig` has one field per command-line flag: `--seq-len` is `seq_len`. The parser is made from it, by
-`common/launching/command_line.py`. A field's metadata name the step that introduces the flag, since each step knows
-only its own flags and those of earlier steps, and the flag's role: whoever has to tell flags apart asks `flag_names`
-for the roles it means.
+`TrainConfig` has one field per command-line flag: `--seq-len` is `seq_len`. A field's metadata name the step that
+introduces the flag, since each step knows only its own flags and those of earlier steps, and the flag's role: whoever
+has to tell flags apart asks `flag_names` for the roles it means.
 """
 
 import dataclasses
@@ -52,15 +51,15 @@ class TrainConfig:
     layers: int | None = flag(None, 1, "model", "replace the preset's number of layers")
     hidden: int | None = flag(None, 1, "model", "replace the preset's hidden width")
     heads: int | None = flag(None, 1, "model", "replace the preset's number of attention heads")
-    kv_heads: int | None = flag(None, 1, "model", "replace the preset's key/value heads (1: MQA; below --heads: GQA)")
+    kv_heads: int | None = flag(None, 1, "model", "replace the preset's K/V heads (1: MQA; below --heads: GQA)")
     ffn: int | None = flag(None, 1, "model", "replace the preset's SwiGLU width")
     vocab: int | None = flag(None, 1, "model", "replace the preset's vocabulary size")
     tie_embeddings: bool | None = flag(None, 1, "model", "use the embedding matrix as the output head too")
     init_from: str | None = flag(None, 1, "model", "start from Hugging Face weights (folder or Hub name)")
     dtype: str = flag("float32", 1, "model", "type of parameters and activations", DTYPES)
 
-    data: str | None = flag(None, 1, "data", "text, JSONL, parquet, Hub name, 'synthetic' (default: Python's library)")
-    tokenizer: str | None = flag(None, 1, "data", "Hugging Face tokenizer, name or path (default: bytes, as ByT5)")
+    data: str | None = flag(None, 1, "data", "text, JSONL, parquet, Hub name, synthetic (default: Python's library)")
+    tokenizer: str | None = flag(None, 1, "data", "Hugging Face name or path (default: bytes, as ByT5)")
     seq_len: int = flag(256, 1, "data", "tokens per sequence")
     global_batch: int = flag(8, 1, "data", "sequences per optimizer step, over all ranks and micro-batches")
     seed: int = flag(0, 1, "data", "seed of the initial weights and of the order of the data")
@@ -72,40 +71,40 @@ class TrainConfig:
     clip: float = flag(1.0, 1, "update", "clip the global gradient norm to this value (0: do not clip)")
 
     micro_batch: int = flag(2, 1, "layout", "sequences per forward pass of one rank")
-    attention: str = flag("fused", 1, "layout", "attention core; only naive keeps the scores", ("fused", "naive"))
-    recompute: str = flag("none", 1, "layout", "what the backward computes again", ("none", "selective", "full"))
+    attention: str = flag("fused", 1, "layout", "attention; only naive keeps the scores", ("fused", "naive"))
+    recompute: str = flag("none", 1, "layout", "what the backward repeats", ("none", "selective", "full"))
 
     steps: int = flag(100, 1, "logging", "optimizer steps")
     device: str = flag("auto", 1, "logging", "auto takes CUDA if there is a GPU", ("auto", "cpu", "cuda"))
     timeout: float = flag(600.0, 1, "logging", "seconds after which an incomplete collective is an error")
-    run_dir: str | None = flag(None, 1, "logging", "folder for config.json, metrics.jsonl, trace.json and checkpoints/")
+    run_dir: str | None = flag(None, 1, "logging", "folder for metrics.jsonl, trace.json, checkpoints/, ...")
     save_every: int = flag(0, 1, "logging", "write a checkpoint every so many steps (0: never)")
     keep: int = flag(0, 1, "logging", "keep only so many of the newest complete checkpoints (0: keep all)")
-    async_save: bool = flag(False, 1, "logging", "write checkpoints in the background, from a copy in CPU memory")
-    resume: str | None = flag(None, 1, "logging", "continue from this checkpoint ('auto': the newest in --run-dir)")
-    trace: str | None = flag(None, 1, "logging", "FIRST:LAST, the steps to trace into trace.json (LAST is included)")
+    async_save: bool = flag(False, 1, "logging", "write checkpoints in the background, from a copy")
+    resume: str | None = flag(None, 1, "logging", "continue from this checkpoint (auto: --run-dir's newest)")
+    trace: str | None = flag(None, 1, "logging", "FIRST:LAST, the steps to trace (LAST is included)")
     profile: bool = flag(False, 1, "logging", "also run torch.profiler over the traced steps")
-    memory_snapshot: bool = flag(False, 1, "logging", "also write the CUDA allocator's history of the traced steps")
-    measure_memory: bool = flag(False, 1, "logging", "on the CPU too, record the peak memory of every step (slower)")
-    peak_tflops: float | None = flag(None, 1, "logging", "one device's peak, for MFU (default: by GPU, or measured)")
-    link: str | None = flag(None, 1, "logging", "ALPHA_US,GB_PER_S: pretend that every message crosses such a link")
-    compute: float | None = flag(None, 1, "logging", "GFLOP/s: pretend that products and attention run at this speed")
+    memory_snapshot: bool = flag(False, 1, "logging", "the CUDA allocator's history of the traced steps")
+    measure_memory: bool = flag(False, 1, "logging", "record peak memory on the CPU too (slower)")
+    peak_tflops: float | None = flag(None, 1, "logging", "a device's peak, for MFU (default: known or measured)")
+    link: str | None = flag(None, 1, "logging", "ALPHA_US,GB_PER_S: let messages cross such a link")
+    compute: float | None = flag(None, 1, "logging", "GFLOP/s of products and attention, simulated")
 
     dp: int | None = flag(None, 2, "layout", "data-parallel degree (default: what remains of the world size)")
     dp_mode: str = flag("bucket", 2, "layout", "when gradients are reduced", ("naive", "overlap", "bucket"))
-    bucket_mb: float = flag(25.0, 2, "layout", "MB (10^6 bytes) of a gradient bucket (ZeRO stage 3: it is a layer)")
+    bucket_mb: float = flag(25.0, 2, "layout", "MB (10^6 bytes) of a gradient bucket (ZeRO-3: a layer)")
 
-    zero: int = flag(0, 3, "layout", "ZeRO: 1 shards optimizer states, 2 gradients too, 3 weights too", (0, 1, 2, 3))
-    zero_replicas: int = flag(1, 3, "layout", "hybrid sharding: so many copies, each sharded over dp / copies ranks")
+    zero: int = flag(0, 3, "layout", "shards: 1 optimizer states, 2 gradients too, 3 weights too", (0, 1, 2, 3))
+    zero_replicas: int = flag(1, 3, "layout", "hybrid sharding: so many copies, each over dp / copies ranks")
     zero_reduce: str = flag("micro-batch", 3, "layout", "when stages 2 and 3 reduce gradients", ("micro-batch", "step"))
 
     tp: int = flag(1, 4, "layout", "tensor parallelism: ranks that share every layer")
-    sequence_parallel: bool = flag(True, 4, "layout", "with --tp: split norms and residuals by position (default)")
-    tp_mode: str = flag("overlap", 4, "layout", "collectives: on their own, behind matmuls or in chunks", TP_MODES)
+    sequence_parallel: bool = flag(True, 4, "layout", "with --tp: split norms and residuals too (default)")
+    tp_mode: str = flag("overlap", 4, "layout", "collectives: alone, behind matmuls or in chunks", TP_MODES)
 
     pp: int = flag(1, 5, "layout", "pipeline parallelism: ranks that the layers are divided among")
     schedule: str = flag("1f1b", 5, "layout", "order of the pipeline's work (afab, interleaved, zb-h1, dualpipe, ...)")
-    virtual_stages: int | None = flag(None, 5, "layout", "stages per pipeline rank (default: as the schedule asks)")
+    virtual_stages: int | None = flag(None, 5, "layout", "stages per pipeline rank (default: the schedule's)")
     schedule_file: str | None = flag(None, 5, "layout", "a schedule of your own, a CSV file")
     consecutive: int | None = flag(None, 5, "layout", "--schedule llama3: micro-batches in a row on one stage")
     cp: int = flag(1, 6, "layout", "context parallelism: ranks that share every sequence")
@@ -113,24 +112,24 @@ class TrainConfig:
     cp_split: str = flag("zigzag", 6, "layout", "which tokens of a sequence a rank holds", CP_SPLITS)
     mask_documents: bool = flag(False, 6, "data", "attention sees no other document (slow on GPUs: many small kernels)")
     experts: int | None = flag(None, 7, "model", "experts of a layer, between which a router chooses (0: dense)")
-    top_k: int | None = flag(None, 7, "model", "experts that every token passes through (default: the preset's, or 2)")
+    top_k: int | None = flag(None, 7, "model", "experts per token (default: the preset's, or 2)")
     shared_experts: int | None = flag(None, 7, "model", "further experts that all tokens pass through")
     dense_layers: int | None = flag(None, 7, "model", "so many layers come first that have no experts")
     expert_ffn: int | None = flag(None, 7, "model", "SwiGLU width of one expert (default: the preset's, or --ffn)")
     gate: str | None = flag(None, 7, "model", "how the router scores experts", ("softmax", "sigmoid"))
-    expert_groups: int | None = flag(None, 7, "model", "divide the experts into so many groups, for --node-limit")
+    expert_groups: int | None = flag(None, 7, "model", "divide the experts into groups, for --node-limit")
     node_limit: int | None = flag(None, 7, "model", "groups that the experts of one token may belong to")
     balance: str = flag("aux", 7, "update", "what keeps the experts equally busy", ("none", "aux", "bias"))
     aux_coef: float = flag(0.01, 7, "update", "--balance aux: coefficient of the auxiliary loss")
-    bias_rate: float = flag(1e-3, 7, "update", "--balance bias: how far a step moves the bias of an expert's score")
+    bias_rate: float = flag(1e-3, 7, "update", "--balance bias: how far a step moves an expert's bias")
     z_coef: float = flag(0.0, 7, "update", "coefficient of the z-loss, which keeps the router's logits small")
-    capacity_factor: float = flag(0.0, 7, "update", "drop what exceeds so many times an equal share (0: drop nothing)")
+    capacity_factor: float = flag(0.0, 7, "update", "drop what exceeds so many equal shares (0: nothing)")
     ep: int = flag(1, 7, "layout", "expert parallelism: ranks that the experts are divided among")
     fused: bool = flag(True, 8, "layout", "fused kernels: all on CUDA, head with loss everywhere (default)")
-    own_attention: bool = flag(False, 8, "layout", "on CUDA, kernels of our own also for attention within one rank")
-    compile: bool = flag(False, 8, "layout", "compile norms, rotation and activation where no kernel computes them")
+    own_attention: bool = flag(False, 8, "layout", "on CUDA, our own kernels for attention as well")
+    compile: bool = flag(False, 8, "layout", "compile norms, rotation, activation where no kernel does")
     order: str = flag("tp,cp,pp,dp", 8, "layout", "how the degrees are laid over the ranks, from near to far")
-    shapes: bool = flag(False, 8, "logging", "print, and draw into --run-dir, a layer's shapes, bytes and messages")
+    shapes: bool = flag(False, 8, "logging", "print (and draw) a layer's shapes, bytes and messages")
     layer_delay: float = flag(0.0, 5, "logging", "a layer's forward takes at least so many ms, its backward twice that")
 
     @functools.cached_property
@@ -192,8 +191,7 @@ class TrainConfig:
             raise UsageError(f"{self.step_name} is one process, not {world_size}; step02_data_parallel takes several")
         given = [f"--{name} {size}" for name in ("tp", "cp", "pp") if (size := getattr(self, name)) > 1]
         rule, given = ("divide", given) if self.dp is None else ("equal", [*given, f"--dp {self.dp}"])
-        if self.dp is None:
-            self.dp = max(1, world_size // (self.tp * self.cp * self.pp))
+        self.dp = self.dp or max(1, world_size // (self.tp * self.cp * self.pp))
         if self.tp * self.cp * self.pp * self.dp != world_size:
             raise UsageError(f"{' x '.join(given)} does not {rule} the world size {world_size}")
 
@@ -212,8 +210,6 @@ class TrainConfig:
                 rule = "at least 0" if name in MAY_BE_ZERO else "at least 1" if type(value) is int else "positive"
                 if not (math.isfinite(value) and (value > 0 or value == 0 and name in MAY_BE_ZERO)):
                     raise UsageError(f"{spelled(name)} {value} must be {rule}")
-        if self.data == "synthetic" and self.tokenizer:
-            raise UsageError(f"--tokenizer {self.tokenizer} has no text to work on: --data synthetic is made of ids")
         if self.timeout > 1e6:
             raise UsageError(f"--timeout {self.timeout} must be at most 1e6 seconds")
 

@@ -20,7 +20,7 @@ def serves(tensor: Tensor, group: Group) -> bool:
     return group.backend == "gloo" or not tensor.is_cuda
 
 
-def stage(tensor: Tensor, group: Group, work=None) -> Tensor:
+def on_host(tensor: Tensor, group: Group, work=None) -> Tensor:
     """Return the tensor to hand to the backend: for gloo, a copy in CPU memory of a CUDA tensor.
 
     If the collective writes to the tensor, give its `work`: at the end of the wait the copy is copied back.
@@ -35,14 +35,14 @@ def stage(tensor: Tensor, group: Group, work=None) -> Tensor:
 
 def all_to_all(work, output: Tensor, input: Tensor, group: Group, output_sizes=None, input_sizes=None) -> None:
     """Launch an all-to-all. Sizes are those of `collectives.all_to_all`."""
-    received, sent = stage(output, group, work), stage(input, group)
+    received, sent = on_host(output, group, work), on_host(input, group)
     equal = [len(input) // group.size] * group.size
     _exchange(work, received.split(output_sizes or equal), sent.split(input_sizes or equal), group)
 
 
 def reduce_scatter(work, output: Tensor, input: Tensor, group: Group) -> None:
     """Launch a reduce-scatter as an all-to-all of the parts, to be added up in rank order when they have arrived."""
-    sent = stage(input, group).view(group.size, -1)
+    sent = on_host(input, group).view(group.size, -1)
     received = torch.empty_like(sent)
     _exchange(work, received, sent, group)
     work.afterwards(_add_up, output, received)
@@ -58,7 +58,7 @@ def _add_up(output: Tensor, parts: Tensor) -> None:
 
 def all_gather(work, output: Tensor, input: Tensor, group: Group) -> None:
     """Launch an all-gather: every rank sends its part to all others."""
-    parts = stage(output, group, work).view(group.size, -1)
+    parts = on_host(output, group, work).view(group.size, -1)
     if parts[group.rank].data_ptr() != input.data_ptr():
         parts[group.rank].copy_(input.view(-1))
     _exchange(work, parts, [parts[group.rank]] * group.size, group)
@@ -90,10 +90,8 @@ def _wait_for(works: list) -> None:
 class Messages:
     """Messages in flight, as one handle: unlike gloo's own handles of messages it can tell when all have arrived.
 
-    They travel whether anybody waits or not. A thread that waits for them is started only if somebody asks.
-
-    Args:
-        messages: each is dist.irecv or dist.isend, the tensor, and the other global rank.
+    They travel whether anybody waits or not. A thread that waits for them is started only if somebody asks. Each of
+    `messages` is dist.irecv or dist.isend, the tensor, and the other global rank.
     """
 
     def __init__(self, messages: list, group: Group):
@@ -101,8 +99,7 @@ class Messages:
         self._arrival: Future | None = None
 
     def get_future(self) -> Future:
-        if self._arrival is None:
-            self._arrival = _waiting.submit(_wait_for, self._works)
+        self._arrival = self._arrival or _waiting.submit(_wait_for, self._works)
         return self._arrival
 
     def is_completed(self) -> bool:
@@ -110,7 +107,4 @@ class Messages:
         return self.get_future().done()
 
     def wait(self) -> None:
-        if self._arrival is None:
-            _wait_for(self._works)
-        else:
-            self._arrival.result()
+        self._arrival.result() if self._arrival else _wait_for(self._works)

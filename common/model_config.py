@@ -57,11 +57,9 @@ class ModelConfig:
             raise UsageError(f"--heads {self.heads} does not divide --hidden {self.hidden}")
         if self.heads % self.kv_heads:
             raise UsageError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
-        if self.head_width < 2:
-            raise UsageError(f"heads of width {self.head_width} are too narrow; rotary embeddings turn pairs")
-        if self.head_width % 2:
+        if self.head_width < 2 or self.head_width % 2:
             division = f"--hidden {self.hidden} over --heads {self.heads}"
-            raise UsageError(f"{division} gives heads of odd width {self.head_width}; rotary embeddings turn pairs")
+            raise UsageError(f"{division} makes heads {self.head_width} wide; rotary embeddings turn pairs")
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise UsageError(f"--top-k {self.top_k} must lie between 1 and --experts {self.experts}")
         for name in ("norm_eps", "rope_theta"):

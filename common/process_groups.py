@@ -177,23 +177,14 @@ def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = No
     tp, cp, pp, dp, world_size = degrees.tp, degrees.cp, degrees.pp, degrees.dp, environment().world_size
     if degrees.world != world_size:
         raise UsageError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not {world_size} ranks")
-    return Mesh(degrees=degrees, device=device, **_create(degrees, device, all_groups(degrees, kv_heads), timeout))
+    groups = create_groups(degrees, device, all_groups(degrees, kv_heads), timeout)
+    return Mesh(degrees=degrees, device=device, **groups)
 
 
 def mesh_of(config: TrainConfig, device: torch.device) -> Mesh:
     """Return this rank's mesh of a checked configuration, with the link that it simulates. All ranks call it."""
     mesh = build_mesh(Degrees.of(config), device, config.model_config.kv_heads, config.timeout)
     return mesh.with_link(config.link_model)
-
-
-def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Mesh:
-    """Return `mesh` with the groups `embed` and `mirror` of this placement. All ranks call it together."""
-    if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
-        return mesh
-    groups = all_groups(mesh.degrees, placement=placement)
-    groups = {name: groups[name] for name in ("embed", "mirror")}
-    mesh = replace(mesh, **_create(mesh.degrees, mesh.device, groups, timeout))
-    return mesh.with_link(mesh.world.line and mesh.world.line.link)
 
 
 def separate(group: Group, timeout: float) -> Group:
@@ -204,12 +195,11 @@ def separate(group: Group, timeout: float) -> Group:
     return replace(group, handle=handle, backend="gloo")
 
 
-def _create(degrees: Degrees, device: torch.device, groups: dict[str, list], timeout: float) -> dict[str, Group]:
+def create_groups(degrees: Degrees, device: torch.device, groups: dict[str, list], timeout: float) -> dict[str, Group]:
     """Return this rank's group of each name. Only the members of a group connect and wait for each other.
 
     To others it is a number that they count, as torch names groups by it: all ranks must give the same `groups`. (With
     `use_local_synchronization` a rank would count its own alone, and hang with one that is in more or fewer of them.)
-
     Only the world has gloo beside NCCL, for what is on the CPU: more gloo meshes would cost time and file descriptors.
     """
     (rank, world_size, _), limit = environment(), timedelta(seconds=timeout)

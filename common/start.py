@@ -37,13 +37,8 @@ def environment() -> Environment:
 def choose_backend(places: list[tuple[str, str | None]], gpu: str = "GPU") -> tuple[str, str]:
     """Return the backend of a run, and a line that says how many ranks run on which devices.
 
-    NCCL needs a GPU for each rank. Ranks that share a GPU use gloo, and so do ranks on the CPU.
-
-    Args:
-        places: of each rank, its node and the uuid of its GPU or None.
-        gpu: the name of the GPUs, for the line.
-
-    Raises UsageError if some ranks have a GPU and others have none.
+    NCCL needs a GPU for each rank. Ranks that share a GPU use gloo, and so do ranks on the CPU. `places` are of each
+    rank its node and the uuid of its GPU, or None; `gpu` is the GPUs' name. Raises UsageError if only some have a GPU.
     """
     gpus, nodes = {place for place in places if place[1]}, len({node for node, _ in places})
     blind = [rank for rank, (_, uuid) in enumerate(places) if not uuid]
@@ -65,10 +60,9 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
     chosen = torch.device("cuda", local_rank % torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(chosen)
-    no_cuda = UsageError("--device cuda: PyTorch sees no CUDA device here")
+    elif device == "cuda":
+        raise UsageError("--device cuda: PyTorch sees no CUDA device here")
     if world_size == 1:
-        if device == "cuda" and not use_cuda:
-            raise no_cuda
         return chosen
     if not use_cuda:
         _run_as_batch()
@@ -85,8 +79,6 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
         store.set(keys[rank], json.dumps(place))
         places = [tuple(json.loads(each)) for each in store.multi_get(keys)]  # waits for all ranks
         backend, line = choose_backend(places, gpu.name if gpu else "")
-        if device == "cuda" and not use_cuda:  # on no rank, so all of them end here; had one gone on, it would wait
-            raise no_cuda
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if backend == "nccl" else {"backend": "gloo"}
         dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **options)
         dist.group.WORLD.bound_device_id = None  # or every new group would split NCCL's world, which takes all ranks
@@ -103,7 +95,7 @@ def _run_as_batch() -> None:
 
     gloo's thread that reads a connection tries its lock again and again, and where ranks share cores it does so on the
     core that the lock's owner needs: without this an all-reduce of 16 bytes takes 7.5 ms instead of 1.5 ms on 8 ranks
-    with 2 cores (measured: a loop of 1,000 of them; 1.2 ms and 0.2 ms on 2 ranks).
+    with 2 cores (measured: a loop of 1,000 of them).
     """
     with suppress(AttributeError, OSError):  # not on Linux, or not allowed to
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

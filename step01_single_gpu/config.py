@@ -11,6 +11,8 @@ def check(config: TrainConfig) -> None:
     """Raises UsageError, with flag, value and rule, for flags that do not fit together. `dp` has been filled in."""
     if config.global_batch % config.micro_batch:
         raise UsageError(f"--global-batch {config.global_batch} is not divisible by --micro-batch {config.micro_batch}")
+    if config.data == "synthetic" and config.tokenizer:
+        raise UsageError(f"--tokenizer {config.tokenizer} has no text to work on: --data synthetic is made of ids")
     config.link_model  # noqa: B018 (raises UsageError for what it cannot parse)
     if config.trace_range and config.trace_range[0] >= config.steps:
         raise UsageError(f"--trace {config.trace} begins after the last step of --steps {config.steps}")

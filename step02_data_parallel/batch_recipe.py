@@ -22,7 +22,7 @@ from common.costs.hardware import H100_TFLOPS
 from common.costs.networks import BUS_GB_PER_S, bus_bandwidth
 from common.counts import count_parameters
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 from common.model_config import ModelConfig
 from common.presets import resolve
 from step01_single_gpu.cost import states
@@ -87,6 +87,7 @@ def fill(tokens_per_batch: float, seq_len: int, gpus: int, micro_batch: int) -> 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """Print the recipe. Returns the exit status."""
     defaults_shown = argparse.ArgumentDefaultsHelpFormatter
@@ -103,15 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--gradient-bytes", type=int, default=4, help="bytes per gradient in the all-reduce (our buckets: 4)")
     add("--peak-tflops", type=float, default=H100_TFLOPS, metavar="X", help="of one GPU")
     add("--bandwidth", type=float, metavar="GB/S", help="of the all-reduce (default: from the table)")
-    options = parser.parse_or_exit(argv)
-    try:
-        return _report(options)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def _report(options: argparse.Namespace) -> int:
+    options = parser.parse_args(argv)
     for name, value in vars(options).items():
         if isinstance(value, int | float) and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"--{name.replace('_', '-')} {value} must be positive")

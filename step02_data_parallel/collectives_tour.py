@@ -54,7 +54,7 @@ def check(got: torch.Tensor, expected, what: str) -> None:
 def broadcast(group: Group, device: torch.device) -> None:
     tensor = torch.arange(1.0, 6.0, device=device) if group.rank == 0 else torch.zeros(5, device=device)
     before = tensor.clone()
-    collectives.broadcast(tensor, 0, group)
+    dist.broadcast(tensor, group.ranks[0], group.handle)
     check(tensor, [1, 2, 3, 4, 5], "broadcast")
     show("broadcast from rank 0", "one rank's tensor, copied to all", before, tensor, group)
 

@@ -28,7 +28,7 @@ from torch import nn
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Mesh
-from common.weights.initialisation import allocate_parameters, enough_memory
+from common.weights.initialisation import allocate_parameters
 from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.mixed_precision import take_gradients
 from step02_data_parallel.data_parallel import fill_buckets
@@ -69,13 +69,12 @@ class Zero:
         self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
         self.synchronising = self.last_micro_batch = True
         self.next_unit, self.in_flight = 0, []
-        with enough_memory(model, mesh.device):
-            like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
-            allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
-            self.regions = self._regions(model)
-            self.units = [self._unit(group, mesh) for group in self._groups(model, config.bucket_mb)]
-            self.shards = [piece for unit in self.units for _, piece in unit.pieces]
-            initial_values(config)(self.shards)
+        like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
+        allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
+        self.regions = self._regions(model)
+        self.units = [self._unit(group, mesh) for group in self._groups(model, config.bucket_mb)]
+        self.shards = [piece for unit in self.units for _, piece in unit.pieces]
+        initial_values(config)(self.shards)
         self.index_of = {parameter: index for index, unit in enumerate(self.units) for parameter in unit.parameters}
         self._assign_units()
         take_gradients(list(model.parameters()), self)

@@ -8,7 +8,7 @@ from common.config import TrainConfig
 from common.counts import count_flops
 from common.model import ATTENTION_CORES, Decoder
 from common.model_config import ModelConfig
-from common.process_groups import Mesh
+from common.process_groups import Mesh, Placement, all_groups, create_groups
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.weight_gradients import DeferringLinear
 
@@ -50,6 +50,16 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
                     stage.set_submodule(name, DeferringLinear(module.weight))
         stages.append(stage)
     return stages
+
+
+def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Mesh:
+    """Return `mesh` with the groups `embed` and `mirror` of this placement. All ranks call it together."""
+    if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
+        return mesh
+    groups = all_groups(mesh.degrees, placement=placement)
+    groups = {name: groups[name] for name in ("embed", "mirror")}
+    mesh = replace(mesh, **create_groups(mesh.degrees, mesh.device, groups, timeout))
+    return mesh.with_link(mesh.world.line and mesh.world.line.link)
 
 
 def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from common.config import TrainConfig
 from common.launching.launch import run
-from common.process_groups import Mesh, place_stages
+from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.data.batches import Batches, load_batches
@@ -28,7 +28,7 @@ from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.config import check, schedule_of
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_stages, share_parameters
+from step05_pipeline.stages import build_stages, place_stages, share_parameters
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:

@@ -1,14 +1,15 @@
 """The picture of a comparison: the curves of all runs, and how far each run is from the reference."""
 
-import math
+import itertools
 from pathlib import Path
 
-from common.drawing.figures import SERIES
+from common.drawing.figures import SERIES, write_png
+from common.drawing.lanes import open_axis
 
 REFERENCE, ZERO, FAILED = "#CFCFCF", "#F0F0F0", "#FCEDE8"
-DOTS = ({"marker": "o", "markersize": 5}, {"marker": "D", "markersize": 9, "markerfacecolor": "none"})  # one per key
+DOTS = ("o", 25, True), ("D", 70, False)  # marker, size, filled; one per key
 PERIOD = 24  # points after which the dashes of the curves repeat
-HUGE = 1e6  # a larger difference, or an infinite one, is drawn as an arrow at the right edge
+LEAST, MOST = 1e-18, 10.0  # the scale of differences; larger ones are drawn at its end
 
 
 def plot(rows: list, path: Path | str, tolerance: float | None = None) -> None:
@@ -24,55 +25,40 @@ def plot(rows: list, path: Path | str, tolerance: float | None = None) -> None:
     kinds = [row.name if len(others) <= len(SERIES) else row.name.split()[0] for row in others]  # one colour each
     places = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
     colours = [SERIES[places[kind] % len(SERIES)] for kind in kinds]
-    figure = Figure(figsize=(10, 4.6 + 0.25 * len(others)), dpi=130, layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(3.4, 1.2 + 0.25 * len(others)))
-    for axis, key in zip(above.subplots(1, len(keys), squeeze=False)[0], keys):
+    heights = 3.4, 1.2 + 0.25 * len(others)
+    figure = Figure(figsize=(10, sum(heights)), dpi=130, layout="constrained")
+    axes = figure.subplot_mosaic([keys, ["differences"] * len(keys)], height_ratios=heights)
+    for key in keys:
         for row, kind, colour in zip(rows, [None, *kinds], [REFERENCE, *colours]):
             free = places.get(kind, 0) / max(1, len(places))  # the part of a dash that earlier colours have
             dashes = (0, (PERIOD * (1 - free) / 2, PERIOD * free / 2)) if free else "-"  # in units of the width, 2
             values, width = [row.run.value(step, key) for step in row.steps], 2 if kind else 7
-            axis.plot(row.steps, values, color=colour, linestyle=dashes, linewidth=width)
-        axis.set_xlabel("step")
-        axis.locator_params(axis="x", integer=True)
-        _decorate(axis, key.replace("_", " "))
-    if others:
-        axis = below.subplots()
-        _differences(axis, others, keys, colours, tolerance)
-        _decorate(axis, f"largest relative difference from {rows[0].name}")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+            axes[key].plot(row.steps, values, color=colour, linestyle=dashes, linewidth=width)
+        axes[key].set_title(key.replace("_", " "), loc="left")
+        axes[key].set_xlabel("step")
+        axes[key].locator_params(axis="x", integer=True)
+    axes["differences"].set_title(f"largest relative difference from {rows[0].name}", loc="left")
+    _differences(axes["differences"], others, keys, colours, tolerance)
+    for axis in axes.values():
+        axis.grid(alpha=0.3)
+        open_axis(axis)
+    write_png(figure, path)
 
 
-def _differences(axes, rows: list, keys: list[str], colours: list[str], tolerance: float | None) -> None:
-    """A line per run with a dot per key, on a scale that is logarithmic from `least` on and ends with zero."""
-    drawn = [worst[0] for row in rows for worst in row.worst.values()] + [tolerance or 0.0]
-    drawn = [value for value in drawn if 0 < value < HUGE] or [1e-16]
-    least = 10.0 ** math.floor(math.log10(min(drawn)))
-    decades = math.ceil(math.log10(max(drawn) / least) + 0.3)
-    edge = least * 10.0**decades
-    axes.set_xscale("symlog", linthresh=least, linscale=0.7)
-    axes.set_xlim(-0.7 * least, edge)
-    axes.set_xticks([0.0] + [least * 10.0**power for power in range(0, decades + 1, math.ceil(decades / 10))])
-    axes.minorticks_off()
-    axes.axvspan(-0.7 * least, least, color=ZERO, zorder=0)
-    for line, (row, colour) in enumerate(zip(rows, colours)):
-        for index, key in enumerate(keys):
-            style = DOTS[index % 2] if row.worst[key][0] < HUGE else {"marker": ">"}
-            axes.plot(min(row.worst[key][0], edge), line, color=colour, linestyle="none", clip_on=False, **style)
-    for index, key in enumerate(keys):
-        axes.plot([], [], color="black", linestyle="none", label=key.replace("_", " "), **DOTS[index % 2])
-    if tolerance and tolerance < HUGE:
-        axes.axvspan(tolerance, edge, color=FAILED, zorder=0)
-        axes.axvline(tolerance, color="black", linestyle="--", linewidth=1.2, label=f"tolerance {tolerance:g}")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(keys) + 1, frameon=False, fontsize="small")
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def _decorate(axes, title: str) -> None:
-    """A title at the left and a light grid instead of a box."""
-    axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+def _differences(axis, rows: list, keys: list[str], colours: list[str], tolerance: float | None) -> None:
+    """A line per run with a dot per key, on a scale that is logarithmic but for its beginning, zero."""
+    axis.set_xscale("symlog", linthresh=LEAST, linscale=0.7)
+    axis.set_xlim(-0.7 * LEAST, MOST)
+    axis.set_xticks([0.0] + [10.0**power for power in range(-18, 2, 3)])
+    axis.axvspan(-0.7 * LEAST, LEAST, color=ZERO, zorder=0)
+    for key, (marker, size, filled) in zip(keys, itertools.cycle(DOTS)):
+        found, lines = [min(row.worst[key][0], MOST) for row in rows], range(len(rows))
+        for x, y, edges, label in (found, lines, colours, None), ([], [], "black", key.replace("_", " ")):
+            look = {"edgecolors": edges, "facecolors": edges if filled else "none", "label": label, "clip_on": False}
+            axis.scatter(x, y, size, marker=marker, zorder=3, **look)
+    if tolerance:
+        axis.axvspan(tolerance, MOST, color=FAILED, zorder=0)
+        axis.axvline(tolerance, color="black", linestyle="--", linewidth=1.2, label=f"tolerance {tolerance:g}")
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(keys) + 1, frameon=False, fontsize="small")
+    axis.set_yticks(range(len(rows)), [row.name for row in rows])
+    axis.set_ylim(len(rows) - 0.4, -0.6)

@@ -19,7 +19,6 @@ COLOURS = {
     "reduce_scatter": "#E69F00",
     "all_gather": "#CC79A7",
     "all_to_all": "#F0E442",
-    "broadcast": "#A6761D",
     "send": "#882255",
     "receive": "#882255",
     # what its memory holds
@@ -37,10 +36,6 @@ COLOURS = {
 }
 # what a rank sends, by the dimension that it sends it for: the colour of the operation that each one uses most
 DIMENSIONS = {"dp": "#D55E00", "pp": "#882255", "cp": "#CC79A7", "tp": "#E69F00", "ep": "#F0E442"}
-DIMENSION_OF = {name: name for name in DIMENSIONS}  # a group of the mesh
-DIMENSION_OF |= dict.fromkeys(("pp_forward", "pp_backward", "embed", "mirror"), "pp")
-DIMENSION_OF |= dict.fromkeys(("dp_cp", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp")
-DIMENSION_OF |= {"kv_replica": "tp"}
 # for things without a colour of their own (Okabe and Ito's, without the yellow)
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A5230", "#333333")
 
@@ -70,8 +65,7 @@ def save_figure(figure, name: str) -> None:
 
 
 def figure_path(name: str) -> Path:
-    """Return the path of the figure NAME.png in the folder of this step's figures, which exists then."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Return the path of the figure NAME.png in the folder of this step's figures."""
     return folder / f"{name}.png"
 
 
@@ -83,6 +77,7 @@ def write_png(figure, path: str | Path) -> Path:
     from PIL import Image
 
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         with Image.open(path) as image:
             small = image.convert("RGB").quantize(64, dither=Image.Dither.NONE)

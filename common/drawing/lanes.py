@@ -1,10 +1,8 @@
 """Lanes: rows of coloured boxes on an axis of time, of a trace, of a simulation, or of anything that takes turns.
 
-    rows = [Lane("rank 0", [Span(0, 2, "forward", "F0"), Span(2, 1, "blocked")]), Lane("link", [Span(1, 2, "send")])]
-    figure = panels_of_lanes([("title", rows)], "ms", {"forward": "forward", "blocked": "waits", "send": "a message"})
-    save_figure(figure, "name")
-
-The tracer's picture and that of a pipeline's schedule are made of them.
+rows = [Lane("rank 0", [Span(0, 2, "forward", "F0"), Span(2, 1, "blocked")]), Lane("link", [Span(1, 2, "send")])]
+figure = panels_of_lanes([("title", rows)], "ms", {"forward": "forward", "blocked": "waits", "send": "a message"})
+save_figure(figure, "name")
 """
 
 from typing import NamedTuple
@@ -62,15 +60,14 @@ def lanes(axis, rows: list[Lane], end: float) -> set[str]:
 
 
 def panels_of_lanes(panels: list[tuple[str, list[Lane]]], unit: str, names: dict[str, str], row: float = 0.33):
-    """Return a figure of several groups of lanes above each other, on one axis of time.
+    """Return a figure of several groups of lanes above each other, `panels`, on one axis of time.
 
     Args:
-        panels: (title, lanes) of each.
-        unit: of the axis of time.
-        names: for the legend, in its order: what the colour of a span's name means. Those that are not drawn are left
-            out.
+        names: for the legend, in its order: what the colour of a span's name means. Those not drawn are left out.
         row: inches of a lane of height 1.
     """
+    from matplotlib.patches import Patch
+
     heights = [sum(each.height for each in rows) for _, rows in panels]
     height = row * sum(heights) + 0.45 * len(panels) + 0.8
     shape = {"squeeze": False, "sharex": True, "height_ratios": heights}
@@ -82,7 +79,9 @@ def panels_of_lanes(panels: list[tuple[str, list[Lane]]], unit: str, names: dict
         axis.set_title(title, loc="left", fontsize=10.5)
         axis.tick_params(labelsize=9)
     axis.set_xlabel(unit)
-    _lane_legend(figure, {name: label for name, label in names.items() if name in drawn})
+    looks = {name: {"facecolor": colour} for name, colour in PALETTE.items()} | {"blocked": WAITING}
+    handles = [Patch(label=label, **looks[name]) for name, label in names.items() if name in drawn]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9.5, frameon=False)
     return figure
 
 
@@ -95,15 +94,6 @@ def _write(axis, span: Span, middle: float, points: float, colour) -> None:
         light = sum(weight * part for weight, part in zip((0.3, 0.59, 0.11), to_rgb(colour))) > 0.55
         look = {"ha": "center", "va": "center", "fontsize": size, "color": "black" if light else "white"}
         axis.text(span.start + span.width / 2, middle, span.words, **look, clip_on=True)
-
-
-def _lane_legend(figure, names: dict[str, str]) -> None:
-    """A legend above the lanes: a box in the colour of each name."""
-    from matplotlib.patches import Patch
-
-    looks = {name: {"facecolor": colour} for name, colour in PALETTE.items()} | {"blocked": WAITING}
-    handles = [Patch(label=label, **looks[name]) for name, label in names.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=9.5, frameon=False)
 
 
 def open_axis(axis, without_grid: str = "") -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.drawing import figures
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 EPILOG = """
@@ -19,6 +19,7 @@ a trace, an allocator or a counter of the kernel; what this machine cannot show 
 """
 
 
+@one_line_errors
 def run_experiments(
     package: str, description: str, experiments: list[Callable], argv: list[str] | None = None, step: str | None = None
 ) -> int:
@@ -33,7 +34,7 @@ def run_experiments(
     parser = OneLineParser(prog=f"python -m {package}", description=description.splitlines()[0], epilog=EPILOG)
     parser.add_argument("--only", choices=by_name, help="one experiment (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements, rougher numbers")
-    options = parser.parse_or_exit(argv)
+    options = parser.parse_args(argv)
     figures.folder = Path(f"runs/{step.partition('_')[0]}-figures") if options.quick else ROOT / step / "figures"
     names = [options.only] if options.only else list(by_name)
     for number, name in enumerate(names, 1):

@@ -23,12 +23,19 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(message)
 
-    def parse_or_exit(self, argv: list[str] | None = None) -> argparse.Namespace:
-        """The arguments of a command that is one process; exits with one line and status 2 when they are bad."""
+
+def one_line_errors(main):
+    """Decorates the main function of a command that is one process: for bad input it prints a line and returns 2."""
+
+    @functools.wraps(main)
+    def run(*args, **options) -> int:
         try:
-            return self.parse_args(argv)
+            return main(*args, **options) or 0
         except UsageError as error:
-            self.exit(2, f"error: {error}\n")
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run
 
 
 @functools.cache

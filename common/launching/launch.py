@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -20,7 +19,6 @@ from common.start import environment, init_distributed, meet
 
 LINGER = 2.0  # seconds that a rank outlives its error, so that the launcher sees the rank that failed first
 START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags
-INTERRUPT_GRACE = 1.0  # seconds that a rank has to leave a collective after Ctrl-C
 
 
 def run(step: int, main, check) -> None:
@@ -43,11 +41,11 @@ def run(step: int, main, check) -> None:
 def end_cleanly(job) -> None:
     """Call `job()`, which starts torch.distributed if it needs it, and end this process with a status that tells why.
 
-    Status 2 and one line for bad input, 130 after Ctrl-C, 1 and one line for a lost rank (unless the launcher, which
-    also notices, ends this rank first), 1 for any other error.
+    It is 2, after one line, for bad input, 1, after one line, for a lost rank (unless the launcher, which also notices,
+    ends this rank first), 1 for any other error. Ctrl-C ends the process at once.
     """
     rank, world_size, _ = environment()
-    _let_interrupts_end_blocked_ranks()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C; Python's handler would wait for a rank that is blocked
     try:
         job()
         if torch.cuda.is_initialized():
@@ -64,10 +62,6 @@ def end_cleanly(job) -> None:
         sys.stderr.write(line)  # in one piece
         time.sleep(LINGER)
         _tell_launcher(line)  # not before: the rank that died has no such file, and counts as the first without it
-    except KeyboardInterrupt:
-        status = 130
-        if rank == 0:
-            print("interrupted", file=sys.stderr)
     except Exception:
         status = 1
         report = f"rank {rank} failed:\n{traceback.format_exc()}"
@@ -86,14 +80,12 @@ def _report(line: str, rank: int, world_size: int) -> None:
     What rank 0 does not notice (that another node lacks a file, say) is printed by the rank that does.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-    if rank == 0:
-        sys.stderr.write(line)
-        _tell_launcher(line)
-        time.sleep(LINGER if world_size > 1 else 0)  # the others may still be reading their flags
-    else:
+    if rank:
         time.sleep(START_GRACE)  # rank 0 may have started late, and must not be ended before it prints
-        sys.stderr.write(f"rank {rank}: {line}")
-        _tell_launcher(f"rank {rank}: {line}")
+        line = f"rank {rank}: {line}"
+    sys.stderr.write(line)
+    _tell_launcher(line)
+    time.sleep(LINGER if world_size > 1 else 0)  # the others may still be reading their flags
 
 
 def _tell_launcher(message: str) -> None:
@@ -105,25 +97,4 @@ def _tell_launcher(message: str) -> None:
     if file:
         content = {"message": message.strip(), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError):  # the message has been printed already
-            unfinished = Path(f"{file}.unfinished")
-            unfinished.write_text(json.dumps({"message": content}))
-            unfinished.replace(file)  # torchrun may end this rank at any time, and fails itself on half a file
-
-
-def _let_interrupts_end_blocked_ranks() -> None:
-    """Make Ctrl-C work in a collective: Python handles signals between bytecodes, which a blocked rank does not reach.
-
-    The C-level handler writes the signal's number into a pipe at once. A thread reads it there, leaves the main thread
-    a moment to raise KeyboardInterrupt, and then ends the process.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-    def watch() -> None:
-        while os.read(read_end, 1)[0] != signal.SIGINT:
-            pass
-        time.sleep(INTERRUPT_GRACE)
-        os._exit(130)
-
-    threading.Thread(target=watch, name="interrupts", daemon=True).start()
+            Path(file).write_text(json.dumps({"message": content}))

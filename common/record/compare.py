@@ -1,7 +1,6 @@
-"""Compare runs: `python -m common.compare RUN... [--tolerance 1e-5] [--out FILE.png]`.
+"""Compare runs with the first one: draw all curves, and print a table of the largest relative differences.
 
-The first run is the reference. Draws all curves, prints a table of the largest relative differences, and exits with
-status 0, with 1 if a difference exceeds the tolerance, or with 2 and one line if the runs cannot be compared.
+The exit status is 1 if a difference exceeds the tolerance, and 2, after one line, if the runs cannot be compared.
 """
 
 import json
@@ -15,7 +14,7 @@ from common.config import TrainConfig, flag_names, spelled
 from common.drawing.curves import plot
 from common.drawing.tables import aligned
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 from common.record.metrics import read_metrics
 
 KEYS = ("loss", "grad_norm")
@@ -29,7 +28,6 @@ class Run:
     path: Path
     config: dict
     records: dict[int, dict]
-    cut_off: bool  # the last line is half written
 
     @property
     def label(self) -> str:
@@ -67,13 +65,13 @@ def read_run(path: Path | str) -> Run:
     path = Path(path)
     path = path.parent if path.name == "metrics.jsonl" else path
     try:
-        records, cut_off = read_metrics(path / "metrics.jsonl")
+        records = read_metrics(path / "metrics.jsonl")
         config = dict(json.loads((path / "config.json").read_text())) if (path / "config.json").exists() else {}
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if not records:
         raise UsageError(f"{path}/metrics.jsonl holds no step")
-    return Run(path, config, {record["step"]: record for record in records}, cut_off)
+    return Run(path, config, {record["step"]: record for record in records})
 
 
 def relative_difference(reference: float, value: float) -> float:
@@ -108,10 +106,10 @@ def compare(runs: list[Run], keys: tuple[str, ...] = KEYS, steps: int | None = N
 def labels(runs: list[Run]) -> list[str]:
     """A name for every run: its label, and the folder where that alone is not unique."""
     names = [run.label for run in runs]
-    for more in ("{0.path.name}", "{0.path}"):
-        twice = {name for name in names if names.count(name) > 1}
-        names = [f"{run.label} ({more.format(run)})" if name in twice else name for run, name in zip(runs, names)]
-    return names
+    folders = [run.path.name for run in runs]
+    if len(set(folders)) < len(folders):
+        folders = [str(run.path) for run in runs]
+    return [f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders)]
 
 
 def notes(rows: list[Row]) -> list[str]:
@@ -120,8 +118,6 @@ def notes(rows: list[Row]) -> list[str]:
     for run, name in ((row.run, row.name) for row in rows):
         if "corpus_sha256" not in run.config:
             result.append(f"{name}: no corpus_sha256 in config.json, the corpus was not checked")
-        if run.cut_off:
-            result.append(f"{name}: left out the last line of metrics.jsonl, which is half written")
         if run.records.keys() != reference.records.keys():
             result.append(f"{name}: has {len(run.records)} steps, {len(reference.records)} in the reference")
         ours, theirs = run.config | run.config.get("model_config", {}), reference.config
@@ -135,9 +131,8 @@ def notes(rows: list[Row]) -> list[str]:
 def table(rows: list[Row]) -> str:
     """The rows as aligned text: steps, final value, median tokens/s of the whole run; then differences."""
     keys = list(rows[0].worst)
-    lines = [["run", "steps", f"final {keys[0]}", "tokens/s"]]
-    for key in keys:
-        lines[0] += [f"max rel diff {key}", "at step"]
+    differences = (word for key in keys for word in (f"max rel diff {key}", "at step"))
+    lines = [["run", "steps", f"final {keys[0]}", "tokens/s", *differences]]
     for row in rows:
         records = row.run.records
         speed = statistics.median(row.run.value(step, "tokens_per_s") for step in records)
@@ -148,30 +143,24 @@ def table(rows: list[Row]) -> str:
     return "\n".join(line.rstrip() for line in aligned(lines))
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
-    """The command. Returns the exit status: 0, 1 (above the tolerance) or 2 (cannot be compared)."""
+    """Do what the module says. Returns the exit status."""
     parser = OneLineParser(prog="python -m common.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run wrote (--run-dir)")
     parser.add_argument("--tolerance", type=float, help="exit with 1 if a relative difference exceeds it")
     parser.add_argument("--out", default="compare.png", help="the picture (default: %(default)s)")
     parser.add_argument("--key", default=",".join(KEYS), help="what to compare (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="compare only the steps below this")
-    arguments = parser.parse_or_exit(argv)
+    arguments = parser.parse_args(argv)
     keys, tolerance = tuple(filter(None, arguments.key.split(","))), arguments.tolerance
-    try:
-        if not keys:
-            raise UsageError("--key names nothing to compare")
-        if tolerance is not None and not tolerance >= 0:  # a NaN would let everything pass
-            raise UsageError(f"--tolerance {tolerance} must be at least 0")
-        rows = compare([read_run(path) for path in arguments.runs], keys, arguments.steps)
-        print("\n".join([table(rows), *(f"note: {note}" for note in notes(rows))]))
-        try:
-            plot(rows, arguments.out, tolerance)
-        except (OSError, ValueError) as error:  # no such folder, or a format that matplotlib does not know
-            raise UsageError(f"--out {arguments.out}: {error}") from None
-    except UsageError as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
+    if not keys:
+        raise UsageError("--key names nothing to compare")
+    if tolerance is not None and not tolerance >= 0:  # a NaN would let everything pass
+        raise UsageError(f"--tolerance {tolerance} must be at least 0")
+    rows = compare([read_run(path) for path in arguments.runs], keys, arguments.steps)
+    print("\n".join([table(rows), *(f"note: {note}" for note in notes(rows))]))
+    plot(rows, arguments.out, tolerance)
     print(f"picture: {arguments.out}")
     if tolerance is None:
         return 0

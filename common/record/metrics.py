@@ -15,12 +15,12 @@ def _with_numbers(values: dict) -> dict:
     return {key: float(value) if value in ("NaN", "Infinity", "-Infinity") else value for key, value in values.items()}
 
 
-def read_metrics(path: Path) -> tuple[list[dict], bool]:
-    """The steps of a `metrics.jsonl`, and whether its last line is half written, as a run that was killed leaves it.
+def read_metrics(path: Path) -> list[dict]:
+    """The steps of a `metrics.jsonl`, without a last line that is half written, as a run that was killed leaves it.
 
     Raises ValueError with the number of the first other line that is not the record of a step.
     """
-    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -28,4 +28,4 @@ def read_metrics(path: Path) -> tuple[list[dict], bool]:
             int(records[-1]["step"])  # what is no object or has no step is no record either
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path.name}, line {number} is not the record of a step: {line[:60]!r}") from None
-    return records, rest != ""
+    return records

@@ -1,13 +1,15 @@
 """RUN_DIR/trace.json: what every rank recorded, in Chrome's Trace Event Format, for the report and for Perfetto.
 
 A rank is a process of the trace, a lane a thread. Complete events ("X") on the compute lane (thread 0) have the
-category `step`, `phase`, `issue` or `wait`; on a group's lane, or its lanes of sends and receives, `communication`.
+category `step`, `phase`, `issue` (the rank starts a collective) or `wait` (it is blocked until one has completed); on a
+group's lane, or its lanes of sends and receives, `communication`.
 
 A message that is awaited does not travel before it is sent, nor an all-reduce before its last rank has issued it. So a
 communication *starts* when all of its ranks have issued it, which no rank knows alone: the ranks' events are joined by
-the `id` of each collective or message. (Ranks on several nodes agree as well as these nodes' clocks do.)
+the `id` of each collective or message. What a rank waits before that, it waits for other ranks and not for the network.
 """
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -34,10 +36,9 @@ class Event(NamedTuple):
 def chrome_events(ranks: dict[int, tuple[str, list[Event]]]) -> list[dict]:
     """Return what is known of each rank, its name and its events, in Chrome's format, in microseconds from the first.
 
-    A `communication` lasts from its issue on this rank to its completion; its arguments hold the `id` that it has on
-    all of its ranks, and the `link_us` that the simulated link took, or 0. It is drawn from its start, see above, and
-    on the lane of a group from the completion of the previous one, as on an NCCL stream; a simulated link is busy for
-    `link_us` before the completion. `issue_us`, `start_us` and `completion_us` are the times without a lane.
+    A `communication` event lasts from its issue on this rank to its completion; its arguments hold its `id` and the
+    `link_us` that the simulated link took, or 0. It is drawn from its start, and on the lane of a group not before the
+    completion of the previous one, as on an NCCL stream. `issue_us`, `start_us` and `completion_us` know no lane.
     """
     every = [event for _, events in ranks.values() for event in events]
     origin, issued_by_all = min((event.start for event in every), default=0), {}
@@ -52,7 +53,6 @@ def chrome_events(ranks: dict[int, tuple[str, list[Event]]]) -> list[dict]:
             begin, end = (event.start - origin) / 1000, (event.end - origin) / 1000
             arguments = {"step": event.step} | event.arguments
             if event.category == "communication":
-                result += _arrow_end(rank, event, begin, end)
                 ready = (issued_by_all[arguments["id"]] - origin) / 1000
                 started = max(begin, min(ready, end - arguments["link_us"]))
                 arguments |= {"issue_us": begin, "start_us": started, "completion_us": end}
@@ -67,18 +67,6 @@ def chrome_events(ranks: dict[int, tuple[str, list[Event]]]) -> list[dict]:
     return result
 
 
-def _arrow_end(rank: int, event: Event, issue: float, completion: float) -> list[dict]:
-    """This rank's end of the arrow (flow event) from where a message is sent to where it has arrived, if it is one."""
-    if "peer" not in event.arguments:
-        return []
-    arrow = {"name": f"{event.arguments['group']} message", "cat": "message", "id": event.arguments["id"]}
-    if event.arguments["op"] == "send":
-        arrow |= {"ph": "s", "ts": issue}
-    else:  # Perfetto attaches an end to the span around it: a nanosecond earlier it is still that of the wait
-        arrow |= {"ph": "f", "ts": completion - 0.001, "bp": "e"}
-    return [arrow | {"pid": rank, "tid": 0}]
-
-
 @dataclass
 class Trace:
     """A trace as read: the complete events of each rank, the traced steps, and the degrees of the mesh."""
@@ -89,7 +77,6 @@ class Trace:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks in the trace."""
         return list(self.spans)
 
     def intervals(self, rank: int, *categories: str) -> list[tuple[float, float]]:
@@ -137,14 +124,10 @@ def time_by_state(*sets: list[tuple[float, float]]) -> dict[tuple[bool, ...], fl
 
     `time_by_state([(0, 5)], [(3, 9)])` is {(True, False): 3, (True, True): 2, (False, True): 4}.
     """
-    edges = sorted(
-        (time, index, change)
-        for index, intervals in enumerate(sets)
-        for start, end in intervals
-        for time, change in ((start, 1), (end, -1))
-    )
+    edges = [(start, index, 1) for index, intervals in enumerate(sets) for start, _ in intervals]
+    edges += [(end, index, -1) for index, intervals in enumerate(sets) for _, end in intervals]
     depth, result = [0] * len(sets), Counter()
-    for (time, index, change), (following, _, _) in zip(edges, edges[1:]):
+    for (time, index, change), (following, _, _) in itertools.pairwise(sorted(edges)):
         depth[index] += change
         result[tuple(count > 0 for count in depth)] += following - time
     return result

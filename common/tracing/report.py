@@ -3,20 +3,17 @@
 A rank's step has four parts, `compute + exposed + waiting + idle = step time`. In exposed communication it does nothing
 but communicate. While it waits, nothing of its own is in flight: another rank has not sent yet what it needs, or not
 issued its part of a collective. A pipeline's bubble is waiting, and so is what a slow rank costs the others. Idle is
-the rest (loading data, logging, gaps between phases). Overlapped communication is the part of all communication that
-compute covers. `TIMES` has the definitions. On CUDA the times are those of events on the streams, so a phase in which
-the GPU waits for Python counts as compute.
+the rest (loading data, logging). Overlapped communication is the part of all communication that compute covers. On CUDA
+the times are those of events on the streams, so a phase in which the GPU waits for Python counts as compute.
 """
 
-import sys
-from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 from common.tracing.chrome_trace import Trace, read_trace, time_by_state
 from common.tracing.timelines import draw_timelines
 
@@ -26,7 +23,7 @@ class Now(NamedTuple):
 
     step: bool  # this step is in progress
     phase: bool  # a forward, a backward or an optimizer phase is in progress
-    communication: bool  # a collective or message is in flight: issued by all of its ranks, but not completed
+    communication: bool  # a collective or message has started, and has not completed
     blocked: bool  # the rank is issuing a collective, or waiting for one
 
 
@@ -84,7 +81,7 @@ def mean(rows: list[StepRow]) -> StepRow:
 
 
 def print_report(trace: Trace, step: int | None = None) -> None:
-    """Print the rows of `report` in milliseconds, the mean of each step, and the collectives of an average step."""
+    """Print the rows of `report`, in milliseconds, and the mean of each step."""
     if not (rows := report(trace, step)):
         raise UsageError("the trace has no steps: the run ended before the first step of --trace")
     cells = []
@@ -97,30 +94,19 @@ def print_report(trace: Trace, step: int | None = None) -> None:
     degrees = " ".join(f"{axis} {degree}" for axis, degree in trace.degrees.items() if degree > 1)
     where = f"{len(trace.ranks)} ranks ({degrees})" if degrees else "1 rank"
     names = (name.removesuffix("_s").replace("_", " ") for name in TIMES)
-    header = ("step", "rank", *names, "share", "sent MB", "collectives")
+    header = ("step", "rank", *names, "hidden", "sent MB", "collectives")
     print_table(f"{where}, times in ms; step time = compute + exposed + waiting + idle", header, cells)
-    number, sent = Counter(), Counter()
-    for call in (call for rank in trace.ranks for call in trace.calls(rank) if step in (None, call["step"])):
-        number[call["op"]] += 1 / len(rows)
-        sent[call["group"]] += call["bytes"] / 1e6 / len(rows)
-    calls = ", ".join(f"{count:.4g} {op}" for op, count in number.items()) or "no collectives"
-    groups = ", ".join(f"{group} {size:.3f} MB" for group, size in sent.items()) or "nothing"
-    print(f"a step of a rank, on average: {calls}; sent: {groups}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the report and draw the timeline. Returns the exit status."""
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Print the report and draw the timeline."""
     parser = OneLineParser(prog="python -m common.tracer", description=main.__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int, metavar="K", help="only this step (default: report all, draw the last)")
     parser.add_argument("--out", type=Path, metavar="PNG", help="where to draw (default: RUN_DIR/timeline.png)")
-    options = parser.parse_or_exit(argv)
-    try:
-        trace = read_trace(options.run_dir)
-        print_report(trace, options.step)
-        path = draw_timelines([("", trace)], options.out or options.run_dir / "timeline.png", options.step)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(argv)
+    trace = read_trace(options.run_dir)
+    print_report(trace, options.step)
+    path = draw_timelines([("", trace)], options.out or options.run_dir / "timeline.png", options.step)
     print(f"\ntimeline: {path}\ntrace: {options.run_dir / 'trace.json'} (open it in ui.perfetto.dev)")
-    return 0

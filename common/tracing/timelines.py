@@ -6,7 +6,7 @@ from common.drawing.figures import COLOURS, write_png
 from common.drawing.lanes import Lane, Span, panels_of_lanes
 from common.tracing.chrome_trace import Trace
 
-ISSUE_SHARE = 0.003  # issuing a collective is drawn only if it fills this share of the axis
+LEAST_ISSUE = 0.003  # issuing a collective is drawn only if it fills this part of the axis
 NAMES = {name: name.replace("_", "-") for name in COLOURS} | {"blocked": "blocked"}
 
 
@@ -26,13 +26,10 @@ def draw_timelines(runs: list[tuple[str, Trace]], path: str | Path, step: int | 
 
 
 def lanes_of(trace: Trace, step: int) -> list[Lane]:
-    """A high lane for what each rank computes, and flat ones for its collectives by group and its messages.
-
-    Phases show the number of their micro-batch, and whatever has the argument `label` shows that.
-    """
+    """A high lane for what each rank computes, where phases show their micro-batch, and flat ones for what it sends."""
     windows = [trace.window(rank, step) for rank in trace.ranks]
     origin = min(start for start, _ in windows)
-    shortest = ISSUE_SHARE * (max(end for _, end in windows) - origin)
+    shortest = LEAST_ISSUE * (max(end for _, end in windows) - origin)
     result = []
     for rank in trace.ranks:
         spans: dict[str, list[Span]] = {f"rank {rank}": []}

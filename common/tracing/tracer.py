@@ -6,13 +6,10 @@
             with tracer.phase("forward", micro_batch=0): ...
     tracer.close()  # RUN_DIR/trace.json, for ui.perfetto.dev; `python -m common.tracer RUN_DIR` reports and draws it
 
-Every rank has a compute lane with its steps, phases, and what it does for collectives: `issue` (start one) and `wait`
-(blocked until it has completed). On the lane of its group a collective lasts from the time when all of its ranks have
-issued it to its completion. What a rank waits before that, it waits for other ranks and not for the network.
+`chrome_trace.py` says what is in the file, `report.py` what it tells.
 """
 
 import contextlib
-import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -26,12 +23,7 @@ from common.tracing.clocks import CpuClock, CudaClock
 
 
 class Tracer:
-    """Records the steps `first_last` (both included; None: no step) of this rank and writes RUN_DIR/trace.json.
-
-    Args:
-        run_dir: a folder that all ranks see.
-        clock: default: the clock of the mesh's device.
-    """
+    """Records the steps `first_last` (both included; None: no step) of this rank; rank 0 writes RUN_DIR/trace.json."""
 
     def __init__(self, first_last: tuple[int, int] | None, mesh: Mesh, run_dir, clock=None):
         self._first, self._last = first_last or (0, -1)
@@ -105,21 +97,14 @@ class Tracer:
         mesh, degrees = self._mesh, self._mesh.degrees
         indices = coordinates(mesh.rank, degrees) | {"ep": mesh.ep.rank}
         place = "".join(f", {axis} {index}" for axis, index in indices.items() if getattr(degrees, axis) > 1)
-        paths = {rank: self._run_dir / f"trace-rank-{rank}.json" for rank in mesh.world.ranks}
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        paths[mesh.rank].write_text(json.dumps((f"rank {mesh.rank}{place}", events)))
-        collectives.barrier(mesh.world)  # every rank has written its events
+        ranks = dict(enumerate(collectives.all_gather_objects((f"rank {mesh.rank}{place}", events), mesh.world)))
         result = self._run_dir / "trace.json"
         if mesh.rank == 0:
-            seen = {rank: path for rank, path in paths.items() if path.exists()}  # all, if all see the same folder
-            parts = {rank: json.loads(path.read_text()) for rank, path in seen.items()}
-            ranks = {rank: (name, [Event(*event) for event in events]) for rank, (name, events) in parts.items()}
-            metadata = {"ranks": list(seen), "steps": sorted({event.step for event in events})}
+            metadata = {"ranks": list(ranks), "steps": sorted({event.step for event in events})}
             metadata |= {"degrees": {axis: getattr(degrees, axis) for axis in indices}, "clock": self._clock.name}
             content = {"traceEvents": chrome_events(ranks), "displayTimeUnit": "ms", "metadata": metadata}
+            self._run_dir.mkdir(parents=True, exist_ok=True)
             result.write_text(json.dumps(content))
-            for path in seen.values():
-                path.unlink()
         return result
 
     def _add_calls(self, step: int, calls: list[collectives.Call], launched) -> None:
@@ -139,8 +124,8 @@ class Tracer:
             end = call.completion or launched  # nobody waited for this message
             self._events.append(Event(step, call.op, "communication", lane, call.issue, end, shared | details))
 
-    def _identity(self, step: int, call: collectives.Call) -> int:
-        """Return a number for a call that all of its ranks compute without asking each other.
+    def _identity(self, step: int, call: collectives.Call) -> str:
+        """Return what all ranks of a call name it by, without asking each other.
 
         They issue the collectives of a group, and the messages between two ranks over a group, in the same order.
         """
@@ -149,4 +134,4 @@ class Tracer:
             who = (self._mesh.rank, call.peer) if call.op == "send" else (call.peer, self._mesh.rank)
         key = step, call.group, who
         self._calls[key] += 1
-        return int.from_bytes(hashlib.blake2b(repr((key, self._calls[key])).encode(), digest_size=6).digest(), "big")
+        return repr((key, self._calls[key]))

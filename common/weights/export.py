@@ -5,14 +5,13 @@ python -m common.export RUN_DIR_OR_CHECKPOINT OUT
 
 import json
 import os
-import sys
 
 import torch
 
 from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError, first_line
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 from common.model import at_least_float32
 from common.model_config import ModelConfig, RopeScaling
 from common.parameter import ParameterSpec
@@ -68,15 +67,14 @@ def export_checkpoint(source: str, out: str) -> str:
     return str(folder)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 2, after one line on stderr, for what cannot be exported."""
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Export what the command line names."""
     parser = OneLineParser(prog="python -m common.export", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="run folder (its newest checkpoint) or checkpoint")
     parser.add_argument("out", help="folder to make")
-    arguments = parser.parse_or_exit(argv)
+    arguments = parser.parse_args(argv)
     try:
         print(f"{export_checkpoint(arguments.source, arguments.out)} -> {arguments.out}")
     except (UsageError, OSError, ValueError) as error:
-        print(f"error: {first_line(error).removeprefix('--resume ')}", file=sys.stderr)
-        return 2
-    return 0
+        raise UsageError(first_line(error).removeprefix("--resume ")) from error

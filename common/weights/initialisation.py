@@ -2,14 +2,12 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from common.errors import UsageError
 from common.parameter import ParameterSpec
 
 CHUNK = 1 << 22  # elements drawn at once, so that temporaries are small even for a large tensor
@@ -17,25 +15,9 @@ InitialValues = Callable[[Iterable[torch.Tensor]], None]  # fills tensors that h
 
 
 def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, values: InitialValues) -> None:
-    """Give memory and initial values to the parameters of a module that was built on the meta device.
-
-    Raises UsageError when they do not fit into the memory of `device`.
-    """
-    with enough_memory(module, device):
-        allocate_parameters(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
-        values(list(module.parameters()))
-
-
-@contextmanager
-def enough_memory(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Turn an allocation of `module`'s parameters that fails in here into a UsageError."""
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, the CPU's allocator has no type of its own
-        if "allocate" not in str(error):
-            raise
-        count = sum(parameter.numel() for parameter in module.parameters())
-        raise UsageError(f"the model's {count:,} parameters do not fit into the memory of {device}") from None
+    """Give memory and initial values to the parameters of a module that was built on the meta device."""
+    allocate_parameters(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device=device))
+    values(list(module.parameters()))
 
 
 def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
@@ -74,27 +56,25 @@ def random_box(spec: ParameterSpec, seed: int, device: torch.device | str = "cpu
     Element i of a tensor is a function of (seed, name, i) alone. SplitMix64 (Steele, Lea, Flood 2014) turns the counter
     i, started at a hash of seed and name, into 64 random bits, and the inverse normal distribution into a sample.
     """
-    box_shape = tuple(stop - start for start, stop in spec.box)
-    inside = tuple(
-        max(0, min(stop, size) - start) for (start, stop), size in zip(spec.box, spec.global_shape, strict=True)
-    )
-    result = torch.zeros(box_shape, dtype=torch.float32, device=device)
+    result = torch.zeros([stop - start for start, stop in spec.box], dtype=torch.float32, device=device)
+    inside = [max(0, min(stop, size) - start) for (start, stop), size in zip(spec.box, spec.global_shape, strict=True)]
+    others = [slice(size) for size in inside[1:]]  # beyond is padding
     if spec.init_std is None:
-        result[tuple(slice(size) for size in inside)] = 1.0
+        result[(slice(inside[0]), *others)] = 1.0
         return result
     digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    columns = math.prod(inside[1:])
-    rows = max(1, CHUNK // max(1, columns))
+    parts = []  # of the index i, along each axis
+    for axis, ((start, _), size) in enumerate(zip(spec.box, inside)):
+        stride = math.prod(spec.global_shape[axis + 1 :])
+        parts.append(torch.arange(start, start + size, dtype=torch.int64, device=device) * stride)
+    rows = max(1, CHUNK // max(1, math.prod(inside[1:])))
     for first in range(0, inside[0], rows):
-        last = min(first + rows, inside[0])
-        index = torch.zeros((1,) * len(inside), dtype=torch.int64, device=device)
-        for axis, ((start, _), size) in enumerate(zip(spec.box, inside, strict=True)):
-            low, high = (start + first, start + last) if axis == 0 else (start, start + size)
-            stride = math.prod(spec.global_shape[axis + 1 :])
-            positions = torch.arange(low, high, dtype=torch.int64, device=device) * stride
-            index = index + positions.view([-1 if other == axis else 1 for other in range(len(inside))])
-        result[(slice(first, last), *(slice(size) for size in inside[1:]))] = _normal(index, key) * spec.init_std
+        index = parts[0][first : first + rows]
+        last = first + len(index)
+        for part in parts[1:]:
+            index = index.unsqueeze(-1) + part
+        result[(slice(first, last), *others)] = _normal(index, key) * spec.init_std
     return result
 
 

@@ -10,8 +10,7 @@ from collections import Counter
 
 from common.config import TrainConfig
 from common.counts import count_parameters
-from common.errors import UsageError
-from common.launching.command_line import parse
+from common.launching.command_line import one_line_errors, parse
 from common.model import at_least_float32
 from step01_single_gpu.config import check
 from step01_single_gpu.cost import saved_activations, states
@@ -72,19 +71,15 @@ def _readable(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the table for the command line `argv`. Returns the exit status: 2 for bad input, after one line."""
-    try:
-        config = parse(1, sys.argv[1:] if argv is None else argv)
-        micro_batch = max(1, config.micro_batch)
-        config.global_batch = -(-config.global_batch // micro_batch) * micro_batch  # any micro-batch may be asked for
-        config.resolve_and_check(1)
-        check(config)
-        print_table(config)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Print the table for the command line `argv`."""
+    config = parse(1, argv)
+    micro_batch = max(1, config.micro_batch)
+    config.global_batch = -(-config.global_batch // micro_batch) * micro_batch  # any micro-batch may be asked for
+    config.resolve_and_check(1)
+    check(config)
+    print_table(config)
 
 
 if __name__ == "__main__":

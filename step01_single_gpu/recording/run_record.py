@@ -104,7 +104,7 @@ class RunRecord:
         path, rewritten = folder / "metrics.jsonl", folder / "metrics.jsonl.new"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            earlier = read_metrics(path)[0] if first_step and path.exists() else []
+            earlier = read_metrics(path) if first_step and path.exists() else []
             (folder / "config.json").write_text(json.dumps(self.facts, indent=2, sort_keys=True) + "\n")
             rewritten.write_text("".join(line_of(each) for each in earlier if each["step"] < first_step))
             os.replace(rewritten, path)  # a kill leaves the old file or the new one

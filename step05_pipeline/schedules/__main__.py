@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_schedule
@@ -19,8 +19,9 @@ from step05_pipeline.schedules.timeline import draw, summary, text
 from step05_pipeline.schedules.validator import check_schedule
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Draw one schedule. Returns the exit status."""
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Draw one schedule."""
     parser = OneLineParser(
         prog="python -m step05_pipeline.schedules", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -33,23 +34,18 @@ def main(argv: list[str] | None = None) -> int:
     add("--consecutive", type=int, metavar="N", help="for --schedule llama3: micro-batches on a stage at a time")
     add("--costs", default="F=1,I=1,W=1", help="of 1/pp of the model; also B, FB; and communication, of a message")
     add("--out", metavar="PNG", help="where to draw it")
-    options = parser.parse_or_exit(argv)
-    try:
-        sizes = options.pp, options.micro_batches, options.virtual_stages
-        if options.schedule_file:
-            schedule = read_schedule(options.schedule_file, *sizes)
-        else:
-            schedule = build_schedule(options.schedule, *sizes, options.consecutive)
-        check_schedule(schedule)
-        timeline = simulate(schedule, parse_costs(options.costs, schedule))
-        print(f"{text(timeline)}\n\n{summary(timeline)}")
-        if options.out:
-            title = f"{schedule.name}: {timeline.makespan:.4g}, of which bubble {timeline.bubble:.4g}"
-            print(f"drawn in {draw({title: timeline}, options.out, 'time, in the unit of --costs')}")
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options = parser.parse_args(argv)
+    sizes = options.pp, options.micro_batches, options.virtual_stages
+    if options.schedule_file:
+        schedule = read_schedule(options.schedule_file, *sizes)
+    else:
+        schedule = build_schedule(options.schedule, *sizes, options.consecutive)
+    check_schedule(schedule)
+    timeline = simulate(schedule, parse_costs(options.costs, schedule))
+    print(f"{text(timeline)}\n\n{summary(timeline)}")
+    if options.out:
+        title = f"{schedule.name}: {timeline.makespan:.4g}, of which bubble {timeline.bubble:.4g}"
+        print(f"drawn in {draw({title: timeline}, options.out, 'time, in the unit of --costs')}")
 
 
 def parse_costs(given: str, schedule: Schedule) -> Costs:

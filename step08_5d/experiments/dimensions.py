@@ -5,7 +5,7 @@ import statistics
 from common.config import TrainConfig
 from common.costs.vocabulary import KINDS
 from common.drawing.charts import bars, legend
-from common.drawing.figures import COLOURS, DIMENSION_OF, DIMENSIONS, new_figure, save_figure
+from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments.counting import Sent, counted, held, mean_rank, print_counted, print_held
 from common.experiments.local_ranks import on_ranks
@@ -15,6 +15,7 @@ from step01_single_gpu.memory_meter import MemoryMeter
 from step08_5d import cost as formulas
 from step08_5d.cost import Layout
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Training, route_evenly
+from step08_5d.shapes_picture import DIMENSION_OF
 
 RANKS = 8
 CASES = {

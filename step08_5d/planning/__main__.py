@@ -14,7 +14,7 @@ from pathlib import Path
 from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
 from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 from common.presets import resolve
 from step08_5d.cost import Layout
 from step08_5d.planning.machines import MACHINES, Habits
@@ -108,11 +108,12 @@ def draw(runs: list[Run], habits: Habits, path: str) -> Path:
         axis.loglog([0.001, 0.6], [0.001, 0.6], color=COLOURS["other"], lw=1)
         axis.set(title=title, xlabel="MFU, predicted")
     axes[0].set_ylabel("MFU, published")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     return write_png(figure, path)
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
+    """Run what the command line names: plan, memory or published."""
     parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, function in (("plan", plan), ("memory", print_memory), ("published", published)):
@@ -134,13 +135,9 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--zero", type=int, choices=range(4), default=0)
             sub.add_argument("--recompute", choices=("none", "full"), default="none")
             sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
-    options = parser.parse_or_exit(argv)
-    try:
-        options.run(options)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    options = parser.parse_args(argv)
+    options.run(options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from common.costs.networks import NETWORK, bus_bandwidth
 from common.costs.vocabulary import WIDTHS, Message
 from common.counts import count_flops
-from common.drawing.figures import DIMENSION_OF
 from common.model_config import ModelConfig
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.machines import OURS, Habits, Machine
+from step08_5d.shapes_picture import DIMENSION_OF
 
 UPDATE_BYTES = (
     32  # per parameter: gradient, master weight and two moments are read, all but the first written; the copy

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, one_line_errors
 from tests.gpu_check.conftest import STARTED
 from tests.gpu_check.findings import Findings, facts, now, write_report
 from tests.gpu_check.launching import CANNOT_MEET
@@ -37,6 +37,7 @@ NOTHING_LEFT = 5  # pytest's status if there was no test
 SHOWN = 3000  # characters of what a part printed that has not passed, from the end
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns the exit status: 1 if a part failed, 2 for bad arguments."""
     parser = OneLineParser(prog="python -m tests.gpu_check", description="What only a GPU can show.")
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what has a meaning there")
     parser.add_argument("--quick", action="store_true", help="as small as possible: does every part work?")
-    options = parser.parse_or_exit(argv)
+    options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("No CUDA device here, so there is nothing to check; --device cpu --quick tries the parts on the CPU.")
         return 0

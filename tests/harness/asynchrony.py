@@ -28,7 +28,7 @@ from common import collectives
 from common.collectives import Call, Work
 from common.start import environment
 
-COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "exchange"  # or messages
+COLLECTIVES = "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "exchange"  # or messages
 
 
 @dataclass

@@ -53,9 +53,6 @@ def operations(group: Group, **kind):
     output = torch.zeros(sum(got), **kind)
     expected = [10 * rank + me for rank in range(n) for _ in range(got[rank])]
     yield collectives.all_to_all, (output, input, group, got, sent), output, expected
-    for source in range(n):
-        tensor = torch.arange(5, **kind) * (me == source)
-        yield collectives.broadcast, (tensor, source, group), tensor, range(5)
     mine, output = torch.arange(3, **kind) + me, torch.zeros(3, **kind)
     if 0 == me < n - 1:
         yield collectives.send, (mine, n - 1, group), mine, range(3)
@@ -145,16 +142,14 @@ def test_every_operation(world, device):
     """Results, and bytes: those that our model counts are what goes through the sockets."""
     ranks, size = run_ranks(world, ranks_results, device), 4 * ELEMENTS
     share = (world - 1) * size // world
-    model = {"all_reduce": 2 * share, "broadcast": size, "exchange": size}
+    model = {"all_reduce": 2 * share, "exchange": size}
     for name in ranks[0] or ():
         counted, measured = zip(*(rank[name] for rank in ranks), strict=True)
         assert counted == (model.get(name, share),) * world, name
         if measured[0] is None:
             continue
-        last = size if name == "broadcast" else 0  # in the model the last rank, too, passes it on
-        assert sum(measured) == pytest.approx(sum(counted) - last, rel=0.01), name
-        if name != "broadcast":
-            assert max(measured) == pytest.approx(max(counted), rel=0.01), f"{name}: unevenly distributed"
+        assert sum(measured) == pytest.approx(sum(counted), rel=0.01), name
+        assert max(measured) == pytest.approx(max(counted), rel=0.01), f"{name}: unevenly distributed"
 
 
 ELEMENTS = 1_200_000
@@ -169,7 +164,6 @@ def sent_and_counted(group: Group) -> dict:
         "reduce_scatter": partial(collectives.reduce_scatter, piece, whole),
         "all_gather": partial(collectives.all_gather, whole, piece),
         "all_to_all": partial(collectives.all_to_all, other, whole),
-        "broadcast": partial(collectives.broadcast, tensor, 0),
         "exchange": partial(collectives.exchange, [(whole, (me + 1) % n)], [(other, (me - 1) % n)]),
     }.items():
         issue(group)  # connections are made at the first use
@@ -196,7 +190,6 @@ def ranks_record():
         sent, got = ([1, 3], [1, 5]) if mesh.tp.rank == 0 else ([5, 2], [3, 2])  # rows; rank 1 of tp sends 5 away
         collectives.all_to_all(torch.ones(sum(got), 4), torch.ones(sum(sent), 4), mesh.tp, got, sent)
         collectives.all_to_all(torch.ones(0, 4), torch.ones(0, 4), mesh.tp, [0, 0], [0, 0])
-        collectives.broadcast(torch.ones(5, dtype=torch.float64), 1, mesh.tp)
         other = 1 - mesh.tp.rank
         collectives.exchange([(torch.ones(7), other)], [(torch.ones(7), other)], mesh.tp)
         collectives.all_reduce(torch.ones(3), mesh.cp)  # one rank: nothing
@@ -207,7 +200,7 @@ def ranks_record():
         times = [call.issue, call.wait_start, call.wait_end]
         assert times == sorted(times) and call.completion == call.wait_end, f"{call.op}: {times}"
     assert calls[1].wait_start > calls[-1].wait_end, "it was waited for last"
-    assert [(call.op, call.issue, call.wait_end) for call in first] == [("all_reduce", 1, 1), ("all_reduce", 2, 9)]
+    assert [(call.op, call.issue, call.wait_end) for call in first] == [("all_reduce", 1, 1), ("all_reduce", 2, 8)]
     assert sum((launched for _, launched, _ in launches), []) == calls
     launches = [([callable(each.wait) for each in handles], len(calls), at) for handles, calls, at in launches]
     return [astuple(call)[:8] for call in calls], launches
@@ -223,11 +216,10 @@ def test_record():
             ("all_gather", "tp", 2, "float32", 2, 8, "backward", None),
             ("all_to_all", "tp", 2, "float32", 4 * rows, 16 * sent, "backward", None),
             ("all_to_all", "tp", 2, "float32", 0, 0, "backward", None),
-            ("broadcast", "tp", 2, "float64", 5, 40, "backward", None),
             ("send", "tp", 2, "float32", 7, 28, "backward", peer),
             ("receive", "tp", 2, "float32", 7, 0, "backward", peer),
         ]
-        assert launches == [([True], 1, 0.0)] * 7 + [([True, True], 2, 0.0)], "a batch of messages is one launch"
+        assert launches == [([True], 1, 0.0)] * 6 + [([True, True], 2, 0.0)], "a batch of messages is one launch"
 
 
 def test_a_work_keeps_its_tensors_until_the_wait_and_no_longer():

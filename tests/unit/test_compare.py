@@ -99,7 +99,6 @@ def test_notes_name_other_settings_and_what_was_left_out(tmp_path):
         "two: has 2 steps, 1 in the reference",
         "two: has layers 3 instead of 2, seed 1 instead of 0",
         "three: no corpus_sha256 in config.json, the corpus was not checked",
-        "three: left out the last line of metrics.jsonl, which is half written",
     ]
 
 

@@ -41,7 +41,6 @@ def ranks_link() -> dict[str, tuple[float, float]]:
         ("reduce_scatter", 3 * alpha + 0.75 * transfer, lambda: collectives.reduce_scatter(quarter, tensor, world)),
         ("all_gather", 3 * alpha + 0.75 * transfer, lambda: collectives.all_gather(other, quarter, world)),
         ("all_to_all", 3 * alpha + 0.75 * transfer, lambda: collectives.all_to_all(other, tensor, world)),
-        ("broadcast", 3 * alpha + transfer, lambda: collectives.broadcast(other, 0, world)),
         ("to and fro", alpha + transfer, lambda: collectives.exchange([(small, peer)], [(large.clone(), peer)], tp)),
         ("one way", alpha + transfer, lambda: one_way(tp)),
         ("one group", 2 * on_tp, lambda: all_reduces(tp, tp)),

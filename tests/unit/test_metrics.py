@@ -57,8 +57,8 @@ def test_one_object_a_step_with_every_key_at_full_precision(tmp_path):
     assert [json.loads(line, parse_constant=pytest.fail)["loss"] for line in strict.splitlines()] == [
         *(losses[0], "Infinity", "-Infinity", "NaN")
     ]
-    records, cut_off = read_metrics(path)
-    assert not cut_off and all(each.keys() == KEYS for each in records)
+    records = read_metrics(path)
+    assert all(each.keys() == KEYS for each in records)
     assert [each["loss"] for each in records[:3]] == [*losses[:3]] and math.isnan(records[3]["loss"])
     assert [each["tokens"] for each in records] == [TOKENS * (step + 1) for step in range(4)]
     assert [each["aux_loss"] for each in records] == [0.0, 0.25, 0.5, 0.75] and records[0]["grad_norm"] == 1 / 3
@@ -75,11 +75,11 @@ def test_resuming_drops_later_and_half_written_lines(tmp_path):
         file.write('{"step": 3, "lo')  # killed here
     record = record_of(tmp_path, first_step=4)
     record.end_step(4, 1.0, {"loss": 2.0, "grad_norm": 1.0})
-    records, cut_off = read_metrics(path)  # before close(): a run that is killed now has lost nothing
-    assert [each["step"] for each in records] == list(range(5)) and not cut_off and records[4]["loss"] == 2.0
+    records = read_metrics(path)  # before close(): a run that is killed now has lost nothing
+    assert [each["step"] for each in records] == list(range(5)) and records[4]["loss"] == 2.0
     assert path.read_bytes().splitlines(keepends=True)[:4] == kept
     write_steps(record_of(tmp_path), range(2))  # a fresh run replaces it
-    assert [each["step"] for each in read_metrics(path)[0]] == [0, 1]
+    assert [each["step"] for each in read_metrics(path)] == [0, 1]
 
 
 def test_a_damaged_record_is_neither_continued_nor_changed(tmp_path):
@@ -103,7 +103,7 @@ def all_reduces(folder) -> bool:
 
 def test_comm_bytes_are_those_of_the_step(tmp_path):
     assert run_ranks(2, all_reduces, tmp_path) == [True, False], "rank 0 alone writes"
-    records, _ = read_metrics(tmp_path / "metrics.jsonl")
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["backend"], config["nccl_version"]) == ("gloo", None)
@@ -134,7 +134,7 @@ def test_hfu_counts_what_is_recomputed_and_mfu_does_not(tmp_path, monkeypatch, r
     record, clock = record_of(tmp_path, recompute=recompute), iter([10.0, 12.0])
     monkeypatch.setattr(run_record.time, "perf_counter", lambda: next(clock))
     write_steps(record, [0])
-    flops, (result,) = count_flops(record.config.model_config, 256), read_metrics(tmp_path / "metrics.jsonl")[0]
+    flops, (result,) = count_flops(record.config.model_config, 256), read_metrics(tmp_path / "metrics.jsonl")
     again = {"none": 0, "selective": flops.attention_core, "full": flops.forward - flops.head}[recompute]
     assert (result["step_time_s"], result["tokens_per_s"]) == (2.0, TOKENS / 2)
     assert result["mfu"] == pytest.approx(8 * 3 * flops.forward / 2 / 1e12, rel=1e-12)  # 8 sequences a step
@@ -167,4 +167,4 @@ def test_a_step_on_cuda_includes_the_work_still_queued(tmp_path):
             a = a @ a / 8192
         measured.update(loss=0.0, grad_norm=0.0, lr=0.0)
     least = 10 * 2 * 8192**3 / peak_flops("cuda", torch.float32)[0]
-    assert read_metrics(tmp_path / "metrics.jsonl")[0][0]["step_time_s"] > least
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["step_time_s"] > least

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import UsageError
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
@@ -130,12 +129,6 @@ def test_materialise(tied):
     assert math.isclose(down.detach().std(), 0.02 / math.sqrt(4), rel_tol=0.15)
     assert math.isclose(model.embedding.weight.detach().std(), 0.02 if tied else 1.0, rel_tol=0.15)
     assert math.isclose(model.head.weight.detach().std(), 0.02, rel_tol=0.15)
-
-
-def test_a_model_larger_than_the_memory_is_one_line():
-    model = Decoder(ModelConfig(1 << 22, 1 << 24, 1, 4, 2, 24, tie_embeddings=True))  # an embedding of 256 TiB
-    with pytest.raises(UsageError, match=r"^the model's [\d,]+ parameters do not fit into the memory of cpu$"):
-        materialise(model, torch.float32, CPU, random_values(0))
 
 
 def test_neighbours_do_not_correlate():

@@ -20,7 +20,8 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from common.experiments.demo import device_flag
 from common.launching import launch
-from common.process_groups import AXES, GROUP_NAMES, Degrees, all_groups, build_mesh, place_stages, separate
+from common.process_groups import AXES, GROUP_NAMES, Degrees, all_groups, build_mesh, separate
+from step05_pipeline.stages import place_stages
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -270,7 +271,7 @@ def test_a_run_ends_when_the_gpu_is_idle_and_all_ranks_have_come(monkeypatch):
     """The meeting is gloo's: an NCCL barrier may return while its kernel still needs the other ranks."""
     calls = []
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launch, "_let_interrupts_end_blocked_ranks", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))

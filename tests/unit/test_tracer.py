@@ -99,34 +99,26 @@ def test_parts_of_a_step_and_overlap(runs):
 def test_trace_file(runs):
     for mode in MODES:
         events = json.loads((runs.folder / mode / "trace.json").read_text())["traceEvents"]
-        assert sorted(check_format(events)) == [(0, 1), (0, 1), (1, 0)]
-        arrived = {
-            (rank, call["id"]): call["completion_us"] for rank in (0, 1) for call in runs.traces[mode].calls(rank)
-        }
-        for event in (event for event in events if event["ph"] == "f"):  # an arrow ends where its message arrives
-            assert event["ts"] == pytest.approx(arrived[event["pid"], event["id"]], abs=0.01)
+        check_format(events)
+        ends = defaultdict(list)
+        for rank in (0, 1):
+            for call in (call for call in runs.traces[mode].calls(rank) if "peer" in call):
+                ends[call["id"]].append((call["op"], rank))
+        assert sorted(map(sorted, ends.values())) == [[("receive", to), ("send", 1 - to)] for to in (0, 1, 1)]
         names = {(event["name"], event["args"].get("name")) for event in events if event["ph"] == "M"}
         assert {("process_name", "rank 1, dp 1"), ("thread_name", "dp"), ("thread_name", "dp receive")} < names
 
 
-def check_format(events: list[dict]) -> list[tuple[int, int]]:
-    """Check that spans nest and that both ends of an arrow are in a span. Returns (source, target) of every arrow."""
-    threads, flows = defaultdict(list), defaultdict(dict)
+def check_format(events: list[dict]) -> None:
+    """Check that spans nest."""
+    threads = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] >= 0
             threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-        elif event["ph"] in "sf":
-            assert event["ph"] not in flows[event["id"]], "two messages with one id"
-            flows[event["id"]][event["ph"]] = event
     for spans in threads.values():
         for (start, end), (after, later) in itertools.combinations(sorted(spans), 2):
             assert after > end - 1e-6 or later < end + 1e-6 or start > after - 1e-6, "spans of one lane cross"
-    for flow in flows.values():
-        assert flow["s"]["ts"] <= flow["f"]["ts"]
-        for end in flow.values():
-            assert any(start <= end["ts"] < stop for start, stop in threads[end["pid"], 0])
-    return [(flow["s"]["pid"], flow["f"]["pid"]) for flow in flows.values()]
 
 
 def test_the_command(runs, tmp_path, capsys):
@@ -219,12 +211,3 @@ def test_in_flight_is_what_all_ranks_have_issued():
     ]
     assert spans_of(joined(*ranks), 0)[1] == [(50, 52), (65, 75), (80, 90)]
     assert spans_of(joined(*ranks), 1)[1] == [(50, 52), (65, 66), (84, 94)]
-
-
-def test_messages_pair():
-    sender = [communication("send", start, start + 2, start, peer=1) for start in (1, 5, 9)]
-    receiver = [communication("receive", 0, start + 3, start, peer=0) for start in (1, 5, 9)]
-    events = joined(sender, receiver)
-    assert check_format(events) == [(0, 1)] * 3
-    starts, ends = ({event["id"]: round(event["ts"]) for event in events if event["ph"] == end} for end in "sf")
-    assert [(starts[number], ends[number]) for number in starts] == [(1, 4), (5, 8), (9, 12)]

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.errors import UsageError
-from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates, place_stages
+from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates
+from step05_pipeline.stages import place_stages
 from step08_5d.config import check
 from tests.harness.observing import configure
 
