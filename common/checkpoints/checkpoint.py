@@ -46,11 +46,9 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
         on_all_ranks(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
         extra = json.loads((folder / files.EXTRA).read_text())
         saved, now = extra.get("identity", {}), identity or {}
-        differing = [name for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
-        if identity is not None and differing:
-            lines = (
-                f"{name} is {saved.get(name)} in the checkpoint and {now.get(name)} in this run" for name in differing
-            )
+        fields = [(name, saved.get(name), now.get(name)) for name in sorted(saved.keys() | now.keys())]
+        lines = [f"{name} is {a} in the checkpoint and {b} in this run" for name, a, b in fields if a != b]
+        if identity is not None and lines:
             raise UsageError("cannot resume: " + "; ".join(lines))
         boxes.read(dcp.FileSystemReader(folder), held, mesh)
         return extra
@@ -59,13 +57,16 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
 def load_intact(folders: list[Path], held: Iterable[SavedBox], mesh: Mesh, identity: dict) -> tuple[Path, dict]:
     """`load` the first of `folders` that is not damaged, and return that folder and its `extra`.
 
-    Rank 0 names and renames the damaged ones before it. Raises DamagedCheckpoint if the last one is damaged too.
+    Rank 0 names and renames the damaged ones before it. Raises DamagedCheckpoint, and renames none, if all are damaged.
     """
-    held = list(held)
-    for folder, older in zip(folders, [*folders[1:], None]):
+    held, damaged = list(held), {}
+    for folder in folders:
         try:
-            return folder, load(folder, held, mesh, identity)
+            extra = load(folder, held, mesh, identity)
         except DamagedCheckpoint as error:
-            if older is None:
-                raise
-            from_rank_0(mesh, partial(files.set_aside, folder, f"{error}; going on from {older.name}"))
+            damaged[folder] = error
+            continue
+        for each, error in damaged.items():
+            from_rank_0(mesh, partial(files.set_aside, each, f"{error}; going on from {folder.name}"))
+        return folder, extra
+    raise DamagedCheckpoint("; ".join(map(str, damaged.values())))
