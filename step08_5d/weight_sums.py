@@ -2,7 +2,7 @@
 
 A product of 16-bit matrices is added up in float32. Autograd wants it in 16 bits, so it is rounded and written, then
 read and added to the sum: 2 + 2 + 8 bytes for each weight and micro-batch. Here the product adds: 8 bytes, and nothing
-is rounded in between.
+is rounded in between. A model of 1.7 billion so saves 6.8 GB, or 1.4 ms at 4.8 TB/s, per micro-batch (*predicted*).
 """
 
 from functools import partial
