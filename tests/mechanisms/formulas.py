@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.costs.alpha_beta import Player
+from common.costs.vocabulary import KINDS
 from common.link import Link
 from common.model_config import ModelConfig
 
@@ -13,14 +14,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 # h 8, 4 heads of width 2, f 6. Attention 2·8·8 + 2·8·4 = 192 parameters, MLP 3·8·6 = 144: with two norms a layer has
 # 352. Embedding and head 80 each, norms (2·2 + 1)·8 = 40: 872 in all
 DENSE = ModelConfig(vocab=10, hidden=8, layers=2, heads=4, kv_heads=2, ffn=6, tie_embeddings=False)
-TIED = replace(DENSE, tie_embeddings=True)
-# Two tokens of one sequence, float32. A norm keeps 64 + 8 + 64; q, o_proj's input and other rows of h 64 each; k and v
-# 32 each, log-sum-exp 32; four rows of f 48 each: 2·136 + 3·64 + 2·32 + 64 + 32 + 4·48 = 816
-SHAPE = DENSE, 1, 2, F32
+SHAPE = DENSE, 1, 2, F32  # two tokens of one sequence
 # Two layers of 4 experts of 3·8·5 = 120 parameters and a router of 32, a dense one: 160 + 56 + 3·192 + 144 + 2·512
 EXPERTS = replace(DENSE, layers=3, dense_layers=1, experts=4, top_k=2, expert_ffn=5)
 LINK = Link(alpha=0.001, bandwidth=1e6)
-KINDS = "parameters", "gradients", "optimizer state"
 
 
 def by_kind(*held) -> dict:
