@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config import TrainConfig
+from common.costs.alpha_beta import fill_buckets
 from common.model import Decoder
 from step01_single_gpu.memory_model.capacity import bytes_needed
 from tests.mechanisms.step03.observe import OTHERS, Observation
@@ -52,13 +53,8 @@ class Plan:
                 own.append([name for name in region if name not in seen])
                 seen.update(region)
             return own[::-1]
-        groups, limit = [], self.config.bucket_mb * 1e6 / self.wide
-        for name in reversed(self.sizes):
-            if groups and sum(self.sizes[each] for each in groups[-1]) + self.sizes[name] <= limit:
-                groups[-1].append(name)
-            else:
-                groups.append([name])
-        return groups
+        names, limit = list(self.sizes), self.config.bucket_mb * 1e6 / self.wide
+        return [[names[index] for index in bucket] for bucket in fill_buckets(list(self.sizes.values()), limit)]
 
     def units_of(self, region: int) -> list[FormulaUnit]:
         return [unit for unit in self.units if set(unit.names) & set(self.regions[region])]

@@ -1,5 +1,6 @@
-"""Initial weights, activations, and parameters that not every rank uses: what sharding must not change."""
+"""What is held how long, and parameters that not every rank uses: what sharding must not change."""
 
+import itertools
 import tempfile
 from unittest import mock
 
@@ -11,8 +12,6 @@ from common.counts import count_parameters
 from common.measure.storages import live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.start import environment
-from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.cost import saved_activations, total_bytes
 from step01_single_gpu.memory_meter import MemoryMeter
 from step03_zero import train as step03
 from step03_zero.train import build
@@ -21,40 +20,14 @@ from step03_zero.zero import Zero, fill_all_buckets
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step02.test_accounting import check_launches
 from tests.mechanisms.step03.checks import check_calls, check_same_order
-from tests.mechanisms.step03.observe import Observation, observe, prepare
+from tests.mechanisms.step03.observe import BASE, Observation, observe, prepare
 from tests.mechanisms.step03.test_accounting import SMALL, plan_of
-from tests.parity.runs import assemble, assert_parity, boxes_of, curve_of, reference, train_case, training_of
+from tests.parity.runs import Result, assemble, assert_parity, boxes_of, curve_of, reference, train_case, training_of
 
 DEEP = "--layers 24 --hidden 64 --ffn 96 --vocab 256"  # many layers: one is little of the whole
+SEED = "--seed 3 --dtype float64"  # as in the tests of parity
 
-
-# ---- initial weights -------------------------------------------------------------------------------------------------
-
-
-def ranks_initial_weights(cases: list[str]) -> list[bool]:
-    """Whether this rank's shards are those of step 1's weights, bit for bit, and what is gathered from them too."""
-    equal = []
-    for flags in cases:
-        config, mesh = prepare(flags)
-        alone = Decoder(config.model_config)
-        materialise(alone, config.torch_dtype, mesh.device, random_values(config.seed))
-        whole = {parameter.spec.name: parameter.detach() for parameter in alone.parameters()}
-        model, zero, _ = build(config, mesh)
-        pieces = [whole[shard.spec.name].flatten()[slice(*shard.spec.flat_range)] for shard in zero.shards]
-        zero.gather()
-        for unit in zero.units:
-            unit.fetch().wait()
-        gathered = [(whole[parameter.spec.name], parameter) for parameter in model.parameters()]
-        pairs = [*zip(zero.shards, pieces, strict=True), *gathered]
-        equal.append(len(pieces) > 0 and all(torch.equal(one, other) for one, other in pairs))
-    return equal
-
-
-def test_initial_weights_are_those_of_one_process():
-    kinds = "--tie-embeddings --dtype bfloat16", "--no-tie-embeddings --dtype float32"
-    cases = [f"--zero {stage} {SMALL} {kind} --micro-batch 1" for stage in range(4) for kind in kinds]
-    assert run_ranks(3, ranks_initial_weights, cases) == [[True] * len(cases)] * 3
-
+# ---- shards and buckets ----------------------------------------------------------------------------------------------
 
 ODD = "--zero 3 --hidden 20 --heads 2 --kv-heads 1 --ffn 27 --optimizer sgd"  # no multiple of 3 x 64 elements
 
@@ -151,47 +124,16 @@ def test_complete_units_do_not_wait():
     launch_in_zero()
 
 
-def ranks_saved_activations(cases: list[str]) -> list[int]:
-    """Bytes that autograd keeps for the backward of one micro-batch: storages other than the parameters'."""
-    result = []
-    for flags in cases:
-        config, mesh = prepare(flags)
-        (model, zero, _), kept = build(config, mesh), []
-
-        def keep(tensor, kept=kept):
-            kept.append(tensor.detach())
-            return tensor
-
-        zero.gather()
-        tokens = torch.randint(config.model_config.vocab, (2, config.seq_len))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = cross_entropy_sum(model(tokens), tokens.clone()) / tokens.numel()
-        parameters = list(model.parameters())  # in stage 3 most of them are without memory again
-        result.append(live_bytes(kept + parameters) - live_bytes(parameters))
-        with zero.backward(last=True):
-            loss.backward()
-        zero.finish()
-    return result
-
-
-def test_activations_are_the_same_in_every_stage():
-    modes = ("none", "selective", "full")
-    cases = [f"--zero {stage} --recompute {mode} {SMALL} --micro-batch 2" for stage in range(4) for mode in modes]
-    model = plan_of(cases[0], 2).config.model_config
-    predicted = [total_bytes(saved_activations(model, 2, 16, torch.float32, "fused", mode)) for mode in modes]
-    assert run_ranks(2, ranks_saved_activations, cases) == [predicted * 4] * 2
-
-
 # ---- parameters that not every rank uses -----------------------------------------------------------------------------
+
+
+def without_gate(self, x):
+    return self.down_proj(self.up_proj(x))
 
 
 def ranks_unused(cases: list[str]) -> list[tuple[Observation, dict]]:
     """What this rank does, and its part of the result. The last rank never uses the gates."""
     result, trained, train = [], [], step03.train
-
-    def without_gate(self, x):
-        return self.down_proj(self.up_proj(x))
-
     last = environment().rank == environment().world_size - 1
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -205,18 +147,32 @@ def ranks_unused(cases: list[str]) -> list[tuple[Observation, dict]]:
     return result
 
 
+def one_process_unused(size: int, world: int) -> Result:
+    """The same in step 1: every `world`-th micro-batch of `size` samples is the last rank's."""
+    forwards, forward = itertools.count(), SwiGLU.forward
+
+    def of_rank(self, x):
+        micro_batch = next(forwards) // 3  # layers
+        return (forward if (micro_batch + 1) % world else without_gate)(self, x)
+
+    with mock.patch.object(SwiGLU, "forward", of_rank):
+        return assemble([train_case(1, training_of(f"{BASE} {SEED}", size))])
+
+
 def test_a_parameter_unused_on_one_rank_changes_no_order():
-    cases = [f"--zero {stage} {SMALL} --micro-batch {size}" for stage in range(4) for size in (1, 4)]
-    cases += [f"--zero 3 --recompute full --micro-batch {size}" for size in (1, 4)]
+    """And no sum: stage 0 is step 2, in all its modes."""
+    sizes = "--micro-batch 1", "--micro-batch 4"
+    cases = [f"{flags} {size}" for size in sizes for flags in (f"--zero {stage} {SMALL}" for stage in range(4))]
+    cases += [f"--zero 3 --recompute full {size}" for size in sizes]
     cases += [f"--zero {stage} --zero-reduce step {SMALL} --micro-batch 1" for stage in (2, 3)]
-    ranks, results = run_ranks(3, ranks_unused, [f"{case} --dtype float64" for case in cases]), {}
+    cases += [f"--zero 0 --dp-mode {mode} {sizes[0]}" for mode in ("naive", "overlap")]
+    ranks = run_ranks(3, ranks_unused, [f"{case} {SEED}" for case in cases])
+    expected = {size: one_process_unused(int(size[-1]), 3) for size in sizes}
     for case, parts in zip(cases, zip(*ranks, strict=True), strict=True):
         check_same_order([seen for seen, _ in parts])
-        check_calls(parts[-1][0], plan_of(f"{case} --dtype float64", 3))
-        results[case] = assemble([part for _, part in parts])
-    for case in cases:  # with step 2's sums, which its own tests compare with one process
-        size = 4 if case.endswith("4") else 1  # which decides who has which samples
-        assert_parity(results[case], results[f"--zero 0 {SMALL} --micro-batch {size}"], case)
+        if "--dp-mode" not in case:
+            check_calls(parts[-1][0], plan_of(f"{case} {SEED}", 3))
+        assert_parity(assemble([part for _, part in parts]), expected[case[-len(sizes[0]) :]], case)
 
 
 def test_buckets_of_parameters_with_different_sums():

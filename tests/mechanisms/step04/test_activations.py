@@ -9,7 +9,6 @@ import torch
 from common.measure.saved_tensors import SavedTensors
 from common.model import rope_tables
 from common.model_config import ModelConfig
-from step01_single_gpu.cost import saved_activations, total_bytes
 from step01_single_gpu.memory_meter import MemoryMeter
 from step04_tensor_parallel import vocab_parallel
 from step04_tensor_parallel.cost import Way, block_activations, loss_bytes
@@ -24,9 +23,9 @@ def model_of(world: int) -> ModelConfig:
     return MODEL if world < 4 else replace(MODEL, kv_heads=world // 2)
 
 
-def kept_by_block(form: tuple, world: int, dtype: torch.dtype, model: ModelConfig = MODEL) -> int:
+def kept_by_block(form: tuple, world: int, dtype: torch.dtype) -> int:
     """The lesson's formula."""
-    return sum(block_activations(model, BATCH, SEQ, dtype, world, Way(*form)).values())
+    return sum(block_activations(model_of(world), BATCH, SEQ, dtype, world, Way(*form)).values())
 
 
 def kept_by_model(form: tuple, world: int, dtype: torch.dtype) -> int:
@@ -38,7 +37,7 @@ def kept_by_model(form: tuple, world: int, dtype: torch.dtype) -> int:
     embedding = tokens * (8 + 1)  # which row of mine, and whether it is mine at all
     norm = mine * (MODEL.hidden * (4 + size) + 4)
     head = (tokens if mode == "plain" else mine) * MODEL.hidden * size  # its input, in mode plain gathered
-    return MODEL.layers * kept_by_block(form, world, dtype, model_of(world)) + sum(
+    return MODEL.layers * kept_by_block(form, world, dtype) + sum(
         (tables, embedding, norm, head, loss_bytes(tokens, MODEL.vocab, world))
     )
 
@@ -62,25 +61,13 @@ def ranks_saved():
 def check_saved(ranks: list[list]) -> None:
     for found, (form, dtype) in itertools.chain(*(zip(rank, KINDS, strict=True) for rank in ranks)):
         world = len(ranks)
-        expected = kept_by_block(form, world, dtype, model_of(world)), kept_by_model(form, world, dtype)
+        expected = kept_by_block(form, world, dtype), kept_by_model(form, world, dtype)
         assert found == expected, (form, dtype)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_saved_activations_are_predicted_to_the_byte(world):
     check_saved(run_ranks(world, ranks_saved))
-
-
-def test_sequence_parallelism_divides_all_of_it():
-    """The playbook's 34/t; without it norms and the inputs of blocks stay whole (its 10 + 24/t), as in mode plain do
-    the gathered inputs. Step 1's formula is that of one rank."""
-    dense = saved_activations(MODEL, BATCH, SEQ, torch.float32)
-    whole, inputs = total_bytes(s for s in dense if s.name.startswith("layers.0.")), 2 * BATCH * SEQ * MODEL.hidden * 4
-    for t in (1, 2, 4):
-        kept, norms = {form: kept_by_block(form, t, torch.float32) for form in FORMS}, 2 * (inputs + BATCH * SEQ * 4)
-        assert kept[True, "overlap"] == kept[True, "chunked"] == whole // t
-        assert kept[True, "plain"] == (whole - inputs) // t + inputs
-        assert kept[False, "plain"] == kept[False, "overlap"] == (whole - inputs - norms) // t + inputs + norms
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
