@@ -70,17 +70,14 @@ def test_data_parallelism_copies_the_model_and_sums_its_gradients(counted, dtype
 
 
 def test_a_divided_gpt_block(counted):
-    """It keeps s b h (10 + 24/tp), with sequence parallelism 34/tp, and 5 a s² b/tp of scores. Its dropouts on the
-    residual stream need equal masks on all ranks, with sequence parallelism and on scores their own."""
+    """It keeps s b h (10 + 24/tp), with sequence parallelism 34/tp, and 5 a s² b/tp of scores. Unless its dropouts on
+    the residual stream have equal masks on all ranks, or sequence parallelism, the ranks drift apart."""
     stream, scores = gpt.BATCH * gpt.SEQ * gpt.HIDDEN, 5 * gpt.HEADS * gpt.SEQ**2 * gpt.BATCH / 2
     for rank in counted:
         for split, kept in rank["gpt"]["kept"].items():
             assert kept == pytest.approx(tensor.gpt_block_activations(2, split) * stream + scores, rel=0.005), split
-        seeds = {cells[:3]: cells[3:] for cells in rank["gpt"]["seeds"]}
-        for words, found in seeds.items():
-            for seed, same in zip(words[1:], found[:2], strict=True):
-                assert same == "100%" if seed == "equal" else 78 <= int(same[:-1]) <= 86, words  # 0.9² + 0.1²
-        assert int(seeds["tp", "own", "own"][2][:-1]) > 10, "ranks whose residual streams are masked differently"
+        apart = {cells[:3]: cells[-1] for cells in rank["gpt"]["seeds"]}
+        assert apart["tp", "equal", "own"] == "0%" and int(apart["tp", "own", "own"][:-1]) > 10
 
 
 def test_a_pipeline_keeps_what_the_formulas_say(counted):

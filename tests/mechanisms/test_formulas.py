@@ -95,10 +95,6 @@ STEP_3 = [
 ]
 
 
-def hidden_messages(mode: str) -> list[tuple]:
-    return [(each.op, each.hidden_by) for each in tensor.block_messages(Way(True, mode), 2, 100) if each.hidden_by]
-
-
 TIMES = dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), (2, 3, 4))
 
 
@@ -108,8 +104,6 @@ def steps_of(*way) -> tuple[float, float, float]:
 
 
 STEP_4 = [
-    ([], hidden_messages, "plain"),
-    (2 * [("all_gather", "input's gradient"), ("reduce_scatter", "weights' gradients")], hidden_messages, "overlap"),
     ({"layer inputs": 32}, tensor.block_activations, *SHAPE, 2, Way(full_recompute=True)),
     # Products take 10 in the forward and 35 in the backward. Exposed: 6 in the forward, the loss 24, two gathers before
     # row layers, the embedding 1, norms 3 and norm 8; hidden 6

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from common.measure.saved_tensors import SavedTensors
-from common.model import rope_tables
 from common.model_config import ModelConfig
 from step01_single_gpu.memory_meter import MemoryMeter
 from step04_tensor_parallel import vocab_parallel
 from step04_tensor_parallel.cost import Way, block_activations, loss_bytes
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, decoder, stream, tp_mesh
+from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, decoder, tp_mesh
 
 KINDS = list(itertools.product(FORMS, (torch.float32, torch.bfloat16)))
 
@@ -23,13 +22,8 @@ def model_of(world: int) -> ModelConfig:
     return MODEL if world < 4 else replace(MODEL, kv_heads=world // 2)
 
 
-def kept_by_block(form: tuple, world: int, dtype: torch.dtype) -> int:
-    """The lesson's formula."""
-    return sum(block_activations(model_of(world), BATCH, SEQ, dtype, world, Way(*form)).values())
-
-
-def kept_by_model(form: tuple, world: int, dtype: torch.dtype) -> int:
-    """The same of the whole model and its loss."""
+def kept(form: tuple, world: int, dtype: torch.dtype) -> int:
+    """The lesson's formula for the block, and what the ends of the model and its loss keep."""
     sequence_parallel, mode = form
     size, tokens = dtype.itemsize, BATCH * SEQ
     mine = tokens // world if sequence_parallel else tokens
@@ -37,32 +31,26 @@ def kept_by_model(form: tuple, world: int, dtype: torch.dtype) -> int:
     embedding = tokens * (8 + 1)  # which row of mine, and whether it is mine at all
     norm = mine * (MODEL.hidden * (4 + size) + 4)
     head = (tokens if mode == "plain" else mine) * MODEL.hidden * size  # its input, in mode plain gathered
-    return MODEL.layers * kept_by_block(form, world, dtype) + sum(
-        (tables, embedding, norm, head, loss_bytes(tokens, MODEL.vocab, world))
-    )
+    block = sum(block_activations(model_of(world), BATCH, SEQ, dtype, world, Way(*form)).values())
+    return tables + embedding + block + norm + head + loss_bytes(tokens, MODEL.vocab, world)
 
 
-def ranks_saved():
+def ranks_saved() -> list[int]:
     mesh, result = tp_mesh(), []
     tokens = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
     for form, dtype in KINDS:
-        model, x = decoder(mesh, model_of(mesh.tp.size), form, dtype), stream(mesh, form, dtype)
-        rope = rope_tables(MODEL, torch.arange(SEQ), dtype)
-        with SavedTensors(model) as block:
-            y = model.layers["0"](x, rope)
-        tables = sum(table.untyped_storage().nbytes() for table in rope)  # shared by all blocks
-        with SavedTensors(model) as whole:
+        model = decoder(mesh, model_of(mesh.tp.size), form, dtype)
+        with SavedTensors(model) as saved:
             loss = vocab_parallel.vocab_parallel_cross_entropy_sum(model(tokens), tokens, MODEL.vocab, mesh.tp)
-        result.append((block.bytes - tables, whole.bytes))
-        assert y.requires_grad and loss.requires_grad, "the graphs are alive"
+        assert loss.requires_grad, "the graph is alive"
+        result.append(saved.bytes)
     return result
 
 
-def check_saved(ranks: list[list]) -> None:
-    for found, (form, dtype) in itertools.chain(*(zip(rank, KINDS, strict=True) for rank in ranks)):
-        world = len(ranks)
-        expected = kept_by_block(form, world, dtype), kept_by_model(form, world, dtype)
-        assert found == expected, (form, dtype)
+def check_saved(ranks: list[list[int]]) -> None:
+    expected = [kept(form, len(ranks), dtype) for form, dtype in KINDS]
+    for found in ranks:
+        assert dict(zip(KINDS, found, strict=True)) == dict(zip(KINDS, expected))
 
 
 @pytest.mark.parametrize("world", [2, 4])
