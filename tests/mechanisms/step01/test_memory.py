@@ -80,14 +80,15 @@ def test_states_are_the_live_tensors(dtype, each):
 @pytest.mark.parametrize("mode", MODES)
 def test_peak_of_a_step_is_predicted(attention, mode):
     shape = {"hidden": 128, "layers": 4, "ffn": 384, "seq_len": 128, "attention": attention, "recompute": mode}
-    for dtype, accumulation, vocab in (("float32", 1, 2048), ("float32", 2, 128), ("bfloat16", 1, 128)):
+    cases = ("float32", 1, 2048), ("float32", 1, 128), ("float32", 2, 128), ("bfloat16", 1, 128)
+    for dtype, accumulation, vocab in cases:  # loss, layers and update: each is the peak in some of them
         config = TrainConfig(**shape, dtype=dtype, vocab=vocab, micro_batch=2, global_batch=2 * accumulation)
         run = Run(config)
         for first in (True, False):
             with MemoryMeter("cpu").measure(run.state()) as found:
                 run.step()
             case = (config.model_config, 2, 128, config.torch_dtype, attention, mode, "adamw", accumulation, first)
-            within = 0.01 if dtype == "float32" else 0.03
+            within = 0.015 if dtype == "float32" else 0.03
             assert predict_peak(*case).peak == pytest.approx(found.peak_bytes, rel=within), (dtype, accumulation, first)
 
 
