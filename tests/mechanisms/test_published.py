@@ -7,7 +7,6 @@ import torch
 
 from common.counts import count_flops, count_parameters
 from common.presets import PRESETS
-from step01_single_gpu.cost import states
 from step01_single_gpu.experiments import playbook
 from step01_single_gpu.memory_model import gpt
 from step01_single_gpu.memory_model.gpt import GptShape
@@ -54,6 +53,9 @@ def test_a_layer_of_the_gpt_and_its_states():
     assert [sum(gpt.states(70, *kind).values()) // 70 for kind in ((False,), (True, False), (True,))] == [16, 16, 20]
     held = gpt.states(gpt.from_model(LLAMA).parameters, mixed=False)
     assert [round(size / GIB) for size in held.values()] == [26, 26, 52]
+    gpt3 = GptShape(50257, 12288, 96, 96)
+    assert round(gpt.selective_saving(gpt3, 2048), 3) == 0.702
+    assert gpt.selective_overhead(gpt3, 2048) == pytest.approx({"core": 0.009, "paper": 0.0278}, abs=5e-5)
 
 
 PLOTTED = {  # GiB of one sequence of 1, 2, 4, 8 and 16 thousand tokens; with 4 thousand in each mode
@@ -69,12 +71,6 @@ def test_activations_of_the_plots(name):
     found = [gpt.text_activations(shape, 1, 1024 * 2**i) / GIB for i in range(5)]
     assert found == pytest.approx(lengths, rel=0.002)
     assert [gpt.text_activations(shape, 1, 4096, mode) / GIB for mode in MODES] == pytest.approx(modes, rel=0.04)
-
-
-def test_selective_recomputation_of_gpt3():
-    gpt3 = GptShape(50257, 12288, 96, 96)
-    assert round(gpt.selective_saving(gpt3, 2048), 3) == 0.702
-    assert gpt.selective_overhead(gpt3, 2048) == pytest.approx({"core": 0.009, "paper": 0.0278}, abs=5e-5)
 
 
 def test_mistakes_of_the_memory_widget(printed):
@@ -99,7 +95,6 @@ def test_profile_of_llama_1b(printed):
     peak = predict_peak(PRESETS["llama3-1b"], 8, 1024, torch.float32, "naive")
     assert rows["activations, 8 x 1024 tokens, naive"] == ("46.12", "45.62")
     assert peak.peak == peak.loss > max(peak.layers, peak.update)
-    assert round(peak.idle / GIB, 2) == 13.81  # of the published 59.49, of which 45.62 are activations
 
 
 # ---- several ---------------------------------------------------------------------------------------------------------
@@ -113,7 +108,6 @@ def test_cheatsheet_takes_bytes_for_parameters_and_forgets_cp():
     count = count_parameters(LLAMA)
     in_layers = LLAMA.layers * (count.attention + count.dense_mlp)
     assert 3 * count_flops(LLAMA, 1).linear == 6 * in_layers
-    assert states(LLAMA, torch.bfloat16)["parameters"] == 2 * count.total
     config = configure(6, "--cp 4 --dp 2 --micro-batch 2 --global-batch 12 --seq-len 64", 8)
     cheatsheet = config.micro_batch * config.dp * config.accumulation_steps * config.rank_seq_len
     assert (config.global_batch * config.seq_len, config.accumulation_steps) == (4 * cheatsheet, 3)

@@ -20,11 +20,10 @@ def ranks_tour():
     collectives_tour.NAP, group = 0.02, world_group()
     collectives_tour.tour(group, torch.device("cpu"))
     tensor = torch.randn(12 * group.size, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank))
-    library, steps = tensor.clone(), []
+    library = tensor.clone()
     collectives.all_reduce(library, group)
-    collectives_tour.ring_all_reduce(tensor, group, lambda *step: steps.append(step))
+    collectives_tour.ring_all_reduce(tensor, group)
     torch.testing.assert_close(tensor, library, rtol=1e-13, atol=1e-13)
-    assert len(steps) == 2 * (group.size - 1), steps
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
