@@ -1,8 +1,7 @@
 """Formulas that nothing counts, each against a number worked out by hand.
 
 What ranks keep, hold and send is counted: in the tests of accounting and of memory. Here is the rest: times, and what
-would hide what. A row is (number, formula, arguments), its arithmetic stands beside it. Sizes are small and differ from
-each other, so that a wrong factor shows.
+would hide what. A row is (number, formula, arguments), its arithmetic stands beside it.
 """
 
 from types import SimpleNamespace
@@ -33,16 +32,13 @@ def exchange_and_wait(player: Player) -> None:
     player.wait(second)
 
 
-ADDED = ("tp", "all_gather", 15, 2), ("cp", "send", 7, 1), ("tp", "all_gather", 10, 3, "forward"), ("pp", "send", 9, 0)
+GATHERS = [Message("tp", "all_gather", 15, 2), Message("tp", "all_gather", 10, 3, "forward")]
 COMMON = [
     # 3·(2·3·0.001 + 1500/10⁶); 3·(0.001 + 1500/10⁶); 3·(3·0.001 + 1500/10⁶)
     (0.0225, vocabulary.seconds, Message("dp", "all_reduce", 1500, 3), 4, LINK),
     (0.0075, vocabulary.seconds, Message("pp_forward", "send", 1500, 3), 4, LINK),
     (0.0135, vocabulary.seconds, Message("tp", "all_gather", 1500, 3), 4, LINK),
-    (
-        {("tp", "all_gather"): (5, 60), ("cp", "send"): (1, 7)},  # 2·15 + 3·10
-        lambda: vocabulary.added([Message(*each) for each in ADDED]),
-    ),
+    ({("tp", "all_gather"): (5, 60)}, vocabulary.added, [*GATHERS, Message("pp", "send", 9, 0)]),  # 2·15 + 3·10
     (0.0075, alpha_beta.all_reduce_seconds, 1000, 4, LINK),  # 2·3·0.001 + 1500/10⁶
     (8, alpha_beta.gather_ratio, 3, 5, 40, 2),  # 2·2·40/(2·5·2)
     (1.547, on_nodes.seconds_on, "8mbit", 1_448_000),  # 1000 packets of 1514 bytes, half as many answers of 66
@@ -120,6 +116,10 @@ def layer(mode: str, phase: str):
 
 STEP_5_AND_6 = [
     (3, pipeline.smallest_ratio, 8, 2),
+    (0.8, pipeline.efficiency, 0.25),
+    (1 / 16, pipeline.hide_ratio, 8, 2, 64, 4),  # 2·64/(32·8·2·4)
+    # 2·3·8/4 = 12 s; a layer 2·3·336 + 4·3·3·8 = 2304 FLOPs at 672 FLOP/s
+    (12 / (2 * 2304 / 672), pipeline.hide_ratio_of, DENSE, 3, 2, 672, 4),
     (40, lambda: context.critical_path(context.all_pairs("striped", 16, 4))),  # the slowest of each hop
     # A token of a layer: norms 2·(32 + 4 + 16), rows of h 3·16, q, k, v 32, log-sum-exp 16, rows of f 4·12: 248. Two
     # layers and tp 2 make 248, the head 2·4·8/2 = 32, the loss 3·4·10/2 = 60, keys 96/2
@@ -152,12 +152,11 @@ def test_formulas(rows):
 def test_what_crosses_a_cable(monkeypatch):
     """Ranks 0 and 1 on one node, 2 and 3 on the other; 1000 bytes. A rank's part of what leaves its node."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    groups = {"world": (0, 1, 2, 3), "tp": (0, 1), "dp": (0, 2), "odd": (0, 2, 1, 3)}
+    groups = {"world": (0, 1, 2, 3), "dp": (0, 2), "odd": (0, 2, 1, 3)}
     mesh = SimpleNamespace(rank=0, **{name: SimpleNamespace(ranks=ranks) for name, ranks in groups.items()})
     rows = [
         ("all_reduce", "world", 1500, None, 750),  # a ring, 2·3/4·1000 on each edge; one edge leaves, for two ranks
         ("all_reduce", "odd", 1500, None, 1500),  # 0 to 2 and 1 to 3
-        ("all_reduce", "tp", 1000, None, 0),
         ("all_gather", "world", 750, None, 500),  # its quarter to both ranks of the other node
         ("all_to_all", "dp", 500, None, 500),
         ("send", "world", 9, 1, 0),
