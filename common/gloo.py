@@ -17,7 +17,7 @@ from common.process_groups import Group
 
 def serves(tensor: Tensor, group: Group) -> bool:
     """Return whether gloo carries this tensor. Where there are both backends, NCCL takes the CUDA tensors only."""
-    return group.backend == "gloo" or not tensor.is_cuda
+    return group.backend == "gloo" or group.backend == "nccl" and not tensor.is_cuda
 
 
 def on_host(tensor: Tensor, group: Group, work=None) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -130,33 +131,34 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
         placement: of the stages (default: stage i on rank i). `embed` joins the ranks that hold the first or the last
             stage, `mirror` those that hold copies of the same stages.
     """
-    grid = torch.arange(degrees.world).reshape([getattr(degrees, axis) for axis in degrees.axes])
+    grid = np.arange(degrees.world).reshape([getattr(degrees, axis) for axis in degrees.axes])
 
-    def along(*axes: str) -> torch.Tensor:
+    def along(*axes: str) -> np.ndarray:
         """(groups, members): ranks that differ in `axes` only, in ascending order."""
         moved = sorted(degrees.axes.index(axis) for axis in axes)
-        return grid.movedim(moved, list(range(-len(axes), 0))).flatten(-len(axes)).flatten(0, -2)
+        members = math.prod(grid.shape[axis] for axis in moved)
+        return np.moveaxis(grid, moved, range(-len(axes), 0)).reshape(-1, members)
 
     same_head = max(1, degrees.tp // kv_heads) if kv_heads else 1
-    zero = along("dp", "cp").unflatten(1, (degrees.zero_replicas, -1))  # neighbours share a copy of the model
-    experts = along("dp", "cp", "tp").unflatten(1, (-1, degrees.ep))
-    holders = experts.transpose(1, 2).flatten(0, 1)  # of the same experts
-    expert_zero = holders.unflatten(1, (degrees.expert_replicas, -1))
+    zero = along("dp", "cp").reshape(degrees.pp * degrees.tp, degrees.zero_replicas, -1)  # neighbours share a copy
+    experts = along("dp", "cp", "tp").reshape(degrees.pp, -1, degrees.ep)
+    holders = experts.swapaxes(1, 2)  # of the same experts
+    expert_zero = holders.reshape(degrees.pp * degrees.ep, degrees.expert_replicas, -1)
     groups = {
         "world": grid.reshape(1, -1),
         "tp": along("tp"),
-        "kv_replica": along("tp").unflatten(1, (-1, same_head)).flatten(0, 1),
+        "kv_replica": along("tp").reshape(-1, same_head),
         "cp": along("cp"),
         "pp_forward": along("pp"),
         "pp_backward": along("pp"),
         "dp": along("dp"),
         "dp_cp": along("dp", "cp"),
-        "shard": zero.flatten(0, 1),
-        "replica": zero.transpose(1, 2).flatten(0, 1),
-        "ep": experts.flatten(0, 1),
-        "edp": holders,
-        "expert_shard": expert_zero.flatten(0, 1),
-        "expert_replica": expert_zero.transpose(1, 2).flatten(0, 1),
+        "shard": zero.reshape(-1, zero.shape[-1]),
+        "replica": zero.swapaxes(1, 2).reshape(-1, zero.shape[1]),
+        "ep": experts.reshape(-1, degrees.ep),
+        "edp": holders.reshape(-1, holders.shape[-1]),
+        "expert_shard": expert_zero.reshape(-1, expert_zero.shape[-1]),
+        "expert_replica": expert_zero.swapaxes(1, 2).reshape(-1, expert_zero.shape[1]),
     }
     result = {name: [tuple(ranks) for ranks in rows.tolist()] for name, rows in groups.items()}
     placement = placement or (tuple(range(degrees.pp)),)

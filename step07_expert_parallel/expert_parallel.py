@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common import collectives
 from common.process_groups import Group
-from step07_expert_parallel.experts import Counts, to_host
+from step07_expert_parallel.experts import Counts
 
 
 class AllToAll:
@@ -127,13 +127,13 @@ class Journey:
         sent = counts.on_device.view(ep.size, -1)  # (ep, experts of a rank)
         received = torch.empty_like(sent)
         collectives.all_to_all(received, sent, ep)
-        rows_sent, rows_received = to_host(torch.stack((sent.sum(1), received.sum(1))))
+        rows_sent, rows_received = counts.read(torch.stack((sent.sum(1), received.sum(1))))
         self.there = AllToAll(rows_sent, rows_received, ep, before_wait)
         self.home = AllToAll(rows_received, rows_sent, ep, before_wait)
         # What arrives is sorted by the rank that it comes from, and only then by expert
         expert = torch.arange(sent.shape[1], device=sent.device).repeat(ep.size)
         expert = expert.repeat_interleave(received.flatten(), output_size=sum(rows_received))
-        self.counts, self.order = Counts(received.sum(0)), expert.argsort(stable=True)
+        self.counts, self.order = Counts(received.sum(0), counts.read), expert.argsort(stable=True)
 
     def start(self, rows: Tensor) -> Tensor:
         """Start to send the rows. `arrive` takes what this returns, and nothing else may."""

@@ -8,6 +8,7 @@ an expert are neighbors, and each of an expert's three matrices multiplies them 
 at its place, a token is the sum of the outputs of its experts, weighted by their gates.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from common.parameter import ParameterSpec, attach_specs
 from common.process_groups import Group, Mesh
 from step05_pipeline.weight_gradients import DeferringLinear
 from step07_expert_parallel.expert_parallel import Journey, inverse
-from step07_expert_parallel.experts import Counts, Experts
+from step07_expert_parallel.experts import Counts, Experts, to_host
 from step07_expert_parallel.router import Router
 
 # ---- to the experts and back -----------------------------------------------------------------------------------------
@@ -44,12 +45,12 @@ class Choices:
         starts   0     2   3
     """
 
-    def __init__(self, chosen: Tensor, experts: int, some_dropped: bool):
-        """chosen: (tokens, k) int64. What chose number `experts` is dropped."""
+    def __init__(self, chosen: Tensor, experts: int, some_dropped: bool, read: Callable[[Tensor], list] = to_host):
+        """chosen: (tokens, k) int64. What chose number `experts` is dropped. read: see `Counts`."""
         flat, kept = chosen.flatten(), (chosen < experts).sum(-1)
         counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        self.counts = Counts(counts[:experts])
+        self.counts = Counts(counts[:experts], read)
         order = flat.argsort(stable=True)  # what is dropped comes last
         self.order = order[: sum(self.counts.on_host)] if some_dropped else order
         self.tokens = self.order // chosen.shape[1]
@@ -109,11 +110,12 @@ class MoE(nn.Module):
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None, ep: Group):
         super().__init__()
         self.router, self.experts, self.shared, self.ep = router, experts, shared, ep
-        self.before_wait = lambda: None
+        self.before_wait, self.read = lambda: None, to_host
 
     def forward(self, x):
         chosen, gates = self.router(x)  # (tokens, k)
-        choices = Choices(chosen, self.router.shape.experts, bool(self.router.config.capacity_factor))
+        some_dropped = bool(self.router.config.capacity_factor)
+        choices = Choices(chosen, self.router.shape.experts, some_dropped, self.read)
         journey = Journey(choices.counts, self.ep, self.before_wait)
         rows = journey.start(_Copy.apply(x.flatten(0, 1), choices))
         shared = self.shared(x) if self.shared else 0

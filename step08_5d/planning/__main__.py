@@ -2,9 +2,13 @@
 
 python -m step08_5d.planning plan --model llama3-8b --gpus 64 --seq-len 4096 --tokens-per-batch 1M
 python -m step08_5d.planning memory --model llama3-70b --dp 4 --tp 8 --pp 2 --zero 1 --recompute full
+python -m step08_5d.planning dry-run --world 16384 --rank 77 --model llama3-405b --tp 8 --pp 16 --dtype bfloat16
+python -m step08_5d.planning sweep step08_5d/planning/laptop.toml
+python -m step08_5d.planning calibrate step08_5d/planning/laptop.toml
 python -m step08_5d.planning published
 """
 
+import os
 import statistics
 import sys
 from dataclasses import replace
@@ -78,6 +82,52 @@ def print_memory(options) -> None:
     print_table(f"predicted: {options.model}, {named(layout)}, the fullest rank", ("", "GB"), rows)
 
 
+def play(options) -> None:
+    """One step of one rank, on fake tensors: what is left of the command line are flags of step 8."""
+    from step08_5d.planning import dry_run  # here, as it imports all that trains
+
+    found = dry_run.dry_run(dry_run.configuration(options.rest, options.world), options.rank, progress=True)
+    dry_run.show(found, options.rank)
+
+
+def sweep(options) -> None:
+    """Run what a file asks for, then show the table and the heat map."""
+    from step08_5d.planning import pictures
+    from step08_5d.planning import sweep as sweeps
+
+    asked = sweeps.read(options.file)
+    records = sweeps.carry_out(asked, options.again)
+    pictures.print_records(asked.name, records, {})
+    if any(each["status"] == "ok" for each in records):
+        print(f"  figure: {pictures.draw_heat(records, asked.folder / 'heat.png')}")
+
+
+def calibrate(options) -> None:
+    """Fit the rates of this machine to every third run of a sweep, and judge them on the others."""
+    from step08_5d.planning import calibration, pictures
+    from step08_5d.planning import sweep as sweeps
+
+    asked, cores = sweeps.read(options.file), options.cores or len(os.sched_getaffinity(0))
+    records = sweeps.records(asked.folder)
+    runs = calibration.measured(records, progress=True)
+    if len(runs) < 9:
+        raise UsageError(f"{asked.folder} has {len(runs)} runs that ended; a calibration needs 9")
+    seen, others = runs[::3], [run for index, run in enumerate(runs) if index % 3]
+    rates = calibration.fit(seen, cores)
+    guesses = {run.name: calibration.seconds(run.layout, rates, cores) for run in runs}
+    pictures.print_records(asked.name, records, guesses)
+    print_table(
+        "seconds of a core", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates._asdict().items()]
+    )
+    found = calibration.judge(others, rates, cores)
+    print(
+        f"\non the {found.runs} runs that the fit has not seen: Kendall's tau {found.kendall:.2f}, median error "
+        f"{found.error:.0%}; the run predicted to be the fastest takes {found.regret:.0%} longer than the fastest"
+    )
+    reals, names = {run.name: run.seconds for run in runs}, {run.name for run in seen}
+    print(f"  figure: {pictures.draw_beside(reals, guesses, names, asked.folder / 'predicted.png')}")
+
+
 def published(options) -> None:
     """Fit the model of time to half of the published runs, judge it on the other half, and the other way round."""
     runs = read_runs()
@@ -113,29 +163,42 @@ def draw(runs: list[Run], habits: Habits, path: str) -> Path:
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
-    """Run what the command line names: plan, memory or published."""
+    """Run the command that the command line names."""
     parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, function in (("plan", plan), ("memory", print_memory), ("published", published)):
-        sub = commands.add_parser(name)
+    functions = {"plan": plan, "memory": print_memory, "dry-run": play, "sweep": sweep, "calibrate": calibrate}
+    for name, function in (functions | {"published": published}).items():
+        sub = commands.add_parser(name, allow_abbrev=False)
         sub.set_defaults(run=function)
-        if name != "published":
+        if name in ("plan", "memory"):
             sub.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
             sub.add_argument("--seq-len", type=tokens, default=4096)
-        else:
+        if name == "published":
             sub.add_argument("--out", default="runs/planning/published.png", help="the figure")
         if name == "plan":
             sub.add_argument("--gpus", type=int, required=True)
             sub.add_argument("--gpu", choices=MACHINES, default="H100")
             sub.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
             sub.add_argument("--shown", type=int, default=8, help="rows of the table")
+        if name in ("sweep", "calibrate"):
+            sub.add_argument("file", help="a TOML file that says what to run, such as step08_5d/planning/laptop.toml")
+        if name == "sweep":
+            states = ("crash", "out of memory", "hang", "refused", "ok")
+            sub.add_argument("--again", nargs="+", choices=states, default=[], help="repeat runs that ended so")
+        if name == "calibrate":
+            sub.add_argument("--cores", type=int, help="that the ranks share (default: those of this process)")
+        if name == "dry-run":
+            sub.add_argument("--world", type=int, required=True, help="how many ranks there would be")
+            sub.add_argument("--rank", type=int, default=0, help="which of them to play")
         if name == "memory":
             for degree in ("dp", "tp", "pp", "cp", "ep", "micro-batch"):
                 sub.add_argument(f"--{degree}", type=int, default=1)
             sub.add_argument("--zero", type=int, choices=range(4), default=0)
             sub.add_argument("--recompute", choices=("none", "full"), default="none")
             sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
-    options = parser.parse_args(argv)
+    options, options.rest = parser.parse_known_args(argv)
+    if options.rest and options.run is not play:
+        parser.error(f"unknown: {' '.join(options.rest)}")
     options.run(options)
 
 

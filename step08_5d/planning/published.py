@@ -2,20 +2,22 @@
 
 published/playbook_runs.csv holds 1,541 of the runs behind *The Ultra-Scale Playbook* (Hugging Face, 2025), section
 "Benchmarking thousands of configurations": 13 pairs of a model and a number of nodes of eight H100, all with sequences
-of 4,096 tokens. A row without numbers is a run that crashed or ran out of memory.
+of 4,096 tokens. A row without numbers is a run that crashed or ran out of memory. Nine rows contradict themselves:
+their micro-batches and data-parallel ranks do not make up the batch. They are left out, since nobody knows what ran.
 """
 
 import csv
-import itertools
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from common.counts import count_parameters
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
+from step08_5d.planning.fitting import descend, spearman
 from step08_5d.planning.machines import MACHINES, Habits
 from step08_5d.planning.speed import times
 
@@ -51,10 +53,12 @@ class Run(NamedTuple):
 
 
 def read_runs() -> list[Run]:
-    """Return all published runs."""
+    """Return all published runs whose columns agree with each other."""
     result = []
     for row in csv.DictReader(FILE.open()):
         dp, pp, tp, zero = (int(row[key]) for key in ("dp", "pp", "tp", "zero"))
+        if dp * int(row["mbs"]) * int(row["accumulation"]) != int(row["gbs"]):
+            continue
         hidden, layers, heads, ffn = SHAPES[row["model"]]
         tied = row["model"] in ("1B", "3B") and pp == 1
         layout = Layout(SEQ, dp, pp, tp=tp, zero=zero, micro_batch=int(row["mbs"]), dtype="bfloat16")
@@ -94,15 +98,9 @@ def error(habits: Habits, runs: list[Run]) -> float:
     return statistics.mean(min(abs(math.log(predicted(run, habits) / run.mfu)), math.log(MOST)) for run in runs)
 
 
-def fit(habits: Habits, runs: list[Run], names: tuple[str, ...], sweeps: int = 5) -> Habits:
-    """Return the habits with these numbers moved, one after the other, as long as the error falls."""
-    best, factor = error(habits, runs), 2.0
-    for _ in range(sweeps):
-        for name, step in itertools.product(names, (factor, 1 / factor)):
-            while (found := error(tried := habits._replace(**{name: step * getattr(habits, name)}), runs)) < best:
-                best, habits = found, tried
-        factor = math.sqrt(factor)
-    return habits
+def fit(habits: Habits, runs: list[Run], names: tuple[str, ...]) -> Habits:
+    """Return the habits with these numbers moved, as long as the error falls."""
+    return descend(habits, names, partial(error, runs=runs))
 
 
 def fitted(runs: list[Run]) -> Habits:
@@ -119,18 +117,6 @@ def halves(runs: list[Run]) -> list[tuple[list[Run], list[Run]]]:
 
 
 # ---- judged ----------------------------------------------------------------------------------------------------------
-
-
-def spearman(a: list[float], b: list[float]) -> float:
-    """The correlation of the ranks of two lists."""
-    return statistics.correlation(*(ranks(each) for each in (a, b)))
-
-
-def ranks(values: list[float]) -> list[float]:
-    """The place of each value among all; equal ones share theirs."""
-    ordered = sorted(values)
-    first = {value: place for place, value in reversed(list(enumerate(ordered)))}
-    return [first[value] + (ordered.count(value) - 1) / 2 for value in values]
 
 
 class Judgement(NamedTuple):

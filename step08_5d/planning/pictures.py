@@ -1,0 +1,69 @@
+"""Tables and pictures of a sweep: what was measured, what was predicted, and what failed."""
+
+import math
+from pathlib import Path
+
+from common.drawing.figures import COLOURS, new_figure, write_png
+from common.drawing.tables import print_table
+
+ACROSS = ("micro_batch", "zero", "recompute", "schedule")  # what varies along a row of the heat map
+
+
+def print_records(name: str, records: list[dict], predicted: dict[str, float]) -> None:
+    """The runs of a sweep: those that ended, the fastest first, and then what became of the others.
+
+    Args:
+        predicted: seconds of a step, by the id of a run.
+    """
+    ended = sorted((each for each in records if each["status"] == "ok"), key=lambda each: -each["tokens_per_s"])
+    rows = []
+    for each in ended:
+        seconds, guess = each["step_time_s"], predicted.get(each["id"])
+        beside = (f"{guess:.3f}", f"{guess / seconds:.2f}") if guess else ("-", "-")
+        rows.append((each["id"], f"{each['tokens_per_s']:,.0f}", f"{seconds:.3f}", *beside))
+    header = ("run", "tokens/s", "s measured", "s predicted", "ratio")
+    print_table(f"{name}: {len(ended)} of {len(records)} runs ended", header, rows)
+    failed = [(each["id"], each["status"], each["line"]) for each in records if each["status"] != "ok"]
+    if failed:
+        print_table("the others", ("run", "what became of it", ""), failed)
+
+
+def draw_heat(records: list[dict], path: Path) -> Path:
+    """Tokens per second by degrees (rows) and by all else (columns); a cross where a run failed. Returns the path."""
+
+    def words(record: dict, across: bool) -> str:
+        chosen = {name: value for name, value in record["values"].items() if (name in ACROSS) == across}
+        if not across:
+            chosen = {"ranks": record["world"]} | chosen
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())
+
+    cells = {(words(each, False), words(each, True)): each for each in records}
+    rows, columns = (sorted({key[side] for key in cells}) for side in (0, 1))
+    speeds = [[cells.get((row, column), {}).get("tokens_per_s", math.nan) for column in columns] for row in rows]
+    figure, axis = new_figure(width=3.5 + 0.75 * len(columns), height=2.2 + 0.28 * len(rows))
+    axis.grid(False)
+    image = axis.imshow(speeds, aspect="auto", cmap="viridis")
+    for (row, column), each in cells.items():
+        text = f"{each['tokens_per_s'] / 1000:.1f}" if each["status"] == "ok" else "×"
+        colour = "white" if each["status"] == "ok" else "black"
+        axis.text(columns.index(column), rows.index(row), text, ha="center", va="center", fontsize=8, color=colour)
+    axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right", fontsize=8)
+    axis.set_yticks(range(len(rows)), rows, fontsize=8)
+    figure.colorbar(image, label="tokens/s")
+    return write_png(figure, path)
+
+
+def draw_beside(measured: dict[str, float], predicted: dict[str, float], seen: set[str], path: Path) -> Path:
+    """Measured over predicted seconds of a step, by the id of a run; `seen`: those that were fitted to."""
+    figure, axis = new_figure(width=4.6, height=4.2)
+    for label, some, colour in (
+        ("fitted to", [each for each in measured if each in seen], "other"),
+        ("not seen", [each for each in measured if each not in seen], "measured"),
+    ):
+        axis.loglog([predicted[each] for each in some], [measured[each] for each in some], "o", ms=4, label=label)
+        axis.lines[-1].set_color(COLOURS[colour])
+    ends = [min(*measured.values(), *predicted.values()), max(*measured.values(), *predicted.values())]
+    axis.loglog(ends, ends, color="black", lw=1)
+    axis.set(xlabel="seconds of a step, predicted", ylabel="measured")
+    axis.legend()
+    return write_png(figure, path)

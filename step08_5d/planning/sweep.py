@@ -1,0 +1,202 @@
+"""A sweep: real runs of many layouts, one after the other, and what became of each.
+
+A file says which (laptop.toml is an example). Every run is a command of its own, so that it may crash, hang or take all
+memory without ending the sweep: it is recorded as such. Records are lines of runs.jsonl, written at once, so a sweep
+that was interrupted goes on where it stopped.
+"""
+
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from common.errors import UsageError
+from common.launching.command_line import parse
+from step08_5d import config as step08
+
+STATES = ("ok", "refused", "out of memory", "crash", "hang")
+NO_MEMORY = r"out of memory|OutOfMemoryError|MemoryError|DefaultCPUAllocator|GB are free|into the memory of|Signal 9 "
+ERROR = re.compile(r"^(?:\[.*?\]:)?(?:error: |rank \d+: |\w*Error: )(.*)", re.MULTILINE)
+
+
+class Sweep(NamedTuple):
+    """What a file asks for."""
+
+    name: str
+    flags: str  # of step 8, of all runs
+    world: list[int]  # numbers of ranks, where a table has none of its own
+    grid: list[dict[str, list]]  # tables of flags (and world) with lists of values; the runs are each table's products
+    timeout: float = 300.0  # seconds that a run may take
+    nodes: dict[str, object] | None = None  # of `python -m common.nodes`: nodes, bandwidth, latency
+    launcher: str = "torchrun"  # or slurm, with `gpus` ranks on each node
+    gpus: int = 8
+
+    @property
+    def folder(self) -> Path:
+        return Path("runs", "sweeps", self.name)
+
+
+class Case(NamedTuple):
+    """One run."""
+
+    id: str
+    world: int
+    values: dict[str, object]  # of the grid
+    flags: list[str]
+
+
+def read(path: str) -> Sweep:
+    """Return the sweep that a TOML file describes. Raises UsageError, with the key, for what is missing or wrong."""
+    try:
+        import tomllib
+    except ImportError:
+        raise UsageError("sweep reads TOML, which Python can do from 3.11 on") from None
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    unknown = content.keys() - set(Sweep._fields)
+    missing = {"name", "flags", "world", "grid"} - content.keys()
+    if unknown or missing:
+        what = f"has no key {min(missing)}" if missing else f"has an unknown key {min(unknown)}"
+        raise UsageError(f"{path} {what}; the keys are {', '.join(Sweep._fields)}")
+    for key, kind in (("name", str), ("flags", str), ("world", list), ("grid", list)):
+        if not isinstance(content[key], kind):
+            raise UsageError(f"{path}: {key} must be a {'text' if kind is str else 'list'}")
+    if not all(isinstance(values, list) for table in content["grid"] for values in table.values()):
+        raise UsageError(f"{path}: every value in a [[grid]] table must be a list")
+    return Sweep(**content)
+
+
+def cases(sweep: Sweep) -> Iterator[Case]:
+    """All runs, each once."""
+    seen = set()
+    for table in sweep.grid:
+        table = {"world": sweep.world} | table
+        for world, *values in itertools.product(*table.values()):
+            chosen = dict(zip(list(table)[1:], values))
+            run = "_".join([f"ranks-{world}", *(f"{name}-{value}" for name, value in chosen.items())])
+            if run not in seen:
+                seen.add(run)
+                yield Case(run, world, chosen, [*shlex.split(sweep.flags), *_words(chosen)])
+
+
+def _words(values: dict[str, object]) -> Iterator[str]:
+    """Flags of the command line, from names and values."""
+    for name, value in values.items():
+        spelled = "--" + name.replace("_", "-")
+        if value is not False:
+            yield from [spelled] if value is True else [spelled, str(value)]
+
+
+def refusal(case: Case) -> str:
+    """The line with which step 8 would refuse these flags, or nothing."""
+    try:
+        config = parse(8, case.flags)
+        config.resolve_and_check(case.world)
+        step08.check(config)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def command(sweep: Sweep, case: Case, run_dir: Path) -> list[str]:
+    """What starts a run."""
+    flags = [*case.flags, "--run-dir", str(run_dir)]
+    if sweep.launcher == "slurm":
+        nodes = ["--nodes", str(-(-case.world // sweep.gpus)), "--gpus-per-node", str(min(case.world, sweep.gpus))]
+        return ["sbatch", "--wait", *nodes, "--output", str(run_dir / "output.txt"), "step08_5d/train.slurm", *flags]
+    if sweep.nodes:
+        options = [word for name, value in sweep.nodes.items() for word in (f"--{name}", str(value))]
+        ranks = ["--ranks", str(case.world // int(sweep.nodes["nodes"]))]
+        return [sys.executable, "-m", "common.nodes", *options, *ranks, "--", "step08_5d/train.py", *flags]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.world)]
+    return [*launcher, "-m", "step08_5d.train", *flags]
+
+
+def run(sweep: Sweep, case: Case) -> dict:
+    """Run a case to its end, or to the timeout. Returns its record."""
+    record = case._asdict()
+    if line := refusal(case):
+        return record | {"status": "refused", "line": line}
+    run_dir = sweep.folder / case.id
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for old in ("metrics.jsonl", "output.txt"):
+        (run_dir / old).unlink(missing_ok=True)
+    start, status = time.perf_counter(), None
+    with (run_dir / "output.txt").open("a") as output:
+        process = subprocess.Popen(
+            command(sweep, case, run_dir), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(sweep.timeout)
+        except subprocess.TimeoutExpired:
+            status = "hang"
+        finally:  # also after Ctrl-C: nothing of a run stays behind
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                time.sleep(1)
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    record["seconds"] = round(time.perf_counter() - start, 1)
+    printed = (run_dir / "output.txt").read_text(errors="replace")
+    if status is None and process.returncode == 0:
+        return record | {"status": "ok"} | numbers(run_dir)
+    lines = ERROR.findall(printed) or printed.strip().splitlines()[-1:] or [""]
+    status = status or ("out of memory" if re.search(NO_MEMORY, printed) else "crash")
+    return record | {"status": status, "line": lines[0].strip()[:300]}
+
+
+def numbers(run_dir: Path) -> dict[str, float]:
+    """What a run's record says of its steps: medians, without the first two, which warm up."""
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = steps[2:] or steps
+    result = {}
+    for name in ("step_time_s", "tokens_per_s", "mfu", "peak_memory_bytes"):
+        values = [step[name] for step in steps if isinstance(step.get(name), int | float)]
+        if values:
+            result[name] = statistics.median(values)
+    return result
+
+
+def records(folder: Path) -> list[dict]:
+    """What has been recorded, the newest record of each run."""
+    file = folder / "runs.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = {}
+    for line in lines:
+        try:
+            each = json.loads(line)
+        except ValueError:  # an interrupted write
+            continue
+        found[each["id"]] = each
+    return list(found.values())
+
+
+def carry_out(sweep: Sweep, again: list[str]) -> list[dict]:
+    """Run all cases that have no record, or one with a status in `again`. Returns all records of the sweep."""
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    wanted = list(cases(sweep))
+    done = {each["id"] for each in records(sweep.folder) if each["status"] not in again}
+    left = [case for case in wanted if case.id not in done]
+    terminal = sys.stderr.isatty()
+    for case in tqdm(left, unit="run", desc=sweep.name, disable=not terminal):
+        record = run(sweep, case)
+        with (sweep.folder / "runs.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if not terminal:
+            speed = f"{record['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in record else record.get("line", "")
+            print(f"{case.id}: {record['status']}  {speed}", flush=True)
+    ids = {case.id for case in wanted}
+    return [each for each in records(sweep.folder) if each["id"] in ids]
