@@ -13,7 +13,6 @@ from common import collectives
 from common.config import TrainConfig
 from step01_single_gpu.cost import bytes_per_parameter
 from step01_single_gpu.memory_model.capacity import bytes_needed
-from step07_expert_parallel import expert_parallel, experts
 from step07_expert_parallel.expert_parallel import Journey
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
@@ -173,12 +172,8 @@ def ranks_order() -> tuple[list[str], list[str]]:
         note("read on the host")
         return counts.tolist()
 
-    x = torch.randn(1, 16, config.model_config.hidden, requires_grad=True)
-    with (
-        mock.patch.object(experts, "to_host", reading),
-        mock.patch.object(expert_parallel, "to_host", reading),
-        collectives.record(lambda: next(clock)) as calls,
-    ):
+    x, moe.read = torch.randn(1, 16, config.model_config.hidden, requires_grad=True), reading
+    with collectives.record(lambda: next(clock)) as calls:
         y = moe(x)
         middle = next(clock)
         y.sum().backward()

@@ -17,7 +17,6 @@ from common.config import TrainConfig
 from common.model import at_least_float32
 from common.parameter import attach_specs
 from step01_single_gpu.mixed_precision import Optimizer
-from step07_expert_parallel import experts
 from step07_expert_parallel.experts import Counts, Experts, Kernels
 from step08_5d.kernels.adamw import adamw, adamw_reference
 from step08_5d.kernels.grouped_matmul import multiply, multiply_transposed
@@ -167,8 +166,7 @@ def test_experts_of_step_7(monkeypatch):
         found.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
     assert max(map(difference, *found)) < 1e-14
     assert [each.call_count for each in kernels] == [6, 3], "of three matrices: forward, dx and dw"
-    monkeypatch.setattr(experts, "to_host", lambda counts: pytest.fail("the host waited for the device"))
-    counts = Counts(torch.tensor([5, 54], device=DEVICE))
+    counts = Counts(torch.tensor([5, 54], device=DEVICE), lambda counts: pytest.fail("the host waited for the device"))
     multiply_transposed(multiply(x.detach(), random(2, 8, 8), counts), x.detach(), counts)
 
 

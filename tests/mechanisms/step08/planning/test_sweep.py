@@ -88,8 +88,7 @@ def test_every_run_is_recorded(grid, capsys, monkeypatch):
 )
 def test_a_bad_file_is_one_line(grid, capsys, old, new, line):
     grid.write_text(GRID.replace(old, new))
-    with pytest.raises(SystemExit, match="2"):
-        main(["sweep", str(grid)])
+    assert main(["sweep", str(grid)]) == 2
     printed = capsys.readouterr().err
     assert line in printed and printed.count("\n") == 1
 
@@ -99,7 +98,7 @@ def test_commands(grid, monkeypatch):
     asked = sweep.Sweep("x", "", [16], [])
     case = sweep.Case("a", 16, {}, ["--pp", "2"])
     slurm = sweep.command(asked._replace(launcher="slurm"), case, asked.folder / "a")
-    assert slurm[:6] == ["sbatch", "--wait", "--nodes", "2", "--gpus-per-node", "8"] and "step08_5d/train.slurm" in slurm
+    assert slurm[:6] == "sbatch --wait --nodes 2 --gpus-per-node 8".split() and "step08_5d/train.slurm" in slurm
     nodes = sweep.command(asked._replace(nodes={"nodes": 2, "bandwidth": "50mbit"}), case, asked.folder / "a")
     words = "-m common.nodes --nodes 2 --bandwidth 50mbit --ranks 8 -- step08_5d/train.py --pp 2 --run-dir"
     assert nodes[1:-1] == words.split()
