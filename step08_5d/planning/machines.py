@@ -46,8 +46,8 @@ class Habits(NamedTuple):
     near_start: float = 3.4e-5  # seconds, until a collective within a node begins to move bytes
     far_start: float = 3.4e-4  # the same between two nodes;
     spread: float = 1.0  # between n + 1 nodes it takes n ** spread times as long
-    stall: float = 1.2e-3  # seconds that a layer loses per micro-batch where stages wait for each other, on one node;
-    crowd: float = 0.57  # on n nodes it loses n ** crowd times as much,
+    stall: float = 1.4e-3  # seconds that a layer loses per micro-batch where stages wait for each other, on one node;
+    crowd: float = 0.52  # on n nodes it loses n ** crowd times as much,
     apart: float = 0.71  # and on tp tensor ranks tp ** apart times as much
     hides: float = 1.0  # share of a backward behind which the sums of gradients may hide
     prefetch: float = 0.0  # share of a forward behind which gathered weights may hide

@@ -9,7 +9,8 @@ from step08_5d.gpu_ladder.machine import UNITS
 from step08_5d.kernels.launching import HAS_TRITON
 from tests.gpu_check.findings import on_devices
 from tests.gpu_check.timing import ceilings, take_turns
-from tests.mechanisms.step08.kernels.cases import BOTH, KERNELS, Case, Maker
+from tests.mechanisms.step08.kernels.case import BOTH, Case, Maker
+from tests.mechanisms.step08.kernels.cases import KERNELS
 from tests.mechanisms.step08.kernels.compare import tuple_of
 
 ROUNDS = 30

@@ -148,7 +148,7 @@ def test_one_process_needs_no_torch_distributed():
         with pytest.raises(UsageError, match=words):
             build_mesh(degrees, CPU)
     for degrees in Degrees(dp=4, ep=3), Degrees(dp=4, zero_replicas=3):  # TrainConfig names the flag
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ValueError):
             all_groups(degrees)
 
 

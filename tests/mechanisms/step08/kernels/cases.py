@@ -4,11 +4,6 @@ The tests of this folder and the part `kernels` of `python -m tests.gpu_check` g
 add a function that returns a `Case` for sizes of its choice, and a line to that table.
 """
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,66 +25,10 @@ from step08_5d.kernels import (
 )
 from step08_5d.kernels import flash_attention_backward as attention_backward
 from step08_5d.kernels.flash_attention import attend, attend_reference
+from tests.mechanisms.step08.kernels.case import BOTH, DEVICE, Case, Kernel, Maker, liger
 
-BOTH = "forward and backward"  # in one call, where a kernel does the work of the backward in the forward
 EPS, ALONE = 1e-5, Group("tp", (0,), 0)
 ADAMW = {"weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-5}
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@dataclass
-class Case:
-    """Two functions that do the same to `inputs`, of which they give gradients or which they change, and `settings`.
-
-    gradients: whether autograd knows the backward; else the functions return all there is.
-    slack: how many times larger than usual the errors may be.
-    work: bytes or FLOPs that a pass needs at least: "backward", BOTH, and any other name is one of the forward.
-    default: on some GPUs we take PyTorch's.
-    """
-
-    ours: Callable
-    reference: Callable
-    inputs: list[Tensor]
-    settings: tuple = ()
-    gradients: bool = True
-    slack: float = 1.0
-    work: dict[str, float] = field(default_factory=dict)
-    unit: str = "GB/s"
-    liger: Callable | None = None
-    pytorch: Callable | None = None
-    default: bool = False
-
-
-class Kernel(NamedTuple):
-    """What makes a case, and for which sizes: the first of them in all types; filling no tile; fitting no cache."""
-
-    case: Callable[..., Case]
-    sizes: list[tuple]
-    checked: tuple = ()  # on a GPU
-    timed: tuple = ()  # on a GPU, from layers of Llama 3.2 1B
-
-
-class Maker:
-    """Makes random tensors of one type."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device = DEVICE, seed: int = 0):
-        self.dtype, self.device, self.generator = dtype, device, torch.Generator(device).manual_seed(seed)
-
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self.dtype
-        return torch.randn(shape, device=self.device, dtype=at_least_float32(dtype), generator=self.generator).to(dtype)
-
-    def integers(self, end: int, *shape: int) -> Tensor:
-        return torch.randint(end, shape, device=self.device, generator=self.generator)
-
-
-def liger(name: str, **settings) -> Callable | None:
-    """A function of Liger Kernel, or None where that is not installed or has none."""
-    try:
-        function = getattr(importlib.import_module("liger_kernel.transformers.functional"), f"liger_{name}", None)
-    except ImportError:
-        return None
-    return function and (lambda *inputs: function(*inputs, **settings))
 
 
 def norm(make: Maker, *shape: int) -> Case:

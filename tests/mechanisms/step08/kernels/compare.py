@@ -13,7 +13,7 @@ from torch import Tensor
 from step08_5d.gpu_ladder.traffic import BytesMoved
 from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul
 from step08_5d.kernels.launching import HAS_TRITON
-from tests.mechanisms.step08.kernels.cases import DEVICE, Case, Maker
+from tests.mechanisms.step08.kernels.case import DEVICE, Case, Maker
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton (pip install triton)")
 on_cpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="about Triton's interpreter, or ranks on the CPU")

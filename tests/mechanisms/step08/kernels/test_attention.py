@@ -10,7 +10,8 @@ from step08_5d.kernels.flash_attention import attend, attend_reference
 from step08_5d.kernels.flash_attention_backward import attend_backward, attend_backward_reference
 from step08_5d.kernels.merge import merge, merge_reference
 from tests.mechanisms.step06.test_attention import blocks_of_all_ranks
-from tests.mechanisms.step08.kernels.cases import BLOCKS, DEVICE, KERNELS, Maker
+from tests.mechanisms.step08.kernels.case import DEVICE, Maker
+from tests.mechanisms.step08.kernels.cases import BLOCKS, KERNELS
 from tests.mechanisms.step08.kernels.compare import DTYPES, TOLERANCE, assert_same, difference, needs_triton, use_tiles
 
 pytestmark = needs_triton

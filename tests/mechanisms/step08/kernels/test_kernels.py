@@ -24,7 +24,8 @@ from step08_5d.kernels.rms_norm import rms_norm, rms_norm_reference
 from step08_5d.kernels.rotary import rotary
 from step08_5d.kernels.swiglu import swiglu, swiglu_reference
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step08.kernels.cases import ADAMW, DEVICE, EPS, KERNELS, Maker
+from tests.mechanisms.step08.kernels.case import DEVICE, Maker
+from tests.mechanisms.step08.kernels.cases import ADAMW, EPS, KERNELS
 from tests.mechanisms.step08.kernels.compare import (
     DTYPES,
     assert_same,

@@ -9,7 +9,8 @@ from step08_5d.kernels import linear_cross_entropy as module
 from step08_5d.kernels.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_cross_entropy_reference
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.blocks import tp_mesh
-from tests.mechanisms.step08.kernels.cases import ALONE, DEVICE, KERNELS, Maker
+from tests.mechanisms.step08.kernels.case import DEVICE, Maker
+from tests.mechanisms.step08.kernels.cases import ALONE, KERNELS
 from tests.mechanisms.step08.kernels.compare import (
     TOLERANCE,
     assert_same,

@@ -14,7 +14,8 @@ from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import linear_cross_entropy as head
 from tests.harness.narrow_operations import NarrowOperations
 from tests.mechanisms.step08.kernels import test_kernels, test_offsets
-from tests.mechanisms.step08.kernels.cases import BLOCKS, KERNELS, Maker
+from tests.mechanisms.step08.kernels.case import Maker
+from tests.mechanisms.step08.kernels.cases import BLOCKS, KERNELS
 from tests.mechanisms.step08.kernels.compare import HAS_TRITON, assert_same, needs_triton, on_cpu, results, use_tiles
 
 # Kernel, what it has, what it has in place of that

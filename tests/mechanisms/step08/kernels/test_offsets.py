@@ -17,7 +17,8 @@ from torch import Tensor
 from step07_expert_parallel.experts import Counts
 from step08_5d.kernels import adamw, cross_entropy, flash_attention, grouped_matmul, merge, rms_norm, rotary, swiglu
 from step08_5d.kernels import flash_attention_backward as attention_backward
-from tests.mechanisms.step08.kernels.cases import ADAMW, KERNELS, Maker
+from tests.mechanisms.step08.kernels.case import Maker
+from tests.mechanisms.step08.kernels.cases import ADAMW, KERNELS
 from tests.mechanisms.step08.kernels.compare import (
     TOLERANCE,
     assert_same,

@@ -9,7 +9,8 @@ import torch
 
 from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import rms_norm, swiglu
-from tests.mechanisms.step08.kernels.cases import KERNELS, Maker
+from tests.mechanisms.step08.kernels.case import Maker
+from tests.mechanisms.step08.kernels.cases import KERNELS
 from tests.mechanisms.step08.kernels.compare import needs_triton, on_cpu, random, results, use_tiles, wide
 from tests.mechanisms.step08.kernels.test_mutants import mutant_of
 
