@@ -4,6 +4,8 @@ The tests of this folder and the part `kernels` of `python -m tests.gpu_check` g
 add a function that returns a `Case` for sizes of its choice, and a line to that table.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
