@@ -1,68 +1,214 @@
-"""Known-wrong variants of data parallelism, and `patched` for those of every step.
+"""Known-wrong variants of data parallelism and of ZeRO, and `patched` for those of every step.
 
-Each is a mistake that was found in real code (teaching repositories, and bug reports of large frameworks). The first
-ones train something else; the last ones train the right model and let communication wait: no curve shows it.
+Each is a mistake that was found in real code (teaching repositories, and bug reports of large frameworks). Some train
+something else; the others train the right model but hold, send or wait for more than they should: no curve shows it.
 """
 
 import contextlib
+from dataclasses import replace
+from unittest import mock
 
-from step01_single_gpu.data.batches import Batches
-from step02_data_parallel.data_parallel import DataParallel
-from tests.mutants import (
-    Mutants,
-    patches_asynchrony,
-    patches_narrow,
-    patches_step03,
-    patches_step04,
-    patches_step05,
-    patches_step06,
-    patches_step07,
-    patches_step08,
-)
+import torch
 
-WRONG_NUMBERS, LATE = Mutants(), Mutants()
-ADD = "bucket.add(parameter, gradient)"
-OWN_MEAN = "self.seq_len", "self.seq_len // torch.distributed.get_world_size()"
+from common import collectives
+from common.parameter import ParameterSpec
+from step03_zero.unit import Unit
+from step03_zero.zero import Zero
+from tests.mutants import Mutants, patches_asynchrony, patches_narrow, patches_step04, patches_step06
 
+DATA_PARALLEL = Mutants(r"""
+@ step02_data_parallel.data_parallel:DataParallel.accumulate
 # The post-accumulate hook's argument is taken for the gradient: weights are averaged, gradients stay local
-name = "hook takes the parameter"
-average = "collectives.all_reduce(parameter.data, self.group); parameter.data.div_(self.group.size)"
-WRONG_NUMBERS.edits(name, DataParallel, "accumulate", ("bucket.missing.discard(parameter)", average))
+hook takes the parameter: bucket.missing.discard(parameter) =>
+    collectives.all_reduce(parameter.data, self.group); parameter.data.div_(self.group.size)
 # A tensor hook reduces the gradient it is given: under accumulation that is the last micro-batch's alone
-name = "only the last micro-batch reduced"
-reduced = f"self.synchronising and collectives.all_reduce(gradient, self.group); {ADD}"
-WRONG_NUMBERS.edits(name, DataParallel, "accumulate", (ADD, reduced))
+only the last micro-batch reduced: bucket.add(parameter, gradient) =>
+    self.synchronising and collectives.all_reduce(gradient, self.group); …
 # Every backward counts as the last one: sums that were reduced already are added to and reduced again
-name = "reduced on every micro-batch"
-reduced = f"{ADD}; collectives.all_reduce(bucket.views[parameter], self.group)"
-WRONG_NUMBERS.edits(name, DataParallel, "accumulate", (ADD, reduced))
+reduced on every micro-batch: bucket.add(parameter, gradient) =>
+    …; collectives.all_reduce(bucket.views[parameter], self.group)
 # The three above communicate in their own way: buckets are not reduced any more
-nothing = 'collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive")', "collectives.Work()"
-for name in list(WRONG_NUMBERS):
-    WRONG_NUMBERS.edits(name, DataParallel, "_launch_next", nothing)
+@ step02_data_parallel.data_parallel:DataParallel._launch_next
+hook takes the parameter: collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive") =>
+    collectives.Work()
+only the last micro-batch reduced: collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive") =>
+    collectives.Work()
+reduced on every micro-batch: collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive") =>
+    collectives.Work()
+@ step01_single_gpu.data.batches:Batches.target_tokens
 # Each rank's loss is the mean over its own tokens, and gradients are summed: they are dp times too large
-WRONG_NUMBERS.edits("missing share of the global mean", Batches, "target_tokens", OWN_MEAN)
+missing share of the global mean: self.seq_len => … // torch.distributed.get_world_size()
+@ step02_data_parallel.data_parallel:DataParallel.finish
 # The sum of shares is divided by the number of ranks once more, as an averaging all-reduce would
-average = "bucket.work.wait()", "bucket.work.wait(); bucket.flat.div_(self.group.size)"
-WRONG_NUMBERS.edits("averaged over ranks", DataParallel, "finish", average)
+averaged over ranks: bucket.work.wait() => …; bucket.flat.div_(self.group.size)
+# Gradients are read before the all-reduce has completed
+stale bucket: while self.next_bucket < => stale = [self.bucket_of[each].views[each].clone() for each in self.parameters]
+    \n    …
+stale bucket: return [self.bucket_of[parameter].views[parameter] for parameter in self.parameters] => return stale
+@ step01_single_gpu.data.batches:Batches.micro_batch
 # Every rank reads the samples of rank 0: curves look healthy, most of the data is never seen
-first = "first = (index * dp_size + dp_rank)", "first = (index * dp_size)"
-WRONG_NUMBERS.edits("same samples everywhere", Batches, "micro_batch", first)
-
-
-@WRONG_NUMBERS.replaces("stale bucket", DataParallel, "finish")
-def _(self, finish=DataParallel.finish):
-    """Gradients are read before the all-reduce has completed."""
-    total = [self.bucket_of[parameter].views[parameter].clone() for parameter in self.parameters]
-    finish(self)
-    return total
-
-
+same samples everywhere: first = (index * dp_size + dp_rank) => first = (index * dp_size)
+@ step02_data_parallel.data_parallel:DataParallel.backward
 # No backward counts as the last one of a step, so all-reduces wait for its end
-never = "self.synchronising = last", "self.synchronising = False"
-LATE.edits("last backward missed", DataParallel, "backward", never)
+last backward missed: self.synchronising = last => self.synchronising = False
+@ step02_data_parallel.data_parallel:DataParallel._launch_complete
 # Of several buckets that one gradient completes, only the first is launched
-LATE.edits("one launch per gradient", DataParallel, "_launch_complete", ("while", "if"))
+one launch per gradient: while => if
+""")
+
+ZERO = Mutants(r"""
+# ---- wrong numbers
+@ step03_zero.zero:Zero.finish
+# Stages 1 and 2: what was gathered once is taken for the weights of the next step as well. In stage 3 the unit that
+# stays between forward and backward stays over the update, too
+weights of the step before: unit.start_over() => kept = unit.gathering; …; unit.gathering = kept
+last unit of the step before: unit.start_over() => kept = unit.gathering; …; unit.gathering = kept
+@ step03_zero.unit:Unit.free
+last unit of the step before: self.gathering = None =>
+    if any(parameter.spec.name == 'norm.weight' for parameter in self.parameters): return\n    …
+@ step03_zero.train:gradient_norm
+# Each rank clips by the norm of what it holds
+norm of the local shard: collectives.all_reduce(total, world) => pass
+# Hybrid sharding: the squares of each copy of a shard are added
+norm counts replicas: if parameter.spec.owner] => ]
+@ step03_zero.unit:Unit.complete
+# Each reduce-scatter overwrites the shard's sum instead of adding to it
+only the last micro-batch in the shard: self.reduced.add_(summed) => summed.clone()
+@ step03_zero.unit:Unit.sum_over_replicas
+# Hybrid sharding: each group of shards trains on its own samples
+no sum over replicas: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) => collectives.Work()
+@ step03_zero.zero:Zero._complete
+# Hybrid sharding: sums that are over the replicas already are added to and summed again
+summed over replicas each micro-batch: if self.last_micro_batch: => if True:
+summed over replicas each micro-batch: async_op=self.mode != "naive" => async_op=False
+@ step03_zero.zero:Zero.finish
+# Gradients are added up and reduced in the type of the weights (see below)
+sums in bfloat16: return gradients => return [each.float() for each in gradients]
+@ step01_single_gpu.mixed_precision:Optimizer.step
+# There are no master weights: an update smaller than half a step of bfloat16 is lost
+updates in bfloat16: self._copy_to_parameters() =>
+    torch._foreach_copy_(self.masters, [each.bfloat16() for each in self.masters]); …
+
+# ---- right numbers, wrong structure
+@ step03_zero.zero:Zero.__init__
+# All weights are drawn, and then all but a shard are thrown away
+whole model at first: like = torch.empty( =>
+    whole = [torch.zeros(each.shape, dtype=config.torch_dtype) for each in model.parameters()]; …
+@ step03_zero.unit:Unit.free
+# Stage 3 gathers and keeps the memory; or (no prefetch, below) it gathers a layer when it needs it, and waits
+parameters never freed: self.weights.untyped_storage().resize_(0) => pass
+@ step03_zero.by_layer:ZeroByLayer._prefetch
+# Stage 3 gathers two layers ahead, so that three are there at once
+prefetch of two: in region.units: => in [unit for each in self.regions[max(0, self.regions.index(region) - 1) :
+    self.regions.index(region) + 2] for unit in each.units]:
+@ step03_zero.by_layer:ZeroByLayer._after_forward
+# Stage 3 frees the last unit after the forward, and gathers it again at once
+last unit freed and gathered again: if index + 1 < len(self.regions) or not output.requires_grad: => if True:
+@ step03_zero.zero:Zero.gather
+# Stages 1 and 2: no layer runs before all weights are there
+waits for all gathers: unit.fetch() => unit.fetch().wait()
+@ step03_zero.by_layer:ZeroByLayer._before_backward
+# Stage 3 gathers the next layer while a bucket that is being reduced still needs memory. That shows where the network
+# is slow (below): what has arrived already is freed anyway
+gathers beside a reduction: self._complete() => pass
+@ step03_zero.zero:Zero._launch
+stage 1 waits for the previous bucket: if self.stage >= 2 or unit.replicas.size > 1: => if True:
+@ step03_zero.zero:Zero._launch_complete
+# Of several units that one gradient completes, only the first is launched
+one launch per gradient of ZeRO: self.units[self.next_unit :] => self.units[self.next_unit : self.next_unit + 1]
+@ step03_zero.unit:Unit.complete
+# Stage 2 keeps the memory of whole gradients
+gradients kept: self.bucket.flat.untyped_storage().resize_(0) => pass
+gradients kept: self.bucket = None => pass
+# A bucket is reduced and forgotten, but something still holds that much memory
+buckets kept elsewhere: self.scattering.wait() =>
+    Unit.kept = [*getattr(Unit, 'kept', []), self.bucket.flat.clone()]; …
+""")
+
+replaces = ZERO.replaces
+initialise, finish, start_over, make_bucket = Zero.__init__, Zero.finish, Unit.start_over, Unit.make_bucket
+backward, decay = Zero.backward, ParameterSpec.decay.fget
+replaces("sums in bfloat16", "step02_data_parallel.data_parallel:at_least_float32")(lambda dtype: dtype)
+replaces("no prefetch", "step03_zero.by_layer:ZeroByLayer._prefetch")(lambda self, region: None)
+replaces("gathers beside a reduction", "common.collectives:Work.is_completed")(lambda self: False)
+# Every reduce-scatter begins when the backward is over; or no backward counts as the last one of a step
+replaces("reduced after the backward", "step03_zero.zero:Zero._launch_complete")(lambda self: None)
+replaces("last backward of ZeRO missed", "step03_zero.zero:Zero.backward")(lambda self, last: backward(self, False))
+# A flat shard mixes matrices and gains, so everything decays; or no tensor has two axes any more, so nothing does
+replaces("decay on norms", "common.parameter:ParameterSpec.decay")(property(lambda self: True))
+no_decay = property(lambda self: self.flat_range is None and decay(self))
+replaces("no decay of flat shards", "common.parameter:ParameterSpec.decay")(no_decay)
+
+reduced = []  # of all units in this step
+
+
+@replaces("norm counts padding", "step03_zero.train:gradient_norm")
+def _(tensors, gradients, world):
+    """The norm of the flat buffers, with whatever is behind the last parameter."""
+    total = torch.stack(torch._foreach_norm(reduced)).square().sum()
+    collectives.all_reduce(total, world)
+    return total.sqrt()
+
+
+@replaces("norm counts padding", "step03_zero.zero:Zero.finish")
+def _(self):
+    reduced.clear()
+    with mock.patch.object(Unit, "start_over", lambda unit: (reduced.append(unit.reduced), start_over(unit))):
+        return finish(self)
+
+
+@replaces("norm counts padding", "step03_zero.unit:Unit.make_bucket")
+def _(self):
+    if self.bucket is None:
+        make_bucket(self).flat.fill_(1e-3)  # as memory may be
+    return self.bucket
+
+
+@replaces("all-reduce poses as reduce-scatter", "common.collectives:reduce_scatter")
+def _(output, input, group, async_op=False):
+    """A reduce-scatter that is an all-reduce of which each rank takes its part: twice the bytes."""
+    collectives.all_reduce(input, group)
+    output.copy_(input[group.rank * output.numel() :][: output.numel()])
+    return collectives.Work()
+
+
+@replaces("gloo's own reduce-scatter", "common.collectives:gloo.reduce_scatter")
+def _(work, output, input, group):
+    """The log calls it a reduce-scatter, but inside it is an all-reduce."""
+    work.launch(collectives._reduce_scatter, output, input.clone(), group=group.handle, async_op=True)
+
+
+@replaces("unsharded optimizer", "step03_zero.zero:Zero.__init__")
+def _(self, model, config, mesh):
+    """Every rank gets all sums, holds all moments and updates all weights."""
+    initialise(self, model, config, mesh)
+    self.gather()
+    for unit in self.units:
+        unit.fetch().wait()
+    self.parameters = list(model.parameters())
+    self.shards = [parameter.data.view(-1) for parameter in self.parameters]
+    for parameter, shard in zip(self.parameters, self.shards, strict=True):
+        owner = parameter.spec.owner and mesh.shard.rank == 0
+        shard.spec = replace(parameter.spec, flat_range=(0, shard.numel()), owner=owner)
+
+
+@replaces("unsharded optimizer", "step03_zero.zero:Zero.finish")
+def _(self):
+    views = {}
+
+    def gather_first(unit):
+        collectives.all_gather(unit.bucket.flat, unit.reduced, unit.group)
+        views.update(unit.bucket.views)
+        start_over(unit)
+
+    with mock.patch.object(Unit, "start_over", gather_first):
+        finish(self)
+    return [views[parameter].view(-1) for parameter in self.parameters]
+
+
+STEPS = {2: DATA_PARALLEL, 3: ZERO} | patches_step04.STEPS | patches_step06.STEPS  # by the step that they are wrong in
+EVERY = dict(item for mutants in STEPS.values() for item in mutants.items())
+EVERY |= patches_asynchrony.MUTANTS | patches_narrow.MUTANTS
 
 
 @contextlib.contextmanager
@@ -70,9 +216,5 @@ def patched(mutant: str | None):
     """Apply a mutant of any step to this process for the duration; None: nothing."""
     with contextlib.ExitStack() as stack:
         if mutant is not None:
-            steps = patches_step03, patches_step04, patches_step05, patches_step06, patches_step07, patches_step08
-            every = WRONG_NUMBERS | LATE
-            for module in (*steps, patches_asynchrony, patches_narrow):
-                every |= module.MUTANTS
-            every[mutant](stack)
+            EVERY[mutant](stack)
         yield

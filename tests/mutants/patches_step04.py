@@ -1,53 +1,74 @@
-"""Known-wrong variants of tensor and sequence parallelism. The suite must reject every one of them.
+"""Known-wrong variants of tensor and sequence parallelism, and of the pipeline.
 
-The first train something else; those below train the same, and send, keep or wait for more than they have to.
+Some train something else; the others train the same, and send, keep or wait for more than they have to.
 """
 
+import re
 from dataclasses import replace
 
 import torch
 
-import step04_tensor_parallel.train as step04
 from common import collectives
 from common.model import cross_entropy_sum
 from common.weights import initialisation
-from step04_tensor_parallel import operators, tensor_parallel, vocab_parallel
-from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, _OverlappedColumnLinears
-from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding, _VocabParallelCrossEntropy
+from step04_tensor_parallel import operators
+from step05_pipeline import stages
 from tests.mutants import Mutants
 
-MUTANTS = Mutants()
-edits, replaces = MUTANTS.edits, MUTANTS.replaces
-random_box = initialisation.random_box
-LOSS, OWNED = "vocab_parallel_cross_entropy_sum", "if parameter.spec.owner]"
-
-
-def without_group(group: str) -> tuple[str, str]:
-    """A change of `sum_extra_groups`, which does not sum over this group any more."""
-    return "in parameter.spec.extra_groups})", f'in parameter.spec.extra_groups}} - {{"{group}"}})'
-
-
-def counted_twice(group: str) -> tuple[str, str]:
-    """A change of `gradient_norm`, to which all ranks of this group contribute what they have in common."""
-    return OWNED, f'if parameter.spec.owner or "{group}" in parameter.spec.extra_groups]'
-
-
-# ---- wrong results ---------------------------------------------------------------------------------------------------
-
+TENSOR = Mutants(r"""
+# ---- wrong results
+@ step04_tensor_parallel.train:sum_extra_groups
 # Each rank updates its norms by the gradient of its own part of the sequence, or its copies of a K/V head by that of
 # its own queries
-edits("norm gradients not summed", step04, "sum_extra_groups", without_group("tp"))
-edits("K/V replicas drift", step04, "sum_extra_groups", without_group("kv_replica"))
+norm gradients not summed: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"tp"})
+K/V replicas drift: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"kv_replica"})
+@ step04_tensor_parallel.vocab_parallel:VocabParallelEmbedding.forward
 # The last row of every rank is taken for one of the next rank
-off_by_one = "self.num_embeddings)", "self.num_embeddings - 1)"
-edits("embedding mask off by one", VocabParallelEmbedding, "forward", off_by_one)
-# The all-reduce of the backward happens in the forward, and the other way round
-copy_to_ranks, sum_over_ranks = operators.copy_to_ranks, operators.sum_over_ranks
-replaces("f and f* swapped", operators, "copy_to_ranks")(sum_over_ranks)
-replaces("f and f* swapped", operators, "sum_over_ranks")(copy_to_ranks)
+embedding mask off by one: self.num_embeddings) => self.num_embeddings - 1)
+@ step04_tensor_parallel.train:vocab_parallel_cross_entropy_sum
 # All ranks have the same loss, so it is averaged over them: a right value, and gradients tp times too small
-small = "flat = (logits / group.size + (logits - logits / group.size).detach()).flatten(0, 1)"
-edits("loss averaged over tp", step04, LOSS, ("flat = logits.flatten(0, 1)", small))
+loss averaged over tp: flat = logits.flatten(0, 1) =>
+    flat = (logits / group.size + (logits - logits / group.size).detach()).flatten(0, 1)
+@ step04_tensor_parallel.vocab_parallel:_VocabParallelCrossEntropy.forward
+# Columns that pad the vocabulary have logits of zero, and a part of the probability
+padding not masked: scores[:, max(0, vocab - first) :] = -math.inf => pass
+# Every rank subtracts the largest of its own logits before the sums of exponentials are added up
+own largest logit: collectives.all_reduce(largest, group, op="max") => pass
+@ step04_tensor_parallel.train:gradient_norm
+# Norms, which all ranks hold, are counted tp times in the gradient norm
+norms counted on every rank: if parameter.spec.owner] => if parameter.spec.owner or not parameter.spec.decay]
+@ step04_tensor_parallel.operators:join_sequence, step04_tensor_parallel.tensor_parallel:join_sequence
+# Gathered parts are joined without looking at the batch, which is the axis before the sequence
+sequences of a batch mixed: parts.transpose(0, 1).flatten(1, 2) => parts.reshape(parts.shape[1], -1, parts.shape[3])
+@ step04_tensor_parallel.tensor_parallel:ColumnParallelLinear.forward
+# The head is divided as well, but its input's gradient is not summed: all below sees the columns of one rank
+no f before the head: apply_column_parallel(x, [self])[0] => F.linear(x, self.weight)
+
+# ---- right results at a higher price
+@ step04_tensor_parallel.tensor_parallel:apply_column_parallel
+# q, k, v, gate and up gather, or sum, each their own input: five collectives where two would do
+each matrix communicates for itself: return _OverlappedColumnLinears.apply(x, split, *weights) =>
+    return [_OverlappedColumnLinears.apply(x, split, each)[0] for each in weights]
+# Mode overlap saves the second gather, and keeps tp times as much for it
+gathered inputs kept: if split.mode == "plain": => if True:
+@ step04_tensor_parallel.tensor_parallel:_OverlappedColumnLinears.backward
+# The sum of the input's gradient is complete before that of the weight begins
+input gradient waited for: # dx is in flight => reducing.wait()
+@ step04_tensor_parallel.tensor_parallel:gather_and_multiply,
+    step04_tensor_parallel.tensor_parallel:multiply_and_scatter
+# The next chunk has arrived before this one is multiplied: a slower gather
+rings wait before they multiply: group, async_op=True => group
+@ step04_tensor_parallel.vocab_parallel:_VocabParallelCrossEntropy.forward
+# The loss holds on to the logits until the backward, which does not need them
+logits kept by the loss: ctx.dtype = logits.dtype => ctx.dtype, ctx.logits = logits.dtype, logits
+@ step04_tensor_parallel.vocab_parallel:_VocabParallelCrossEntropy.backward
+# The gradient of the logits is a new tensor beside the probabilities
+gradient of the logits copied: probabilities.to(ctx.dtype) => probabilities.to(ctx.dtype).clone()
+""")
+
+# The all-reduce of the backward happens in the forward, and the other way round
+TENSOR.replaces("f and f* swapped", "step04_tensor_parallel.operators:copy_to_ranks")(operators.sum_over_ranks)
+TENSOR.replaces("f and f* swapped", "step04_tensor_parallel.operators:sum_over_ranks")(operators.copy_to_ranks)
 
 
 def my_part(gradient, group):
@@ -56,47 +77,15 @@ def my_part(gradient, group):
 
 
 wrong_gather = operators.make_operator("WrongGather", operators._all_gather, my_part)
-replaces("g takes its slice in the backward", operators, "gather_sequence")(wrong_gather)
+replaces = TENSOR.replaces("g takes its slice in the backward", "step04_tensor_parallel.operators:gather_sequence")
+replaces(wrong_gather)
+random_box = initialisation.random_box
 
 
-@replaces("same weights on all ranks", initialisation, "random_box")
+@TENSOR.replaces("same weights on all ranks", "common.weights.initialisation:random_box")
 def _(spec, *rest):
     """Every rank draws its part as if it were the first: shards are equal, and stay so."""
     return random_box(replace(spec, box=tuple((0, stop - start) for start, stop in spec.box)), *rest)
-
-
-# Columns that pad the vocabulary have logits of zero, and a part of the probability
-padding = "scores[:, max(0, vocab - first) :] = -math.inf"
-edits("padding not masked", _VocabParallelCrossEntropy, "forward", (padding, "pass"))
-# Norms, which all ranks hold, are counted tp times in the gradient norm
-norms = OWNED, "if parameter.spec.owner or not parameter.spec.decay]"
-edits("norms counted on every rank", step04, "gradient_norm", norms)
-# Gathered parts are joined without looking at the batch, which is the axis before the sequence
-mixed = "parts.transpose(0, 1).flatten(1, 2)", "parts.reshape(parts.shape[1], -1, parts.shape[3])"
-edits("sequences of a batch mixed", operators, "join_sequence", mixed)
-edits("sequences of a batch mixed", tensor_parallel, "join_sequence", mixed)
-# The head is divided as well, but its input's gradient is not summed: all below sees the columns of one rank
-no_f = "apply_column_parallel(x, [self])[0]", "F.linear(x, self.weight)"
-edits("no f before the head", ColumnParallelLinear, "forward", no_f)
-# Every rank subtracts the largest of its own logits before the sums of exponentials are added up
-largest = 'collectives.all_reduce(largest, group, op="max")'
-edits("own largest logit", _VocabParallelCrossEntropy, "forward", (largest, "pass"))
-
-# ---- right results at a higher price ---------------------------------------------------------------------------------
-
-# q, k, v, gate and up gather, or sum, each their own input: five collectives where two would do
-together = "return _OverlappedColumnLinears.apply(x, split, *weights)"
-alone = "return [_OverlappedColumnLinears.apply(x, split, each)[0] for each in weights]"
-edits("each matrix communicates for itself", tensor_parallel, "apply_column_parallel", (together, alone))
-# Mode overlap saves the second gather, and keeps tp times as much for it
-as_plain = 'if split.mode == "plain":', "if True:"
-edits("gathered inputs kept", tensor_parallel, "apply_column_parallel", as_plain)
-# The sum of the input's gradient is complete before that of the weight begins
-in_flight = "# dx is in flight", "reducing.wait()"
-edits("input gradient waited for", _OverlappedColumnLinears, "backward", in_flight)
-# The next chunk has arrived before this one is multiplied: a slower gather
-for function in ("gather_and_multiply", "multiply_and_scatter"):
-    edits("rings wait before they multiply", tensor_parallel, function, ("group, async_op=True", "group"))
 
 
 def gather_columns(x, group):
@@ -111,16 +100,128 @@ all_columns = operators.make_operator(
 )
 
 
-@replaces("full logits on every rank", vocab_parallel, LOSS)
-@replaces("full logits on every rank", step04, LOSS)
+@TENSOR.replaces("full logits on every rank", "step04_tensor_parallel.train:vocab_parallel_cross_entropy_sum")
+@TENSOR.replaces("full logits on every rank", "step04_tensor_parallel.vocab_parallel:vocab_parallel_cross_entropy_sum")
 def _(logits, targets, vocab, group):
     """Every rank gathers the logits of the whole vocabulary, as codes without a vocabulary-parallel loss do."""
     return cross_entropy_sum(all_columns(logits, group)[..., :vocab], targets)
 
 
-# The loss holds on to the logits until the backward, which does not need them
-held = "ctx.dtype = logits.dtype", "ctx.dtype, ctx.logits = logits.dtype, logits"
-edits("logits kept by the loss", _VocabParallelCrossEntropy, "forward", held)
-# The gradient of the logits is a new tensor beside the probabilities
-copied = "probabilities.to(ctx.dtype)", "probabilities.to(ctx.dtype).clone()"
-edits("gradient of the logits copied", _VocabParallelCrossEntropy, "backward", copied)
+PIPELINE = Mutants(r"""
+# ---- wrong numbers
+@ step05_pipeline.pipeline:Pipeline._forward
+# Every micro-batch's loss is the mean over its own tokens: gradients are as many times too large as there are
+# micro-batches. The loss is reported right, and AdamW divides the factor away
+missing share of micro-batches: self.step.scale => … * self.schedule.micro_batches
+# The last stage takes micro-batches in another order than the first
+targets of another micro-batch: x, targets, *context = self.step.micro_batch(action.micro_batch) =>
+    (x, *_), (_, targets, *context) = map(self.step.micro_batch, (action.micro_batch, action.micro_batch ^ 1))
+# Under sequence parallelism, later stages count positions over their input: a part of the sequence
+positions of the slice: [self.positions] => [self.positions % x.shape[1]]
+@ step05_pipeline.train:train_step
+# The first rank reports its own share of the loss, which is nothing: the last stage has it
+loss of one rank: collectives.all_reduce(loss, mesh.pp_forward) => pass
+# Gradients are reduced with the first micro-batch, and not after the last one: those of later ones stay on their rank
+@ step05_pipeline.pipeline:Pipeline._gradients_complete
+reduced before the last micro-batch: with zero.backward(last): => with zero.backward(last=False):
+reduced before the last micro-batch: if last and not zero.each_micro_batch:\n        zero.launch_rest() =>
+    [collectives.all_reduce(each.bucket.flat, each.replicas) for each in zero.units if action.micro_batch == 0]
+@ step03_zero.unit:Unit.sum_over_replicas
+reduced before the last micro-batch: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) =>
+    collectives.Work()
+@ step05_pipeline.pipeline:Pipeline._weight_gradients
+# W runs a micro-batch too early: it finds what the previous I has deferred, and the last I's is never computed
+W before its I: action.micro_batch)) => action.micro_batch - 1), WeightGradStore())
+@ step04_tensor_parallel.linear:weight_gradient
+# A layer keeps its input for W in one buffer, which the next micro-batch overwrites
+W with the input of another micro-batch: (weight, gradient, x, multiply)) =>
+    (weight, gradient, weight.__dict__.setdefault('buffer', torch.empty_like(x)).copy_(x), multiply))
+# Where backwards are split, W computes the gradients of the linear layers, and nobody those of the rest
+@ step03_zero.zero:Zero.backward
+norms forgotten by split backwards: self.last_micro_batch = last\n =>
+    self.last_micro_batch, self.complete = last, complete\n
+@ step03_zero.zero:Zero.accumulate
+norms forgotten by split backwards: index = self.index_of[parameter] => if not self.complete: return\n    …
+@ step05_pipeline.train:sum_extra_groups
+# A matrix that is embedding and head is updated on either end by that end's gradient alone
+stale tied gradient: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"embed"})
+# Two copies of the model, each updated by the gradients of its own micro-batches
+two copies drift apart: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"mirror"})
+@ step05_pipeline.train:gradient_norm
+# Both ends count the matrix that they share in the gradient norm; or both copies of the model are counted
+tied matrix counted twice: spec.owner] => spec.owner or "embed" in parameter.spec.extra_groups]
+two copies counted twice: spec.owner] => spec.owner or "mirror" in parameter.spec.extra_groups]
+@ step05_pipeline.pipeline:Pipeline._backward
+# Gradients arrive in the order of the micro-batches, and a stage takes its graphs from a stack
+gradients of another micro-batch: in_flight.pop(key) => in_flight.pop(key if output_gradient is None
+    else max(each for each in self.step.in_flight if each[0] == action.chunk))
+@ step05_pipeline.pipeline:Pipeline._receive
+# Every message arrives in the same memory, also while an earlier one is kept for its backward
+one receive buffer: torch.empty(self.shape, dtype=self.config.torch_dtype, device=self.mesh.device) =>
+    self.__dict__.setdefault(transfer.output.direction, …)
+# Stage 3 gathers the weights for all micro-batches, and keeps them over the update as well
+@ step03_zero.unit:Unit.start_over
+weights of the first step: self.gathering = => self.gathering = getattr(self, 'gathering', None);
+@ step03_zero.unit:Unit.free
+weights of the first step: self.gathering = None => if self.gathering: return\n    …
+
+# ---- right numbers at a higher price
+@ step05_pipeline.pipeline:Pipeline._complete_send
+# What was sent keeps its memory until its backward, which does not look at it
+sent outputs kept: tensor.untyped_storage().resize_(0) => pass
+@ step05_pipeline.pipeline:Pipeline._backward
+# I retains the graph, as splitting by two calls of autograd does: activations live until W
+graph kept until W: as store:\n            torch.autograd.backward(y, output_gradient) =>
+    as store:\n            torch.autograd.backward(y, output_gradient, retain_graph=True)
+graph kept until W: self.step.deferred[key] = store => …; store.graph = x, y
+@ step05_pipeline.pipeline:Pipeline._weight_gradients
+# W leaves what it was computed from where it was
+operands of weight gradients kept: with self._gradients_complete(action): =>
+    self.kept = [*getattr(self, 'kept', []), *store]\n    …
+@ step05_pipeline.pipeline:Pipeline._gradients_complete
+# All gradients are reduced after the whole pipeline has come to its end
+reduced at the end: with zero.backward(last): => with zero.backward(last=False):
+reduced at the end: if last and => if False and
+@ step05_pipeline.pipeline:Pipeline._forward
+# Stage 3 frees the weights of a stage when it is done with a micro-batch, and gathers them for the next
+gathered for each micro-batch: x, targets, *context = self.step.micro_batch(action.micro_batch) =>
+    [(unit.fetch().wait(), unit.free()) for unit in self.zero_wrappers[action.chunk].units]; …
+@ step03_zero.unit:Unit.start_over
+# Stage 3 leaves the gathered weights in memory while the optimizer works
+weights kept after the step: self.gathering = self.bucket => built = hasattr(self, 'bucket'); …
+weights kept after the step: if self.stage == 3: => if self.stage == 3 and not built:
+# A rank asks for its input when it has nothing else to do
+@ step05_pipeline.pipeline:Pipeline.run
+received when needed: self._receive(item) => self.__dict__.setdefault('asked', {})[item.output] = item
+@ step05_pipeline.pipeline:Pipeline._wait_for_input
+received when needed: if needed not in =>
+    if needed in getattr(self, 'asked', {}): self._receive(self.asked.pop(needed))\n    …
+# In the trace, an action includes the wait for its input
+wait counted as work: work.wait() => with self.step.tracer.phase('forward', action=str(action)): …
+@ step05_pipeline.pipeline:Pipeline._send
+# A rank goes on only when its output has arrived
+sends waited for: self.step.pending_sends[direction] = tensor, work => …; self._complete_send(direction)
+""")
+decoder, first_layer = stages.Decoder, [0]  # of the stage that was built last
+
+
+@PIPELINE.replaces("layers counted from zero on every stage", "step05_pipeline.stages:Decoder")
+def _(config, core, first, last):
+    """Every stage draws its layers as if they were the first ones of the model."""
+    first_layer[0] = first
+    return decoder(config, core, first, last)
+
+
+@PIPELINE.replaces("layers counted from zero on every stage", "common.weights.initialisation:random_box")
+def _(spec, *rest):
+    name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) - first_layer[0]}", spec.name)
+    return random_box(replace(spec, name=name), *rest)
+
+
+@PIPELINE.replaces("one communicator for both directions", "step05_pipeline.pipeline:Pipeline._group")
+def _(self, direction):
+    """Activations and their gradients share a communicator, where an early receive of the one delays the other."""
+    return replace(getattr(self.mesh, f"pp_{direction}"), handle=self.mesh.pp_forward.handle)
+
+
+STEPS = {4: TENSOR, 5: PIPELINE}

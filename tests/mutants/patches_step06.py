@@ -1,77 +1,207 @@
-"""Known-wrong variants of context parallelism. The suite must reject every one of them.
+"""Known-wrong variants of context and of expert parallelism, and of what step 8 puts together.
 
-The first train something else; those below train the same, and send, keep, compute or wait for more than they have to.
+Some train something else; the others train the same, and send, keep, compute or wait for more than they have to.
 """
+
+from types import SimpleNamespace
 
 import torch
 
-import step06_context_parallel.train as step06
-from step01_single_gpu.data.batches import Batches
-from step03_zero.unit import Unit
-from step06_context_parallel import attention_block, context_parallel, ring_attention, ulysses_attention
-from step06_context_parallel.all_gather_attention import AllGatherAttention
-from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
-from step06_context_parallel.layouts import Layout
-from step06_context_parallel.ring_attention import RingAttention
+from common.checkpoints.boxes import SavedBox
+from step01_single_gpu.mixed_precision import Optimizer
+from step07_expert_parallel import capacity
+from step08_5d import fused
+from step08_5d.fused import LossHead
+from step08_5d.kernels import linear_cross_entropy
+from step08_5d.kernels.cross_entropy import row_statistics_reference
 from tests.mutants import Mutants
-from tests.mutants.patches_step03 import REPLICAS
+from tests.mutants.patches_step04 import wrong_gather
 
-MUTANTS = Mutants()
-edits, replaces = MUTANTS.edits, MUTANTS.replaces
-PART, COUNTED = "targets[:, mine], mine)", "torch.arange(len(mine))"
-
-# ---- wrong results ---------------------------------------------------------------------------------------------------
-
+CONTEXT = Mutants(r"""
+# ---- wrong results
+@ step06_context_parallel.train:take_part
 # Rotary embeddings get the positions of a contiguous part, whatever the split; or every rank counts its own tokens
-contiguous = f"targets[:, mine], {COUNTED} + mesh.cp.rank * len(mine))"
-edits("positions not permuted", step06, "take_part", (PART, contiguous))
-edits("positions from zero", step06, "take_part", (PART, f"targets[:, mine], {COUNTED})"))
+positions not permuted: targets[:, mine], mine) =>
+    targets[:, mine], torch.arange(len(mine)) + mesh.cp.rank * len(mine))
+positions from zero: targets[:, mine], mine) => targets[:, mine], torch.arange(len(mine)))
 # Every rank shifts its own tokens: the last one of a chunk gets no label from the next chunk
-edits("boundary labels lost", step06, "take_part", (PART, "tokens[:, mine].roll(-1, 1), mine)"))
+boundary labels lost: targets[:, mine], mine) => tokens[:, mine].roll(-1, 1), mine)
+@ step01_single_gpu.data.batches:Batches.target_tokens
 # Each rank's loss is the mean over its own tokens, and gradients are summed: they are cp times too large
-own_mean = "self.seq_len", "self.seq_len // torch.distributed.get_world_size()"
-edits("loss averaged over a rank's tokens", Batches, "target_tokens", own_mean)
+loss averaged over a rank's tokens: self.seq_len => … // torch.distributed.get_world_size()
+@ step03_zero.unit:Unit.sum_over_replicas
 # Gradients are not reduced, because there are no other samples to reduce over: --dp is 1
-edits("gradients not reduced over cp", Unit, "sum_over_replicas", (REPLICAS, "collectives.Work()"))
+gradients not reduced over cp: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) =>
+    collectives.Work()
+@ step06_context_parallel.attention_block:merge
 # What was there before keeps its weight, although the sum of exponentials has grown
-edits("merged without rescaling", attention_block, "merge", (".mul_((lse_so_far - total).exp().unsqueeze(-1))", ""))
+merged without rescaling: .mul_((lse_so_far - total).exp().unsqueeze(-1)) =>
+@ step06_context_parallel.attention_block:attend_backward
 # The backward of a block takes its own output and log-sum-exp, not those of the whole row
-case = "if isinstance(fused, Kernels):"
-own = f"out, lse = attend(q, k, v, causal, fused)\n    {case}"
-edits("statistics of the block", attention_block, "attend_backward", (case, own))
+statistics of the block: if isinstance(fused, Kernels): => out, lse = attend(q, k, v, causal, fused)\n    …
+@ step06_context_parallel.attention_block:MergedAttention.add,
+    step06_context_parallel.attention_block:AttentionGradients.add
 # Queries see the future within their own chunk
-for each in (MergedAttention, AttentionGradients):
-    edits("causal block taken for full", each, "add", ("block.causal", "False"))
+causal block taken for full: block.causal => False
+@ step06_context_parallel.ring_attention:pass_on_sums
 # The last rank that adds to the sums keeps them: they belong to the next one
-begin = "source, next_source = "
-keep = f"if hop == cp.size - 1:\n        torch._foreach_copy_(home, sums)\n        return [], Work()\n    {begin}"
-edits("dK/dV one hop short", ring_attention, "pass_on_sums", (begin, keep))
+dK/dV one hop short: source, next_source = => if hop == cp.size - 1:\n        torch._foreach_copy_(home, sums);
+    return [], Work()\n    …
+@ step06_context_parallel.all_gather_attention:AllGatherAttention.backward
 # Every rank keeps the gradients of its own keys that its own queries have, and drops those of other keys
-mine = "collectives.reduce_scatter(total, parts, cp)", "total.copy_(parts[cp.rank])"
-edits("dK/dV of the own queries only", AllGatherAttention, "backward", mine)
-# The whole sequence stays in the order of the ranks, which the causal mask takes for that of the tokens
-replaces("Ulysses in rank order", ulysses_attention, "_places")(lambda layout, device: torch.arange(layout.seq_len))
+dK/dV of the own queries only: collectives.reduce_scatter(total, parts, cp) => total.copy_(parts[cp.rank])
+@ step06_context_parallel.layouts:Layout.plan
 # Documents are masked among the tokens of a rank, and not between ranks
-starts = "enumerate(seen(rank, source)):", "enumerate(seen(rank, source, documents if source == rank else every)):"
-every = "every = [(0,)] * len(documents)\n    def seen(of, source, documents=documents)"
-edits("documents of one rank", Layout, "plan", ("def seen(of: int, source: int)", every), starts)
+documents of one rank: def seen(of: int, source: int) =>
+    every = [(0,)] * len(documents)\n    def seen(of, source, documents=documents)
+documents of one rank: enumerate(seen(rank, source)): =>
+    enumerate(seen(rank, source, documents if source == rank else every)):
 
-# ---- right results at a higher price ---------------------------------------------------------------------------------
-
+# ---- right results at a higher price
+@ step06_context_parallel.context_parallel:attention
 # Each query head has its own copy of the keys and values before they travel
-layout = "layout = Layout("
-repeat = f"k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))\n    {layout}"
-edits("K/V repeated before they are sent", context_parallel, "attention", (layout, repeat))
+K/V repeated before they are sent: layout = Layout( =>
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v)); …
+@ step06_context_parallel.ring_attention:pass_on, step06_context_parallel.ring_attention:pass_on_sums
 # The next keys and values have arrived before a block is computed
-for function in ("pass_on", "pass_on_sums"):
-    edits("ring waits before it computes", ring_attention, function, ("cp, async_op=True", "cp"))
+ring waits before it computes: cp, async_op=True => cp
+@ step06_context_parallel.layouts:Layout.plan
 # Every rank passes on all keys, although no query further on may see them
-edits("keys travel all the way", Layout, "plan", ("tuple(reach))", "(self.ranks - 1,) * self.ranks)"))
+keys travel all the way: tuple(reach)) => (self.ranks - 1,) * self.ranks)
+@ step06_context_parallel.ring_attention:RingAttention.forward,
+    step06_context_parallel.ring_attention:RingAttention.backward
 # A list keeps what has arrived until the layer is done
-arrived = "kv = kv_arriving\n", "kv = kv_arriving; kept = [*(kept if hop else ()), *kv]\n"
-for direction in ("forward", "backward"):
-    edits("all keys of a ring kept", RingAttention, direction, arrived)
+all keys of a ring kept: kv = kv_arriving\n => kv = kv_arriving; kept = [*(kept if hop else ()), *kv]\n
+@ step06_context_parallel.attention_block:AttentionGradients.add
 # In the backward, a causal block costs what a full one does, as it would under a mask: a result that nobody needs
-parts = "parts = attend_backward("
-twice = f"attend_backward(gradient, q, k, v, out, lse, False, self.fused); {parts}"
-edits("causal blocks in squares", AttentionGradients, "add", (parts, twice))
+causal blocks in squares: parts = attend_backward( =>
+    attend_backward(gradient, q, k, v, out, lse, False, self.fused); …
+""")
+# The whole sequence stays in the order of the ranks, which the causal mask takes for that of the tokens
+replaces = CONTEXT.replaces("Ulysses in rank order", "step06_context_parallel.ulysses_attention:_places")
+replaces(lambda layout, device: torch.arange(layout.seq_len))
+
+EXPERTS = Mutants(r"""
+# ---- wrong results
+@ step03_zero.zero:Zero.finish
+# They are divided by the number of ranks that hold the expert, as if each had seen all tokens
+experts' gradients averaged: unit.reduced[where] for where, _ in => unit.reduced[where]
+    / (unit.group.size * unit.replicas.size if ".experts." in piece.spec.name else 1) for where, piece in
+@ step07_expert_parallel.train:apply_experts
+# Under sequence parallelism a rank's router has seen a part of the tokens
+router's gradient not summed over tp: extra_groups=("tp",) =>
+    extra_groups=() if ".router." in spec.name else ("tp",)
+@ step07_expert_parallel.router:Router.auxiliary_loss
+# A sequence is taken for balanced if each rank's part of it is: its loads are not added up over tp and cp
+statistics of a rank: in self.groups: => in ():
+@ step07_expert_parallel.balancing:Balancing.finish
+# Two ranks of DualPipe hold a copy of each layer, and only one of them says what it has counted
+loads of one copy: += router.load\n => += router.load * router.bias.spec.owner\n
+@ step07_expert_parallel.moe:_Combine.forward
+# A token is the plain sum of the outputs of its experts
+combined without gates: ctx.save_for_backward(rows, gates) => gates = torch.ones_like(gates); …
+@ step07_expert_parallel.expert_parallel:Journey.back
+# The permutation that sorts by expert is applied once more, instead of its inverse
+sent back in another order: inverse(self.order) => self.order
+
+# ---- right results at a higher price
+@ step07_expert_parallel.expert_parallel:Journey.start
+# The all-to-all is over before anything else is computed
+dispatch waits before the shared experts: return rows if self.alone else self.there.start(rows) =>
+    rows = self.there.start(rows); self.there.in_flight[1].wait(); return rows
+@ step07_expert_parallel.expert_parallel:AllToAll.launch
+# An all-to-all in the backward is waited for where it is started
+gradients arrive before the shared experts' backward: return result => if sent is not self.sent: work.wait()\n    …
+@ step07_expert_parallel.moe:Choices.__init__
+# The host waits for the numbers of tokens, as if some choices could exceed a capacity
+counts read for drops that cannot be: if some_dropped else order =>
+""")
+slices = Optimizer.slices
+
+
+@EXPERTS.replaces("places of a rank", "step07_expert_parallel.capacity:earlier_choices")
+def _(chosen, *_):
+    """Every rank counts only its own tokens when it looks for those that exceed the capacity."""
+    return capacity.count_earlier(chosen)
+
+
+@EXPERTS.replaces("one rank's experts saved", "step01_single_gpu.mixed_precision:Optimizer.slices")
+def _(self):
+    """Each rank saves its experts as if they were all, under names that all ranks share: one rank's are written."""
+    found = []
+    for box in slices(self):
+        if ".experts." in box.name:
+            shape = (box.tensor.shape[0], *box.global_shape[1:])
+            box = SavedBox(box.name, shape, ((0, shape[0]), *box.box[1:]), box.tensor, box.owner)
+        found.append(box)
+    return found
+
+
+TOGETHER = Mutants(r"""
+# ---- wrong results
+@ step08_5d.fused:LossHead.forward
+# The head with the loss does not know that tensor parallelism has divided it: its inputs' gradient is partial
+head's split lost: if self.split: => if False:
+@ step08_5d.kernels.linear_cross_entropy:_LinearCrossEntropy.backward
+# A zero-bubble schedule gets it in I, since the loss has computed it long ago, and in W once more
+head's gradient twice: dw = weight_gradient(ctx.weight, dw, gradient, Tensor.mul_) =>
+    weight_gradient(ctx.weight, dw.clone(), gradient, Tensor.mul_); dw.mul_(gradient)
+@ step08_5d.train:train_step
+# Gradients of experts are added up over dp and cp, where here every rank has experts of its own
+experts summed like the rest: sum_extra_groups(optimizer.parameters, gradients, mesh) => …; [collectives.all_reduce(g,
+    mesh.dp_cp) for each, g in zip(optimizer.parameters, gradients) if ".experts." in each.spec.name]
+# What the record calls the loss is that of the first part of each sequence
+loss of a part of the sequence: collectives.all_reduce(loss, mesh.dp_cp) => pass
+@ step07_expert_parallel.balancing:Balancing.finish
+# Biases follow the loads that are added up over dp, and not over those who share a sequence
+loads of a part of the sequence: self.mesh.world => self.mesh.dp
+@ step08_5d.train:gradient_norm
+# Norms and routers, which all ranks of tp hold, enter the gradient norm tp times
+copies of tp counted twice: spec.owner] => spec.owner or "tp" in parameter.spec.extra_groups]
+
+# ---- wrong results where kernels run
+@ step08_5d.fused:Norm.after_adding
+# The gradient of the norm reaches what was added, and not the residual stream that it was added to
+norm past the residual: self.pieces.add_rms_norm(x, residual, self.weight, self.eps) =>
+    self.pieces.add_rms_norm(x, residual.detach(), self.weight, self.eps)[0], x + residual
+@ step08_5d.fused:FusedAdamW.step
+clip factor lost: *numbers, factor, => *numbers, None,
+# Masters learn, and the model keeps the weights that it has
+copy lost: gradient, copy, *numbers => gradient, None, *numbers
+# The kernel gets one setting for matrices and norms
+everything decays: if parameter.spec.decay else of_others =>
+
+# ---- right results at a higher price
+@ step08_5d.train:build
+# Kernels bring a way through the layer of their own, and it takes the place of the one that is recomputed
+recompute before the kernels: apply_kernels(stage, config, mesh) => SWAPPED
+recompute before the kernels: apply_recompute(stage, config.recompute) => apply_kernels(stage, config, mesh)
+recompute before the kernels: SWAPPED => apply_recompute(stage, config.recompute)
+""")
+init_head, token_losses, attend = LossHead.__init__, linear_cross_entropy.token_losses, fused.attend
+
+
+@TOGETHER.replaces("head takes its slice in the backward", "step08_5d.fused:LossHead.__init__")
+def _(self, *arguments):
+    """The same under sequence parallelism, where the sequence must be gathered, or shapes would not fit."""
+    init_head(self, *arguments)
+    group = self.split.group
+    self.split = SimpleNamespace(begin_sublayer=lambda x: wrong_gather(x, group))
+
+
+@TOGETHER.replaces("softmax over a rank's columns", "step08_5d.kernels.linear_cross_entropy:token_losses")
+def _(logits, targets, *settings):
+    """The loss is right, but gradients come from the sum of exponentials of this rank's part of the vocabulary."""
+    losses, (local, columns, largest, _) = token_losses(logits, targets, *settings)
+    own, total, _ = row_statistics_reference(logits, local, columns)
+    return losses, (local, columns, largest, total * (own - largest).exp())
+
+
+@TOGETHER.replaces("blocks of equal weight", "step08_5d.fused:attend")
+def _(*arguments):
+    """The kernel returns no log-sum-exp, so blocks of a ring are merged as if all had the same."""
+    out, lse = attend(*arguments)
+    return out, torch.zeros_like(lse)
+
+
+STEPS = {6: CONTEXT, 7: EXPERTS, 8: TOGETHER}

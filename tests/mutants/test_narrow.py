@@ -12,72 +12,44 @@ from tests.parity.runs import train_case
 
 BASE = "--dtype bfloat16 --steps 1 --layers 1 --global-batch 2 --seq-len 8 --peak-tflops 1"
 EXPERTS = "--dp 2 --zero 2 --experts 4 --ep 2 --shared-experts 1 --aux-coef 0.1 --z-coef 0.1"
-NAIVE, LOGITS, RING, GATHER = "--dp 2 --attention naive", "--tp 2 --no-fused", "--cp 2", "--cp 2 --cp-mode allgather"
-ALONE = "--micro-batch 1"
-CASES = [  # step and flags; all but the first on two ranks
-    (1, ALONE),
-    (2, NAIVE),
-    (8, LOGITS),
-    (8, "--tp 2 --tp-mode chunked"),
-    (8, RING),
-    (8, f"{GATHER} --attention naive"),
-    (8, "--cp 2 --cp-mode ulysses --zero 3"),
-    (8, EXPERTS),
-    (8, "--pp 2 --layers 2 --schedule zb-h1"),
-    (8, "--dp 2 --experts 4 --gate sigmoid --recompute full --expert-ffn 20"),
-]
-SHOWN_BY = dict.fromkeys((*MUTANTS, "sums in bfloat16"), (8, RING)) | {
-    "narrow model": (2, NAIVE),
-    "narrow mixed_precision": (1, ALONE),
-    "narrow vocab_parallel": (8, LOGITS),
-    "narrow attention_block": (8, f"{GATHER} --attention naive"),
-    "gradients of gathered keys in bfloat16": (8, f"{GATHER} --attention naive"),
-    "narrow router": (8, EXPERTS),
-    "narrow moe": (8, EXPERTS),
-    "experts combined in bfloat16": (8, EXPERTS),
-}
+NAIVE, LOGITS, RING, ALONE = "--dp 2 --attention naive", "--tp 2 --no-fused", "--cp 2", "--micro-batch 1"
+GATHER = "--cp 2 --cp-mode allgather --attention naive"
+OF_STEP_8 = [LOGITS, "--tp 2 --tp-mode chunked", RING, GATHER, "--cp 2 --cp-mode ulysses --zero 3", EXPERTS]
+OF_STEP_8 += ["--pp 2 --layers 2 --schedule zb-h1"]
+OF_STEP_8 += ["--dp 2 --experts 4 --gate sigmoid --recompute full --expert-ffn 20"]
+CASES = [(1, ALONE), (2, NAIVE), *((8, flags) for flags in OF_STEP_8)]  # step and flags; all but the first on two ranks
+SHOWN_BY = dict.fromkeys((*MUTANTS, "sums in bfloat16"), (8, RING))
+SHOWN_BY |= {"narrow model": (2, NAIVE), "narrow mixed_precision": (1, ALONE), "narrow vocab_parallel": (8, LOGITS)}
+SHOWN_BY |= dict.fromkeys(("narrow attention_block", "gradients of gathered keys in bfloat16"), (8, GATHER))
+SHOWN_BY |= dict.fromkeys(("narrow router", "narrow moe", "experts combined in bfloat16"), (8, EXPERTS))
 AUTOGRAD = "add, mm, mul, neg, round, silu_backward, sum, wide flash_attention_backward"
-NARROW = {  # file.function: operations. Products and sums round their result only, and tp sends activations
-    "all_gather_attention.backward": "round",
-    "all_gather_attention.forward": "round",
-    "attention_block._scores": "bmm",
-    "attention_block.attend": "bmm, flash_attention, round",
-    "attention_block.attend_backward": "bmm, round, sum, wide flash_attention_backward",
-    "collectives": "reduce_scatter over tp",
-    "cross_entropy.logits_to_gradient_reference": "round",
-    "experts.multiply": "_grouped_mm, mm",
-    "experts.multiply_transposed": "_grouped_mm, mm",
-    "gloo._add_up": "sum",
-    "initialisation.fill": "round",
-    "linear.backward": "mm",
-    "linear.forward": "mm",
-    "linear.product": "mm",
-    "linear_cross_entropy.add_product": "mm",
-    "linear_cross_entropy.backward": "mul_",
-    "linear_cross_entropy.forward": "mm",
-    "mixed_precision._copy_to_parameters": "round",
-    "model.apply_linears": "mm",
-    "model.compute": "add",
-    "model.forward": "mm, mul, round",
-    "model.fused_attention": "flash_attention",
-    "model.naive_attention": "bmm, mul, round",
-    "model.silu_and_multiply": "mul, silu",
-    "model.turned": "neg, round",
-    "moe.backward": "round",
-    "moe.forward": "add, round",
-    "pipeline._backward": f"{AUTOGRAD}, embedding_dense_backward, index_put",
-    "recompute.backward": AUTOGRAD,
-    "ring.multiply": "mm",
-    "ring.multiply_and_scatter": "add_",
-    "ring.summand": "mm",
-    "ring_attention.backward": "round",
-    "ring_attention.forward": "round",
-    "tensor_parallel.backward": "add_, mm",
-    "tensor_parallel.forward": "mm",
-    "train.train_step": f"{AUTOGRAD}, embedding_dense_backward, bmm",
-    "vocab_parallel.backward": "round",
+NARROW = {  # operations: where (file.function). Products and sums round their result only, and tp sends activations
+    "round": "all_gather_attention.backward, all_gather_attention.forward, attention_block.attend, "
+    "attention_block.attend_backward, cross_entropy.logits_to_gradient_reference, initialisation.fill, "
+    "mixed_precision._copy_to_parameters, model.forward, model.naive_attention, model.turned, moe.backward, "
+    "moe.forward, ring_attention.backward, ring_attention.forward, vocab_parallel.backward",
+    "bmm": "attention_block._scores, attention_block.attend, attention_block.attend_backward, model.naive_attention, "
+    "train.train_step",
+    "flash_attention": "attention_block.attend, model.fused_attention",
+    "sum": "attention_block.attend_backward, gloo._add_up",
+    "wide flash_attention_backward": "attention_block.attend_backward",
+    "reduce_scatter over tp": "collectives",
+    "_grouped_mm": "experts.multiply, experts.multiply_transposed",
+    "mm": "experts.multiply, experts.multiply_transposed, linear.backward, linear.forward, linear.product, "
+    "linear_cross_entropy.add_product, linear_cross_entropy.forward, model.apply_linears, model.forward, "
+    "ring.multiply, ring.summand, tensor_parallel.backward, tensor_parallel.forward",
+    "mul_": "linear_cross_entropy.backward",
+    "add": "model.compute, moe.forward",
+    "mul": "model.forward, model.naive_attention, model.silu_and_multiply",
+    "silu": "model.silu_and_multiply",
+    "neg": "model.turned",
+    AUTOGRAD: "pipeline._backward, recompute.backward, train.train_step",
+    "embedding_dense_backward": "pipeline._backward, train.train_step",
+    "index_put": "pipeline._backward",
+    "add_": "ring.multiply_and_scatter, tensor_parallel.backward",
 }
-NARROW = {place: {*names.split(", ")} for place, names in NARROW.items()}
+NARROW = [(place, names) for names, places in NARROW.items() for place in places.split(", ")]
+NARROW = {place: {each for at, names in NARROW if at == place for each in names.split(", ")} for place, _ in NARROW}
 
 
 def ranks_watch(cases: list[tuple]) -> list[dict[str, set[str]]]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from common.weights import export
 from common.weights.huggingface import huggingface_name
 from tests.parity.runs import assemble, reference, train_case
-from tests.parity.test_step03_precision import NORM_TOLERANCE
+from tests.parity.test_narrow import NORM_TOLERANCE
 from tests.resume import layouts
 from tests.resume.layouts import LAYOUTS, TRAINING, run_jobs, whole
 

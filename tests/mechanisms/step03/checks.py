@@ -2,7 +2,7 @@
 
 Nothing here asks the mechanism: sizes are those of the model, units follow from the rules of the design (buckets of so
 many MB, in stage 3 a region each). Each check raises AssertionError with a message that begins with its name.
-`test_accounting.py` runs all of them on the mechanism, `tests/mutants/test_step03.py` on known-wrong variants of it.
+`test_accounting.py` runs all of them on the mechanism, `tests/mutants` on known-wrong variants of it.
 """
 
 import math

@@ -5,8 +5,8 @@ import torch
 import step04_tensor_parallel.train as step04
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
+from tests.parity.cases import ONE, WHOLE
 from tests.parity.runs import ADAMW, SMALL, TIED, UNTIED, differences, reference, run_cases, training_of
-from tests.parity.test_step04 import ONE, WHOLE_SEQUENCE
 
 
 def ranks_trained(cases):
@@ -22,9 +22,9 @@ def ranks_trained(cases):
 def test_replicas_stay_equal_to_the_bit():
     """In every type and layout, norms and shared K/V heads are the same on all ranks after two steps."""
     base = f"{UNTIED} {ADAMW} --micro-batch 6"
-    cases = [f"{base} --tp 4 --kv-heads 1", f"{base} --tp 4 --dtype float32 {WHOLE_SEQUENCE}"]
+    cases = [f"{base} --tp 4 --kv-heads 1", f"{base} --tp 4 --dtype float32 {WHOLE}"]
     cases += [f"{base} --tp 4 --kv-heads 2 --dtype bfloat16", f"{base} --tp 2 --kv-heads 1 --zero 3 --dtype float32"]
-    cases += [f"{base} --tp 2 --kv-heads 1 {WHOLE_SEQUENCE} --tp-mode plain --zero 1"]
+    cases += [f"{base} --tp 2 --kv-heads 1 {WHOLE} --tp-mode plain --zero 1"]
     for case, *ranks in zip(cases, *run_ranks(4, ranks_trained, cases, timeout=300), strict=True):
         holders = {}
         for key, values in (item for rank in ranks for item in rank.items()):
@@ -41,7 +41,7 @@ def test_bfloat16_agrees_with_one_process():
     """Row-parallel layers add up what every rank has rounded to 8 bits, so it is not equal: but tensor parallelism adds
     less to the losses, gradient norms and weights than bfloat16 itself does."""
     narrow = "--dtype bfloat16"
-    cases = [f"{UNTIED} {ADAMW} {narrow} --tp 2 {ONE} {form}" for form in ("", WHOLE_SEQUENCE)]
+    cases = [f"{UNTIED} {ADAMW} {narrow} --tp 2 {ONE} {form}" for form in ("", WHOLE)]
     cases += [f"{UNTIED} {ADAMW} {narrow} --tp 2 {ONE} --tp-mode chunked --kv-heads 1"]
     cases += [f"{TIED} {ADAMW} {narrow} --tp 2 {ONE} --tp-mode plain --vocab 257 --recompute full"]
     for case, result in zip(cases, run_cases(2, 4, cases), strict=True):

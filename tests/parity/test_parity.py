@@ -1,0 +1,89 @@
+"""Every step trains exactly what one process trains: float64, each step's loss and gradient norm, each parameter."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from common.model import naive_attention
+from step06_context_parallel import context_parallel
+from step07_expert_parallel.router import Router
+from tests.harness.ranks import run_ranks, steps_of
+from tests.parity.cases import AUX, BIAS, CAPACITY, DOCUMENTS, FOUR, LIMIT, ONE, SHARED, cases_of
+from tests.parity.runs import (
+    ADAMW,
+    SGD,
+    SMALL,
+    UNTIED,
+    assemble,
+    assert_equal_to_one_process,
+    assert_parity,
+    differences,
+    reference,
+    train_case,
+    train_here,
+    training_of,
+)
+
+CASES = {(step, ranks): cases for step in range(2, 8) for ranks, cases in cases_of(step).items()}
+
+
+@pytest.mark.parametrize("step, ranks", CASES)
+def test_equals_one_process(step, ranks):
+    assert_equal_to_one_process(step, ranks, CASES[step, ranks])
+
+
+def within_documents(q, k, v, documents, config, cp):
+    """Attention to one document after the other, each on its own."""
+    outs = []
+    for sample, starts in enumerate(documents):
+        borders = [*zip(starts, (*starts[1:], q.shape[2]))]
+        parts = [[each[sample : sample + 1, :, start:stop] for each in (q, k, v)] for start, stop in borders]
+        outs.append(torch.cat([naive_attention(*part) for part in parts], dim=2))
+    return torch.cat(outs)
+
+
+def test_a_mask_is_attention_within_each_document():
+    case = training_of(f"{UNTIED} {ADAMW} {DOCUMENTS}")
+    with mock.patch.object(context_parallel, "attention", within_documents):
+        expected = assemble([train_case(6, case)])
+    assert_parity(reference(case), expected, case)
+    assert differences(expected, reference(case.replace("--mask-documents", "")))["loss"] > 1e-6  # it matters
+
+
+# ---- a router that has collapsed -------------------------------------------------------------------------------------
+
+EXPERTS = "--expert-ffn 20 --experts 8"
+COLLAPSED = [
+    f"{ADAMW} {EXPERTS} --top-k 1 {AUX} --dp 4 --ep 4 {FOUR} --zero 2",
+    f"{SGD} {EXPERTS} --top-k 1 {SHARED} --dp 2 --pp 2 --ep 2 --schedule zb-h1 {FOUR} {BIAS}",
+    f"{ADAMW} {EXPERTS} --top-k 2 --tp 2 --cp 2 --ep 4 {ONE} {CAPACITY} --recompute full",
+]
+
+
+def choose_the_last(self, scores: torch.Tensor) -> torch.Tensor:
+    """In place of `Router.choose`: the last expert is the best one for every token, then that before it, and so on."""
+    return (self.shape.experts - 1 - torch.arange(self.shape.top_k)).expand(*scores.shape[:-1], -1)
+
+
+def train_collapsed(cases: list[str]) -> list[dict]:
+    with mock.patch.object(Router, "choose", choose_the_last):
+        return [train_case(7, flags) for flags in cases]
+
+
+def test_all_tokens_go_to_one_expert():
+    ranks = run_ranks(4, train_collapsed, COLLAPSED)
+    for case, parts in zip(COLLAPSED, zip(*ranks, strict=True), strict=True):
+        [expected] = train_collapsed([training_of(case)])
+        assert_parity(assemble(list(parts)), assemble([expected]), case)
+
+
+def test_what_routers_count_is_that_of_all_ranks(tmp_path):
+    flags = f"{SMALL} {ADAMW} {EXPERTS} --top-k 3 --gate sigmoid {SHARED} --dense-layers 1 {LIMIT} {BIAS} --z-coef 0.01"
+    two, one = (f"{flags} --capacity-factor 1 --steps 6 --run-dir {tmp_path}/{name}" for name in ("two", "one"))
+    run_ranks(2, train_here, 7, f"{two} --zero 1 --micro-batch 2 --ep 2")
+    train_here(7, f"{one} --micro-batch 12")
+    for ours, theirs in zip(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"), strict=True):
+        assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-10) and ours["aux_loss"] > 0
+        assert (ours["imbalance"], ours["dropped"]) == (theirs["imbalance"], theirs["dropped"])
+        assert ours["imbalance"] > 1 and ours["dropped"] > 0
