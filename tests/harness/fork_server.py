@@ -1,8 +1,8 @@
 """The process that the ranks of a test are forked from; `tests.harness` starts it and talks to it.
 
-It has imported torch and started no thread, so a fork costs milliseconds and is safe. For each request it
-forks the ranks, waits for them, and answers with what became of each. It leads a session of its own:
-killing its process group leaves nothing behind, and it does so itself as soon as the test process is gone.
+It has imported torch and started no thread, so a fork costs milliseconds and is safe. For each request it forks the
+ranks, waits for them, and answers with what became of each. It leads a session of its own: killing its process group
+leaves nothing behind, and it does so itself as soon as the test process is gone.
 """
 
 import contextlib
@@ -23,14 +23,7 @@ GRACE = 3.0  # seconds that ranks have to end by themselves once another has fai
 MARGIN = 4 * GRACE  # seconds after the timeout by which every rank has been ended
 
 # Loaded before the first fork. Optimizers load torch._dynamo when first used: a second of CPU for each rank.
-PRELOAD = (
-    "numpy",
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "common.process_groups",
-    "common.collectives",
-)
+PRELOAD = "numpy", "torch", "torch.distributed", "torch._dynamo", "common.process_groups", "common.collectives"
 
 
 def main(requests: int, replies: int) -> None:
@@ -87,8 +80,10 @@ def serve(request: dict, control: tuple[Connection, Connection]) -> dict[int, tu
         running[alive] = rank, process
 
     outcome = {}
-    deadline = time.monotonic() + request["timeout"]
-    ended = 0  # 0: the ranks may run; 1: they were told to show their stack and end; 2: they were killed
+    deadline, ended = (
+        time.monotonic() + request["timeout"],
+        0,
+    )  # 0: the ranks may run; 1: they were told to show their stack and end; 2: they were killed
     while running:
         ready = wait([control[0], *running], max(0.0, deadline - time.monotonic()))
         if control[0] in ready:  # nobody sends while a world runs: the test process is gone
@@ -145,14 +140,13 @@ def run_rank(rank: int, request: dict) -> None:
 
 def _run(command: list[str]) -> int:
     """Do what `python *command` does, and return the exit status."""
+    module = command[0] == "-m"
+    sys.argv = command[module:]
+    sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(command[0])))
     try:
-        if command[0] == "-m":
-            sys.argv = command[1:]
-            sys.path.insert(0, os.getcwd())
+        if module:
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = command
-            sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):

@@ -16,20 +16,8 @@ from tests.harness.ranks import ROOT
 
 NARROW = torch.bfloat16, torch.float16
 COPIES = "copy_", "_to_copy", "_foreach_copy_"  # from a wider type they round
-MOVES = (
-    "cat",
-    "clone",
-    "_unsafe_view",
-    "stack",
-    "index",
-    "index_select",
-    "embedding",
-    "masked_fill",
-    "fill_",
-    "zero_",
-    "resize_",
-)
-CREATE = "empty", "zeros", "ones", "full", "new_"
+MOVES = "cat", "clone", "_unsafe_view", "stack", "index", "index_select", "embedding", "masked_fill", "fill_", "zero_"
+CREATE = "empty", "zeros", "ones", "full", "new_", "resize_"
 
 
 class NarrowOperations(TorchDispatchMode):
@@ -60,7 +48,8 @@ class NarrowOperations(TorchDispatchMode):
         schema, name = function._schema, function._schema.name.split("::")[1]
         name = name.replace("_scaled_dot_product_", "").replace("_for_cpu", "")
         written = [each for each, its in zip(args, schema.arguments) if its.alias_info and its.alias_info.is_write]
-        if not (_types(result, written, (kwargs or {}).get("out")) & {*NARROW}) or _is_view(schema):
+        view = any(each.alias_info and not each.alias_info.is_write for each in schema.returns)
+        if view or not _types(result, written, (kwargs or {}).get("out")) & {*NARROW}:
             return result
         wide = _types(args, kwargs) - {*NARROW}
         if name in COPIES and wide:
@@ -74,10 +63,6 @@ def _types(*values) -> set[torch.dtype]:
     """The floating types of all tensors in these values. A tensor of one number is no sum that anything is added to."""
     tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.is_floating_point()]
     return {each.dtype for each in tensors if each.ndim}
-
-
-def _is_view(schema) -> bool:
-    return any(each.alias_info and not each.alias_info.is_write for each in schema.returns)
 
 
 def _place() -> str:

@@ -1,16 +1,8 @@
 """Run a function on several ranks, or a command line: nothing stays behind, and a failure shows everything.
 
-    def ranks_sum(value):  # at the top level of a test module
-        tensor = torch.tensor([value + dist.get_rank()])
-        dist.all_reduce(tensor)
-        return tensor.item()
-
-    def test_sum():
-        assert run_ranks(4, ranks_sum, 10) == [46] * 4
-
-Starting a world costs little but not nothing: let one function go through many cases. In a rank `assert` is
-plain Python's: give it a message, or return values and compare them in the test. The fork server imports
-the test module: what starts threads (datasets, transformers) is to be imported inside functions.
+Starting a world costs little but not nothing: let one function go through many cases. In a rank `assert` is plain
+Python's: give it a message, or return values and compare them in the test. The fork server imports the test module:
+what starts threads (datasets, transformers) is to be imported inside functions.
 """
 
 import atexit
@@ -39,7 +31,7 @@ SHOWN_OUTPUT = 4000  # characters of what a failed rank printed, from its end
 
 
 class RankFailure(Exception):
-    """Ranks failed. `failures` tells what became of each, first failure first; the message has all of it."""
+    """Ranks failed. `failures` tells what became of each, first failure first."""
 
     def __init__(self, headline: str, failures: dict[int, str]):
         super().__init__("\n".join([headline, *failures.values()]))
@@ -53,41 +45,33 @@ class CommandTimeout(Exception):
 def run_ranks(world: int, function: Callable, *args, timeout: float = 120, **kwargs) -> list:
     """Call `function(*args, **kwargs)` on `world` new ranks (gloo, CPU, one thread each); results by rank.
 
-    The ranks have the caller's environment variables and directory, besides RANK, WORLD_SIZE and so on, and
-    all start with the same state of the random generators. The function goes to them by name, arguments and
-    results as pickled copies, so a monkeypatch of the test does not reach them. What they print is printed
-    here, for pytest to show.
+    The ranks have the caller's environment variables and directory. The function goes to them by name, arguments and
+    results as pickled copies, so a monkeypatch of the test does not reach them. What they print is printed here.
 
     Raises RankFailure when a rank raised, died, or still ran after `timeout` seconds. After a failure the others have a
     few seconds to end by themselves; then they are ended, and their stacks shown.
     """
-    call = pickle.dumps((function, args, kwargs))
+    request = {"call": pickle.dumps((function, args, kwargs)), "module": function.__module__}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        request = {"world": world, "timeout": timeout, "call": call, "module": function.__module__}
-        request |= {"folder": folder, "environment": dict(os.environ), "directory": os.getcwd()}
-        outcome = _ask_server(request)
+        outcome = _ask_server(folder, os.getcwd(), dict(os.environ), world, timeout, request)
         ranks = [_read_rank(Path(folder), rank, *outcome[rank]) for rank in range(world)]
-    if all("result" in rank for rank in ranks):
-        for rank, report in enumerate(ranks):
-            for line in report["output"]:
-                print(f"[rank {rank}] {line}")
-        return [pickle.loads(report["result"]) for report in ranks]
-
-    failed = [rank for rank in range(world) if "result" not in ranks[rank]]
-    failed.sort(key=lambda rank: ranks[rank]["order"])
-    failures = {rank: _describe(rank, ranks[rank]) for rank in failed}
-    why = f"timeout after {timeout:g} s" if ranks[failed[0]]["hung"] else "first failure first"
-    name = f"{function.__module__}.{function.__qualname__}"
-    raise RankFailure(f"{len(failed)} of {world} ranks failed in {name} ({why})", failures)
+    failed = sorted((rank for rank in range(world) if "result" not in ranks[rank]), key=lambda r: ranks[r]["order"])
+    if failed:
+        failures = {rank: _describe(rank, ranks[rank]) for rank in failed}
+        why = f"timeout after {timeout:g} s" if ranks[failed[0]]["hung"] else "first failure first"
+        name = f"{function.__module__}.{function.__qualname__}"
+        raise RankFailure(f"{len(failed)} of {world} ranks failed in {name} ({why})", failures)
+    for rank, report in enumerate(ranks):
+        for line in report["output"]:
+            print(f"[rank {rank}] {line}")
+    return [pickle.loads(report["result"]) for report in ranks]
 
 
 def run_command(
     args: list, timeout: float = 120, env: dict | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess:
-    """Run a command line, without input. Returns a CompletedProcess with text in `stdout` and `stderr`.
-
-    `env` is added to the variables of this process. After `timeout` seconds the command and everything that it started
-    are killed, and CommandTimeout is raised.
+    """Run a command line, without input, and return its text in `stdout` and `stderr`. `env` is added to the variables
+    of this process. After `timeout` seconds all that it started is killed, and CommandTimeout raised.
     """
     mark = new_mark()
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}) | dict([mark])
@@ -111,17 +95,15 @@ def run_script(*command, ranks: int = 1, timeout: float = 120) -> subprocess.Com
     those of all of them, rank 0's first, and the status is that of a rank that failed.
     """
     command = [str(each) for each in command]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        request = {"world": ranks, "timeout": timeout, "command": command, "folder": folder}
-        outcome = _ask_server(request | {"environment": environment, "directory": str(ROOT)})
-        texts = {}
-        for name in ("output", "errors", "stacks"):
-            texts[name] = "".join(Path(folder, f"{rank}.{name}").read_text(errors="replace") for rank in range(ranks))
+        outcome = _ask_server(folder, str(ROOT), environment, ranks, timeout, {"command": command})
+        texts = ["".join(_read(folder, f"{rank}.{name}") for rank in range(ranks)) for name in ("output", "errors")]
+        stacks = [_read(folder, f"{rank}.stacks") for rank in range(ranks)]
     failed = [code for code, _, was_ended in outcome.values() if code and not was_ended]
     if not failed and any(was_ended for _, _, was_ended in outcome.values()):
-        raise CommandTimeout(f"after {timeout:g} s: {' '.join(command)}\n" + "\n".join(texts.values()))
-    return subprocess.CompletedProcess(command, failed[0] if failed else 0, texts["output"], texts["errors"])
+        raise CommandTimeout("\n".join([f"after {timeout:g} s: {' '.join(command)}", *texts, *stacks]))
+    return subprocess.CompletedProcess(command, failed[0] if failed else 0, *texts)
 
 
 def free_port() -> int:
@@ -185,13 +167,17 @@ def _start_server() -> None:
     _server = process, Connection(requests_in, readable=False), Connection(replies_out, writable=False), log
 
 
-def _ask_server(request: dict) -> dict[int, tuple[int, float, bool]]:
+def _ask_server(
+    folder: str, directory: str, environment: dict, world: int, timeout: float, request: dict
+) -> dict[int, tuple[int, float, bool]]:
+    """What `fork_server.serve` returns: of each rank, its exit code, when it ended, and whether it was ended."""
+    request |= {"folder": folder, "directory": directory, "environment": environment}
     if _server is None:
         _start_server()
     _, requests, replies, log = _server
     try:
-        requests.send(request)
-        if not replies.poll(request["timeout"] + MARGIN + SERVER_TIME):
+        requests.send(request | {"world": world, "timeout": timeout})
+        if not replies.poll(timeout + MARGIN + SERVER_TIME):
             raise EOFError
         return replies.recv()
     except (EOFError, OSError):
@@ -204,12 +190,13 @@ def _ask_server(request: dict) -> dict[int, tuple[int, float, bool]]:
         raise
 
 
+def _read(folder: str | Path, name: str) -> str:
+    path = Path(folder, name)
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def _read_rank(folder: Path, rank: int, code: int, ended_at: float, was_ended: bool) -> dict:
     """What a rank left: `result` or `traceback`, `output`, `stacks`, and its `order` among failures."""
-    texts = {}
-    for name in ("output", "stacks"):
-        path = folder / f"{rank}.{name}"
-        texts[name] = path.read_text(errors="replace") if path.exists() else ""
     try:
         report = pickle.loads((folder / f"{rank}.report").read_bytes())
     except (OSError, EOFError, pickle.UnpicklingError):  # it ended before it wrote, or while it did
@@ -219,24 +206,20 @@ def _read_rank(folder: Path, rank: int, code: int, ended_at: float, was_ended: b
     report["order"] = not killed, math.inf if was_ended else report.get("failed_at", ended_at)
     report["code"], report["hung"] = code, was_ended
     below = ("/tests/harness/fork_server.py", "<frozen runpy>")  # frames that are the same in every stack
-    stack = [line for line in texts["stacks"].splitlines() if not any(name in line for name in below)]
-    report["stacks"] = "\n".join(stack)
+    stack = [line for line in _read(folder, f"{rank}.stacks").splitlines() if not any(name in line for name in below)]
     # Without gloo's word on every group that it connects.
-    report["output"] = [line for line in texts["output"].splitlines() if not line.startswith("[Gloo] Rank ")]
-    return report
+    output = [line for line in _read(folder, f"{rank}.output").splitlines() if not line.startswith("[Gloo] Rank ")]
+    return report | {"stacks": "\n".join(stack), "output": output}
 
 
 def _describe(rank: int, report: dict) -> str:
     code = report["code"]
-    if report["hung"]:
-        what = "did not end by itself; where it was:"
-    elif "traceback" in report:
-        what = "raised:"
-    else:
-        what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    what = "raised:" if "traceback" in report else what
+    what = "did not end by itself; where it was:" if report["hung"] else what
+    printed = "\n".join(report["output"])[-SHOWN_OUTPUT:]
     parts = [f"--- rank {rank} {what}", report["stacks"], report.get("traceback", "")]
-    if report["output"]:
-        parts += [f"--- rank {rank} had printed:", "\n".join(report["output"])[-SHOWN_OUTPUT:]]
+    parts += [f"--- rank {rank} had printed:", printed] * bool(printed)
     return "\n".join(part.rstrip() for part in parts if part)
 
 

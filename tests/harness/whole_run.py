@@ -26,6 +26,7 @@ from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block
 from step07_expert_parallel import interleave
+from tests.harness.ranks import steps_of
 from tests.parity.runs import assemble, assert_parity, boxes_of
 
 BASE = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu"
@@ -35,19 +36,24 @@ BASE += " --global-batch 8 --micro-batch 2 --steps 2 --warmup 2 --dtype float64 
 def observe(step: int, flags: str, folder: Path) -> dict:
     """What can be seen of a run on this rank: numbers as `assemble` takes them, and what may change besides."""
     train = importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train
-    seen = {name: [] for name in ("refused", "in background", "sleeps", "compiled", "delayed", "batches", "extra")}
-    seen |= {
-        "curve": [],
-        "filled": set(),
-        "recomputed": 0,
-        "saved": 0,
-        "scores": 0,
-        "freed": 0,
-        "turns": 0,
-        "rates": [],
-    }
-    printed, save, end_step, batch = io.StringIO(), checkpoint.save, RunRecord.end_step, Batches.micro_batch
+    lists = "refused", "in background", "sleeps", "compiled", "delayed", "batches", "extra", "curve", "rates"
+    seen = {name: [] for name in lists} | {"filled": set()}
+    seen |= dict.fromkeys(("recomputed", "saved", "scores", "freed", "turns"), 0)
     sleep, names = time.sleep, {"replica": "dp_cp"}  # without --zero all ranks are replicas
+    stack, printed = contextlib.ExitStack(), io.StringIO()
+
+    def watch(owner, name: str, note) -> None:
+        """Before every call of this function, `note` is called with its arguments, or counts if it is a name."""
+        real = getattr(owner, name)
+
+        def watched(*args, **options):
+            if isinstance(note, str):
+                seen[note] += 1
+            else:
+                note(*args, **options)
+            return real(*args, **options)
+
+        stack.enter_context(mock.patch.object(owner, name, watched))
 
     def constant_weights(path: str, config) -> initial_weights.InitialValues:
         """Stands in for a Hugging Face checkpoint: all weights are 0.01."""
@@ -59,15 +65,10 @@ def observe(step: int, flags: str, folder: Path) -> dict:
 
         return fill
 
-    def noted_compile(function, **options):
-        seen["compiled"].append(function.__name__)
-        return function
-
-    def noted_save(*args, **options):
+    def note_save(*args, **options):
         seen["in background"].append(threading.current_thread() is not threading.main_thread())
         sleep(0.05 * seen["in background"][-1])  # so that it is not over by chance
         seen["extra"].append(args[3])
-        return save(*args, **options)
 
     def noted_sleep(seconds):
         if sys._getframe(1).f_globals["__name__"].startswith(("common", "step")):  # of --link and --layer-delay
@@ -75,51 +76,39 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         else:  # somebody waits for a lock on a file
             sleep(seconds)
 
-    def noted_batch(self, *args, **device):
-        seen["batches"].append(args[:5])
-        return batch(self, *args, **device)
-
-    def noted_end_step(self, step, seconds, measured):
+    def note_end_of_step(self, step, seconds, measured):
         seen["curve"].append((measured["loss"], measured["grad_norm"]))
         seen["rates"].append(measured["lr"])
-        end_step(self, step, seconds, measured)
-
-    def counted(name, real):
-        def function(*args):
-            seen[name] += 1
-            return real(*args)
-
-        return function
-
-    def noted_launch(handle, calls, done_at):
-        seen["delayed"].append(done_at > 0)
 
     def pack(tensor):
         if collectives.phase == "forward":  # recomputed ones are kept in the backward
             seen["saved"] += tensor.numel() * tensor.element_size()
         return tensor
 
-    saved_tensors = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     try:
         base = f"{BASE} --no-fused" if step == 8 else BASE  # so that it can be compared with step 7
         config = parse(step, f"{base} {flags}".format(folder=folder).split())
         config.resolve_and_check(environment().world_size)
         mesh = mesh_of(config, torch.device("cpu"))
-        with (
-            mock.patch.object(time, "sleep", noted_sleep),
-            mock.patch.object(initial_weights, "stored_values", constant_weights),
-            mock.patch.object(checkpoint, "save", noted_save),
-            mock.patch.object(torch, "compile", noted_compile),
-            mock.patch.object(Batches, "micro_batch", noted_batch),
-            mock.patch.object(RunRecord, "end_step", noted_end_step),
-            mock.patch.object(_Recompute, "backward", counted("recomputed", _Recompute.backward)),
-            mock.patch.object(attention_block, "_scores", counted("scores", attention_block._scores)),
-            mock.patch.object(Unit, "free", counted("freed", Unit.free)),
-            mock.patch.object(interleave.Turns, "run", counted("turns", interleave.Turns.run)),
-            contextlib.redirect_stdout(printed),
-            collectives.record(launched=noted_launch) as calls,
-            saved_tensors,
-        ):
+        with stack:
+            watch(checkpoint, "save", note_save)
+            watch(Batches, "micro_batch", lambda self, *args, **_: seen["batches"].append(args[:5]))
+            watch(RunRecord, "end_step", note_end_of_step)
+            watch(_Recompute, "backward", "recomputed")
+            watch(attention_block, "_scores", "scores")
+            watch(Unit, "free", "freed")
+            watch(interleave.Turns, "run", "turns")
+            compiled = mock.patch.object(torch, "compile", lambda each, **_: seen["compiled"].append(each) or each)
+            for context in (
+                compiled,
+                mock.patch.object(time, "sleep", noted_sleep),
+                mock.patch.object(initial_weights, "stored_values", constant_weights),
+                contextlib.redirect_stdout(printed),
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            ):
+                stack.enter_context(context)
+            delays = collectives.record(launched=lambda handle, calls, done_at: seen["delayed"].append(done_at > 0))
+            calls = stack.enter_context(delays)
             updated = train(config, mesh)
         collectives.barrier(mesh.world)  # all files are there
     except UsageError:
@@ -128,6 +117,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         "boxes": boxes_of(updated),
         "names": {tensor.spec.name for tensor in updated},
         "sleeps": len(seen["sleeps"]),
+        "compiled": [function.__name__ for function in seen["compiled"]],
         "calls": [(call.op, names.get(call.group, call.group), call.phase, call.bytes, call.peer) for call in calls],
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else [],
         "record": recorded(folder),
@@ -138,11 +128,8 @@ def observe(step: int, flags: str, folder: Path) -> dict:
 
 def recorded(folder: Path) -> list:
     """What the record says besides times and the flags themselves."""
-    found = []
-    if (folder / "metrics.jsonl").exists():
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            values = json.loads(line)
-            found.append((values["step"], values["peak_memory_bytes"] is None))
+    found = [(values["step"], values["peak_memory_bytes"] is None) for values in steps_of(folder)]
+    if found:
         facts = json.loads((folder / "config.json").read_text())
         found.append((facts["peak_flops"], facts["peak_source"]))
     return found

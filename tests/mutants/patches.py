@@ -8,8 +8,6 @@ import contextlib
 from dataclasses import replace
 from unittest import mock
 
-import torch
-
 from common import collectives
 from common.parameter import ParameterSpec
 from step03_zero.unit import Unit
@@ -41,7 +39,6 @@ missing share of the global mean: self.seq_len => … // torch.distributed.get_w
 @ step02_data_parallel.data_parallel:DataParallel.finish
 # The sum of shares is divided by the number of ranks once more, as an averaging all-reduce would
 averaged over ranks: bucket.work.wait() => …; bucket.flat.div_(self.group.size)
-# Gradients are read before the all-reduce has completed
 stale bucket: while self.next_bucket < => stale = [self.bucket_of[each].views[each].clone() for each in self.parameters]
     \n    …
 stale bucket: return [self.bucket_of[parameter].views[parameter] for parameter in self.parameters] => return stale
@@ -67,15 +64,11 @@ last unit of the step before: unit.start_over() => kept = unit.gathering; …; u
 last unit of the step before: self.gathering = None =>
     if any(parameter.spec.name == 'norm.weight' for parameter in self.parameters): return\n    …
 @ step03_zero.train:gradient_norm
-# Each rank clips by the norm of what it holds
 norm of the local shard: collectives.all_reduce(total, world) => pass
-# Hybrid sharding: the squares of each copy of a shard are added
 norm counts replicas: if parameter.spec.owner] => ]
 @ step03_zero.unit:Unit.complete
-# Each reduce-scatter overwrites the shard's sum instead of adding to it
 only the last micro-batch in the shard: self.reduced.add_(summed) => summed.clone()
 @ step03_zero.unit:Unit.sum_over_replicas
-# Hybrid sharding: each group of shards trains on its own samples
 no sum over replicas: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) => collectives.Work()
 @ step03_zero.zero:Zero._complete
 # Hybrid sharding: sums that are over the replicas already are added to and summed again
@@ -89,23 +82,33 @@ sums in bfloat16: return gradients => return [each.float() for each in gradients
 updates in bfloat16: self._copy_to_parameters() =>
     torch._foreach_copy_(self.masters, [each.bfloat16() for each in self.masters]); …
 
+# Each bucket has whatever was in memory behind the last parameter, and the norm is that of the whole buckets
+@ step03_zero.unit:Unit.make_bucket
+norm counts padding: self.bucket = self.bucket or Bucket(self.parameters, self.weights.numel()) =>
+    if not self.bucket: …; self.bucket.flat.fill_(1e-3)
+@ step03_zero.zero:Zero.finish
+norm counts padding: gradients = [] => gradients, Zero.buckets = [], []
+norm counts padding: unit.start_over() => Zero.buckets.append(unit.reduced); …
+@ step03_zero.train:gradient_norm
+norm counts padding: norms = torch.cat => from step03_zero.zero import Zero; owned = Zero.buckets; …
+
 # ---- right numbers, wrong structure
+@ common.collectives:reduce_scatter
+# Each rank takes its part of an all-reduce: twice the bytes
+all-reduce poses as reduce-scatter: if group.size == 1: => all_reduce(input, group);
+    output.copy_(input[group.rank * output.numel() :][: output.numel()]); return Work()\n    …
 @ step03_zero.zero:Zero.__init__
-# All weights are drawn, and then all but a shard are thrown away
 whole model at first: like = torch.empty( =>
     whole = [torch.zeros(each.shape, dtype=config.torch_dtype) for each in model.parameters()]; …
 @ step03_zero.unit:Unit.free
 # Stage 3 gathers and keeps the memory; or (no prefetch, below) it gathers a layer when it needs it, and waits
 parameters never freed: self.weights.untyped_storage().resize_(0) => pass
 @ step03_zero.by_layer:ZeroByLayer._prefetch
-# Stage 3 gathers two layers ahead, so that three are there at once
 prefetch of two: in region.units: => in [unit for each in self.regions[max(0, self.regions.index(region) - 1) :
     self.regions.index(region) + 2] for unit in each.units]:
 @ step03_zero.by_layer:ZeroByLayer._after_forward
-# Stage 3 frees the last unit after the forward, and gathers it again at once
 last unit freed and gathered again: if index + 1 < len(self.regions) or not output.requires_grad: => if True:
 @ step03_zero.zero:Zero.gather
-# Stages 1 and 2: no layer runs before all weights are there
 waits for all gathers: unit.fetch() => unit.fetch().wait()
 @ step03_zero.by_layer:ZeroByLayer._before_backward
 # Stage 3 gathers the next layer while a bucket that is being reduced still needs memory. That shows where the network
@@ -114,10 +117,8 @@ gathers beside a reduction: self._complete() => pass
 @ step03_zero.zero:Zero._launch
 stage 1 waits for the previous bucket: if self.stage >= 2 or unit.replicas.size > 1: => if True:
 @ step03_zero.zero:Zero._launch_complete
-# Of several units that one gradient completes, only the first is launched
 one launch per gradient of ZeRO: self.units[self.next_unit :] => self.units[self.next_unit : self.next_unit + 1]
 @ step03_zero.unit:Unit.complete
-# Stage 2 keeps the memory of whole gradients
 gradients kept: self.bucket.flat.untyped_storage().resize_(0) => pass
 gradients kept: self.bucket = None => pass
 # A bucket is reduced and forgotten, but something still holds that much memory
@@ -126,7 +127,7 @@ buckets kept elsewhere: self.scattering.wait() =>
 """)
 
 replaces = ZERO.replaces
-initialise, finish, start_over, make_bucket = Zero.__init__, Zero.finish, Unit.start_over, Unit.make_bucket
+initialise, finish, start_over = Zero.__init__, Zero.finish, Unit.start_over
 backward, decay = Zero.backward, ParameterSpec.decay.fget
 replaces("sums in bfloat16", "step02_data_parallel.data_parallel:at_least_float32")(lambda dtype: dtype)
 replaces("no prefetch", "step03_zero.by_layer:ZeroByLayer._prefetch")(lambda self, region: None)
@@ -138,38 +139,6 @@ replaces("last backward of ZeRO missed", "step03_zero.zero:Zero.backward")(lambd
 replaces("decay on norms", "common.parameter:ParameterSpec.decay")(property(lambda self: True))
 no_decay = property(lambda self: self.flat_range is None and decay(self))
 replaces("no decay of flat shards", "common.parameter:ParameterSpec.decay")(no_decay)
-
-reduced = []  # of all units in this step
-
-
-@replaces("norm counts padding", "step03_zero.train:gradient_norm")
-def _(tensors, gradients, world):
-    """The norm of the flat buffers, with whatever is behind the last parameter."""
-    total = torch.stack(torch._foreach_norm(reduced)).square().sum()
-    collectives.all_reduce(total, world)
-    return total.sqrt()
-
-
-@replaces("norm counts padding", "step03_zero.zero:Zero.finish")
-def _(self):
-    reduced.clear()
-    with mock.patch.object(Unit, "start_over", lambda unit: (reduced.append(unit.reduced), start_over(unit))):
-        return finish(self)
-
-
-@replaces("norm counts padding", "step03_zero.unit:Unit.make_bucket")
-def _(self):
-    if self.bucket is None:
-        make_bucket(self).flat.fill_(1e-3)  # as memory may be
-    return self.bucket
-
-
-@replaces("all-reduce poses as reduce-scatter", "common.collectives:reduce_scatter")
-def _(output, input, group, async_op=False):
-    """A reduce-scatter that is an all-reduce of which each rank takes its part: twice the bytes."""
-    collectives.all_reduce(input, group)
-    output.copy_(input[group.rank * output.numel() :][: output.numel()])
-    return collectives.Work()
 
 
 @replaces("gloo's own reduce-scatter", "common.collectives:gloo.reduce_scatter")

@@ -35,7 +35,6 @@ padding not masked: scores[:, max(0, vocab - first) :] = -math.inf => pass
 # Every rank subtracts the largest of its own logits before the sums of exponentials are added up
 own largest logit: collectives.all_reduce(largest, group, op="max") => pass
 @ step04_tensor_parallel.train:gradient_norm
-# Norms, which all ranks hold, are counted tp times in the gradient norm
 norms counted on every rank: if parameter.spec.owner] => if parameter.spec.owner or not parameter.spec.decay]
 @ step04_tensor_parallel.operators:join_sequence, step04_tensor_parallel.tensor_parallel:join_sequence
 # Gathered parts are joined without looking at the batch, which is the axis before the sequence
@@ -52,17 +51,13 @@ each matrix communicates for itself: return _OverlappedColumnLinears.apply(x, sp
 # Mode overlap saves the second gather, and keeps tp times as much for it
 gathered inputs kept: if split.mode == "plain": => if True:
 @ step04_tensor_parallel.tensor_parallel:_OverlappedColumnLinears.backward
-# The sum of the input's gradient is complete before that of the weight begins
 input gradient waited for: # dx is in flight => reducing.wait()
 @ step04_tensor_parallel.tensor_parallel:gather_and_multiply,
     step04_tensor_parallel.tensor_parallel:multiply_and_scatter
-# The next chunk has arrived before this one is multiplied: a slower gather
 rings wait before they multiply: group, async_op=True => group
 @ step04_tensor_parallel.vocab_parallel:_VocabParallelCrossEntropy.forward
-# The loss holds on to the logits until the backward, which does not need them
 logits kept by the loss: ctx.dtype = logits.dtype => ctx.dtype, ctx.logits = logits.dtype, logits
 @ step04_tensor_parallel.vocab_parallel:_VocabParallelCrossEntropy.backward
-# The gradient of the logits is a new tensor beside the probabilities
 gradient of the logits copied: probabilities.to(ctx.dtype) => probabilities.to(ctx.dtype).clone()
 """)
 
@@ -145,7 +140,6 @@ norms forgotten by split backwards: index = self.index_of[parameter] => if not s
 @ step05_pipeline.train:sum_extra_groups
 # A matrix that is embedding and head is updated on either end by that end's gradient alone
 stale tied gradient: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"embed"})
-# Two copies of the model, each updated by the gradients of its own micro-batches
 two copies drift apart: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"mirror"})
 @ step05_pipeline.train:gradient_norm
 # Both ends count the matrix that they share in the gradient norm; or both copies of the model are counted
@@ -167,7 +161,6 @@ weights of the first step: self.gathering = None => if self.gathering: return\n 
 
 # ---- right numbers at a higher price
 @ step05_pipeline.pipeline:Pipeline._complete_send
-# What was sent keeps its memory until its backward, which does not look at it
 sent outputs kept: tensor.untyped_storage().resize_(0) => pass
 @ step05_pipeline.pipeline:Pipeline._backward
 # I retains the graph, as splitting by two calls of autograd does: activations live until W
@@ -175,11 +168,9 @@ graph kept until W: as store:\n            torch.autograd.backward(y, output_gra
     as store:\n            torch.autograd.backward(y, output_gradient, retain_graph=True)
 graph kept until W: self.step.deferred[key] = store => …; store.graph = x, y
 @ step05_pipeline.pipeline:Pipeline._weight_gradients
-# W leaves what it was computed from where it was
 operands of weight gradients kept: with self._gradients_complete(action): =>
     self.kept = [*getattr(self, 'kept', []), *store]\n    …
 @ step05_pipeline.pipeline:Pipeline._gradients_complete
-# All gradients are reduced after the whole pipeline has come to its end
 reduced at the end: with zero.backward(last): => with zero.backward(last=False):
 reduced at the end: if last and => if False and
 @ step05_pipeline.pipeline:Pipeline._forward
@@ -187,7 +178,6 @@ reduced at the end: if last and => if False and
 gathered for each micro-batch: x, targets, *context = self.step.micro_batch(action.micro_batch) =>
     [(unit.fetch().wait(), unit.free()) for unit in self.zero_wrappers[action.chunk].units]; …
 @ step03_zero.unit:Unit.start_over
-# Stage 3 leaves the gathered weights in memory while the optimizer works
 weights kept after the step: self.gathering = self.bucket => built = hasattr(self, 'bucket'); …
 weights kept after the step: if self.stage == 3: => if self.stage == 3 and not built:
 # A rank asks for its input when it has nothing else to do
@@ -199,7 +189,6 @@ received when needed: if needed not in =>
 # In the trace, an action includes the wait for its input
 wait counted as work: work.wait() => with self.step.tracer.phase('forward', action=str(action)): …
 @ step05_pipeline.pipeline:Pipeline._send
-# A rank goes on only when its output has arrived
 sends waited for: self.step.pending_sends[direction] = tensor, work => …; self._complete_send(direction)
 """)
 decoder, first_layer = stages.Decoder, [0]  # of the stage that was built last

@@ -59,18 +59,14 @@ documents of one rank: enumerate(seen(rank, source)): =>
 
 # ---- right results at a higher price
 @ step06_context_parallel.context_parallel:attention
-# Each query head has its own copy of the keys and values before they travel
 K/V repeated before they are sent: layout = Layout( =>
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v)); …
 @ step06_context_parallel.ring_attention:pass_on, step06_context_parallel.ring_attention:pass_on_sums
-# The next keys and values have arrived before a block is computed
 ring waits before it computes: cp, async_op=True => cp
 @ step06_context_parallel.layouts:Layout.plan
-# Every rank passes on all keys, although no query further on may see them
 keys travel all the way: tuple(reach)) => (self.ranks - 1,) * self.ranks)
 @ step06_context_parallel.ring_attention:RingAttention.forward,
     step06_context_parallel.ring_attention:RingAttention.backward
-# A list keeps what has arrived until the layer is done
 all keys of a ring kept: kv = kv_arriving\n => kv = kv_arriving; kept = [*(kept if hop else ()), *kv]\n
 @ step06_context_parallel.attention_block:AttentionGradients.add
 # In the backward, a causal block costs what a full one does, as it would under a mask: a result that nobody needs
@@ -106,11 +102,9 @@ sent back in another order: inverse(self.order) => self.order
 
 # ---- right results at a higher price
 @ step07_expert_parallel.expert_parallel:Journey.start
-# The all-to-all is over before anything else is computed
 dispatch waits before the shared experts: return rows if self.alone else self.there.start(rows) =>
     rows = self.there.start(rows); self.there.in_flight[1].wait(); return rows
 @ step07_expert_parallel.expert_parallel:AllToAll.launch
-# An all-to-all in the backward is waited for where it is started
 gradients arrive before the shared experts' backward: return result => if sent is not self.sent: work.wait()\n    …
 @ step07_expert_parallel.moe:Choices.__init__
 # The host waits for the numbers of tokens, as if some choices could exceed a capacity
@@ -156,7 +150,6 @@ loss of a part of the sequence: collectives.all_reduce(loss, mesh.dp_cp) => pass
 # Biases follow the loads that are added up over dp, and not over those who share a sequence
 loads of a part of the sequence: self.mesh.world => self.mesh.dp
 @ step08_5d.train:gradient_norm
-# Norms and routers, which all ranks of tp hold, enter the gradient norm tp times
 copies of tp counted twice: spec.owner] => spec.owner or "tp" in parameter.spec.extra_groups]
 
 # ---- wrong results where kernels run

@@ -1,25 +1,24 @@
-"""Run a step's real train() in float64 and compare it with another layout.
+"""Run a step's real train() in float64 and compare it with another layout. A case is a list of flags.
 
-A case is a list of flags. `run_cases` trains many cases inside one started world, `reference` trains in this process,
-`differences` compares two results, and `assert_equal_to_one_process` is all three.
+`run_cases` trains cases inside one started world, `reference` in this process, and `differences` compares two results.
 """
 
 import functools
 import importlib
-import json
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.config import flag_names, spelled
-from common.launching.command_line import STEP_NAMES, parse
-from common.process_groups import mesh_of
+from common.launching.command_line import STEP_NAMES
 from common.start import environment
-from tests.harness.ranks import run_ranks
+from tests.harness.observing import configure, mesh_of, observe_each
+from tests.harness.ranks import run_ranks, steps_of
 from tests.mutants.patches import patched  # loads every step once in the fork server, instead of in every rank
 
 TOLERANCE = 1e-10
@@ -34,7 +33,7 @@ TIED, UNTIED = "--tie-embeddings", "--no-tie-embeddings"
 
 @dataclass
 class Result:
-    """One training run: per-step losses and gradient norms, and the final parameters of the whole model, by name."""
+    """One training run: losses and gradient norms of its steps, and the final parameters of the whole model."""
 
     losses: list[float]
     norms: list[float]
@@ -42,11 +41,9 @@ class Result:
 
 
 def train_here(step: int, flags: str) -> list[tuple]:
-    """Train on this rank; (name, global shape, box, values) of all that it owns at the end."""
-    config = parse(step, flags.split())
-    config.resolve_and_check(environment().world_size)
-    mesh = mesh_of(config, torch.device("cpu"))
-    return boxes_of(importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh))
+    """Train with the train.py of `step` on this rank; (name, global shape, box, values) of what it owns at the end."""
+    config = configure(step, flags)
+    return boxes_of(importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh_of(config)))
 
 
 def boxes_of(tensors: list[torch.Tensor]) -> list[tuple]:
@@ -62,28 +59,20 @@ def boxes_of(tensors: list[torch.Tensor]) -> list[tuple]:
 
 def curve_of(run_dir: str | Path) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step in a run's record."""
-    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
-    return [(float(line["loss"]), float(line["grad_norm"])) for line in lines]  # "inf" and "nan" too
+    return [(float(line["loss"]), float(line["grad_norm"])) for line in steps_of(run_dir)]  # "inf" and "nan" too
 
 
 def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
-    """Train with the train.py of `step` in the world that this process is in. What this rank knows of the result:
-    `curve` (step by step, rank 0 only) and `boxes` (name, global shape, box, values) of all that it owns.
-    """
+    """Train on this rank. What it knows of the result: `curve` (rank 0 only) and the `boxes` of all that it owns."""
     with tempfile.TemporaryDirectory() as folder:
         with patched(mutant):
             boxes = train_here(step, f"{SMALL} {flags} --run-dir {folder}")
         return {"curve": curve_of(folder) if environment().rank == 0 else [], "boxes": boxes}
 
 
-def cases_on_ranks(step: int, cases: list[str], mutants: list[str | None]) -> list[dict]:
-    """Every case in turn on this rank, within one world."""
-    return [train_case(step, flags, mutant) for flags, mutant in zip(cases, mutants, strict=True)]
-
-
 def run_cases(world: int, step: int, cases: list[str], mutants: list[str | None] | None = None) -> list[Result]:
     """Train every case with the train.py of `step` on `world` ranks; the parts of all ranks put together."""
-    ranks = run_ranks(world, cases_on_ranks, step, cases, mutants or [None] * len(cases), timeout=600)
+    ranks = run_ranks(world, observe_each, partial(train_case, step), cases, mutants, timeout=600)
     return [assemble(list(parts)) for parts in zip(*ranks, strict=True)]
 
 
@@ -103,10 +92,8 @@ def assemble(parts: list[dict]) -> Result:
 
 
 def training_of(case: str, micro_batch: int | None = None) -> str:
-    """The case without flags of the layout: one run of step 1 is the reference of all layouts.
-
-    It takes all samples of a step as one micro-batch, or as micro-batches of this size: step 1's tests show that their
-    number does not matter.
+    """The case without flags of the layout: one run is the reference of all. It takes all samples of a step as one
+    micro-batch, or as micro-batches of this size: step 1's tests show that their number does not matter.
     """
     layout, kept, keeping = {spelled(name) for name in flag_names("layout")}, [], True
     for word in case.split():
@@ -119,10 +106,10 @@ def training_of(case: str, micro_batch: int | None = None) -> str:
 
 
 @functools.cache
-def reference(flags: str) -> Result:
-    """A training in one process, by step 1 unless it has what only a later step has."""
-    step = 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
-    return assemble([train_case(step, flags)])
+def reference(flags: str, step: int | None = None) -> Result:
+    """A training in one process by this step; by default step 1 unless it has what only a later step has."""
+    earliest = 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
+    return assemble([train_case(step or earliest, flags)])
 
 
 def differences(result: Result, expected: Result) -> dict[str, float]:
@@ -142,8 +129,7 @@ def differences(result: Result, expected: Result) -> dict[str, float]:
 
 def assert_parity(result: Result, expected: Result, case: str, tolerance: float = TOLERANCE) -> None:
     """Raise AssertionError naming the case and what differs."""
-    found = differences(result, expected)
-    wrong = {name: value for name, value in found.items() if not value < tolerance}
+    wrong = {name: value for name, value in differences(result, expected).items() if not value < tolerance}
     assert not wrong, f"{case}: relative differences above {tolerance}: {wrong}"
 
 

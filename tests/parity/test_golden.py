@@ -18,18 +18,18 @@ CASES = [
 ]
 
 
+def curves() -> dict[str, dict[str, list[float]]]:
+    results = {case: reference(f"{case} --steps 10") for case in CASES}
+    return {case: {"loss": result.losses, "grad_norm": result.norms} for case, result in results.items()}
+
+
 def test_losses_and_gradient_norms_are_those_on_file():
     golden = json.loads(FILE.read_text())
     assert list(golden) == CASES
-    for case in CASES:
-        result = reference(f"{case} --steps 10")
-        np.testing.assert_allclose(result.losses, golden[case]["loss"], rtol=1e-11)
-        np.testing.assert_allclose(result.norms, golden[case]["grad_norm"], rtol=1e-10)
+    for case, found in curves().items():
+        np.testing.assert_allclose(found["loss"], golden[case]["loss"], rtol=1e-11)
+        np.testing.assert_allclose(found["grad_norm"], golden[case]["grad_norm"], rtol=1e-10)
 
 
 if __name__ == "__main__":
-    content = {}
-    for case in CASES:
-        result = reference(f"{case} --steps 10")
-        content[case] = {"loss": result.losses, "grad_norm": result.norms}
-    FILE.write_text(json.dumps(content, indent=1) + "\n")
+    FILE.write_text(json.dumps(curves(), indent=1) + "\n")
