@@ -1,17 +1,18 @@
 """Step 8 trains the same in five dimensions as one process: layouts drawn from everything that the steps know."""
 
 import functools
-import os
+import itertools
 import random
+import re
 
 import pytest
 
 from common.errors import UsageError
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from tests.harness.observing import configure
+from tests.parity.cases import ALL
 from tests.parity.runs import ADAMW, SGD, SMALL, TIED, assert_equal_to_one_process
 
-ALL = bool(os.environ.get("TEST_ALL"))
 EVERY = {(4, 2): 8, (8, 3): 28, (16, 3): 22, (16, 5): 8}  # (ranks, at least so many dimensions): layouts
 SEED = 9  # with it, the layouts cover all that a test below asks for
 COUNTS = EVERY if ALL else {(4, 2): 2, (8, 3): 4, (16, 5): 1}
@@ -75,23 +76,16 @@ def test_equals_one_process(world, least, first):
     assert_equal_to_one_process(8, world, draw(world, least, COUNTS[world, least])[first : first + 8])
 
 
+ABOUT = {"--schedule": "pp", "--cp-": "cp", "--tp-mode": "tp", "--no-seq": "tp", "--gate": "ep", "--balance": "ep"}
+
+
 def test_what_the_layouts_cover():
-    """Every kind is there, in runs that divide what it is about (this runs none)."""
-    every = [(key[0], flags) for key, count in EVERY.items() for flags in draw(*key, count)]
-    drawn = [configure(8, f"{SMALL} {flags}", world) for world, flags in every]
-    pp, cp, tp, ep = ([each for each in drawn if getattr(each, name) > 1] for name in ("pp", "cp", "tp", "ep"))
-    zero = {(each.zero, each.zero_replicas, each.zero_reduce) for each in drawn if each.dp * each.cp > 1}
-    assert {stage for stage, *_ in zero} == {0, 1, 2, 3} and {(3, 2, "micro-batch"), (2, 1, "step")} <= zero
-    assert {each.schedule for each in pp} == SCHEDULES.keys()
-    assert {"dualpipe", "dualpipev", "zb-h1"} <= {each.schedule for each in pp if each.ep > 1}
-    assert len({(each.cp_mode, each.cp_split) for each in cp}) == 3 * 3
-    assert len({(each.mask_documents, each.fused) for each in cp if each.tp > 1}) == 2 * 2
-    assert {each.tp_mode for each in tp if each.sequence_parallel} == {"plain", "overlap", "chunked"}
-    assert not all(each.sequence_parallel for each in tp) and any(each.kv_heads < each.tp for each in tp)
-    assert len({(bool(each.experts), each.recompute) for each in drawn}) == 2 * 3
-    assert len({(each.balance, bool(each.capacity_factor)) for each in ep if each.cp * each.tp > 1}) == 2 * 2
-    assert any(each.tie_embeddings for each in pp)
-    assert len({each.order for each in ep if each.pp > 1 and each.zero}) == len(LAYOUT["order"])
-    assert len({flags.partition("--order")[2].split(" --")[0] for flags in draw(8, 3, COUNTS[8, 3])}) == 4, "orders"
-    all_five = [each for each in ep if min(each.dp, each.pp, each.cp, each.tp) > 1]
-    assert len(all_five) >= EVERY[16, 5] and len({each.schedule for each in all_five}) >= 4
+    """Every flag is there, in runs that divide what it is about, and so are all five dimensions (this runs none)."""
+    drawn = [f"{flags} " for key, count in EVERY.items() for flags in draw(*key, count)]
+    for flags in filter(None, itertools.chain(*TRAINING.values(), *EXPERTS.values(), *LAYOUT.values())):
+        alone = [f"--{name} 1 " for prefix, name in ABOUT.items() if flags.startswith(prefix)]
+        assert any(f"{flags} " in case and not any(each in case for each in alone) for case in drawn), flags
+    split = {tuple(case.partition(f"--{name}")[2].split()[0] for name in ("cp-mode", "cp-split")) for case in drawn}
+    assert len(split) == 9 and any("--ep 1 " not in each and "dualpipe " in each for each in drawn if "--ep" in each)
+    all_five = [case for case in drawn if "--ep" in case and not re.search(r"--(dp|pp|cp|tp|ep) 1 ", case)]
+    assert len(all_five) >= EVERY[16, 5] and len({case.partition("--schedule")[2].split()[0] for case in all_five}) >= 4

@@ -38,6 +38,7 @@ def test_shapes_are_printed_and_drawn_and_weights_divided(tmp_path, capsys):
     for told in ("reduce of counts over tp (2 ranks), sends 64", "to-all of counts over ep (4 ranks), sends 24"):
         assert told in experts  # integers of 8 bytes: 2 sequences x 4 experts, and 3/4 of 4 experts
     assert "all-reduce over tp" in other and "sp 1 (tp, or 1 without sequence parallelism)" in other
+    assert re.search(r"layer output .* 2 x 16 x 16, 1,024 bytes", other), "bfloat16"
     for number in range(len(SHOWN)):
         assert Path(tmp_path, str(number), "shapes.png").stat().st_size > 10_000
 
