@@ -37,7 +37,6 @@ reduced on every micro-batch: collectives.all_reduce(bucket.flat, self.group, as
 # Each rank's loss is the mean over its own tokens, and gradients are summed: they are dp times too large
 missing share of the global mean: self.seq_len => … // torch.distributed.get_world_size()
 @ step02_data_parallel.data_parallel:DataParallel.finish
-# The sum of shares is divided by the number of ranks once more, as an averaging all-reduce would
 averaged over ranks: bucket.work.wait() => …; bucket.flat.div_(self.group.size)
 stale bucket: while self.next_bucket < => stale = [self.bucket_of[each].views[each].clone() for each in self.parameters]
     \n    …
@@ -46,10 +45,8 @@ stale bucket: return [self.bucket_of[parameter].views[parameter] for parameter i
 # Every rank reads the samples of rank 0: curves look healthy, most of the data is never seen
 same samples everywhere: first = (index * dp_size + dp_rank) => first = (index * dp_size)
 @ step02_data_parallel.data_parallel:DataParallel.backward
-# No backward counts as the last one of a step, so all-reduces wait for its end
 last backward missed: self.synchronising = last => self.synchronising = False
 @ step02_data_parallel.data_parallel:DataParallel._launch_complete
-# Of several buckets that one gradient completes, only the first is launched
 one launch per gradient: while => if
 """)
 
@@ -94,7 +91,6 @@ norm counts padding: norms = torch.cat => from step03_zero.zero import Zero; own
 
 # ---- right numbers, wrong structure
 @ common.collectives:reduce_scatter
-# Each rank takes its part of an all-reduce: twice the bytes
 all-reduce poses as reduce-scatter: if group.size == 1: => all_reduce(input, group);
     output.copy_(input[group.rank * output.numel() :][: output.numel()]); return Work()\n    …
 @ step03_zero.zero:Zero.__init__
@@ -121,7 +117,6 @@ one launch per gradient of ZeRO: self.units[self.next_unit :] => self.units[self
 @ step03_zero.unit:Unit.complete
 gradients kept: self.bucket.flat.untyped_storage().resize_(0) => pass
 gradients kept: self.bucket = None => pass
-# A bucket is reduced and forgotten, but something still holds that much memory
 buckets kept elsewhere: self.scattering.wait() =>
     Unit.kept = [*getattr(Unit, 'kept', []), self.bucket.flat.clone()]; …
 """)

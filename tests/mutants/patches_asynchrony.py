@@ -15,7 +15,6 @@ weights of the previous region waited for: in self.regions[index].units: =>
     in [unit for each in self.regions[max(0, index - 1) : index + (index + 1 == len(self.regions))]
     for unit in each.units]:
 @ step05_pipeline.pipeline:Pipeline._send
-# The memory of an output is released when its send has been launched
 output freed while it is sent: self.step.pending_sends[direction] = tensor, work =>
     …; tensor.untyped_storage().resize_(0)
 @ step04_tensor_parallel.tensor_parallel:multiply_and_scatter
@@ -39,6 +38,5 @@ sums changed while they travel: return arriving, collectives.exchange(sends, rec
 tokens used before they arrive: _Permute.apply(self.there.finish(rows), self.order) =>
     self.there.finish(_Permute.apply(rows, self.order))
 @ step07_expert_parallel.expert_parallel:AllToAll.wait
-# The shared experts' backward takes longer than any all-to-all
 gradients of tokens not waited for: work.wait() => pass
 """)

@@ -23,7 +23,6 @@ TENSOR = Mutants(r"""
 norm gradients not summed: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"tp"})
 K/V replicas drift: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"kv_replica"})
 @ step04_tensor_parallel.vocab_parallel:VocabParallelEmbedding.forward
-# The last row of every rank is taken for one of the next rank
 embedding mask off by one: self.num_embeddings) => self.num_embeddings - 1)
 @ step04_tensor_parallel.train:vocab_parallel_cross_entropy_sum
 # All ranks have the same loss, so it is averaged over them: a right value, and gradients tp times too small
@@ -32,7 +31,6 @@ loss averaged over tp: flat = logits.flatten(0, 1) =>
 @ step04_tensor_parallel.vocab_parallel:_VocabParallelCrossEntropy.forward
 # Columns that pad the vocabulary have logits of zero, and a part of the probability
 padding not masked: scores[:, max(0, vocab - first) :] = -math.inf => pass
-# Every rank subtracts the largest of its own logits before the sums of exponentials are added up
 own largest logit: collectives.all_reduce(largest, group, op="max") => pass
 @ step04_tensor_parallel.train:gradient_norm
 norms counted on every rank: if parameter.spec.owner] => if parameter.spec.owner or not parameter.spec.decay]
@@ -48,7 +46,6 @@ no f before the head: apply_column_parallel(x, [self])[0] => F.linear(x, self.we
 # q, k, v, gate and up gather, or sum, each their own input: five collectives where two would do
 each matrix communicates for itself: return _OverlappedColumnLinears.apply(x, split, *weights) =>
     return [_OverlappedColumnLinears.apply(x, split, each)[0] for each in weights]
-# Mode overlap saves the second gather, and keeps tp times as much for it
 gathered inputs kept: if split.mode == "plain": => if True:
 @ step04_tensor_parallel.tensor_parallel:_OverlappedColumnLinears.backward
 input gradient waited for: # dx is in flight => reducing.wait()
@@ -108,13 +105,11 @@ PIPELINE = Mutants(r"""
 # Every micro-batch's loss is the mean over its own tokens: gradients are as many times too large as there are
 # micro-batches. The loss is reported right, and AdamW divides the factor away
 missing share of micro-batches: self.step.scale => … * self.schedule.micro_batches
-# The last stage takes micro-batches in another order than the first
 targets of another micro-batch: x, targets, *context = self.step.micro_batch(action.micro_batch) =>
     (x, *_), (_, targets, *context) = map(self.step.micro_batch, (action.micro_batch, action.micro_batch ^ 1))
 # Under sequence parallelism, later stages count positions over their input: a part of the sequence
 positions of the slice: [self.positions] => [self.positions % x.shape[1]]
 @ step05_pipeline.train:train_step
-# The first rank reports its own share of the loss, which is nothing: the last stage has it
 loss of one rank: collectives.all_reduce(loss, mesh.pp_forward) => pass
 # Gradients are reduced with the first micro-batch, and not after the last one: those of later ones stay on their rank
 @ step05_pipeline.pipeline:Pipeline._gradients_complete
@@ -174,19 +169,16 @@ operands of weight gradients kept: with self._gradients_complete(action): =>
 reduced at the end: with zero.backward(last): => with zero.backward(last=False):
 reduced at the end: if last and => if False and
 @ step05_pipeline.pipeline:Pipeline._forward
-# Stage 3 frees the weights of a stage when it is done with a micro-batch, and gathers them for the next
 gathered for each micro-batch: x, targets, *context = self.step.micro_batch(action.micro_batch) =>
     [(unit.fetch().wait(), unit.free()) for unit in self.zero_wrappers[action.chunk].units]; …
 @ step03_zero.unit:Unit.start_over
 weights kept after the step: self.gathering = self.bucket => built = hasattr(self, 'bucket'); …
 weights kept after the step: if self.stage == 3: => if self.stage == 3 and not built:
-# A rank asks for its input when it has nothing else to do
 @ step05_pipeline.pipeline:Pipeline.run
 received when needed: self._receive(item) => self.__dict__.setdefault('asked', {})[item.output] = item
 @ step05_pipeline.pipeline:Pipeline._wait_for_input
 received when needed: if needed not in =>
     if needed in getattr(self, 'asked', {}): self._receive(self.asked.pop(needed))\n    …
-# In the trace, an action includes the wait for its input
 wait counted as work: work.wait() => with self.step.tracer.phase('forward', action=str(action)): …
 @ step05_pipeline.pipeline:Pipeline._send
 sends waited for: self.step.pending_sends[direction] = tensor, work => …; self._complete_send(direction)

@@ -34,14 +34,12 @@ loss averaged over a rank's tokens: self.seq_len => … // torch.distributed.get
 gradients not reduced over cp: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) =>
     collectives.Work()
 @ step06_context_parallel.attention_block:merge
-# What was there before keeps its weight, although the sum of exponentials has grown
 merged without rescaling: .mul_((lse_so_far - total).exp().unsqueeze(-1)) =>
 @ step06_context_parallel.attention_block:attend_backward
 # The backward of a block takes its own output and log-sum-exp, not those of the whole row
 statistics of the block: if isinstance(fused, Kernels): => out, lse = attend(q, k, v, causal, fused)\n    …
 @ step06_context_parallel.attention_block:MergedAttention.add,
     step06_context_parallel.attention_block:AttentionGradients.add
-# Queries see the future within their own chunk
 causal block taken for full: block.causal => False
 @ step06_context_parallel.ring_attention:pass_on_sums
 # The last rank that adds to the sums keeps them: they belong to the next one
@@ -94,10 +92,8 @@ statistics of a rank: in self.groups: => in ():
 # Two ranks of DualPipe hold a copy of each layer, and only one of them says what it has counted
 loads of one copy: += router.load\n => += router.load * router.bias.spec.owner\n
 @ step07_expert_parallel.moe:_Combine.forward
-# A token is the plain sum of the outputs of its experts
 combined without gates: ctx.save_for_backward(rows, gates) => gates = torch.ones_like(gates); …
 @ step07_expert_parallel.expert_parallel:Journey.back
-# The permutation that sorts by expert is applied once more, instead of its inverse
 sent back in another order: inverse(self.order) => self.order
 
 # ---- right results at a higher price
@@ -141,13 +137,10 @@ head's split lost: if self.split: => if False:
 head's gradient twice: dw = weight_gradient(ctx.weight, dw, gradient, Tensor.mul_) =>
     weight_gradient(ctx.weight, dw.clone(), gradient, Tensor.mul_); dw.mul_(gradient)
 @ step08_5d.train:train_step
-# Gradients of experts are added up over dp and cp, where here every rank has experts of its own
 experts summed like the rest: sum_extra_groups(optimizer.parameters, gradients, mesh) => …; [collectives.all_reduce(g,
     mesh.dp_cp) for each, g in zip(optimizer.parameters, gradients) if ".experts." in each.spec.name]
-# What the record calls the loss is that of the first part of each sequence
 loss of a part of the sequence: collectives.all_reduce(loss, mesh.dp_cp) => pass
 @ step07_expert_parallel.balancing:Balancing.finish
-# Biases follow the loads that are added up over dp, and not over those who share a sequence
 loads of a part of the sequence: self.mesh.world => self.mesh.dp
 @ step08_5d.train:gradient_norm
 copies of tp counted twice: spec.owner] => spec.owner or "tp" in parameter.spec.extra_groups]
@@ -159,9 +152,7 @@ norm past the residual: self.pieces.add_rms_norm(x, residual, self.weight, self.
     self.pieces.add_rms_norm(x, residual.detach(), self.weight, self.eps)[0], x + residual
 @ step08_5d.fused:FusedAdamW.step
 clip factor lost: *numbers, factor, => *numbers, None,
-# Masters learn, and the model keeps the weights that it has
 copy lost: gradient, copy, *numbers => gradient, None, *numbers
-# The kernel gets one setting for matrices and norms
 everything decays: if parameter.spec.decay else of_others =>
 
 # ---- right results at a higher price

@@ -1,7 +1,6 @@
 """A checkpoint of any layout goes on in any other, bit for bit; Hugging Face weights are written and read by parts."""
 
 import math
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,38 +11,22 @@ from safetensors.torch import load_file
 
 from common.weights import export
 from common.weights.huggingface import huggingface_name
-from tests.parity.runs import assemble, reference, train_case
+from tests.parity.runs import reference
 from tests.parity.test_narrow import NORM_TOLERANCE
-from tests.resume import layouts
-from tests.resume.layouts import LAYOUTS, TRAINING, run_jobs, whole
-
-UNTIED, TIED = "--no-tie-embeddings", "--tie-embeddings"
-EXPERTS = f"{UNTIED} --experts 8 --expert-ffn 20 --shared-experts 1 --dense-layers 1 --balance bias --bias-rate 0.003"
-BFLOAT16, FLOAT32 = (f"{UNTIED} --dtype {dtype} --micro-batch 1" for dtype in ("bfloat16", "float32"))
-# Within a ring, each layout takes one step and saves it for the next one, the last for the first. Narrow types have
-# micro-batches of one sample, since these are rounded alike in every layout.
-RINGS = {
-    UNTIED: ["one process", "zbv", "zero 2", "tp 4", "dp", "1f1b, tp, zero 1", "zero 1 on 3", "dualpipe"]
-    + ["tp 2, zero 1", "zero 3 on 3", "interleaved", "zero 1", "tp 2, zero 3", "zero 3", "zbv, zero 3"]
-    + ["zero 3, two copies", "8 ranks, zero 1", "cp 2, zero 3"],
-    TIED: ["one process", "dualpipe, zero 1", "tp 2, zero 2, chunked", "zb-h2", "tp 4", "1f1b", "tp 4, sequence"]
-    + ["cp 2, zbv"],
-    BFLOAT16: ["one process", "zero 2 on 3", "zero 3, two copies", "zero 3"],
-    FLOAT32: ["zero 3, two copies", "zero 2 on 3"],
-    EXPERTS: ["all experts", "ep 4", "8 ranks, cp inside, zero 3", "8 ranks, ep 2, zbv", "ep 2, zero 3"]
-    + ["ep 2, dualpipe"],
-}
-LEFT_OUT = {"zero 2", "dp", "zero 1", "zero 3 on 3", "zbv, zero 3", "zb-h2", "1f1b", "tp 4, sequence"}
-LEFT_OUT |= {"8 ranks, ep 2, zbv", "ep 2, zero 3"}
-if os.environ.get("TEST_ALL"):
-    for flags in (UNTIED, TIED, EXPERTS):
-        RINGS[flags] += layouts.draw_layouts(flags, 10)
-else:
-    RINGS = {flags: [layout for layout in ring if layout not in LEFT_OUT] for flags, ring in RINGS.items()}
-RETYPED = [  # a float32 run goes on from just what a bfloat16 run has saved; and back
-    (("zero 3", BFLOAT16), ("zero 1", FLOAT32)),
-    (("zero 2 on 3", FLOAT32), ("dp", BFLOAT16)),
-]
+from tests.resume.layouts import (
+    BFLOAT16,
+    EXPERTS,
+    FLOAT32,
+    RINGS,
+    TIED,
+    TRAINING,
+    UNTIED,
+    assert_curve,
+    assert_loaded,
+    layouts_of,
+    run_jobs,
+    whole,
+)
 
 
 class Chain(NamedTuple):
@@ -63,8 +46,9 @@ class Chain(NamedTuple):
 def chains(tmp_path_factory) -> dict[str, Chain]:
     """The run round each ring, by its flags. All starts are in one folder, whose record is that of one run."""
     made = {}
-    for flags, ring in RINGS.items():
-        folder, names = tmp_path_factory.mktemp("chain"), [*ring, ring[0]]
+    for flags in RINGS:
+        ring, folder = layouts_of(flags), tmp_path_factory.mktemp("chain")
+        names = [*ring, ring[0]]
         every = f"{flags} --save-every 1 --resume auto --run-dir {folder}"
         found = run_jobs([(name, f"{every} --steps {steps}") for steps, name in enumerate(names, 1)])
         made[flags] = Chain(folder, names, found)
@@ -72,27 +56,32 @@ def chains(tmp_path_factory) -> dict[str, Chain]:
 
 
 def test_every_layout_goes_on_in_another(chains):
-    tried = {layout for ring in RINGS.values() for layout in ring}
-    assert tried == LAYOUTS.keys() - (LEFT_OUT - tried)
     for flags, (_, names, found) in chains.items():
         for before, after, name in zip(found, found[1:], names[1:]):
-            layouts.assert_loaded(after, whole(before), f"{flags}: {name}")
+            assert_loaded(after, whole(before), f"{flags}: {name}")
         exact = flags in (UNTIED, TIED, EXPERTS)
-        training = f"{TRAINING} {flags} {'--micro-batch 12' if exact else ''} --steps {len(names)}"
-        expected = reference(training) if flags != EXPERTS else assemble([train_case(7, training)])
-        layouts.assert_curve(found[-1], expected, 1e-11 if exact else NORM_TOLERANCE / 10, flags)
-        if exact:
-            layouts.assert_ends(found[-1], expected, 1e-10, flags)
+        expected = reference(f"{TRAINING} {flags} {'--micro-batch 12' if exact else ''} --steps {len(names)}")
+        assert_curve(found[-1], expected, 1e-11 if exact else NORM_TOLERANCE / 10, flags)
+        end = whole(found[-1])
+        for name, value in expected.parameters.items() if exact else ():
+            difference = np.linalg.norm(end[f"parameter/{name}"] - value) / np.linalg.norm(value)
+            assert difference < 1e-10, (flags, name, difference)
+
+
+RETYPED = [  # a float32 run goes on from just what a bfloat16 run has saved; and back
+    ("2 3 --zero 3", BFLOAT16, "2 3 --zero 1 --bucket-mb 0.02", FLOAT32),
+    ("3 3 --micro-batch 2 --zero 2 --zero-reduce step --bucket-mb 0.02", FLOAT32, "2 2 --bucket-mb 0.02", BFLOAT16),
+]
 
 
 def test_narrow_types_save_their_float32_masters(chains, tmp_path):
-    starts = [chains[flags].saved(layout) for (layout, flags), _ in RETYPED]
+    starts = [chains[flags].saved(layout) for layout, flags, *_ in RETYPED]
     jobs = []
-    for (folder, _), (_, (layout, flags)) in zip(starts, RETYPED, strict=True):
+    for (folder, _), (_, _, layout, flags) in zip(starts, RETYPED, strict=True):
         steps = int(folder.name.removeprefix("step-")) + 1
         jobs.append((layout, f"{flags} --resume {folder} --steps {steps} --run-dir {tmp_path}/{steps}"))
     for ranks, (folder, saved) in zip(run_jobs(jobs), starts, strict=True):
-        layouts.assert_loaded(ranks, saved, folder)
+        assert_loaded(ranks, saved, folder)
         head = torch.tensor(saved["parameter/head.weight"])
         assert torch.equal(head.float().double(), head) and not torch.equal(head.bfloat16().double(), head), folder
         assert len(ranks[0]["curve"]) == 1, folder
@@ -100,14 +89,16 @@ def test_narrow_types_save_their_float32_masters(chains, tmp_path):
 
 # ---- Hugging Face weights --------------------------------------------------------------------------------------------
 
-EXPORTED = [("tp 2, zero 1", UNTIED), ("tp 4", TIED), ("zbv", UNTIED), ("dualpipe, zero 1", TIED)]
+TP_2, TP_4 = "2 4 --tp 2 --zero 1", "4 4 --tp 4 --no-sequence-parallel --tp-mode plain"
+EXPORTED = [(TP_2, UNTIED), (TP_4, TIED), ("2 5 --pp 2 --schedule zbv", UNTIED)]
+EXPORTED += [("4 5 --pp 2 --dp 2 --zero 1 --schedule dualpipe", TIED)]
 READING = {  # how much of the model a rank may read at most
-    ("zero 3", UNTIED): 0.51,
-    ("tp 2, zero 1", UNTIED): 0.51,
-    ("interleaved", TIED): 0.66,  # embedding and head are on different ranks
-    ("dualpipe", TIED): 1.3,  # both ranks hold all layers, and each reads embedding and head
-    ("tp 4", UNTIED): 0.29,  # two ranks share a K/V head
-    ("tp 4", TIED): 0.29,
+    ("2 3 --zero 3", UNTIED): 0.51,
+    (TP_2, UNTIED): 0.51,
+    ("2 5 --pp 2 --schedule interleaved", TIED): 0.66,  # embedding and head are on different ranks
+    ("2 5 --pp 2 --schedule dualpipe", TIED): 1.3,  # both ranks hold all layers, and each reads embedding and head
+    (TP_4, UNTIED): 0.29,  # two ranks share a K/V head
+    (TP_4, TIED): 0.29,
 }
 
 
@@ -137,7 +128,7 @@ def test_every_rank_reads_only_its_boxes(exported, tmp_path):
         jobs.append((layout, f"{flags} {start[flags]} --steps 1 --run-dir {tmp_path}/{len(jobs)}"))
     for job, ranks in zip(READING, run_jobs(jobs), strict=True):
         expected = reference(f"{TRAINING} {job[1]} --micro-batch 12 --steps 1 {start[job[1]]}")
-        layouts.assert_curve(ranks, expected, 1e-13, job)
+        assert_curve(ranks, expected, 1e-13, job)
         total = sum(values.size for values in expected.parameters.values())
         for rank in ranks:
             held = {}
