@@ -3,28 +3,28 @@
     python -m tests.benchmarks.context_parallel                    # 2 and 4 gloo ranks, 30 pairs each
     python -m tests.benchmarks.context_parallel --ranks 2 --pairs 3 --seq 512 --growth 1 2
 
-In each of the first two parts, two ways to do the same take turns in one run:
-  attention  forward and backward of one layer's attention; the peer is PyTorch's private ring for `context_parallel`,
-             with the CPU's FlashAttention for its kernel, which its public interface does not offer
-  splits     a whole training step, under both splits
-The last part has one side. It measures a training step for ranks that share a sequence, and for sequences that grow
-with their number: time per token, and peak memory of the fullest rank.
+First, forward and backward of one layer's attention: the peer is PyTorch's private ring for `context_parallel`, with
+the CPU's FlashAttention for its kernel, which its public interface does not offer. Then a training step under both
+splits. The last part has one side: a training step for ranks that share a sequence, and for sequences that grow with
+their number.
 """
 
 from functools import partial
 
 import torch
+from torch.distributed.tensor.experimental._context_parallel import _attention as peer
 
+from common.config import TrainConfig
 from common.process_groups import Mesh
 from step06_context_parallel.context_parallel import attention
 from step06_context_parallel.layouts import Layout
-from tests.benchmarks.paired import compare, keep, measure_alone, our_step, parse_options
+from tests.benchmarks.paired import compare, keep, measure_alone, our_step, parse_options, run_as_module
 from tests.harness.observing import configure, mesh_of
 
 # One layer, 1 M parameters: of long sequences, most of the work is attention
 MODEL = "--model llama3-1b --vocab 384 --hidden 256 --layers 1 --heads 8 --kv-heads 4 --ffn 768 --no-tie-embeddings"
 MODEL += " --micro-batch 1 --global-batch 1 --device cpu"
-HEADS, KV_HEADS, WIDTH = 8, 4, 32
+HEADS, WIDTH = (8, 4, 4, 8), 32  # of queries, keys, values and the output's gradient
 PEERS = {"ring": "ALL_TO_ALL", "allgather": "ALL_GATHER"}
 
 
@@ -32,14 +32,12 @@ def flags_of(seq: int, cp: int, flags: str = "") -> str:
     return f"{MODEL} --seq-len {seq} --cp {cp} {flags}"
 
 
-# ---- attention alone, against PyTorch's ------------------------------------------------------------------------------
-
-
-def inputs(seq: int, mesh: Mesh) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output, of this rank's part of a sequence split zig-zag."""
-    random, mine = torch.Generator().manual_seed(0), Layout("zigzag", seq, mesh.cp.size).positions(mesh.cp.rank)
-    heads = HEADS, KV_HEADS, KV_HEADS, HEADS
-    return [torch.randn(1, each, seq, WIDTH, generator=random)[:, :, mine] for each in heads]
+def prepare_inputs(flags: str) -> tuple[TrainConfig, Mesh, list[torch.Tensor]]:
+    """With q, k, v and the gradient of the output, of this rank's part of a sequence split zig-zag."""
+    config = configure(6, flags)
+    mesh, seq, random = mesh_of(config), config.seq_len, torch.Generator().manual_seed(0)
+    mine = Layout("zigzag", seq, mesh.cp.size).positions(mesh.cp.rank)
+    return config, mesh, [torch.randn(1, heads, seq, WIDTH, generator=random)[:, :, mine] for heads in HEADS]
 
 
 def total_norm(tensors: list[torch.Tensor]) -> float:
@@ -48,9 +46,7 @@ def total_norm(tensors: list[torch.Tensor]) -> float:
 
 
 def our_attention(flags: str):
-    config = configure(6, flags)
-    mesh = mesh_of(config)
-    *qkv, gradient = inputs(config.seq_len, mesh)
+    config, mesh, (*qkv, gradient) = prepare_inputs(flags)
     for each in qkv:
         each.requires_grad_()
 
@@ -62,11 +58,7 @@ def our_attention(flags: str):
 
 
 def peer_attention(flags: str):
-    from torch.distributed.tensor.experimental._context_parallel import _attention as peer
-
-    config = configure(6, flags)
-    mesh = mesh_of(config)
-    q, k, v, gradient = inputs(config.seq_len, mesh)
+    config, mesh, (q, k, v, gradient) = prepare_inputs(flags)
     peer._cp_options.rotate_method = getattr(peer._RotateMethod, PEERS[config.cp_mode])
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -74,15 +66,11 @@ def peer_attention(flags: str):
     def step():
         out, lse = peer._templated_ring_attention(mesh.cp.handle, 2, kernel, q, k, v, is_causal=True, dropout_p=0.0)
         results = q, k, v, out, lse
-        gradients = peer._templated_ring_attention_backward(
-            mesh.cp.handle, 2, backward, gradient, "grad_out", *results, is_causal=True, dropout_p=0.0
-        )
+        backwards = partial(peer._templated_ring_attention_backward, is_causal=True, dropout_p=0.0)
+        gradients = backwards(mesh.cp.handle, 2, backward, gradient, "grad_out", *results)
         return total_norm([out, *gradients])
 
     return step
-
-
-# ---- whole training steps --------------------------------------------------------------------------------------------
 
 
 def critical_path(split: str, seq: int, ranks: int) -> int:
@@ -123,10 +111,8 @@ def main() -> None:
         print(f"    attention on the critical path {ratio:.3f}", flush=True)
         rows[f"zigzag_{world}_ranks"] = row | {"critical_path_ratio": ratio}
     rows |= growth(options.growth, seq, 5)
-    print(f"written: {keep('context_parallel', rows)}")
+    keep("context_parallel", rows)
 
 
 if __name__ == "__main__":
-    from tests.benchmarks import context_parallel  # by the name under which ranks can import it
-
-    context_parallel.main()
+    run_as_module("context_parallel")

@@ -3,8 +3,7 @@
     python -m tests.benchmarks.data_parallel                       # 2 and 4 gloo ranks, 40 pairs each, about 6 minutes
     python -m tests.benchmarks.data_parallel --ranks 2 --pairs 10
 
-Each timed call is a whole training step, ours the real `train_step`. The second table is what the tracer costs while it
-is off: the step with its calls against the step without them.
+The second table is what the tracer costs while it is off: the step with its calls against the step without them.
 """
 
 import contextlib
@@ -13,12 +12,11 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from common.process_groups import Degrees, build_mesh
 from common.tracing.tracer import Tracer
-from tests.benchmarks.paired import adamw_settings, compare, first_batch, keep, our_step, parse_options, whole_model
+from tests.benchmarks import paired
+from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
 
 # Against DDP: 58 MB of gradients, so three buckets. For the tracer: short steps, in which its calls weigh most.
 DDP = "--hidden 384 --layers 8 --heads 6 --kv-heads 6 --ffn 1024"
@@ -32,22 +30,10 @@ def flags_of(model: str, world: int) -> str:
 
 def ddp_step(flags: str):
     """The same with DistributedDataParallel, used as its documentation shows."""
-    config, mesh, tokens, targets = first_batch(flags)
-    model = whole_model(config)
+    batch = first_batch(flags)
+    model = paired.whole_model(batch[0])
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(**adamw_settings(model, config))
-
-    def step():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        return loss.item() / mesh.world.size
-
-    return step
+    return paired.torch_step(model, adamw(model, batch[0]), batch, keeps_gradients=True)
 
 
 def tracer_seconds_off(repeats: int = 20_000) -> float:
@@ -71,13 +57,11 @@ def main() -> None:
         rows[f"ddp_{world}_ranks"] = compare("step 2 / DDP", world, *sides, options.pairs)
         sides = partial(our_step, 2, short), partial(our_step, 2, short, WITHOUT)
         rows[f"tracer_{world}_ranks"] = compare("tracer off", world, *sides, 5 * options.pairs)
+    shortest = min(row["ours_s"] for name, row in rows.items() if name.startswith("tracer"))
     seconds = rows["tracer_off_seconds_a_step"] = tracer_seconds_off()
-    shortest = min(row["ours_s"] for name, row in rows.items() if name.endswith("ranks") and name.startswith("tracer"))
     print(f"  its calls alone take {seconds * 1e6:.1f} us a step: {seconds / shortest:.3%} of the shortest step above")
-    print(f"written: {keep('data_parallel', rows)}")
+    keep("data_parallel", rows)
 
 
 if __name__ == "__main__":
-    from tests.benchmarks import data_parallel  # by the name under which ranks can import it
-
-    data_parallel.main()
+    paired.run_as_module("data_parallel")

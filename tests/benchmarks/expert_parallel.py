@@ -3,13 +3,11 @@
     python -m tests.benchmarks.expert_parallel                     # 30 pairs each
     python -m tests.benchmarks.expert_parallel --experts 8 --pairs 5 --growth 1 2
 
-In the first part, two ways to do the same take turns in one process: forward and backward of one layer, router
-included, with the same weights. The peers of ours are
-  grouped_mm, eager, batched_mm  transformers' implementations. The last one copies an expert's matrices for every row,
-                                 so that it is measured with few tokens only
-  loop                           our layer without PyTorch's grouped product
-The number of experts grows, and every token goes through two of them, so that the FLOPs stay the same. The second part
-has one side. It divides the experts over ranks, each of which brings as many tokens.
+Forward and backward of one layer, router included, with the same weights, in one process. The peers of ours are
+transformers' implementations (batched_mm copies an expert's matrices for every row, so that it is measured with few
+tokens only) and our layer without PyTorch's grouped product (loop). The number of experts grows, and every token goes
+through two of them, so that the FLOPs stay the same. The second part has one side. It divides the experts over ranks,
+each of which brings as many tokens.
 """
 
 from functools import partial
@@ -21,7 +19,7 @@ from common.config import TrainConfig
 from common.drawing.figures import SERIES, new_figure, write_png
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.moe import MoE
-from tests.benchmarks.paired import compare, keep, measure_alone, parse_options
+from tests.benchmarks.paired import compare, keep, measure_alone, parse_options, run_as_module
 from tests.harness.observing import configure
 from tests.harness.ranks import ROOT
 from tests.mechanisms.step07.layers import layer_of
@@ -35,12 +33,6 @@ def configuration(experts: int, tokens: int, ep: int = 1) -> TrainConfig:
     flags = f"--layers 1 --hidden {HIDDEN} --expert-ffn {WIDTH} --experts {experts} --top-k {TOP_K} --balance none"
     flags += f" --seq-len {tokens} --micro-batch 1 --global-batch {ep} --dp {ep} --ep {ep} --device cpu"
     return configure(7, flags, ep)
-
-
-def inputs(tokens: int) -> list[torch.Tensor]:
-    """x, and the gradient of the layer's output."""
-    random = torch.Generator().manual_seed(0)
-    return [torch.randn(1, tokens, HIDDEN, generator=random) for _ in range(2)]
 
 
 def transformers_layer(implementation: str, ours: MoE) -> torch.nn.Module:
@@ -58,12 +50,12 @@ def transformers_layer(implementation: str, ours: MoE) -> torch.nn.Module:
 
 def forward_and_backward(layer: torch.nn.Module, tokens: int):
     """A function without arguments that returns a number in which results show."""
-    (x, gradient), parameters = inputs(tokens), list(layer.parameters())
-    x.requires_grad_()
+    x, gradient = torch.randn(2, 1, tokens, HIDDEN, generator=torch.Generator().manual_seed(0))
+    parameters = [x.requires_grad_(), *layer.parameters()]
 
     def step():
         out = layer(x)
-        of_x, *_ = torch.autograd.grad(out, (x, *parameters), gradient)
+        of_x, *_ = torch.autograd.grad(out, parameters, gradient)
         return (out.norm() + of_x.norm()).item()
 
     return step
@@ -122,11 +114,9 @@ def main() -> None:
         sides = partial(our_layer, experts, tokens), partial(peer_layer, peer, experts, tokens)
         rows[f"{peer}_{experts}_experts"] = compare(title, 1, *sides, options.pairs) | {"tokens": tokens}
     rows |= growth(options.growth, options.experts[-1], options.tokens, 10)
-    print(f"written: {keep('expert_parallel', rows)}")
+    keep("expert_parallel", rows)
     draw(rows, options.experts)
 
 
 if __name__ == "__main__":
-    from tests.benchmarks import expert_parallel  # by the name under which ranks can import it
-
-    expert_parallel.main()
+    run_as_module("expert_parallel")

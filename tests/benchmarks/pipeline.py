@@ -4,23 +4,20 @@
     python -m tests.benchmarks.pipeline --ranks 2 --schedules 1f1b --pairs 10
     python -m tests.benchmarks.pipeline --ranks                    # only the last part, about 4 minutes
 
-Each timed call is a whole training step, ours the real `train_step`. Memory and the number of micro-batches in
-flight are measured apart from that, with one side alone in its processes. The last part has no peer: every schedule
-runs with layers that take a fixed time, against what the simulator says.
+The last part has no peer: every schedule runs with layers that take a fixed time, against what the simulator says.
 """
 
 from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed import pipelining
 
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments.bubble import DELAY, play
 from step05_pipeline.stages import split_layers
 from tests.benchmarks import paired
-from tests.benchmarks.paired import adamw_settings, compare, first_batch, keep, our_step, parse_options, whole_model
+from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
 from tests.harness.ranks import run_ranks
 
 # 15 M parameters; a small vocabulary, so that stages are alike
@@ -31,38 +28,30 @@ PEERS |= {"zbv": "ScheduleZBVZeroBubble"}
 
 
 def peer_step(flags: str):
-    return peer_training(flags)[0]
-
-
-def peer_training(flags: str):
-    """The same with PyTorch's stages and schedules: a step, and what returns how many micro-batches were in flight."""
+    """The same with PyTorch's stages and schedules. `step.peak`: how many micro-batches were in flight."""
     config, mesh, tokens, targets = first_batch(flags)
-    schedule, stages, peak = schedule_of(config), [], [0]
+    schedule, stages = schedule_of(config), []
     ranges = split_layers(config.model_config, schedule.stages, config.seq_len)
 
     def count_in_flight(*_):  # the stage stores this micro-batch when the hook has returned
-        peak[0] = max(peak[0], 1 + sum(len(stage.fwd_cache) for stage in stages))
+        step.peak = max(step.peak, 1 + sum(len(stage.fwd_cache) for stage in stages))
 
     for chunk in range(schedule.chunks(mesh.rank)):
         _, number = schedule.stage_of(mesh.rank, chunk)
-        model = whole_model(config, first=ranges[number][0], last=ranges[number][1])
+        model = paired.whole_model(config, first=ranges[number][0], last=ranges[number][1])
         model.register_forward_hook(count_in_flight)
         stages.append(pipelining.PipelineStage(model, number, schedule.stages, mesh.device))
 
-    def mean(logits, targets):
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    mine = stages[0] if config.schedule in ("afab", "1f1b") else stages
-    runner = getattr(pipelining.schedules, PEERS[config.schedule])(mine, MICRO_BATCHES, loss_fn=mean)
+    mine = stages if len(stages) > 1 else stages[0]
+    runner = getattr(pipelining.schedules, PEERS[config.schedule])(mine, MICRO_BATCHES, loss_fn=paired.mean_loss)
     first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
     model = torch.nn.ModuleList([stage.submod for stage in stages])
-    parameters, optimizer = list(model.parameters()), torch.optim.AdamW(**adamw_settings(model, config))
+    parameters, optimizer = list(model.parameters()), adamw(model, config)
 
     def step():
         losses = []
         runner.step(*([tokens] if first else []), **({"target": targets, "losses": losses} if last else {}))
-        gradients = [p.grad for p in parameters]
-        total = torch.nn.utils.get_total_norm(gradients).square()
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters]).square()
         dist.all_reduce(total)
         torch.nn.utils.clip_grads_with_norm_(parameters, config.clip, total.sqrt())
         optimizer.step()
@@ -71,15 +60,16 @@ def peer_training(flags: str):
         dist.all_reduce(loss)
         return loss.item()
 
-    return step, lambda: peak[0]
+    step.peak = 0
+    return step
 
 
 def in_flight(flags: str) -> tuple[int, int]:
     """Most micro-batches (of all stages of this rank) between their forward and backward: ours, the peer's."""
-    (ours, (pipeline, _)), (theirs, peak) = paired.our_training(5, flags), peer_training(flags)
+    (ours, (pipeline, _)), theirs = paired.our_training(5, flags), peer_step(flags)
     ours()
     theirs()
-    return pipeline.step.peak_in_flight, peak()
+    return pipeline.step.peak_in_flight, theirs.peak
 
 
 def executed_against_simulated() -> dict[str, dict[str, float]]:
@@ -108,10 +98,8 @@ def main() -> None:
             print(f"    in flight  {ours} against {peer} micro-batches on ranks 0 to {world - 1}", flush=True)
             rows[f"{name}_{world}_ranks"] = row | {"in_flight": ours, "peer_in_flight": peer}
     rows |= executed_against_simulated()
-    print(f"written: {keep('pipeline', rows)}")
+    keep("pipeline", rows)
 
 
 if __name__ == "__main__":
-    from tests.benchmarks import pipeline  # by the name under which ranks can import it
-
-    pipeline.main()
+    paired.run_as_module("pipeline")

@@ -5,16 +5,17 @@
     python -m tests.benchmarks.tensor_parallel --against plain     # the modes of step 4 against its plain one
 
 The peer is `parallelize_module` with its column- and row-wise styles, sequence parallel and loss parallel, laid out as
-PyTorch's tutorial does. Each timed call is a whole training step, ours the real `train_step`. Memory is measured apart
-from that, with one side alone in its processes. `--small` takes a model of 1 M.
+PyTorch's tutorial does. `--small` takes a model of 1 M.
 """
 
 from functools import partial
 
 import torch
-import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, parallel
 
-from tests.benchmarks.paired import adamw_settings, compare, first_batch, keep, our_step, parse_options, whole_model
+from tests.benchmarks import paired
+from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
 
 # 36 M parameters; long enough sequences that activations, which is what travels here, matter
 MODEL = "--vocab 8192 --hidden 512 --layers 8 --heads 8 --kv-heads 8 --ffn 1536 --no-tie-embeddings"
@@ -25,11 +26,8 @@ MODES = ["plain", "overlap", "chunked"]
 
 def dtensor_step(flags: str):
     """The same with DTensor."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, parallel
-
     config, mesh, tokens, targets = first_batch(flags)
-    model, ranks = whole_model(config), init_device_mesh(mesh.device.type, (mesh.tp.size,))
+    model, ranks = paired.whole_model(config), init_device_mesh(mesh.device.type, (mesh.tp.size,))
     ends = {
         "embedding": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": parallel.SequenceParallel(),
@@ -39,9 +37,8 @@ def dtensor_step(flags: str):
 
     def gathered(*others):
         """The input of a block, which is cut along the sequence, in one piece; other inputs as they are."""
-        return parallel.PrepareModuleInput(
-            input_layouts=(Shard(1), *others), desired_input_layouts=(Replicate(), *others), use_local_output=True
-        )
+        layouts = {"input_layouts": (Shard(1), *others), "desired_input_layouts": (Replicate(), *others)}
+        return parallel.PrepareModuleInput(**layouts, use_local_output=True)
 
     plan = {"attention": gathered(None), "mlp": gathered()}
     plan |= {name: parallel.SequenceParallel() for name in ("attention_norm", "mlp_norm")}
@@ -50,11 +47,11 @@ def dtensor_step(flags: str):
     plan |= {name: parallel.RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o_proj", "mlp.down_proj")}
     for layer in model.layers.values():
         parallel.parallelize_module(layer, ranks, plan)
-    optimizer = torch.optim.AdamW(**adamw_settings(model, config))
+    optimizer = adamw(model, config)
 
     def step():
         with parallel.loss_parallel():
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss = paired.mean_loss(model(tokens), targets)
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
@@ -76,10 +73,8 @@ def main() -> None:
             ours = partial(our_step, 4, f"{flags} --tp-mode {mode}")
             rows[f"{mode}_{world}_ranks"] = compare(f"--tp-mode {mode}", world, ours, peer, options.pairs)
     name = "tensor_parallel" + (f"_against_{against}" if against != "dtensor" else "") + "_small" * options.small
-    print(f"written: {keep(name, rows)}")
+    keep(name, rows)
 
 
 if __name__ == "__main__":
-    from tests.benchmarks import tensor_parallel  # by the name under which ranks can import it
-
-    tensor_parallel.main()
+    paired.run_as_module("tensor_parallel")

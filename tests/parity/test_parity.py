@@ -9,28 +9,20 @@ from common.model import naive_attention
 from step06_context_parallel import context_parallel
 from step07_expert_parallel.router import Router
 from tests.harness.ranks import run_ranks, steps_of
+from tests.parity import runs
 from tests.parity.cases import AUX, BIAS, CAPACITY, DOCUMENTS, FOUR, LIMIT, ONE, SHARED, cases_of
-from tests.parity.runs import (
-    ADAMW,
-    SGD,
-    SMALL,
-    UNTIED,
-    assemble,
-    assert_equal_to_one_process,
-    assert_parity,
-    differences,
-    reference,
-    train_case,
-    train_here,
-    training_of,
-)
+from tests.parity.drawn import COUNTS, draw
+from tests.parity.runs import ADAMW, SGD, SMALL, UNTIED, assemble, assert_parity, reference, train_case, training_of
 
-CASES = {(step, ranks): cases for step in range(2, 8) for ranks, cases in cases_of(step).items()}
+CASES = {(step, ranks, 0): cases for step in range(2, 8) for ranks, cases in cases_of(step).items()}
+for (world, least), count in COUNTS.items():  # in worlds of eight layouts, since each has a time limit
+    for first in range(0, count, 8):
+        CASES[8, world, 10 * least + first] = draw(world, least, count)[first : first + 8]
 
 
-@pytest.mark.parametrize("step, ranks", CASES)
-def test_equals_one_process(step, ranks):
-    assert_equal_to_one_process(step, ranks, CASES[step, ranks])
+@pytest.mark.parametrize("step, ranks, part", CASES)
+def test_equals_one_process(step, ranks, part):
+    runs.assert_equal_to_one_process(step, ranks, CASES[step, ranks, part])
 
 
 def within_documents(q, k, v, documents, config, cp):
@@ -48,7 +40,7 @@ def test_a_mask_is_attention_within_each_document():
     with mock.patch.object(context_parallel, "attention", within_documents):
         expected = assemble([train_case(6, case)])
     assert_parity(reference(case), expected, case)
-    assert differences(expected, reference(case.replace("--mask-documents", "")))["loss"] > 1e-6  # it matters
+    assert runs.differences(expected, reference(case.replace("--mask-documents", "")))["loss"] > 1e-6  # it matters
 
 
 # ---- a router that has collapsed -------------------------------------------------------------------------------------
@@ -81,8 +73,8 @@ def test_all_tokens_go_to_one_expert():
 def test_what_routers_count_is_that_of_all_ranks(tmp_path):
     flags = f"{SMALL} {ADAMW} {EXPERTS} --top-k 3 --gate sigmoid {SHARED} --dense-layers 1 {LIMIT} {BIAS} --z-coef 0.01"
     two, one = (f"{flags} --capacity-factor 1 --steps 6 --run-dir {tmp_path}/{name}" for name in ("two", "one"))
-    run_ranks(2, train_here, 7, f"{two} --zero 1 --micro-batch 2 --ep 2")
-    train_here(7, f"{one} --micro-batch 12")
+    run_ranks(2, runs.train_here, 7, f"{two} --zero 1 --micro-batch 2 --ep 2")
+    runs.train_here(7, f"{one} --micro-batch 12")
     for ours, theirs in zip(steps_of(tmp_path / "two"), steps_of(tmp_path / "one"), strict=True):
         assert ours["aux_loss"] == pytest.approx(theirs["aux_loss"], rel=1e-10) and ours["aux_loss"] > 0
         assert (ours["imbalance"], ours["dropped"]) == (theirs["imbalance"], theirs["dropped"])

@@ -14,8 +14,8 @@ from step01_single_gpu import initial_weights
 from step01_single_gpu.mixed_precision import Optimizer
 from tests.harness.ranks import run_ranks
 from tests.parity.cases import ALL
+from tests.parity.drawn import LAYOUT, is_allowed
 from tests.parity.runs import SMALL, assemble, curve_of, train_here
-from tests.parity.test_step08 import LAYOUT, is_allowed
 from tests.unit.test_huggingface import counting_safe_open, elements_read
 
 # 4 tensor-parallel ranks share 2 K/V heads, and the vocabulary of 257 has 1 row of padding on 2 of them and 3 on 4

@@ -1,17 +1,13 @@
-"""Step 8 trains the same in five dimensions as one process: layouts drawn from everything that the steps know."""
+"""Layouts of step 8, in up to five dimensions, drawn from everything that the steps know."""
 
 import functools
-import itertools
 import random
-import re
-
-import pytest
 
 from common.errors import UsageError
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from tests.harness.observing import configure
 from tests.parity.cases import ALL
-from tests.parity.runs import ADAMW, SGD, SMALL, TIED, assert_equal_to_one_process
+from tests.parity.runs import ADAMW, SGD, SMALL, TIED
 
 EVERY = {(4, 2): 8, (8, 3): 28, (16, 3): 22, (16, 5): 8}  # (ranks, at least so many dimensions): layouts
 SEED = 9  # with it, the layouts cover all that a test below asks for
@@ -66,26 +62,3 @@ def draw(world: int, least: int, count: int) -> list[str]:
         if dimensions >= least and is_allowed(world, flags) and flags not in chosen:
             chosen.append(flags)
     return chosen
-
-
-EIGHT = [(*key, first) for key, count in COUNTS.items() for first in range(0, count, 8)]  # a world has a time limit
-
-
-@pytest.mark.parametrize("world, least, first", EIGHT)
-def test_equals_one_process(world, least, first):
-    assert_equal_to_one_process(8, world, draw(world, least, COUNTS[world, least])[first : first + 8])
-
-
-ABOUT = {"--schedule": "pp", "--cp-": "cp", "--tp-mode": "tp", "--no-seq": "tp", "--gate": "ep", "--balance": "ep"}
-
-
-def test_what_the_layouts_cover():
-    """Every flag is there, in runs that divide what it is about, and so are all five dimensions (this runs none)."""
-    drawn = [f"{flags} " for key, count in EVERY.items() for flags in draw(*key, count)]
-    for flags in filter(None, itertools.chain(*TRAINING.values(), *EXPERTS.values(), *LAYOUT.values())):
-        alone = [f"--{name} 1 " for prefix, name in ABOUT.items() if flags.startswith(prefix)]
-        assert any(f"{flags} " in case and not any(each in case for each in alone) for case in drawn), flags
-    split = {tuple(case.partition(f"--{name}")[2].split()[0] for name in ("cp-mode", "cp-split")) for case in drawn}
-    assert len(split) == 9 and any("--ep 1 " not in each and "dualpipe " in each for each in drawn if "--ep" in each)
-    all_five = [case for case in drawn if "--ep" in case and not re.search(r"--(dp|pp|cp|tp|ep) 1 ", case)]
-    assert len(all_five) >= EVERY[16, 5] and len({case.partition("--schedule")[2].split()[0] for case in all_five}) >= 4
