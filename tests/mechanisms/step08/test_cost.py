@@ -19,11 +19,12 @@ from step08_5d.experiments import dimensions, nodes
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D
 from tests.harness.ranks import run_ranks
 from tests.mechanisms import formulas
-from tests.mechanisms.formulas import check
+from tests.mechanisms.formulas import by_kind, check
 
 # 8 ranks. A layer has 352 parameters, embedding and head 80 each, the last norm 8: 872
 THREE_D = formulas.DENSE, Layout(2, dp=2, pp=2, tp=2, micro_batch=2, micro_batches=2)  # micro-batches of 4 tokens
 OF_EXPERTS = replace(formulas.EXPERTS, layers=2, dense_layers=0), Layout(4, dp=8, ep=4)
+IN_BFLOAT16 = formulas.DENSE, Layout(4, dp=8, zero=1, dtype="bfloat16")
 ALONE = THREE_D[0], THREE_D[1]._replace(micro_batches=1)
 
 
@@ -41,6 +42,8 @@ BY_HAND = [
     (2 * 792 + 80, bytes_over, "tp", *THREE_D),
     (2 * 640 + 64, bytes_over, "tp", *THREE_D, False),  # without ends 10·64, and 16 norms
     (128, bytes_over, "pp_forward", *THREE_D, False),  # without ends: a send for each micro-batch
+    (7 / 8 * 872 * (4 + 2), bytes_over, "shard", *IN_BFLOAT16),  # gradients are wide, weights narrow
+    (by_kind(872 * 2, 872 * 4, 872 / 8 * 12), cost.held, *IN_BFLOAT16),
     # 160 + 40 + 2·192 + 2·32 = 648 parameters and 960/4 of experts
     ((648, 240), cost.parameters, *OF_EXPERTS),
     ((480, 240), cost.parameters, *OF_EXPERTS, False),
