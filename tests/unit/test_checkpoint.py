@@ -4,20 +4,18 @@ import json
 import math
 import resource
 import shutil
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp  # here, so that the fork server imports it once for all ranks
+import torch.distributed.checkpoint  # noqa: F401, here, so that the fork server imports it once for all ranks
 
-from common import collectives
 from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
-from common.parameter import ParameterSpec
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.background_saves import BackgroundSaves
 from tests.harness.ranks import run_ranks
@@ -26,7 +24,7 @@ SHAPES = {"parameter/weight": (7, 5), "exp_avg/gain": (6,), "exp_avg_sq/cube": (
 
 
 def hold(rank=0, world=1, value=-1.0, axis=0):
-    """A rank's parts of all tensors along an axis, mostly not contiguous; with their true values if `value` is None."""
+    """A rank's parts of all tensors along an axis, mostly not contiguous; `value` None: the true ones."""
     held = []
     for index, (name, shape) in enumerate(SHAPES.items()):
         numbers = torch.arange(math.prod(shape)) + 100.0 * index + 1
@@ -85,18 +83,17 @@ def run_dir(tmp_path, mesh):
 
 
 def ranks_save(world, run_dir):
-    """Save parts, what rank 0 alone owns and what all own. Returns the sizes of all files, and what is refused."""
-    mesh, sizes, lines, whole = start(world), [], [], hold(value=None)
+    """Save parts, what rank 0 alone owns and what all own. Returns sizes of files, and what is refused."""
+    mesh, sizes, whole = start(world), [], hold(value=None)
     alone = [replace(each, owner=mesh.rank == 0) for each in whole]
     for step, held in enumerate((hold(mesh.rank, world, None), alone, whole)):
         folder = checkpoint.save(run_dir, step, held, {"rank": mesh.rank}, mesh)
         sizes.append([(folder / f"__{rank}_0.distcp").stat().st_size for rank in range(world)])
-        held = hold(mesh.rank, world, axis=-1)
-        assert checkpoint.load(folder, held, mesh) == {"rank": 0, "step": step}, "extra is that of rank 0"
-        assert_filled(held, mesh.rank, world, axis=-1)
-    for length in (1, 2):  # the owned boxes leave a hole; they overlap
-        box = SavedBox("gain", (world + 1,), ((mesh.rank, mesh.rank + length),), torch.zeros(length))
-        lines.append(error_of(checkpoint.save, run_dir, 9, [box], {}, mesh, kind=ValueError))
+        assert checkpoint.load(folder, [], mesh) == {"rank": 0, "step": step}, "extra is that of rank 0"
+    hole, overlap = (
+        SavedBox("gain", (world + 1,), ((mesh.rank, mesh.rank + length),), torch.zeros(length)) for length in (1, 2)
+    )
+    lines = [error_of(checkpoint.save, run_dir, 9, [box], {}, mesh, kind=ValueError) for box in (hole, overlap)]
     other = SavedBox("other" if mesh.rank == 1 else "exp_avg/gain", (6,), ((0, 6),), torch.zeros(6))
     return sizes, [*lines, error_of(checkpoint.load, folder, [other], mesh)]
 
@@ -109,25 +106,11 @@ def test_who_writes_what(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_types_and_padding(run_dir, mesh):
-    held = [replace(each, tensor=each.tensor.double()) for each in hold() + hold()]  # a rank may hold a box twice
-    checkpoint.load(folder_of(run_dir, 20), held, mesh)
-    for each, expected in zip(held, 2 * hold(value=None)):
-        assert torch.equal(each.tensor, expected.tensor.double())
-    name, spec = "parameter/embedding", ParameterSpec("embedding", (6, 3), ((0, 8), (0, 3)), 0.02)
-    folder = checkpoint.save(run_dir, 30, 2 * SavedBox.of("parameter", spec, torch.ones(8, 3)), {}, mesh)
-    outside = SavedBox(name, (6, 3), ((9, 12), (0, 3)), torch.zeros(3, 3))
-    wider = SavedBox(name, (6, 3), ((4, 10), (0, 3)), torch.nn.Parameter(torch.zeros(6, 3)))
-    checkpoint.load(folder, [outside, wider], mesh)
-    assert wider.tensor[:2].eq(1).all() and not wider.tensor[2:].any() and not outside.tensor.any()
-
-
-def test_what_does_not_fit(run_dir, mesh):
-    with pytest.raises(ValueError, match=r"weight: shape \(2, 5\)"):
-        SavedBox("weight", (7, 5), ((0, 3), (0, 5)), torch.zeros(2, 5))
-    folder = folder_of(run_dir, 20)
-    other, shorter = (SavedBox(*each, ((0, 5),), torch.zeros(5)) for each in [("other", (5,)), ("exp_avg/gain", (5,))])
-    assert error_of(checkpoint.load, folder, [other], mesh) == f"cannot load {folder}: it holds no other"
+def test_what_fits_and_what_does_not(run_dir, mesh):
+    held, folder = [replace(each, tensor=each.tensor.double()) for each in hold()], folder_of(run_dir, 20)
+    checkpoint.load(folder, held, mesh)
+    assert_filled(held, what="converted")
+    shorter = SavedBox("exp_avg/gain", (5,), ((0, 5),), torch.zeros(5))
     assert "exp_avg/gain has shape (6,) there and (5,)" in error_of(checkpoint.load, folder, [shorter], mesh)
     half = checkpoint.save(run_dir, 30, hold(0, 2), {}, mesh)
     assert "holds only a part of parameter/weight" in error_of(checkpoint.load, half, hold(), mesh)
@@ -149,24 +132,14 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-FAULTS = {"flipped": flip_a_bit, "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1])}
-FAULTS |= {"empty": lambda path: path.write_bytes(b""), "missing": lambda path: path.unlink()}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "extra.json"])
-def test_a_damaged_file_is_named(run_dir, mesh, file, fault):
-    folder, held = folder_of(run_dir, 20), hold()
-    FAULTS[fault](folder / file)
-    what = "cannot be read: No such file or directory" if fault == "missing" else "is corrupt: its size or SHA-256 is"
-    assert error_of(checkpoint.load, folder, held, mesh).startswith(f"cannot load {folder}: {file} {what}")
-    assert all(each.tensor.eq(-1).all() for each in held), "refused before anything was loaded"
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def test_the_manifest(run_dir, mesh):
     folder, manifest = folder_of(run_dir, 20), folder_of(run_dir, 20) / "manifest.json"
     assert {"manifest.json", *json.loads(manifest.read_text())} == {each.name for each in folder.iterdir()}
-    for content in (b"", b"{", b"[1]", b'{"a": 1}', b'{"extra.json": {}}', b"3", b"\xff"):
+    for content in (b"{", b"3", b'{"extra.json": {}}', b"\xff"):
         manifest.write_bytes(content)
         assert error_of(checkpoint.load, folder, [], mesh) == f"cannot load {folder}: manifest.json is corrupt"
     manifest.unlink()
@@ -175,33 +148,56 @@ def test_the_manifest(run_dir, mesh):
 
 
 def ranks_meet_faults(world, run_dir):
-    """Each file is damaged in turn; then the disk is full for rank 1. Returns the errors, and the files it checked."""
-    mesh, lines, checked, describe = start(world), {}, [], files._describe
-    folder = checkpoint.save(run_dir, 5, hold(mesh.rank, world), {}, mesh)
+    """Each file is damaged in turn, one is missing; then the disk is full for rank 1, also in the background.
+
+    Returns the errors, what was loaded instead of the damaged ones, and the files that this rank checked.
+    """
+    mesh, lines, checked, loaded, describe = start(world), {}, [], [], files._describe
+    folder = checkpoint.save(run_dir, 5, hold(mesh.rank, world, None), {}, mesh)
     for file in sorted(json.loads((folder / "manifest.json").read_text())):
-        content = (folder / file).read_bytes()
+        content, held = (folder / file).read_bytes(), hold(mesh.rank, world)
         from_rank_0(mesh, lambda: flip_a_bit(folder / file))  # noqa: B023
-        lines[file] = error_of(checkpoint.load, folder, hold(mesh.rank, world), mesh)
+        lines[file] = error_of(checkpoint.load, folder, held, mesh)
+        assert all(each.tensor.eq(-1).all() for each in held), f"something was loaded, and {file} is damaged"
         from_rank_0(mesh, lambda: (folder / file).write_bytes(content))  # noqa: B023
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_describe", lambda path: checked.append(path.name) or describe(path))
-        checkpoint.load(folder, hold(mesh.rank, world), mesh)
+    for file, damage in (("__1_0.distcp", Path.unlink), ("manifest.json", truncate)):
+        damaged = checkpoint.save(run_dir, 6, hold(mesh.rank, world), {}, mesh)
+        from_rank_0(mesh, lambda: damage(damaged / file))  # noqa: B023
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "_describe", lambda path: checked.append(path) or describe(path))
+            loaded.append(checkpoint.load_intact([damaged, folder], held, mesh, None))
+        assert_filled(held, mesh.rank, world)
     for most, size in ((200, 10), (100_000, 200_000)):  # less and more than what is buffered before it is written
+        saves = BackgroundSaves(mesh, timeout=60)
         large = SavedBox("large", (world, size), ((mesh.rank, mesh.rank + 1), (0, size)), torch.zeros(1, size))
         with full_disk(most if mesh.rank == 1 else resource.RLIM_INFINITY):
-            lines[size] = error_of(checkpoint.save, run_dir, 6, [large], {}, mesh)
-    return lines, checked
+            saves.save(run_dir, 6, [large, replace(large, owner=False)], {})
+            lines[size] = error_of(saves.wait)
+        assert len(saves.copies) == 1, "a box is copied that another rank saves"
+    # A rank that looks at another storage must not make a checkpoint damaged
+    found = [folder if mesh.rank == 0 else run_dir / "elsewhere", run_dir / "elsewhere"]
+    _, _, lines["elsewhere"] = error_of(checkpoint.load_intact, found, held, mesh, None).partition(": ")
+    return lines, loaded, sorted(path.name for path in checked if path.parent == folder)
 
 
-def test_all_ranks_raise_the_same(tmp_path):
-    ranks = run_ranks(3, ranks_meet_faults, 3, tmp_path)
-    lines, folder = ranks[0][0], folder_of(tmp_path, 5)
-    assert all(each == lines for each, _ in ranks)
+def test_all_ranks_do_the_same_about_a_fault(tmp_path, capsys):
+    (tmp_path / "checkpoints/step-00000006.damaged/old").mkdir(parents=True)
+    ranks, folder = run_ranks(3, ranks_meet_faults, 3, tmp_path), folder_of(tmp_path, 5)
+    lines, loaded, _ = ranks[0]
+    assert all(each[:2] == ranks[0][:2] for each in ranks) and loaded == [(folder, {"step": 5})] * 2
     assert lines.pop(10).endswith("File too large") and lines.pop(200_000).endswith("is the disk full?")
+    assert lines.pop("elsewhere").startswith("rank 1 sees no manifest.json there; all ranks must share")
     assert all(line.startswith(f"cannot load {folder}: {file} is corrupt") for file, line in lines.items())
-    assert files.complete(tmp_path) == [folder]
-    assert sorted(file for _, checked in ranks for file in checked) == sorted(lines), "each file by one rank"
-    assert [len(checked) for _, checked in ranks] == [2, 2, 1]
+    shares = [checked[::2] for *_, checked in ranks]
+    assert sorted(sum(shares, [])) == sorted(lines) and all(shares), "each file by one rank"
+    printed = [line for line in capsys.readouterr().out.splitlines() if "cannot load" in line]
+    for what, line in zip(("__1_0.distcp cannot be read", "manifest.json is corrupt"), printed, strict=True):
+        assert line.startswith(f"[rank 0] cannot load {folder_of(tmp_path, 6)}: {what}")
+        assert line.endswith("; going on from step-00000005; renamed to step-00000006.damaged")
+    assert {"05", "06.damaged"} <= set(names(tmp_path)) and files.complete(tmp_path) == [folder]
+    assert not (tmp_path / "checkpoints/step-00000006.damaged/old").exists(), "it was an older one of the same step"
+    for path in (tmp_path / "nothing", tmp_path / "checkpoints"):
+        assert error_of(files.candidates, str(path), None).startswith(f"--resume {path}: there is no complete")
 
 
 def die(*args, **options):
@@ -223,91 +219,14 @@ def test_dying_half_way_leaves_the_one_before(run_dir, mesh, monkeypatch, where,
 
 
 def test_keep_lets_go_of_the_oldest(run_dir, mesh, monkeypatch):
-    for step, keep, left in [(30, 3, "10 20 30"), (40, 2, "30 40"), (40, 0, "30 40 40.old.tmp"), (50, 0, "30 40 50")]:
-        checkpoint.save(run_dir, step, [], {"keep": keep}, mesh, keep)  # the second one of step 40 replaces the first
+    for step, keep, left in [(30, 2, "20 30"), (30, 0, "20 30 30.old.tmp"), (40, 0, "20 30 40")]:
+        checkpoint.save(run_dir, step, [], {"keep": keep}, mesh, keep)  # the second one of step 30 replaces the first
         assert names(run_dir) == left.split()
-    assert checkpoint.load(folder_of(run_dir, 40), [], mesh)["keep"] == 0
+    assert checkpoint.load(folder_of(run_dir, 30), [], mesh)["keep"] == 0
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", die)
         checkpoint.save(run_dir, 60, [], {}, mesh, keep=1)
-    assert names(run_dir) == ["30", "40", "50.tmp", "60"]
+    assert names(run_dir) == ["20", "30", "40.tmp", "60"], "none is removed under its own name"
     checkpoint.save(run_dir, 70, [], {}, mesh, keep=1)
     assert names(run_dir) == ["70"]
     assert "cannot save" in error_of(checkpoint.save, folder_of(run_dir, 70) / "extra.json", 1, [], {}, mesh)
-
-
-def ranks_save_in_background(world, run_dir):
-    """Updates and collectives go on while files are written; what is saved is what was there at the call."""
-    mesh, gate, written, write_data = start(world), threading.Event(), [], dcp.FileSystemWriter.write_data
-    held, seen = hold(mesh.rank, world, None), hold(mesh.rank, world, axis=-1)
-    saves, total, save, copied = BackgroundSaves(mesh, timeout=60), torch.ones(1), checkpoint.save, []
-
-    def wait_and_write(writer, plan, planner):
-        written.extend(planner.resolve_data(item) for item in plan.items)
-        assert gate.wait(60), "nobody opened the gate"
-        return write_data(writer, plan, planner)
-
-    def save_copies(run_dir, step, copies, *rest):
-        copied.extend(copies)
-        return save(run_dir, step, copies, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp.FileSystemWriter, "write_data", wait_and_write)
-        patch.setattr(checkpoint, "save", save_copies)
-        saves.save(run_dir, 10, held, {"scale": 0.5}, keep=1)
-        for each in held:
-            each.tensor.zero_()
-        for _ in range(5):  # the ranks reach the background's collectives at different moments between these
-            collectives.all_reduce(total, mesh.world)
-        during = files.complete(run_dir)
-        gate.set()
-        saves.save(run_dir, 20, hold(mesh.rank, world), {})  # waits for the other
-        extra = checkpoint.load(folder_of(run_dir, 10), seen, mesh)
-        assert_filled(seen, mesh.rank, world, axis=-1)
-        saves.wait()
-    assert copied and all(each.owner for each in copied), "boxes that another rank saves are copied"
-    excess = sum(each.untyped_storage().nbytes() - each.nbytes for each in written)
-    with full_disk(200 if mesh.rank == world - 1 else resource.RLIM_INFINITY):
-        memory = [each.data_ptr() for each in saves.copies]
-        saves.save(run_dir, 30, hold(mesh.rank, world), {}, keep=1)
-        assert memory == [each.data_ptr() for each in saves.copies], "the memory for copies is not kept"
-        return (during, extra, total.item(), excess), error_of(saves.wait)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_save_in_the_background(tmp_path, world):
-    (seen, line), *others = run_ranks(world, ranks_save_in_background, world, tmp_path)
-    assert others == [(seen, line)] * (world - 1)
-    assert seen == ([], {"scale": 0.5, "step": 10}, world**5, 0), "boxes are copied, not the storage behind them"
-    assert line.startswith(f"cannot save {tmp_path}") and line.endswith("File too large")
-    assert files.complete(tmp_path) == [folder_of(tmp_path, 20), folder_of(tmp_path, 10)]
-
-
-def ranks_load_intact(run_dir):
-    mesh, folders = start(2), []
-    for step, file, fault in ((20, "__1_0.distcp", "missing"), (30, "manifest.json", "truncated")):
-        folder = checkpoint.save(run_dir, step, hold(mesh.rank, 2), {}, mesh)
-        from_rank_0(mesh, lambda: FAULTS[fault](folder / file))  # noqa: B023
-        held, found = hold(mesh.rank, 2, axis=-1), from_rank_0(mesh, lambda: files.candidates("auto", run_dir))
-        folders.append(checkpoint.load_intact(found, held, mesh, None))
-        assert_filled(held, mesh.rank, 2, what=file, axis=-1)
-    # A rank that looks at another storage must not make a checkpoint damaged
-    found = [folder_of(run_dir, 10) if mesh.rank == 0 else run_dir / "elsewhere", run_dir / "elsewhere"]
-    return folders, error_of(checkpoint.load_intact, found, held, mesh, None)
-
-
-def test_a_damaged_one_gives_way_to_the_one_before(tmp_path, mesh, capsys):
-    folder = checkpoint.save(tmp_path, 10, hold(value=None), {}, mesh)
-    (tmp_path / "checkpoints/step-00000020.damaged/old").mkdir(parents=True)
-    for folders, line in run_ranks(2, ranks_load_intact, tmp_path):
-        assert folders == [(folder, {"step": 10})] * 2
-        assert line.endswith("rank 1 sees no manifest.json there; all ranks must share the storage of --run-dir")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "cannot load" in line]
-    faults = "__1_0.distcp cannot be read", "manifest.json is corrupt"
-    for step, what, line in zip((20, 30), faults, lines, strict=True):
-        assert line.startswith(f"[rank 0] cannot load {folder_of(tmp_path, step)}: {what}")
-        assert line.endswith(f"; going on from step-00000010; renamed to step-000000{step}.damaged")
-    assert names(tmp_path) == ["10", "20.damaged", "30.damaged"]
-    assert not (tmp_path / "checkpoints/step-00000020.damaged/old").exists(), "it was an older one of the same step"
-    for path in (tmp_path / "nothing", tmp_path / "checkpoints"):
-        assert error_of(files.candidates, str(path), None).startswith(f"--resume {path}: there is no complete")

@@ -45,13 +45,9 @@ def sbatch(flags: list[str], folder: Path) -> list[list]:
     script = ROOT / "step08_5d" / "train.slurm"
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
     assert asked["ntasks-per-node"] == "1", "torchrun starts the ranks of a node"
-    variables = {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NODELIST": "gpu[07,11]",
-        "SLURM_NNODES": asked["nodes"],
-        "SLURM_GPUS_ON_NODE": asked["gpus-per-node"],
-        "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
-    }
+    variables = {"JOB_ID": "4711", "JOB_NODELIST": "gpu[07,11]", "NNODES": asked["nodes"]}
+    variables |= {"GPUS_ON_NODE": asked["gpus-per-node"], "CPUS_PER_TASK": asked["cpus-per-task"]}
+    variables = {f"SLURM_{name}": value for name, value in variables.items()}
     environment = os.environ | variables | {"PATH": f"{folder}:{os.environ['PATH']}"}
     environment.pop("SRUN_CPUS_PER_TASK", None)
     done = subprocess.run(["bash", script, *flags], env=environment, capture_output=True, text=True, check=True)

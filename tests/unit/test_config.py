@@ -1,35 +1,32 @@
-"""Presets, exact counts, the command line, and every refusal in one clear line."""
+"""Presets, Hugging Face's configurations, exact counts, and every refusal in one clear line."""
 
 import dataclasses
 import json
 import math
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.config import ROLES, TrainConfig, flag_names, spelled
+from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
 from common.errors import UsageError
-from common.launching.command_line import STEP_NAMES, parse, parser
 from common.link import Link
 from common.model import Decoder, cross_entropy_sum, naive_attention
 from common.model_config import ModelConfig
-from common.presets import PRESETS
+from common.presets import PRESETS, resolve
 from common.weights.initialisation import materialise, random_values
 from tests.harness.observing import configure
 from tests.harness.ranks import run_command
 
-ROOT = Path(__file__).parents[2]
 TOTALS = {  # as published in the model cards, or summed over the tensors of the published checkpoints
     **{"smollm-135m": 134_515_008, "smollm-360m": 361_821_120, "smollm-1.7b": 1_711_376_384},
     **{"llama3-1b": 1_235_814_400, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496},
     **{"llama3-405b": 405_853_388_800, "mixtral-8x7b": 46_702_792_704},
 }
 MOE = ModelConfig(*(100, 16, 3, 4, 2, 40, False), experts=6, top_k=2, shared_experts=1, dense_layers=1, expert_ffn=12)
-FLAGS = [item for item in dataclasses.fields(TrainConfig) if item.name != "step_name"]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -48,10 +45,10 @@ def test_parameters_of_experts():
     latent = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168  # MLA, per layer
     more = 61 * (deepseek.attention - latent)
     assert round((deepseek.total - more) / 1e9) == 671 and int((deepseek.active - more) / 1e9) == 37
-    count = count_parameters(MOE)
-    assert count.moe == 7 * 3 * 16 * 12 + 16 * 6 and count.moe_active == 3 * 3 * 16 * 12 + 16 * 6
-    assert count.total - count.active == 2 * 4 * 3 * 16 * 12  # two layers, four experts that are not chosen
-    active = 3 * 2 * (16 * 16 + 16 * 8) + 3 * 16 * 40 + 2 * (3 * 3 * 16 * 12 + 16 * 6)
+    count, expert = count_parameters(MOE), 3 * 16 * 12
+    assert count.moe == 7 * expert + 16 * 6 and count.moe_active == 3 * expert + 16 * 6
+    assert count.total - count.active == 2 * 4 * expert  # two layers, four experts that are not chosen
+    active = 3 * 2 * (16 * 16 + 16 * 8) + 3 * 16 * 40 + 2 * count.moe_active
     assert count_flops(MOE, 10).linear == 2 * 10 * active
 
 
@@ -70,33 +67,8 @@ def valid(flags: str, step: int = 6, world: int = 1) -> TrainConfig:
     return configure(step, flags, world)
 
 
-def test_every_field_is_a_flag_of_one_role():
-    for item in FLAGS:
-        assert spelled(item.name) in parser(item.metadata["step"]).format_help()
-        if item.metadata["step"] > 1:
-            with pytest.raises(UsageError, match=f"{spelled(item.name)} .*{STEP_NAMES[item.metadata['step'] - 1]}"):
-                parse(item.metadata["step"] - 1, [spelled(item.name)])
-    names = [item.name for item in FLAGS]
-    assert sorted(sum((flag_names(role) for role in ROLES), ())) == sorted(names)
-    assert flag_names(*ROLES) == tuple(names) and flag_names("update", "model") == flag_names("model", "update")
-
-
-def test_flags_set_their_fields():
-    config = valid("--lr 1 --warmup 4")
-    assert config == TrainConfig(step_name=STEP_NAMES[5], dp=1, lr=1.0, warmup=4)
-    assert [config.learning_rate(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    config = valid("--seq-len 64 --lr=3e-4 --dtype float64 --no-sequence-parallel --trace 0:3 --profile --run-dir x")
-    assert (config.seq_len, config.lr, config.torch_dtype, config.run_dir) == (64, 3e-4, torch.float64, "x")
-    assert (config.sequence_parallel, config.profile, config.trace_range) == (False, True, (0, 3))
-    config = valid("--tp 2 --pp 2", world=8)
-    assert (config.dp, config.accumulation_steps) == (2, 2), "dp becomes what remains"
-    assert valid("--link 50,1.5").link_model == Link(alpha=pytest.approx(50e-6), bandwidth=1.5e9)
-
-
-def test_replacements_of_the_model(tmp_path):
-    model = valid("--layers 2 --hidden 96 --heads 6 --ffn 200 --vocab 500").model_config
-    assert (model.layers, model.hidden, model.heads, model.ffn, model.vocab) == (2, 96, 6, 200, 500)
-    assert model.kv_heads == 2  # of the preset's 4, what divides 6
+def test_what_flags_make_of_the_model(tmp_path):
+    assert valid("--layers 2 --hidden 96 --heads 6").model_config.kv_heads == 2  # of the preset's 4, what divides 6
     for preset, tied in (("debug", False), ("smollm-135m", True)):
         for flag, expected in (("", tied), ("--tie-embeddings", True), ("--no-tie-embeddings", False)):
             assert valid(f"--model {preset} {flag}").model_config.tie_embeddings is expected
@@ -105,16 +77,6 @@ def test_replacements_of_the_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert valid(f"--model {tmp_path}").model_config.head_width == 8
     assert valid(f"--model {tmp_path}/config.json --hidden 64").model_config.head_width == 32  # 64 / 2
-
-
-def test_help_is_printed_once(monkeypatch, capsys):
-    """Under torchrun every rank sees --help."""
-    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
-    for rank, printed in ("0", True), ("1", False):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit, match="0"):
-            parse(2)
-        assert ("--dp-mode" in capsys.readouterr().out) == printed
 
 
 def test_heavy_packages_are_imported_only_where_they_are_used():
@@ -126,19 +88,13 @@ def test_heavy_packages_are_imported_only_where_they_are_used():
     )
 
 
-REFUSED = {  # by world size: flags named in the error line | others that are only given | others that are only named
-    1: """--seq-len 0; --micro-batch 0; --global-batch -8; --steps 0; --warmup -1; --weight-decay -0.1; --clip -1.0;
-    --clip nan; --seed -1; --save-every -1; --keep -1; --dp 0; --lr 0.0; --lr nan; --lr inf; --timeout 0.0;
-    --timeout 2000000.0; --bucket-mb 0.0; --peak-tflops -1.0; --vocab 0; --hidden 0; --layers 0; --heads 0;
-    --kv-heads 0; --ffn 0; --tp 0; --pp 0; --zero-replicas 0; --virtual-stages 0; --consecutive 0;
-    --layer-delay -1.0; --compute 0.0;
-    --steps many; --dtype int8; --optimizer lion; --attention flash; --recompute some;
-    --device tpu; --dp-mode slow; --zero 5; --lr; --zero two; --zero-reduce never; --tp-mode ring; --model llama9;
-    --cp-mode p2p; --cp-split odd; --cp 2; --cp 0;
-    --model mixtral-8x7b; --link fast; --link 50; --link 1,2,3; --link=-1,1; --link nan,1; --link 1,0;
-    --link 1,nan; --trace 5; --trace 5:3; --trace a:b; --trace 1:²; --trace=-1:2; --trace 100:100; --heads 3;
-    --hidden 100; --hidden 24; --model debug | --hidden 100000000000; --dp 3; --kv-heads 3;
-    --seq-len 4096 --model smollm-135m; --pp 2; --tp 2; --global-batch 3; stray; --no-such-flag; --laye;
+REFUSED = {  # by world size: flags that the line names | others that are given | others that it names
+    1: """--seq-len 0; --global-batch -8; --warmup -1; --weight-decay -0.1; --clip nan; --seed -1; --dp 0;
+    --lr 0.0; --lr nan; --lr inf; --timeout 2000000.0; --kv-heads 0; --layer-delay -1.0; --compute 0.0;
+    --steps many; --dtype int8; --zero 5; --lr; --model llama9; --cp 2; --cp 0; --model mixtral-8x7b;
+    --link fast; --link 1,2,3; --link=-1,1; --link nan,1; --link 1,0; --link 1,nan; --trace 5; --trace 5:3;
+    --trace a:b; --trace 1:²; --trace=-1:2; --trace 100:100; --heads 3; --hidden 24; --dp 3; --kv-heads 3;
+    --model debug | --hidden 100000000000; --seq-len 4096 --model smollm-135m; --global-batch 3; stray; --laye;
     --trace | 3:5 | --run-dir; --save-every | 5 | --run-dir; --resume auto | | --run-dir; --profile | | --trace;
     --memory-snapshot | | --trace; --keep | 2 | --save-every; --async-save | | --save-every;
     --profile --measure-memory | --trace 1:2 --run-dir x""",
@@ -148,6 +104,7 @@ REFUSED = {  # by world size: flags named in the error line | others that are on
     3: "--tp 3; --tp 2; --tp 3 --ffn 100 | --heads 6 --hidden 96; --global-batch 8",
     4: """--dp 2; --zero-replicas 3 | --zero 1; --tp 4 --kv-heads 6 | --heads 12 --hidden 96;
     --cp 2 --tp 2 --pp 2 --dp 1; --tp 2 --cp 2 --seq-len 62; --zero-replicas 3 | --cp 2 --zero 1""",
+    6: "--cp 4; --tp 2 --pp 2; --cp 2 --dp 1; --dp 4",
     8: "--pp 8; --pp 16",
 }
 
@@ -161,21 +118,8 @@ def test_refusals_name_the_flag_and_its_value_in_one_line(world, case):
     assert set(f"{named} {also}".replace("=", " ").split()) <= words and "\n" not in str(caught.value), caught.value
 
 
-@pytest.mark.parametrize(
-    "flags, named",
-    [("--cp 4", "--cp 4 does not divide"), ("--tp 2 --pp 2", "--tp 2 x --pp 2 does not divide")]
-    + [("--cp 2 --dp 1", "--cp 2 x --dp 1 does not equal"), ("--dp 4", "--dp 4 does not equal")],
-)
-def test_only_degrees_that_were_given_are_named(flags, named):
-    with pytest.raises(UsageError, match=f"^{named} the world size 6$"):
-        valid(flags, world=6)
-
-
-def test_what_is_allowed_in_which_world():
-    valid("--tp 8 --kv-heads 1", world=8)
-    valid("--tp 4 --seq-len 255 --no-sequence-parallel --tp-mode plain", world=4)
-    valid("--tp 2 --vocab 257 --link 0,1", world=2)  # the vocabulary is padded
-    valid("--zero 3 --zero-replicas 4 --zero-reduce step --resume some/path", world=4)
+def test_links_and_the_single_process():
+    assert valid("--link 50,1.5").link_model == Link(alpha=pytest.approx(50e-6), bandwidth=1.5e9)
     with pytest.raises(UsageError, match="step01_single_gpu .* 2"):
         valid("", step=1, world=2)
 
@@ -193,3 +137,56 @@ def test_model_configurations_that_do_not_fit():
     for name, value in (("top_k", 7), ("top_k", 0), ("head_dim", -2), ("norm_eps", 0.0), ("rope_theta", math.nan)):
         with pytest.raises(UsageError, match=f" {value} "):
             dataclasses.replace(MOE, **{name: value}).check()
+
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+SCALING |= {"original_max_position_embeddings": 8192}
+SIZES = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32}
+SIZES |= {"num_attention_heads": 32, "intermediate_size": 14336}
+LLAMA_31_8B = SIZES | {"num_key_value_heads": 8, "rms_norm_eps": 1e-05, "max_position_embeddings": 131072}
+LLAMA_31_8B |= {"rope_theta": 500000.0, "rope_scaling": SCALING}  # as published
+
+
+def resolved(folder, values: dict) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    assert resolve(str(folder)) == resolve(str(folder / "config.json"))
+    return replace(resolve(str(folder)), head_dim=None)
+
+
+def test_files_of_all_ages(tmp_path):
+    assert resolved(tmp_path, LLAMA_31_8B) == PRESETS["llama3-8b"]
+    new = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope")}
+    new["rope_parameters"] = SCALING | {"rope_theta": 500000.0}
+    assert resolved(tmp_path, new) == PRESETS["llama3-8b"]
+    llama_1 = ModelConfig(128256, 4096, 32, 32, 32, 14336, False, norm_eps=1e-6, max_positions=2048)
+    assert resolved(tmp_path, SIZES) == llama_1, "no K/V heads, no RoPE entries, no tying"
+    mixtral = {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_key_value_heads": 8}
+    mixtral |= {"rope_theta": 1e6, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+    assert resolved(tmp_path, SIZES | mixtral) == PRESETS["mixtral-8x7b"]
+
+
+BIASED = {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}
+NOT_LLAMA = [  # what is wrong in a file, and what the line says
+    ({"model_type": "gpt2"}, "has model_type gpt2, which this decoder does not have"),
+    ({"model_type": "mistral"}, "has sliding_window 4096, which"),  # transformers' default
+    *((each, f"has {name} {each[name]}, which") for each in BIASED for name in each),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_parameters {'type': 'linear'"),
+    ({"rope_scaling": SCALING | {"low_freq_factor": 4}}, "has rope_parameters {'factor': 8.0"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be read ("),
+    ({"hidden_size": "32"}, "cannot be read ("),
+    ({"tie_word_embeddings": "no"}, ""),  # transformers 5.0 leaves it to us
+]
+
+
+def test_files_that_are_refused(tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    names = [(name, "is no preset (debug, smollm-135m, ") for name in ("llama9", "./missing", "a/b/c", "", "x" * 5000)]
+    names += [("owner/no-such-model-1.7B", "cannot be read ("), (str(tmp_path / "bad.json"), "cannot be read (")]
+    for number, (values, words) in enumerate(NOT_LLAMA):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / f"{number}/config.json").write_text(json.dumps(LLAMA_31_8B | values))
+        names.append((str(tmp_path / str(number)), words))
+    for name, words in names:
+        with pytest.raises(UsageError) as caught:
+            resolve(name)
+        assert str(caught.value).startswith(f"--model {name} {words}") and "\n" not in str(caught.value)

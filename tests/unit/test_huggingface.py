@@ -21,7 +21,6 @@ from common.model_config import ModelConfig, RopeScaling
 from common.presets import resolve
 from common.process_groups import Degrees, build_mesh
 from common.weights import export
-from common.weights.huggingface import huggingface_name
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.initial_weights import stored_values
 
@@ -38,7 +37,7 @@ def built(config: ModelConfig, dtype: torch.dtype, values, **layers) -> Decoder:
 
 
 def exported(folder: Path, config=SMALL, dtype=torch.float32) -> Decoder:
-    """A random model, which `python -m common.export` has written to `folder` from a checkpoint in `folder`-run."""
+    """A random model, which the command has exported to `folder` from a checkpoint in `folder`-run."""
     model = built(config, dtype, random_values(seed=0))
     for parameter in model.parameters():
         parameter.data.mul_(5)  # far from uniform logits
@@ -86,14 +85,12 @@ def test_checkpoint_on_the_hub_that_transformers_saved_in_several_files(tmp_path
     exported(tmp_path / "out", replace(LLAMA3, tie_embeddings=True))
     theirs, folder = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "out")), tmp_path / "shards"
     theirs.save_pretrained(folder, max_shard_size="20KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.zeros(384, 32)}
     save_file(extra, folder / "model-as-old-files.safetensors")  # which are no parameters of their own
 
     def download(name, allow_patterns):
         files = ["config.json", "model-1-of-2.safetensors", "pytorch_model.bin", "consolidated.safetensors"]
-        kept = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns)
-        assert name == "owner/Model-1.7B" and list(kept) == files[:2]
+        assert list(huggingface_hub.utils.filter_repo_objects(files, allow_patterns=allow_patterns)) == files[:2]
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -120,44 +117,11 @@ class CountedSlice:
 
 @contextmanager
 def counting_safe_open(*args, **kwargs):
-    """Replaces safetensors.safe_open: allows slices only, and counts the elements that are read of each weight."""
+    """safetensors.safe_open that allows slices only, and counts the elements read of each weight."""
     with REAL_SAFE_OPEN(*args, **kwargs) as file:
         yield SimpleNamespace(
             keys=file.keys, metadata=file.metadata, get_slice=lambda name: CountedSlice(name, file.get_slice(name))
         )
-
-
-BOXES = {
-    "embedding.weight": ((288, 400), (0, 32)),  # vocabulary rows, the last 16 of which are padding
-    "layers.0.attention.q_proj.weight": ((8, 16), (0, 32)),
-    "layers.1.mlp.down_proj.weight": ((0, 32), (12, 36)),
-    "layers.1.mlp_norm.weight": ((5, 9),),
-    "head.weight": ((384, 400), (0, 32)),  # nothing but padding
-}
-
-
-@pytest.mark.parametrize("flat_range", [None, (7, 101), (3070, 3090), (0, 3)])
-def test_only_boxes_are_read(flat_range, tmp_path, monkeypatch):
-    """Slices of tensor parallelism, and flat ranges of them, as ZeRO's shards have; into another dtype."""
-    whole = {p.spec.name: p for p in exported(tmp_path / "out").parameters()}
-    monkeypatch.setattr(safetensors, "safe_open", counting_safe_open)
-    tensors, expected, elements = [], [], {}
-    for name, box in BOXES.items():
-        held = torch.full([stop - start for start, stop in box], torch.nan, dtype=torch.float64)  # nan: padding
-        values = whole[name][tuple(slice(start, stop) for start, stop in box)]
-        held[: len(values)] = values
-        spec = replace(whole[name].spec, box=box)
-        if flat_range:
-            spec.flat_range = tuple(min(end, held.numel()) for end in flat_range)
-            held = held.flatten()[slice(*spec.flat_range)]
-        elements[huggingface_name(name)] = held.isfinite().sum().item()
-        expected.append(held.nan_to_num(0))
-        tensors.append(torch.full_like(held, 9))
-        tensors[-1].spec = spec
-    elements_read.clear()
-    stored_values(str(tmp_path / "out"), SMALL)(tensors)
-    assert all(map(torch.equal, tensors, expected)), [tensor.spec.name for tensor in tensors]
-    assert elements_read == {name: count for name, count in elements.items() if count}
 
 
 NORM, UNKNOWN = "model.layers.1.post_attention_layernorm.weight", "model.layers.2.mlp.up_proj.weight"
@@ -194,15 +158,15 @@ def test_loading_is_refused_in_one_line(tmp_path):
 
 def test_export_is_refused_in_one_line(tmp_path, capsys):
     exported(tmp_path / "out")
-    run, new = tmp_path / "out-run", tmp_path / "new"
-    record = json.loads((run / "config.json").read_text())
-    for source, out, tokenizer, words in [
-        ("auto", new, None, "./auto: there is no complete checkpoint"),
-        (run, new, "no/tokenizer", "error: --tokenizer no/tokenizer cannot be read ("),
-        (run, tmp_path / "out", None, f"{tmp_path / 'out'} is not empty"),
-        (run, run / "config.json", None, "File exists"),
+    run, new, config = tmp_path / "out-run", tmp_path / "new", tmp_path / "out-run/config.json"
+    for source, out, words in [
+        ("auto", new, "./auto: there is no complete checkpoint"),
+        (run, tmp_path / "out", f"{tmp_path / 'out'} is not empty"),
+        (run, config, "File exists"),
+        (run, new, "error: --tokenizer no/tokenizer cannot be read ("),
     ]:
-        (run / "config.json").write_text(json.dumps(record | {"tokenizer": tokenizer}))
+        if "--tokenizer" in words:
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer": "no/tokenizer"}))
         capsys.readouterr()
         assert export.main([str(source), str(out)]) == 2
         error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The decoder: parity with transformers' Llama, precision."""
+"""The decoder: parity with transformers' Llama, precision; and the initial values of its parameters."""
 
 import math
 from dataclasses import replace
@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum, rope_tables
+from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum
 from common.model_config import ModelConfig, RopeScaling
+from common.parameter import ParameterSpec
+from common.weights import initialisation
 from common.weights.huggingface import huggingface_name
-from common.weights.initialisation import materialise, random_values
+from common.weights.initialisation import materialise, random_box, random_values
 
 GQA = ModelConfig(vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, ffn=112, tie_embeddings=False)
 LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64)
@@ -22,6 +23,7 @@ CASES = {
     "mqa": replace(GQA, kv_heads=1, norm_eps=1e-6),
     "mha": replace(GQA, kv_heads=4, rope_theta=1e6),
     "head_dim": replace(GQA, head_dim=24),
+    # Some frequencies stay, some are blended, some stretched
     "llama3": replace(GQA, rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=32),
     "llama3-tied-mqa": replace(GQA, kv_heads=1, rope_scaling=LLAMA3, tie_embeddings=True),
 }
@@ -35,7 +37,7 @@ def build(config: ModelConfig, dtype=torch.float64, core="fused") -> Decoder:
 
 
 def liven(model: Decoder) -> Decoder:
-    """Weights larger than the initial ones and gains other than 1: attention that selects, norms that matter."""
+    """Larger weights than at first and gains other than 1: attention selects, norms matter."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -128,47 +130,53 @@ def remove_casts(monkeypatch) -> None:
     monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", tables)
 
 
-def test_llama3_scaling_has_its_three_regimes():
-    """So that the parity above covers all of them: unchanged, blended and stretched frequencies."""
-    configs = (replace(CASES["llama3"], rope_scaling=scaling) for scaling in (LLAMA3, None))
-    scaled, plain = (rope_tables(each, torch.tensor([1]), torch.float64)[1].asin()[0, :16] for each in configs)
-    ratio = plain / scaled
-    assert (ratio < 1 + 1e-9).sum() >= 2 and (ratio > 8 - 1e-9).sum() >= 2
-    assert ((ratio > 1.01) & (ratio < 7.99)).sum() >= 1
+CPU = torch.device("cpu")
 
 
-class Only64(TorchDispatchMode):
-    """Fails when any operation makes a floating-point tensor that is not float64."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                assert leaf.dtype == torch.float64, f"{function} makes {leaf.dtype}"
-                self.seen += 1
-        return result
+def spec_of(*shape: int, name="w", std: float | None = 0.02, box=None) -> ParameterSpec:
+    return ParameterSpec(name, shape, tuple(box or ((0, size) for size in shape)), std)
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("case", ["gqa-tied", "llama3"])
-def test_float64_never_passes_through_float32(case, core):
-    model, tokens = build(CASES[case], core=core), tokens_of(GQA)
-    with Only64() as mode:
-        cross_entropy_sum(model(tokens), tokens).backward()
-    assert mode.seen > 100
+def test_memory(monkeypatch):
+    """A small box of 10^11 elements takes little memory, and so do the temporaries of a large box."""
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            sizes.append(result.numel())
+            return result
+
+    with Sizes():
+        values = random_box(spec_of(10**6, 10**5, box=((999_990, 1_000_000), (99_000, 99_020))), seed=0)
+    assert values.shape == (10, 20) and values.ne(0).all() and max(sizes) <= 200
+    monkeypatch.setattr(initialisation, "CHUNK", 1000)
+    with Sizes():
+        random_box(spec_of(500, 40), seed=0)
+    assert sorted(sizes)[-2] <= 1000 and max(sizes) == 500 * 40, "the result itself"
 
 
-@pytest.mark.parametrize("core", CORES)
-def test_bfloat16_runs_near_float32(core):
-    config = CASES["llama3"]
-    narrow, full = build(config, torch.bfloat16, core), build(config, torch.float32, core)
-    tokens = tokens_of(config)
-    logits = narrow(tokens)
-    loss = cross_entropy_sum(logits, tokens)
-    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
-    assert {table.dtype for table in rope_tables(config, torch.arange(5), torch.bfloat16)} == {torch.float32}
-    loss.backward()
-    assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in narrow.parameters())
-    assert difference(logits, full(tokens)) < 0.03  # bf16 has 8 bits: 0.4% a rounding
+@pytest.mark.parametrize("tied", [False, True])
+def test_materialise(tied):
+    model = Decoder(ModelConfig(32, 16, 2, 4, 2, 24, tie_embeddings=tied))
+    specs = {name: p.spec for name, p in model.named_parameters()}
+    materialise(model, torch.float64, CPU, random_values(5))
+    assert (model.head.weight is model.embedding.weight) == tied
+    for name, parameter in model.named_parameters():
+        assert parameter.spec is specs[name] and parameter.dtype == torch.float64
+        assert torch.equal(parameter, random_box(parameter.spec, 5).double())  # drawn in float32 for every type
+    assert model.norm.weight.eq(1).all()
+    down, embedding = model.layers["0"].mlp.down_proj.weight, model.embedding.weight
+    for weight, std in ((down, 0.02 / math.sqrt(4)), (embedding, 0.02 if tied else 1.0), (model.head.weight, 0.02)):
+        assert math.isclose(weight.detach().std(), std, rel_tol=0.15)
+
+
+def test_neighbours_do_not_correlate():
+    """Neighbouring seeds, names, rows and columns."""
+    pairs = [("layers.0.mlp.up_proj.weight", seed) for seed in (0, 1, 10, 2**40)]
+    pairs += [("layers.1.mlp.up_proj.weight", 0), ("layers.0.mlp.gate_proj.weight", 0)]
+    base, *others = (random_box(spec_of(400, 500, name=name, std=1.0), seed).flatten() for name, seed in pairs)
+    for index, other in enumerate([*others, base.roll(1), base.roll(500), base.roll(256)]):
+        for a, b in ((base, other), (base.square() - 1, other.square() - 1)):
+            correlation = (a * b).mean() / (a.std() * b.std())
+            assert abs(correlation) < 5 / math.sqrt(200_000), index

@@ -1,5 +1,6 @@
-"""The tracer: what it records on two ranks, its trace file, report and pictures."""
+"""The tracer on two ranks and on a GPU's streams, its trace file and report; the table of kernels."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -14,18 +15,16 @@ from common import collectives
 from common.collectives import all_reduce, exchange, receive, send
 from common.config import TrainConfig
 from common.link import Link
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh, build_mesh
 from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_by_state
-from common.tracing.report import main, mean, report
-from common.tracing.timelines import draw_timelines
+from common.tracing.clocks import CudaClock
+from common.tracing.report import TIMES, main, report
 from common.tracing.tracer import Tracer
+from step01_single_gpu.recording.gpu_kernels import classify_kernels
 from step01_single_gpu.recording.profilers import Profilers
 from tests.harness.ranks import run_ranks
 
-LINK = Link(alpha=0.005, bandwidth=1e8)
-ELEMENTS = 500_000  # float32 on two ranks: 2 MB sent, 30 ms on the link
-STEPS = [1, 2, 3]
-MODES = ("naive", "overlap")
+ELEMENTS, LINK = 500_000, Link(alpha=0.005, bandwidth=1e8)  # float32 on two ranks: 2 MB sent, 30 ms on the link
 
 
 def test_time_by_state_agrees_with_a_grid():
@@ -44,69 +43,52 @@ def busy(seconds: float) -> None:
         a @ a
 
 
-def two_runs(folder: str) -> dict:
-    """Steps 1 to 3 of 5 are traced: compute, then all-reduce ("naive"); both at once ("overlap")."""
+def overlapped_run(folder: str) -> dict:
+    """Steps 1 and 2 are traced: an all-reduce behind compute, then messages. Returns bytes sent by step."""
     mesh = build_mesh(Degrees(dp=2), torch.device("cpu"))
     linked, other, counted = mesh.with_link(LINK), 1 - mesh.dp.rank, {}
-    for mode in MODES:
-        tracer, gradient = Tracer((STEPS[0], STEPS[-1]), mesh, f"{folder}/{mode}"), torch.ones(ELEMENTS)
-        collectives.barrier(mesh.world)
-        for step in range(5):
-            collectives.sent_bytes.clear()
-            with tracer.step(step):
-                with tracer.phase("forward", micro_batch=0):
-                    busy(0.005)
-                with tracer.phase("backward", micro_batch=0):
-                    busy(0.1 if mode == "naive" else 0)
-                    collectives.barrier(mesh.world)  # or the slower rank's delay would count as communication
-                    work = all_reduce(gradient, linked.dp, async_op=True)
-                    busy(0.1 if mode == "overlap" else 0)
-                    work.wait()
-                if step == STEPS[-1]:
-                    with tracer.phase("optimizer"):  # a message from rank 0 to rank 1, then one each way in a batch
-                        (send if other else receive)(torch.ones(6), other, mesh.dp)
-                        exchange([(torch.ones(12), other)], [(torch.empty(12), other)], mesh.dp)
-                busy(0.002)  # idle: in no phase
-            counted[mode, step] = collectives.sent_bytes["dp"]
-        tracer.close()
+    tracer, gradient = Tracer((1, 2), mesh, folder), torch.ones(ELEMENTS)
+    for step in range(4):
+        collectives.sent_bytes.clear()
+        with tracer.step(step):
+            with tracer.phase("backward", micro_batch=0):
+                collectives.barrier(mesh.world)  # or the slower rank's delay would count as communication
+                work = all_reduce(gradient, linked.dp, async_op=True)
+                busy(0.1)
+                work.wait()
+            with tracer.phase("optimizer"):  # a message from rank 0 to rank 1, then one each way in a batch
+                (send if other else receive)(torch.ones(6), other, mesh.dp)
+                exchange([(torch.ones(12), other)], [(torch.empty(12), other)], mesh.dp)
+            busy(0.002)  # idle: in no phase
+        counted[step] = collectives.sent_bytes["dp"]
+    tracer.close()
     return counted
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    counted = run_ranks(2, two_runs, str(folder), timeout=60)
-    return SimpleNamespace(folder=folder, counted=counted, traces={mode: read_trace(folder / mode) for mode in MODES})
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run_ranks(2, overlapped_run, str(folder), timeout=60)
 
 
-def test_parts_of_a_step_and_overlap(runs):
-    quiet = {}
-    for mode, trace in runs.traces.items():
-        rows = report(trace)
-        assert [(row.step, row.rank) for row in rows] == [(step, rank) for step in STEPS for rank in (0, 1)]
-        for row in rows:
-            parts = row.compute_s + row.exposed_s + row.waiting_s + row.idle_s
-            assert parts == pytest.approx(row.step_time_s, abs=1e-9)
-            assert row.overlapped_s + row.exposed_s <= row.communication_s + 1e-9
-            assert row.compute_s >= 0.105 and row.idle_s >= 0.002 and row.communication_s >= 0.025
-            expected = runs.counted[row.rank][mode, row.step], 4 if row.step == STEPS[-1] else 1
-            assert (row.sent_bytes, row.collectives) == expected
-        quiet[mode] = min((mean(report(trace, step)) for step in STEPS), key=lambda row: row.step_time_s)
-    assert quiet["naive"].overlap_share < 0.3 and quiet["overlap"].overlap_share > 0.5
-    assert quiet["overlap"].exposed_s < quiet["naive"].exposed_s
-
-
-def test_trace_file(runs):
-    for mode in MODES:
-        events = json.loads((runs.folder / mode / "trace.json").read_text())["traceEvents"]
-        check_format(events)
-        ends = defaultdict(list)
-        for rank in (0, 1):
-            for call in (call for call in runs.traces[mode].calls(rank) if "peer" in call):
-                ends[call["id"]].append((call["op"], rank))
-        assert sorted(map(sorted, ends.values())) == [[("receive", to), ("send", 1 - to)] for to in (0, 1, 1)]
-        names = {(event["name"], event["args"].get("name")) for event in events if event["ph"] == "M"}
-        assert {("process_name", "rank 1, dp 1"), ("thread_name", "dp"), ("thread_name", "dp receive")} < names
+def test_parts_of_a_step_and_overlap(run):
+    folder, counted = run
+    rows = report(read_trace(folder))
+    assert [(row.step, row.rank) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for row in rows:
+        parts = row.compute_s + row.exposed_s + row.waiting_s + row.idle_s
+        assert parts == pytest.approx(row.step_time_s, abs=1e-9)
+        assert row.overlapped_s + row.exposed_s <= row.communication_s + 1e-9
+        assert row.compute_s >= 0.1 and row.idle_s >= 0.002 and row.communication_s >= 0.025
+        assert (row.sent_bytes, row.collectives) == (counted[row.rank][row.step], 4)
+    assert max(row.overlap_share for row in rows) > 0.5
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    check_format(events)
+    ends = defaultdict(list)
+    for rank in (0, 1):
+        for call in (call for call in read_trace(folder).calls(rank) if "peer" in call):
+            ends[call["id"]].append((call["op"], rank))
+    assert sorted(map(sorted, ends.values())) == [[("receive", to), ("send", 1 - to)] for to in (0, 0, 1, 1, 1, 1)]
 
 
 def check_format(events: list[dict]) -> None:
@@ -121,24 +103,19 @@ def check_format(events: list[dict]) -> None:
             assert after > end - 1e-6 or later < end + 1e-6 or start > after - 1e-6, "spans of one lane cross"
 
 
-def test_the_command(runs, tmp_path, capsys):
-    picture = runs.folder / "overlap" / "timeline.png"
-    for arguments, means in (([], 3), (["--step", "2"], 1)):
-        assert main([str(picture.parent), *arguments]) == 0
-        printed = capsys.readouterr().out
-        assert "2 ranks (dp 2)" in printed and printed.count(" mean ") == means
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        picture.unlink()
-    draw_timelines(list(runs.traces.items()), tmp_path / "both.png").unlink()
+def test_the_command(run, tmp_path, capsys):
+    folder, _ = run
+    assert [path.name for path in folder.iterdir()] == ["trace.json"], "the ranks' parts are joined"
+    for arguments, means in (([], 2), (["--step", "2"], 1)):
+        assert main([str(folder), *arguments]) == 0 and capsys.readouterr().out.count(" mean ") == means
+        (folder / "timeline.png").unlink()
     (tmp_path / "trace.json").write_text("[]")  # not a trace
-    assert [path.name for path in (runs.folder / "naive").iterdir()] == ["trace.json"], "the ranks' parts are joined"
-    for arguments in ([runs.folder], [tmp_path], [picture.parent, "--step", "7"], [picture.parent, "--out", "/proc/x"]):
-        assert main(list(map(str, arguments))) == 2
-        assert capsys.readouterr().err.count("\n") == 1, "one line"
+    for arguments in ([folder.parent], [tmp_path], [folder, "--step", "7"], [folder, "--out", "/proc/x"]):
+        assert main(list(map(str, arguments))) == 2 and capsys.readouterr().err.count("\n") == 1, arguments
 
 
-def test_without_a_traced_step_or_after_an_error_it_only_names_the_phase(tmp_path, capsys):
-    for steps in (None, (5, 6), (0, 0)):
+def test_an_error_or_a_step_that_is_not_traced_leaves_no_phase(tmp_path, capsys):
+    for steps in (None, (0, 0)):
         tracer = Tracer(steps, build_mesh(Degrees(), torch.device("cpu")), tmp_path)
         with pytest.raises(ZeroDivisionError), tracer.step(0), tracer.phase("forward"):
             raise ZeroDivisionError
@@ -150,26 +127,20 @@ def test_without_a_traced_step_or_after_an_error_it_only_names_the_phase(tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-@pytest.mark.parametrize(("steps", "traced"), [([0, 1, 2, 3, 4], 2), ([1, 2], 1), ([3, 4], 1)])
-def test_profilers_cover_the_traced_steps(tmp_path, monkeypatch, steps, traced):
+@pytest.mark.parametrize(("steps", "seen"), [([0, 1, 2, 3, 4], [2, 3]), ([1, 2], [2]), ([3, 4], [3])])
+def test_profilers_cover_the_traced_steps(tmp_path, monkeypatch, steps, seen):
     """Also if the run ends early or starts late."""
     log = []
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **options: log.append((step, options)))
     monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: log.append((step, path)))
-    mesh = build_mesh(Degrees(), torch.device("cpu"))
     config = TrainConfig(trace="2:3", run_dir=str(tmp_path), profile=True, memory_snapshot=True)
-    tracer, profilers = Tracer((2, 3), mesh, tmp_path), Profilers(config, rank=0)
+    profilers = Profilers(config, rank=0)
     for step in steps:
-        with profilers.step(step), tracer.step(step), tracer.phase("forward"):
+        with profilers.step(step):
             torch.ones(8, 8) @ torch.ones(8, 8)
     profilers.close()
-    tracer.close()
     events = json.loads((tmp_path / "profile" / "rank-0.json").read_text())["traceEvents"]
-    names = Counter(event.get("name") for event in events if event.get("ph") == "X")
-    assert names["aten::matmul"] == names["forward"] == traced
-    rows = report(read_trace(tmp_path))
-    assert len(rows) == traced and rows[0].overlap_share == 0
-    seen = [step for step in steps if step in (2, 3)]
+    assert [event["name"] for event in events if event.get("ph") == "X"].count("aten::matmul") == len(seen)
     assert [when for when, _ in log] == [seen[0], seen[-1], seen[-1]], "recorded, written, switched off"
     assert log[1][1] == str(tmp_path / "memory-rank-0.pickle") and log[2][1] == {"enabled": None}
 
@@ -187,19 +158,10 @@ def joined(*ranks: list[Event]) -> list[dict]:
     return chrome_events({rank: (f"rank {rank}", [STEP, *events]) for rank, events in enumerate(ranks)})
 
 
-def spans_of(events: list[dict], rank: int) -> tuple[list, list, list]:
-    """Of each call of a rank: from issue to completion, from start to completion, and what is drawn."""
-    spans = [event for event in events if event.get("cat") == "communication" and event["pid"] == rank]
-    times = [
-        [(span["args"][start], span["args"]["completion_us"]) for span in spans] for start in ("issue_us", "start_us")
-    ]
-    return *times, [(span["ts"], span["ts"] + span["dur"]) for span in spans]
-
-
-def test_collectives_of_a_lane_are_drawn_one_after_the_other():
-    times = [(0, 10), (2, 8), (5, 20), (30, 35)]
-    events = joined([communication("all_reduce", *time, number) for number, time in enumerate(times)])
-    assert spans_of(events, 0) == (times, times, [(0, 10), (10, 10), (10, 20), (30, 35)])
+def times_of(events: list[dict], rank: int) -> list[tuple]:
+    """From start to completion of each call of a rank."""
+    calls = [event["args"] for event in events if event.get("cat") == "communication" and event["pid"] == rank]
+    return [(call["start_us"], call["completion_us"]) for call in calls]
 
 
 def test_in_flight_is_what_all_ranks_have_issued():
@@ -209,5 +171,91 @@ def test_in_flight_is_what_all_ranks_have_issued():
     ranks = [
         [communication("all_reduce", *call, link_us=10 * (call[2] == 3)) for call in rank] for rank in (early, late)
     ]
-    assert spans_of(joined(*ranks), 0)[1] == [(50, 52), (65, 75), (80, 90)]
-    assert spans_of(joined(*ranks), 1)[1] == [(50, 52), (65, 66), (84, 94)]
+    events = joined(*ranks)
+    assert times_of(events, 0) == [(50, 52), (65, 75), (80, 90)]
+    assert times_of(events, 1) == [(50, 52), (65, 66), (84, 94)]
+    drawn = [(event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "communication"]
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(drawn[:3])), "one after the other"
+
+
+class FakeCuda:
+    """Streams as clocks, in milliseconds: all work is queued at once and runs in the order of its stream."""
+
+    def __init__(self):
+        self.main = self.current = SimpleNamespace(time=0.0)
+        self.streams = [self.main, SimpleNamespace(time=0.0)]  # the second one is NCCL's
+
+    def Event(self, enable_timing):
+        event = SimpleNamespace(synchronize=lambda: None)
+        event.record = lambda: setattr(event, "time", self.current.time)
+        event.elapsed_time = lambda later: later.time - event.time
+        return event
+
+    def Stream(self):
+        self.streams.append(SimpleNamespace(time=0.0))
+        return self.streams[-1]
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def synchronize(self):
+        for stream in self.streams:
+            stream.time = max(each.time for each in self.streams)
+
+    def collective(self, milliseconds):
+        """Starts when the current stream comes to it, as on NCCL; `wait` blocks the then current stream."""
+        self.streams[1].time = end = max(self.streams[1].time, self.current.time) + milliseconds
+        return SimpleNamespace(wait=lambda: setattr(self.current, "time", max(self.current.time, end)))
+
+
+def test_cuda_events_on_their_streams(tmp_path, monkeypatch):
+    cuda = FakeCuda()
+    monkeypatch.setattr("common.tracing.clocks.time", SimpleNamespace(time_ns=lambda: round(cuda.main.time * 1e6)))
+    groups = {name: Group(name, (0,), 0, None, "nccl") for name in GROUP_NAMES}
+    groups["dp"] = Group("dp", (0, 1), 0, None, "nccl")
+    mesh = Mesh(degrees=Degrees(), device=torch.device("cpu"), **groups)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, *_, **__: cuda.collective(8))
+    monkeypatch.setattr("common.gloo.serves", lambda *_: False)
+    tracer = Tracer((1, 2), mesh, tmp_path, clock=CudaClock(mesh, cuda))
+    for step in range(3):
+        with tracer.step(step):
+            with tracer.phase("backward"):
+                cuda.main.time += 10
+                work = all_reduce(torch.ones(4), mesh.dp, async_op=True)
+                cuda.main.time += 5
+                work.wait()
+            if step == 1:
+                carried = all_reduce(torch.ones(4), mesh.dp, async_op=True)
+                cuda.main.time += 1
+            elif step == 2:
+                with tracer.phase("optimizer"):
+                    carried.wait()
+                    cuda.main.time += 2
+    assert len(cuda.streams) == 3, "one side stream per group, and none outside the traced steps"
+    first, second = report(read_trace(tracer.close().parent))
+    # 5 ms of kernels cover the all-reduce of 8 ms; of the second one, 1 ms is in the step, outside its phases
+    assert [1e3 * getattr(first, name) for name in TIMES] == pytest.approx([19, 15, 3, 0, 1, 9, 5], abs=1e-3)
+    found = [1e3 * second.step_time_s, 1e3 * second.exposed_s, first.collectives, second.collectives]
+    assert found == pytest.approx([20, 3, 2, 1], abs=1e-3)
+
+
+def test_kernels_of_a_kineto_trace():
+    names = ("cat", "name", "ts", "dur", "args")
+    rows = [
+        ("cuda_runtime", "cudaLaunchKernel", 0, 2, {"correlation": 1}),
+        ("cuda_driver", "cuLaunchKernelEx", 3, 1, {"correlation": 2}),
+        ("cuda_runtime", "cudaLaunchKernel", 60, 2, {"correlation": 3}),
+        ("cuda_runtime", "cudaMemcpyAsync", 70, 4, {"correlation": 4}),
+        ("kernel", "ampere_sgemm_128x64_nn", 10, 20, {"correlation": 1}),  # 10-30
+        ("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, 30, {"correlation": 2}),  # 20-50
+        ("kernel", "vectorized_layer_norm_kernel", 65, 10, {"correlation": 3}),  # 65-75
+        ("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 80, 20, {"correlation": 4}),  # 80-100
+    ]
+    events = [{"ph": "X"} | dict(zip(names, row)) for row in rows]
+    microseconds = {name: round(1e6 * seconds, 3) for name, seconds in classify_kernels(events).items()}
+    parts = {"span": 90, "compute": 30, "exposed": 20, "copies": 20, "idle": 20}  # idle 50-65 and 75-80
+    assert microseconds == parts | {"communication": 30, "overlapped": 10, "starved": 12}  # starved 50-62
+    assert classify_kernels(events[:4]) == {}, "no GPU"
