@@ -3,13 +3,12 @@
 import ast
 import importlib
 import re
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import ROOT, RankFailure, run_command, run_ranks, run_script, torchrun
+from tests.harness.ranks import ROOT, RankFailure, run_ranks, run_script
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("step*/sketch.py"))
 SKETCHES = {int(folder[4:6]): importlib.import_module(f"{folder}.sketch") for folder in FOLDERS}
@@ -46,40 +45,28 @@ def worlds():
     return {ranks: run_ranks(ranks, train, *steps[ranks]) for ranks in steps}
 
 
+# How a sketch divides each of its weights: along an axis, or not at all, and every rank has a copy
+DIVIDED = {2: [None] * 9, 3: [0] * 9, 4: [None, 1, 0], 6: [None] * 9, 7: [None, None, 0, 0], 8: [None, 2, 1]}
+
+
+def whole(pieces: list[torch.Tensor], axis: int | None) -> torch.Tensor:
+    """A weight, of which every rank has a piece or a copy."""
+    assert axis is not None or all(torch.equal(piece, pieces[0]) for piece in pieces), "a copy of a weight drifts"
+    return pieces[0] if axis is None else torch.cat(pieces, dim=axis)
+
+
 def joined(step: int, parts: list) -> list[torch.Tensor]:
     """The whole weights, of which every rank returned a part or a copy."""
-    ranks = len(parts)
-    if step == 1:
-        return [weight for layer in parts[0] for weight in layer]
-    if step in (2, 6):
-        assert all(torch.equal(part, parts[0]) for part in parts), "a copy of the weights drifts"
-        return list(parts[0])
-    if step == 3:
-        return [torch.cat(shards) for shards in zip(*parts)]
-    if step == 4:
-        scales, w1s, w2s = zip(*parts)
-        assert all(torch.equal(scale, scales[0]) for scale in scales), "a copy of scale drifts"
-        return [scales[0], torch.cat(w1s, dim=1), torch.cat(w2s)]
-    if step == 5:
-        return [weight for part in parts for weight in part]
-    if step == 7:
-        firsts, routers, ups, downs = zip(*parts)
-        for copies in (firsts, routers):
-            assert all(torch.equal(copy, copies[0]) for copy in copies), "a copy of first or router drifts"
-        return [firsts[0], routers[0], torch.cat(ups), torch.cat(downs)]
-    dp, pp, tp = SKETCHES[8].DEGREES[ranks]
-    replicas = []
-    for d in range(dp):
-        stages = [[parts[(d * pp + p) * tp + t] for t in range(tp)] for p in range(pp)]
-        assert all(torch.equal(part[0], stage[0][0]) for stage in stages for part in stage), "a copy of scale drifts"
-        scale = torch.cat([stage[0][0] for stage in stages])
-        w1, w2 = (
-            torch.cat([torch.cat([part[i] for part in stage], dim=axis) for stage in stages])
-            for i, axis in ((1, 2), (2, 1))
-        )
-        replicas.append([scale, w1, w2])
-    assert all(map(torch.equal, replicas[0], replicas[-1])), "a replica drifts"
-    return replicas[0]
+    if step in (1, 5):  # layers or stages
+        return [weight for part in parts for layer in part for weight in (layer if step == 1 else [layer])]
+    if step < 8:
+        return [whole(list(pieces), axis) for pieces, axis in zip(zip(*parts), DIVIDED[step])]
+    dp, pp, tp = SKETCHES[8].DEGREES[len(parts)]
+    stages = []
+    for first in range(0, len(parts), tp):
+        stages.append([whole(list(each), axis) for each, axis in zip(zip(*parts[first : first + tp]), DIVIDED[8])])
+    replicas = [[torch.cat(each) for each in zip(*stages[d * pp : (d + 1) * pp])] for d in range(dp)]
+    return [whole(list(copies), None) for copies in zip(*replicas)]
 
 
 def agree(losses: list[float], weights: list[torch.Tensor], others: list[float], other_weights: list[torch.Tensor]):
@@ -180,7 +167,7 @@ def test_one_process_in_every_way():
 
 
 def test_numbers_of_the_picture_in_lesson_4():
-    x, scale, w1, w2 = (torch.tensor(each) for each in ([[1.0, 2]], [1.0, 1], SKETCHES[4].W1, SKETCHES[4].W2))
+    x, w1, w2 = (torch.tensor(each) for each in ([[1.0, 2]], SKETCHES[4].W1, SKETCHES[4].W2))
     results = []
     for mine in (slice(0, 2), slice(2, 4)):  # what rank 0 and rank 1 do with the first token, without any message
         before_relu = x @ w1[:, mine]
@@ -191,7 +178,7 @@ def test_numbers_of_the_picture_in_lesson_4():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_sketch_4_prints_the_picture(ranks):
+def test_sketch_4_prints_the_numbers_of_the_picture(ranks):
     done = run_script("step04_tensor_parallel/sketch.py", ranks=ranks)
     assert "y [5.0, 4.0], dy [1.0, 1.0], dx [-1.0, 5.0]" in done.stdout, done.stderr
 
@@ -212,12 +199,9 @@ def compare_with_steps() -> None:
     def draw(*size):
         return torch.randn(size, generator=random, dtype=torch.float64).requires_grad_()
 
-    def check(step, y, dy, inputs, sketch_y, sketch_gradients):
-        expected = [y, *torch.autograd.grad(y, inputs, dy)]
-        for i, (ours, theirs) in enumerate(zip([sketch_y, *sketch_gradients], expected, strict=True)):
-            torch.testing.assert_close(
-                ours, theirs, rtol=1e-12, atol=1e-12, msg=lambda why, i=i: f"sketch {step}, {i}: {why}"
-            )
+    def check(step, y, dy, inputs, *ours):
+        for each, expected in zip(ours, [y, *torch.autograd.grad(y, inputs, dy)], strict=True):
+            torch.testing.assert_close(each, expected, rtol=1e-12, atol=1e-12, msg=lambda why: f"sketch {step}: {why}")
 
     x, scale, w1, w2, dy = draw(3, 8), draw(8), draw(8, 5), draw(5, 8), draw(3, 8)
     y = reduce_scatter_sequence(torch.relu(gather_sequence((x * scale)[None], group) @ w1) @ w2, group)[0]
@@ -226,7 +210,7 @@ def compare_with_steps() -> None:
     _, my_dscale = torch.autograd.grad(y, (x, scale), dy, retain_graph=True)
     dist.all_reduce(my_dscale)
     torch.testing.assert_close(dscale, my_dscale)  # which the step sums with the other weights, once
-    check(4, y, dy, (x, w1, w2), sketch_y, (dx, dw1, dw2))
+    check(4, y, dy, (x, w1, w2), sketch_y, dx, dw1, dw2)
 
     q, k, v, dout = (draw(8, SKETCHES[6].WIDTH) for _ in range(4))
     plan = Layout("zigzag", 8 * ranks, ranks).plan(rank)
@@ -234,7 +218,7 @@ def compare_with_steps() -> None:
     with torch.no_grad():
         out, lse = SKETCHES[6].forward(q, k, v)
         gradients = SKETCHES[6].backward(dout, q, k, v, out, lse)
-    check(6, y, dout, (q, k, v), out, gradients)
+    check(6, y, dout, (q, k, v), out, *gradients)
 
     experts, width, mine = SKETCHES[7].EXPERTS, 4, SKETCHES[7].EXPERTS // ranks
     x, router, ups, downs, dy = (
@@ -251,7 +235,7 @@ def compare_with_steps() -> None:
     with torch.no_grad():
         sketch_y, kept = SKETCHES[7].forward(x, router, ups, downs)
         gradients = SKETCHES[7].backward(dy, router, ups, downs, kept)
-    check(7, y, dy, (x, router, ups, downs), sketch_y, gradients)
+    check(7, y, dy, (x, router, ups, downs), sketch_y, *gradients)
 
 
 def test_sketches_do_what_the_steps_do():
@@ -281,8 +265,7 @@ def test_a_sketch_fits_on_a_projector(folder):
 
 
 def test_the_documented_commands():
-    script = ROOT / "step03_zero" / "sketch.py"
-    alone, two = run_command([sys.executable, script]), torchrun(2, script)
+    alone, two = (run_script("step03_zero/sketch.py", ranks=ranks) for ranks in (1, 2))
     assert not alone.returncode and not two.returncode and not two.stderr, two.stderr
     one, other = ([float(word) for word in re.findall(r"loss (\S+)", done.stdout)] for done in (alone, two))
     assert one == pytest.approx(other, rel=1e-5) and len(one) == SKETCHES[3].STEPS
