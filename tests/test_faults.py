@@ -16,12 +16,11 @@ from tests.harness.ranks import ROOT, rank_processes, run_script, steps_of, torc
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic".split()
 SMALL += "--device cpu --peak-tflops 1".split()
 SCRIPT = "step03_zero/train.py"
-ALL = bool(os.environ.get("TEST_ALL"))
 SAVING = "--zero 3 --global-batch 4 --steps 80 --save-every 10".split()  # on two ranks
 
 
 def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> subprocess.Popen:
-    """torchrun in the background, its output in folder/log. `launch`: its last arguments, the script among them."""
+    """torchrun in the background, its output in folder/log. `launch`: its last arguments, with the script."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [*launcher, *launch, *SMALL, "--run-dir", str(folder), *flags]
     io = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
@@ -65,7 +64,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_killed_ranks_are_restarted_and_the_run_resumes(whole, tmp_path):
-    """A rank is killed while it saves, which torchrun restarts once, and then another one in the middle of a step."""
+    """A rank is killed while it saves, which torchrun restarts once, then another one within a step."""
     wrapper, marker, log = tmp_path / "dies_while_it_saves.py", tmp_path / "marker", tmp_path / "log"
     wrapper.write_text(DIES_WHILE_IT_SAVES)
     saving = [*SAVING, "--async-save", "--keep", "2", "--resume", "auto"]
@@ -94,15 +93,14 @@ SENDS_ITSELF = """
 import os, runpy, signal, sys
 from common.collectives import Work
 from step01_single_gpu.recording.run_record import RunRecord
-name, rank, step, call, marker, *sys.argv = sys.argv[1:]
+name, rank, step, call, *sys.argv = sys.argv[1:]
 begin_step, issue, now = RunRecord.step, Work.__init__, {"step": 0, "calls": 0}
 def noting_step(record, number):
     now.update(step=number, calls=0)
     return begin_step(record, number)
 def issue_or_end(work, *args, **options):
     now["calls"] += 1
-    if os.environ["RANK"] == rank and now == {"step": int(step), "calls": int(call)} and not os.path.exists(marker):
-        open(marker, "w").close()
+    if os.environ["RANK"] == rank and now == {"step": int(step), "calls": int(call)}:
         os.kill(os.getpid(), getattr(signal, name))
     issue(work, *args, **options)
 RunRecord.step, Work.__init__ = noting_step, issue_or_end
@@ -111,14 +109,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def sends_itself(signal_name: str, rank: int, step: int, call: int, folder: Path) -> list:
-    """The beginning of a command: a rank sends itself a signal, once, at its `call`-th collective of a step."""
+    """The beginning of a command: a rank sends itself a signal at its `call`-th collective of a step."""
     wrapper = folder / "sends_itself.py"
     wrapper.write_text(SENDS_ITSELF)
-    return [wrapper, signal_name, rank, step, call, folder / "marker"]
+    return [wrapper, signal_name, rank, step, call]
 
 
 def test_five_dimensions_go_on_after_a_kill(tmp_path):
-    """A rank dies in the middle of a step, while its peers in four dimensions wait for it, each in another group."""
+    """A rank dies within a step, while its peers in four dimensions wait for it, each in another group."""
     dies, folder = sends_itself("SIGKILL", 5, 3, 20, tmp_path), tmp_path / "run"
     assert run_script(*FIVE, "--run-dir", tmp_path / "whole", ranks=8).returncode == 0
     died = run_script(*dies, *FIVE, "--run-dir", folder, ranks=8)
@@ -126,13 +124,6 @@ def test_five_dimensions_go_on_after_a_kill(tmp_path):
     resumed = run_script(*FIVE, "--run-dir", folder, "--resume", "auto", ranks=8)
     assert resumed.returncode == 0 and resumed.stdout.count("step 2/4") == 1, resumed.stderr
     assert curve(folder) == curve(tmp_path / "whole"), "bit for bit, each step once"
-    if ALL:  # the same by torchrun, which takes half a minute to start 8 ranks twice
-        (tmp_path / "marker").unlink()
-        (tmp_path / "torchrun").mkdir()
-        launch = ("--max-restarts", "1", *map(str, dies), FIVE[0])
-        process = start(8, tmp_path / "torchrun", *FIVE[1:], "--resume", "auto", launch=launch)
-        assert process.wait(timeout=240) == 0 and (tmp_path / "marker").exists()
-        assert curve(tmp_path / "torchrun") == curve(tmp_path / "whole"), "bit for bit, each step once"
 
 
 def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
@@ -142,9 +133,8 @@ def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
     assert len(steps_of(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("ranks", [2, *[1] * ALL])
-def test_interrupt_ends_cleanly(tmp_path, ranks):
-    process = start(ranks, tmp_path, "--steps", "100000")
+def test_interrupt_ends_cleanly(tmp_path):
+    process = start(2, tmp_path, "--steps", "100000")
     wait_for(lambda: len(steps_of(tmp_path)) >= 3, process)
     os.kill(process.pid, signal.SIGINT)
     process.wait(timeout=60)
@@ -155,7 +145,7 @@ def test_interrupt_ends_cleanly(tmp_path, ranks):
 def test_plain_python_interrupt():
     command = [sys.executable, "step01_single_gpu/train.py", *SMALL, "--steps", "100000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests themselves run in the background
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also in the background
     process = subprocess.Popen(command, cwd=ROOT, **pipes, preexec_fn=hears)
     process.stdout.readline()  # the first progress line: training has begun
     process.send_signal(signal.SIGINT)
@@ -168,11 +158,11 @@ def test_a_process_has_one_thread_unless_told():
     for script in sorted(ROOT.glob("step*/train.py")):
         imports = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
         assert imports.index("common") < imports.index("torch"), f"{script}: PyTorch is loaded with its own default"
-    show = [sys.executable, "-c", "import common, torch; print(torch.get_num_threads())"]
+    show = "import common, os; print(os.environ['OMP_NUM_THREADS'])"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    for own, threads in ({}, "1"), ({"OMP_NUM_THREADS": "2"}, "2"):
-        done = subprocess.run(show, cwd=ROOT, env=environment | own, capture_output=True, text=True, timeout=60)
-        assert done.stdout.strip() == threads, done.stderr
+    for own, threads in ({}, b"1"), ({"OMP_NUM_THREADS": "2"}, b"2"):
+        printed = subprocess.check_output([sys.executable, "-c", show], cwd=ROOT, env=environment | own)
+        assert printed.strip() == threads
 
 
 def assert_refused(done: subprocess.CompletedProcess, words: str) -> None:
@@ -182,14 +172,11 @@ def assert_refused(done: subprocess.CompletedProcess, words: str) -> None:
 
 def test_bad_input_is_one_line_and_status_2():
     for flags, words in [
-        ("--dp 3", "--dp 3"),
-        ("--global-batch 7", "--global-batch 7 is not divisible by"),
         ("--heads 5", "--heads 5 does not divide --hidden 32"),
         ("--tp 2", "--tp is not a flag of step03_zero"),
         ("--data /no/such/file.txt", "--data /no/such/file.txt"),
         ("--resume /no/such/checkpoint", "/no/such/checkpoint"),
         ("--data README.md --vocab 384 --global-batch 9999 --micro-batch 1", "--data README.md is too small"),
-        ("--trace 3", "--trace 3 is not FIRST:LAST"),
     ]:
         assert_refused(run_script(SCRIPT, *SMALL, *flags.split()), words)
 
@@ -216,38 +203,26 @@ def note_and_end(status):
     end(status)
 os._exit = note_and_end
 time.sleep(2.5 if os.environ["RANK"] == late else 0)
-if sys.argv[-1] == "cuda" and os.environ["RANK"] != "1":  # the others have a GPU, as far as one can see before its use
-    import torch, types
-    torch.cuda.is_available, torch.cuda.set_device, torch.cuda.device_count = lambda: True, lambda _: None, lambda: 1
-    torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(uuid=os.environ["RANK"], name="GPU")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("late", "restarts", "flags"),
-    [
-        ("none", 1, "--data /no/such/file.txt"),
-        ("0", 0, "--foo"),
-        *[("none", 1, "--global-batch 7"), ("none", 0, "--global-batch 4 --device cuda")] * ALL,
-    ],
-)
+@pytest.mark.parametrize("late, restarts, flags", [("none", 1, "--data /no/such/file.txt"), ("0", 0, "--foo")])
 def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
     """One rank prints the line, also if it starts late, and the launcher's report ends with it. The launcher's signal
     to the others does not change their status."""
     wrapper = tmp_path / "notes_its_status.py"
     wrapper.write_text(NOTES_ITS_STATUS)
     done = torchrun(2, f"--max-restarts={restarts}", wrapper, tmp_path, late, SCRIPT, *SMALL, *flags.split())
-    line = "error: rank 1 sees no GPU, but others do" if "cuda" in flags else "error: --"
     *_, last, border = done.stderr.splitlines()  # of torchrun's report
-    assert f" : {line}" in last and set(border) == {"="}, done.stderr
-    assert len(re.findall(f"^{line}", done.stderr, re.MULTILINE)) == 1 + restarts, done.stderr
+    assert " : error: --" in last and set(border) == {"="}, done.stderr
+    assert len(re.findall("^error: --", done.stderr, re.MULTILINE)) == 1 + restarts, done.stderr
     assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stderr)) == {"2"}, done.stderr
     assert (tmp_path / "statuses").read_text() == "2" * 2 * (1 + restarts), "status 2 on all ranks"
 
 
 def test_a_run_folder_keeps_one_run(tmp_path):
-    """A fresh start in a folder with checkpoints would leave them behind as its own, for --resume auto to find."""
+    """A fresh start would leave the checkpoints behind as its own, for --resume auto to find."""
     run = [SCRIPT, *SMALL, "--steps", "3", "--run-dir", tmp_path / "run"]
     assert run_script(*run, "--save-every", "2").returncode == 0
     for flags, words in [

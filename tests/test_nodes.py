@@ -1,4 +1,4 @@
-"""Two nodes on this machine train as one process does, over a cable whose bytes are counted, and leave nothing."""
+"""Two nodes on this machine train as one process, over a cable whose bytes are counted; nothing stays behind."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common.virtual.nodes import SEPARATE
@@ -32,8 +33,8 @@ def nodes_command(*command, ranks: int = 1) -> list[str]:
 
 def start(folder: Path, mark: tuple[str, str], *command) -> subprocess.Popen:
     """Start nodes in the background, their output in folder/log."""
-    io = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict([mark])
+    io = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
     return subprocess.Popen(nodes_command(*command), cwd=ROOT, env=environment, start_new_session=True, **io)
 
 
@@ -59,10 +60,8 @@ def test_two_nodes_train_as_one_process(tmp_path):
     command = nodes_command(*STEP, "--steps", 4, "--pp", 2, "--tp", RANKS, "--run-dir", two, ranks=RANKS)
     done = run_command(command, env=dict([mark]))
     assert done.returncode == 0 and f"{2 * RANKS} ranks on 2 nodes" in done.stdout, done.stdout + done.stderr
-    for kind in ("loss", "grad_norm"):
-        assert [step[kind] for step in steps_of(two)] == pytest.approx(
-            [step[kind] for step in steps_of(one)], rel=1e-10
-        )
+    curves = [[(step["loss"], step["grad_norm"]) for step in steps_of(folder)] for folder in (one, two)]
+    np.testing.assert_allclose(*curves, rtol=1e-10)
 
     message = cost.message_bytes(b=1, s=512, h=64, beta=8, tp=RANKS)
     expected = 4 * RANKS * 8 * message  # steps, tensor ranks, micro-batches: forward from node 0, backward from node 1
@@ -72,18 +71,13 @@ def test_two_nodes_train_as_one_process(tmp_path):
     assert_nothing_left(mark)
 
 
-@pytest.mark.parametrize("fault", ["cut", *["killed"] * bool(os.environ.get("TEST_ALL"))])
-def test_a_lost_node_ends_the_other_and_the_run_resumes(fault, tmp_path):
+def test_a_lost_node_ends_the_other_and_the_run_resumes(tmp_path):
     mark, step = new_mark(), [*STEP, "--seq-len", "64", "--steps", "40", "--pp", "2", "--save-every", "4"]
     process = start(tmp_path, mark, *step, "--timeout", "12", "--run-dir", tmp_path / "run")
     try:
         wait_for(lambda: len(steps_of(tmp_path / "run")) >= 6)
-        if fault == "cut":
-            inside = f"nsenter -U -m -n --preserve-credentials -t {process.pid}".split()
-            subprocess.run([*inside, *"ip -n node1 link set cable down".split()], check=True)
-        else:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(children[1]), signal.SIGKILL)
+        inside = f"nsenter -U -m -n --preserve-credentials -t {process.pid}".split()
+        subprocess.run([*inside, *"ip -n node1 link set cable down".split()], check=True)
         assert process.wait(timeout=60) not in (0, 2)
     finally:
         kill(process, mark)
@@ -115,26 +109,16 @@ def test_nothing_stays_behind(sent, status, tmp_path):
         kill(process, mark)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--bandwidth fast -- x.py", "--bandwidth: fast is not of the form 200mbit"),
-        ("--latency 3 -- x.py", "--latency: 3 is not of the form 0.5ms"),
-        ("--nodes 1 -- x.py", "--nodes 1 is not"),
-        ("--ranks 0 -- x.py", "--ranks 0 is not"),
-        ("--nodes 2", "what shall the nodes run?"),
-    ],
-)
-def test_bad_arguments_are_one_line(flags, words):
+@pytest.mark.parametrize("flags", ["--bandwidth fast -- x.py", "--latency 3 -- x.py", "--nodes 1 -- x.py", "--nodes 2"])
+def test_bad_arguments_are_one_line(flags):
     done = run_script("-m", "common.nodes", *flags.split())
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and words in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert flags.partition(" --")[0] in done.stderr.replace(":", "") or flags == "--nodes 2", done.stderr
 
 
 def test_print_shows_the_commands():
-    done = run_script(
-        "-m", "common.nodes", "--nodes", 3, "--bandwidth", "1gbit", "--latency", "1ms", "--print", "--", "x.py"
-    )
+    flags = "-m common.nodes --nodes 3 --bandwidth 1gbit --latency 1ms --print -- x.py"
+    done = run_script(*flags.split())
     assert done.returncode == 0 and done.stdout.startswith("unshare --user")
     for line in ("ip link add switch type bridge", "tbf rate 1gbit burst 25000b", "netem delay 1ms", "--node_rank 2"):
         assert line in done.stdout, done.stdout
