@@ -2,7 +2,8 @@
 
     python step01_single_gpu/sketch.py
 
-It takes the same five steps in four ways. Losses agree up to rounding, but ever fewer numbers wait for a backward.
+It takes the same five steps in four ways. Losses agree up to rounding, but from way to way, activations take less
+memory: fewer numbers, or narrower ones.
 A name that begins with d is a gradient: dx is that of the loss with respect to x.
 """
 
@@ -26,8 +27,13 @@ def backward(dy: Tensor, x: Tensor, hidden: Tensor, up: Tensor, down: Tensor) ->
     # --- until here ---
 
 
+def count(kept: list[tuple[Tensor, Tensor | None]]) -> int:
+    """Numbers in the inputs and hidden tensors of layers."""
+    return sum(tensor.numel() for pair in kept for tensor in pair if tensor is not None)
+
+
 def train_step(masters, samples: Tensor, targets: Tensor, micro_batches: int, recompute: bool, dtype: torch.dtype):
-    """Update the master weights. Returns the loss, and the most numbers that waited for a backward."""
+    """Update the master weights. Returns the loss, and the most activations that were kept at once."""
     layers = [[weight.to(dtype) for weight in layer] for layer in masters]  # what forward and backward use
     sums = [[torch.zeros_like(weight) for weight in layer] for layer in masters]  # of gradients, wide as the masters
     loss, most = 0.0, 0
@@ -38,7 +44,6 @@ def train_step(masters, samples: Tensor, targets: Tensor, micro_batches: int, re
             y, hidden = forward(x, up, down)
             kept.append((x, None if recompute else hidden))
             x = y
-        most = max(most, sum(tensor.numel() for pair in kept for tensor in pair if tensor is not None))
 
         error = x - target  # wide, like the target
         loss += error.square().sum() / targets.numel()  # a share of the mean over the whole batch
@@ -47,6 +52,7 @@ def train_step(masters, samples: Tensor, targets: Tensor, micro_batches: int, re
             x, hidden = kept.pop()
             if hidden is None:
                 _, hidden = forward(x, up, down)  # recomputation
+            most = max(most, count([*kept, (x, hidden)]))
             dx, dup, ddown = backward(dx, x, hidden, up, down)  # a layer's input is the previous layer's output
             sum_up += dup  # accumulation: the sum of the micro-batches' gradients is the batch's gradient
             sum_down += ddown
@@ -58,7 +64,7 @@ def train_step(masters, samples: Tensor, targets: Tensor, micro_batches: int, re
 
 
 def train(micro_batches: int, recompute: bool, dtype: torch.dtype = torch.float32):
-    """Take all steps. Returns the losses, the master weights, and the most numbers that waited for a backward."""
+    """Take all steps. Returns the losses, the master weights, and the most activations that were kept at once."""
     wide = torch.promote_types(dtype, torch.float32)  # float32 if dtype is narrower
     random = torch.Generator().manual_seed(0)
     masters = []
@@ -82,4 +88,4 @@ if __name__ == "__main__":
     ]:
         losses, _, most = train(micro_batches, recompute, dtype)
         print(f"{micro_batches} micro-batches, {'recomputed' if recompute else 'kept'}, {dtype}".ljust(45), end="")
-        print(f"{most:6,} numbers wait; losses", *(f"{loss:.6f}" for loss in losses))
+        print(f"at most {most:6,} activations; losses", *(f"{loss:.6f}" for loss in losses))

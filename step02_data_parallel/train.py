@@ -65,7 +65,7 @@ def train_step(
     # ---- clip by the global norm, update ----
     with tracer.phase("optimizer"):
         gradients = data_parallel.finish()
-        # the norm of the true gradients: the loss scale is divided out again
+        # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
         norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))

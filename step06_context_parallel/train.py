@@ -73,7 +73,7 @@ def train_step(
     with tracer.phase("optimizer"):
         gradients = pipeline.finish()
         sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
-        # the norm of the true gradients: the loss scale is divided out again
+        # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
         norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from step01_single_gpu import sketch
 from tests.harness.ranks import ROOT, run_ranks
 
 # What a reader changes besides the functions of the answer: (before, after)
@@ -68,14 +69,16 @@ def test_any_number_of_ranks_gives_the_same_losses(worlds, step):
         assert all(rank[step] == pytest.approx(alone[step], rel=1e-12, abs=0) for rank in worlds[ranks])
 
 
-def test_segments_give_the_losses_of_layers():
+def test_segments_give_the_losses_of_layers(monkeypatch):
     segments, most = {}, {}
-    for length in (1, 2, 3):
-        sketch = solved(1)
-        sketch.SEGMENT = length
-        segments[length], _, most[length] = sketch.train(4, True, torch.float64)
-    from step01_single_gpu import sketch
-
-    expected, _, layer = sketch.train(4, True, torch.float64)
+    monkeypatch.setattr(sketch, "LAYERS", 16)
+    monkeypatch.setattr(sketch, "LEARNING_RATE", 0.001)  # more layers, larger gradients
+    for length in (1, 2, 4, 8):
+        answer = solved(1)
+        answer.LAYERS, answer.LEARNING_RATE, answer.SEGMENT = sketch.LAYERS, sketch.LEARNING_RATE, length
+        segments[length], _, kept = answer.train(4, True, torch.float64)
+        most[length] = kept / (answer.WIDTH * answer.SAMPLES / 4)
+    expected, _, kept = sketch.train(4, True, torch.float64)
+    assert expected[-1] < expected[0]
     assert all(each == pytest.approx(expected, rel=1e-12, abs=0) for each in segments.values())
-    assert most == {1: layer, 2: layer * 2 / 3, 3: layer / 3}
+    assert most == {1: 20, 2: 17, 4: 23, 8: 41} and kept == 20 * sketch.WIDTH * sketch.SAMPLES / 4

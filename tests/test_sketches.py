@@ -159,8 +159,8 @@ def test_one_process_in_every_way():
     for micro_batches, recompute in ((2, False), (4, False), (1, True), (4, True)):
         others, other_masters, most = sketch.train(micro_batches, recompute, torch.float64)
         agree(others, joined(1, [other_masters]), losses, joined(1, [masters]))
-        share = sketch.WIDTH / (sketch.WIDTH + sketch.HIDDEN) if recompute else 1
-        assert most == numbers * share / micro_batches
+        one_hidden = sketch.SAMPLES * (sketch.LAYERS * sketch.WIDTH + sketch.HIDDEN)
+        assert most == (one_hidden if recompute else numbers) / micro_batches
     narrow, masters, _ = sketch.train(4, True, torch.bfloat16)
     wide, *_ = sketch.train(4, True, torch.float32)
     assert narrow != wide and narrow == pytest.approx(wide, rel=1e-2) and masters[0][0].dtype == torch.float32
