@@ -44,8 +44,8 @@ def train_step(shards: list[Tensor], x: Tensor, target: Tensor, ranks: int) -> T
     dy = 2 * error / (ranks * error.numel())
     for shard in reversed(shards):  # backward
         weight = gather(shard)
-        dy = dy * (activations.pop() > 0)
-        dweight = activations[-1].T @ dy
+        dy = dy * (activations.pop() > 0)  # the layer's output
+        dweight = activations[-1].T @ dy  # its input
         dy = dy @ weight.T  # a layer's input is the previous layer's output
         del weight
         shard -= LEARNING_RATE * reduce_scatter(dweight)

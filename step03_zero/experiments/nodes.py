@@ -163,7 +163,7 @@ def draw(seconds: dict[tuple[int, str], tuple], shares: dict[str, dict[float, fl
     colours = {"all four ranks": COLOURS["all_gather"], "hybrid": COLOURS["all_reduce"]}
     bars(left, groups, marks, colours, value="{:.1f} s")
     left.set(ylabel="seconds of a step")
-    left.set_title("Hybrid sharding sends once per step", fontsize=11.5, loc="left", fontweight="bold")
+    left.set_title("Hybrid sharding crosses the cable once per step", fontsize=11.5, loc="left", fontweight="bold")
     lines(
         right,
         shares,
