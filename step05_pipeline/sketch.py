@@ -47,7 +47,7 @@ def run(actions: str, weights: list[Tensor], samples: Tensor, targets: Tensor) -
     for action in actions.split():
         i = int(action[1:])
         if action[0] == "F":
-            x, target = micro_batches[i]
+            x, target = micro_batches[i]  # later ranks only use the shape of x
             if rank > 0:
                 x = receive(x, rank - 1).requires_grad_()  # the graph of my layers begins here
             y = x
