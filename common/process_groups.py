@@ -136,6 +136,7 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
     def along(*axes: str) -> np.ndarray:
         """(groups, members): ranks that differ in `axes` only, in ascending order."""
         moved = sorted(degrees.axes.index(axis) for axis in axes)
+        # the chosen axes last, merged into one: a group's members; the others become rows: the groups
         return np.moveaxis(grid, moved, range(-len(axes), 0)).reshape(-1, math.prod(grid.shape[axis] for axis in moved))
 
     same_head = max(1, degrees.tp // kv_heads) if kv_heads else 1

@@ -37,7 +37,7 @@ def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def run(weights, gradients, samples: Tensor, targets: Tensor, pp: dist.ProcessGroup, tp: dist.ProcessGroup) -> Tensor:
     """Add up the gradients of my stage. Returns the loss of my tokens, which only the last stage knows."""
-    layers, dlayers = list(zip(*weights)), list(zip(*gradients))
+    layers, dlayers = list(zip(*weights)), list(zip(*gradients))  # one (scale, w1, w2) per layer
     stages, kept, loss = dist.get_process_group_ranks(pp), [], samples.new_zeros(())
     before, after = stages[: pp.rank()], stages[pp.rank() + 1 :]
     for micro_batch in samples.chunk(MICRO_BATCHES):  # step 5: all forwards first, to be short

@@ -93,10 +93,12 @@ def draw(sent: dict, peaks: dict[str, dict], bubbles: dict[str, float]) -> None:
     for axis, stacks in ((left, traffic), (right, peaks)):
         groups = {name: [{part: size / 1e6 for part, size in each.items()}] for name, each in stacks.items()}
         bars(axis, groups, colours=COLOURS_OF, value="{:.1f}", horizontal=True)
-    bars(last, {name: [{"other": share}] for name, share in bubbles.items()}, value="{:.0%}", horizontal=True)
+    idle = {name: [{"bubble": share}] for name, share in bubbles.items()}
+    bars(last, idle, colours={"bubble": COLOURS["other"]}, value="{:.0%}", horizontal=True)
     last.set(xticks=[])
-    titles = "MB that a rank sends in a step", "MB on the fullest rank, at the peak", "bubble"
+    titles = "MB that a rank sends in a step", "MB on the fullest rank, at the peak", "share of a step"
     for axis, title in zip((left, right, last), titles):
+        axis.axhline(list(bubbles).index("experts, dp 8") - 0.5, color="black", linewidth=0.8)  # another model
         axis.set_title(title, loc="left", fontsize=10)
     legend(figure, columns=5)
     save_figure(figure, "cost")

@@ -17,10 +17,11 @@ SPEED, BANDWIDTH = 0.1e9, 2.5e6  # FLOP/s of a rank, and bytes/s of the link tha
 FLAGS = EXPERTS | FIVE_D | {"layers": 4, "kv_heads": 4, "seq_len": 256, "global_batch": 4, "zero": 1, "bucket_mb": 0.1}
 FLAGS |= {"link": f"0,{1e-9 * BANDWIDTH}"}
 RANKS, DRAWN = 8, (0, 4)  # the first stage, and the rank of the second one that it sends to
-# What the forward of a layer does, in order: products and attention (a hop has one or two blocks), and messages
+# What the forward of a layer does, in order: products and attention (a hop has one or two blocks), and messages, with
+# the numbers of the items in the lesson's "One step, in order"
 WORDS = {"product": ("q", "k", "v", "o", "router", "gate", "up", "down"), "attention": ("attn", "attn")}
-WORDS |= {"tp": ("all-gather", "reduce-scatter", ""), "cp": ("K", "V"), "pp": ("output",)}
-WORDS |= {"ep": ("counts", "dispatch", "combine"), "dp": ()}
+WORDS |= {"tp": ("3: all-gather", "3: reduce-scatter", ""), "cp": ("3: K", "3: V"), "pp": ("5: output",)}
+WORDS |= {"ep": ("4: counts", "4: dispatch", "4: combine"), "dp": ()}
 
 
 class Sent(NamedTuple):
