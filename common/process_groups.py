@@ -134,9 +134,8 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
     grid = np.arange(degrees.world).reshape([getattr(degrees, axis) for axis in degrees.axes])
 
     def along(*axes: str) -> np.ndarray:
-        """(groups, members): ranks that differ in `axes` only, in ascending order."""
+        """(groups, members): ranks that differ in `axes` only. These axes merge into one, all others into rows."""
         moved = sorted(degrees.axes.index(axis) for axis in axes)
-        # the chosen axes last, merged into one: a group's members; the others become rows: the groups
         return np.moveaxis(grid, moved, range(-len(axes), 0)).reshape(-1, math.prod(grid.shape[axis] for axis in moved))
 
     same_head = max(1, degrees.tp // kv_heads) if kv_heads else 1
