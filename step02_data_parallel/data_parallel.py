@@ -85,7 +85,8 @@ class DataParallel:
         self.next_bucket = 0  # index of the bucket to launch next
         self.synchronising = True  # buckets may be launched
         for parameter in parameters:
-            parameter.spec.owner &= group.rank == 0  # every rank holds a replica; the first one counts and saves it
+            # A parameter's `spec` (common/parameter.py) says which of the ranks that hold it counts and saves it
+            parameter.spec.owner &= group.rank == 0
         take_gradients(parameters, self)
 
     @contextmanager
@@ -117,8 +118,9 @@ class DataParallel:
 
     def _launch_next(self) -> None:
         bucket = self.buckets[self.next_bucket]
+        overlapping = self.mode != "naive"
         bucket.zero_unused()
-        bucket.work = collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive")
+        bucket.work = collectives.all_reduce(bucket.flat, self.group, async_op=overlapping)
         self.next_bucket += 1
 
     def finish(self) -> list[torch.Tensor]:
@@ -129,7 +131,7 @@ class DataParallel:
         while self.next_bucket < len(self.buckets):
             self._launch_next()
         for bucket in self.buckets:
-            bucket.work.wait()
+            bucket.work.wait()  # in mode naive our Work (PyTorch returns None) has completed already
             bucket.start_over()
         self.next_bucket = 0
         return [self.bucket_of[parameter].views[parameter] for parameter in self.parameters]

@@ -27,11 +27,11 @@ reduced on every micro-batch: bucket.add(parameter, gradient) =>
     …; collectives.all_reduce(bucket.views[parameter], self.group)
 # The three above communicate in their own way: buckets are not reduced any more
 @ step02_data_parallel.data_parallel:DataParallel._launch_next
-hook takes the parameter: collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive") =>
+hook takes the parameter: collectives.all_reduce(bucket.flat, self.group, async_op=overlapping) =>
     collectives.Work()
-only the last micro-batch reduced: collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive") =>
+only the last micro-batch reduced: collectives.all_reduce(bucket.flat, self.group, async_op=overlapping) =>
     collectives.Work()
-reduced on every micro-batch: collectives.all_reduce(bucket.flat, self.group, async_op=self.mode != "naive") =>
+reduced on every micro-batch: collectives.all_reduce(bucket.flat, self.group, async_op=overlapping) =>
     collectives.Work()
 @ step01_single_gpu.data.batches:Batches.target_tokens
 # Each rank's loss is the mean over its own tokens, and gradients are summed: they are dp times too large
