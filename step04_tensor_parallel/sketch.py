@@ -4,8 +4,9 @@
     torchrun --nproc_per_node 2 step04_tensor_parallel/sketch.py
 
 The first token and the weights are those of the lesson's first picture. Ranks divide the tokens outside of the two
-products, and the products' columns inside. Without sequence parallelism, every rank would hold all tokens: gather
-would do nothing, and reduce_scatter would be an all-reduce (and the two would be named f and f*, not g and g*).
+products, and the products' columns inside. Without sequence parallelism, every rank would hold all tokens. Then gather
+would do nothing, and reduce_scatter would be an all-reduce (and the two would be named f and f*, not g and g*). The
+all-reduces of dscale and loss would have to go, because every rank would have the whole sum already.
 """
 
 import os
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 X = [[1.0, 2], [2, 0], [0, 1], [-1, 1]]  # four tokens of two numbers
-TARGET = [[4.0, 3], [1, 1], [2, 0], [3, 2]]
+TARGET = [[3.0, 3], [1, 1], [2, 0], [3, 2]]
 W1 = [[1.0, 2, -1, 1], [1, -2, 1, 1]]
 W2 = [[1.0, 0], [1, -1], [2, 1], [0, 1]]
 STEPS, LEARNING_RATE = 5, 0.01

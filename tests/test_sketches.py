@@ -180,7 +180,7 @@ def test_numbers_of_the_picture_in_lesson_4():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_sketch_4_prints_the_numbers_of_the_picture(ranks):
     done = run_script("step04_tensor_parallel/sketch.py", ranks=ranks)
-    assert "y [5.0, 4.0], dy [1.0, 1.0], dx [-1.0, 5.0]" in done.stdout, done.stderr
+    assert "y [5.0, 4.0], dy [2.0, 1.0], dx [-2.0, 8.0]" in done.stdout, done.stderr
 
 
 def compare_with_steps() -> None:
