@@ -48,7 +48,7 @@ class Balancing:
         if self.config.balance == "bias":
             for index, router in self.routers:
                 step = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
-                router.bias += step if skip is None else step * (1 - skip)
+                router.bias += step if skip is None else step * (1 - skip)  # skip: only float16 has it
         loads = loads[shape.dense_layers :]
         worst = (loads.amax(1) / loads.mean(1)).mean()
         return {"aux_loss": counts[0], "imbalance": worst, "dropped": counts[1]}

@@ -28,14 +28,15 @@ def forward(x: Tensor, router: Tensor, ups: Tensor, downs: Tensor) -> tuple[Tens
     ranks = dist.get_world_size()
     # --- write this yourself ---
     best, chosen = (x @ router).topk(CHOICES)  # (tokens, CHOICES): route
-    gates = best.softmax(-1)
+    gates = best.softmax(-1)  # equals the softmax over all experts, divided by its sum over the chosen ones
     order = chosen.flatten().argsort(stable=True)  # sort by expert: choice i is one of token i // CHOICES
     counts = chosen.flatten().bincount(minlength=EXPERTS).view(ranks, -1)  # of my choices, by rank and expert
     arrivals = exchange(counts, [1] * ranks, [1] * ranks)  # of each rank's choices, for my experts
     sent, received = counts.sum(1).tolist(), arrivals.sum(1).tolist()
 
     rows = exchange(x[order // CHOICES], sent, received)  # dispatch: my experts' rows, by rank and expert
-    expert = torch.arange(len(ups)).repeat(ranks).repeat_interleave(arrivals.flatten())  # which one a row is for
+    # Which expert a row is for: if arrivals is [[1, 3], [2, 1]], then 0 1 1 1 0 0 1
+    expert = torch.arange(len(ups)).repeat(ranks).repeat_interleave(arrivals.flatten())
     hidden, results = rows.new_empty(len(rows), HIDDEN), torch.empty_like(rows)
     for e in range(len(ups)):
         hidden[expert == e] = torch.relu(rows[expert == e] @ ups[e])
