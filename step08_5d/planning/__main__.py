@@ -2,6 +2,8 @@
 
 python -m step08_5d.planning plan --model llama3-8b --gpus 64 --seq-len 4096 --tokens-per-batch 1M
 python -m step08_5d.planning memory --model llama3-70b --dp 4 --tp 8 --pp 2 --zero 1 --recompute full
+python -m step08_5d.planning overlap --model llama3-8b --dp 8 --tp 8 --pp 4 --peak 989 --bandwidth 450
+python -m step08_5d.planning cheatsheet --model llama3-8b --dp 4 --tp 8 --zero 1
 python -m step08_5d.planning dry-run --world 16384 --rank 77 --model llama3-405b --tp 8 --pp 16 --dtype bfloat16
 python -m step08_5d.planning sweep step08_5d/planning/laptop.toml
 python -m step08_5d.planning calibrate step08_5d/planning/laptop.toml
@@ -9,21 +11,18 @@ python -m step08_5d.planning published
 """
 
 import os
-import statistics
 import sys
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
-from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors
 from common.presets import resolve
 from step08_5d.cost import Layout
-from step08_5d.planning.machines import MACHINES, Habits
+from step08_5d.planning import cheatsheet, overlap
+from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import memory
-from step08_5d.planning.published import Run, fitted, halves, judge, predicted, read_runs
+from step08_5d.planning.published_report import published
 from step08_5d.planning.search import Plan, Task, command, named, plans
 
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
@@ -128,49 +127,16 @@ def calibrate(options) -> None:
     print(f"  figure: {pictures.draw_beside(reals, guesses, names, asked.folder / 'predicted.png')}")
 
 
-def published(options) -> None:
-    """Fit the model of time to half of the published runs, judge it on the other half, and the other way round."""
-    runs = read_runs()
-    print(f"{len(runs):,} published runs of {len({run.pair for run in runs})} pairs of model and nodes")
-    for number, (of_fit, others) in enumerate(halves(runs)):
-        habits = fitted(of_fit)
-        result = judge(others, partial(predicted, habits=habits))
-        rows = [
-            (f"{name} on {nodes} nodes", f"{result.within[name, nodes]:.2f}", f"{result.chosen[name, nodes]:.0%}")
-            for name, nodes in result.within
-        ]
-        print_table(
-            f"half {number + 1}, fitted to the other", ("", "Spearman", "MFU of the chosen run / best MFU"), rows
-        )
-        medians = (f"{statistics.median(each.values()):.2f}" for each in (result.within, result.chosen))
-        print(f"  over all runs: {result.spearman:.2f}; medians of the columns: {', '.join(medians)}")
-    result = judge(runs, lambda run: sum(memory(run.model, run.layout).values()), lambda run: run.memory)
-    print(f"\nSpearman of predicted and published memory: {result.spearman:.3f}")
-    print(f"  figure: {draw(runs, fitted(runs), options.out)}")
-
-
-def draw(runs: list[Run], habits: Habits, path: str) -> Path:
-    """Published over predicted MFU, with and without pipelines. Returns the path."""
-    figure, axes = new_figure(1, 2, height=3.4, sharey=True)
-    for axis, many, title in zip(axes, (False, True), ("one stage", "a pipeline")):
-        some = [run for run in runs if run.mfu and (run.layout.pp > 1) == many]
-        axis.loglog([predicted(run, habits) for run in some], [run.mfu for run in some], ".", ms=3, color=SERIES[many])
-        axis.loglog([0.001, 0.6], [0.001, 0.6], color=COLOURS["other"], lw=1)
-        axis.set(title=title, xlabel="MFU, predicted")
-    axes[0].set_ylabel("MFU, published")
-    return write_png(figure, path)
-
-
-@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the command line names."""
     parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     functions = {"plan": plan, "memory": print_memory, "dry-run": play, "sweep": sweep, "calibrate": calibrate}
-    for name, function in (functions | {"published": published}).items():
+    functions |= {"published": published, "overlap": overlap.show, "cheatsheet": cheatsheet.show}
+    for name, function in functions.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.set_defaults(run=function)
-        if name in ("plan", "memory"):
+        if name in ("plan", "memory", "overlap", "cheatsheet"):
             sub.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
             sub.add_argument("--seq-len", type=tokens, default=4096)
         if name == "published":
@@ -190,16 +156,27 @@ def main(argv: list[str] | None = None) -> None:
         if name == "dry-run":
             sub.add_argument("--world", type=int, required=True, help="how many ranks there would be")
             sub.add_argument("--rank", type=int, default=0, help="which of them to play")
-        if name == "memory":
+        if name in ("memory", "overlap", "cheatsheet"):
             for degree in ("dp", "tp", "pp", "cp", "ep", "micro-batch"):
                 sub.add_argument(f"--{degree}", type=int, default=1)
+        if name in ("memory", "cheatsheet"):
             sub.add_argument("--zero", type=int, choices=range(4), default=0)
-            sub.add_argument("--recompute", choices=("none", "full"), default="none")
             sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
-    options, options.rest = parser.parse_known_args(argv)
-    if options.rest and options.run is not play:
-        parser.error(f"unknown: {' '.join(options.rest)}")
-    options.run(options)
+        if name == "memory":
+            sub.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+        if name == "overlap":
+            sub.add_argument("--peak", type=float, default=989, help="TFLOP/s that a GPU's products reach")
+            sub.add_argument("--bandwidth", type=float, default=450, help="GB/s of a GPU to others of its node")
+            sub.add_argument("--between", type=float, default=50, help="GB/s of a GPU to other nodes")
+            sub.add_argument("--near", nargs="*", choices=overlap.DEGREES, default=["tp"], help="within a node")
+    try:
+        options, options.rest = parser.parse_known_args(argv)
+        if options.rest and options.run is not play:
+            parser.error(f"unknown: {' '.join(options.rest)}")
+        options.run(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""The memory rows of the playbook's cheatsheet beside ours, for one layout: bytes of a rank.
+
+The cheatsheet counts in `model_bf16` = 2 x layers x 16 h^2 bytes (its A2: attention 4 h^2, a gated MLP 12 h^2) and
+has neither embeddings nor fewer heads of keys and values. Its activations come from the text: 34 s b h for each layer.
+"""
+
+from common.drawing.tables import print_table
+from common.errors import UsageError
+from common.model_config import ModelConfig
+from common.presets import resolve
+from step01_single_gpu.memory_model import gpt
+from step08_5d.cost import Layout
+from step08_5d.planning.memory import of_stage
+
+Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they differ
+
+
+def rows(model: ModelConfig, layout: Layout) -> Rows:
+    """Return the rows of the cheatsheet: bytes of theirs and ours, of the first stage. ZeRO is that of the layout."""
+    ours = of_stage(model, layout, 0)
+    of_rank = layout.tp * layout.pp
+    weights = 2 * model.layers * 16 * model.hidden**2 / of_rank
+
+    def shard(stage: int) -> int:
+        return layout.dp if layout.zero >= stage else 1
+
+    activations = gpt.text_activations(gpt.from_model(model), layout.micro_batch, layout.seq, "selective")
+    theirs = {
+        "model_bf16": weights / shard(3),
+        "grads_fp32": 2 * weights / shard(2),
+        "model_fp32": 2 * weights / shard(1),
+        "optimstates": 4 * weights / shard(1),
+        "activs": activations / layout.tp / layout.cp,
+    }
+    state = ours["optimizer state"]
+    result = [
+        ("model_bf16", theirs["model_bf16"], ours["parameters"], "layers of 16 h^2, no embedding"),
+        ("grads_fp32", theirs["grads_fp32"], ours["gradients"], "the same"),
+        ("model_fp32", theirs["model_fp32"], state / 3, "the same"),
+        ("optimstates", theirs["optimstates"], 2 * state / 3, "the same"),
+        ("activs", theirs["activs"], ours["activations"], "GPT's 34 s b h; fused attention and our MLP"),
+    ]
+    result.append(("working", 0.0, ours["working"], "not in it: a layer at work, loss, gathered weights"))
+    peak = (sum(row[1] for row in result), sum(row[2] for row in result))
+    return [*result, ("peak", *peak, "")]
+
+
+def show(options) -> None:
+    """The table for the options of the command line."""
+    model = resolve(options.model)
+    degrees = {name: getattr(options, name) for name in ("dp", "tp", "pp", "cp", "zero", "micro_batch")}
+    if model.experts:
+        raise UsageError(f"the cheatsheet knows no experts, and {options.model} has {model.experts}")
+    layout = Layout(options.seq_len, **degrees, dtype="bfloat16")
+    layout = layout._replace(micro_batches=max(1, options.sequences // (layout.dp * layout.micro_batch)))
+    cells = [(name, f"{t / 1e9:.2f}", f"{o / 1e9:.2f}", why) for name, t, o, why in rows(model, layout)]
+    title = f"predicted: {options.model}, the first stage's rank of 1F1B, GB"
+    print_table(title, ("", "cheatsheet", "ours", "why they differ"), cells)

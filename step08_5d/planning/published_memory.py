@@ -1,0 +1,92 @@
+"""What the published runs held, and why others failed: memory of the playbook's implementation, fitted to its runs.
+
+The file does not say whether a run without numbers crashed or ran out of memory. What can be said: whether it should
+have fitted, and whether a heavier run with the same degrees ended, so that memory cannot have been the reason.
+"""
+
+import math
+import statistics
+from typing import NamedTuple
+
+from step08_5d.planning.fitting import descend
+from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.memory import of_stage
+from step08_5d.planning.published import VOCAB, Run
+
+ROOM = 1.2  # how much more than predicted a run may need and still fits
+
+
+class Holds(NamedTuple):
+    """What an implementation holds, in what ours would."""
+
+    states: float = 1.0  # parameters, gradients and optimizer state
+    activations: float = 1.2
+    logit: float = 8.0  # bytes of each logit of a micro-batch: nothing there fuses head and loss
+    else_: float = 1e9  # bytes of all else
+
+
+class Kept(NamedTuple):
+    """What a stage of a run keeps in our formulas: bytes, but for logits, which are a number."""
+
+    states: float
+    activations: float
+    logits: float
+
+
+def kept(run: Run) -> list[Kept]:
+    """Of the first and the last stage."""
+    result = []
+    for stage in {0, run.layout.pp - 1}:
+        held = of_stage(run.model, run.layout, stage)
+        logits = run.layout.tokens * VOCAB / run.layout.tp if stage == run.layout.pp - 1 else 0
+        states = held["parameters"] + held["gradients"] + held["optimizer state"]
+        result.append(Kept(states, held["activations"], logits))
+    return result
+
+
+def needed(stages: list[Kept], holds: Holds) -> float:
+    """Bytes of the fullest stage."""
+    most = max(
+        holds.states * each.states + holds.activations * each.activations + holds.logit * each.logits for each in stages
+    )
+    return most + holds.else_
+
+
+def fitted(runs: list[Run]) -> Holds:
+    """What the runs that ended show: the least mean of |log(predicted / published)|."""
+    pairs = [(kept(run), run.memory) for run in runs if run.mfu]
+    return descend(
+        Holds(),
+        Holds._fields,
+        lambda holds: statistics.mean(abs(math.log(needed(stages, holds) / memory)) for stages, memory in pairs),
+    )
+
+
+class Failures(NamedTuple):
+    """Runs that failed, counted."""
+
+    all: int
+    fit: int  # predicted to fit, even with 20 % more
+    excused: int  # of these: a run with the same degrees needs at least as much, and ended
+    far: int  # of the others: would fit, even if predicted as badly as the worst run that ended
+    open: int  # the rest: they may have run out of memory
+
+
+def failures(runs: list[Run], holds: Holds) -> Failures:
+    """Count what failed although it should have fitted on an 80 GB GPU."""
+    sizes = [needed(kept(run), holds) for run in runs]
+    worst = max(run.memory / size for run, size in zip(runs, sizes) if run.mfu)
+    heaviest = {}
+    for run, size in zip(runs, sizes):
+        if run.mfu:
+            heaviest[_degrees(run)] = max(size, heaviest.get(_degrees(run), 0))
+    failed = [(run, size) for run, size in zip(runs, sizes) if not run.mfu]
+    room = MACHINES["H100"].memory
+    fit = [(run, size) for run, size in failed if ROOM * size <= room]
+    rest = [size for run, size in fit if heaviest.get(_degrees(run), 0) < size]
+    far = sum(worst * size <= room for size in rest)
+    return Failures(len(failed), len(fit), len(fit) - len(rest), far, len(rest) - far)
+
+
+def _degrees(run: Run) -> tuple:
+    return run.pair, run.layout.dp, run.layout.pp, run.layout.tp
