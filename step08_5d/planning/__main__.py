@@ -2,6 +2,9 @@
 
 python -m step08_5d.planning plan --model llama3-8b --gpus 64 --seq-len 4096 --tokens-per-batch 1M
 python -m step08_5d.planning memory --model llama3-70b --dp 4 --tp 8 --pp 2 --zero 1 --recompute full
+python -m step08_5d.planning memory --model llama3-8b --tp 8 --form gpt
+python -m step08_5d.planning bars
+python -m step08_5d.planning recipe --model llama3-70b --gpus 1024 --tokens-per-batch 4M
 python -m step08_5d.planning overlap --model llama3-8b --dp 8 --tp 8 --pp 4 --peak 989 --bandwidth 450
 python -m step08_5d.planning cheatsheet --model llama3-8b --dp 4 --tp 8 --zero 1
 python -m step08_5d.planning dry-run --world 16384 --rank 77 --model llama3-405b --tp 8 --pp 16 --dtype bfloat16
@@ -18,47 +21,17 @@ from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors
 from common.presets import resolve
-from step08_5d.cost import Layout
-from step08_5d.planning import cheatsheet, overlap
+from step08_5d.planning import bars, cheatsheet, memory_report, overlap, recipe
+from step08_5d.planning.explain import print_plans
 from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import memory
 from step08_5d.planning.published_report import published
-from step08_5d.planning.search import Plan, Task, command, named, plans
-
-NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
-NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}
-NAMES |= {"launch": "launching small kernels", "update": "the update"}
+from step08_5d.planning.search import Task, plans
 
 
 def tokens(text: str) -> int:
     """A number of tokens, such as 4096, 512k or 4M (of 1,024 each). Raises ValueError for anything else."""
     unit = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
     return int(float(text.rstrip("kKmM")) * unit)
-
-
-def print_plans(task: Task, best: list[Plan], misfits: dict[str, int], shown: int) -> None:
-    """The fastest layouts, what binds each of them, why others are left out, and the command of the first."""
-    rows = []
-    for plan in _different(best)[:shown]:
-        times, held = plan.times, sum(plan.held.values())
-        cells = (f"{plan.mfu:.1%}", f"{plan.tokens_per_second:,.0f}", f"{times.step:.2f}", f"{held / 1e9:.0f}")
-        rows.append(
-            (named(plan.layout), *cells, f"{NAMES[times.binds]} ({getattr(times, times.binds) / times.step:.0%})")
-        )
-    title = f"predicted: {task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
-    print_table(title, ("layout", "MFU", "tokens/s/GPU", "s", "GB", "most of the rest of the step"), rows)
-    left_out = ", ".join(f"{number:,} for {kind}" for kind, number in sorted(misfits.items(), key=lambda x: -x[1]))
-    print(f"  {len(best):,} layouts fit; {sum(misfits.values()):,} do not: {left_out or 'none'}")
-    print(f"\n{command(task, best[0].layout)}")
-
-
-def _different(best: list[Plan]) -> list[Plan]:
-    """The fastest plan of each set of degrees."""
-    found = {}
-    for plan in best:
-        degrees = plan.layout._replace(zero=0, micro_batch=1, micro_batches=1, recompute="none")
-        found.setdefault(degrees, plan)
-    return list(found.values())
 
 
 def plan(options) -> None:
@@ -69,16 +42,6 @@ def plan(options) -> None:
     model = replace(model, max_positions=max(model.max_positions, options.seq_len))
     task = Task(options.model, model, options.gpus, options.seq_len, sequences, MACHINES[options.gpu])
     print_plans(task, *plans(task), options.shown)
-
-
-def print_memory(options) -> None:
-    """The bytes of one layout's fullest rank, by kind."""
-    degrees = {name: getattr(options, name) for name in ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch")}
-    layout = Layout(options.seq_len, **degrees, dtype="bfloat16", recompute=options.recompute)
-    layout = layout._replace(micro_batches=max(1, options.sequences // (layout.dp * layout.micro_batch)))
-    held = memory(resolve(options.model), layout)
-    rows = [(kind, f"{size / 1e9:.2f}") for kind, size in (held | {"all": sum(held.values())}).items()]
-    print_table(f"predicted: {options.model}, {named(layout)}, the fullest rank", ("", "GB"), rows)
 
 
 def play(options) -> None:
@@ -131,20 +94,22 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command that the command line names."""
     parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    functions = {"plan": plan, "memory": print_memory, "dry-run": play, "sweep": sweep, "calibrate": calibrate}
+    functions = {"plan": plan, "memory": memory_report.show, "dry-run": play, "sweep": sweep, "calibrate": calibrate}
     functions |= {"published": published, "overlap": overlap.show, "cheatsheet": cheatsheet.show}
+    functions |= {"bars": bars.show, "recipe": recipe.show}
     for name, function in functions.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.set_defaults(run=function)
-        if name in ("plan", "memory", "overlap", "cheatsheet"):
+        if name in ("plan", "recipe", "memory", "overlap", "cheatsheet"):
             sub.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
             sub.add_argument("--seq-len", type=tokens, default=4096)
-        if name == "published":
-            sub.add_argument("--out", default="runs/planning/published.png", help="the figure")
-        if name == "plan":
+        if name in ("published", "bars"):
+            sub.add_argument("--out", default=f"runs/planning/{name}.png", help="the figure")
+        if name in ("plan", "recipe"):
             sub.add_argument("--gpus", type=int, required=True)
             sub.add_argument("--gpu", choices=MACHINES, default="H100")
             sub.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
+        if name == "plan":
             sub.add_argument("--shown", type=int, default=8, help="rows of the table")
         if name in ("sweep", "calibrate"):
             sub.add_argument("file", help="a TOML file that says what to run, such as step08_5d/planning/laptop.toml")
@@ -164,6 +129,7 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
         if name == "memory":
             sub.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+            sub.add_argument("--form", choices=("ours", "gpt"), default="ours", help="our model, or the playbook's GPT")
         if name == "overlap":
             sub.add_argument("--peak", type=float, default=989, help="TFLOP/s that a GPU's products reach")
             sub.add_argument("--bandwidth", type=float, default=450, help="GB/s of a GPU to others of its node")

@@ -31,7 +31,7 @@ def of_stage(model: ModelConfig, layout: Layout, stage: int) -> dict[str, float]
         shards = (layout.copies, layout.edp) if layout.zero >= first else (1, 1)
         result[kind] = width * (rest / shards[0] + of_experts / shards[1])
     layers = model.layers / layout.pp
-    kept, whole = (layer_activations(model, layout, full) for full in (layout.recompute == "full", False))
+    kept, whole = (layer_activations(model, layout, again) for again in (layout.recompute, "none"))
     in_flight = min(layout.pp - stage, layout.micro_batches)
     result["activations"] = in_flight * layers * kept
     working = whole if layout.recompute == "full" else whole / 2  # a layer that is computed again; gradients of one
@@ -55,11 +55,17 @@ def parameters(model: ModelConfig, layout: Layout, stage: int) -> tuple[float, f
     return rest, of_experts
 
 
-def layer_activations(model: ModelConfig, layout: Layout, full_recompute: bool) -> float:
-    """Return the bytes that a layer keeps of one micro-batch, on average over layers with and without experts."""
+def layer_activations(model: ModelConfig, layout: Layout, recompute: str) -> float:
+    """Return the bytes that a layer keeps of one micro-batch, on average over layers with and without experts.
+
+    Attention is fused and keeps no scores, so `selective` saves no more than a number for each row of them.
+    """
+    full_recompute = recompute == "full"
     dtype, seq = getattr(torch, layout.dtype), layout.seq // layout.cp
     way = Way(sequence_parallel=layout.tp > 1, full_recompute=full_recompute)
     dense = block_activations(model, layout.micro_batch, seq, dtype, layout.tp, way)
+    if recompute == "selective":
+        dense["attention"] -= layout.micro_batch * seq * model.heads * max(4, dtype.itemsize) // layout.tp
     share = cost.expert_layers(model) / model.layers
     if full_recompute or not share:
         return sum(dense.values())

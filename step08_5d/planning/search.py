@@ -70,7 +70,7 @@ def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
     of_rank = task.sequences // layout.dp
     sizes = [each for each in divisors(of_rank, 64) if each & (each - 1) == 0]
     stages = (0, 1, 2, 3) if layout.copies > 1 else (0,)
-    for size, zero, recompute in itertools.product(sizes, stages, ("none", "full")):
+    for size, zero, recompute in itertools.product(sizes, stages, ("none", "selective", "full")):
         if not (layout.pp > 1 and zero == 2):  # a reduce-scatter for every micro-batch of every stage
             yield layout._replace(micro_batch=size, micro_batches=of_rank // size, zero=zero, recompute=recompute)
 
@@ -110,9 +110,30 @@ def named(layout: Layout) -> str:
     """The layout in a few words."""
     degrees = [f"{name} {size}" for name in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(layout, name)) > 1]
     zero = [f"ZeRO-{layout.zero}"] if layout.zero else []
-    again = ["recompute"] if layout.recompute != "none" else []
+    again = (
+        [{"selective": "selective recompute", "full": "recompute"}[layout.recompute]]
+        if layout.recompute != "none"
+        else []
+    )
     micro_batches = f"{layout.micro_batches} x {layout.micro_batch}"
     return ", ".join([*(degrees or ["one GPU"]), *zero, *again, micro_batches])
+
+
+def check_degrees(model: ModelConfig, layout: Layout, sequences: int) -> None:
+    """Raise UsageError, with what would do, if the degrees of a layout do not divide what they must."""
+    inner = layout.dp * layout.cp * layout.tp
+    for flag, size, what, whole in (
+        ("--tp", layout.tp, "heads", model.heads),
+        ("--tp", layout.tp, "columns of the MLP", model.ffn),
+        ("--pp", layout.pp, "layers", model.layers),
+        ("--cp", 2 * layout.cp, "tokens in two parts of each rank", layout.seq),
+        ("--ep", layout.ep, "experts", model.experts or 1),
+        ("--ep", layout.ep, "ranks of dp x cp x tp", inner),
+        ("--dp", layout.dp * layout.micro_batch, "sequences (--sequences) in micro-batches", sequences),
+    ):
+        if min(size, whole) < 1 or whole % size:
+            fitting = [each for each in divisors(whole) if each <= size][-1:] or [1]
+            raise UsageError(f"{flag}: {whole:,} {what} cannot be divided by {size}; {fitting[0]} would do")
 
 
 def flags(task: Task, layout: Layout) -> list[str]:

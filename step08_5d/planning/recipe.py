@@ -1,0 +1,73 @@
+"""The playbook's recipe for 1,024 GPUs and more (tp 8, ZeRO-2 and a pipeline) beside ZeRO-1 and ZeRO-3."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from common.drawing.tables import print_table
+from common.presets import resolve
+from step08_5d import cost
+from step08_5d.cost import Layout
+from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.memory import memory
+from step08_5d.planning.search import MOST_FULL, Task, divisors
+from step08_5d.planning.speed import mfu, times
+
+TP = 8
+
+
+class Choice(NamedTuple):
+    """The fastest layout that fits with these stages and this stage of ZeRO."""
+
+    layout: Layout
+    held: float  # bytes
+    seconds: float
+    mfu: float
+    sent: float  # bytes of gradients and weights that a rank sends in a step
+
+
+def choices(task: Task) -> dict[tuple[int, int], Choice | None]:
+    """By pp and ZeRO; None where nothing fits."""
+    found = {}
+    for pp in (each for each in divisors(task.model.layers) if each <= 20 and task.gpus % (TP * each) == 0):
+        dp = task.gpus // TP // pp
+        for zero in range(4) if task.sequences % dp == 0 else ():
+            found[pp, zero] = _best(task, Layout(task.seq, dp, pp, tp=TP, zero=zero, dtype="bfloat16"))
+    return found
+
+
+def _best(task: Task, layout: Layout) -> Choice | None:
+    of_rank, result = task.sequences // layout.dp, None
+    for size in (each for each in divisors(of_rank, 16) if each & (each - 1) == 0):
+        for recompute in ("none", "full"):
+            tried = layout._replace(micro_batch=size, micro_batches=of_rank // size, recompute=recompute)
+            held = sum(memory(task.model, tried).values())
+            seconds = times(task.model, tried, task.machine).step
+            if held <= MOST_FULL * task.machine.memory and (result is None or seconds < result.seconds):
+                sent = [
+                    each for each in cost.messages(task.model, tried, ends=False) if each.group in ("shard", "replica")
+                ]
+                total = sum(each.bytes * each.count for each in sent)
+                result = Choice(tried, held, seconds, mfu(task.model, tried, seconds, task.machine), total)
+    return result
+
+
+def show(options) -> None:
+    """The table for the options of the command line."""
+    model = resolve(options.model)
+    model = replace(model, max_positions=max(model.max_positions, options.seq_len))
+    sequences = options.tokens_per_batch // options.seq_len
+    task = Task(options.model, model, options.gpus, options.seq_len, sequences, MACHINES[options.gpu])
+    rows = []
+    for (pp, zero), choice in choices(task).items():
+        if choice is None:
+            rows.append((f"pp {pp}, ZeRO-{zero}", *["-"] * 5, "does not fit"))
+            continue
+        layout = choice.layout
+        words = f"{layout.micro_batches} x {layout.micro_batch}{', recompute' if layout.recompute == 'full' else ''}"
+        cells = (f"{choice.mfu:.1%}", f"{choice.seconds:.2f}", f"{choice.held / 1e9:.0f}", f"{choice.sent / 1e9:.1f}")
+        rows.append((f"pp {pp}, ZeRO-{zero}", layout.dp, *cells, words))
+    title = (
+        f"predicted: {options.model}, {options.gpus:,} {options.gpu}, tp {TP}, {sequences} x {options.seq_len:,} tokens"
+    )
+    header = ("", "dp", "MFU", "s", "GB", "GB sent for dp", "micro-batches")
+    print_table(title, header, rows)
