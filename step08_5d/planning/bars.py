@@ -57,7 +57,7 @@ def _first_of_8(model: ModelConfig) -> float:
     return stage_parameters(model, 0, model.layers // 8)
 
 
-LENGTHS_5D = (1, 4, 16)
+DRAWN = (1, 4, 16)  # thousands of tokens
 ONE_8B, ONE_70B = {1: 4.25, 4: 17, 16: 68}, {1: 21.25, 4: 85, 16: 340}
 BARS = (
     Bar("journey", "8B", "one GPU", ONE_8B, states=(14.96, 14.96, 59.8)),
@@ -143,23 +143,23 @@ TOP = 160  # GiB
 
 def draw(path: Path) -> Path:
     """Ours beside published bars, in one panel for each figure. Returns the path."""
-    figures = list(dict.fromkeys(bar.figure for bar in BARS))
     figure, axes = new_figure(columns=2, rows=3, width=10.5, height=9.0)
-    flat = [axis for row in axes for axis in row]
-    for axis, name in zip(flat, figures):
+    grid = axes[2, 0].get_gridspec()
+    for axis in axes[2]:
+        axis.remove()
+    wide = figure.add_subplot(grid[2, :])  # the one with most bars
+    for axis, name in zip((*axes[:2].flat, wide), ("journey", "tp", "tp+sp", "cp", "5D")):
         groups = {}
-        for bar in (each for each in BARS if each.figure == name):
-            for length in LENGTHS_5D:
+        for bar in (each for each in BARS if each.figure == name and sum(each.states_by_formula) < TOP):
+            for length in DRAWN:
                 states = sum(bar.states_by_formula)
                 theirs = {"published states": sum(bar.states) or states, "published activations": bar.published[length]}
                 ours = {"states": states, "activations": bar.activations(length)}
-                groups[f"{length}k\n{bar.model if name == 'journey' else bar.name}"] = [ours, theirs]
+                groups[f"{bar.name}\n{length}k"] = [ours, theirs]
         bars(axis, groups, colours=COLOURS)
         axis.tick_params(axis="x", labelsize=7)
         axis.axhline(80, color="black", lw=0.8, ls=":")
-        axis.set(ylim=(0, TOP), title=name, ylabel="GiB")
-    for axis in flat[len(figures) :]:
-        axis.set_axis_off()
+        axis.set(ylim=(0, TOP), title=f"{name}, {bar.model}", ylabel="GiB")
     legend(figure, columns=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_png(figure, path)

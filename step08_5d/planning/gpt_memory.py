@@ -30,15 +30,16 @@ def of_model(model: ModelConfig) -> tuple[GptShape, Kind]:
 
 def widget(shape: GptShape, layout: Layout, kind: Kind = Kind()) -> dict[str, float]:
     """Bytes of a rank by kind, as the widget computes them; sequence parallelism is on if tp is more than 1."""
-    b, s, h, t = layout.micro_batch, layout.seq, shape.hidden, layout.tp
-    sbh, sp = s * b * h, t if layout.tp > 1 else 1
+    b, s, sp = layout.micro_batch, layout.seq, layout.tp
     parts = gpt.layer_activations(shape, b, s, True, layout.recompute, kind.mlp)
     if layout.recompute == "full":
         layer = parts["layer inputs"]  # (3) not divided by t
     else:
         layer = parts.pop("scores", 0) + sum(parts.values()) / sp  # (1) scores are not divided by t
     head = sum(gpt.head_activations(shape, b, s).values()) / sp  # (4) with plain tp the logits would be whole
-    parameters = shape.parameters + h * s  # (2) whole on every rank; (6) an MLP of 8 h^2; positions are learned
+    parameters = (
+        shape.parameters + shape.hidden * s
+    )  # (2) whole on every rank; (6) an MLP of 8 h^2; positions are learned
     widths = {"parameters": 2, "gradients": 2, "optimizer state": 12}  # (5) no float32 sums of gradients
     result = {
         name: width * parameters / (layout.dp if layout.zero >= stage else 1)

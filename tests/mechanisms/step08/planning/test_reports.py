@@ -1,0 +1,209 @@
+"""The planner's reports: published figures of memory, the widget, overlap, the cheatsheet, and why a plan won."""
+
+import itertools
+import re
+
+import pytest
+
+from common.costs.hardware import H100_TFLOPS
+from common.counts import count_parameters
+from common.errors import UsageError
+from common.launching.command_line import parse
+from common.presets import PRESETS
+from step01_single_gpu.memory_model.gpt import GptShape, from_model
+from step08_5d import config as step08
+from step08_5d.cost import Layout
+from step08_5d.planning import bars, cheatsheet, explain, gpt_memory, overlap, published, published_memory, recipe
+from step08_5d.planning.__main__ import main
+from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.memory import memory
+from step08_5d.planning.search import MOST_FULL, Task, divisors, flags, plans
+from step08_5d.planning.speed import times
+
+LLAMA, H100, GIB = PRESETS["llama3-8b"], MACHINES["H100"], 2**30
+
+
+def task(name: str, gpus: int, seq: int = 4096, sequences: int = 256) -> Task:
+    return Task(name, PRESETS[name], gpus, seq, sequences, H100)
+
+
+# ---- memory, as published --------------------------------------------------------------------------------------------
+
+
+def test_every_published_bar():
+    """The playbook's values to their printed digits; where a figure is wrong, by the formula that it shows."""
+    for bar in bars.BARS:
+        for length, shown in bar.published.items():
+            assert bar.activations(length, as_drawn=True) == pytest.approx(shown, rel=0.007), (bar.name, length)
+        if bar.states:
+            assert bar.states_by_formula == pytest.approx(bar.states, rel=0.004), bar.name
+    wrong = {bar.name: bar.drawn / bar.right for bar in bars.BARS if bar.drawn}
+    assert wrong == {"TP 8 + SP": 13 / 4.25, "CP 8": 1 / 8}
+    for name, by_length in bars.WHOLE.items():
+        for length, shown in by_length.items():
+            assert bars.whole(name, length) == pytest.approx(shown, rel=0.002)
+    for name, shown in bars.RECOMPUTED.items():
+        assert bars.recomputed(name) == pytest.approx(shown, rel=0.005), name
+
+
+def test_16k_tokens_of_70b_fit_on_16_gpus_with_sequence_parallelism():
+    fits = {bar.name: sum(bar.states_by_formula) + bar.activations(16) < 80 for bar in bars.BARS if bar.model == "70B"}
+    assert [name for name, each in fits.items() if each] == ["tp 16 + SP"]
+
+
+def test_the_widget_and_what_is_right():
+    """Its six mistakes, each by hand."""
+    shape, layout = from_model(LLAMA), Layout(1024, tp=8)
+    sbh, whole, head = 1024 * 4096, 32, {"head": (1 + 2 * 2) * 1024 * 4096 + 4 * 1024 * 128256}
+    theirs, ours = gpt_memory.widget(shape, layout), gpt_memory.right(shape, layout)
+    assert theirs["activations"] == whole * 44.25 * sbh + head["head"] / 8  # (1)
+    assert ours["activations"] == (whole * 74 * sbh + head["head"]) / 8
+    full = layout._replace(recompute="full")
+    kept = [each(shape, full)["activations"] for each in (gpt_memory.widget, gpt_memory.right)]
+    assert kept == [2 * whole * sbh + head["head"] / 8, (2 * whole * sbh + head["head"]) / 8]  # (3), (4)
+    big = GptShape(30522, 8192, 80, 64)
+    found = gpt_memory.widget(big, Layout(256, tp=8)), gpt_memory.right(big, Layout(256, tp=8))
+    assert [round(each["parameters"] / GIB, 1) for each in found] == [120.5, 15.1]  # (2)
+    near, kind = gpt_memory.of_model(LLAMA)
+    assert kind.gradients == 4 and gpt_memory.right(near, layout, kind)["gradients"] == 2 * ours_of(near)  # (5)
+    mlp = gpt_memory.parameters(near, "swiglu", 1, (False, False)) - 4 * 4096**2 - 13 * 4096
+    assert mlp == count_parameters(LLAMA).dense_mlp != 8 * 4096**2  # (6)
+
+
+def ours_of(shape: GptShape) -> float:
+    return gpt_memory.right(shape, Layout(1024, tp=8), gpt_memory.Kind("swiglu"))["parameters"]
+
+
+def test_a_gpt_in_a_pipeline_and_over_contexts():
+    """Four stages hold all weights, and the embedding at both ends; two context ranks keep half each."""
+    shape, layout = from_model(LLAMA), Layout(4096, pp=4, micro_batches=8)
+    stages = [gpt_memory.right(shape, layout, stage=stage) for stage in range(4)]
+    assert sum(each["parameters"] for each in stages) == 2 * (shape.parameters + shape.hidden * shape.vocab)
+    assert stages[0]["activations"] == 4 * stages[2]["activations"] / 2
+    whole, half = (gpt_memory.right(shape, Layout(4096, cp=cp))["activations"] for cp in (1, 2))
+    assert half == whole / 2
+
+
+def test_the_cheatsheet_beside_ours():
+    """Llama 3 8B on one GPU: 2 · 32 · 16 · 4096² bytes of weights, and ours 2 per parameter."""
+    found = {name: (theirs, ours) for name, theirs, ours, _ in cheatsheet.rows(LLAMA, Layout(4096, dtype="bfloat16"))}
+    weights, total = 2 * 32 * 16 * 4096**2, count_parameters(LLAMA).total
+    assert found["model_bf16"] == (weights, 2 * total)
+    assert found["grads_fp32"] == found["model_fp32"] == (2 * weights, 4 * total)
+    assert found["optimstates"] == (4 * weights, 8 * total)
+    assert found["activs"][0] == 32 * 34 * 4096 * 4096
+
+
+def test_published_failures_add_up():
+    runs = [run for run in published.read_runs() if run.pair == ("1B", 16)]
+    found = published_memory.failures(runs, published_memory.fitted(runs))
+    assert found.all == sum(not run.mfu for run in runs)
+    assert found.fit == found.excused + found.far + found.open > 0
+
+
+# ---- overlap ---------------------------------------------------------------------------------------------------------
+
+
+def test_overlap_by_hand():
+    """8 ranks everywhere, 4,096 tokens (of a context rank: 512), 450 GB/s within a node and 50 between."""
+    peak, model = 1e12 * H100_TFLOPS, PRESETS["mixtral-8x7b"]
+    rates, degrees = overlap.Rates(peak, 450e9, 50e9), dict.fromkeys(overlap.DEGREES, 8)
+    found = {row.name: row for row in overlap.rows(model, 4096, 1, degrees | {"cp": 1}, rates, ("tp",))}
+    dp, zero = found["dp"], found["ZeRO-3"]
+    assert dp.corrected == pytest.approx(2 * 7 / 8 * peak / (2 * 50e9 * 4096)) and dp.ours == 2 * dp.corrected
+    assert dp.printed / dp.corrected == pytest.approx(count_parameters(model).total / 2)
+    assert zero.printed == zero.corrected / 2 == pytest.approx(7 / 8 * peak / (2 * 4096 * 50e9))
+    assert found["tp"].ours == found["tp"].corrected * 4096 / (2 * 14336)
+    assert found["pp"].printed == pytest.approx(peak / (32 * 4096 * 4 * 50e9))
+    assert found["ep"].ours == pytest.approx(2 * 7 / 8 * peak / (3 * 50e9 * 14336))
+    (cp,) = overlap.rows(model, 4096, 1, dict.fromkeys(overlap.DEGREES, 1) | {"cp": 8}, rates, ())
+    assert cp.ours == pytest.approx(2 / 4 * peak / 50e9 / 512) and cp.printed is None
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("overlap --model llama3-8b --ep 8", "error: llama3-8b has no experts for --ep 8"),
+        ("overlap --model llama3-8b", "error: every degree is 1 or more"),
+        ("memory --model llama3-8b --tp 7", "error: --tp: 32 heads cannot be divided by 7; 4 would do"),
+        ("memory --model mixtral-8x7b --form gpt", "error: --form gpt has no experts"),
+        ("cheatsheet --model mixtral-8x7b", "error: the cheatsheet knows no experts"),
+    ],
+)
+def test_bad_input_is_one_line(words, line, capsys):
+    with pytest.raises(SystemExit):
+        main(words.split())
+    found = capsys.readouterr().err
+    assert found.startswith(line) and found.count("\n") == 1
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, gpus, seq, sequences", [("smollm-1.7b", 4, 2048, 16), ("mixtral-8x7b", 32, 4096, 32)])
+def test_search_finds_what_trying_everything_finds(name, gpus, seq, sequences):
+    """Every combination that step 8 accepts, of any divisor and micro-batch: none that fits is faster."""
+    mine, fastest = task(name, gpus, seq, sequences), None
+    model, sizes = mine.model, divisors(gpus)
+    for dp, tp, pp, cp in itertools.product(sizes, repeat=4):
+        if dp * tp * pp * cp != gpus or sequences % dp or model.layers % pp:
+            continue
+        eps = [each for each in divisors(model.experts or 1) if dp * cp * tp % each == 0]
+        for ep, zero, again in itertools.product(eps, range(4), ("none", "selective", "full")):
+            for size in divisors(sequences // dp):
+                layout = Layout(
+                    seq, dp, pp, cp, tp, ep, zero, size, sequences // dp // size, "bfloat16", recompute=again
+                )
+                if sum(memory(model, layout).values()) > MOST_FULL * H100.memory:
+                    continue
+                seconds = times(model, layout, H100).step
+                if (fastest is None or seconds < fastest[0]) and accepted(mine, layout):
+                    fastest = seconds, layout
+    best = plans(mine)[0][0]
+    assert best.times.step == fastest[0], fastest[1]
+
+
+def accepted(mine: Task, layout: Layout) -> bool:
+    try:
+        flags(mine, layout)
+    except UsageError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model llama3-8b --gpus 64 --seq-len 128k --tokens-per-batch 4M",
+        "--model mixtral-8x7b --gpus 64",
+        "--model llama3-8b --gpus 8",
+    ],
+)
+def test_the_printed_command_is_a_command_of_step_8(words, capsys):
+    """Long sequences need cp, and experts are tried over several ranks; three steps and the neighbours are printed."""
+    main(["plan", *words.split()])
+    printed = capsys.readouterr().out
+    argv = re.split(r"train\.(?:slurm|py) ", printed.strip().splitlines()[-1])[1].split()
+    config = parse(8, argv)
+    config.resolve_and_check(int(words.split()[3]))
+    step08.check(config)
+    assert all(f"  {step}. " in printed for step in (1, 2, 3)) and "what other choices cost" in printed
+    assert ("128k" not in words) or config.cp > 1
+    assert ("mixtral" not in words) or "ep " in printed
+
+
+def test_neighbours_decide_one_thing_otherwise():
+    best, _ = plans(task("llama3-8b", 16, sequences=64))
+    for name, value, plan in explain.neighbours(best):
+        assert value == getattr(plan.layout, name) != getattr(best[0].layout, name)
+        same = [each.times.step for each in best if getattr(each.layout, name) == value]
+        assert plan.times.step == min(same) >= best[0].times.step
+
+
+def test_zero_2_in_a_pipeline_sends_more_than_zero_1():
+    """A reduce-scatter for every micro-batch, and not one for a step: 4 m + 2 bytes per parameter, not 4 + 2."""
+    found = recipe.choices(task("llama3-70b", 1024, sequences=1024))
+    one, two = found[8, 1], found[8, 2]
+    m = two.layout.micro_batches
+    assert two.sent / one.sent == pytest.approx((4 * m + 2) / 6) and two.held < one.held
+    assert found[1, 0] is None, "70 B with tp 8 and nothing else do not fit"
