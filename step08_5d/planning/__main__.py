@@ -90,6 +90,7 @@ def calibrate(options) -> None:
     print(f"  figure: {pictures.draw_beside(reals, guesses, names, asked.folder / 'predicted.png')}")
 
 
+@one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the command line names."""
     parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
@@ -135,14 +136,10 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--bandwidth", type=float, default=450, help="GB/s of a GPU to others of its node")
             sub.add_argument("--between", type=float, default=50, help="GB/s of a GPU to other nodes")
             sub.add_argument("--near", nargs="*", choices=overlap.DEGREES, default=["tp"], help="within a node")
-    try:
-        options, options.rest = parser.parse_known_args(argv)
-        if options.rest and options.run is not play:
-            parser.error(f"unknown: {' '.join(options.rest)}")
-        options.run(options)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    options, options.rest = parser.parse_known_args(argv)
+    if options.rest and options.run is not play:
+        parser.error(f"unknown: {' '.join(options.rest)}")
+    options.run(options)
 
 
 if __name__ == "__main__":

@@ -161,5 +161,4 @@ def draw(path: Path) -> Path:
         axis.axhline(80, color="black", lw=0.8, ls=":")
         axis.set(ylim=(0, TOP), title=f"{name}, {bar.model}", ylabel="GiB")
     legend(figure, columns=4)
-    path.parent.mkdir(parents=True, exist_ok=True)
     return write_png(figure, path)

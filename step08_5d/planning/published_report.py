@@ -81,5 +81,4 @@ def draw(runs: list[Run], habits: Habits, path: str) -> Path:
         axis.loglog([0.001, 0.6], [0.001, 0.6], color=COLOURS["other"], lw=1)
         axis.set(title=title, xlabel="MFU, predicted")
     axes[0].set_ylabel("MFU, published")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     return write_png(figure, path)
