@@ -11,6 +11,7 @@ python -m step08_5d.planning dry-run --world 16384 --rank 77 --model llama3-405b
 python -m step08_5d.planning sweep step08_5d/planning/laptop.toml
 python -m step08_5d.planning calibrate step08_5d/planning/laptop.toml
 python -m step08_5d.planning published
+python -m step08_5d.planning page
 """
 
 import os
@@ -24,6 +25,7 @@ from common.presets import resolve
 from step08_5d.planning import bars, cheatsheet, memory_report, overlap, recipe
 from step08_5d.planning.explain import print_plans
 from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.page import write
 from step08_5d.planning.published_report import published
 from step08_5d.planning.search import Task, plans
 
@@ -97,13 +99,16 @@ def main(argv: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     functions = {"plan": plan, "memory": memory_report.show, "dry-run": play, "sweep": sweep, "calibrate": calibrate}
     functions |= {"published": published, "overlap": overlap.show, "cheatsheet": cheatsheet.show}
-    functions |= {"bars": bars.show, "recipe": recipe.show}
+    functions |= {"bars": bars.show, "recipe": recipe.show, "page": write.show}
     for name, function in functions.items():
         sub = commands.add_parser(name, allow_abbrev=False)
         sub.set_defaults(run=function)
         if name in ("plan", "recipe", "memory", "overlap", "cheatsheet"):
             sub.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
             sub.add_argument("--seq-len", type=tokens, default=4096)
+        if name == "page":
+            sub.add_argument("--out", default="runs/planning/plan.html", help="the file to open in a browser")
+            sub.add_argument("--sweep", help="the runs.jsonl of a sweep to show, such as runs/sweeps/laptop/runs.jsonl")
         if name in ("published", "bars"):
             sub.add_argument("--out", default=f"runs/planning/{name}.png", help="the figure")
         if name in ("plan", "recipe"):

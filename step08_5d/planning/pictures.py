@@ -28,15 +28,16 @@ def print_records(name: str, records: list[dict], predicted: dict[str, float]) -
         print_table("the others", ("run", "what became of it", ""), failed)
 
 
+def words(record: dict, across: bool) -> str:
+    """The row of a run in a grid (its degrees), or its column (all else)."""
+    chosen = {name: value for name, value in record["values"].items() if (name in ACROSS) == across}
+    if not across:
+        chosen = {"ranks": record["world"]} | chosen
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())
+
+
 def draw_heat(records: list[dict], path: Path) -> Path:
     """Tokens per second by degrees (rows) and by all else (columns); a cross where a run failed. Returns the path."""
-
-    def words(record: dict, across: bool) -> str:
-        chosen = {name: value for name, value in record["values"].items() if (name in ACROSS) == across}
-        if not across:
-            chosen = {"ranks": record["world"]} | chosen
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())
-
     cells = {(words(each, False), words(each, True)): each for each in records}
     rows, columns = (sorted({key[side] for key in cells}) for side in (0, 1))
     speeds = [[cells.get((row, column), {}).get("tokens_per_s", math.nan) for column in columns] for row in rows]
