@@ -15,7 +15,7 @@ import torch
 from common import collectives
 from common.checkpoints import checkpoint
 from common.errors import UsageError
-from common.launching.command_line import STEP_NAMES, parse
+from common.launching.command_line import STEP_NAMES
 from common.process_groups import mesh_of
 from common.start import environment
 from common.tracing.chrome_trace import read_trace
@@ -26,6 +26,7 @@ from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block
 from step07_expert_parallel import interleave
+from tests.harness.observing import configure
 from tests.harness.ranks import steps_of
 from tests.parity.runs import assemble, assert_parity, boxes_of
 
@@ -87,8 +88,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
 
     try:
         base = f"{BASE} --no-fused" if step == 8 else BASE  # so that it can be compared with step 7
-        config = parse(step, f"{base} {flags}".format(folder=folder).split())
-        config.resolve_and_check(environment().world_size)
+        config = configure(step, f"{base} {flags}".format(folder=folder))
         mesh = mesh_of(config, torch.device("cpu"))
         with stack:
             watch(checkpoint, "save", note_save)
