@@ -32,8 +32,8 @@ TABLE = {
         --optimizer sgd; --lr 0.01; --warmup 5; --weight-decay 0.9; --clip 0.01; --seed 1;
         --dtype float16; --data ROOT/README.md; --experts 4""",
     (MOE, "numbers"): """--top-k 3; --shared-experts 1; --dense-layers 1; --expert-ffn 24; --gate sigmoid;
-        --expert-groups 2; --balance none; --aux-coef 0.5; --z-coef 0.1; --capacity-factor 0.5""",
-    (f"{MOE} --expert-groups 2", "numbers"): "--node-limit 2",
+        --expert-groups 2 --node-limit 1; --balance none; --aux-coef 0.5; --z-coef 0.1; --capacity-factor 0.5""",
+    (f"{MOE} --expert-groups 2 --node-limit 2", "numbers"): "--node-limit 1",
     (BALANCED, "numbers"): "--bias-rate 0.5",
     ("--seq-len 20", "numbers"): "--mask-documents",
     ("", "batches"): "--micro-batch 1; --steps 1",
