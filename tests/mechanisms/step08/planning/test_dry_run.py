@@ -45,10 +45,11 @@ CASES = {  # by world; the first of each in `make test`
         f"--pp 2 --cp 2 --tp 2 {EXPERTS} --zero 1",
         *("--dp 2 --pp 2 --tp 2 --zero 1 --schedule interleaved", "--dp 2 --cp 2 --tp 2 --zero 3 --dtype bfloat16"),
         *("--pp 2 --cp 2 --tp 2 --dtype bfloat16", "--pp 4 --dp 2 --schedule zb-h1 --micro-batch 1", "--dp 8 --zero 3"),
-        *(f"--pp 2 --dp 4 {EXPERTS} --schedule dualpipe --micro-batch 1", f"--dp 2 --cp 2 --tp 2 {EXPERTS} --zero 2"),
+        *("--pp 2 --dp 4 --experts 8 --schedule dualpipe --micro-batch 1", f"--dp 2 --cp 2 --tp 2 {EXPERTS} --zero 2"),
         *("--pp 2 --dp 2 --tp 2 --zero 2 --no-fused", "--dp 4 --tp 2 --zero 1 --recompute full", "--pp 4 --tp 2"),
     ],
 }
+# (Not dualpipe with --ep: its second task runs in a thread of its own, whose allocations the meter does not see)
 EVERY = bool(os.environ.get("TEST_ALL"))
 
 
