@@ -3,7 +3,7 @@
     python step01_single_gpu/sketch.py
 
 It takes the same five steps in four ways. Losses agree up to rounding, but from way to way, activations take less
-memory: fewer numbers, or narrower ones.
+memory: fewer numbers, and in the last way as many, of half the bytes.
 A name that begins with d is a gradient: dx is that of the loss with respect to x.
 """
 

@@ -80,7 +80,7 @@ def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[li
 
     losses = []
     for step in range(STEPS):
-        loss, most = run(SCHEDULE[rank - ranks], weights, samples, targets)
+        loss, most = run(SCHEDULE[rank - ranks], weights, samples, targets)  # the last rank takes the last row
         for weight in weights:
             weight.data -= LEARNING_RATE * weight.grad
             weight.grad = None
