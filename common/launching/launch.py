@@ -41,8 +41,7 @@ def run(step: int, main, check) -> None:
 def end_cleanly(job) -> None:
     """Call `job()`, which starts torch.distributed if it needs it, and end this process with a status that tells why.
 
-    It is 2, after one line, for bad input, 1, after one line, for a lost rank (unless the launcher, which also notices,
-    ends this rank first), 1 for any other error. Ctrl-C ends the process at once.
+    2 and a line: bad input. 1 and a line: a lost rank. 1: another error. By the signal: Ctrl-C, or the launcher's end.
     """
     rank, world_size, _ = environment()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C; Python's handler would wait for a rank that is blocked
@@ -97,4 +96,5 @@ def _tell_launcher(message: str) -> None:
     if file:
         content = {"message": message.strip(), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError):  # the message has been printed already
-            Path(file).write_text(json.dumps({"message": content}))
+            Path(f"{file}.unfinished").write_text(json.dumps({"message": content}))
+            os.replace(f"{file}.unfinished", file)  # torchrun may end this rank now, and fails itself on half a file
