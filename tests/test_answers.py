@@ -1,6 +1,7 @@
 """The answers to the exercises in which readers rewrite a sketch: they give the same losses on any number of ranks."""
 
 import re
+import textwrap
 import types
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from step01_single_gpu import sketch
+from step05_pipeline.schedules.catalogue import build_schedule
 from tests.harness.ranks import ROOT, run_ranks
 
-# What a reader changes besides the functions of the answer: (before, after)
+ZERO_BUBBLE = [" ".join(map(str, row)) for row in build_schedule("zb-h1", 4, 4).actions]
+# What a reader changes in a sketch: (before, after). … goes on to the end of the line, and §1 is the answer's part 1
 CHANGES = {
     1: [],
     2: [("in_flight.append(dist.all_reduce(bucket, async_op=True))", "ring_all_reduce(bucket)")],
@@ -25,26 +28,60 @@ CHANGES = {
         ("LEARNING_RATE = 5, 0.01", "LEARNING_RATE = 5, 0.002"),
         ("    w2 = ", "    wu = torch.tensor(WU, dtype=dtype).chunk(ranks, dim=1)[rank].contiguous()\n    w2 = "),
         ("forward(x, scale, w1, w2)\n", "forward(x, scale, w1, wu, w2)\n"),
-        ("dx, dscale, dw1, dw2 = backward(error, x, hidden, scale, w1, w2)",)
-        + ("dx, dscale, dw1, dwu, dw2 = backward(error, x, hidden, scale, w1, wu, w2)",),
+        (
+            "dx, dscale, dw1, dw2 = backward(error, …",
+            "dx, dscale, dw1, dwu, dw2 = backward(error, x, hidden, scale, w1, wu, w2)",
+        ),
         ("        w2 -= LEARNING_RATE", "        wu -= LEARNING_RATE * dwu\n        w2 -= LEARNING_RATE"),
+    ],
+    5: [
+        ("\nHANGS =", f"\nSCHEDULE = {ZERO_BUBBLE}\nHANGS ="),
+        ("kept, in_flight, loss, most = ", "postponed = {}\n    kept, in_flight, loss, most = "),
+        ("        else:\n            x, y = kept", "§0        else:\n            x, y = kept"),
+    ],
+    6: [
+        ("    for hop in range(ranks):\n        k, v = ring\n        queries…\n", "§0"),
+        ("        ring = pass_on(ring)  # the last…\n", ""),
+        ("dq, ring = …", "dq, kv = torch.zeros_like(q), torch.stack((k, v))"),
+        ("    for hop in range(ranks):\n        k, v, dk, dv…\n        queries…\n", "§1"),
+        ("        ring = pass_on(ring)\n", ""),
+        ("    return dq, …\n", "§2"),
+    ],
+    7: [
+        ("WIDTH, HIDDEN, STEPS, LEARNING_RATE = 8, 2,", "WIDTH, HIDDEN, STEPS, LEARNING_RATE = 8, 1,"),
+        ("    best, chosen = …\n    gates = …\n", "§0"),
+        ("return y, (x, ", "return y, (x, scores, "),
+        ("    x, gates, chosen", "    x, scores, gates, chosen"),
+        ("    dbest = …\n    dlogits = …\n", "§1"),
+    ],
+    8: [
+        ("DEGREES = {", "LIMIT = 1\nDEGREES = {"),
+        ("        # --- until here ---\n        for weight, ", "§0        for weight, "),
     ],
 }
 
 
 def solved(step: int) -> types.ModuleType:
-    """The sketch of a step, with the functions of its lesson's answer."""
+    """The sketch of a step as its lesson's answer has it."""
     (folder,) = ROOT.glob(f"step{step:02}_*")
+    exercises = re.split(r"^\*\*\d\. ", (folder / "README.md").read_text(), flags=re.MULTILINE)
+    (answer,) = [each for each in exercises if each.startswith("(change")]
+    code = re.findall(r"^```python\n(.*?)^```", answer, re.MULTILINE | re.DOTALL)
+    functions = [each for each in code if re.search("^def |^[A-Z]+ = ", each, re.MULTILINE)]
+    parts = [part for each in code if each not in functions for part in re.split(r" *\.\.\.  # as before.*\n", each)]
+    own = [line for each in code for line in each.splitlines() if line.strip()]
+    assert len(own) + len([after for _, after in CHANGES[step] if "§" not in after]) >= 5, "lines of the reader's own"
     source = (folder / "sketch.py").read_text()
     for before, after in CHANGES[step]:
-        assert source.count(before) == 1, before
-        source = source.replace(before, after)
-    exercises = (folder / "README.md").read_text().partition("## Exercises")[2]
-    (answer,) = re.findall(r"^```python\n(def .*?|[A-Z]+ = .*?)^```", exercises, re.MULTILINE | re.DOTALL)
-    assert len([line for line in answer.splitlines() if line.strip()]) >= 5
+        (found,) = re.findall(re.escape(before).replace("…", ".*"), source)
+        indent = re.match(r" *", found.lstrip("\n"))[0]
+        for index, part in enumerate(parts):
+            after = after.replace(f"§{index}", textwrap.indent(textwrap.dedent(part), indent))
+        source = source.replace(found, after)
     module = types.ModuleType(f"sketch_{step}")
     exec(source, module.__dict__)
-    exec(answer, module.__dict__)  # its functions take the place of the sketch's
+    for each in functions:
+        exec(each, module.__dict__)  # they take the place of the sketch's
     return module
 
 
@@ -58,10 +95,10 @@ def losses(*steps: int) -> dict[int, list[float]]:
 
 @pytest.fixture(scope="module")
 def worlds():
-    return {ranks: run_ranks(ranks, losses, 2, 3, 4) for ranks in (1, 2, 4)}
+    return {ranks: run_ranks(ranks, losses, *range(2, 9)) for ranks in (1, 2, 4)}
 
 
-@pytest.mark.parametrize("step", [2, 3, 4])
+@pytest.mark.parametrize("step", range(2, 9))
 def test_any_number_of_ranks_gives_the_same_losses(worlds, step):
     (alone,) = worlds[1]
     assert alone[step][-1] < alone[step][0]
