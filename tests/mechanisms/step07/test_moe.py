@@ -134,3 +134,10 @@ def test_biases_move_against_the_load():
         figures = balancing.finish(skip)
         assert router.bias.tolist() == expected and router.load.sum() == router.dropped == 0
         assert figures["imbalance"] == (max(load) * 4 / sum(load) + 1.75) / 2 and figures["dropped"] == 3
+
+
+def test_narrow_tokens_get_scores_in_float32():
+    config = configured("--experts 8 --top-k 2 --dtype bfloat16")
+    router, x = layer_of(config, lively=4.0).router, inputs_of(config)
+    for found, expected in zip(router.score(x), router.double().score(x.double())):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
