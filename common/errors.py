@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # What gloo and NCCL say of a lost rank
-_LOST_PEER = "Connection (closed|reset|refused)|Timed out|timeout|Broken pipe|Socket closed|NCCL error"
-_LOST_PEER += "|Read error|Write error|recvBytes|sendBytes"
+LOST_PEER = "Connection (closed|reset|refused)|Timed out|timeout|Broken pipe|Socket closed|NCCL error"
+LOST_PEER += "|Read error|Write error|recvBytes|sendBytes"
 
 
 class UsageError(Exception):
@@ -28,7 +28,7 @@ def communication_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not re.search(_LOST_PEER, str(error)):  # a wrong size, say
+        if not re.search(LOST_PEER, str(error)):  # a wrong size, say
             raise
         line = re.sub(r"^\[\S+:\d+\] ", "", first_line(error))  # without [.../gloo/transport/tcp/pair.cc:547]
         raise CommunicationError(line.split(". ")[0]) from error  # and without gloo's advice

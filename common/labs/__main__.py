@@ -1,0 +1,198 @@
+"""`python -m common.labs`: tasks in which you write, repair, predict and plan what the lessons explain.
+
+python -m common.labs                    the list: what is done, and what comes next
+python -m common.labs start write-03-a   make its files in runs/labs/write-03-a, and show the task
+python -m common.labs check              grade the lab that was started last, or `check ID`
+python -m common.labs watch              check whenever a file of it is saved
+python -m common.labs hint ID            the next of three hints; they are counted
+python -m common.labs reset ID           its files anew; the old ones go to ID.old
+python -m common.labs solution ID        once it is passed, or with --give-up, which is recorded
+python -m common.labs report             scores of all labs, as a table and in runs/labs/report.json
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from common.errors import UsageError
+from common.labs import find
+from common.labs.lab import Lab, Verdict
+from common.labs.state import HOME, Progress, State
+from common.launching.command_line import OneLineParser, one_line_errors
+
+COMMAND = "python -m common.labs"
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> int:
+    """Do one command. Returns 1 if a check was not passed."""
+    format = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog=COMMAND, description=__doc__, formatter_class=format, allow_abbrev=False)
+    parser.add_argument("command", nargs="?", default="list", choices=("list", *COMMANDS), metavar="COMMAND")
+    parser.add_argument("id", nargs="?", metavar="ID", help="of a lab, such as write-03-a")
+    parser.add_argument("--give-up", action="store_true", help="read a solution before the lab is passed")
+    parser.add_argument("--student", type=int, metavar="N", help="your number, which chooses variants; it is kept")
+    parser.add_argument("--home", type=Path, default=HOME, metavar="DIR", help="where files and results are kept")
+    options = parser.parse_args(argv)
+    state = State.load(options.home)
+    if options.student is not None:
+        if options.student < 0:
+            raise UsageError(f"--student {options.student} must be at least 0")
+        state.student = options.student
+        state.save()
+    if options.give_up and options.command != "solution":
+        raise UsageError("--give-up belongs to `solution`")
+    if options.command == "list":
+        return show_list(state)
+    if options.command == "report":
+        return report(state)
+    id = options.id or (state.current if options.command in ("check", "watch") else None)
+    if id is None:
+        raise UsageError(f"{options.command} needs the id of a lab, such as {next_lab(state).id}")
+    lab = find.lab(id)
+    if options.command != "start" and id not in state.labs:
+        raise UsageError(f"{id} has not been started: {COMMAND} start {id}")
+    if options.command == "solution":
+        return solution(state, lab, options.give_up)
+    return COMMANDS[options.command](state, lab) or 0
+
+
+def next_lab(state: State) -> Lab:
+    """The first one that is neither passed nor given up; the first of all if there is none."""
+    labs = list(find.all_labs().values())
+    return next((lab for lab in labs if state.word(lab) not in ("done", "given up")), labs[0])
+
+
+def show_list(state: State) -> int:
+    for lab in find.all_labs().values():
+        print(f"{state.word(lab):>9}  {lab.id:13}  {lab.title}  ({lab.minutes} min)")
+    done = sum(progress.passed for progress in state.labs.values())
+    lab = next_lab(state)
+    command = "check" if lab.id in state.labs else "start"
+    print(f"\n{done} of {len(find.all_labs())} are done. Next: {COMMAND} {command} {lab.id}")
+    return 0
+
+
+def start(state: State, lab: Lab) -> None:
+    folder = state.folder(lab)
+    state.current = lab.id
+    if not folder.exists():
+        make(state, lab)
+    state.labs.setdefault(lab.id, Progress())
+    state.save()
+    print(f"# {lab.id}: {lab.title}\n\n{lab.task}\n\nYour files are in {shown(folder)}. Then: {COMMAND} check")
+
+
+def make(state: State, lab: Lab) -> None:
+    """Make a lab's folder, all of it or nothing."""
+    folder, part = state.folder(lab), state.home / f"{lab.id}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    lab.start(part, state.student)
+    (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n")
+    part.rename(folder)
+
+
+def check(state: State, lab: Lab) -> int:
+    return 0 if grade(state, lab).passed else 1
+
+
+def grade(state: State, lab: Lab) -> Verdict:
+    """Check, print what was found, and remember the score."""
+    verdict = lab.check(state.folder(lab), state.student)
+    progress = state.labs[lab.id]
+    progress.checks += 1
+    progress.score = max(progress.score, verdict.score)
+    state.save()
+    print(f"{lab.id}: {'passed' if verdict.passed else f'{verdict.score:.0%}'}")
+    for line in verdict.feedback:
+        print(f"  {line}")
+    if verdict.passed:
+        print(f"  To compare with ours: {COMMAND} solution {lab.id}")
+    elif progress.hints < len(lab.hints):
+        print(f"  If you are stuck: {COMMAND} hint {lab.id}")
+    return verdict
+
+
+def watch(state: State, lab: Lab) -> None:
+    """Check on every save until Ctrl-C. It stays at this lab, also when it is passed."""
+    print(f"Watching {shown(state.folder(lab))}; Ctrl-C ends it.", flush=True)
+    before = None
+    try:
+        while True:
+            now = saved(state.folder(lab))
+            if now != before:
+                before = now
+                print(flush=True)
+                grade(state, lab)
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        print()
+
+
+def saved(folder: Path) -> dict[Path, float]:
+    """When each of a lab's files was last changed."""
+    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {path: path.stat().st_mtime for path in files}
+
+
+def hint(state: State, lab: Lab) -> None:
+    progress = state.labs[lab.id]
+    if progress.hints < len(lab.hints):
+        progress.hints += 1
+        state.save()
+    for number, text in enumerate(lab.hints[: progress.hints], start=1):
+        print(f"hint {number} of {len(lab.hints)}: {text}")
+
+
+def reset(state: State, lab: Lab) -> None:
+    folder, old = state.folder(lab), state.home / f"{lab.id}.old"
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        print(f"What you had is in {shown(old)}.")
+    make(state, lab)
+    print(f"{shown(folder)} is as it was at the start.")
+
+
+def solution(state: State, lab: Lab, give_up: bool) -> int:
+    progress = state.labs[lab.id]
+    if not (progress.passed or progress.gave_up or give_up):
+        raise UsageError(f"{lab.id} is not passed yet; --give-up shows the solution, and is recorded")
+    if give_up and not progress.passed:
+        progress.gave_up = True
+        state.save()
+    print(lab.solution(state.student))
+    return 0
+
+
+def report(state: State) -> int:
+    rows = []
+    for lab in find.all_labs().values():
+        progress = state.labs.get(lab.id, Progress())
+        row = {"id": lab.id, "score": 0.0 if progress.gave_up else progress.score}
+        rows.append(row | {"checks": progress.checks, "hints": progress.hints, "gave_up": progress.gave_up})
+    state.home.mkdir(parents=True, exist_ok=True)
+    path = state.home / "report.json"
+    path.write_text(json.dumps({"student": state.student, "labs": rows}, indent=2) + "\n")
+    print(f"{'lab':13} {'score':>6} {'checks':>7} {'hints':>6}")
+    for row in rows:
+        note = "  given up" if row["gave_up"] else ""
+        print(f"{row['id']:13} {row['score']:6.0%} {row['checks']:7} {row['hints']:6}{note}")
+    print(f"student {state.student}: {sum(row['score'] for row in rows):.2f} of {len(rows)}; written to {shown(path)}")
+    return 0
+
+
+def shown(path: Path) -> Path:
+    """A path as one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+COMMANDS = {"start": start, "check": check, "watch": watch, "hint": hint, "reset": reset, "solution": solution}
+COMMANDS["report"] = report
+
+if __name__ == "__main__":
+    sys.exit(main())

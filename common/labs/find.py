@@ -1,0 +1,31 @@
+"""All labs: every step's folder `labs` has modules, and each of them a list LABS."""
+
+import functools
+import importlib
+import pkgutil
+from pathlib import Path
+
+from common.errors import UsageError
+from common.labs.lab import Lab
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+KINDS = ("write", "hunt", "predict", "schedule", "design")  # in the order in which a step's labs are best taken
+
+
+@functools.cache
+def all_labs() -> dict[str, Lab]:
+    """By id, in the order of the course."""
+    found = []
+    for folder in sorted(ROOT.glob("step*/labs")):
+        for module in pkgutil.iter_modules([str(folder)]):
+            found += getattr(importlib.import_module(f"{folder.parent.name}.labs.{module.name}"), "LABS", [])
+    order = sorted(found, key=lambda lab: (lab.step, KINDS.index(lab.kind), lab.id))
+    return {lab.id: lab for lab in order}
+
+
+def lab(id: str) -> Lab:
+    """Raises UsageError if there is no lab of this name."""
+    if id not in all_labs():
+        like = [each for each in all_labs() if id in each]
+        raise UsageError(f"there is no lab {id}; there are {', '.join(like or all_labs())}")
+    return all_labs()[id]

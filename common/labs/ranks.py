@@ -1,0 +1,262 @@
+"""Runs a student's file on ranks of its own, through several cases, and says what became of them.
+
+Ranks are processes on the CPU that talk over gloo. One set of them serves all cases of a check: for each case, the
+first few make a world of their own. When nothing moves any more, every rank reports where it is, and the check ends.
+"""
+
+import importlib.util
+import linecache
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from common.errors import LOST_PEER, first_line
+from common.labs.find import ROOT, lab
+from common.labs.seen import Notes, Watching, line_of
+
+IDLE = 5.0  # seconds for which no rank does anything
+BUSY = 10.0  # seconds that a rank computes in one case, which should take a hundredth
+LIMIT = 60.0  # seconds for a case, whatever else the machine does
+GRACE = 2.0  # seconds that ranks have to report, once one has failed or nothing moves
+
+
+class Case(SimpleNamespace):
+    """On how many ranks, and with which sizes: `Case(ranks=2, width=12)`. A check adds a `seed`."""
+
+    def __str__(self) -> str:
+        sizes = [f"{name} {value}" for name, value in vars(self).items() if name not in ("ranks", "seed")]
+        return ", ".join([f"{self.ranks} rank{'s' if self.ranks > 1 else ''}", *sizes])
+
+
+@dataclass
+class Outcome:
+    """What became of a check's cases."""
+
+    results: list[list[tuple[dict, Notes]]] = field(default_factory=list)  # per finished case and rank: values, notes
+    failure: str = ""  # what ended the first case that is missing
+
+
+@dataclass
+class Failure:
+    """What a rank reports that does not come to the end."""
+
+    kind: str  # "raised", "unwritten", "reads the reference" or "hangs"
+    text: str
+    when: float
+
+
+def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
+    """Let `lab(id).run(module, case, rank)` go through all cases, on ranks that have imported the student's `file`."""
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["common.labs.ranks"])
+    with tempfile.TemporaryDirectory(prefix="labs-") as folder:
+        size = max(case.ranks for case in cases)
+        ranks = [context.Process(target=_rank, args=(rank, folder, id, str(file), cases)) for rank in range(size)]
+        try:
+            for process in ranks:
+                process.start()
+            _wait_for(ranks, Path(folder), len(cases), id)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        return _collect(Path(folder), cases)
+
+
+def _wait_for(ranks: list, folder: Path, cases: int, label: str) -> None:
+    """Return when all ranks have ended, or a moment after one has failed or nothing moves any more."""
+    finished = [folder / f"{number}.0" for number in range(cases)]
+    running = {process.sentinel: process for process in ranks}
+    deadline, clock, numbers = math.inf, _Clock(), [process.pid for process in ranks]
+    with tqdm(total=cases, desc=f"checking {label}", leave=False, disable=not sys.stderr.isatty()) as bar:
+        while running and time.monotonic() < deadline:
+            for sentinel in wait(list(running), timeout=0.1):
+                process = running.pop(sentinel)
+                process.join()
+                if process.exitcode:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            done = sum(path.exists() for path in finished)
+            bar.update(done - bar.n)
+            if clock.over(numbers, done) and deadline == math.inf:
+                (folder / "report").touch()  # ranks say where they are
+                deadline = time.monotonic() + GRACE
+
+
+class _Clock:
+    """Tells a rank that waits for others from one that waits for a processor, as on a busy machine all of them do."""
+
+    def __init__(self):
+        self.done, self.idle_since, self.started, self.used = -1, math.inf, 0.0, 0.0
+
+    def over(self, processes: list[int], done: int) -> bool:
+        """Whether these processes have waited for each other, or computed, for too long; they finished `done` cases."""
+        now = time.monotonic()
+        states = [_state(process) for process in processes]
+        used = max((seconds for _, seconds in states), default=0.0)
+        if done != self.done:
+            self.done, self.started, self.used = done, now, used
+        if any(state in "RD" for state, _ in states):
+            self.idle_since = math.inf
+        else:
+            self.idle_since = min(self.idle_since, now)
+        return now - self.idle_since > IDLE or used - self.used > BUSY or now - self.started > LIMIT
+
+
+def _state(process: int) -> tuple[str, float]:
+    """What the main thread of a process does (R: it computes or would like to, S: it waits), and CPU seconds so far."""
+    try:
+        fields = Path(f"/proc/{process}/task/{process}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):  # not on Linux, or it has ended
+        return "S" if Path("/proc/self").exists() else "R", 0.0
+
+
+def _collect(folder: Path, cases: list[Case]) -> Outcome:
+    outcome = Outcome()
+    for number, case in enumerate(cases):
+        paths = [folder / f"{number}.{rank}" for rank in range(case.ranks)]
+        if all(path.exists() for path in paths):
+            outcome.results.append([pickle.loads(path.read_bytes()) for path in paths])
+            continue
+        found = {}
+        for rank in range(max(case.ranks for case in cases)):
+            if (folder / f"failure.{rank}").exists():
+                found[rank] = pickle.loads((folder / f"failure.{rank}").read_bytes())
+        finished = [rank for rank, path in enumerate(paths) if path.exists()]
+        outcome.failure = f"With {case}: {_describe(found, finished)}"
+        break
+    return outcome
+
+
+def _describe(found: dict[int, Failure], finished: list[int]) -> str:
+    """The first cause of a failure in a sentence: no rank that has only lost its peer, and of a hang all ranks."""
+    if not found:
+        return "a rank died without a word (killed, out of memory, or os._exit)."
+    hangs = {rank: failure for rank, failure in found.items() if failure.kind == "hangs"}
+    causes = {rank: each for rank, each in found.items() if not (each.kind == "raised" and _lost(each.text))}
+    if hangs and len(causes) == len(hangs):
+        where = [f"rank {rank} {failure.text}" for rank, failure in sorted(hangs.items())]
+        where += [f"rank {rank} has come to its end" for rank in finished if rank not in hangs]
+        return "it does not end. " + "; ".join(where) + "."
+    rank, cause = min((causes or found).items(), key=lambda item: (item[1].kind == "hangs", item[1].when))
+    return cause.text if cause.kind in ("unwritten", "reads the reference") else f"rank {rank} {cause.text}"
+
+
+def _lost(text: str) -> bool:
+    return re.search(LOST_PEER, text) is not None
+
+
+# ---- what follows runs in the ranks ----------------------------------------------------------------------------------
+
+
+def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None:
+    """One rank: all cases that it takes part in."""
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    watching, main = [], threading.main_thread().ident
+    threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
+    try:
+        this = lab(id)
+        _close_the_book(ROOT / this.source)
+        watching.append(Watching(file))
+        module = _load(file)
+        for number, case in enumerate(cases):
+            if rank >= case.ranks:
+                continue
+            world = {"store": dist.FileStore(f"{folder}/world.{number}", case.ranks), "world_size": case.ranks}
+            dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=60), **world)
+            watching.append(Watching(file))
+            with watching[-1] as notes:
+                values = this.run(module, case, rank)
+            _write(Path(folder, f"{number}.{rank}"), (values, notes))
+            while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
+                time.sleep(0.002)  # so that no rank sees a connection closed
+            dist.destroy_process_group()
+    except BaseException as error:  # SystemExit too
+        _write(Path(folder, f"failure.{rank}"), _failure(error, file))
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may still be releasing tensors
+
+
+def _load(file: str):
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Closed(Exception):
+    """The student's file opens the one that it was cut from."""
+
+
+def _close_the_book(source: Path) -> None:
+    """Make it an error to import or to open the file that the starter was cut from."""
+    name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+    sys.modules[name] = None
+
+    def listen(event: str, args: tuple) -> None:
+        if event == "open" and isinstance(args[0], str) and os.path.realpath(args[0]) == str(source):
+            raise _Closed
+
+    sys.addaudithook(listen)
+
+
+def _failure(error: BaseException, file: str) -> Failure:
+    now = time.monotonic()
+    if isinstance(error, _Closed) or (isinstance(error, ImportError) and "None in sys.modules" in str(error)):
+        return Failure("reads the reference", "your file reads the one that it was cut from.", now)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if isinstance(error, NotImplementedError) and frames:
+        return Failure("unwritten", f"`{frames[-1].name}` is not written yet (line {frames[-1].lineno}).", now)
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return Failure("unwritten", f"line {error.lineno} is no Python: {error.msg}.", now)
+    where = f" in {_quoted(file, frames[-1].lineno)}" if frames else ""
+    return Failure("raised", f"raised {type(error).__name__}{where}: {first_line(error)}", now)
+
+
+def _watch(watching: list[Watching], main: int, folder: Path, rank: int) -> None:
+    """When asked, say where this rank is in the student's file. End this process when its parent has ended."""
+    parent = multiprocessing.parent_process()
+    while parent.is_alive():
+        time.sleep(0.1)
+        if (folder / "report").exists() and watching:
+            file, calls = watching[-1].file, watching[-1].notes.calls
+            line = line_of(file, sys._current_frames()[main])
+            if line:
+                last = next((call for call in reversed(calls) if call.line == line), None)
+                what = f"waits in {last}, {_quoted(file, line)}" if last else f"is at {_quoted(file, line)}"
+                if calls and not last:
+                    what += f" (the last that it started is {calls[-1]}, line {calls[-1].line})"
+                _write(folder / f"failure.{rank}", Failure("hangs", what, time.monotonic()))
+            return
+    os._exit(1)
+
+
+def _quoted(file: str, line: int) -> str:
+    return f"line {line}: `{linecache.getline(file, line).strip()}`" if line else "no line of your file"
+
+
+def _write(path: Path, content) -> None:
+    """All at once, for those who look whether it is there."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_bytes(pickle.dumps(content))
+    part.rename(path)

@@ -1,0 +1,151 @@
+"""What a piece of code does, noted while it runs: the communication it starts, its products, the memory it takes.
+
+The notes are taken below torch's Python, so it does not matter by which function somebody calls a collective.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_functional -> what everybody calls it
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "send": "send",
+    "recv": "receive",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+}
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
+SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # times (N-1)/N: bytes a rank sends
+
+
+class Call(NamedTuple):
+    """One call of a collective, or one message."""
+
+    op: str
+    bytes: int  # of the whole: what is summed, or what has been gathered
+    ranks: int  # of the group
+    blocks: bool  # returns only when it has completed
+    line: int  # of the student's file
+    products: int  # matrix products that this rank had computed before
+    peer: int | None = None  # of a message: the other rank
+
+    @property
+    def sent(self) -> float:
+        """Bytes that one rank sends in the best algorithm."""
+        return self.bytes * SHARES.get(self.op, 1) * ((self.ranks - 1) / self.ranks if self.op in SHARES else 1)
+
+    def __str__(self) -> str:
+        to = "" if self.peer is None else f" {'to' if self.op == 'send' else 'from'} rank {self.peer}"
+        return f"{self.op} of {self.bytes:,} bytes{to}"
+
+
+@dataclass
+class Notes:
+    """Of one rank."""
+
+    calls: list[Call] = field(default_factory=list)
+    products: int = 0  # matrix products
+    peak: int = 0  # the most bytes of tensors made here that lived at the same time
+
+    def of(self, *ops: str, least: int = 0) -> list[Call]:
+        """The calls of these collectives of at least so many bytes."""
+        return [call for call in self.calls if call.op in ops and call.bytes >= least]
+
+    def sent(self, *ops: str) -> float:
+        """Bytes that this rank sends in these collectives, or in all."""
+        return sum(call.sent for call in self.calls if not ops or call.op in ops)
+
+
+class Watching(TorchDispatchMode):
+    """Takes notes of everything that runs inside `with Watching(file) as notes:`; lines are those of this file."""
+
+    def __init__(self, file: str):
+        super().__init__()
+        self.file, self.notes, self._alive = file, Notes(), {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # by default, the first operator imports torch._dynamo, which takes seconds
+
+    def __enter__(self) -> Notes:
+        super().__enter__()
+        return self.notes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        line = line_of(self.file, sys._getframe())
+        if not line:  # not the student's doing
+            return function(*args, **(kwargs or {}))
+        kind, name = function.namespace, function.__name__.partition(".")[0].strip("_")
+        if kind in ("c10d", "_c10d_functional"):
+            found = [NAMES[start] for start in sorted(NAMES, key=len, reverse=True) if name.startswith(start)]
+            if found:
+                self.notes.calls.append(self._call(found[0], args, line))
+        elif name in PRODUCTS:
+            self.notes.products += 1
+        out = function(*args, **(kwargs or {}))
+        self._measure(args, out)
+        return out
+
+    def _call(self, op: str, args: tuple, line: int) -> Call:
+        from torch.distributed import ProcessGroup, get_process_group_ranks
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        scripted = [
+            each for each in args if isinstance(each, torch.ScriptObject)
+        ]  # the group, then perhaps a reduction
+        if scripted:
+            group = ProcessGroup.unbox(scripted[0])
+        else:
+            group = _resolve_process_group([each for each in args if isinstance(each, str)][-1])
+        ranks = get_process_group_ranks(group)
+        blocks = next((each for each in args if isinstance(each, bool)), False)
+        peer = ranks[args[2]] if op in ("send", "receive") else None
+        first, second = (_bytes(argument) for argument in args[:2])
+        whole = max(first, second) if op in ("all_gather", "reduce_scatter") else second or first
+        if op == "all_gather" and not scripted:  # the functional ones know their input alone
+            whole *= len(ranks)
+        return Call(op, whole, len(ranks), blocks, line, self.notes.products, peer)
+
+    def _measure(self, args: tuple, out) -> None:
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for pause in (0, 0.001, 0.01):  # a thread of gloo may refer to what it has sent for a moment longer
+            self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+            total = sum(size for _, size in self._alive.values())
+            if total <= self.notes.peak:
+                return
+            time.sleep(pause)
+        self.notes.peak = total
+
+
+def line_of(file: str, frame) -> int:
+    """The innermost line of `file` on the stack that ends with `frame`; 0 if there is none."""
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    return frame.f_lineno if frame else 0
+
+
+def _tensors(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(tree) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tree))

@@ -1,0 +1,132 @@
+"""Labs of the kind *write*: the student writes marked bodies of one of the project's files.
+
+A check runs the file on ranks and on sizes that the student has not seen. It compares numbers with what one process
+computes in float64, then looks at how they were computed: what was sent, kept, and in which order.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.errors import UsageError
+from common.labs.cut import bodies_of, starter
+from common.labs.find import ROOT
+from common.labs.lab import Lab, Verdict
+from common.labs.ranks import Case, Outcome, run_on_ranks
+from common.labs.seen import Notes
+
+NUMBERS = 0.75  # of the score; the rest is for the mechanism
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one rank should return, and what it returns after known mistakes."""
+
+    values: dict[str, Tensor]  # in the order in which they are computed: the first wrong one is reported
+    mistakes: tuple[tuple[str, Tensor, str], ...] = ()  # name of a value, what it then is, what the mistake is
+
+    @classmethod
+    def of(cls, values: dict[str, Tensor], mistakes: dict[str, dict[str, Tensor]]) -> "Expected":
+        """`mistakes`: what the mistake is -> the values that it gives."""
+        return cls(values, tuple((name, wrong[name], text) for text, wrong in mistakes.items() for name in wrong))
+
+
+@dataclass(frozen=True)
+class WriteLab(Lab):
+    moral: str  # what there is to learn from the reference
+    source: str  # the file that the starter is cut from, such as "step03_zero/sketch.py"
+    bodies: tuple[int, ...]  # which of its marked bodies are to be written, counted from 1
+    cases: tuple[Case, ...]
+    run: Callable[..., dict[str, Tensor]]  # (the student's module, case, rank) -> values, on each rank
+    expect: Callable[[Case], list[Expected]]  # by rank, computed in one process
+    judge: Callable[[Case, int, Notes], Iterable[str]]  # (case, rank, its notes) -> what is wrong with the mechanism
+    only: tuple[str, ...] = ()  # names of functions: the starter has no more than these
+
+    def start(self, folder: Path, student: int) -> None:
+        text = starter((ROOT / self.source).read_text(), self.bodies, self.only)
+        (folder / Path(self.source).name).write_text(text)
+
+    def solution(self, student: int) -> str:
+        bodies = bodies_of((ROOT / self.source).read_text())
+        return "\n".join([*(bodies[number - 1] for number in self.bodies), self.moral])
+
+    def check(self, folder: Path, student: int) -> Verdict:
+        file = folder / Path(self.source).name
+        if not file.exists():
+            raise UsageError(f"{file} is missing; `python -m common.labs reset {self.id}` makes it anew")
+        cases = [Case(**vars(case), seed=1000 * student + number) for number, case in enumerate(self.cases)]
+        return self.grade(cases, run_on_ranks(self.id, file.resolve(), cases))
+
+    def grade(self, cases: list[Case], outcome: Outcome) -> Verdict:
+        right, feedback, faults = 0, [], {}
+        for case, results in zip(cases, outcome.results):
+            wrong = first_difference(case, self.expect(case), [values for values, _ in results])
+            right += not wrong
+            if wrong and not feedback:
+                feedback = wrong
+            for rank, (_, notes) in enumerate(results):
+                for fault in self.judge(case, rank, notes):
+                    faults.setdefault(fault, f"With {case}, rank {rank}: {fault}")
+        feedback += [outcome.failure] * bool(outcome.failure)
+        score = NUMBERS * right / len(cases)
+        if right == len(cases) and not faults:
+            return Verdict(1.0, ("Numbers and mechanism are right.",))
+        if right == len(cases):
+            feedback = ["The numbers are right, but not the way to them.", *feedback]
+        return Verdict(score, (*feedback, *list(faults.values())[:3]))
+
+
+def page(module: str, id: str) -> dict:
+    """What ID.md, beside the module, says: the fields of a lab that are prose."""
+    head, *parts = re.split(r"^## .*\n+", Path(module).with_name(f"{id}.md").read_text(), flags=re.MULTILINE)
+    title, _, task = head.partition("\n")
+    *hints, moral = (part.strip() for part in parts)
+    minutes = int(re.search(r"\*(\d+) minutes", task)[1])
+    texts = {"title": title.removeprefix("# "), "task": task.strip(), "hints": tuple(hints), "moral": moral}
+    return {"id": id, "minutes": minutes} | texts
+
+
+def first_difference(case: Case, expected: list[Expected], found: list[dict[str, Tensor]]) -> list[str]:
+    """Lines about the first value that differs: on which rank, how, and what it probably comes from."""
+    for name in expected[0].values:
+        for rank, (right, values) in enumerate(zip(expected, found, strict=True)):
+            if line := _difference(right.values[name], values.get(name)):
+                hints = [f"What this usually is: {text}" for text in _reasons(name, values.get(name), right, case)]
+                return [f"With {case}: `{name}` on rank {rank} {line}", *hints]
+    return []
+
+
+def _difference(right: Tensor, found: Tensor | None) -> str:
+    if not isinstance(found, Tensor):
+        return f"should be a tensor, and is {found!r}."
+    if found.shape != right.shape:
+        return f"should have the shape {tuple(right.shape)}, and has {tuple(found.shape)}."
+    off = (found.to(right.dtype) - right).abs()
+    bad = ~(off <= 1e-11 + 1e-9 * right.abs())
+    if not bad.any():
+        return ""
+    place = tuple(bad.nonzero()[0].tolist())
+    at = f" at {list(place)}" if place else ""
+    return f"differs first{at}: {found[place].item():.6g} instead of {right[place].item():.6g}."
+
+
+def _reasons(name: str, found: Tensor | None, right: Expected, case: Case) -> list[str]:
+    """The known mistake that gives just this value, if there is one."""
+    if not isinstance(found, Tensor):
+        return []
+    for of, value, text in right.mistakes:
+        if of == name and value.shape == found.shape and torch.allclose(found.to(value.dtype), value, rtol=1e-8):
+            return [text]
+    wanted = right.values[name]
+    if found.shape != wanted.shape:
+        return []
+    if not found.any():
+        return ["it was never filled."]
+    for factor in {case.ranks, 1 / case.ranks, 2, 0.5, -1}:
+        if factor != 1 and torch.allclose(found.to(wanted.dtype), factor * wanted, rtol=1e-8):
+            return [f"all of it is {factor:.4g} times what it should be: is a sum or a mean taken once too often?"]
+    return []
