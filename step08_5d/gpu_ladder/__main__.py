@@ -10,14 +10,20 @@ what a GPU would be asked for: sectors of memory, bytes, FLOPs.
 
 from common.experiments.runner import run_experiments
 from step08_5d.gpu_ladder.attention import attention
+from step08_5d.gpu_ladder.attention_versions import attention_versions
+from step08_5d.gpu_ladder.contention import contention
+from step08_5d.gpu_ladder.divergence import divergence
 from step08_5d.gpu_ladder.elu import elu
+from step08_5d.gpu_ladder.elu_over_n import elu_over_n
 from step08_5d.gpu_ladder.formats import formats
 from step08_5d.gpu_ladder.fusion import fusion
+from step08_5d.gpu_ladder.generated import generated
 from step08_5d.gpu_ladder.machine import missing
 from step08_5d.gpu_ladder.matmul import matmul
 from step08_5d.gpu_ladder.roofline import roofline
 
-EXPERIMENTS = [elu, matmul, fusion, attention, roofline, formats]
+EXPERIMENTS = [elu, elu_over_n, generated, matmul, divergence, fusion, attention, attention_versions]
+EXPERIMENTS += [roofline, contention, formats]
 
 if __name__ == "__main__":
     for line in missing():

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from step08_5d.gpu_ladder.traffic import LANES, SECTOR, sectors
+from step08_5d.kernels.launching import ceil_div
 
 TILE = 32  # as in matmul.cu
 LANE = np.arange(LANES)
@@ -74,6 +75,16 @@ def predicted_sectors(kernel: str, size: Sizes) -> int:
 def predicted_loads(kernel: str, size: Sizes) -> int:
     """Numbers that threads ask memory for: two for each multiplication, or two for TILE of them."""
     return 2 * size.M * size.N * size.K // (TILE if kernel == "tiled" else 1)
+
+
+def predicted_excess(kernel: str, size: Sizes) -> int:
+    """Sectors that neighbors would not have needed: 32 - 4 for each load and store of a column, none elsewhere."""
+    return size.M * size.N // LANES * (LANES - LANES * 4 // SECTOR) * (size.K + 1) if kernel == "naive" else 0
+
+
+def excess(kernel: str, size: Sizes) -> int:
+    """The same from the addresses: what a warp touches beyond the sectors that its different numbers would fill."""
+    return sum(sectors(each) - ceil_div(4 * len(np.unique(each)), SECTOR) for each in KERNELS[kernel](size))
 
 
 def count(kernel: str, size: Sizes) -> tuple[int, int]:

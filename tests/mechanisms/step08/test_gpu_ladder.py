@@ -11,7 +11,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from step08_5d.gpu_ladder import attention, elu, formats, fusion, machine, matmul, roofline, traffic, transactions
+from step08_5d.gpu_ladder import (
+    attention,
+    attention_versions,
+    contention,
+    divergence,
+    elu,
+    elu_over_n,
+    formats,
+    fusion,
+    generated,
+    machine,
+    matmul,
+    roofline,
+    traffic,
+    transactions,
+)
 from step08_5d.gpu_ladder.transactions import Sizes
 from step08_5d.kernels.launching import HAS_TRITON
 
@@ -137,6 +152,12 @@ def test_cuda_source_reads_the_sectors_that_we_count(on_cpu, kernel):
 def test_simulated_transactions_are_as_predicted(kernel, size):
     predicted = transactions.predicted_loads(kernel, size), transactions.predicted_sectors(kernel, size)
     assert transactions.count(kernel, size) == predicted
+    assert transactions.excess(kernel, size) == transactions.predicted_excess(kernel, size)
+
+
+def test_the_playbooks_profiler_counted_what_we_count():
+    counted = transactions.predicted_sectors("naive", matmul.FULL), transactions.predicted_excess("naive", matmul.FULL)
+    assert counted == (matmul.PUBLISHED_SECTORS, matmul.PUBLISHED_EXCESS)
 
 
 @interprets
@@ -180,6 +201,54 @@ def test_attention():
         with traffic.BytesMoved() as counted:
             attention.naive(q, k, v)
         assert counted.total == attention.naive_moved(tokens)
+
+
+def test_flash_attentions():
+    ask = attention_versions.bytes_asked
+    assert ask("FlashAttention-1", 128, 64) - ask("FlashAttention-2", 128, 64) == 2 * 4 * 128 - 4 * 128, "one block"
+    assert ask("FlashAttention-1", 16384, 128) / ask("FlashAttention-2", 16384, 128) == pytest.approx(1.52, abs=0.01)
+    for gpu in attention_versions.RATES:
+        shares = [attention_versions.share_of_peak(name, 128, gpu) for name in attention_versions.VERSIONS]
+        assert shares == sorted(shares) and shares[-1] == 1
+
+
+@pytest.mark.parametrize("tokens, window, length", [(512, 256, 512), (768, 128, 384), (512, 512, 256)])
+def test_a_mask_as_a_matrix_and_as_a_function(tokens, window, length):
+    sees = attention_versions.window_of_documents(attention_versions.documents_of(tokens, length), window)
+    blocks = attention_versions.blocks_of(sees, tokens, machine.DEVICE.type)
+    q, k, v = (random(1, 1, tokens, 16, dtype=torch.float64, seed=seed) for seed in range(3))
+    ours = attention_versions.by_function(q, k, v, blocks)
+    assert_equal(ours, attention_versions.by_matrix(q, k, v, sees), 1e-14)
+    found = blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()
+    assert found == attention_versions.predicted_blocks(tokens, window, length)
+
+
+def test_two_numbers_describe_the_published_curve():
+    bandwidth, fixed = elu_over_n.fit({n: speeds[2] for n, speeds in elu_over_n.PUBLISHED.items()})
+    for n, (*_, published) in elu_over_n.PUBLISHED.items():
+        assert elu_over_n.predicted(n, bandwidth, fixed) == pytest.approx(published, rel=0.006)
+
+
+@interprets
+def test_the_compilers_kernel_moves_as_much_as_ours():
+    x = random(1300)
+    with traffic.kernel_traffic() as touched:
+        assert_equal(generated.run_elu(x), F.elu(x.double(), elu.ALPHA))
+    assert touched.bytes == elu.LEAST * x.numel()
+    assert len(generated.kernels_of(generated.compilers_code(fusion.eager, x.view(13, 100)))) == 1
+
+
+@pytest.mark.parametrize("case", divergence.cases(4096), ids=lambda case: case.name)
+def test_branches_of_a_warp(case):
+    assert divergence.paths(case.choices) == pytest.approx(case.predicted, rel=0.01)
+
+
+@needs_triton
+def test_a_product_beside_a_collective():
+    assert [contention.slowdown(4096, taken) for taken in (0, 4, 5, 32)] == [1, 1, 5 / 4, 6 / 4]
+    source, target = random(3, 64), torch.zeros(3, 64, device=machine.DEVICE)
+    contention.copy_on(source, target, 2)
+    assert torch.equal(source, target)
 
 
 def test_roofline_has_a_ridge():
