@@ -57,7 +57,7 @@ VERSIONS = {  # 1 scales the old output and the new, adds, and divides by the su
 def share_of_peak(version: str, width: int, gpu: str) -> float:
     """Share of the tensor cores' peak: of the cycles that a score takes, those of its products.
 
-    Where a version does not plan to overlap, we add up all cycles. (Warps that wait for nothing still overlap a little.)
+    Where a version does not plan to overlap, we add up all cycles; yet warps that are ready overlap by themselves.
     """
     rates, (rescales, overlaps) = RATES[gpu], VERSIONS[version]
     products = 4 * width / rates.products
@@ -112,7 +112,7 @@ def by_function(q, k, v, blocks: BlockMask, flex: Callable = flex_attention) -> 
         return flex(q, k, v, block_mask=blocks)
 
 
-def blocks_of(sees: Callable, tokens: int, device: str = "cpu") -> BlockMask:
+def blocks_of(sees: Callable, tokens: int, device: str) -> BlockMask:
     """Which blocks of 128 x 128 scores the mask leaves empty, which full, and which need the function."""
     return create_block_mask(sees, None, None, tokens, tokens, device=device, BLOCK_SIZE=BLOCK)
 
@@ -157,18 +157,19 @@ def attention_versions(quick: bool) -> None:
     difference = (by_matrix(q, k, v, sees) - by_function(q, k, v, blocks_of(sees, 1024, DEVICE.type))).abs().max()
     print(f"  both ways differ by {difference:.0e} at most (1,024 tokens, not compiled)")
     if DEVICE.type == "cuda":
-        print_table("Forward, 32 heads of 128, bfloat16", ("", "ms"), measure(tokens, window, length))
+        rows = [(name, f"{1e3 * seconds:.2f}") for name, seconds in measure(tokens, window, length).items()]
+        print_table("Forward, 32 heads of 128, bfloat16", ("", "ms"), rows)
 
 
-def measure(tokens: int, window: int, length: int) -> list[tuple[str, str]]:
-    """Milliseconds on this GPU of PyTorch's attention with a matrix, of FlexAttention compiled, and of causal flash."""
+def measure(tokens: int, window: int, length: int) -> dict[str, float]:
+    """Seconds on this GPU of PyTorch's attention with a matrix, of FlexAttention compiled, and of causal flash."""
     q, k, v = (torch.randn(1, 32, tokens, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     sees = window_of_documents(documents_of(tokens, length), window)
-    matrix = create_mask(sees, None, None, tokens, tokens, device="cuda")
-    blocks, flex = blocks_of(sees, tokens, "cuda"), torch.compile(flex_attention, dynamic=False)
+    matrix = create_mask(sees, None, None, tokens, tokens, device=DEVICE.type)
+    blocks, flex = blocks_of(sees, tokens, DEVICE.type), torch.compile(flex_attention, dynamic=False)
     ways = {
         "mask as a matrix": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=matrix),
         "mask as a function, FlexAttention": lambda: by_function(q, k, v, blocks, flex),
         "causal, no other mask": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     }
-    return [(name, f"{1e3 * seconds_of(way):.2f}") for name, way in ways.items()]
+    return {name: seconds_of(way) for name, way in ways.items()}

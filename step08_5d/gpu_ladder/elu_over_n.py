@@ -52,11 +52,11 @@ def published_seconds(columns: int, name: str) -> float:
     return elu.LEAST * ROWS * columns / (1e9 * PUBLISHED[columns][NAMES.index(name)])
 
 
-def measure(sizes: list[int]) -> dict[int, tuple[float, ...]]:
+def measure(sizes: list[int], rows: int = ROWS) -> dict[int, tuple[float, ...]]:
     """GB/s of eager, compiled and Triton's kernels on this GPU, without the time that the CPU takes to launch them."""
     found, compiled = {}, torch.compile(elu.eager, dynamic=False)
     for columns in sizes:
-        x = torch.randn(ROWS, columns, device=DEVICE)
+        x = torch.randn(rows, columns, device=DEVICE)
         seconds = (seconds_of(function, x) for function in (elu.eager, compiled, elu.in_triton))
         found[columns] = tuple(1e-9 * elu.LEAST * x.numel() / each for each in seconds)
     return found
@@ -85,7 +85,8 @@ def _draw(bandwidth: float, fixed: float, found: dict[int, tuple[float, ...]]) -
     sizes = np.linspace(min(PUBLISHED), max(PUBLISHED), 200)
     for eager in (False, True):
         speeds = [predicted(n, bandwidth, fixed, eager) for n in sizes]
-        axis.plot(sizes, speeds, color=COLOURS["predicted"], label=None if eager else "predicted")
+        label = "predicted from both" if eager else f"{1e-9 * bandwidth:,.0f} GB/s and {1e6 * fixed:.1f} us, fitted"
+        axis.plot(sizes, speeds, "--" if eager else "-", color=COLOURS["predicted"], label=label)
     for index, name in enumerate(NAMES):
         published = [speeds[index] for speeds in PUBLISHED.values()]
         axis.plot([*PUBLISHED], published, "o", color=SERIES[index], label=f"{name}, published")

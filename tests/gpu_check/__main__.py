@@ -23,6 +23,7 @@ PARTS = {  # in order of value: their tests, and their limits in seconds. All fi
     "bfloat16": (400, "test_training.py::test_bfloat16"),
     "one_gpu": (530, *(f"test_one_gpu.py::test_{each}" for each in ("numbers", "zero_3_frees_a_layer", "marked"))),
     "kernels": (530, "test_speed_of_kernels.py"),
+    "ladder": (300, "test_ladder.py"),
     "models": (530, "test_speed_of_models.py"),
     "node": (530, "test_node.py"),
     "shared_gpu": (400, "test_training.py::test_shared_gpu"),
