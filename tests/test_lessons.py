@@ -9,7 +9,8 @@ import pytest
 from tests.harness.ranks import ROOT
 
 LESSONS = sorted([*ROOT.glob("step*/README.md"), ROOT / "step08_5d" / "planning" / "README.md"])
-BESIDE = sorted([*ROOT.glob("step*/[a-l]*.md"), *ROOT.glob("step*/gpu_ladder/README.md")])  # pages beside a lesson
+LADDER = ROOT / "step08_5d" / "gpu_ladder"
+BESIDE = sorted([*ROOT.glob("step*/[a-l]*.md"), *LADDER.glob("*.md")])  # pages beside a lesson
 PAGES = [ROOT / "README.md", *LESSONS, *BESIDE, *sorted(ROOT.glob("step*/measurements.md"))]
 CODE = [path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
 NUMBER = re.compile(r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
@@ -22,13 +23,10 @@ def lesson(request):
     return request.param
 
 
-def test_it_has_at_most_3000_words(lesson):
-    text = re.sub(r"^```.*?^```", "", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("page", [*LESSONS, LADDER / "README.md"], ids=lambda path: path.parent.name)
+def test_it_has_at_most_3000_words_and_250_numbers(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert len(re.findall(r"[A-Za-z0-9]\S*", text)) <= 3000
-
-
-def test_it_has_at_most_250_numbers(lesson):
-    text = re.sub(r"^```.*?^```", "", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert len(NUMBER.findall(text)) <= 250
 
 

@@ -221,6 +221,7 @@ def test_a_mask_as_a_matrix_and_as_a_function(tokens, window, length):
     assert_equal(ours, attention_versions.by_matrix(q, k, v, sees), 1e-14)
     found = blocks.kv_num_blocks.sum() + blocks.full_kv_num_blocks.sum()
     assert found == attention_versions.predicted_blocks(tokens, window, length)
+    assert [attention_versions.predicted_blocks(8192, 1024, each) for each in (4096, 512)] == [504, 160]  # the page's
 
 
 def test_two_numbers_describe_the_published_curve():
