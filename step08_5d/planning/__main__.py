@@ -61,7 +61,7 @@ def sweep(options) -> None:
 
     asked = sweeps.read(options.file)
     records = sweeps.carry_out(asked, options.again)
-    pictures.print_records(asked.name, records, {})
+    pictures.print_records(asked.name, records)
     if any(each["status"] == "ok" for each in records):
         print(f"  figure: {pictures.draw_heat(records, asked.folder / 'heat.png')}")
 
@@ -73,22 +73,22 @@ def calibrate(options) -> None:
 
     asked, cores = sweeps.read(options.file), options.cores or len(os.sched_getaffinity(0))
     records = sweeps.records(asked.folder)
-    runs = calibration.measured(records, progress=True)
+    runs = calibration.measured(records, asked.folder, progress=True)
     if len(runs) < 9:
         raise UsageError(f"{asked.folder} has {len(runs)} runs that ended; a calibration needs 9")
     seen, others = runs[::3], [run for index, run in enumerate(runs) if index % 3]
     rates = calibration.fit(seen, cores)
-    guesses = {run.name: calibration.seconds(run.layout, rates, cores) for run in runs}
-    pictures.print_records(asked.name, records, guesses)
-    print_table(
-        "seconds of a core", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates._asdict().items()]
-    )
+    guesses, names = {run.name: calibration.seconds(run.layout, rates, cores) for run in runs}, {r.name for r in seen}
+    pictures.print_markdown(records, guesses, names)
+    print_table("seconds", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates._asdict().items()])
     found = calibration.judge(others, rates, cores)
     print(
         f"\non the {found.runs} runs that the fit has not seen: Kendall's tau {found.kendall:.2f}, median error "
         f"{found.error:.0%}; the run predicted to be the fastest takes {found.regret:.0%} longer than the fastest"
     )
-    reals, names = {run.name: run.seconds for run in runs}, {run.name for run in seen}
+    if again := calibration.scatter(sweeps.history(asked.folder)):
+        print(f"{again.runs} runs, repeated: Kendall's tau {again.kendall:.2f}, median difference {again.error:.0%}")
+    reals = {run.name: run.seconds for run in runs}
     print(f"  figure: {pictures.draw_beside(reals, guesses, names, asked.folder / 'predicted.png')}")
 
 

@@ -1,20 +1,28 @@
 """How long a step takes on the machine at hand: what dry runs count, times a few rates that measured runs show.
 
 The model of `speed.py` is one of GPUs. Ranks on a CPU share its cores, and each small operation and each message costs
-as much as a large one. So here a rank's work is what its dry run counts, and a machine is six numbers: seconds for each
-FLOP, operation, byte that operations read or write, message and byte sent, and for each message that ranks wait for.
-They are fitted to some of a sweep's runs. Whether they are any good, the others say.
+as much as a large one. So here a rank's work is what its dry run counts, and a machine is eight numbers. They are
+fitted to some of a sweep's runs: all are seconds for something, so the fit is linear, and none can be negative. Whether
+they are any good, the other runs say.
 """
 
+import json
 import math
+import shlex
 import statistics
+from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
-from common.process_groups import Degrees
+from common.process_groups import Degrees, all_groups
+from common.virtual.nodes import value_of
+from step05_pipeline.config import schedule_of
 from step08_5d.planning.dry_run import DryRun, configuration, dry_run
-from step08_5d.planning.fitting import descend, kendall
+from step08_5d.planning.fitting import kendall, nonnegative_least_squares
+from step08_5d.planning.sweep import OF_NODES
+
+SCATTER = 0.03  # a run that is further off than this (relative) is fitted less closely: something may have disturbed it
 
 
 class Work(NamedTuple):
@@ -25,6 +33,9 @@ class Work(NamedTuple):
     touched: float  # bytes
     messages: float  # a collective over N ranks counts as N - 1, an all-reduce as twice that
     sent: float  # bytes
+    far: float = 0.0  # bytes of these that leave the node while nobody computes, on average over ranks that do the same
+    behind: float = 0.0  # the same of gradients and weights, which may hide behind computing
+    hops: float = 0.0  # messages between nodes that wait for each other
 
 
 class Layout(NamedTuple):
@@ -32,38 +43,75 @@ class Layout(NamedTuple):
 
     stages: list[Work]  # of a rank of each pipeline rank
     ranks: int  # that do the same, for each of them
-    micro_batches: int
+    units: int  # of a rank of a pipeline: micro-batches, times its chunks of layers
     tokens: int  # of all ranks in a step
+    cable: float = 0.0  # seconds that a node's cable needs for what its ranks send to other nodes (`far`),
+    behind: float = 0.0  # and for what may hide
 
 
 class Rates(NamedTuple):
-    """Seconds that a core needs for each of a `Work`, and that a rank waits for a message beyond that."""
+    """Seconds that a core needs for each of a `Work`, and what a rank waits for beyond that."""
 
     flops: float = 2e-11
     operations: float = 1e-5
     touched: float = 1e-10
     messages: float = 1e-4
     sent: float = 1e-9
-    waiting: float = 1e-4
+    waiting: float = 1e-4  # until a message of the busiest rank has arrived, on idle cores
+    cable: float = 1.0  # for each second that a cable is busy,
+    behind: float = 1.0  # and with what may hide: less, as far as it does
 
 
-def work_of(run: DryRun) -> Work:
-    """What a dry run has counted, in numbers of `Work`."""
-    degrees = Degrees.of(run.config)
-    sizes = {"tp": degrees.tp, "cp": degrees.cp, "ep": degrees.ep, "world": degrees.world, "pp_forward": degrees.pp}
-    hops = 0.0
-    for (group, op), (number, _) in run.sent.items():
-        others = 1 if op == "send" else sizes.get(group, degrees.dp * degrees.cp) - 1
-        hops += number * others * (2 if op == "all_reduce" else 1)
-    return Work(run.flops, run.operations, run.touched, hops, sum(size for _, size in run.sent.values()))
+OF_CORES = 5  # of the rates: the others are no work
 
 
-def layout_of(flags: list[str], world: int) -> Layout:
-    """Play a rank of each stage. Raises UsageError as a real run does."""
-    config = configuration(flags, world)
+def work_of(run: DryRun, rank: int, of_node: int | None = None) -> Work:
+    """What a dry run has counted, in numbers of `Work`.
+
+    Args:
+        of_node: how many ranks are on each node (default: all).
+    """
+    groups, messages = all_groups(Degrees.of(run.config), run.config.model_config.kv_heads), 0.0
+    far, hops = {False: 0.0, True: 0.0}, 0.0  # far: by whether it may hide
+    for (group, op), (number, size) in run.sent.items():
+        ranks = next(each for each in groups[group] if rank in each)
+        rounds = 1 if op == "send" else (len(ranks) - 1) * (2 if op == "all_reduce" else 1)
+        messages += number * rounds
+        if of_node and (leaving := share_between_nodes([each // of_node for each in ranks], group, op)):
+            far["shard" in group or "replica" in group] += size * leaving
+            hops += number * (rounds if op == "all_reduce" else 1)
+    sent = sum(size for _, size in run.sent.values())
+    return Work(run.flops, run.operations, run.touched, messages, sent, far[False], far[True], hops)
+
+
+def share_between_nodes(nodes: list[int], group: str, op: str) -> float:
+    """Return which share of a group's bytes is sent from one node to another, if its ranks are on these nodes.
+
+    Stages send to their neighbours. An all-reduce of gloo, and ring attention, send to the next rank in a circle.
+    Everything else goes from every rank straight to every other one (common/gloo.py).
+    """
+    if group.startswith("pp_"):
+        pairs = list(zip(nodes, nodes[1:]))
+    elif op in ("send", "all_reduce"):
+        pairs = list(zip(nodes, [*nodes[1:], nodes[0]]))
+    else:
+        pairs = [(one, other) for i, one in enumerate(nodes) for j, other in enumerate(nodes) if i != j]
+    return statistics.mean(one != other for one, other in pairs)
+
+
+def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> Layout:
+    """Play a rank of each stage. `nodes`: flags of `common.nodes`, if any. Raises UsageError as a real run does."""
+    config, of_node = configuration(flags, world), world // nodes["nodes"] if nodes else None
     first = _first_ranks(Degrees.of(config))
-    works = [work_of(dry_run(config, rank, like_gloo=True)) for rank in first]
-    return Layout(works, world // len(first), config.accumulation_steps, config.global_batch * config.seq_len)
+    works = [work_of(dry_run(config, rank, like_gloo=True), rank, of_node) for rank in first]
+    cable = behind = 0.0
+    if "bandwidth" in nodes:
+        of_cable = 8 * of_node / value_of(nodes["bandwidth"])  # seconds, for a byte of each rank
+        cable, behind = (of_cable * statistics.mean(each) for each in zip(*((work.far, work.behind) for work in works)))
+    if "latency" in nodes:
+        cable += max(work.hops for work in works) * value_of(nodes["latency"])
+    units = config.accumulation_steps * schedule_of(config).stages // config.pp
+    return Layout(works, world // len(first), units, config.global_batch * config.seq_len, cable, behind)
 
 
 def _first_ranks(degrees: Degrees) -> list[int]:
@@ -73,12 +121,27 @@ def _first_ranks(degrees: Degrees) -> list[int]:
     return [stage * apart for stage in range(degrees.pp)]
 
 
+def costs(layout: Layout, rates: Rates, cores: int) -> list[float]:
+    """Return what a step consists of, in the order of `Rates`: the sum of costs times rates is its time.
+
+    Ranks share the cores; but the stages of a pipeline cannot all work at the same time, either. Whichever takes longer
+    with these rates counts, the work of all or the critical path of the busiest stage.
+    """
+    works = [work[:OF_CORES] for work in layout.stages]
+    busiest = max(works, key=lambda work: _dot(work, rates))
+    shared = [sum(each) * layout.ranks / min(cores, len(works) * layout.ranks) for each in zip(*works)]
+    alone = [each * (1 + (len(works) - 1) / layout.units) for each in busiest]
+    mine = max(shared, alone, key=lambda work: _dot(work, rates))
+    return [*mine, max(work[3] for work in works), layout.cable, layout.behind]
+
+
 def seconds(layout: Layout, rates: Rates, cores: int) -> float:
-    """Predict a step. Ranks share the cores; but the stages of a pipeline cannot all work at the same time, either."""
-    works = [sum(each * rate for each, rate in zip(work, rates)) for work in layout.stages]
-    shared = sum(works) * layout.ranks / min(cores, len(works) * layout.ranks)
-    alone = max(works) * (1 + (len(works) - 1) / layout.micro_batches)
-    return max(shared, alone) + rates.waiting * max(work.messages for work in layout.stages)
+    """Predict a step."""
+    return _dot(costs(layout, rates, cores), rates)
+
+
+def _dot(some: list[float], rates: Rates) -> float:
+    return sum(each * rate for each, rate in zip(some, rates))
 
 
 class Measured(NamedTuple):
@@ -89,20 +152,39 @@ class Measured(NamedTuple):
     seconds: float  # of a step
 
 
-def measured(records: list[dict], progress: bool = False) -> list[Measured]:
-    """The runs of a sweep that ended, each with the work of its layout, which takes a dry run of each stage."""
+def measured(records: list[dict], folder: Path, progress: bool = False) -> list[Measured]:
+    """The runs of a sweep that ended, each with the work of its layout, which takes a dry run of each stage.
+
+    What dry runs have counted is kept in the sweep's folder, in layouts.json.
+    """
+    file, result = folder / "layouts.json", []
+    played = json.loads(file.read_text()) if file.exists() else {}
     ended = [each for each in records if each["status"] == "ok"]
-    bar = tqdm(ended, unit="dry run", disable=None if progress else True)
-    return [Measured(each["id"], layout_of(each["flags"], each["world"]), each["step_time_s"]) for each in bar]
+    for each in tqdm(ended, unit="dry run", disable=None if progress else True):
+        nodes = {name: value for name, value in each["values"].items() if name in OF_NODES}
+        key = f"{each['world']} ranks, {nodes}: {shlex.join(each['flags'])}"
+        if key not in played:
+            played[key] = layout_of(each["flags"], each["world"], nodes)
+            file.write_text(json.dumps(played))
+        works, *others = played[key]
+        result.append(Measured(each["id"], Layout([Work(*work) for work in works], *others), each["step_time_s"]))
+    return result
 
 
 def fit(runs: list[Measured], cores: int) -> Rates:
-    """Return the rates with which the mean |log(predicted / measured)| is smallest, found by coordinate descent."""
+    """Return the rates with which predicted / measured is closest to 1: non-negative least squares.
 
-    def error(tried: Rates) -> float:
-        return statistics.mean(abs(math.log(seconds(run.layout, tried, cores) / run.seconds)) for run in runs)
-
-    return descend(Rates(), Rates._fields, error, sweeps=12)
+    Which of two branches of `costs` counts depends on the rates, and how much a run counts on how far off it is: both
+    are those of the rates found before, until they stay (or for 50 rounds).
+    """
+    rates, weights = Rates(), [1.0] * len(runs)
+    for _ in range(50):
+        rows = [[each / run.seconds for each in costs(run.layout, rates, cores)] for run in runs]
+        before, rates = rates, Rates(*nonnegative_least_squares(rows, [1.0] * len(runs), weights))
+        weights = [1 / max(SCATTER, abs(_dot(row, rates) - 1)) for row in rows]
+        if all(math.isclose(old, new, rel_tol=1e-6) for old, new in zip(before, rates)):
+            break
+    return rates
 
 
 class Judgement(NamedTuple):
@@ -112,6 +194,25 @@ class Judgement(NamedTuple):
     kendall: float
     error: float  # median of |predicted / measured - 1|
     regret: float  # how much longer the run takes that the model likes best, than the best
+
+
+class Scatter(NamedTuple):
+    """How well a run's own repetition predicts it: what no model can exceed."""
+
+    runs: int
+    kendall: float
+    error: float  # median of |second / first - 1|
+
+
+def scatter(history: dict[str, list[dict]]) -> Scatter | None:
+    """Compare the last two records of all runs that have ended twice; None if there are fewer than three."""
+    ended = ([each for each in records if each["status"] == "ok"][-2:] for records in history.values())
+    pairs = [[1 / each["tokens_per_s"] for each in two] for two in ended if len(two) == 2]
+    if len(pairs) < 3:
+        return None
+    first, second = zip(*pairs)
+    error = statistics.median(abs(two / one - 1) for one, two in pairs)
+    return Scatter(len(pairs), kendall(first, second), error)
 
 
 def judge(runs: list[Measured], rates: Rates, cores: int) -> Judgement:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 
 def descend(
     start: NamedTuple, names: Iterable[str], error: Callable[[NamedTuple], float], sweeps: int = 5
@@ -18,6 +20,24 @@ def descend(
                 best, start = found, tried
         factor = math.sqrt(factor)
     return start
+
+
+def nonnegative_least_squares(rows: list[list[float]], targets: list[float], weights: list[float]) -> list[float]:
+    """Return the x, none of them negative, with the least sum of weight * (row @ x - target)^2.
+
+    The sum is convex, so any way down leads there: the best value of one x after the other, or 0 if it is negative.
+    """
+    scale = np.linalg.norm(rows, axis=0)  # columns are as different as FLOPs and seconds
+    scale[scale == 0] = 1.0
+    a, weighted = np.array(rows) / scale, (np.array(rows) / scale).T * weights
+    products, wanted, x = weighted @ a, weighted @ targets, np.zeros(len(scale))
+    for _ in range(10_000):
+        before = x.copy()
+        for j in np.flatnonzero(products.diagonal()):
+            x[j] = max(0.0, x[j] + (wanted[j] - products[j] @ x) / products[j, j])
+        if abs(x - before).max() <= 1e-12 * abs(x).max():
+            break
+    return (x / scale).tolist()
 
 
 def spearman(a: list[float], b: list[float]) -> float:
@@ -35,4 +55,4 @@ def ranks(values: list[float]) -> list[float]:
 def kendall(a: list[float], b: list[float]) -> float:
     """Kendall's tau: the share of pairs that two lists put into the same order, less that of pairs that they do not."""
     pairs = itertools.combinations(range(len(a)), 2)
-    return statistics.mean(math.copysign(1, (a[i] - a[j]) * (b[i] - b[j])) for i, j in pairs)
+    return statistics.mean(np.sign((a[i] - a[j]) * (b[i] - b[j])).item() for i, j in pairs)

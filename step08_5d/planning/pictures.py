@@ -9,23 +9,33 @@ from common.drawing.tables import print_table
 ACROSS = ("micro_batch", "zero", "recompute", "schedule")  # what varies along a row of the heat map
 
 
-def print_records(name: str, records: list[dict], predicted: dict[str, float]) -> None:
-    """The runs of a sweep: those that ended, the fastest first, and then what became of the others.
-
-    Args:
-        predicted: seconds of a step, by the id of a run.
-    """
-    ended = sorted((each for each in records if each["status"] == "ok"), key=lambda each: -each["tokens_per_s"])
-    rows = []
-    for each in ended:
-        seconds, guess = each["step_time_s"], predicted.get(each["id"])
-        beside = (f"{guess:.3f}", f"{guess / seconds:.2f}") if guess else ("-", "-")
-        rows.append((each["id"], f"{each['tokens_per_s']:,.0f}", f"{seconds:.3f}", *beside))
-    header = ("run", "tokens/s", "s measured", "s predicted", "ratio")
-    print_table(f"{name}: {len(ended)} of {len(records)} runs ended", header, rows)
+def print_records(name: str, records: list[dict]) -> None:
+    """The runs of a sweep: those that ended, the fastest first, and then what became of the others."""
+    ended = _fastest_first(records)
+    rows = [(each["id"], f"{each['tokens_per_s']:,.0f}", f"{each['step_time_s']:.3f}") for each in ended]
+    print_table(f"{name}: {len(ended)} of {len(records)} runs ended", ("run", "tokens/s", "s"), rows)
     failed = [(each["id"], each["status"], each["line"]) for each in records if each["status"] != "ok"]
     if failed:
         print_table("the others", ("run", "what became of it", ""), failed)
+
+
+def print_markdown(records: list[dict], predicted: dict[str, float], seen: set[str]) -> None:
+    """The runs that ended, the fastest first, measured beside predicted, as a table in Markdown.
+
+    Args:
+        predicted: seconds of a step, by the id of a run.
+        seen: those that were fitted to.
+    """
+    print("| layout | tokens/s | s, measured | s, predicted | predicted / measured |\n|---|---|---|---|---|")
+    for each in _fastest_first(records):
+        seconds, guess, star = each["step_time_s"], predicted[each["id"]], " *" if each["id"] in seen else ""
+        cells = f"{each['tokens_per_s']:,.0f} | {seconds:.3f} | {guess:.3f} | {guess / seconds:.2f}"
+        print(f"| {words(each, False)}, {words(each, True)}{star} | {cells} |")
+    print("\n\\* the fit has seen this run")
+
+
+def _fastest_first(records: list[dict]) -> list[dict]:
+    return sorted((each for each in records if each["status"] == "ok"), key=lambda each: -each["tokens_per_s"])
 
 
 def words(record: dict, across: bool) -> str:

@@ -26,6 +26,7 @@ from common.launching.command_line import parse
 from step08_5d import config as step08
 
 STATES = ("ok", "refused", "out of memory", "crash", "hang")
+OF_NODES = ("nodes", "bandwidth", "latency")  # what a table may ask of `python -m common.nodes`; all else are flags
 NO_MEMORY = r"out of memory|OutOfMemoryError|MemoryError|DefaultCPUAllocator|GB are free|into the memory of|Signal 9 "
 ERROR = re.compile(r"^(?:\[.*?\]:)?(?:error: |rank \d+: |\w*Error: )(.*)", re.MULTILINE)
 
@@ -36,9 +37,8 @@ class Sweep(NamedTuple):
     name: str
     flags: str  # of step 8, of all runs
     world: list[int]  # numbers of ranks, where a table has none of its own
-    grid: list[dict[str, list]]  # tables of flags (and world) with lists of values; the runs are each table's products
+    grid: list[dict[str, list]]  # tables of flags (world, OF_NODES) with lists of values; runs: each table's products
     timeout: float = 300.0  # seconds that a run may take
-    nodes: dict[str, object] | None = None  # of `python -m common.nodes`: nodes, bandwidth, latency
     launcher: str = "torchrun"  # or slurm, with `gpus` ranks on each node
     gpus: int = 8
 
@@ -54,6 +54,11 @@ class Case(NamedTuple):
     world: int
     values: dict[str, object]  # of the grid
     flags: list[str]
+
+    @property
+    def nodes(self) -> dict[str, object]:
+        """The virtual nodes that its ranks are spread over, in flags of `common.nodes`, or nothing."""
+        return {name: value for name, value in self.values.items() if name in OF_NODES}
 
 
 def read(path: str) -> Sweep:
@@ -76,6 +81,8 @@ def read(path: str) -> Sweep:
             raise UsageError(f"{path}: {key} must be a {'text' if kind is str else 'list'}")
     if not all(isinstance(values, list) for table in content["grid"] for values in table.values()):
         raise UsageError(f"{path}: every value in a [[grid]] table must be a list")
+    if any("nodes" not in table and table.keys() & set(OF_NODES) for table in content["grid"]):
+        raise UsageError(f"{path}: bandwidth and latency are those between nodes = [2]")
     return Sweep(**content)
 
 
@@ -95,6 +102,8 @@ def cases(sweep: Sweep) -> Iterator[Case]:
 def _words(values: dict[str, object]) -> Iterator[str]:
     """Flags of the command line, from names and values."""
     for name, value in values.items():
+        if name in OF_NODES:
+            continue
         spelled = "--" + name.replace("_", "-")
         if value is not False:
             yield from [spelled] if value is True else [spelled, str(value)]
@@ -102,6 +111,8 @@ def _words(values: dict[str, object]) -> Iterator[str]:
 
 def refusal(case: Case) -> str:
     """The line with which step 8 would refuse these flags, or nothing."""
+    if case.world % case.nodes.get("nodes", 1):
+        return f"{case.nodes['nodes']} nodes do not divide {case.world} ranks"
     try:
         config = parse(8, case.flags)
         config.resolve_and_check(case.world)
@@ -117,9 +128,9 @@ def command(sweep: Sweep, case: Case, run_dir: Path) -> list[str]:
     if sweep.launcher == "slurm":
         nodes = ["--nodes", str(-(-case.world // sweep.gpus)), "--gpus-per-node", str(min(case.world, sweep.gpus))]
         return ["sbatch", "--wait", *nodes, "--output", str(run_dir / "output.txt"), "step08_5d/train.slurm", *flags]
-    if sweep.nodes:
-        options = [word for name, value in sweep.nodes.items() for word in (f"--{name}", str(value))]
-        ranks = ["--ranks", str(case.world // int(sweep.nodes["nodes"]))]
+    if case.nodes:
+        options = [word for name, value in case.nodes.items() for word in (f"--{name}", str(value))]
+        ranks = ["--ranks", str(case.world // case.nodes["nodes"])]
         return [sys.executable, "-m", "common.nodes", *options, *ranks, "--", "step08_5d/train.py", *flags]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(case.world)]
     return [*launcher, "-m", "step08_5d.train", *flags]
@@ -172,6 +183,11 @@ def numbers(run_dir: Path) -> dict[str, float]:
 
 def records(folder: Path) -> list[dict]:
     """What has been recorded, the newest record of each run."""
+    return [each[-1] for each in history(folder).values()]
+
+
+def history(folder: Path) -> dict[str, list[dict]]:
+    """All records of each run, the newest last: --again repeats runs."""
     file = folder / "runs.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     found = {}
@@ -180,8 +196,8 @@ def records(folder: Path) -> list[dict]:
             each = json.loads(line)
         except ValueError:  # an interrupted write
             continue
-        found[each["id"]] = each
-    return list(found.values())
+        found.setdefault(each["id"], []).append(each)
+    return found
 
 
 def carry_out(sweep: Sweep, again: list[str]) -> list[dict]:
