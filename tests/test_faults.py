@@ -5,13 +5,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.harness.ranks import ROOT, rank_processes, run_script, steps_of, torchrun
+from tests.harness.ranks import ROOT, in_background, rank_processes, run_script, steps_of, torchrun, wait_for
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic".split()
 SMALL += "--device cpu --peak-tflops 1".split()
@@ -21,18 +20,8 @@ SAVING = "--zero 3 --global-batch 4 --steps 80 --save-every 10".split()  # on tw
 
 def start(ranks: int, folder: Path, *flags: str, launch: tuple = (SCRIPT,)) -> subprocess.Popen:
     """torchrun in the background, its output in folder/log. `launch`: its last arguments, with the script."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [*launcher, *launch, *SMALL, "--run-dir", str(folder), *flags]
-    io = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, **io)
-
-
-def wait_for(condition, process: subprocess.Popen):
-    """Poll until `condition()` is true; fail if the process ends or three minutes are over."""
-    end = time.monotonic() + 180
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, f"ended with {process.poll()}, or too slow"
-        time.sleep(0.05)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+    return in_background([*launcher, *launch, *SMALL, "--run-dir", folder, *flags], folder / "log")
 
 
 def curve(folder: Path) -> list[tuple]:
@@ -69,7 +58,7 @@ def test_killed_ranks_are_restarted_and_the_run_resumes(whole, tmp_path):
     wrapper.write_text(DIES_WHILE_IT_SAVES)
     saving = [*SAVING, "--async-save", "--keep", "2", "--resume", "auto"]
     process = start(2, tmp_path, *saving, launch=("--max-restarts", "1", str(wrapper), str(marker), SCRIPT))
-    wait_for(lambda: marker.exists() and len(steps_of(tmp_path)) >= 33, process)
+    assert wait_for(lambda: marker.exists() and len(steps_of(tmp_path)) >= 33, 180, process), log.read_text()
     os.kill(rank_processes(process)[0], signal.SIGKILL)
     assert process.wait(timeout=60) == 1
     text = log.read_text()
@@ -135,7 +124,7 @@ def test_stopped_rank_is_an_error_within_the_timeout(tmp_path):
 
 def test_interrupt_ends_cleanly(tmp_path):
     process = start(2, tmp_path, "--steps", "100000")
-    wait_for(lambda: len(steps_of(tmp_path)) >= 3, process)
+    assert wait_for(lambda: len(steps_of(tmp_path)) >= 3, 180, process), (tmp_path / "log").read_text()
     os.kill(process.pid, signal.SIGINT)
     process.wait(timeout=60)
     log = (tmp_path / "log").read_text()

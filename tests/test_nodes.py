@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from common.virtual.nodes import SEPARATE
 from step05_pipeline import cost
-from tests.harness.ranks import ROOT, kill, marked, new_mark, run_command, run_script, steps_of
+from tests.harness.ranks import in_background, kill, marked, new_mark, run_command, run_script, steps_of, wait_for
 
 TRY = "ip link add cable0 type veth peer name cable1; tc qdisc add dev cable0 root tbf rate 1mbit burst 2kb latency 1s"
 TRIED = sys.platform == "linux" and subprocess.run(
@@ -31,23 +30,9 @@ def nodes_command(*command, ranks: int = 1) -> list[str]:
     return [str(word) for word in words]
 
 
-def start(folder: Path, mark: tuple[str, str], *command) -> subprocess.Popen:
-    """Start nodes in the background, their output in folder/log."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict([mark])
-    io = {"stdin": subprocess.DEVNULL, "stdout": open(folder / "log", "w"), "stderr": subprocess.STDOUT}
-    return subprocess.Popen(nodes_command(*command), cwd=ROOT, env=environment, start_new_session=True, **io)
-
-
-def wait_for(condition, seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not get there"
-        time.sleep(0.05)
-
-
 def assert_nothing_left(mark: tuple[str, str]) -> None:
     """Namespaces and mounts live as long as a process in them; those on the machine's own list live for ever."""
-    wait_for(lambda: not marked(mark), 20)  # the kernel may still be at work
+    assert wait_for(lambda: not marked(mark), 20) is not None  # the kernel may still be at work
     assert not Path("/run/netns/node0").exists() and "cable" not in Path("/proc/net/dev").read_text()
 
 
@@ -73,9 +58,10 @@ def test_two_nodes_train_as_one_process(tmp_path):
 
 def test_a_lost_node_ends_the_other_and_the_run_resumes(tmp_path):
     mark, step = new_mark(), [*STEP, "--seq-len", "64", "--steps", "40", "--pp", "2", "--save-every", "4"]
-    process = start(tmp_path, mark, *step, "--timeout", "12", "--run-dir", tmp_path / "run")
+    command = nodes_command(*step, "--timeout", "12", "--run-dir", tmp_path / "run")
+    process = in_background(command, tmp_path / "log", dict([mark]))
     try:
-        wait_for(lambda: len(steps_of(tmp_path / "run")) >= 6)
+        assert wait_for(lambda: len(steps_of(tmp_path / "run")) >= 6, 90)
         inside = f"nsenter -U -m -n --preserve-credentials -t {process.pid}".split()
         subprocess.run([*inside, *"ip -n node1 link set cable down".split()], check=True)
         assert process.wait(timeout=60) not in (0, 2)
@@ -99,9 +85,9 @@ SLEEPS = "import sys, time; open(sys.argv[1], 'a').write('.'); time.sleep(100)"
 def test_nothing_stays_behind(sent, status, tmp_path):
     mark, script, note = new_mark(), tmp_path / "sleeps.py", tmp_path / "note"
     script.write_text(SLEEPS)
-    process = start(tmp_path, mark, script, note)
+    process = in_background(nodes_command(script, note), tmp_path / "log", dict([mark]))
     try:
-        wait_for(lambda: note.exists() and note.read_text() == "..")
+        assert wait_for(lambda: note.exists() and note.read_text() == "..", 90)
         process.send_signal(sent)
         assert process.wait(timeout=60) == status, (tmp_path / "log").read_text()
         assert_nothing_left(mark)

@@ -21,17 +21,16 @@ from tests.harness.ranks import CommandTimeout, run_command
 PARTS = {  # in order of value: their tests, and their limits in seconds. All fit into commands of ten minutes
     "nccl": (530, "test_training.py::test_nccl"),
     "bfloat16": (400, "test_training.py::test_bfloat16"),
-    "one_gpu": (530, *(f"test_one_gpu.py::test_{each}" for each in ("numbers", "zero_3_frees_a_layer", "marked"))),
-    "kernels": (530, "test_speed_of_kernels.py"),
+    "one_gpu": (530, "test_training.py::test_numbers", "test_training.py::test_marked"),
+    "kernels": (530, "test_speed.py::test_kernel"),
     "ladder": (300, "test_ladder.py"),
-    "models": (530, "test_speed_of_models.py"),
+    "models": (530, "test_speed.py::test_model"),
     "node": (530, "test_node.py"),
     "shared_gpu": (400, "test_training.py::test_shared_gpu"),
-    "faults": (300, *(f"test_gpu_faults.py::test_{each}" for each in ("lost_rank", "restart"))),
+    "faults": (300, "test_gpu_faults.py::test_lost_rank", "test_gpu_faults.py::test_restart"),
     "async_save": (180, "test_gpu_faults.py::test_async_save"),
     "tracer": (90, "test_tracer.py"),
-    "starts": (210, "test_training.py::test_starts"),
-    "kernel_tests": (360, "test_one_gpu.py::test_kernels"),
+    "kernel_tests": (360, "test_training.py::test_kernels"),
 }
 PASSED, FAILED, UNFINISHED = "passed", "failed", "unfinished"
 NOTHING_LEFT = 5  # pytest's status if there was no test

@@ -3,10 +3,7 @@
 import importlib
 import os
 import re
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,12 +12,12 @@ from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import mesh_of
 from common.start import init_distributed
 from tests.gpu_check.findings import Findings
-from tests.harness.ranks import ROOT, free_port, kill, new_mark, rank_processes, run_script, steps_of
+from tests.harness.ranks import free_port, in_background, kill, new_mark, rank_processes, run_script, steps_of, wait_for
 
 PROBE = 40  # seconds for two ranks to start and to meet
 CANNOT_MEET = 9  # the status of pytest if they do not
 # NCCL over the loopback interface, with few of the SMs that the ranks share
-ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4"}
 
 
 class Agents:
@@ -44,11 +41,8 @@ class Agents:
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", hosts, *meeting]
             launcher += ["--nproc_per_node", ranks // hosts, "--max_restarts", restarts]
             launcher += [] if restarts else ["--node_rank", host]
-            environment = os.environ | ENVIRONMENT | placement(host, ranks, together)
-            with open(log, "w") as output:
-                io = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-                io |= {"cwd": ROOT, "env": environment | dict([self.mark]), "start_new_session": True}
-                self.processes.append(subprocess.Popen([str(each) for each in [*launcher, *command]], **io))
+            environment = ENVIRONMENT | placement(host, ranks, together) | dict([self.mark])
+            self.processes.append(in_background([*launcher, *command], log, environment))
 
     def __enter__(self):
         return self
@@ -89,16 +83,6 @@ def placement(rank: int, ranks: int, together: bool) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "".join(gpus[:1])} | ({} if together else {"NCCL_HOSTID": f"host-{rank}"})
 
 
-def wait_for(condition: Callable[[], bool], seconds: float) -> float | None:
-    """Return after how many seconds `condition()` holds, None if it does not by then."""
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() - start > seconds:
-            return None
-        time.sleep(0.05)
-    return time.monotonic() - start
-
-
 def run_on_ranks(found: Findings, name: str, command: list, ranks: int, seconds: float, together=False) -> None:
     """Run a command on several ranks, forked ones on a CPU. Raises RuntimeError if one fails."""
     if found.device.type == "cpu":
@@ -117,7 +101,8 @@ def need_ranks(found: Findings) -> None:
     known = found.folder.parent / "ranks can meet"
     if found.device.type == "cuda" and not known.exists():
         try:
-            run_on_ranks(found, "probe", ["-m", "tests.gpu_check.layouts", found.folder, "cuda", "nccl"], 2, PROBE)
+            tour = [found.folder, "cuda", "nccl", "nccl", "2 ranks, step 0"]
+            run_on_ranks(found, "probe", ["-m", "tests.gpu_check.test_training", *tour], 2, PROBE)
         except RuntimeError as error:
             pytest.exit(f"two ranks cannot talk to each other: {error}", CANNOT_MEET)
         known.touch()

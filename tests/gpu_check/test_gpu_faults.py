@@ -10,10 +10,9 @@ from unittest import mock
 from common.checkpoints import files
 from step01_single_gpu.run import Run
 from tests.gpu_check.findings import Findings, on_devices
-from tests.gpu_check.launching import Agents, need_ranks, train_alone, wait_for
-from tests.gpu_check.layouts import SMALL, TOLERANCE
-from tests.gpu_check.test_training import difference
-from tests.harness.ranks import steps_of
+from tests.gpu_check.launching import Agents, need_ranks, train_alone
+from tests.gpu_check.test_training import SMALL, TOLERANCE, difference
+from tests.harness.ranks import steps_of, wait_for
 
 GRACE = 15.0  # seconds beyond --timeout by which every rank must have ended
 START = 120.0  # seconds by which a run must have taken some steps

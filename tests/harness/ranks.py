@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -221,6 +222,23 @@ def _describe(rank: int, report: dict) -> str:
     parts = [f"--- rank {rank} {what}", report["stacks"], report.get("traceback", "")]
     parts += [f"--- rank {rank} had printed:", printed] * bool(printed)
     return "\n".join(part.rstrip() for part in parts if part)
+
+
+def in_background(command: list, log: Path, environment: dict | None = None) -> subprocess.Popen:
+    """Start a command line, with these variables besides, and write what it prints to `log`."""
+    io = {"stdin": subprocess.DEVNULL, "stdout": open(log, "w"), "stderr": subprocess.STDOUT, "start_new_session": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+    return subprocess.Popen([str(each) for each in command], cwd=ROOT, env=environment, **io)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, process: subprocess.Popen | None = None) -> float | None:
+    """After how many seconds `condition()` holds; None if it does not by then, or when `process` ends."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > seconds or process and process.poll() is not None:
+            return None
+        time.sleep(0.05)
+    return time.monotonic() - start
 
 
 def new_mark() -> tuple[str, str]:

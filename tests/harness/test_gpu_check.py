@@ -72,12 +72,12 @@ def test_ranks_that_differ_or_cannot_meet(tmp_path, monkeypatch):
 
     def wrong(found, *arguments):
         run_on_ranks(found, *arguments)
-        curve = found.folder / "4" / "metrics.jsonl"
+        curve = found.folder / "2 ranks, step 3, 0" / "metrics.jsonl"
         curve.write_text(re.sub(r'("loss": \d\.\d{8})\d', r"\g<1>", curve.read_text()))
 
     monkeypatch.setattr(test_training, "run_on_ranks", wrong)
-    with pytest.raises(AssertionError, match="2 ranks, step 3 --zero 1"):
-        test_training.check_layouts(found, [4, 5], "gloo")
+    with pytest.raises(AssertionError, match="--zero 1 --bucket-mb"):
+        test_training.check_layouts(found, "nccl", "2 ranks, step 3", "gloo")
     monkeypatch.setattr(launching.Agents, "statuses", lambda *_: [None, 1])
     with pytest.raises(pytest.exit.Exception, match="cannot talk to each other"):
         launching.need_ranks(Findings(tmp_path / "part", torch.device("cuda"), True))

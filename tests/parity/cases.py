@@ -4,7 +4,7 @@ import itertools
 import os
 
 from step05_pipeline.schedules.catalogue import SCHEDULES
-from tests.parity.pairwise import pairwise, thin
+from tests.parity.pairwise import pairwise, spelled_out, thin
 from tests.parity.runs import ADAMW, SGD, TIED, UNTIED
 
 ALL = bool(os.environ.get("TEST_ALL"))
@@ -198,13 +198,6 @@ if ALL:
     """
 
 
-def hard_cases(step: int) -> list[tuple[int, str]]:
-    """(Ranks, flags) of every hard case."""
-    lines = [line.split() for line in HARD[step].splitlines() if line.strip() and "#" not in line]
-    cases = [words for line in lines for words in itertools.product(*(word.split("|") for word in line))]
-    return [(int(ranks), " ".join(flags)) for ranks, *flags in cases]
-
-
 # ---- pairs of flags --------------------------------------------------------------------------------------------------
 
 ZERO = [f"--zero {stage}" for stage in range(4)]
@@ -294,8 +287,8 @@ def pairs(step: int, world: int) -> list[dict]:
 def cases_of(step: int) -> dict[int, list[str]]:
     """Flags of all cases of a step, by number of ranks."""
     found = {}
-    for ranks, flags in hard_cases(step):
-        found.setdefault(ranks, []).append(flags)
+    for ranks, *flags in spelled_out(HARD[step]):
+        found.setdefault(int(ranks), []).append(" ".join(flags))
     for ranks, cases in thin({ranks: pairs(step, ranks) for ranks in LAYOUTS.get(step, (2, 3, 4))}).items():
         found.setdefault(ranks, []).extend(" ".join(filter(None, case.values())) for case in cases)
     return found

@@ -9,6 +9,12 @@ import os
 from collections.abc import Iterable, Sequence
 
 
+def spelled_out(text: str) -> list[tuple[str, ...]]:
+    """The words of every line that is no comment; a word like 0|1|3 stands for a line with each."""
+    lines = [line.split() for line in text.splitlines() if line.strip() and "#" not in line]
+    return [words for line in lines for words in itertools.product(*(word.split("|") for word in line))]
+
+
 def pairwise(factors: dict[str, Sequence], forbidden: Iterable[dict] = ()) -> list[dict]:
     """Cases, as {factor: value} for every factor, that together show every pair of values that can occur.
 

@@ -11,6 +11,7 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.measure.storages import live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
+from common.process_groups import Degrees, build_mesh
 from common.start import environment
 from step01_single_gpu.memory_meter import MemoryMeter
 from step03_zero import train as step03
@@ -111,6 +112,20 @@ def test_memory_is_given_back_whoever_still_refers_to_it():
     unit.complete()
     left = live_bytes([bucket, *(each.weights for each in zero.units)])
     assert left == 0, f"{left} bytes are kept"
+
+
+@pytest.mark.gpu
+def test_a_layer_that_was_gathered_is_given_back():
+    """It gathers weights into storage that it takes and gives back: is the memory really free?"""
+    config, _ = prepare("--zero 3 --layers 2 --hidden 2048 --heads 4 --ffn 8192 --vocab 256")
+    _, zero, _ = build(config, build_mesh(Degrees(), torch.device("cuda")))
+    unit, before = max(zero.units, key=lambda each: each.weights.numel()), torch.cuda.memory_allocated()
+    for _ in range(2):
+        unit.fetch().wait()
+        assert unit.weights.nbytes <= torch.cuda.memory_allocated() - before < unit.weights.nbytes + 2**21
+        assert torch.equal(unit.weights[unit.mine], unit.shard)
+        unit.free()
+        assert torch.cuda.memory_allocated() == before
 
 
 def launch_in_zero() -> None:

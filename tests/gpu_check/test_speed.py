@@ -1,9 +1,11 @@
-"""How fast one GPU trains models of 0.1 to 1.7 billion parameters: with step 8, and with transformers."""
+"""How fast the kernels of step 8 are, and how fast one GPU trains models, beside PyTorch, transformers and Liger."""
 
 import dataclasses
+import functools
 import gc
 import statistics
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,11 +16,112 @@ from common.launching.command_line import parse
 from common.presets import HUGGINGFACE_NAMES
 from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.recording.utilisation import peak_flops
+from step08_5d.gpu_ladder import machine
+from step08_5d.kernels.launching import HAS_TRITON
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone
 from tests.gpu_check.test_tracer import TINY
-from tests.gpu_check.timing import ceilings
 from tests.harness.ranks import steps_of
+from tests.mechanisms.step08.kernels.case import BOTH, Case, Maker
+from tests.mechanisms.step08.kernels.cases import KERNELS
+from tests.mechanisms.step08.kernels.compare import tuple_of
+
+MATMUL = 8192  # rows and columns of the matrices that show what the tensor cores can do
+
+
+@functools.cache
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What this GPU reaches at most: bytes per second of a large copy, FLOP/s of a bfloat16 product. A CPU: nothing."""
+    if device.type == "cpu":
+        return {}
+    a, b = (torch.randn(MATMUL, MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return {"GB/s": machine.copy_ceiling(), "TFLOP/s": 2 * MATMUL**3 / machine.seconds_of(torch.matmul, a, b)}
+
+
+def take_turns(contestants: dict[str, Callable[[], Callable]], rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the median seconds of each contestant, and what went wrong with those that cannot run.
+
+    A contestant is a function that prepares a call, which takes no time, and returns it. The caches are cold. On a CPU,
+    where nobody asks for times, each is only tried.
+    """
+    on_gpu, errors, names = machine.DEVICE.type == "cuda", {}, []
+    finish = torch.cuda.synchronize if on_gpu else lambda: None
+    for name, prepare in contestants.items():
+        try:
+            for _ in range(2):  # to compile
+                prepare()()
+                finish()
+            names.append(name)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+    if not on_gpu or not names:
+        return {}, errors
+    stops: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    cache = torch.empty(machine.CACHE, dtype=torch.uint8, device=machine.DEVICE)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            stops[name].append(machine.clock(contestants[name](), cache))
+    finish()
+    return {name: statistics.median(stop() for stop in stops[name]) for name in names}, errors
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+ROUNDS = 30
+TARGET = 0.8  # of the speed of a copy, for what waits for memory alone
+TIMED = [name for name, kernel in KERNELS.items() if kernel.timed]
+KERNEL_HEADER = ["kernel", "pass", "unit", "ours", "of the ceiling", "eager", "torch.compile", "Liger", "PyTorch"]
+KERNEL_HEADER += ["target"]
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is missing")
+@on_devices(TIMED, quick=["swiglu", "cross_entropy", "grouped_matmul of gradients"])
+def test_kernel(found, item):
+    kernel, top = KERNELS[item], ceilings(found.device)
+    case = kernel.case(Maker(torch.bfloat16, found.device), *(kernel.sizes[0] if found.quick else kernel.timed))
+    for each in case.inputs if case.gradients else ():
+        each.requires_grad_()
+    for unit, speed in top.items():
+        found.note(f"ceiling, {unit}{' in bfloat16' if 'FLOP' in unit else ''}", f"{speed / machine.UNITS[unit]:,.0f}")
+    functions = {"ours": case.ours, "eager": case.reference}
+    functions |= {"torch.compile": torch.compile(case.reference, dynamic=False)}
+    functions |= {"Liger": case.liger, "PyTorch": case.pytorch}
+    for which, work in case.work.items():
+        contestants = {name: prepared(case, each, which) for name, each in functions.items() if each}
+        seconds, errors = take_turns(contestants, 1 if found.quick else ROUNDS)
+        for name, error in errors.items():
+            found.note(f"{item}, {which}: {name}", error)
+        cells = ["-"] * 7
+        if top:
+            speed = {name: work / took for name, took in seconds.items()}
+            numbers = [f"{speed[name] / machine.UNITS[case.unit]:,.0f}" if name in speed else "-" for name in functions]
+            share, target = speed.get("ours", 0.0) / top[case.unit], "-"
+            if case.unit == "GB/s":
+                target = "reached" if share >= TARGET and speed["ours"] >= speed.get("Liger", 0.0) else "missed"
+            cells = [numbers[0], f"{share:.0%}", *numbers[1:], target]
+        found.row("work per second in bfloat16", KERNEL_HEADER, [item, which, case.unit, *cells])
+        assert "ours" not in errors, errors["ours"]
+
+
+def prepared(case: Case, function: Callable, which: str) -> Callable[[], Callable]:
+    """What prepares a forward, a backward, or both."""
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        return tuple_of(function(*case.inputs, *case.settings))
+
+    def both() -> None:
+        outputs = forward()
+        torch.autograd.grad(outputs, case.inputs, [torch.ones_like(each) for each in outputs])
+
+    def backward() -> Callable:
+        outputs = forward()
+        gradients = [each.detach() for each in outputs]
+        return lambda: torch.autograd.grad(outputs, case.inputs, gradients)
+
+    return {"backward": backward, BOTH: lambda: both}.get(which, lambda: forward)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
 
 SEQ, STEPS, WARM = 4096, 10, 3  # steps: the first ones compile; the last is profiled, for which the one before warms up
 MICRO_BATCHES = 8  # of a step
@@ -34,11 +137,11 @@ EAGER, COMPILED, LIGER = "transformers", "transformers compiled", "transformers 
 ITEMS = [f"{model}, {way}" for model in MODELS for way in (*OURS, EAGER, COMPILED)]
 ITEMS += [f"{model}, {LIGER}" for model in MODELS]  # last, since it changes transformers
 LIKE_EAGER = 1e-2  # relative difference of the losses in bfloat16
-HEADER = ["model", "how", "ms per step", "tokens/s", "MFU", "MFU, measured peak", "HFU", "peak GiB"]
+MODEL_HEADER = ["model", "how", "ms per step", "tokens/s", "MFU", "MFU, measured peak", "HFU", "peak GiB"]
 
 
 @on_devices(ITEMS, quick=[f"smollm-1.7b, {way}" for way in ("eager", "compiled", "fused", EAGER)])
-def test_speed(found, item):
+def test_model(found, item):
     """Tokens/s, MFU, HFU and peak memory of a model; and losses like those of the eager one."""
     model, _, way = item.partition(", ")
     shape, rows = TINY.format(2, 1, 64), MODELS[model]
@@ -62,7 +165,7 @@ def test_speed(found, item):
         used = [f"{each * config.global_batch / seconds / peak:.1%}" for each, peak in pairs]
         found.note("the peak of MFU and HFU", f"{vendor / 1e12:,.0f} TFLOP/s ({source}); measured {top / 1e12:,.0f}")
     cells = [f"{1e3 * seconds:.1f}", f"{tokens / seconds:,.0f}", *used, f"{memory / 2**30:.1f}" if memory else "-"]
-    found.row(f"models, {config.seq_len} tokens per sequence", HEADER, [model, way, *cells])
+    found.row(f"models, {config.seq_len} tokens per sequence", MODEL_HEADER, [model, way, *cells])
     eager, losses = ([line["loss"] for line in steps_of(found.folder / f"{model}, {each}")] for each in ("eager", way))
     if eager and way in OURS:
         assert losses == pytest.approx(eager, rel=LIKE_EAGER)
