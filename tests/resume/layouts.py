@@ -148,13 +148,13 @@ def whole(ranks: list[dict], moment: str = "end") -> dict[str, np.ndarray]:
     return assemble(parts).parameters
 
 
-def assert_loaded(ranks: list[dict], saved: dict[str, np.ndarray], case: object) -> None:
-    """Every rank, owner or not, has the saved values, bit for bit, and together they have all of them."""
+def assert_held(ranks: list[dict], saved: dict[str, np.ndarray], case: object, moment: str = "loaded") -> None:
+    """Every rank, owner or not, has these values, bit for bit, and together they have all of them."""
     for rank in ranks:
-        for name, shape, box, values, _ in rank["loaded"]:
+        for name, shape, box, values, _ in rank[moment]:
             inside = tuple(slice(max(0, size - start)) for size, (start, _) in zip(shape, box))
             assert np.array_equal(values[inside], saved[name][tuple(slice(*axis) for axis in box)]), (case, name, box)
-    assert whole(ranks, "loaded").keys() == saved.keys(), case
+    assert whole(ranks, moment).keys() == saved.keys(), case
 
 
 def assert_curve(ranks: list[dict], expected, tolerance: float, case: object) -> None:

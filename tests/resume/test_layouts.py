@@ -22,7 +22,7 @@ from tests.resume.layouts import (
     TRAINING,
     UNTIED,
     assert_curve,
-    assert_loaded,
+    assert_held,
     layouts_of,
     run_jobs,
     whole,
@@ -56,9 +56,11 @@ def chains(tmp_path_factory) -> dict[str, Chain]:
 
 
 def test_every_layout_goes_on_in_another(chains):
+    """And copies of what several ranks hold, as norms and shared K/V heads, are equal after a step, too."""
     for flags, (_, names, found) in chains.items():
         for before, after, name in zip(found, found[1:], names[1:]):
-            assert_loaded(after, whole(before), f"{flags}: {name}")
+            assert_held(after, whole(before), f"{flags}: {name}")
+            assert_held(after, whole(after), f"{flags}: copies in {name}", "end")
         exact = flags in (UNTIED, TIED, EXPERTS)
         expected = reference(f"{TRAINING} {flags} {'--micro-batch 12' if exact else ''} --steps {len(names)}")
         assert_curve(found[-1], expected, 1e-11 if exact else NORM_TOLERANCE / 10, flags)
@@ -81,7 +83,7 @@ def test_narrow_types_save_their_float32_masters(chains, tmp_path):
         steps = int(folder.name.removeprefix("step-")) + 1
         jobs.append((layout, f"{flags} --resume {folder} --steps {steps} --run-dir {tmp_path}/{steps}"))
     for ranks, (folder, saved) in zip(run_jobs(jobs), starts, strict=True):
-        assert_loaded(ranks, saved, folder)
+        assert_held(ranks, saved, folder)
         head = torch.tensor(saved["parameter/head.weight"])
         assert torch.equal(head.float().double(), head) and not torch.equal(head.bfloat16().double(), head), folder
         assert len(ranks[0]["curve"]) == 1, folder

@@ -7,17 +7,16 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
 from common.errors import UsageError
 from common.link import Link
-from common.model import Decoder, cross_entropy_sum, naive_attention
+from common.model import Decoder
 from common.model_config import ModelConfig
 from common.presets import PRESETS, resolve
-from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.experiments.tools import Run
 from tests.harness.observing import configure
 from tests.harness.ranks import run_command
 
@@ -52,15 +51,15 @@ def test_parameters_of_experts():
     assert count_flops(MOE, 10).linear == 2 * 10 * active
 
 
-def test_flops_with_tied_weights_and_another_head_width():
-    """torch's counter sees the matrix products of the naive core as they are. Other models: step 1's recomputation."""
-    config = ModelConfig(50, 32, 3, 4, 1, 40, True, head_dim=6)
-    model = Decoder(config, naive_attention)
-    materialise(model, torch.float32, torch.device("cpu"), random_values(0))
-    tokens = torch.zeros(3, 17, dtype=torch.int64)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_flops_are_those_counted(mode):
+    """Recomputation included. torch's counter sees the products of the naive core, and not the CPU's flash kernel."""
+    config = TrainConfig(seq_len=17, attention="naive", recompute=mode, micro_batch=3, global_batch=3)
+    config.model_config = ModelConfig(256, 32, 3, 4, 1, 40, True, head_dim=6)
+    run = Run(config)
     with FlopCounterMode(display=False) as counter:
-        cross_entropy_sum(model(tokens), tokens).backward()
-    assert counter.get_total_flops() == 3 * count_flops(config, 17).model
+        run.gradients()
+    assert counter.get_total_flops() == 3 * count_flops(config.model_config, 17).hardware(mode)
 
 
 def valid(flags: str, step: int = 6, world: int = 1) -> TrainConfig:
