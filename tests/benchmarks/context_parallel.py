@@ -1,12 +1,11 @@
-"""Step 6 against PyTorch's ring attention, zig-zag against contiguous, several ranks against one.
+"""Step 6 against PyTorch's ring attention, and zig-zag against contiguous.
 
     python -m tests.benchmarks.context_parallel                    # 2 and 4 gloo ranks, 30 pairs each
-    python -m tests.benchmarks.context_parallel --ranks 2 --pairs 3 --seq 512 --growth 1 2
+    python -m tests.benchmarks.context_parallel --ranks 2 --pairs 3 --seq 512
 
 First, forward and backward of one layer's attention: the peer is PyTorch's private ring for `context_parallel`, with
 the CPU's FlashAttention for its kernel, which its public interface does not offer. Then a training step under both
-splits. The last part has one side: a training step for ranks that share a sequence, and for sequences that grow with
-their number.
+splits.
 """
 
 from functools import partial
@@ -18,7 +17,7 @@ from common.config import TrainConfig
 from common.process_groups import Mesh
 from step06_context_parallel.context_parallel import attention
 from step06_context_parallel.layouts import Layout
-from tests.benchmarks.paired import compare, keep, measure_alone, our_step, parse_options, run_as_module
+from tests.benchmarks.paired import compare, keep, our_step, parse_options, run_as_module
 from tests.harness.observing import configure, mesh_of
 
 # One layer, 1 M parameters: of long sequences, most of the work is attention
@@ -80,21 +79,8 @@ def critical_path(split: str, seq: int, ranks: int) -> int:
     return sum(max(pairs[rank][(rank - hop) % ranks] for rank in range(ranks)) for hop in range(ranks))
 
 
-def growth(ranks: list[int], seq: int, steps: int) -> dict[str, dict]:
-    """Of one sequence for all ranks, and of a sequence with `seq` tokens for each rank."""
-    rows = {}
-    for title, length in ("one sequence", lambda cp: 2 * seq), ("longer sequences", lambda cp: seq * cp):
-        print(f"{title}: time per token, and peak memory of the fullest rank")
-        for cp in ranks:
-            seconds, peak = measure_alone(cp, partial(our_step, 6, flags_of(length(cp), cp)), steps)
-            row = {"seq_len": length(cp), "us_per_token": seconds / length(cp) * 1e6, "peak_bytes": peak}
-            rows[f"{title.replace(' ', '_')}_{cp}_ranks"] = row
-            print(f"  cp {cp}, {length(cp):6,} tokens   {row['us_per_token']:8.1f} us   {peak / 1e6:8.1f} MB")
-    return rows
-
-
 def main() -> None:
-    options = parse_options(__doc__, seq=4096, modes=list(PEERS), growth=[1, 2, 4])
+    options = parse_options(__doc__, seq=4096, modes=list(PEERS))
     seq, rows = options.seq, {}
     print("step 6 / torch's ring attention: throughput, median of pairs [95% interval]; peak memory")
     for world in options.ranks:
@@ -110,7 +96,6 @@ def main() -> None:
         ratio = critical_path("contiguous", 2 * seq, world) / critical_path("zigzag", 2 * seq, world)
         print(f"    attention on the critical path {ratio:.3f}", flush=True)
         rows[f"zigzag_{world}_ranks"] = row | {"critical_path_ratio": ratio}
-    rows |= growth(options.growth, seq, 5)
     keep("context_parallel", rows)
 
 

@@ -1,13 +1,12 @@
-"""Step 7's layer with experts against transformers' Mixtral and against a loop over experts; several ranks against one.
+"""Step 7's layer with experts against transformers' Mixtral and against a loop over experts.
 
     python -m tests.benchmarks.expert_parallel                     # 30 pairs each
-    python -m tests.benchmarks.expert_parallel --experts 8 --pairs 5 --growth 1 2
+    python -m tests.benchmarks.expert_parallel --experts 8 --pairs 5
 
 Forward and backward of one layer, router included, with the same weights, in one process. The peers of ours are
 transformers' implementations (batched_mm copies an expert's matrices for every row, so that it is measured with few
 tokens only) and our layer without PyTorch's grouped product (loop). The number of experts grows, and every token goes
-through two of them, so that the FLOPs stay the same. The second part has one side. It divides the experts over ranks,
-each of which brings as many tokens.
+through two of them, so that the FLOPs stay the same.
 """
 
 from functools import partial
@@ -19,7 +18,7 @@ from common.config import TrainConfig
 from common.drawing.figures import SERIES, new_figure, write_png
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.moe import MoE
-from tests.benchmarks.paired import compare, keep, measure_alone, parse_options, run_as_module
+from tests.benchmarks.paired import compare, keep, parse_options, run_as_module
 from tests.harness.observing import configure
 from tests.harness.ranks import ROOT
 from tests.mechanisms.step07.layers import layer_of
@@ -28,11 +27,10 @@ HIDDEN, WIDTH, TOP_K, FEW = 256, 512, 2, 64  # FEW: tokens for batched_mm
 LABELS = {"grouped_mm": "transformers, grouped_mm", "eager": "transformers, eager", "loop": "ours, loop over experts"}
 
 
-def configuration(experts: int, tokens: int, ep: int = 1) -> TrainConfig:
-    """Of one layer on `ep` ranks, each of which has a sequence of this many tokens."""
+def configuration(experts: int, tokens: int) -> TrainConfig:
+    """Of one layer, and a sequence of this many tokens."""
     flags = f"--layers 1 --hidden {HIDDEN} --expert-ffn {WIDTH} --experts {experts} --top-k {TOP_K} --balance none"
-    flags += f" --seq-len {tokens} --micro-batch 1 --global-batch {ep} --dp {ep} --ep {ep} --device cpu"
-    return configure(7, flags, ep)
+    return configure(7, f"{flags} --seq-len {tokens} --micro-batch 1 --global-batch 1 --device cpu", 1)
 
 
 def transformers_layer(implementation: str, ours: MoE) -> torch.nn.Module:
@@ -61,8 +59,8 @@ def forward_and_backward(layer: torch.nn.Module, tokens: int):
     return step
 
 
-def our_layer(experts: int, tokens: int, ep: int = 1):
-    return forward_and_backward(layer_of(configuration(experts, tokens, ep), 1.0), tokens)
+def our_layer(experts: int, tokens: int):
+    return forward_and_backward(layer_of(configuration(experts, tokens), 1.0), tokens)
 
 
 def peer_layer(name: str, experts: int, tokens: int):
@@ -70,17 +68,6 @@ def peer_layer(name: str, experts: int, tokens: int):
     if name != "loop":
         return forward_and_backward(transformers_layer(name, ours), tokens)
     return mock.patch.object(module, "_has_kernel", lambda *_: False)(forward_and_backward(ours, tokens))
-
-
-def growth(ranks: list[int], experts: int, tokens: int, steps: int) -> dict[str, dict]:
-    rows = {}
-    print(f"{experts} experts divided over ranks that bring {tokens:,} tokens each: time per token, memory of a rank")
-    for ep in ranks:
-        seconds, peak = measure_alone(ep, partial(our_layer, experts, tokens, ep), steps)
-        rows[f"divided_{ep}_ranks"] = {"us_per_token": seconds / (ep * tokens) * 1e6, "peak_bytes": peak}
-        us = seconds / (ep * tokens) * 1e6
-        print(f"  ep {ep}   {us:8.1f} us   {peak / 2**20:8.1f} MiB", flush=True)
-    return rows
 
 
 def draw(rows: dict[str, dict], experts: list[int]) -> None:
@@ -106,14 +93,13 @@ def draw(rows: dict[str, dict], experts: list[int]) -> None:
 
 
 def main() -> None:
-    options, rows = parse_options(__doc__, experts=[4, 8, 16, 32, 64], tokens=2048, growth=[1, 2, 4]), {}
+    options, rows = parse_options(__doc__, experts=[4, 8, 16, 32, 64], tokens=2048), {}
     cases = [(peer, experts, options.tokens) for experts in options.experts for peer in LABELS]
     print("our layer / transformers' and a loop: throughput, median of pairs [95% interval]; peak memory")
     for peer, experts, tokens in [*cases, ("batched_mm", options.experts[0], FEW)]:
         title = f"{peer}, {experts} experts, {tokens:,} tokens"
         sides = partial(our_layer, experts, tokens), partial(peer_layer, peer, experts, tokens)
         rows[f"{peer}_{experts}_experts"] = compare(title, 1, *sides, options.pairs) | {"tokens": tokens}
-    rows |= growth(options.growth, options.experts[-1], options.tokens, 10)
     keep("expert_parallel", rows)
     draw(rows, options.experts)
 

@@ -53,18 +53,18 @@ def first_batch(flags: str) -> tuple[TrainConfig, Mesh, torch.Tensor, torch.Tens
     return config, mesh, *batches.micro_batch(0, 0, rows, mesh.dp.rank, mesh.dp.size)
 
 
-def our_step(step: int, flags: str, tracer=None) -> Callable[[], float]:
+def our_step(step: int, flags: str) -> Callable[[], float]:
     """Return a call of the step's real `train_step`, always with the first batch, which returns the loss."""
-    return our_training(step, flags, tracer)[0]
+    return our_training(step, flags)[0]
 
 
-def our_training(step: int, flags: str, tracer=None) -> tuple[Callable[[], float], tuple]:
+def our_training(step: int, flags: str) -> tuple[Callable[[], float], tuple]:
     """Return what `our_step` does, and what the step's `build` has built."""
     config, mesh, batches = prepare(step, flags)
     module = importlib.import_module(f"{STEP_NAMES[step - 1]}.train")
     built = module.build(config, mesh)
     mesh = getattr(built[0], "mesh", mesh)  # a pipeline adds groups
-    tracer = tracer or Tracer(None, mesh, None)
+    tracer = Tracer(None, mesh, None)
 
     def call() -> float:
         with tracer.step(0):
@@ -144,14 +144,14 @@ def take_turns(makers: list[Callable], pairs: int) -> tuple[list[tuple[float, fl
     return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
 
 
-def alone(make: Callable, steps: int) -> tuple[float, int]:
-    """Return the median seconds of a step, and the highest number of bytes alive during one, the median of a few; with
-    nothing else alive in the process. (Where a gloo thread drops the last reference to a message, its release is seen
-    late, see `MemoryMeter`.)
+def peak_alone(make: Callable) -> int:
+    """Return the highest number of bytes alive during a step, the median of a few, with nothing else alive in the
+    process. (Where a gloo thread drops the last reference to a message, its release is seen late, see `MemoryMeter`.)
     """
     warnings.filterwarnings("ignore", message="Memory block of unknown size")
     step, peaks, meter = make(), [], MemoryMeter(torch.device("cpu"))
-    times = [seconds_of(step) for _ in range(2 + steps)][2:]
+    step()
+    step()
     for _ in range(5):
         gc.collect()
         if dist.is_initialized():
@@ -160,24 +160,18 @@ def alone(make: Callable, steps: int) -> tuple[float, int]:
         with meter.measure(o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)) as measured:
             step()
         peaks.append(measured.peak_bytes)
-    return statistics.median(times or [0.0]), statistics.median(peaks)
+    return statistics.median(peaks)
 
 
 # ---- on all ranks ----------------------------------------------------------------------------------------------------
-
-
-def measure_alone(world: int, make: Callable, steps: int) -> tuple[float, int]:
-    """Median seconds of a step that has no peer, and its peak bytes, of the slowest and of the fullest rank."""
-    os.environ.update(HEAP)  # for the ranks
-    seconds, peaks = zip(*run_ranks(world, alone, make, steps, timeout=1800), strict=True)
-    return max(seconds), max(peaks)
 
 
 def compare(title: str, world: int, ours: Callable, peer: Callable, pairs: int) -> dict:
     """Throughput and memory of ours over the peer's, printed and as a row of the results. Both are makers of steps,
     which go to the ranks by name. The throughput is the median of the pairs, with the 95% interval of the sign test.
     """
-    mine, theirs = (measure_alone(world, side, 0)[1] for side in (ours, peer))
+    os.environ.update(HEAP)  # for the ranks
+    mine, theirs = (max(run_ranks(world, peak_alone, side, timeout=1800)) for side in (ours, peer))
     per_rank, gaps = zip(*run_ranks(world, take_turns, [ours, peer], pairs, timeout=1800), strict=True)
     times = [[max(side) for side in zip(*pair, strict=True)] for pair in zip(*per_rank, strict=True)]  # slowest rank
     ratios = sorted(peer / ours for ours, peer in times)

@@ -1,10 +1,7 @@
 """Step 5 against torch.distributed.pipelining: same stages, micro-batches and optimizer, taking turns in one run.
 
-    python -m tests.benchmarks.pipeline                            # 2 and 4 gloo ranks, 30 pairs each
-    python -m tests.benchmarks.pipeline --ranks 2 --schedules 1f1b --pairs 10
-    python -m tests.benchmarks.pipeline --ranks                    # only the last part, about 4 minutes
-
-The last part has no peer: every schedule runs with layers that take a fixed time, against what the simulator says.
+python -m tests.benchmarks.pipeline                            # 2 and 4 gloo ranks, 30 pairs each
+python -m tests.benchmarks.pipeline --ranks 2 --schedules 1f1b --pairs 10
 """
 
 from functools import partial
@@ -14,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed import pipelining
 
 from step05_pipeline.config import schedule_of
-from step05_pipeline.experiments.bubble import DELAY, play
 from step05_pipeline.stages import split_layers
 from tests.benchmarks import paired
 from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
@@ -72,20 +68,6 @@ def in_flight(flags: str) -> tuple[int, int]:
     return pipeline.step.peak_in_flight, theirs.peak
 
 
-def executed_against_simulated() -> dict[str, dict[str, float]]:
-    """Makespan and bubble of every schedule on 4 ranks, with layers that sleep, over what the simulator says."""
-    simulated, measured, order = play(ranks=4, micro_batches=8, delay=DELAY, steps=3)
-    rows = {}
-    print(f"executed / simulated, 4 ranks, 8 micro-batches, 8 layers that take {DELAY} ms each")
-    for name, expected in simulated.items():
-        found = measured[name]
-        makespan, bubble = found.makespan / expected.makespan, found.bubble / expected.bubble
-        row = {"makespan_ratio": makespan, "bubble_ratio": bubble, "executed_ms": found.makespan}
-        rows[f"executed_{name}"] = row | {"simulated_ms": expected.makespan, "same_order": order[name]}
-        print(f"  {name:14} makespan {makespan:.4f}  bubble {bubble:.3f}  same order: {order[name]}", flush=True)
-    return rows
-
-
 def main() -> None:
     options, rows = parse_options(__doc__, schedules=list(PEERS)), {}
     print("step 5 / torch.distributed.pipelining: throughput, median of pairs [95% interval]; peak memory")
@@ -97,7 +79,6 @@ def main() -> None:
             ours, peer = zip(*run_ranks(world, in_flight, flags, timeout=600), strict=True)
             print(f"    in flight  {ours} against {peer} micro-batches on ranks 0 to {world - 1}", flush=True)
             rows[f"{name}_{world}_ranks"] = row | {"in_flight": ours, "peer_in_flight": peer}
-    rows |= executed_against_simulated()
     keep("pipeline", rows)
 
 

@@ -1,15 +1,12 @@
-"""FlashAttention beyond `test_kernels`: other tiles, extreme scores, sums over long sequences, ring attention."""
+"""FlashAttention beyond `test_kernels`: other tiles, extreme scores, sums over long sequences."""
 
 import pytest
 import torch
 
-from step06_context_parallel import attention_block
-from step06_context_parallel.layouts import Layout
 from step08_5d.gpu_ladder.traffic import BytesMoved
-from step08_5d.kernels.flash_attention import attend, attend_reference
-from step08_5d.kernels.flash_attention_backward import attend_backward, attend_backward_reference
-from step08_5d.kernels.merge import merge, merge_reference
-from tests.mechanisms.step06.test_attention import blocks_of_all_ranks
+from step08_5d.kernels.flash_attention import attend
+from step08_5d.kernels.flash_attention_backward import attend_backward
+from step08_5d.kernels.merge import merge_reference
 from tests.mechanisms.step08.kernels.case import DEVICE, Maker
 from tests.mechanisms.step08.kernels.cases import BLOCKS, KERNELS
 from tests.mechanisms.step08.kernels.compare import DTYPES, TOLERANCE, assert_same, difference, needs_triton, use_tiles
@@ -48,16 +45,6 @@ def test_sums_are_not_rounded_on_the_way():
     out, lse = attend(nothing, nothing[:, :, :1], one, False)  # all queries see the same value
     *_, dv = attend_backward(long, nothing, nothing[:, :, :1], one, out, lse, False)
     assert difference(dv, exact) < 8e-3
-
-
-def test_as_the_block_of_ring_attention():
-    """Two ranks with zigzag chunks, whose blocks are merged by step 6."""
-    tensors, layout = CASE(Maker(torch.float64), 36, 36, 16, 1, True).inputs, Layout("zigzag", 36, 2)
-    found = blocks_of_all_ranks(tensors, layout, fused=attention_block.Kernels(attend, attend_backward, merge))
-    *qkv, gradient = tensors
-    out, lse = attend_reference(*qkv, True)
-    exact = out, *attend_backward_reference(gradient, *qkv, out, lse, True)
-    assert max(map(difference, found, exact)) < 1e-14
 
 
 def test_eager_bytes_of_merging():
