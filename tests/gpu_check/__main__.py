@@ -25,11 +25,11 @@ PARTS = {  # in order of value: their tests, and their limits in seconds. All fi
     "kernels": (530, "test_speed.py::test_kernel"),
     "ladder": (300, "test_ladder.py"),
     "models": (530, "test_speed.py::test_model"),
-    "node": (530, "test_node.py"),
+    "node": (530, "test_node.py::test_dimension"),
     "shared_gpu": (400, "test_training.py::test_shared_gpu"),
     "faults": (300, "test_gpu_faults.py::test_lost_rank", "test_gpu_faults.py::test_restart"),
     "async_save": (180, "test_gpu_faults.py::test_async_save"),
-    "tracer": (90, "test_tracer.py"),
+    "tracer": (90, "test_node.py::test_tracer"),
     "kernel_tests": (360, "test_training.py::test_kernels"),
 }
 PASSED, FAILED, UNFINISHED = "passed", "failed", "unfinished"

@@ -20,7 +20,7 @@ from step08_5d.gpu_ladder import machine
 from step08_5d.kernels.launching import HAS_TRITON
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone
-from tests.gpu_check.test_tracer import TINY
+from tests.gpu_check.test_node import TINY
 from tests.harness.ranks import steps_of
 from tests.mechanisms.step08.kernels.case import BOTH, Case, Maker
 from tests.mechanisms.step08.kernels.cases import KERNELS

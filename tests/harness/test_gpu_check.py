@@ -7,7 +7,7 @@ import torch
 
 from step08_5d.gpu_ladder import machine
 from tests.gpu_check import __main__ as command
-from tests.gpu_check import launching, test_node, test_tracer, test_training
+from tests.gpu_check import launching, test_node, test_training
 from tests.gpu_check.findings import Findings
 from tests.harness.observing import configure
 from tests.harness.ranks import CommandTimeout, run_script
@@ -60,7 +60,7 @@ def test_the_time_of_a_launch_is_not_that_of_its_kernel(monkeypatch):
 def test_figures_of_kernels():
     spans = [("step 4", "step", 0, 110), ("forward", "phase", 10, 40), ("backward", "phase", 50, 60)]
     spans = [{"name": name, "cat": kind, "ts": start, "dur": length} for name, kind, start, length in spans]
-    rows, ratio = test_tracer.compare_clocks(spans, KERNELS)
+    rows, ratio = test_node.compare_clocks(spans, KERNELS)
     assert rows == [("forward", "0.04", "0.04", "1.000"), ("backward", "0.06", "0.05", "0.833")] and ratio == 1.1
     nccl = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel", "ts": 1080, "dur": 80}  # 20 of it beside the last
     assert test_node.communication([*KERNELS, nccl]) == ["0.08", "25%", "0.06", "0.01"]

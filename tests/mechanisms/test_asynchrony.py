@@ -9,7 +9,7 @@ import tests.mutants.patches  # noqa: F401  once in the fork server, instead of 
 from tests.harness.asynchrony import Seen, asynchrony
 from tests.harness.communicators import play_strictly
 from tests.harness.ranks import run_ranks
-from tests.mutants.patches_asynchrony import MUTANTS
+from tests.mutants.patches_hidden import ASYNCHRONY
 from tests.parity.runs import TOLERANCE, Result, assemble, differences, reference, train_case, training_of
 
 BASE = "--hidden 16 --heads 4 --kv-heads 2 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 1 --steps 2"
@@ -124,4 +124,4 @@ def test_planted_errors_are_rejected(outcomes, name):
 
 
 def test_every_mutant_is_tried():
-    assert PLANTED.keys() == MUTANTS.keys()
+    assert PLANTED.keys() == ASYNCHRONY.keys()

@@ -4,16 +4,20 @@ What ranks keep, hold and send is counted: in the tests of accounting and of mem
 would hide what. A row is (number, formula, arguments), its arithmetic stands beside it.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.collectives import Call
 from common.costs import alpha_beta, vocabulary
 from common.costs.alpha_beta import Player
 from common.costs.networks import bus_bandwidth
-from common.costs.vocabulary import Message
+from common.costs.vocabulary import KINDS, Message
 from common.experiments import on_nodes
+from common.link import Link
+from common.model_config import ModelConfig
 from step01_single_gpu import cost as prediction
 from step02_data_parallel import cost as data
 from step03_zero import cost as zero
@@ -22,7 +26,34 @@ from step04_tensor_parallel.cost import Way
 from step05_pipeline import cost as pipeline
 from step06_context_parallel import cost as context
 from step08_5d.gpu_ladder import attention, roofline
-from tests.mechanisms.formulas import BF16, DENSE, LINK, SHAPE, check, played
+
+F32, BF16 = torch.float32, torch.bfloat16
+# h 8, 4 heads of width 2, f 6. Attention 2·8·8 + 2·8·4 = 192 parameters, MLP 3·8·6 = 144: with two norms a layer has
+# 352. Embedding and head 80 each, norms (2·2 + 1)·8 = 40: 872 in all
+DENSE = ModelConfig(vocab=10, hidden=8, layers=2, heads=4, kv_heads=2, ffn=6, tie_embeddings=False)
+SHAPE = DENSE, 1, 2, F32  # two tokens of one sequence
+# Two layers of 4 experts of 3·8·5 = 120 parameters and a router of 32, a dense one: 160 + 56 + 3·192 + 144 + 2·512
+EXPERTS = replace(DENSE, layers=3, dense_layers=1, experts=4, top_k=2, expert_ffn=5)
+LINK = Link(alpha=0.001, bandwidth=1e6)
+
+
+def by_kind(*held) -> dict:
+    """What a rank holds, by kind."""
+    return dict(zip(KINDS, held, strict=True))
+
+
+def played(ranks: int, play, *arguments) -> tuple[float, float, float]:
+    """When a rank has finished what it plays over a link of 1 byte/s without latency, communication, time blocked."""
+    player = Player(ranks, Link(0.0, 1.0))
+    play(player, *arguments)
+    return player.now, player.communication, player.blocked
+
+
+def check(rows: list[tuple]) -> None:
+    """A row is (number, formula, arguments)."""
+    for expected, formula, *arguments in rows:
+        found = formula(*arguments)
+        assert found == expected or found == pytest.approx(expected), (formula.__name__, arguments)
 
 
 def exchange_and_wait(player: Player) -> None:

@@ -1,32 +1,176 @@
 """A checkpoint of any layout goes on in any other, bit for bit; Hugging Face weights are written and read by parts."""
 
+import itertools
 import math
+import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
+import safetensors
 import torch
+import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from safetensors.torch import load_file
 
+from common.start import environment
 from common.weights import export
 from common.weights.huggingface import huggingface_name
-from tests.parity.runs import reference
+from step01_single_gpu import initial_weights
+from step01_single_gpu.mixed_precision import Optimizer
+from tests.harness.ranks import run_ranks
+from tests.parity.cases import ALL
+from tests.parity.drawn import LAYOUT, is_allowed
+from tests.parity.runs import SMALL, assemble, curve_of, reference, train_here
 from tests.parity.test_narrow import NORM_TOLERANCE
-from tests.resume.layouts import (
-    BFLOAT16,
-    EXPERTS,
-    FLOAT32,
-    RINGS,
-    TIED,
-    TRAINING,
-    UNTIED,
-    assert_curve,
-    assert_held,
-    layouts_of,
-    run_jobs,
-    whole,
-)
+from tests.unit.test_huggingface import counting_safe_open, elements_read
+
+# 4 tensor-parallel ranks share 2 K/V heads, and the vocabulary of 257 has 1 row of padding on 2 of them and 3 on 4
+TRAINING = "--layers 4 --vocab 257 --optimizer adamw --lr 1e-3 --clip 0.5"
+UNTIED, TIED = "--no-tie-embeddings", "--tie-embeddings"
+EXPERTS = f"{UNTIED} --experts 8 --expert-ffn 20 --shared-experts 1 --dense-layers 1 --balance bias --bias-rate 0.003"
+BFLOAT16, FLOAT32 = (f"{UNTIED} --dtype {dtype} --micro-batch 1" for dtype in ("bfloat16", "float32"))
+# Within a ring, each layout (ranks, step, flags) takes one step and saves it for the next one, the last for the first.
+# Narrow types have micro-batches of one sample, since these are rounded alike in every layout. +: with TEST_ALL=1 only
+RINGS = {
+    UNTIED: """
+        1 1 --micro-batch 4
+        2 5 --pp 2 --schedule zbv
+        + 2 3 --zero 2
+        4 4 --tp 4 --no-sequence-parallel --tp-mode plain
+        + 2 2 --bucket-mb 0.02
+        4 5 --pp 2 --tp 2 --zero 1 --schedule 1f1b
+        3 3 --micro-batch 2 --zero 1 --bucket-mb 0.02
+        2 5 --pp 2 --schedule dualpipe --recompute full
+        2 4 --tp 2 --zero 1
+        + 3 3 --micro-batch 2 --zero 3 --recompute full
+        2 5 --pp 2 --schedule interleaved
+        + 2 3 --zero 1 --bucket-mb 0.02
+        4 4 --tp 2 --dp 2 --zero 3 --recompute full
+        2 3 --zero 3
+        + 4 5 --pp 2 --dp 2 --zero 3 --schedule zbv
+        4 3 --zero 3 --zero-replicas 2
+        8 8 --pp 2 --cp 2 --tp 2 --zero 1
+        2 6 --cp 2 --zero 3
+    """,
+    TIED: """
+        1 1 --micro-batch 4
+        4 5 --pp 2 --dp 2 --zero 1 --schedule dualpipe
+        4 4 --tp 2 --zero 2 --tp-mode chunked
+        + 2 5 --pp 2 --schedule zb-h2
+        4 4 --tp 4 --no-sequence-parallel --tp-mode plain
+        + 2 5 --pp 2 --schedule 1f1b
+        + 4 4 --tp 4
+        4 6 --cp 2 --pp 2 --schedule zbv --cp-mode allgather
+    """,
+    BFLOAT16: """
+        1 1 --micro-batch 4
+        3 3 --micro-batch 2 --zero 2 --zero-reduce step --bucket-mb 0.02
+        4 3 --zero 3 --zero-replicas 2
+        2 3 --zero 3
+    """,
+    FLOAT32: """
+        4 3 --zero 3 --zero-replicas 2
+        3 3 --micro-batch 2 --zero 2 --zero-reduce step --bucket-mb 0.02
+    """,
+    EXPERTS: """
+        1 7
+        4 7 --ep 4 --dp 2 --tp 2
+        8 8 --pp 2 --cp 2 --tp 2 --ep 4 --zero 3 --order cp,pp,tp,dp
+        + 8 8 --dp 2 --pp 2 --tp 2 --ep 2 --schedule zbv --zero 2 --recompute full
+        + 4 7 --ep 2 --dp 4 --zero 3 --recompute full
+        4 7 --ep 2 --cp 2 --pp 2 --schedule dualpipe --zero 1
+    """,
+}
+
+
+def layouts_of(training: str) -> list[str]:
+    """The ring of these flags; with TEST_ALL=1 also ten layouts of 8 ranks drawn from all that the steps know."""
+    lines = [line.strip() for line in RINGS[training].strip().splitlines()]
+    ring = [line.removeprefix("+ ") for line in lines if ALL or not line.startswith("+")]
+    chance, size = random.Random(training), len(ring) + 10 * (training in (UNTIED, TIED, EXPERTS))
+    while ALL and len(ring) < size:
+        degrees = {name: chance.choice([1, 2, 2, 4]) for name in ("dp", "pp", "cp", "tp")}
+        degrees |= {"ep": chance.choice([2, 4, 8])} if "--experts" in training else {}
+        parts = [f"--{name} {size}" for name, size in degrees.items()]
+        flags = " ".join(filter(None, parts + [chance.choice(values) for values in LAYOUT.values()]))
+        if f"8 8 {flags}" not in ring and is_allowed(8, f"{TRAINING} {training} {flags}"):
+            ring.append(f"8 8 {flags}")
+    return ring
+
+
+def state_of(optimizer: Optimizer) -> list[tuple]:
+    """Master weights and moments as this rank holds them: name, whole shape, box, values, whether it owns them."""
+    held = optimizer.slices()
+    return [(s.name, s.global_shape, s.box, s.tensor.detach().double().numpy().copy(), s.owner) for s in held]
+
+
+def train_and_look(step: int, flags: str) -> dict:
+    """Train. What this rank has found: the `curve` (rank 0), the optimizer's state when it was `loaded` and at the
+    `end`, and how many elements of each Hugging Face weight were `read`.
+    """
+    found, made, initialise, loaded = {}, [], Optimizer.__init__, Optimizer.loaded
+
+    def keep(self, *arguments):
+        made.append(self)
+        initialise(self, *arguments)
+
+    def look(self, updates):
+        loaded(self, updates)
+        found["loaded"] = state_of(self)
+
+    elements_read.clear()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Optimizer, "__init__", keep))
+        stack.enter_context(mock.patch.object(Optimizer, "loaded", look))
+        stack.enter_context(mock.patch.object(safetensors, "safe_open", counting_safe_open))
+        # transformers would be loaded in every rank; the test's own process has let it check the same folder
+        stack.enter_context(mock.patch.object(initial_weights, "check_config"))
+        train_here(step, flags)
+    curve = curve_of(flags.split("--run-dir ")[1].split()[0]) if environment().rank == 0 else []
+    return found | {"curve": curve, "end": state_of(made[-1]), "read": dict(elements_read)}
+
+
+def look_at_all(jobs: list[tuple[int, str]]) -> list[dict]:
+    return [train_and_look(step, flags) for step, flags in jobs]
+
+
+def run_jobs(jobs: list[tuple[str, str]]) -> list[list[dict]]:
+    """What every rank has found in each job, (layout, other flags), one after the other. Neighbours with as many ranks
+    share a start of their world.
+    """
+    found = []
+    for world, neighbours in itertools.groupby(jobs, lambda job: int(job[0].split()[0])):
+        calls = []
+        for layout, flags in neighbours:
+            step, layout = layout.split()[1], " ".join(layout.split()[2:])
+            calls.append((int(step), f"{SMALL} --peak-tflops 1 --micro-batch 3 {TRAINING} {layout} {flags}"))
+        found += map(list, zip(*run_ranks(world, look_at_all, calls, timeout=300), strict=True))
+    return found
+
+
+def whole(ranks: list[dict], moment: str = "end") -> dict[str, np.ndarray]:
+    """The state of all ranks put together; every element must be owned once."""
+    parts = [{"curve": [(0, 0)], "boxes": [each[:4] for each in rank[moment] if each[4]]} for rank in ranks]
+    return assemble(parts).parameters
+
+
+def assert_held(ranks: list[dict], saved: dict[str, np.ndarray], case: object, moment: str = "loaded") -> None:
+    """Every rank, owner or not, has these values, bit for bit, and together they have all of them."""
+    for rank in ranks:
+        for name, shape, box, values, _ in rank[moment]:
+            inside = tuple(slice(max(0, size - start)) for size, (start, _) in zip(shape, box))
+            assert np.array_equal(values[inside], saved[name][tuple(slice(*axis) for axis in box)]), (case, name, box)
+    assert whole(ranks, moment).keys() == saved.keys(), case
+
+
+def assert_curve(ranks: list[dict], expected, tolerance: float, case: object) -> None:
+    """The record is that of the undisturbed run."""
+    losses, norms = zip(*ranks[0]["curve"])
+    np.testing.assert_allclose(losses, expected.losses, rtol=tolerance, err_msg=f"loss, {case}")
+    np.testing.assert_allclose(norms, expected.norms, rtol=10 * tolerance, err_msg=f"gradient norm, {case}")
 
 
 class Chain(NamedTuple):

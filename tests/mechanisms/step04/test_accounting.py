@@ -18,7 +18,7 @@ from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, stream, tp_mesh
+from tests.mechanisms.step04.test_activations import BATCH, FORMS, MODEL, SEQ, stream, tp_mesh
 
 # ---- what train() issues, and when -----------------------------------------------------------------------------------
 

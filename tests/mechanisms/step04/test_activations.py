@@ -1,18 +1,50 @@
-"""Which activations a rank keeps, to the byte, in every form; and that the loss works in one copy of the logits."""
+"""Which activations a rank keeps, to the byte, in every form; and the loss: in one copy of the logits, and right."""
 
 import itertools
+import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from common.config import TrainConfig
 from common.measure.saved_tensors import SavedTensors
+from common.model import Decoder
 from common.model_config import ModelConfig
+from common.process_groups import Degrees, Group, Mesh, build_mesh
+from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.memory_meter import MemoryMeter
 from step04_tensor_parallel import vocab_parallel
 from step04_tensor_parallel.cost import Way, block_activations, loss_bytes
+from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step04.blocks import BATCH, FORMS, MODEL, SEQ, decoder, tp_mesh
+
+MODEL = ModelConfig(vocab=250, hidden=32, layers=1, heads=8, kv_heads=4, ffn=48, tie_embeddings=False)
+BATCH, SEQ = 3, 16
+FORMS = [(True, "plain"), (True, "overlap"), (True, "chunked"), (False, "plain"), (False, "overlap")]
+
+
+def tp_mesh() -> Mesh:
+    return build_mesh(Degrees(tp=int(os.environ["WORLD_SIZE"])), torch.device("cpu"))
+
+
+def decoder(mesh: Mesh, model_config: ModelConfig, form: tuple, dtype=torch.float32) -> Decoder:
+    sequence_parallel, mode = form
+    config = TrainConfig(tp=mesh.tp.size, sequence_parallel=sequence_parallel, tp_mode=mode)
+    config.model_config = model_config  # instead of a preset's
+    model = Decoder(model_config)
+    apply_tensor_parallel(model, config, mesh)
+    materialise(model, dtype, mesh.device, random_values(0))
+    return model
+
+
+def stream(mesh: Mesh, form: tuple, dtype=torch.float32) -> torch.Tensor:
+    """What enters a block of `MODEL`: hidden states, under sequence parallelism of this rank's part of the sequence."""
+    return torch.randn(BATCH, SEQ // mesh.tp.size if form[0] else SEQ, MODEL.hidden).to(dtype).requires_grad_()
+
 
 KINDS = list(itertools.product(FORMS, (torch.float32, torch.bfloat16)))
 
@@ -95,3 +127,47 @@ def check_loss_memory(ranks: list[list]) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_loss_works_in_one_copy_of_a_ranks_logits(world):
     check_loss_memory(run_ranks(world, ranks_loss_memory))
+
+
+# ---- the loss beside dense mathematics -------------------------------------------------------------------------------
+
+VOCABULARIES = (12, 10, 5, 2, 1)  # on 4 ranks: divisible, padded, one rank and three ranks of nothing but padding
+LOGITS = {
+    "ordinary": lambda logits: logits,
+    "large": lambda logits: 1e4 * logits,  # exp() of it overflows
+    "shifted up": lambda logits: logits + 1e4,
+    "one stands out": lambda logits: torch.where(logits == logits.amax(-1, keepdim=True), logits + 1e4, logits),
+}
+
+
+def padded(whole: torch.Tensor, group: Group, value: float) -> torch.Tensor:
+    """This rank's part of a tensor with one column per token id; those that pad it are `value`."""
+    padding = whole.new_full((*whole.shape[:-1], -whole.shape[-1] % group.size), value)
+    return torch.cat((whole, padding), -1).chunk(group.size, -1)[group.rank].clone()
+
+
+def ranks_losses() -> dict[tuple, tuple]:
+    """Beside F.cross_entropy, with every id as a target and rubbish in the logits of the padding."""
+    group, found = tp_mesh().tp, {}
+    for vocab, name, dtype in itertools.product(VOCABULARIES, LOGITS, (torch.float64, torch.bfloat16)):
+        targets, wide = torch.arange(2 * vocab).view(2, -1) % vocab, torch.promote_types(dtype, torch.float32)
+        whole = torch.randn(*targets.shape, vocab, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        whole = LOGITS[name](whole).to(dtype).requires_grad_()
+        logits = padded(whole.detach(), group, 1e6)
+        before = logits.clone()
+        expected = F.cross_entropy(whole.flatten(0, 1).to(wide), targets.flatten(), reduction="sum")
+        total = vocab_parallel_cross_entropy_sum(logits.requires_grad_(), targets, vocab, group)
+        (expected * 0.3).backward()
+        (total * 0.3).backward()
+        ours, theirs = (total, logits.grad, logits), (expected, padded(whole.grad, group, 0.0), before)
+        found[vocab, name, dtype] = [each.detach() for each in ours], [each.detach() for each in theirs]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_equals_dense_mathematics(world):
+    """In bfloat16 to half of the last bit of a probability."""
+    for case, pair in itertools.chain(*(found.items() for found in run_ranks(world, ranks_losses))):
+        for ours, theirs in zip(*pair, strict=True):
+            near = 2.0**-9 if torch.bfloat16 in case else 1e-12
+            torch.testing.assert_close(ours, theirs, rtol=near, atol=near, msg=partial("{}: {}".format, case))

@@ -15,7 +15,7 @@ from step07_expert_parallel import cost
 from step07_expert_parallel.experiments import memory, nodes, traffic
 from step07_expert_parallel.experiments.layer import SHAPE, ExpertLayer
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.formulas import EXPERTS, KINDS, check
+from tests.mechanisms.test_formulas import EXPERTS, KINDS, check
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
 

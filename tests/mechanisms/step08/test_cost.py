@@ -18,8 +18,8 @@ from step08_5d.cost import Layout
 from step08_5d.experiments import dimensions, nodes
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D
 from tests.harness.ranks import run_ranks
-from tests.mechanisms import formulas
-from tests.mechanisms.formulas import by_kind, check
+from tests.mechanisms import test_formulas as formulas
+from tests.mechanisms.test_formulas import by_kind, check
 
 # 8 ranks. A layer has 352 parameters, embedding and head 80 each, the last norm 8: 872
 THREE_D = formulas.DENSE, Layout(2, dp=2, pp=2, tp=2, micro_batch=2, micro_batches=2)  # micro-batches of 4 tokens

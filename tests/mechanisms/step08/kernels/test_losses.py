@@ -6,7 +6,7 @@ import torch
 from step01_single_gpu.memory_meter import MemoryMeter
 from step08_5d.kernels.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_cross_entropy_reference
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step04.blocks import tp_mesh
+from tests.mechanisms.step04.test_activations import tp_mesh
 from tests.mechanisms.step08.kernels.case import DEVICE, Maker
 from tests.mechanisms.step08.kernels.cases import ALONE, KERNELS
 from tests.mechanisms.step08.kernels.compare import (
