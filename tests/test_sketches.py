@@ -270,13 +270,6 @@ def test_a_sketch_fits_on_a_projector(folder):
     ast.parse(MARKED.sub(r"\1raise NotImplementedError\n", text))
 
 
-def test_the_documented_commands():
-    alone, two = (run_script("step03_zero/sketch.py", ranks=ranks) for ranks in (1, 2))
-    assert not alone.returncode and not two.returncode and not two.stderr, two.stderr
-    one, other = ([float(word) for word in re.findall(r"loss (\S+)", done.stdout)] for done in (alone, two))
-    assert one == pytest.approx(other, rel=1e-5) and len(one) == SKETCHES[3].STEPS
-
-
 def sums_and_units() -> None:
     """On this rank: the sums of sketch 2, and the gathers and sums of sketch 3, beside those of the real classes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

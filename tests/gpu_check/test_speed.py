@@ -38,40 +38,12 @@ def ceilings(device: torch.device) -> dict[str, float]:
     return {"GB/s": machine.copy_ceiling(), "TFLOP/s": 2 * MATMUL**3 / machine.seconds_of(torch.matmul, a, b)}
 
 
-def take_turns(contestants: dict[str, Callable[[], Callable]], rounds: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the median seconds of each contestant, and what went wrong with those that cannot run.
-
-    A contestant is a function that prepares a call, which takes no time, and returns it. The caches are cold. On a CPU,
-    where nobody asks for times, each is only tried.
-    """
-    on_gpu, errors, names = machine.DEVICE.type == "cuda", {}, []
-    finish = torch.cuda.synchronize if on_gpu else lambda: None
-    for name, prepare in contestants.items():
-        try:
-            for _ in range(2):  # to compile
-                prepare()()
-                finish()
-            names.append(name)
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-    if not on_gpu or not names:
-        return {}, errors
-    stops: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
-    cache = torch.empty(machine.CACHE, dtype=torch.uint8, device=machine.DEVICE)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            stops[name].append(machine.clock(contestants[name](), cache))
-    finish()
-    return {name: statistics.median(stop() for stop in stops[name]) for name in names}, errors
-
-
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
-ROUNDS = 30
 TARGET = 0.8  # of the speed of a copy, for what waits for memory alone
 TIMED = [name for name, kernel in KERNELS.items() if kernel.timed]
-KERNEL_HEADER = ["kernel", "pass", "unit", "ours", "of the ceiling", "eager", "torch.compile", "Liger", "PyTorch"]
-KERNEL_HEADER += ["target"]
+NAMES = ["ours", "eager", "torch.compile", "Liger", "PyTorch"]
+KERNEL_HEADER = ["kernel", "pass", "unit", "ours", "of the ceiling", *NAMES[1:], "target"]
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is missing")
@@ -83,18 +55,21 @@ def test_kernel(found, item):
         each.requires_grad_()
     for unit, speed in top.items():
         found.note(f"ceiling, {unit}{' in bfloat16' if 'FLOP' in unit else ''}", f"{speed / machine.UNITS[unit]:,.0f}")
-    functions = {"ours": case.ours, "eager": case.reference}
-    functions |= {"torch.compile": torch.compile(case.reference, dynamic=False)}
-    functions |= {"Liger": case.liger, "PyTorch": case.pytorch}
+    compiled = torch.compile(case.reference, dynamic=False)
+    functions = dict(zip(NAMES, (case.ours, case.reference, compiled, case.liger, case.pytorch), strict=True))
+    functions = {name: function for name, function in functions.items() if function}
     for which, work in case.work.items():
-        contestants = {name: prepared(case, each, which) for name, each in functions.items() if each}
-        seconds, errors = take_turns(contestants, 1 if found.quick else ROUNDS)
-        for name, error in errors.items():
-            found.note(f"{item}, {which}: {name}", error)
-        cells = ["-"] * 7
+        speed, errors, cells = {}, {}, ["-"] * 7
+        for name, function in functions.items():
+            try:
+                call = prepared(case, function, which)
+                call()  # a CPU only tries it
+                speed[name] = work / machine.seconds_of(call) if top else 0.0
+            except Exception as error:
+                errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+                found.note(f"{item}, {which}: {name}", errors[name])
         if top:
-            speed = {name: work / took for name, took in seconds.items()}
-            numbers = [f"{speed[name] / machine.UNITS[case.unit]:,.0f}" if name in speed else "-" for name in functions]
+            numbers = [f"{speed[name] / machine.UNITS[case.unit]:,.0f}" if name in speed else "-" for name in NAMES]
             share, target = speed.get("ours", 0.0) / top[case.unit], "-"
             if case.unit == "GB/s":
                 target = "reached" if share >= TARGET and speed["ours"] >= speed.get("Liger", 0.0) else "missed"
@@ -103,22 +78,19 @@ def test_kernel(found, item):
         assert "ours" not in errors, errors["ours"]
 
 
-def prepared(case: Case, function: Callable, which: str) -> Callable[[], Callable]:
-    """What prepares a forward, a backward, or both."""
+def prepared(case: Case, function: Callable, which: str) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A forward, a backward, or both."""
 
     def forward() -> tuple[torch.Tensor, ...]:
         return tuple_of(function(*case.inputs, *case.settings))
 
-    def both() -> None:
-        outputs = forward()
-        torch.autograd.grad(outputs, case.inputs, [torch.ones_like(each) for each in outputs])
+    def backward(outputs: tuple[torch.Tensor, ...], again: bool = False) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(outputs, case.inputs, list(map(torch.ones_like, outputs)), retain_graph=again)
 
-    def backward() -> Callable:
-        outputs = forward()
-        gradients = [each.detach() for each in outputs]
-        return lambda: torch.autograd.grad(outputs, case.inputs, gradients)
-
-    return {"backward": backward, BOTH: lambda: both}.get(which, lambda: forward)
+    if which != "backward":
+        return forward if which != BOTH else lambda: backward(forward())
+    outputs = forward()
+    return lambda: backward(outputs, again=True)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

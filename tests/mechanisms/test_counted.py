@@ -11,17 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
-from common.costs import alpha_beta
-from common.costs.vocabulary import KINDS, added
-from common.experiments import counting
-from common.experiments.counting import Counted
-from common.experiments.training_step import Training, checked
-from common.model import Decoder, fused_attention
-from common.process_groups import Degrees, Mesh, build_mesh
-from step01_single_gpu import cost as one_process
+from common.model import fused_attention
+from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.slow_device import SlowDevice
-from step02_data_parallel import cost as data_cost
-from step02_data_parallel import train as data_parallel
 from step04_tensor_parallel import cost as tensor
 from step04_tensor_parallel.experiments import gpt
 from step05_pipeline import cost as pipeline
@@ -33,40 +25,18 @@ from tests.harness.ranks import run_ranks
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "seq_len": 32, "warmup": 1}
 SMALL |= {"data": "synthetic", "micro_batch": 1, "global_batch": 4, "pp": 2, "dp": 1}
 PIPELINES = [SMALL | {"schedule": name} for name in ("1f1b", "interleaved", "zb-h1")]
-COPIES = "float32", "bfloat16"
-
-
-def copy_of_a_model(mesh: Mesh, dtype: str) -> tuple[Counted, dict]:
-    """What a rank of step 2 sends in a step, and what it holds."""
-    run = Training(data_parallel, *checked(mesh, **SMALL | {"pp": 1, "dp": 2, "dtype": dtype, "bucket_mb": 0.05}))
-    return counting.counted(run.take, mesh), counting.held(run)
 
 
 def ranks_count() -> dict:
     mesh = build_mesh(Degrees(dp=2), torch.device("cpu"))
     found = {"gpt": gpt.look_into(mesh, lambda: None)}
     found["pipelines"] = [pipeline_memory.keep(mesh, flags)["kept"] for flags in PIPELINES]
-    return found | {dtype: copy_of_a_model(mesh, dtype) for dtype in COPIES}
+    return found
 
 
 @pytest.fixture(scope="module")
 def counted() -> list[dict]:
     return run_ranks(2, ranks_count)
-
-
-@pytest.mark.parametrize("dtype", COPIES)
-def test_data_parallelism_copies_the_model_and_sums_its_gradients(counted, dtype):
-    """Step 1's account holds on every rank; what is sent is that of a few buckets, of float32 sums in any type."""
-    model = TrainConfig(**SMALL).model_config
-    sizes = [4 * each.numel() for each in Decoder(model).parameters()]
-    buckets = alpha_beta.fill_buckets(sizes, 0.05e6)
-    expected = one_process.held(model, 1, SMALL["seq_len"], getattr(torch, dtype))
-    predicted = added(data_cost.messages(sum(sizes) / 4, 2, buckets=len(buckets)))
-    for rank in counted:
-        found, held = rank[dtype]
-        assert held == pytest.approx({kind: expected[kind] for kind in KINDS}, rel=0.002)  # counters of steps
-        assert len(buckets) > 2 and found.sent == {key: pytest.approx(size) for key, size in predicted.items()}
-        assert found.sockets in (0, pytest.approx(found.bytes, rel=0.05))
 
 
 def test_a_divided_gpt_block(counted):

@@ -14,7 +14,7 @@ from common.collectives import Call
 from common.costs import alpha_beta, vocabulary
 from common.costs.alpha_beta import Player
 from common.costs.networks import bus_bandwidth
-from common.costs.vocabulary import KINDS, Message
+from common.costs.vocabulary import KINDS, Message, added
 from common.experiments import on_nodes
 from common.link import Link
 from common.model_config import ModelConfig
@@ -69,7 +69,7 @@ COMMON = [
     (0.0225, vocabulary.seconds, Message("dp", "all_reduce", 1500, 3), 4, LINK),
     (0.0075, vocabulary.seconds, Message("pp_forward", "send", 1500, 3), 4, LINK),
     (0.0135, vocabulary.seconds, Message("tp", "all_gather", 1500, 3), 4, LINK),
-    ({("tp", "all_gather"): (5, 60)}, vocabulary.added, [*GATHERS, Message("pp", "send", 9, 0)]),  # 2·15 + 3·10
+    ({("tp", "all_gather"): (5, 60)}, added, [*GATHERS, Message("pp", "send", 9, 0)]),  # 2·15 + 3·10
     (0.0075, alpha_beta.all_reduce_seconds, 1000, 4, LINK),  # 2·3·0.001 + 1500/10⁶
     (8, alpha_beta.gather_ratio, 3, 5, 40, 2),  # 2·2·40/(2·5·2)
     (1.547, on_nodes.seconds_on, "8mbit", 1_448_000),  # 1000 packets of 1514 bytes, half as many answers of 66
@@ -88,6 +88,8 @@ STEP_1 = [
 ]
 
 STEP_2 = [
+    # 2·3/4·400 bytes in three buckets, and two numbers of 8
+    ({("dp_cp", "all_reduce"): (4, 612), ("world", "all_reduce"): (1, 12)}, added, data.messages(100, 4, buckets=3)),
     ({"forward": 4200, "backward": 8400, "last backward": 2800}, data.operations, 100, 7, 3),  # 3·2·700, 3·4·700, 4·700
     # Two ranks, forward 0-1; all-reduce of 4 at 2.5-6.5, of 2 until 8.5; naive from 4 on
     ((8.5, 6, 4.5), played, 2, data.play_step, [[1], [0]], [2, 4], [1, 1], (1, 3)),

@@ -1,10 +1,8 @@
 """Step 1: memory is predicted to the byte, and whether a run can fit at all."""
 
-import contextlib
 import itertools
 import math
 import tempfile
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,12 +13,11 @@ from common.counts import count_parameters
 from common.errors import UsageError
 from common.launching.command_line import parse
 from common.measure.saved_tensors import SavedTensors
-from common.measure.storages import live_bytes
 from common.model import cross_entropy_sum
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.start import environment
-from step01_single_gpu.cost import saved_activations, states, tensor_count, total_bytes
+from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.memory_model import __main__ as calculator
@@ -49,28 +46,6 @@ def test_saved_activations_are_predicted_to_the_byte(attention, dtype):
             predicted = saved_activations(config.model_config, batch, seq, config.torch_dtype, attention, mode)
             sizes = sorted(each.untyped_storage().nbytes() for each in found.tensors)
             assert sizes == sorted(saved.bytes for saved in predicted), (kv_heads, tie, head_dim, mode, batch, seq)
-
-
-@pytest.mark.parametrize("dtype, each", [("float32", 16), ("float64", 32), ("bfloat16", 18), ("float16", 18)])
-def test_states_are_the_live_tensors(dtype, each):
-    run = Run(TrainConfig(dtype=dtype, seq_len=8, micro_batch=1, global_batch=1, layers=1))
-    run.step()
-    held = []
-
-    @contextlib.contextmanager
-    def phase(name: str, **_):
-        if name == "optimizer":  # all gradients of the step are there
-            held.append(live_bytes([*run.state(), *run.gradient_sums.sums.values()]) - live_bytes([run.batches.tokens]))
-        yield
-
-    total, model = run.gradients(tracer=SimpleNamespace(phase=phase)), run.config.model_config
-    assert held == [sum(states(model, run.config.torch_dtype).values())]
-    assert abs(held[0] / count_parameters(model).total - each) < 0.01
-    assert len(run.parameters) == tensor_count(model)
-    assert all(parameter.grad is None for parameter in run.parameters)  # no narrow gradient stays
-    run.update(total)  # and gone between steps
-    assert total == [] and not run.gradient_sums.sums
-    assert all(master.grad is None for master in run.optimizer.masters)
 
 
 # ---- when a step needs the most --------------------------------------------------------------------------------------

@@ -3,12 +3,9 @@
 import os
 
 import pytest
-import torch
 
 from common.costs.vocabulary import WIDTHS, added
-from common.process_groups import Degrees, build_mesh
 from step03_zero import cost
-from step03_zero.experiments.numbers import count_units, predict_units
 from tests.harness.observing import configure, observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step03.checks import Plan, check, check_wire
@@ -93,17 +90,3 @@ def test_bytes_on_the_wire(world):
     for case, ranks in zip(every, zip(*run_ranks(world, observe_each, observe, every), strict=True), strict=True):
         for seen in ranks:
             check_wire(seen, plan_of(case, world))
-
-
-TINY = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256, "data": "synthetic"}
-TINY |= {"seq_len": 8, "micro_batch": 1, "warmup": 1}
-
-
-def ranks_count_units() -> dict[str, tuple[int, ...]]:
-    return count_units(build_mesh(Degrees(dp=2), torch.device("cpu")), lambda: None, TINY)
-
-
-def test_size_of_a_unit():
-    """From half a layer to the whole model: gathers, scatters, bytes sent, and bytes of parameters at the peak."""
-    for seen in run_ranks(2, ranks_count_units):
-        assert len(seen) == 4 and seen == {unit: predict_units(TINY, unit) for unit in seen}

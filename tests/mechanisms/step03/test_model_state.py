@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from common.config import TrainConfig
 from common.counts import count_parameters
 from common.measure.storages import live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
@@ -17,7 +16,7 @@ from step01_single_gpu.memory_meter import MemoryMeter
 from step03_zero import train as step03
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT
-from step03_zero.zero import Zero, fill_all_buckets
+from step03_zero.zero import Zero
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step02.test_accounting import check_launches
 from tests.mechanisms.step03.checks import check_calls, check_same_order
@@ -188,14 +187,3 @@ def test_a_parameter_unused_on_one_rank_changes_no_order():
         if "--dp-mode" not in case:
             check_calls(parts[-1][0], plan_of(f"{case} {SEED}", 3))
         assert_parity(assemble([part for _, part in parts]), expected[case[-len(sizes[0]) :]], case)
-
-
-def test_buckets_of_parameters_with_different_sums():
-    """Each kind has buckets of its own, in the order in which the backward begins them."""
-    parameters = list(Decoder(TrainConfig().model_config).parameters())
-    parameters[3].spec.own_bucket = True
-    parameters[5].spec.shard_groups = parameters[7].spec.shard_groups = ("expert_shard", "expert_replica")
-    dense = [each for index, each in enumerate(parameters) if index not in (3, 5, 7)]
-    expected = [dense[::-1], [parameters[7], parameters[5]], [parameters[3]]]
-    found = fill_all_buckets(parameters, "bucket", 25.0)
-    assert [[id(each) for each in bucket] for bucket in found] == [[id(each) for each in bucket] for bucket in expected]
