@@ -1,0 +1,52 @@
+"""Copies of the project with changed lines, for labs in which something is to be found or to be measured."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from common.labs.training import ROOT
+
+LEFT_OUT = {"labs", "experiments", "planning", "gpu_ladder", "__pycache__"}  # folders that no training needs
+
+
+class Edit(NamedTuple):
+    """A change of the source: `old` occurs exactly once in the file."""
+
+    file: str  # from the top of the project
+    old: str
+    new: str
+
+
+def files(step: int, extra: tuple[str, ...] = ()) -> Iterator[Path]:
+    """What trains the steps up to this one, by paths from the top of the project; and `extra`."""
+    steps = [folder for folder in sorted(ROOT.glob("step0*")) if int(folder.name[4:6]) <= step]
+    for path in (each for folder in (ROOT / "common", *steps) for each in sorted(folder.rglob("*.py"))):
+        if LEFT_OUT.isdisjoint(path.relative_to(ROOT).parts):
+            yield path.relative_to(ROOT)
+    yield from map(Path, extra)
+
+
+def edited(edits: tuple[Edit, ...]) -> dict[str, str]:
+    """The text of each file that the edits change. Raises ValueError where one no longer fits the source."""
+    texts = {}
+    for file, old, new in edits:
+        text = texts.get(file) or read(ROOT / file)
+        if text.count(old) != 1:
+            raise ValueError(f"{file} has {text.count(old)} x {old!r}")
+        texts[file] = text.replace(old, new)
+    return texts
+
+
+def copy_project(folder: Path, step: int, edits: tuple[Edit, ...] = (), extra: tuple[str, ...] = ()) -> Path:
+    """Copy what trains the steps up to this one into `folder`, with these changes. Returns the folder."""
+    for file in files(step, extra):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / file, folder / file)
+    for file, text in edited(edits).items():
+        (folder / file).write_text(text, encoding="utf-8")
+    return folder
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

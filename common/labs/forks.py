@@ -1,0 +1,100 @@
+"""A script that runs trainings on forked ranks: `python forks.py JOBS.json`. `training.py` starts it.
+
+torchrun would import torch once more for every rank, which takes most of the time that a check has. This process
+imports it once, and nothing of the project, so every rank imports the project's files from the folder that its job
+names. It runs the jobs one after the other. A job is a dict:
+
+    root      the top of the project, or of a copy
+    command   a script and its flags
+    ranks     how many
+    seconds   after which ranks that still run show where they are, and are ended
+    out       a file for what became of the ranks, by rank: exit status, whether it was ended, and what it has printed
+"""
+
+import faulthandler
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+GRACE = 3.0  # seconds that ranks have after another has failed, and again to show where they are
+
+
+def main(path: str) -> None:
+    import torch._dynamo  # noqa: F401  which optimizers load when they are first used
+    import torch.distributed  # noqa: F401
+
+    for job in json.loads(Path(path).read_text()):
+        Path(job["out"]).write_text(json.dumps(run(job)))
+
+
+def run(job: dict) -> list[dict]:
+    """Run one job to its end. Returns for each rank its status, whether it had to be ended, and what it has printed."""
+    port, ranks = free_port(), {}
+    for rank in range(job["ranks"]):
+        number = os.fork()
+        if number == 0:
+            be_rank(job, rank, port)
+        ranks[number] = rank
+    deadline, told, found = time.monotonic() + job["seconds"], 0, {}
+    while ranks:
+        number, status = os.waitpid(-1, os.WNOHANG)
+        if number:
+            code = os.waitstatus_to_exitcode(status)
+            found[ranks.pop(number)] = {"status": code, "ended": told > 0}
+            if code and not told:  # the others may hear of it, or not
+                deadline = min(deadline, time.monotonic() + GRACE)
+        elif time.monotonic() > deadline and told < 2:
+            for number in ranks:
+                os.kill(number, signal.SIGKILL if told else signal.SIGUSR1)
+            told, deadline = told + 1, time.monotonic() + GRACE
+        else:
+            time.sleep(0.02)
+    texts = [Path(f"{job['out']}.{rank}").read_text(errors="replace") for rank in range(job["ranks"])]
+    return [found[rank] | {"text": text} for rank, text in enumerate(texts)]
+
+
+def be_rank(job: dict, rank: int, port: int) -> None:
+    """Run the script as torchrun's rank would, and end this process."""
+    status = 1
+    try:
+        output = os.open(f"{job['out']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False, chain=True)  # then it ends the process
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]))
+        os.environ.update(LOCAL_WORLD_SIZE=str(job["ranks"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        if job["ranks"] == 1:
+            del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        os.chdir(job["root"])
+        sys.path[0], sys.argv = job["root"], job["command"]
+        runpy.run_path(job["command"][0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def free_port() -> int:
+    """A port on which nobody listens, below those that systems give to connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as trial:
+            if trial.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

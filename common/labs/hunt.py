@@ -1,0 +1,120 @@
+"""Labs of the kind *hunt*: a copy of the steps with one planted bug. The student finds it, and repairs it.
+
+Both are graded: the place, in answer.toml, and the fix, by a training that the student has not seen, which must have
+the losses and gradient norms that the project's own code has on one process.
+"""
+
+import difflib
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UsageError
+from common.labs.answers import read_answers
+from common.labs.copies import Edit, copy_project, edited, read
+from common.labs.lab import Lab, Verdict
+from common.labs.training import ROOT, SMALL, Training, first_difference, train
+
+NEAR = 3  # lines around the bug that count as its place
+TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64
+WORDS = 4  # that an explanation has at least
+
+ANSWER = """\
+# Where is the bug? Lines are those of the file as you got it; its path begins in this folder.
+file = ""  # such as "common/model.py"
+line = 0
+why = ""  # what the code does wrong, in one sentence
+"""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One variant. The trainings of a pair must agree: first one that is right, then one that the bug changes."""
+
+    edits: tuple[Edit, ...]
+    seen: tuple[Training, Training]  # what the lab tells the student to run
+    unseen: tuple[Training, Training]  # what grades the fix
+    why: str  # what goes wrong, and why no one noticed
+    source: str  # who shipped it, with the address; or that we know of nobody
+
+
+@dataclass(frozen=True)
+class Hunt(Lab):
+    """A lab with a bug for each student number, in a copy of all steps up to this one."""
+
+    bugs: tuple[Bug, ...]
+    extra: tuple[str, ...] = ()  # files that only this lab needs
+
+    def bug(self, student: int) -> Bug:
+        return self.bugs[student % len(self.bugs)]
+
+    def start(self, folder: Path, student: int) -> None:
+        bug = self.bug(student)
+        copy_project(folder, self.step, bug.edits, self.extra)
+        (folder / "answer.toml").write_text(ANSWER, encoding="utf-8")
+        (folder / "run.sh").write_text(self.script(bug), encoding="utf-8")
+
+    def script(self, bug: Bug) -> str:
+        """What the student runs: two trainings that must agree, laid on top of each other."""
+        commands = [training.command(f"runs/{name}", SMALL) for training, name in zip(bug.seen, ("right", "wrong"))]
+        lines = ["#!/usr/bin/env bash", "# Two trainings that must agree. Change their flags, add --trace 1:1, ..."]
+        lines += ['cd "$(dirname "$0")" && export PYTHONPATH=$PWD OMP_NUM_THREADS=1', "set -x", *commands]
+        return "\n".join([*lines, f"python -m common.compare runs/right runs/wrong --tolerance {TOLERANCE:g}", ""])
+
+    # ---- grades ------------------------------------------------------------------------------------------------------
+
+    def check(self, folder: Path, student: int) -> Verdict:
+        bug = self.bug(student)
+        place, said = self._grade_place(folder, bug)
+        planted = edited(bug.edits)
+        if missing := [file for file in planted if not (folder / file).is_file()]:
+            raise UsageError(f"{folder / missing[0]} is missing: `reset` brings it back")
+        if all(read(folder / file) == text for file, text in planted.items()):
+            return Verdict(place, (said, "fix: the file with the bug is as you got it; repair it there."))
+        wrong = self._wrong_after_fix(folder, bug)
+        if wrong:
+            return Verdict(place, (said, f"fix: not yet. On a training that you have not seen, {wrong}."))
+        return Verdict(place + 0.5, (said, "fix: right. A training that you have not seen agrees with one process."))
+
+    def _grade_place(self, folder: Path, bug: Bug) -> tuple[float, str]:
+        answers = read_answers(folder)
+        file, line, why = (answers.get(name, "") for name in ("file", "line", "why"))
+        if not file or not line.isdecimal() or line == "0":
+            return 0.0, "place: answer.toml names no file and line yet."
+        if len(re.findall(r"\w+", why)) < WORDS:
+            return 0.0, "place: say in answer.toml, in a sentence, what the code does wrong there (why)."
+        ranges = self.places(bug)
+        if file.removeprefix("./") not in ranges:
+            return 0.0, f"place: the bug is not in {file}. What is the first number that differs, and who computes it?"
+        if not any(low - NEAR <= int(line) <= high + NEAR for low, high in ranges[file.removeprefix("./")]):
+            return 0.25, f"place: {file} is right, but line {line} is not."
+        return 0.5, f"place: right, {file} near line {line}."
+
+    def places(self, bug: Bug) -> dict[str, list[tuple[int, int]]]:
+        """By file, the first and the last line of each change, in the file with the bug."""
+        found = {}
+        for file, text in edited(bug.edits).items():
+            matcher = difflib.SequenceMatcher(None, read(ROOT / file).splitlines(), text.splitlines(), autojunk=False)
+            changes = [each for each in matcher.get_opcodes() if each[0] != "equal"]
+            found[file] = [(first + 1, max(first + 1, behind)) for _, _, _, first, behind in changes]
+        return found
+
+    def _wrong_after_fix(self, folder: Path, bug: Bug) -> str | None:
+        """What still differs with the student's code; None if nothing does."""
+        with tempfile.TemporaryDirectory(prefix="hunt-") as runs:
+            try:
+                right, found = train([(bug.unseen[0], ROOT), (bug.unseen[1], folder)], Path(runs), SMALL)
+            except UsageError as error:
+                return str(error)
+            return first_difference(right, found, TOLERANCE)
+
+    # ---- afterwards --------------------------------------------------------------------------------------------------
+
+    def solution(self, student: int) -> str:
+        bug = self.bug(student)
+        lines = []
+        for file, text in edited(bug.edits).items():
+            pair = text.splitlines(keepends=True), read(ROOT / file).splitlines(keepends=True)
+            lines += difflib.unified_diff(*pair, f"{file}, as you got it", f"{file}, right", n=2)
+        return f"{''.join(lines)}\n{bug.why}\n\n{bug.source}\n"

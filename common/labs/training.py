@@ -1,0 +1,97 @@
+"""Trainings that labs start: one run of a train.py, of the project or of a student's copy of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import UsageError
+from common.record.compare import Run as Record
+from common.record.compare import compare, read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
+SMALL += "--global-batch 12 --micro-batch 3 --dtype float64 --steps 3 --seed 3 --optimizer sgd --lr 0.1 --clip 0"
+SECONDS = 20  # that a training of a lab may take
+FORKS = Path(__file__).with_name("forks.py")
+
+
+class Training(NamedTuple):
+    """What to train: a script of the project with its flags, on so many ranks."""
+
+    script: str  # from the top of the project, such as step02_data_parallel/train.py
+    flags: str = ""
+    ranks: int = 1
+
+    def command(self, run_dir: str | Path, base: str = "") -> str:
+        """What one types to run it, from the top of the project."""
+        launcher = "python" if self.ranks == 1 else f"torchrun --standalone --nproc_per_node {self.ranks}"
+        return " ".join([launcher, self.script, *base.split(), *self.flags.split(), f"--run-dir {run_dir}"])
+
+
+def train(
+    trainings: list[tuple[Training, Path]], folder: Path, base: str = "", seconds: float = SECONDS
+) -> list[Record]:
+    """Run each training with the code under its root, one after the other, and return their records.
+
+    Args:
+        folder: for what they write. base: flags of all of them. seconds: that each may take.
+
+    Raises UsageError, with the line that says why, for the first that fails or does not end.
+    """
+    jobs = []
+    for number, (training, root) in enumerate(trainings):
+        run_dir = (folder / str(number)).resolve()
+        flags = [*base.split(), *training.flags.split(), "--run-dir", str(run_dir), "--peak-tflops", "1"]
+        job = {"root": str(root.resolve()), "command": [training.script, *flags], "ranks": training.ranks}
+        jobs.append(job | {"out": f"{run_dir}.out", "seconds": seconds})
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    subprocess.run([sys.executable, FORKS, path], env=environment, stdin=subprocess.DEVNULL, check=True)
+    for job, (training, _) in zip(jobs, trainings):
+        ranks = json.loads(Path(job["out"]).read_text())
+        if any(rank["status"] for rank in ranks):
+            raise UsageError(f"{training.script} {training.flags} {_reason(ranks, seconds)}")
+    return [read_run(folder / str(number)) for number in range(len(jobs))]
+
+
+def _reason(ranks: list[dict], seconds: float) -> str:
+    """Why a training failed: the error of a rank, or where each rank was that did not end."""
+    if all(rank["ended"] for rank in ranks if rank["status"]):
+        where = [f"rank {number} {_place(rank['text'])}" for number, rank in enumerate(ranks) if rank["ended"]]
+        return f"was not through after {seconds:g} s: {'; '.join(where)}"
+    text = next(rank["text"] for rank in ranks if rank["status"] and not rank["ended"])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ") or re.match(r"[\w.]*Error\b", line)]
+    return f"failed: {(errors or lines or ['without a word'])[-1][:300]}"
+
+
+def _place(text: str) -> str:
+    """Of a stack that faulthandler has printed, the call of collectives and the line that made it."""
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', text)
+    ours = [frame for frame in frames if re.search(r"/(common|step0\w+)/", frame[0])]
+    callers = [frame for frame in ours if not re.search(r"/common/(collectives|gloo|errors)\.py$", frame[0])]
+    file, line, function = (callers or ours or frames or [("", "0", "")])[0]
+    inside = [frame[2] for frame in ours if frame[0].endswith("/common/collectives.py")]
+    waits = f"waits in {inside[-1]}, " if inside else "is at "
+    return f"{waits}{'/'.join(Path(file).parts[-2:])}, line {line} ({function})"
+
+
+def first_difference(expected: Record, found: Record, tolerance: float) -> str | None:
+    """What differs first, in words; None if no loss and no gradient norm differs by more than `tolerance`, relative."""
+    row = compare([expected, found])[1]
+    if len(row.steps) < len(expected.records):
+        return f"only {len(row.steps)} of {len(expected.records)} steps were recorded"
+    for step in row.steps:
+        for key in ("loss", "grad_norm"):
+            ours, theirs = found.value(step, key), expected.value(step, key)
+            if not abs(ours - theirs) <= tolerance * abs(theirs):
+                return (
+                    f"{key} of step {step} is {ours:.9g} instead of {theirs:.9g} ({ours / theirs:.6g} times as large)"
+                )
+    return None

@@ -1,0 +1,196 @@
+"""Predict in step 2: bytes of an all-reduce, seconds of a slow link, and the norm after three changes."""
+
+import statistics
+from pathlib import Path
+
+from common.counts import count_parameters
+from common.labs.copies import Edit, copy_project
+from common.labs.predict import Experiment, Predict, Question
+from common.labs.training import ROOT, SMALL, Training
+from common.launching.command_line import parse
+from common.record.compare import Run as Record
+
+TRAIN = "step02_data_parallel/train.py"
+FLOAT32 = "--layers 2 --heads 4 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --steps 2 --seed 1"
+
+
+def sent(record: Record, group: str) -> float:
+    """Bytes that rank 0 sent in the last step, in one group."""
+    return record.records[max(record.records)]["comm_bytes"][group]
+
+
+def parameters(flags: str) -> tuple[int, int]:
+    """How many parameters the model of these flags has, and in how many tensors."""
+    model = parse(1, flags.split()).model_config
+    return count_parameters(model).total, 9 * model.layers + (2 if model.tie_embeddings else 3)
+
+
+def bytes_of(student: int) -> Experiment:
+    ranks, hidden, batches = 2 + student % 3, (32, 48, 64)[student // 3 % 3], (2, 3)[student % 2]
+    flags = f"--hidden {hidden} --global-batch {ranks * batches} --micro-batch 1"
+    size, _ = parameters(f"{FLOAT32} {flags}")
+    right = 2 * (ranks - 1) / ranks * 4 * size
+    mistakes = {
+        "sums in every micro-batch (all but the last one only add up)": right * batches,
+        "counts a reduce-scatter or an all-gather, and an all-reduce is both": right / 2,
+        "counts all N parts of the buffer, although a rank's own needs no trip": 8 * size,
+        "sends the whole buffer to every other rank": 4 * size * (ranks - 1),
+        "counts 2 bytes per gradient, although sums have at least float32": right / 2,
+    }
+    how = f"2(N-1)/N times 4 bytes times {size:,} gradients: once per step, whatever the number of micro-batches."
+    ask = "How many bytes of gradients does each rank send in a step?"
+    question = Question("bytes", ask, 0.01, right, how, mistakes)
+    given = f"{ranks} ranks train {size:,} parameters in float32, each {batches} micro-batches per step."
+    return Experiment(given, (question,), (Training(TRAIN, flags, ranks),), lambda found: (sent(found[0], "dp_cp"),))
+
+
+def link_of(student: int) -> Experiment:
+    alpha, bandwidth = (20_000, 25_000, 30_000)[student % 3], (0.002, 0.003)[student // 3 % 2]  # us, GB/s
+    size, tensors = parameters(f"{FLOAT32} --hidden 64")
+    travel = 4 * size / (1e9 * bandwidth)  # 2(N-1)/N of it, with two ranks
+    each, once = tensors * 2 * alpha * 1e-6 + travel, 2 * alpha * 1e-6 + travel
+    without = "forgets that every message also takes the latency"
+    half = "lets an all-reduce take one latency, although it has 2(N-1) rounds"
+    naive = Question(
+        "naive",
+        "Each gradient has its own all-reduce (--dp-mode naive). How many seconds does the link keep the step waiting?",
+        0.12,
+        each,
+        f"{tensors} all-reduces of 2(N-1) rounds: {tensors * 2} latencies, and 2(N-1)/N times the bytes / bandwidth.",
+        {without: travel, half: tensors * alpha * 1e-6 + travel, "counts one all-reduce for all gradients": once},
+    )
+    bucket = Question(
+        "bucket",
+        "All gradients are one bucket (--dp-mode bucket), and nothing hides it. How many seconds now?",
+        0.12,
+        once,
+        "The same bytes, but 2(N-1) latencies in all: that is what buckets are for.",
+        {without: travel, half: alpha * 1e-6 + travel, "counts an all-reduce for each gradient": each},
+    )
+    flags = "--hidden 64 --global-batch 2 --micro-batch 1 --steps 4"
+    link = f"--link {alpha},{bandwidth:g}"
+    modes = ("naive", ""), ("naive", link), ("bucket", link)
+    trainings = tuple(Training(TRAIN, " ".join([flags, "--dp-mode", mode, more]).strip(), 2) for mode, more in modes)
+
+    def measure(found: list[Record]) -> tuple[float, ...]:
+        times = [statistics.median(run.value(step, "step_time_s") for step in (1, 2, 3)) for run in found]
+        return times[1] - times[0], times[2] - times[0]
+
+    given = f"Two ranks train {size:,} parameters ({tensors} tensors) in float32, with one micro-batch per step. A\n"
+    given += f"simulated link takes {alpha / 1000:g} ms per round of messages, and carries {bandwidth * 1000:g} MB/s."
+    return Experiment(given, (naive, bucket), trainings, measure)
+
+
+CHANGES = (
+    Edit(
+        "step02_data_parallel/data_parallel.py",
+        "            bucket.start_over()\n        self.next_bucket = 0",
+        "            bucket.flat.div_(self.group.size)\n            bucket.start_over()\n        self.next_bucket = 0",
+    ),
+    Edit(TRAIN, "/ batches.target_tokens", "/ (batches.target_tokens / config.accumulation_steps)"),
+    Edit("step02_data_parallel/data_parallel.py", "parameter.spec.owner &= group.rank == 0", "pass"),
+)
+
+
+def norms_of(student: int) -> Experiment:
+    ranks, size = 2 + student % 2, (1, 2)[student // 2 % 2]
+    batches = 12 // ranks // size
+    other = {"lets it cancel: it would, in the updates of Adam, but the norm is taken before": 1.0}
+    questions = (
+        Question(
+            "divided",
+            "After the sum over ranks, every gradient is divided by their number. By which factor does the gradient "
+            "norm of\n"
+            "step 0 change?",
+            0.01,
+            1 / ranks,
+            "Each loss is a share of the mean over the whole batch already, so the sum needs no division.",
+            {"takes the loss of a rank for its own mean: then the division would be right": 1.0, **other},
+        ),
+        Question(
+            "own_mean",
+            "Instead, each micro-batch's loss is divided by 1/M of the batch's tokens, if a rank has M "
+            "micro-batches. By\n"
+            "which factor does the norm change?",
+            0.01,
+            batches,
+            "Every gradient is M times as large, so the norm is. Adam would hide it; clipping would not.",
+            {"divides": 1 / batches, "takes the square root, as if they were independent": batches**0.5, **other},
+        ),
+        Question(
+            "owners",
+            "Instead, all ranks count all gradients in the norm, and none is left out as a copy. By which factor "
+            "does the\n"
+            "norm change?",
+            0.01,
+            ranks**0.5,
+            "Squares are added up: N times their sum, so the square root of N in the norm.",
+            {"forgets that squares are added up, and then the root is taken": float(ranks), **other},
+        ),
+    )
+    trainings = (Training(TRAIN, f"--micro-batch {size}", ranks),) * 4
+
+    def root(folder: Path, index: int) -> Path:
+        if index == 0:
+            return ROOT
+        return copy_project(folder / f"copy{index}", 2, CHANGES[index - 1 : index])
+
+    def measure(found: list[Record]) -> tuple[float, ...]:
+        right, *changed = (run.value(0, "grad_norm") for run in found)
+        return tuple(norm / right for norm in changed)
+
+    given = (
+        f"{ranks} ranks share 12 sequences, {size} per micro-batch. Somebody changes a line; each change is made alone."
+    )
+    return Experiment(given, questions, trainings, measure, root)
+
+
+TASK = """\
+{what} `answer.toml` has the setting and the questions. Write your numbers behind the `=`, then `check`: it stores them
+first, then runs the commands and compares.
+
+*Before:* lesson 2, {section}.
+"""
+LABS = [
+    Predict(
+        id="predict-02-a",
+        title="What an all-reduce sends",
+        minutes=10,
+        task=TASK.format(what="How many bytes does data parallelism send?", section='"What it costs"'),
+        hints=(
+            "An all-reduce is a reduce-scatter and an all-gather. How much of its buffer does a rank send in each?",
+            "When is a gradient summed over ranks, if a step has several micro-batches? In which type?",
+            "The lesson's formula has three factors: one for the two halves, one for the N ranks, one for the bytes.",
+        ),
+        experiment=bytes_of,
+        base=FLOAT32,
+    ),
+    Predict(
+        id="predict-02-b",
+        title="What the gradient norm tells",
+        minutes=15,
+        task=TASK.format(what="Three changes, each of one line: what does the norm say?", section='"What goes wrong"'),
+        hints=(
+            "Write the gradient of the right code as a sum over ranks and micro-batches, and what each change does "
+            "to it.",
+            "A factor of all gradients is a factor of the norm. And if the squares are counted several times?",
+            "N ranks, M micro-batches: the answers are made of one of these numbers each.",
+        ),
+        experiment=norms_of,
+        base=SMALL,
+    ),
+    Predict(
+        id="predict-02-c",
+        title="Why buckets",
+        minutes=15,
+        task=TASK.format(what="How long does a slow link keep a step waiting?", section='"What it costs"'),
+        hints=(
+            "A message takes the latency and then its bytes over the bandwidth. How many messages does one "
+            "all-reduce send?",
+            "A ring of N ranks takes N-1 rounds to reduce-scatter and N-1 to gather, each with 1/N of the bytes.",
+            "Which part of the time depends on how many all-reduces carry the gradients, and which does not?",
+        ),
+        experiment=link_of,
+        base=FLOAT32,
+    ),
+]

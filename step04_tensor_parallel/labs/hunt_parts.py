@@ -1,0 +1,79 @@
+"""Hunt in step 4: a model cut over two ranks that is no longer the same model."""
+
+from common.labs.copies import Edit
+from common.labs.hunt import Bug, Hunt
+from common.labs.training import Training
+
+TRAIN, LAYERS = "step04_tensor_parallel/train.py", "step04_tensor_parallel/tensor_parallel.py"
+OPERATORS, VOCAB = "step04_tensor_parallel/operators.py", "step04_tensor_parallel/vocab_parallel.py"
+ONE = Training("step01_single_gpu/train.py")
+
+NORMS_APART = Bug(
+    edits=(
+        Edit(
+            LAYERS,
+            "            if config.sequence_parallel:  # each rank's gradient is that of its part of the sequence\n"
+            '                parameter.spec.extra_groups = ("tp",)\n',
+            "",
+        ),
+    ),
+    seen=(ONE, Training(TRAIN, "--tp 2", 2)),
+    unseen=(ONE, Training(TRAIN, "--tp 2 --zero 1 --micro-batch 2", 4)),
+    why="With sequence parallelism a rank's norms see its part of the sequence, so the gradients of their gains are "
+    "partial sums, which must be added up over the group. Here each rank updates its own copy by its own part: "
+    "copies drift apart, and the first loss is right. Without sequence parallelism nothing is wrong.",
+    source="Who shipped it: gpt-neox, where the hooks that should sum them never fired, and the loss flattened out "
+    "(https://github.com/EleutherAI/gpt-neox/pull/1257, repaired in /1259); PaddleNLP, with a pipeline "
+    "(https://github.com/PaddlePaddle/PaddleNLP/pull/7610).",
+)
+
+MIXED = Bug(
+    edits=(
+        Edit(
+            OPERATORS,
+            "return parts.transpose(0, 1).flatten(1, 2)",
+            "return parts.reshape(parts.shape[1], -1, *parts.shape[3:])",
+        ),
+    ),
+    seen=(ONE, Training(TRAIN, "--tp 2", 2)),
+    unseen=(ONE, Training(TRAIN, "--tp 2 --micro-batch 2 --tp-mode plain", 4)),
+    why="An all-gather puts the ranks' parts one behind the other, in front of the batch. A reshape has the right "
+    "shape, but reads them in that order: tokens of different sequences end up in one. With one sequence per "
+    "micro-batch it is right, which is how such a test passes.",
+    source="Who shipped it: we know of no public report.",
+)
+
+LAST_ROW = Bug(
+    edits=(Edit(VOCAB, "(local >= self.num_embeddings)", "(local >= self.num_embeddings - 1)"),),
+    seen=(ONE, Training(TRAIN, "--tp 2", 2)),
+    unseen=(ONE, Training(TRAIN, "--tp 2 --no-sequence-parallel", 4)),
+    why="A rank holds the rows [first, first + n) of the embedding, and the mask of what is elsewhere is off by one: "
+    "the token of the last row is a zero vector on every rank. Only texts that have such a token show it.",
+    source="Who shipped it: we know of no public report.",
+)
+
+LABS = [
+    Hunt(
+        id="hunt-04-a",
+        title="Cut in two, and not put together",
+        minutes=25,
+        task="""\
+Two ranks that share every layer (`--tp 2`) should train what one process trains. Since the last commit they do not.
+
+    bash run.sh
+
+trains both and lays one run on top of the other.
+
+Find the line, write it into `answer.toml`, and repair it in this folder.
+
+*Before:* lesson 4. *Graded:* half for the place, half for the fix, on a training that you have not seen.
+""",
+        hints=(
+            "Is the loss of step 0 right? Then the forward is, and you look for a gradient.",
+            "Is it right with --no-sequence-parallel? With --micro-batch 1? With --tp 1 on one rank?",
+            "Go through lesson 4's table of operators: what does each rank hold whole, what does it hold a part of, "
+            "and who sums or joins the parts, along which axis?",
+        ),
+        bugs=(NORMS_APART, MIXED, LAST_ROW),
+    ),
+]

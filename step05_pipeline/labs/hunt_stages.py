@@ -1,0 +1,61 @@
+"""Hunt in step 5: stages that lose what they share, or count it too often."""
+
+from common.labs.copies import Edit
+from common.labs.hunt import Bug, Hunt
+from common.labs.training import Training
+
+TRAIN, PIPELINE, STAGES = "step05_pipeline/train.py", "step05_pipeline/pipeline.py", "step05_pipeline/stages.py"
+TIED = Training("step01_single_gpu/train.py", "--tie-embeddings")
+
+TIED_APART = Bug(
+    edits=(Edit(STAGES, "extra_groups=(*spec.extra_groups, holders), owner=owner", "owner=owner"),),
+    seen=(TIED, Training(TRAIN, "--tie-embeddings --pp 2", 2)),
+    unseen=(TIED, Training(TRAIN, "--tie-embeddings --pp 2 --schedule zb-h1 --micro-batch 2", 4)),
+    why="The matrix that is embedding and head is stored on the first and on the last rank. Each sees the gradient "
+    "of its own use, and the sum of both is the gradient. Without it the copies are updated differently and drift "
+    "apart. The first loss is right, and untied models have no such bug.",
+    source="Who shipped it: Piper, which copies the matrix without summing its gradients "
+    "(https://github.com/uw-syfi/piper/issues/13). Megatron-LM summed what its distributed optimizer had already cut "
+    "into unlike shards, with the same effect (https://github.com/NVIDIA/Megatron-LM/issues/844).",
+)
+
+SUMMED_MEANS = Bug(
+    edits=(Edit(PIPELINE, "y = share * self.step.scale", "y = share * self.step.scale * self.schedule.micro_batches"),),
+    seen=(TIED, Training(TRAIN, "--tie-embeddings --pp 2", 2)),
+    unseen=(
+        Training("step01_single_gpu/train.py", "--tie-embeddings --layers 4"),
+        Training(TRAIN, "--tie-embeddings --layers 4 --pp 2 --schedule interleaved --micro-batch 2", 2),
+    ),
+    why="Every micro-batch's backward starts from the mean over its own tokens, although its gradients are added to "
+    "those of the others: they come out as many times too large as there are micro-batches. The loss is reported "
+    "right, Adam divides the factor away, and only the gradient norm shows it.",
+    source="Who shipped it: DeepSpeed's pipeline, as reported in https://github.com/deepspeedai/DeepSpeed/issues/7773 "
+    "(open in 2026): with another micro-batch and the same global batch, the norm was four times as high.",
+)
+LABS = [
+    Hunt(
+        id="hunt-05-a",
+        title="Two stages, one model?",
+        minutes=25,
+        task="""\
+A pipeline of two ranks, of a model whose embedding is also its head, should train what one process trains. Since the
+last commit it does not.
+
+    bash run.sh
+
+trains both and lays one run on top of the other.
+
+Find the line, write it into `answer.toml`, and repair it in this folder.
+
+*Before:* lesson 5. *Graded:* half for the place, half for the fix, on a training that you have not seen.
+""",
+        hints=(
+            "Compare the gradient norms of step 0. Is their ratio a simple number? Does it follow --micro-batch?",
+            "Is it right with --no-tie-embeddings? What do the two ranks share in a tied model, and who sees which "
+            "part of its gradient?",
+            "Two things join the ranks' work: every micro-batch's loss is a share of the batch's mean, and what two "
+            "stages hold is summed over both. Look where each of them is written down.",
+        ),
+        bugs=(TIED_APART, SUMMED_MEANS),
+    ),
+]

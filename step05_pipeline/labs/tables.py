@@ -1,0 +1,167 @@
+"""Labs of the kind *schedule*: a table of a pipeline's actions that keeps a limit on memory, and is fast enough."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import UsageError
+from common.labs.lab import Lab, Verdict
+from step05_pipeline.schedules.actions import Output, Schedule
+from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
+from step05_pipeline.schedules.further.csv_files import read_csv, write_csv
+from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
+from step05_pipeline.schedules.timeline import draw, text
+from step05_pipeline.schedules.validator import check_schedule
+
+VALID = 0.2  # of the score, for a table that runs at all; the rest is for time and memory
+ROUNDING = 1e-9
+
+
+class Case(NamedTuple):
+    """What a student's table is for."""
+
+    pp: int
+    micro_batches: int
+    costs: Costs
+    unfinished: int  # micro-batches that a rank may hold at once, from F until its gradients are complete (B or W)
+
+
+@dataclass(frozen=True)
+class Tables(Lab):
+    """`cases` are those of the student numbers 0, 1, ...; the target is the fastest schedule that we know for it."""
+
+    cases: tuple[Case, ...]
+    split: bool = True  # whether backwards are to be split
+
+    def case(self, student: int) -> Case:
+        return self.cases[student % len(self.cases)]
+
+    def best(self, case: Case) -> tuple[Schedule, Timeline]:
+        """The fastest schedule of the catalogue with one stage per rank that keeps the limit, and when it does what."""
+        found = []
+        for name, entry in SCHEDULES.items():
+            if entry.chunks == 1 and name != "dualpipe" and (self.split or not name.startswith("zb")):
+                schedule = build_schedule(name, case.pp, case.micro_batches)
+                timeline = simulate(schedule, case.costs)
+                if max(timeline.unfinished) <= case.unfinished:
+                    found.append((schedule, timeline))
+        return min(found, key=lambda each: each[1].makespan)
+
+    def start(self, folder: Path, student: int) -> None:
+        case = self.case(student)
+        _, timeline = self.best(case)
+        costs = ", ".join(f"{kind} {case.costs.of(kind):g}" for kind in "FBIW")
+        lines = [
+            f"# {case.pp} ranks, {case.micro_batches} micro-batches. Costs: {costs}; a message takes "
+            f"{case.costs.communication:g}.",
+            f"# Time: at most {timeline.makespan:g}. Memory: at most {case.unfinished} unfinished micro-batches per rank.",
+            "# A line for each rank. Cells are F0, B0, or in place of a B its halves I0 and W0; empty cells mean "
+            "nothing.",
+        ]
+        (folder / "schedule.csv").write_text("\n".join([*lines, *["F0,"] * case.pp]) + "\n", encoding="utf-8")
+
+    def check(self, folder: Path, student: int) -> Verdict:
+        case, path = self.case(student), folder / "schedule.csv"
+        if not path.is_file():
+            raise UsageError(f"{path} is missing: `reset` brings it back")
+        best, fastest = self.best(case)
+        try:
+            schedule = read_csv(path)
+            if (schedule.ranks, schedule.stages) != (case.pp, case.pp):
+                raise UsageError(f"the table has {schedule.ranks} lines of {schedule.stages} stages, not {case.pp}")
+            if schedule.micro_batches != case.micro_batches:
+                last = f"F{schedule.micro_batches - 1}, not F{case.micro_batches - 1}"
+                raise UsageError(f"the last micro-batch in the table is {last}")
+            check_schedule(schedule)
+        except UsageError as error:
+            deadlock = "deadlock" in str(error)
+            return Verdict(0.0, (*explain(schedule),) if deadlock else (f"It cannot run: {error}",))
+        timeline = simulate(schedule, case.costs)
+        slowest = simulate(build_schedule("naive", case.pp, case.micro_batches), case.costs).makespan
+        saved = (slowest - timeline.makespan) / (slowest - fastest.makespan)
+        fast = timeline.makespan <= fastest.makespan * (1 + ROUNDING)
+        held = max(timeline.unfinished)
+        score = VALID + (1 - VALID) * (1 if fast else max(0.0, min(0.95, saved))) * (
+            1 if held <= case.unfinished else 0.5
+        )
+        panels = {f"yours: {timeline.makespan:g}": timeline, f"best known, {best.name}: {fastest.makespan:g}": fastest}
+        picture = draw(panels, folder / "schedule.png", "time")
+        verdict = "reached" if fast else "not yet"
+        lines = [f"time    {timeline.makespan:g} of at most {fastest.makespan:g}: {verdict}"]
+        if held > case.unfinished:
+            rank = timeline.unfinished.index(held)
+            lines.append(f"memory  rank {rank} holds {held} unfinished micro-batches, and may hold {case.unfinished}")
+        else:
+            lines.append(f"memory  {held} of at most {case.unfinished}: kept")
+        if not fast:
+            lines.append(_longest_wait(timeline))
+        return Verdict(
+            VALID + (1 - VALID) * score, (*lines, *text(timeline).splitlines(), f"beside the best known: {picture}")
+        )
+
+    def solution(self, student: int) -> str:
+        schedule, timeline = self.best(self.case(student))
+        rows = "\n".join(",".join(map(str, row)) for row in schedule.actions)
+        return f"{schedule.name}, in {timeline.makespan:g}:\n\n{text(timeline)}\n\nAs a table:\n\n{rows}\n"
+
+    def write_best(self, folder: Path, student: int) -> None:
+        """Write what `solution` shows as a student's table."""
+        write_csv(self.best(self.case(student))[0], folder / "schedule.csv")
+
+
+def _longest_wait(timeline: Timeline) -> str:
+    """Where a rank waits longest between two of its actions."""
+    waits = []
+    for rank, row in enumerate(timeline.spans):
+        for (_, _, end), (action, start, _) in zip(row, row[1:]):
+            waits.append((start - end, rank, action))
+    longest, rank, action = max(waits, key=lambda each: each[0])
+    if longest <= ROUNDING:
+        return "waits   no rank waits between its actions: begin earlier, or end earlier"
+    return f"waits   longest: rank {rank} waits {longest:g} before {action}. What could it do meanwhile?"
+
+
+# ---- who waits for whom ----------------------------------------------------------------------------------------------
+
+
+def explain(schedule: Schedule) -> list[str]:
+    """Of a schedule that deadlocks: a line for each rank of a circle in which each waits for the next."""
+    position = _play(schedule)
+    stuck = [rank for rank, actions in enumerate(schedule.actions) if position[rank] < len(actions)]
+    rank, chain = stuck[0], []
+    while rank not in [each for each, _ in chain]:
+        action = schedule.actions[rank][position[rank]]
+        needed = schedule.input_of(rank, action)
+        other = schedule.placement[needed.copy][needed.stage]
+        rest = schedule.actions[other][position[other] :]
+        makes = next(each for each in rest if schedule.output_of(other, each) == needed)
+        what = "activations" if needed.direction == "forward" else "gradient"
+        line = (
+            f"rank {rank} waits at {action} for the {what} of micro-batch {needed.micro_batch}: rank {other}'s {makes}"
+        )
+        if rest[0] != makes:
+            line += f", which comes after {rest[0]}"
+        chain.append((rank, line))
+        rank = other
+    circle = [line for each, line in chain[[each for each, _ in chain].index(rank) :]]
+    return [
+        "Deadlock. Nobody in this circle can go on:",
+        *circle,
+        "Let one of them do first what the next one waits for.",
+    ]
+
+
+def _play(schedule: Schedule) -> list[int]:
+    """How many of its actions each rank can do."""
+    position, moved = [0] * schedule.ranks, True
+    done: set[Output | None] = set()
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                if (needed := schedule.input_of(rank, action)) and needed not in done:
+                    break
+                done.add(schedule.output_of(rank, action))
+                position[rank], moved = position[rank] + 1, True
+    return position

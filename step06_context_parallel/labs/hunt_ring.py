@@ -1,0 +1,86 @@
+"""Hunt in step 6: a ring that loses its keys, its positions or its weights."""
+
+from common.labs.copies import Edit
+from common.labs.hunt import Bug, Hunt
+from common.labs.training import Training
+
+TRAIN, RING = "step06_context_parallel/train.py", "step06_context_parallel/ring_attention.py"
+PARTS, BLOCK = "step06_context_parallel/context_parallel.py", "step06_context_parallel/attention_block.py"
+ONE = Training("step01_single_gpu/train.py")
+
+STALE_KEYS = Bug(
+    edits=(
+        Edit(
+            RING,
+            "            kv_work.wait()\n            kv = kv_arriving\n        sums_work.wait()",
+            "            kv_work.wait()\n        sums_work.wait()",
+        ),
+    ),
+    seen=(ONE, Training(TRAIN, "--cp 2", 2)),
+    unseen=(ONE, Training(TRAIN, "--cp 3 --cp-split striped", 3)),
+    why="In the backward, keys and values travel round the ring once more, but what arrives is never used: every hop "
+    "computes with the rank's own keys again, and attributes the result to others. The forward is right, so the "
+    "first loss is. No shape is wrong, nothing is NaN, and the model even learns.",
+    source="Who shipped it: diffusers, for every model trained with ring attention "
+    "(https://github.com/huggingface/diffusers/issues/14265, repaired in /pull/14274).",
+)
+
+PART_POSITIONS = Bug(
+    edits=(
+        Edit(
+            PARTS,
+            "to_device((tokens[:, mine], targets[:, mine], mine), mesh.device)",
+            "to_device((tokens[:, mine], targets[:, mine], torch.arange(len(mine)) + mesh.cp.rank * len(mine)), "
+            "mesh.device)",
+        ),
+    ),
+    seen=(ONE, Training(TRAIN, "--cp 2", 2)),
+    unseen=(ONE, Training(TRAIN, "--cp 3 --cp-split striped", 3)),
+    why="Rotary embeddings get the positions that a contiguous part would have, while the zigzag gives every rank "
+    "two chunks. Tokens are rotated by angles of other places. It is right with --cp-split contiguous.",
+    source="Who shipped it: we know of no public report of this very bug. NeMo Automodel's rotary embedding ignored "
+    "the positions that it was given, in the same way (https://github.com/NVIDIA-NeMo/Automodel/pull/2377).",
+)
+
+UNWEIGHTED = Bug(
+    edits=(
+        Edit(
+            BLOCK,
+            "out_so_far.mul_((lse_so_far - total).exp().unsqueeze(-1)).add_(",
+            "out_so_far.add_(",
+        ),
+    ),
+    seen=(ONE, Training(TRAIN, "--cp 2", 2)),
+    unseen=(ONE, Training(TRAIN, "--cp 3 --cp-split contiguous", 3)),
+    why="Each block of keys has its own softmax. When a further block arrives, what was computed so far must shrink "
+    "to its share of the larger sum. Here only the new block is weighted, and attention's weights add up to more "
+    "than one.",
+    source="Who shipped it: we know of no public report.",
+)
+
+LABS = [
+    Hunt(
+        id="hunt-06-a",
+        title="Something in the ring is stale",
+        minutes=30,
+        task="""\
+Two ranks that share every sequence (`--cp 2`) should train what one process trains. Since the last commit they do not.
+
+    bash run.sh
+
+trains both and lays one run on top of the other.
+
+Find the line, write it into `answer.toml`, and repair it in this folder.
+
+*Before:* lesson 6. *Graded:* half for the place, half for the fix, on a training that you have not seen.
+""",
+        hints=(
+            "Is the loss of step 0 right? Then keys and values reach the forward as they should.",
+            "Does it depend on --cp-split? On --cp-mode (ring, allgather, ulysses)? What do the right ones not share "
+            "with the wrong one?",
+            "Write down, for both ranks and each hop, whose keys are used, at which positions, and with which "
+            "weight: once for the forward, once for the backward.",
+        ),
+        bugs=(STALE_KEYS, PART_POSITIONS, UNWEIGHTED),
+    ),
+]
