@@ -52,11 +52,10 @@ class Tables(Lab):
         _, timeline = self.best(case)
         costs = ", ".join(f"{kind} {case.costs.of(kind):g}" for kind in "FBIW")
         lines = [
-            f"# {case.pp} ranks, {case.micro_batches} micro-batches. Costs: {costs}; a message takes "
-            f"{case.costs.communication:g}.",
-            f"# Time: at most {timeline.makespan:g}. Memory: at most {case.unfinished} unfinished micro-batches per rank.",
-            "# A line for each rank. Cells are F0, B0, or in place of a B its halves I0 and W0; empty cells mean "
-            "nothing.",
+            f"# {case.pp} ranks, {case.micro_batches} micro-batches. Costs: {costs}; messages take no time.",
+            f"# Time: at most {timeline.makespan:g}.",
+            f"# Memory: at most {case.unfinished} unfinished micro-batches on a rank.",
+            "# A line for each rank. Cells are F0, B0, or in place of a B its halves I0 and W0.",
         ]
         (folder / "schedule.csv").write_text("\n".join([*lines, *["F0,"] * case.pp]) + "\n", encoding="utf-8")
 
