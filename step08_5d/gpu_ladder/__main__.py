@@ -16,6 +16,7 @@ from step08_5d.gpu_ladder.divergence import divergence
 from step08_5d.gpu_ladder.elu import elu
 from step08_5d.gpu_ladder.elu_over_n import elu_over_n
 from step08_5d.gpu_ladder.formats import formats
+from step08_5d.gpu_ladder.four_bits import four_bits
 from step08_5d.gpu_ladder.fusion import fusion
 from step08_5d.gpu_ladder.generated import generated
 from step08_5d.gpu_ladder.machine import missing
@@ -23,7 +24,7 @@ from step08_5d.gpu_ladder.matmul import matmul
 from step08_5d.gpu_ladder.roofline import roofline
 
 EXPERIMENTS = [elu, elu_over_n, generated, matmul, divergence, fusion, attention, attention_versions]
-EXPERIMENTS += [roofline, contention, formats]
+EXPERIMENTS += [roofline, contention, formats, four_bits]
 
 if __name__ == "__main__":
     for line in missing():

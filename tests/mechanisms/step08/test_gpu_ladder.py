@@ -18,6 +18,7 @@ from step08_5d.gpu_ladder import (
     elu,
     elu_over_n,
     formats,
+    four_bits,
     fusion,
     generated,
     machine,
@@ -26,6 +27,7 @@ from step08_5d.gpu_ladder import (
     traffic,
     transactions,
 )
+from step08_5d.gpu_ladder.four_bits import RECIPES
 from step08_5d.gpu_ladder.transactions import Sizes
 from step08_5d.kernels.launching import HAS_TRITON
 
@@ -272,3 +274,15 @@ def test_bits_and_numbers_of_formats(name):
         assert ((numbers > 1) & (numbers < 2)).sum() == {"e4m3": 7, "e5m2": 3}[name]
         assert numbers.max() == info.max == {"e4m3": 448, "e5m2": 57344}[name]
         assert numbers[numbers > 0].min() == formats.spacing(dtype, 0.0)
+
+
+def test_four_bits():
+    between = torch.tensor([0.25, 0.75, -1.25, 1.75, 2.5, 3.5, -5.0, 7.0, 0.26, 5.1])  # ties go to an even mantissa
+    assert four_bits.to_e2m1(between).tolist() == [0, 1, -1, 2, 2, 4, -4, 6, 0.5, 6]
+    chance = four_bits.to_e2m1(torch.full((10_000,), 0.1), torch.Generator().manual_seed(0))
+    assert chance.unique().tolist() == [0, 0.5] and chance.mean().item() == pytest.approx(0.1, abs=0.01)
+    x, ordinary = four_bits.numbers(100, rows=256)
+    assert_equal(four_bits.rotated(four_bits.rotated(x, four_bits.hadamard()), four_bits.hadamard().T), x, 1e-14)
+    found = {name: four_bits.noise_and_loss(recipe(x)[ordinary], x[ordinary]) for name, recipe in RECIPES.items()}
+    assert found["NVFP4"][1] > 0.08 > 0.01 > found["NVFP4, stochastic"][1]
+    assert found["NVFP4"][0] < found["NVFP4, stochastic"][0], "what chance does not lose, it adds as noise"
