@@ -1,0 +1,98 @@
+"""Predict in step 3: what each stage of ZeRO sends."""
+
+from common.counts import count_parameters
+from common.labs.predict import Experiment, Predict, Question
+from common.labs.training import Training
+from common.launching.command_line import parse
+from common.record.compare import Run as Record
+
+TRAIN = "step03_zero/train.py"
+BASE = "--layers 3 --heads 4 --ffn 64 --vocab 256 --seq-len 16 --data synthetic --device cpu --steps 2 --seed 1"
+BASE += " --no-tie-embeddings"
+
+
+def experiment(student: int) -> Experiment:
+    ranks, hidden, batches = 2 + student % 2, (32, 48, 64)[student // 2 % 3], (3, 2)[student % 2]
+    flags = f"--hidden {hidden} --micro-batch 1 --global-batch {ranks * batches}"
+    model = parse(3, f"{BASE} {flags}".split()).model_config
+    count = count_parameters(model)
+    size, ends = count.total, count.embedding + count.head + hidden
+    part = 4 * (ranks - 1) / ranks  # bytes that a rank sends for each parameter that is gathered, or scattered
+    one, two = part * 2 * size, part * (1 + batches) * size
+    three = part * batches * (2 * size + size - ends)
+    whole = "counts all of the buffer, although a rank has 1/N of it already"
+    questions = (
+        Question(
+            "stage_1",
+            "How many bytes does each rank send in a step with --zero 1?",
+            0.01,
+            one,
+            "Gradients are reduce-scattered and weights gathered, once per step: as much as an all-reduce.",
+            {
+                "counts either gradients or weights": one / 2,
+                "lets every micro-batch reduce its gradients, as stage 2 does": two,
+                whole: 8 * size,
+            },
+        ),
+        Question(
+            "stage_2",
+            "And with --zero 2?",
+            0.01,
+            two,
+            "Stage 2 keeps no whole gradients, so every micro-batch is reduce-scattered; weights are gathered once.",
+            {
+                "reduces once per step: then whole gradients would have to be kept": one,
+                "gathers the weights for each micro-batch as well": part * 2 * batches * size,
+                whole: 4 * (1 + batches) * size,
+            },
+        ),
+        Question(
+            "stage_3",
+            "And with --zero 3?",
+            0.01,
+            three,
+            "For every micro-batch: all weights are gathered for the forward and those of the layers again for the "
+            "backward\n"
+            "(the head's are still there, and the embedding's backward reads none), and all gradients are "
+            "reduce-scattered.",
+            {
+                "gathers everything again for the backward": part * batches * 3 * size,
+                "gathers once per micro-batch, as if weights stayed until the backward": part * batches * 2 * size,
+                "counts one micro-batch": three / batches,
+                whole: 4 * batches * (2 * size + size - ends),
+            },
+        ),
+    )
+    trainings = tuple(Training(TRAIN, f"{flags} --zero {stage}", ranks) for stage in (1, 2, 3))
+
+    def measure(found: list[Record]) -> tuple[float, ...]:
+        return tuple(record.records[1]["comm_bytes"]["shard"] for record in found)
+
+    given = (
+        f"{ranks} ranks train {size:,} parameters in float32, each {batches} micro-batches per step. Embedding, head\n"
+    )
+    given += f"and last norm have {ends:,} of them, the layers the rest."
+    return Experiment(given, questions, trainings, measure)
+
+
+LABS = [
+    Predict(
+        id="predict-03-a",
+        title="What each stage sends",
+        minutes=15,
+        task="""\
+ZeRO saves memory. What does each stage send for it? `answer.toml` has the setting and the questions. Write your numbers
+behind the `=`, then `check`: it stores them first, then runs the commands and compares.
+
+*Before:* lesson 3, "What it costs".
+""",
+        hints=(
+            "A reduce-scatter or an all-gather of K bytes sends (N-1)/N K from every rank.",
+            "For each stage, write down what is gathered and what is reduced, and whether once per step or per "
+            "micro-batch.",
+            "In stage 3, whose weights are still there when the backward begins, and whose backward needs no weights?",
+        ),
+        experiment=experiment,
+        base=BASE,
+    )
+]

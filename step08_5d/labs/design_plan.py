@@ -1,0 +1,114 @@
+"""Design in step 8: the fastest plan for a model on given GPUs, by the planner's prediction."""
+
+import functools
+from dataclasses import replace
+
+from common.errors import UsageError
+from common.labs.design import Design, Judged, whole
+from common.presets import resolve
+from step08_5d.cost import Layout
+from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.memory import memory
+from step08_5d.planning.search import MOST_FULL, Plan, Task, check_degrees, named, plans
+from step08_5d.planning.speed import mfu, times
+
+CASES = (  # model, GPUs, kind, sequences of a batch, tokens in each
+    ("llama3-8b", 64, "A100", 128, 8192),
+    ("llama3-70b", 128, "H100", 128, 8192),
+    ("llama3-8b", 32, "H100", 64, 16384),
+    ("llama3-70b", 64, "H200", 128, 4096),
+)
+DEGREES = ("dp", "tp", "pp", "cp")
+
+
+def task_of(student: int) -> Task:
+    name, gpus, kind, sequences, seq = CASES[student % len(CASES)]
+    model = resolve(name)
+    return Task(name, replace(model, max_positions=max(model.max_positions, seq)), gpus, seq, sequences, MACHINES[kind])
+
+
+@functools.cache
+def best_of(student: int) -> Plan:
+    return plans(task_of(student))[0][0]
+
+
+def given(student: int) -> str:
+    task = task_of(student)
+    machine = task.machine
+    return (
+        f"{task.name} on {task.gpus} {machine.name}s, {machine.gpus} in a node. Of the {machine.memory / 1e9:.0f} GB of each,\n"
+        f"{MOST_FULL:.0%} may be filled. {task.sequences} sequences of {task.seq} tokens per step, bfloat16.\n"
+        "zero: 0 to 3; recompute: none, selective or full; micro_batch: sequences."
+    )
+
+
+def layout_of(answers: dict[str, str], task: Task) -> Layout:
+    """The layout that was answered. Raises UsageError where its parts do not fit together."""
+    degrees = {name: whole(answers, name) for name in DEGREES}
+    size, zero, recompute = whole(answers, "micro_batch"), answers["zero"], answers["recompute"]
+    if zero not in ("0", "1", "2", "3") or recompute not in ("none", "selective", "full"):
+        raise UsageError(f"zero = {zero}, recompute = {recompute}: 0 to 3; none, selective or full")
+    layout = Layout(task.seq, **degrees, zero=int(zero), micro_batch=size, dtype="bfloat16", recompute=recompute)
+    product = layout.dp * layout.tp * layout.pp * layout.cp
+    if product != task.gpus:
+        raise UsageError(f"dp x tp x pp x cp is {product}, and there are {task.gpus} GPUs")
+    check_degrees(task.model, layout, task.sequences)
+    return layout._replace(micro_batches=task.sequences // layout.dp // size)
+
+
+def judge(answers: dict[str, str], student: int) -> Judged:
+    task = task_of(student)
+    layout = layout_of(answers, task)
+    held, room = memory(task.model, layout), task.machine.memory * MOST_FULL
+    if (needed := sum(held.values())) > room:
+        largest = max(held, key=held.get)
+        raise UsageError(
+            f"{named(layout)} needs {needed / 1e9:.0f} GB per GPU, and {room / 1e9:.0f} may be filled; most of it is "
+            f"{largest} ({held[largest] / 1e9:.0f} GB)"
+        )
+    found = times(task.model, layout, task.machine)
+    plan = Plan(layout, held, found, mfu(task.model, layout, found.step, task.machine))
+    parts = sorted(found._asdict().items(), key=lambda item: -item[1])
+    where = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts if seconds > 0.01 * found.step)
+    lines = (f"a step takes {found.step:.2f} s: {where}", f"memory: {needed / 1e9:.0f} of {room / 1e9:.0f} GB")
+    speeds = (plan.tokens_per_second * task.gpus, best_of(student % len(CASES)).tokens_per_second * task.gpus)
+    return Judged(named(layout), *speeds, lines)
+
+
+def reveal(student: int) -> str:
+    task, plan = task_of(student), best_of(student % len(CASES))
+    return (
+        f"{named(plan.layout)}: {plan.tokens_per_second * task.gpus:,.0f} tokens/s (predicted).\n\n"
+        f"    python -m step08_5d.planning plan --model {task.name} --gpus {task.gpus} --gpu {task.machine.name} "
+        f"--seq-len {task.seq} --tokens-per-batch {task.seq * task.sequences}\n\n"
+        "prints it with its neighbours, and says why it wins."
+    )
+
+
+LABS = [
+    Design(
+        id="design-08-b",
+        title="A plan for a cluster",
+        minutes=30,
+        task="""\
+Which layout trains this model fastest on these GPUs? `answer.toml` says which, and has a layout to begin with. `check`
+says whether it fits, what a step takes and what for (*predicted*, by the planner of step 8), and keeps a score board.
+Passed with 98 % of the speed of the best layout that the planner finds.
+
+*Before:* lesson 8 and `step08_5d/planning/README.md`. Calculate first; the planner itself is the solution.
+""",
+        hints=(
+            "Start from memory: weights, gradients and Adam's state, divided by whom? Then activations: of how many "
+            "tokens?",
+            "What does the line of seconds say is largest beside the computation? Which dimension sends less, or to "
+            "nearer GPUs?",
+            "Take as few dimensions as fit: ZeRO over all GPUs first, recomputation if activations are what does not "
+            "fit, tensor parallelism within a node, a pipeline across nodes.",
+        ),
+        given=given,
+        fields={"dp": "8", "tp": "8", "pp": "1", "cp": "1", "zero": "1", "recompute": "none", "micro_batch": "1"},
+        judge=judge,
+        reveal=reveal,
+        variants=len(CASES),
+    )
+]
