@@ -66,7 +66,8 @@ def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
     method = "forkserver" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["common.labs.ranks"])
+        # The second is imported by `y.backward(gradient)`: for seconds, and in every rank if it is not here already
+        context.set_forkserver_preload(["common.labs.ranks", "torch.fx.experimental.symbolic_shapes"])
     with tempfile.TemporaryDirectory(prefix="labs-") as folder:
         size = max(case.ranks for case in cases)
         ranks = [context.Process(target=_rank, args=(rank, folder, id, str(file), cases)) for rank in range(size)]

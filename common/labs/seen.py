@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup, Work, get_process_group_ranks
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,7 +40,7 @@ class Call(NamedTuple):
 
     op: str
     bytes: int  # of the whole: what is summed, or what has been gathered
-    ranks: int  # of the group
+    members: tuple[int, ...]  # ranks of the group
     blocks: bool  # returns only when it has completed
     line: int  # of the student's file
     products: int  # matrix products that this rank had computed before
@@ -47,7 +49,10 @@ class Call(NamedTuple):
     @property
     def sent(self) -> float:
         """Bytes that one rank sends in the best algorithm."""
-        return self.bytes * SHARES.get(self.op, 1) * ((self.ranks - 1) / self.ranks if self.op in SHARES else 1)
+        if self.op in ("receive", "barrier"):
+            return 0.0
+        ranks = len(self.members)
+        return self.bytes * (SHARES[self.op] * (ranks - 1) / ranks if self.op in SHARES else 1.0)
 
     def __str__(self) -> str:
         to = "" if self.peer is None else f" {'to' if self.op == 'send' else 'from'} rank {self.peer}"
@@ -59,6 +64,7 @@ class Notes:
     """Of one rank."""
 
     calls: list[Call] = field(default_factory=list)
+    waits: list[tuple[int, int]] = field(default_factory=list)  # line and products at each wait of an asynchronous call
     products: int = 0  # matrix products
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
 
@@ -66,9 +72,10 @@ class Notes:
         """The calls of these collectives of at least so many bytes."""
         return [call for call in self.calls if call.op in ops and call.bytes >= least]
 
-    def sent(self, *ops: str) -> float:
-        """Bytes that this rank sends in these collectives, or in all."""
-        return sum(call.sent for call in self.calls if not ops or call.op in ops)
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends in all of them."""
+        return sum(call.sent for call in self.calls)
 
 
 class Watching(TorchDispatchMode):
@@ -84,7 +91,22 @@ class Watching(TorchDispatchMode):
 
     def __enter__(self) -> Notes:
         super().__enter__()
+        self._wait = Work.wait
+        Work.wait = self._note_wait(Work.wait)
         return self.notes
+
+    def __exit__(self, *error) -> None:
+        Work.wait = self._wait
+        super().__exit__(*error)
+
+    def _note_wait(self, wait):
+        def noting(work, *args):
+            line = line_of(self.file, sys._getframe())
+            if line:
+                self.notes.waits.append((line, self.notes.products))
+            return wait(work, *args)
+
+        return noting
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         line = line_of(self.file, sys._getframe())
@@ -102,9 +124,6 @@ class Watching(TorchDispatchMode):
         return out
 
     def _call(self, op: str, args: tuple, line: int) -> Call:
-        from torch.distributed import ProcessGroup, get_process_group_ranks
-        from torch.distributed.distributed_c10d import _resolve_process_group
-
         scripted = [
             each for each in args if isinstance(each, torch.ScriptObject)
         ]  # the group, then perhaps a reduction
@@ -119,7 +138,7 @@ class Watching(TorchDispatchMode):
         whole = max(first, second) if op in ("all_gather", "reduce_scatter") else second or first
         if op == "all_gather" and not scripted:  # the functional ones know their input alone
             whole *= len(ranks)
-        return Call(op, whole, len(ranks), blocks, line, self.notes.products, peer)
+        return Call(op, whole, tuple(ranks), blocks, line, self.notes.products, peer)
 
     def _measure(self, args: tuple, out) -> None:
         known = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}

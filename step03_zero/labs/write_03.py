@@ -3,6 +3,7 @@
 import torch
 
 from common.labs.ranks import Case
+from common.labs.rules import holds_at_most, sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 
@@ -68,26 +69,72 @@ def expect(case: Case) -> list[Expected]:
 
 
 def judge(case: Case, rank: int, notes: Notes):
-    if case.ranks == 1:
-        return
-    weight, steps = 8 * case.width**2, 2
-    for call in notes.of("all_reduce", least=weight // case.ranks):
-        yield (
-            f"line {call.line} all-reduces {call.bytes:,} bytes. Each rank needs no more than its own rows of the sum, "
-            "and a reduce-scatter sends half as much."
-        )
-        return
-    for call in notes.of("all_gather", least=weight + 1):
-        yield f"line {call.line} gathers {call.bytes:,} bytes at once, more than one layer ({weight:,})."
-        return
-    if notes.sent("all_gather") > 2 * steps * case.layers * weight * (1 - 1 / case.ranks):
-        yield "every weight is gathered more than twice a step: once in the forward, once in the backward is enough."
+    weight, share = 8 * case.width**2, 1 - 1 / case.ranks
+    why = {
+        "all_reduce": "each rank needs no more than its own rows of the sum, and a reduce-scatter sends half as much.",
+        "all_gather": "a weight is needed whole once in the forward and once in the backward.",
+    }
+    yield from sends_at_most(notes, 2 * case.layers * 3 * weight * share, why)
     kept = 8 * (case.layers + 4) * case.samples // case.ranks * case.width  # activations
-    if notes.peak > kept + 3.5 * weight:
-        yield (
-            f"up to {notes.peak:,} bytes live at once. Activations and one layer at work need {kept + 3 * weight:,}: "
-            "some gathered weights, or whole gradients, are kept longer than their layer."
-        )
+    what = "Some gathered weights, or whole gradients, are kept longer than their layer."
+    yield from holds_at_most(notes, kept + 3.5 * weight, what)
+
+
+# ---- write-03-b: ZeRO-1, an optimizer of which each rank has a part --------------------------------------------------
+
+
+def _states(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, and each rank's gradients in each of two steps."""
+    random = torch.Generator().manual_seed(case.seed)
+    size = case.ranks * case.share
+    weights = torch.randn(size, generator=random, dtype=torch.float64)
+    return weights, torch.randn(2, case.ranks, size, generator=random, dtype=torch.float64)
+
+
+def optimize(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    weights, gradients = _states(case)
+    momentum, values = torch.zeros(case.share, dtype=torch.float64), {}
+    for step in range(2):
+        values[f"norm, step {step}"] = student.step(weights, gradients[step, rank].clone(), momentum, case.limit)
+        values |= {f"momentum, step {step}": momentum.clone(), f"weights, step {step}": weights.clone()}
+    return values
+
+
+def expect_update(case: Case) -> list[Expected]:
+    def run(rank: int, mean: bool = False, local: str = "") -> dict[str, torch.Tensor]:
+        weights, gradients = _states(case)
+        mine, values, momentum = slice(rank * case.share, (rank + 1) * case.share), {}, torch.zeros_like(weights)
+        for step in range(2):
+            gradient = gradients[step].mean(0) if mean else gradients[step].sum(0)
+            norm = (gradient[mine] if local == "norm" else gradients[step, rank] if local else gradient).norm()
+            momentum = 0.9 * momentum + gradient * (case.limit / norm).clamp(max=1.0)
+            weights = weights - 0.1 * momentum
+            values |= {f"norm, step {step}": norm, f"momentum, step {step}": momentum[mine]}
+            values[f"weights, step {step}"] = weights
+        return values
+
+    texts = {
+        "this is the norm of the rank's own part; the norm of the gradient needs the squares of all parts.": "norm",
+        "this is the norm of the gradient of the rank's own samples: first sum, then take the norm.": "samples",
+    }
+    found = []
+    for rank in range(case.ranks):
+        mistakes = {text: run(rank, local=local) for text, local in texts.items()}
+        mistakes["gradients were averaged; the gradient is their sum."] = run(rank, mean=True)
+        found.append(Expected.of(run(rank), mistakes))
+    return found
+
+
+def judge_optimizer(case: Case, rank: int, notes: Notes):
+    whole = 8 * case.ranks * case.share
+    why = {
+        "all_reduce": "a rank updates only its own part, so it needs no more than that part of the sum.",
+        "all_gather": "what must be whole on every rank are the new weights, once.",
+    }
+    yield from sends_at_most(notes, 2 * 2 * whole * (1 - 1 / case.ranks), why)
+    if case.ranks > 1:
+        what = "No rank needs a state, or the optimizer's intermediate results, for more than its own part."
+        yield from holds_at_most(notes, 2 * whole + 8 * 8 * case.share, what)
 
 
 LABS = [
@@ -103,5 +150,18 @@ LABS = [
         run=run,
         expect=expect,
         judge=judge,
-    )
+    ),
+    WriteLab(
+        **page(__file__, "write-03-b"),
+        source="step03_zero/labs/sharded_optimizer.py",
+        bodies=(1,),
+        cases=(
+            Case(ranks=1, share=12, limit=1000.0),
+            Case(ranks=2, share=40, limit=2.0),
+            Case(ranks=4, share=500, limit=5.0),
+        ),
+        run=optimize,
+        expect=expect_update,
+        judge=judge_optimizer,
+    ),
 ]

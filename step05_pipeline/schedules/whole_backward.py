@@ -25,16 +25,20 @@ def naive(p: int, m: int, v: int) -> list[list[Action]]:
 
 def all_forward_all_backward(p: int, m: int, v: int) -> list[list[Action]]:
     """GPipe (Huang et al., arXiv:1811.06965). Bubble: (p - 1)(F + B)."""
+    # --- write this yourself ---
     return [expand_pattern((m, "F"), (m, "B"), micro_batches=m) for _ in range(p)]
+    # --- until here ---
 
 
 def one_forward_one_backward(p: int, m: int, v: int) -> list[list[Action]]:
     """PipeDream-Flush (Narayanan et al., arXiv:2006.09503). Bubble: (p - 1)(F + B), as in AFAB; fewer activations."""
+    # --- write this yourself ---
     rows = []
     for rank in range(p):
         ahead = min(m, p - 1 - rank)  # forwards until the first gradient can arrive
         rows.append(expand_pattern((ahead, "F"), (m - ahead, "F B"), (ahead, "B"), micro_batches=m))
     return rows
+    # --- until here ---
 
 
 # ---- several stages on each rank -------------------------------------------------------------------------------------

@@ -1,0 +1,35 @@
+"""What labs ask of the way to the numbers: sentences about what a rank sent, held or did not hide."""
+
+from collections.abc import Iterator
+
+from common.labs.seen import Notes
+
+SLACK = 1.02
+
+
+def sends_at_most(notes: Notes, most: float, why: dict[str, str]) -> Iterator[str]:
+    """One sentence if a rank sent more bytes; `why` explains by what: a collective -> what is wrong with it there."""
+    if notes.sent > SLACK * most + 64:
+        op = next((op for op in why if notes.of(op)), None)
+        text = f"it sends {notes.sent:,.0f} bytes, and {most:,.0f} are enough."
+        if op:
+            largest = max(notes.of(op), key=lambda call: call.bytes)
+            text += f" Look at the {op} of {largest.bytes:,} bytes in line {largest.line}: {why[op]}"
+        yield text
+
+
+def holds_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
+    """One sentence if more bytes of new tensors lived at once."""
+    if notes.peak > SLACK * most:
+        yield f"up to {notes.peak:,} bytes of tensors live at once, and {most:,.0f} are enough. {what}"
+
+
+def hides(notes: Notes, op: str, but: int = 1) -> Iterator[str]:
+    """One sentence if a call is waited for before anything else is computed; not for the last `but` calls."""
+    calls = notes.of(op)
+    waits = iter(notes.waits)
+    for call in calls[: len(calls) - but]:
+        line, products = (call.line, call.products) if call.blocks else next(waits, (0, notes.products))
+        if products <= call.products:
+            yield f"line {line} waits for the {op} of line {call.line} at once: compute something in between."
+            return

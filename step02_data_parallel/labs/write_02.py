@@ -1,0 +1,136 @@
+"""Labs of step 2 in which the student writes buckets that travel during the backward, and an all-reduce."""
+
+import torch
+
+from common.labs.ranks import Case
+from common.labs.rules import hides, sends_at_most
+from common.labs.seen import Notes
+from common.labs.write import Expected, WriteLab, page
+
+# ---- write-02-a: buckets ---------------------------------------------------------------------------------------------
+
+
+def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(case.seed)
+    weights = torch.randn(case.layers, case.width, case.width, generator=random, dtype=torch.float64)
+    return weights * (2 / case.width) ** 0.5, *torch.randn(
+        2, case.samples, case.width, generator=random, dtype=torch.float64
+    )
+
+
+def send_buckets(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    weights, x, target = _drawn(case)
+    student.LAYERS, student.WIDTH, student.BUCKET = case.layers, case.width, case.bucket
+    activations = student.forward(weights, x.chunk(case.ranks)[rank])
+    dy = 2 * (activations[-1] - target.chunk(case.ranks)[rank]) / target.numel()
+    gradients = student.backward(weights, activations, dy)
+    return {f"gradient of layer {layer}": gradients[layer] for layer in reversed(range(case.layers))}
+
+
+def expect_buckets(case: Case) -> list[Expected]:
+    weights, x, target = _drawn(case)
+    weights.requires_grad_()
+    own = []  # every rank's gradients of its own samples
+    for mine, wanted in zip(x.chunk(case.ranks), target.chunk(case.ranks)):
+        y = mine
+        for weight in weights:
+            y = torch.relu(y @ weight)
+        (gradient,) = torch.autograd.grad((y - wanted).square().sum() / target.numel(), weights)
+        own.append({f"gradient of layer {layer}": gradient[layer] for layer in reversed(range(case.layers))})
+    total = {name: sum(each[name] for each in own) for name in own[0]}
+    mean = {name: value / case.ranks for name, value in total.items()}
+    local = "this is the gradient of the rank's own samples. Was this layer's bucket sent, and was the sum waited for?"
+    mean_text = "gradients were averaged, but each rank's loss is a share of the global mean already: a sum is right."
+    return [Expected.of(total, {local: mine, mean_text: mean}) for mine in own]
+
+
+def judge_buckets(case: Case, rank: int, notes: Notes):
+    if case.ranks == 1:
+        return
+    buckets, bytes = case.layers // case.bucket, 8 * case.layers * case.width**2
+    yield from sends_at_most(notes, 2 * bytes * (1 - 1 / case.ranks), {"all_gather": "a sum is all that is needed."})
+    sums = [call for call in notes.calls if call.op in ("all_reduce", "reduce_scatter")]
+    if len(sums) > buckets:
+        yield f"{len(sums)} sums are sent; BUCKET layers travel together, so {buckets} are enough."
+    elif len(sums) < buckets:
+        yield f"{len(sums)} sums are sent instead of {buckets}: a bucket that is full need not wait for the others."
+    if any(call.products >= notes.products for call in sums[:-1]):
+        yield "sums begin only after the last product of the backward, so there is nothing left to hide them behind."
+    else:
+        yield from hides(notes, "all_reduce")
+
+
+# ---- write-02-b: the ring --------------------------------------------------------------------------------------------
+
+
+def _tensors(case: Case) -> torch.Tensor:
+    random = torch.Generator().manual_seed(case.seed)
+    return torch.randn(case.ranks, case.ranks * case.rows, 3, generator=random, dtype=torch.float64)
+
+
+def reduce(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    mine = _tensors(case)[rank].clone()
+    student.ring_all_reduce(mine)
+    return {f"part {part} of the tensor": each.clone() for part, each in enumerate(mine.chunk(case.ranks))}
+
+
+def expect_sums(case: Case) -> list[Expected]:
+    tensors, ranks = _tensors(case), case.ranks
+
+    def parts(of: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"part {part} of the tensor": each for part, each in enumerate(of.chunk(ranks))}
+
+    def around(rank: int) -> torch.Tensor:
+        """After the first phase: part r + 1 - j of rank r has the numbers of ranks - j ranks."""
+        after = tensors[rank].clone()
+        for part in range(ranks):
+            hops = (rank - part) % ranks  # that the part has come until it was here
+            rows = slice(part * case.rows, (part + 1) * case.rows)
+            after[rows] = sum(tensors[(rank - hop) % ranks, rows] for hop in range(hops + 1))
+        return after
+
+    known = {"these are the rank's own numbers: nothing was added to them, or not to `tensor` itself.": tensors}
+    known["this part was on its way when it came here, and has no more than some ranks' numbers: the sums that are "
+          "complete must go around once more."] = [around(rank) for rank in range(ranks)]  # fmt: skip
+    return [
+        Expected.of(parts(tensors.sum(0)), {text: parts(each[r]) for text, each in known.items()}) for r in range(ranks)
+    ]
+
+
+def judge_ring(case: Case, rank: int, notes: Notes):
+    others = sorted({call.op for call in notes.calls} - {"send", "receive"})
+    if others:
+        yield f"line {notes.of(*others)[0].line} calls {others[0]}; here everything is made of messages."
+    for call in notes.of("send"):
+        if call.peer != (rank + 1) % case.ranks:
+            yield f"line {call.line} sends to rank {call.peer}, which is not the next one on the ring."
+            return
+    whole = 8 * 3 * case.rows * case.ranks
+    why = {"send": "if each message is a part of 1/N of the tensor, 2 (N-1) messages do."}
+    yield from sends_at_most(notes, 2 * whole * (1 - 1 / case.ranks), why)
+
+
+LABS = [
+    WriteLab(
+        **page(__file__, "write-02-a"),
+        source="step02_data_parallel/sketch.py",
+        bodies=(1,),
+        cases=(
+            Case(ranks=1, layers=2, width=8, samples=4, bucket=1),
+            Case(ranks=2, layers=6, width=16, samples=8, bucket=3),
+            Case(ranks=4, layers=8, width=12, samples=8, bucket=2),
+        ),
+        run=send_buckets,
+        expect=expect_buckets,
+        judge=judge_buckets,
+    ),
+    WriteLab(
+        **page(__file__, "write-02-b"),
+        source="step02_data_parallel/labs/ring.py",
+        bodies=(1,),
+        cases=(Case(ranks=2, rows=3), Case(ranks=3, rows=16), Case(ranks=4, rows=40)),
+        run=reduce,
+        expect=expect_sums,
+        judge=judge_ring,
+    ),
+]

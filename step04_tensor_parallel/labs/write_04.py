@@ -1,0 +1,159 @@
+"""Labs of step 4 in which the student writes tensor parallelism, and a loss over a divided vocabulary."""
+
+import torch
+import torch.distributed as dist
+
+from common.labs.ranks import Case
+from common.labs.rules import holds_at_most, sends_at_most
+from common.labs.seen import Notes
+from common.labs.write import Expected, WriteLab, page
+from common.process_groups import Group
+
+# ---- write-04-a: two matrices, forward and backward ------------------------------------------------------------------
+
+
+def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
+    """x, scale, w1, w2 and the gradient of y."""
+    random = torch.Generator().manual_seed(case.seed)
+    sizes = (case.tokens, case.width), (case.width,), (case.width, case.hidden), (case.hidden, case.width)
+    x, scale, w1, w2 = (torch.randn(*size, generator=random, dtype=torch.float64) for size in sizes)
+    return x, scale, w1, w2, torch.randn(case.tokens, case.width, generator=random, dtype=torch.float64)
+
+
+def divide(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    x, scale, w1, w2, dy = _drawn(case)
+    x, w2, dy = (each.chunk(case.ranks)[rank].clone() for each in (x, w2, dy))
+    w1 = w1.chunk(case.ranks, dim=1)[rank].contiguous()
+    y, hidden = student.forward(x, scale, w1, w2)
+    dx, dscale, dw1, dw2 = student.backward(dy, x, hidden, scale, w1, w2)
+    return {"y": y, "dx": dx, "dscale": dscale, "dw1": dw1, "dw2": dw2}
+
+
+def expect_division(case: Case) -> list[Expected]:
+    drawn, ranks = _drawn(case), case.ranks
+    x, scale, w1, w2 = (each.requires_grad_() for each in drawn[:4])
+    dy = drawn[4]
+    y = torch.relu(x * scale @ w1) @ w2
+    whole = y.detach(), *torch.autograd.grad(y, (x, scale, w1, w2), dy)
+    found = []
+    for rank in range(ranks):
+        y, dx, dw2 = (whole[each].chunk(ranks)[rank] for each in (0, 1, 4))
+        dw1 = whole[3].chunk(ranks, dim=1)[rank]
+        mine, tokens = slice(rank * case.hidden // ranks, (rank + 1) * case.hidden // ranks), slice(None)
+        rows = slice(rank * case.tokens // ranks, (rank + 1) * case.tokens // ranks)
+
+        def of(tokens: slice, columns: slice, mine=mine) -> list[torch.Tensor]:
+            """y, dx, dw1 and dw2 that come of some tokens and some columns alone."""
+            part = torch.relu((x * scale)[tokens] @ w1[:, columns]) @ w2[columns]
+            inputs = torch.autograd.grad(part, (x, w1, w2), dy[tokens])
+            return [part.detach(), inputs[0], inputs[1][:, mine], inputs[2][mine]]
+
+        columns, tokens = of(slice(None), mine), of(rows, slice(None))
+        summand = {"y": columns[0][rows], "dx": columns[1][rows]}
+        own = {"dw1": tokens[2], "dw2": tokens[3], "dscale": (whole[1] / scale * x)[rows].sum(0).detach()}
+        mistakes = {
+            "this is what the rank's own columns contribute: the ranks' summands must be added up.": summand,
+            "this comes of the rank's own tokens alone, but all tokens have passed through these weights.": own,
+        }
+        right = {"y": y, "dx": dx, "dscale": whole[2], "dw1": dw1, "dw2": dw2}
+        found.append(Expected.of(right, mistakes))
+    return found
+
+
+def judge_division(case: Case, rank: int, notes: Notes):
+    tokens, scale = 8 * case.tokens * case.width, 8 * case.width
+    why = {
+        "all_reduce": "outside of the two products every token is on one rank, so a reduce-scatter is enough.",
+        "all_gather": "tokens are gathered before a product; what is between the two products stays where it is.",
+    }
+    yield from sends_at_most(notes, (5 * tokens + 2 * scale) * (1 - 1 / case.ranks), why)
+
+
+# ---- write-04-b: cross-entropy over a divided vocabulary -------------------------------------------------------------
+
+
+def _logits(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Large ones: exp(1000) is infinite. Columns beyond the vocabulary, which pad it, have the largest."""
+    random = torch.Generator().manual_seed(case.seed)
+    columns = -(-case.vocab // case.ranks) * case.ranks
+    logits = 300 * torch.randn(2, case.tokens, columns, generator=random, dtype=torch.float64)
+    logits[..., case.vocab :] = 5000.0
+    return logits, torch.randint(case.vocab, (2, case.tokens), generator=random)
+
+
+def lose(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    logits, targets = _logits(case)
+    mine = logits.chunk(case.ranks, dim=-1)[rank].clone().requires_grad_()
+    group = Group("tp", tuple(range(case.ranks)), rank, dist.group.WORLD, "gloo")
+    loss = student.vocab_parallel_cross_entropy_sum(mine, targets, case.vocab, group)
+    (0.5 * loss).backward()
+    return {"loss": loss.detach(), "gradient of the logits": mine.grad}
+
+
+def expect_loss(case: Case) -> list[Expected]:
+    logits, targets = _logits(case)
+
+    def of(columns: slice, vocab: int, rank: int) -> dict[str, torch.Tensor]:
+        """The loss over some columns, and its gradient in a rank's; targets elsewhere have a logit of 0."""
+        part = logits.clone().requires_grad_()
+        scores = part[..., :vocab]
+        held = torch.zeros(case.vocab, dtype=torch.bool)
+        held[columns] = True
+        chosen = scores.gather(-1, targets[..., None])[..., 0] * held[targets]
+        loss = (scores[..., columns].logsumexp(-1) - chosen).sum()
+        (gradient,) = torch.autograd.grad(0.5 * loss, part)
+        return {"loss": loss.detach(), "gradient of the logits": gradient.chunk(case.ranks, dim=-1)[rank]}
+
+    found, width = [], -(-case.vocab // case.ranks)
+    for rank in range(case.ranks):
+        mine = slice(rank * width, (rank + 1) * width)
+        mistakes = {
+            "columns that pad the vocabulary count, but no token has them.": of(slice(None), logits.shape[-1], rank),
+            "this is the softmax over the rank's own columns: sums of exponentials must be added up over the ranks.": (
+                of(mine, case.vocab, rank)
+            ),
+        }
+        found.append(Expected.of(of(slice(None), case.vocab, rank), mistakes))
+    return found
+
+
+def judge_loss(case: Case, rank: int, notes: Notes):
+    token = 8 * 2 * case.tokens
+    why = {
+        "all_gather": "three numbers per token are all that ranks must tell each other, not logits.",
+        "all_reduce": "three numbers per token are all that ranks must tell each other.",
+    }
+    yield from sends_at_most(notes, 2 * 3 * token * (1 - 1 / case.ranks), why)
+    columns = 2 * case.tokens * 8 * -(-case.vocab // case.ranks)
+    yield from holds_at_most(notes, 3.5 * columns + 12 * token, "No rank may hold other ranks' logits.")
+
+
+LABS = [
+    WriteLab(
+        **page(__file__, "write-04-a"),
+        source="step04_tensor_parallel/sketch.py",
+        bodies=(1, 2),
+        cases=(
+            Case(ranks=1, tokens=3, width=4, hidden=6),
+            Case(ranks=2, tokens=8, width=6, hidden=10),
+            Case(ranks=4, tokens=12, width=5, hidden=16),
+        ),
+        run=divide,
+        expect=expect_division,
+        judge=judge_division,
+    ),
+    WriteLab(
+        **page(__file__, "write-04-b"),
+        source="step04_tensor_parallel/vocab_parallel.py",
+        bodies=(1, 2),
+        only=("_VocabParallelCrossEntropy", "vocab_parallel_cross_entropy_sum"),
+        cases=(
+            Case(ranks=1, tokens=5, vocab=7),
+            Case(ranks=2, tokens=4, vocab=13),
+            Case(ranks=3, tokens=16, vocab=250),
+        ),
+        run=lose,
+        expect=expect_loss,
+        judge=judge_loss,
+    ),
+]

@@ -1,0 +1,160 @@
+"""Labs of step 5 in which the student writes what a rank of a pipeline does, and in which order."""
+
+import torch
+
+from common.labs.ranks import Case
+from common.labs.seen import Notes
+from common.labs.write import Expected, WriteLab, page
+from step05_pipeline.schedules.actions import Schedule, looped
+from step05_pipeline.schedules.simulator import Costs, simulate
+from step05_pipeline.schedules.validator import check_schedule
+
+# ---- write-05-a: run a schedule --------------------------------------------------------------------------------------
+
+
+def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(case.seed)
+    weights = torch.randn(case.ranks * case.layers, case.width, case.width, generator=random, dtype=torch.float64)
+    size = 2, 3 * case.micro_batches, case.width
+    return weights * (2 / case.width) ** 0.5, *torch.randn(*size, generator=random, dtype=torch.float64)
+
+
+def row(case: Case, rank: int) -> list[str]:
+    """The rank's actions: `ahead` forwards more than 1F1B has before its first backward."""
+    ahead = min(case.micro_batches, case.ranks - rank + case.ahead)
+    forwards = [f"F{number}" for number in range(case.micro_batches)]
+    backwards = [f"B{number}" for number in range(case.micro_batches)]
+    mixed = [each for pair in zip(backwards, forwards[ahead:]) for each in pair]
+    return forwards[:ahead] + mixed + backwards[case.micro_batches - ahead :]
+
+
+def run_row(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    weights, samples, targets = _drawn(case)
+    student.MICRO_BATCHES = case.micro_batches
+    mine = [weight.clone().requires_grad_() for weight in weights.chunk(case.ranks)[rank]]
+    loss, most = student.run(" ".join(row(case, rank)), mine, samples, targets)
+    gradients = {f"gradient of my layer {layer}": mine[layer].grad for layer in reversed(range(case.layers))}
+    return {"loss": loss, **gradients, "most micro-batches kept": torch.tensor(float(most))}
+
+
+def expect_row(case: Case) -> list[Expected]:
+    weights, samples, targets = _drawn(case)
+    y = samples
+    weights.requires_grad_()
+    for weight in weights:
+        y = torch.relu(y @ weight)
+    each = [part.square().sum() / targets.numel() for part in (y - targets).chunk(case.micro_batches)]
+    last = torch.autograd.grad(each[-1], weights, retain_graph=True)[0]
+    (gradients,) = torch.autograd.grad(sum(each), weights)
+    found = []
+    for rank in range(case.ranks):
+
+        def named(gradient: torch.Tensor, loss: torch.Tensor, rank=rank) -> dict[str, torch.Tensor]:
+            mine = gradient.chunk(case.ranks)[rank]
+            layers = {f"gradient of my layer {layer}": mine[layer] for layer in reversed(range(case.layers))}
+            return {"loss": loss.detach() if rank == case.ranks - 1 else torch.zeros_like(loss)} | layers
+
+        mistakes = {
+            "only the last micro-batch has arrived: what each of them gives must be added up.": named(last, each[-1]),
+            "each micro-batch's loss is a mean over itself; it is a share of the mean over the whole batch.": (
+                named(case.micro_batches * gradients, case.micro_batches * sum(each))
+            ),
+        }
+        kept = {"most micro-batches kept": torch.tensor(float(min(case.micro_batches, case.ranks - rank + case.ahead)))}
+        found.append(Expected.of(named(gradients, sum(each)) | kept, mistakes))
+    return found
+
+
+def judge_row(case: Case, rank: int, notes: Notes):
+    others = sorted({call.op for call in notes.calls} - {"send", "receive"})
+    if others:
+        line = notes.of(*others)[0].line
+        yield f"line {line} calls {others[0]}, which all ranks wait for: neighbors need nothing but messages."
+    actions = row(case, rank)
+    if rank == 0:
+        actions = [each for each in actions if each[0] == "F"]
+    if rank == case.ranks - 1:
+        actions = [each for each in actions if each[0] == "B"]
+    wanted = [rank + 1 if each[0] == "F" else rank - 1 for each in actions] if case.ranks > 1 else []
+    sends = notes.of("send")
+    for number, (call, peer, action) in enumerate(zip(sends, wanted, actions)):
+        if call.peer != peer:
+            yield (
+                f"message {number} of this rank goes to rank {call.peer} (line {call.line}), but in the order of "
+                f"`actions` it is that of {action}, to rank {peer}. Do the actions in the order of the list."
+            )
+            return
+    if len(sends) != len(wanted):
+        yield f"{len(sends)} messages are sent instead of {len(wanted)}."
+
+
+# ---- write-05-b: make schedules --------------------------------------------------------------------------------------
+
+
+def plan(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
+    values = {}
+    for name in ("all_forward_all_backward", "one_forward_one_backward"):
+        rows = tuple(tuple(actions) for actions in getattr(student, name)(case.p, case.m, 1))
+        schedule = Schedule(name, looped(case.p, 1), case.m, rows)
+        check_schedule(schedule)
+        kept = [_most(actions) for actions in rows]
+        values[f"{name}: micro-batches kept"] = torch.tensor(kept)
+        values[f"{name}: time"] = torch.tensor(float(simulate(schedule, Costs(F=1.0, I=1.0, W=1.0)).makespan))
+    return values
+
+
+def _most(actions) -> int:
+    kept, most = 0, 0
+    for action in actions:
+        kept += 1 if action.kind == "F" else -1
+        most = max(most, kept)
+    return most
+
+
+def expect_plan(case: Case) -> list[Expected]:
+    afab, time = torch.full((case.p,), case.m), torch.tensor(3.0 * (case.m + case.p - 1))
+    ours = torch.tensor([min(case.m, case.p - rank) for rank in range(case.p)])
+    values = {"all_forward_all_backward: micro-batches kept": afab, "all_forward_all_backward: time": time}
+    values |= {"one_forward_one_backward: micro-batches kept": ours, "one_forward_one_backward: time": time}
+    last, kept = "one_forward_one_backward", "one_forward_one_backward: micro-batches kept"
+    mistakes = {
+        "this is the order of AFAB: a backward can begin as soon as the first gradient arrives.": {kept: afab},
+        "one micro-batch passes through all ranks before the next one begins.": {
+            kept: torch.ones_like(afab),
+            f"{last}: time": torch.tensor(3.0 * case.m * case.p),
+        },
+        "every rank does as many forwards ahead as the first; later ranks get their first gradient sooner.": {
+            kept: torch.full((case.p,), min(case.m, case.p))
+        },
+        "count again: after `ahead` forwards comes one more before the first backward.": {
+            kept: torch.tensor([min(case.m, case.p - rank + 1) for rank in range(case.p)])
+        },
+    }
+    return [Expected.of(values, mistakes)]
+
+
+LABS = [
+    WriteLab(
+        **page(__file__, "write-05-a"),
+        source="step05_pipeline/sketch.py",
+        bodies=(1,),
+        cases=(
+            Case(ranks=1, layers=3, width=6, micro_batches=2, ahead=0),
+            Case(ranks=2, layers=2, width=8, micro_batches=5, ahead=0),
+            Case(ranks=4, layers=1, width=12, micro_batches=6, ahead=1),
+        ),
+        run=run_row,
+        expect=expect_row,
+        judge=judge_row,
+    ),
+    WriteLab(
+        **page(__file__, "write-05-b"),
+        source="step05_pipeline/schedules/whole_backward.py",
+        bodies=(1, 2),
+        only=("all_forward_all_backward", "one_forward_one_backward"),
+        cases=(Case(ranks=1, p=3, m=5), Case(ranks=1, p=4, m=8), Case(ranks=1, p=6, m=2)),
+        run=plan,
+        expect=expect_plan,
+        judge=lambda case, rank, notes: (),
+    ),
+]

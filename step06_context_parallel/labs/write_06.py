@@ -1,0 +1,154 @@
+"""Labs of step 6 in which the student writes ring attention, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from common.labs.ranks import Case
+from common.labs.rules import holds_at_most, sends_at_most
+from common.labs.seen import Notes
+from common.labs.write import Expected, WriteLab, page
+
+
+def _drawn(case: Case) -> list[Tensor]:
+    """q, k, v and the gradient of the output, of the whole sequence."""
+    random = torch.Generator().manual_seed(case.seed)
+    return list(torch.randn(4, case.tokens, case.width, generator=random, dtype=torch.float64))
+
+
+def _places(case: Case, rank: int) -> Tensor:
+    """The positions of a rank's tokens, in zigzag."""
+    parts = torch.arange(case.tokens).chunk(2 * case.ranks)
+    return torch.cat((parts[rank], parts[-1 - rank]))
+
+
+def _attend(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Causal attention by its definition, to keys that are `seen` (queries, keys): output, and log-sum-exp."""
+    scores = q @ k.T * case.width**-0.5
+    causal = torch.ones_like(scores, dtype=torch.bool).tril()
+    scores = scores.masked_fill(~(causal if seen is None else seen), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+# ---- write-06-a: forward ---------------------------------------------------------------------------------------------
+
+
+def attend(student, case: Case, rank: int) -> dict[str, Tensor]:
+    mine = _places(case, rank)
+    student.WIDTH, student.TOKENS = case.width, case.tokens
+    q, k, v = (each[mine].clone() for each in _drawn(case)[:3])
+    out, lse = student.forward(q, k, v)
+    return {"lse": lse, "out": out}
+
+
+def expect_attention(case: Case) -> list[Expected]:
+    q, k, v, _ = _drawn(case)
+    out, lse = _attend(case, q, k, v)
+    place, found = torch.arange(case.tokens), []
+    owner = torch.empty_like(place)
+    for rank in range(case.ranks):
+        owner[_places(case, rank)] = rank
+    for rank in range(case.ranks):
+        mine = _places(case, rank)
+        causal, own = place[:, None] >= place, (owner == rank)[None, :]
+
+        def of(seen: Tensor, mine=mine) -> dict[str, Tensor]:
+            wrong = _attend(case, q, k, v, seen)
+            return {"lse": wrong[1][mine], "out": wrong[0][mine]}
+
+        merged = torch.zeros_like(out[mine])  # blocks added up, each with a softmax of its own
+        for each in range(case.ranks):
+            block = _attend(case, q, k, v, causal & (owner == each))[0][mine]
+            merged += torch.nan_to_num(block)
+        mistakes = {
+            "these queries have seen the rank's own keys only. The others must come around the ring.": of(causal & own),
+            "queries see keys that come after them. Is the rank's own block masked?": of(causal | own),
+            "every query sees every key: which keys come before a query depends on both owners' parts.": of(
+                causal | True
+            ),
+            "blocks were added, each with weights that sum to 1: what is there must be scaled by exp(lse - total).": (
+                {"out": merged}
+            ),
+        }
+        found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes))
+    return found
+
+
+def judge_attention(case: Case, rank: int, notes: Notes):
+    row = 8 * case.width * case.tokens // case.ranks  # bytes of a rank's keys
+    why = {"all_gather": "keys and values go once around the ring."}
+    yield from sends_at_most(notes, case.ranks * 2 * row if case.ranks > 1 else 0, why)
+    scores = 8 * (case.tokens // case.ranks) ** 2
+    what = "At any time a rank needs the keys and values of one other rank, and the scores with these."
+    yield from holds_at_most(notes, 12 * row + 6 * scores, what)
+
+
+# ---- write-06-b: backward --------------------------------------------------------------------------------------------
+
+
+def differentiate(student, case: Case, rank: int) -> dict[str, Tensor]:
+    mine = _places(case, rank)
+    student.WIDTH, student.TOKENS = case.width, case.tokens
+    whole = _drawn(case)
+    out, lse = _attend(case, *whole[:3])
+    q, k, v, dout = (each[mine].clone() for each in whole)
+    return dict(zip(("dq", "dk", "dv"), student.backward(dout, q, k, v, out[mine], lse[mine])))
+
+
+def expect_gradients(case: Case) -> list[Expected]:
+    *inputs, dout = _drawn(case)
+    q, k, v = (each.requires_grad_() for each in inputs)
+    out, _ = _attend(case, q, k, v)
+    whole = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    found = []
+    for rank in range(case.ranks):
+        mine = _places(case, rank)
+
+        def named(gradients, mine=mine) -> dict[str, Tensor]:
+            return {name: each[mine] for name, each in zip(("dq", "dk", "dv"), gradients)}
+
+        mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
+        mask[mine] = 1
+        _, *own = named(torch.autograd.grad(out, (q, k, v), dout * mask, retain_graph=True)).items()
+        stay = "only the rank's own queries have contributed: dk and dv travel with their keys."
+        unscaled = {name: each * case.width**0.5 for name, each in named(whole).items() if name != "dv"}
+        scale = "the scores were multiplied by WIDTH**-0.5; so is the way back."
+        found.append(Expected.of(named(whole), {stay: dict(own), scale: unscaled}))
+    return found
+
+
+def judge_gradients(case: Case, rank: int, notes: Notes):
+    row = 8 * case.width * case.tokens // case.ranks
+    why = {
+        "all_gather": "keys, values and their gradients go around the ring; nobody needs all of them at once.",
+        "all_reduce": "a gradient that travels with its keys collects the sum on its way.",
+    }
+    yield from sends_at_most(notes, case.ranks * 4 * row if case.ranks > 1 else 0, why)
+    scores = 8 * (case.tokens // case.ranks) ** 2
+    yield from holds_at_most(notes, 24 * row + 8 * scores, "A rank needs the keys of one other rank at a time.")
+
+
+CASES = (
+    Case(ranks=1, tokens=6, width=4),
+    Case(ranks=2, tokens=24, width=8),
+    Case(ranks=4, tokens=32, width=512),
+)
+LABS = [
+    WriteLab(
+        **page(__file__, "write-06-a"),
+        source="step06_context_parallel/sketch.py",
+        bodies=(1, 2),
+        cases=CASES,
+        run=attend,
+        expect=expect_attention,
+        judge=judge_attention,
+    ),
+    WriteLab(
+        **page(__file__, "write-06-b"),
+        source="step06_context_parallel/sketch.py",
+        bodies=(3,),
+        cases=CASES,
+        run=differentiate,
+        expect=expect_gradients,
+        judge=judge_gradients,
+    ),
+]

@@ -1,0 +1,178 @@
+"""Labs of step 7 in which the student writes expert parallelism, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from common.labs.ranks import Case
+from common.labs.rules import sends_at_most
+from common.labs.seen import Notes
+from common.labs.write import Expected, WriteLab, page
+
+
+def _drawn(case: Case) -> tuple[Tensor, ...]:
+    """Tokens, the router, both weights of all experts, and the gradient of the output."""
+    random = torch.Generator().manual_seed(case.seed)
+    sizes = [(case.tokens, case.width), (case.width, case.experts), (case.experts, case.width, case.hidden)]
+    sizes += [(case.experts, case.hidden, case.width), (case.tokens, case.width)]
+    return tuple(torch.randn(*size, generator=random, dtype=torch.float64) for size in sizes)
+
+
+def _mix(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, rule: str = "") -> Tensor:
+    """Every token through all experts, most of them with a gate of 0."""
+    best, chosen = (x @ router).topk(case.choices)
+    weights = torch.ones_like(best) if rule == "no gates" else best.softmax(-1)
+    if rule == "softmax over all":
+        weights = (x @ router).softmax(-1).gather(1, chosen)
+    gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, weights)
+    return torch.einsum("te,etw->tw", gates, torch.relu(x @ ups) @ downs)
+
+
+def _mine(case: Case, rank: int, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, dy: Tensor) -> list[Tensor]:
+    x, ups, downs, dy = (each.chunk(case.ranks)[rank].clone() for each in (x, ups, downs, dy))
+    return [x, router, ups, downs, dy]
+
+
+def _set(student, case: Case) -> None:
+    student.EXPERTS, student.CHOICES, student.HIDDEN = case.experts, case.choices, case.hidden
+    student.TOKENS, student.WIDTH = case.tokens, case.width
+
+
+# ---- write-07-a: forward ---------------------------------------------------------------------------------------------
+
+
+def route(student, case: Case, rank: int) -> dict[str, Tensor]:
+    _set(student, case)
+    x, router, ups, downs, _ = _mine(case, rank, *_drawn(case))
+    y, _ = student.forward(x, router, ups, downs)
+    return {"y": y}
+
+
+def expect_mixture(case: Case) -> list[Expected]:
+    x, router, ups, downs, _ = _drawn(case)
+    texts = {
+        "experts' results were added without their gates.": "no gates",
+        "gates are a softmax over all experts; here it is one over the chosen ones.": "softmax over all",
+    }
+    found = []
+    for rank in range(case.ranks):
+        mine = x.chunk(case.ranks)[rank]
+        mistakes = {text: {"y": _mix(case, mine, router, ups, downs, rule)} for text, rule in texts.items()}
+        here = torch.zeros(case.experts, 1, 1, dtype=torch.float64)
+        here[rank * case.experts // case.ranks : (rank + 1) * case.experts // case.ranks] = 1
+        text = "only the rank's own experts have contributed: rows travel to their expert's rank, and back."
+        mistakes[text] = {"y": _mix(case, mine, router, ups, downs * here)}
+        found.append(Expected.of({"y": _mix(case, mine, router, ups, downs)}, mistakes))
+    return found
+
+
+def _rows(case: Case) -> float:
+    """Bytes of a rank's choices, as they travel."""
+    return 8 * case.tokens // case.ranks * case.choices * case.width
+
+
+def judge_route(case: Case, rank: int, notes: Notes):
+    why = {
+        "all_gather": "a token is needed by the experts that it chose; the others need not see it.",
+        "all_reduce": "an expert's result is needed by one rank, the one that its token came from.",
+    }
+    share = 1 - 1 / case.ranks
+    counts = 8 * case.experts
+    most = max(_arrived(case)) * 8 * case.width  # of the rank whose experts are most popular
+    yield from sends_at_most(notes, share * (_rows(case) + most + counts), why)
+
+
+def _arrived(case: Case) -> list[int]:
+    """How many rows come to each rank."""
+    x, router, *_ = _drawn(case)
+    return (
+        (x @ router)
+        .topk(case.choices)[1]
+        .flatten()
+        .bincount(minlength=case.experts)
+        .view(case.ranks, -1)
+        .sum(1)
+        .tolist()
+    )
+
+
+# ---- write-07-b: backward --------------------------------------------------------------------------------------------
+
+
+def go_back(student, case: Case, rank: int) -> dict[str, Tensor]:
+    _set(student, case)
+    x, router, ups, downs, dy = _mine(case, rank, *_drawn(case))
+    _, kept = student.forward(x, router, ups, downs)
+    return dict(zip(("dx", "drouter", "dups", "ddowns"), student.backward(dy, router, ups, downs, kept)))
+
+
+def expect_back(case: Case) -> list[Expected]:
+    x, router, ups, downs, dy = _drawn(case)
+    leaves = [each.requires_grad_() for each in (x, router, ups, downs)]
+    y = _mix(case, *leaves)
+    dx, _, dups, ddowns = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    unscaled = torch.autograd.grad(_mix(case, *leaves, rule="no gates"), (ups, downs), dy)
+    found = []
+    for rank in range(case.ranks):
+        mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
+        mask.chunk(case.ranks)[rank].fill_(1)
+        own = torch.autograd.grad(y, leaves, dy * mask, retain_graph=True)
+        fixed = x.detach().clone().requires_grad_()  # without the way through the router
+        best, chosen = (x @ router).detach().topk(case.choices)
+        gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, best.softmax(-1))
+        rows = torch.einsum("te,etw->tw", gates, torch.relu(fixed @ ups) @ downs)
+        (past,) = torch.autograd.grad(rows, fixed, dy)
+        part = [each.chunk(case.ranks)[rank] for each in (dx, dups, ddowns)]
+        mistakes = {
+            "gates are a part of the product: what goes back to an expert is dy times the gate.": {
+                "dups": unscaled[0].chunk(case.ranks)[rank],
+                "ddowns": unscaled[1].chunk(case.ranks)[rank],
+            },
+            "the router gets a gradient through the gates, and so do the tokens through the router.": {
+                "dx": past.chunk(case.ranks)[rank],
+                "drouter": torch.zeros_like(router).detach(),
+            },
+            "only the rank's own tokens have contributed; others' tokens came to these experts, too.": {
+                "dups": own[2].chunk(case.ranks)[rank],
+                "ddowns": own[3].chunk(case.ranks)[rank],
+            },
+        }
+        right = {"dx": part[0], "drouter": own[1], "dups": part[1], "ddowns": part[2]}
+        found.append(Expected.of(right, mistakes))
+    return found
+
+
+def judge_back(case: Case, rank: int, notes: Notes):
+    share, most = 1 - 1 / case.ranks, max(_arrived(case)) * 8 * case.width
+    why = {
+        "all_reduce": "experts' gradients are whole, because all of their tokens came to them.",
+        "all_gather": "a row's gradient is needed by one rank.",
+    }
+    # The forward, which the check runs as well, and its mirror
+    yield from sends_at_most(notes, 2 * share * (_rows(case) + most) + 8 * case.experts, why)
+
+
+CASES = (
+    Case(ranks=1, tokens=6, width=4, hidden=5, experts=3, choices=1),
+    Case(ranks=2, tokens=24, width=6, hidden=8, experts=4, choices=3),
+    Case(ranks=4, tokens=40, width=16, hidden=4, experts=8, choices=2),
+)
+LABS = [
+    WriteLab(
+        **page(__file__, "write-07-a"),
+        source="step07_expert_parallel/sketch.py",
+        bodies=(1,),
+        cases=CASES,
+        run=route,
+        expect=expect_mixture,
+        judge=judge_route,
+    ),
+    WriteLab(
+        **page(__file__, "write-07-b"),
+        source="step07_expert_parallel/sketch.py",
+        bodies=(2,),
+        cases=CASES,
+        run=go_back,
+        expect=expect_back,
+        judge=judge_back,
+    ),
+]
