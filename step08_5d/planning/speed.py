@@ -88,17 +88,22 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits =
     layer += habits.small * small_bytes(model, layout) / machine.memory_bandwidth
     head = 3 * flops.head * of_rank / rate
     head += habits.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
-    backward = 2 / 3 * (layers * layer + head)
+    forward = layers * layer / AGAIN[layout.recompute] + head / 3
     # ---- messages that nothing hides ----
     exposed = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
+    free = {"the forward": forward, "": layers * layer + head - forward}  # seconds of a micro-batch, "": the backward
+    hidden = dict.fromkeys(free, 0.0)
     for message in cost.messages(model, layout, ends=False):
         dimension = DIMENSION_OF[message.group]
         if dimension == "pp":
             continue
         time = seconds_of(message, dimension, layout, machine, habits)
-        if dimension == "dp":
-            behind = habits.prefetch * backward / 2 if message.op == "all_gather" else habits.hides * backward
-            time = max(0.0, time - behind * max(1, message.count))
+        if dimension == "dp":  # messages that hide behind the same computation share it
+            share = habits.prefetch if message.op == "all_gather" else habits.hides
+            during = message.hidden_by if message.hidden_by in free else ""
+            hides = min(time, max(0.0, share * free[during] * message.count - hidden[during]))
+            hidden[during] += hides
+            time -= hides
         exposed[dimension] += time
     # ---- what the CPU, and the ranks of a pipeline, wait for ----
     launch = max(0.0, m * layers * (habits.launch - layer) - exposed["cp"] - exposed["ep"])

@@ -69,7 +69,7 @@ function of_weights(size, again, ranks, layout) {
   const each = layout.micro_batches, once = layout.pp > 1 || layout.zero < 3, part = (ranks - 1) / ranks;
   const result = [
     { dimension, op: "reduce_scatter", bytes: size * wide * part, count: layout.zero >= 2 ? each : 1 },
-    { dimension, op: "all_gather", bytes: size * narrow * part, count: once ? 1 : each },
+    { dimension, op: "all_gather", bytes: size * narrow * part, count: once ? 1 : each, hidden_by: "forward" },
   ];
   if (!once) result.push({ dimension, op: "all_gather", bytes: again * narrow * part, count: each });
   return result;
@@ -222,13 +222,17 @@ function times(model, layout, machine, habits = constants.OURS) {
   const head =
     (3 * flops.head * of_rank) / rate +
     (habits.small * 20 * layout.tokens * model.vocab) / layout.tp / machine.memory_bandwidth;
-  const backward = (2 / 3) * (layers * layer + head);
+  const forward = (layers * layer) / AGAIN[layout.recompute] + head / 3;
+  const free = { forward, backward: layers * layer + head - forward }, hidden = { forward: 0, backward: 0 };
   const exposed = { tp: 0, cp: 0, ep: 0, pp: 0, dp: 0 };
   for (const message of messages(model, layout)) {
     let time = seconds_of(message, layout, machine, habits);
     if (message.dimension === "dp") {
-      const behind = message.op === "all_gather" ? (habits.prefetch * backward) / 2 : habits.hides * backward;
-      time = Math.max(0, time - behind * Math.max(1, message.count));
+      const share = message.op === "all_gather" ? habits.prefetch : habits.hides;
+      const during = message.hidden_by || "backward";
+      const hides = Math.min(time, Math.max(0, share * free[during] * message.count - hidden[during]));
+      hidden[during] += hides;
+      time -= hides;
     }
     exposed[message.dimension] += time;
   }
