@@ -2,13 +2,16 @@
 
 Hooks run at the borders between regions. This is one micro-batch of a model with the regions 0, 1 and 2:
 
-    before the forward of 0     wait for 0's weights, begin to gather 1's
-    before the forward of 1     free 0, wait for 1, begin to gather 2
-    before the forward of 2     free 1, wait for 2
-    before the backward of 2    nothing: its weights are still there
+    at the start                begin to gather 0's weights
+    before the forward of 0     wait for them, begin to gather 1
+    after the forward of 0      free 0
+    before the forward of 1     wait for 1, begin to gather 2
+    after the forward of 1      free 1
+    before the forward of 2     wait for 2, which stays: the backward begins with it
+    before the backward of 2    begin to gather 1
     before the backward of 1    free 2, wait for 1, begin to gather 0, begin to reduce 2's gradients
-    before the backward of 0    free 1, wait for 0, begin to reduce 1
-    at the end                  begin to reduce 0
+    before the backward of 0    free 1, wait for 2's gradients and for 0, begin to reduce 1's
+    at the end                  wait for 1's gradients, begin to reduce 0's, wait for them
 
 If 0 is an embedding, its backward reads no weights, and they are not gathered again.
 """

@@ -13,6 +13,18 @@ shard is 1/N of a unit, wherever that cuts a matrix, so every collective moves o
 pieces of shards, one for each parameter that a shard touches. The spec of a piece says which elements of which
 parameter it holds, and that is all that weight decay, the gradient norm and checkpoints need.
 
+Here is one step of one micro-batch with three units, numbered in the order in which the backward completes them:
+
+                                stage 1                  stage 2
+    at the start                begin to gather 2, 1, 0, the order in which the forward needs them
+    before a region's forward   wait for the units that hold its weights
+    0's last gradient           begin to reduce 0        begin to reduce 0
+    1's last gradient           begin to reduce 1        wait for 0, free its bucket, begin to reduce 1
+    2's last gradient           begin to reduce 2        wait for 1, free its bucket, begin to reduce 2
+    at the end                  wait for 0, 1 and 2      wait for 2, free its bucket
+
+(If 0 arrives earlier, stage 2 frees its bucket at the next gradient.)
+
 With replicas (hybrid sharding; MiCS, Zhang et al., arXiv:2205.00119) each `shard` group holds one copy of the model,
 and the summed shards are then summed over the `replica` group as well.
 """

@@ -8,6 +8,12 @@ the residual stream between sublayers are divided along the sequence. `--tp-mode
   overlap  one autograd function for communication and product. It keeps only this rank's part of the sequence and
            gathers again in the backward, where the input's gradient is sent while the weight's is computed
   chunked  overlaps the forward too: gathers and reduce-scatters go round a ring, part by part
+
+With 8 query heads and 2 K/V heads, tp 4 divides the query heads. Of the K/V heads, two ranks hold a copy each:
+
+    rank           0      1      2      3
+    query heads    0 1    2 3    4 5    6 7
+    K/V head       0      0      1      1         the gradient of head 0 is the sum of those of ranks 0 and 1
 """
 
 from collections.abc import Sequence

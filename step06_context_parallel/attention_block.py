@@ -3,6 +3,13 @@
 Attention over many keys can be computed in blocks of keys. Each block gives its own output and the logarithm of the sum
 of its exponentials, and from these two numbers per query the outputs of several blocks can be combined exactly. This is
 the online softmax of FlashAttention (Dao et al., arXiv:2205.14135, section 3.1), here with each block on another rank.
+For example, one query and three keys, in a block of two and a block of one:
+
+    exp(score)         1  3 | 1     the sums are 4 and 1: the log-sum-exps are log 4 and log 1, and merged log 5
+    value              8  4 | 10
+    output             5    | 10    (1 * 8 + 3 * 4) / 4, and 10
+    weight of block    4/5  | 1/5   exp(log 4 - log 5), exp(log 1 - log 5)
+    merged output      6            4/5 * 5 + 1/5 * 10, which is (1 * 8 + 3 * 4 + 1 * 10) / 5 as without blocks
 
 PyTorch's `scaled_dot_product_attention` does not return the second result, so its kernels are called by name.
 

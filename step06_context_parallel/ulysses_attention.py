@@ -3,7 +3,13 @@
 
 Attention treats every head on its own, so that each rank can run it without communication for heads/cp heads. A second
 all-to-all brings the outputs back. There can be no more ranks than query heads. Where there are fewer key/value heads
-than ranks, they are repeated first.
+than ranks, they are repeated first. For example, 4 heads and 8 tokens (zigzag) on 2 ranks:
+
+              before                             after
+    rank 0    heads 0 1 2 3 of tokens 0 1 6 7    heads 0 1 of tokens 0 1 6 7 2 3 4 5
+    rank 1    heads 0 1 2 3 of tokens 2 3 4 5    heads 2 3 of tokens 0 1 6 7 2 3 4 5
+
+The tokens are then in the order of the ranks, and are sorted for the causal mask.
 """
 
 import functools

@@ -44,7 +44,15 @@ def earlier_choices(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -
 
 
 def count_earlier(chosen: Tensor) -> Tensor:
-    """chosen (batch, seq, k), in the order of positions -> the same shape: how many earlier tokens chose the same."""
+    """chosen (batch, seq, k), in the order of positions -> the same shape: how many earlier tokens chose the same.
+
+    For example, four tokens choose the experts 0 0 1 0. With a capacity of 2, the last choice is dropped:
+
+        experts  0 0 0 1    sorted
+        order    0 1 3 2    whose choices these are
+        first    0 0 0 3    so their places in their runs are 0 1 2 0
+        result   0 1 0 2    the same, in the order of the tokens
+    """
     flat = chosen.flatten(1)  # a token chooses an expert once at most
     experts, order = flat.sort(stable=True)
     first = torch.searchsorted(experts, experts)  # where the run of the same expert begins

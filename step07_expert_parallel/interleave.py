@@ -15,7 +15,14 @@ from step07_expert_parallel.turns import Turns
 
 
 def programs_of_pairs(schedule: Schedule) -> tuple[Program, ...]:
-    """`place_messages` where an F and a B that run as one are one action: no message is placed between them."""
+    """`place_messages` where an F and a B that run as one are one action: no message is placed between them.
+
+    For example, the first pairs of `dualpipe` on 2 ranks with 4 micro-batches, where odd ones pass through chunk 1. >f2
+    sends the activations of micro-batch 2, <b0 receives the gradient of 0:
+
+        place_messages    rank 0    F2  >f2  <f3  B1  >b1  <b0         rank 1    F3  <f2  >f3  B0  <b1  >b0
+        in pairs          rank 0    F2 B1  >b1  >f2  <b0  <f3          rank 1    F3 B0  <b1  <f2  >b0  >f3
+    """
     spans = []
     for row in simulate(schedule, Costs(FB=3.0, communication=MESSAGE)).spans:
         spans.append([])

@@ -3,9 +3,8 @@
 Sparsely-gated experts: Shazeer et al., arXiv:1701.06538; in every layer of a transformer: Switch, arXiv:2101.03961;
 the two shapes built here: Mixtral, arXiv:2401.04088, and DeepSeekMoE with shared experts, arXiv:2401.06066.
 
-The layer copies each token once for each expert that it has chosen, and sorts the copies by expert. Then the tokens of
-an expert are neighbors, and each of an expert's three matrices multiplies them in one go, however many there are. Back
-at its place, a token is the sum of the outputs of its experts, weighted by their gates.
+The layer copies each token once for each expert that it has chosen, and sorts the copies by expert, for `experts.py`.
+Back at its place, a token is the sum of the outputs of its experts, weighted by their gates.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,17 @@
-"""The check that a schedule can run: complete, in a possible order, and with messages that do not deadlock."""
+"""The check that a schedule can run: complete, in a possible order, and with messages that do not deadlock.
+
+For example, four stages are interleaved on two ranks, and each rank asks for a message only when it needs it, not in
+the order of `messages.py`. What they have come to, if > sends and < receives the message with that number:
+
+    rank 0    F0  >1  F1  >2  <3, then F0.1, which waits    1, 2: activations of micro-batches 0 and 1, for stage 1
+    rank 1    <1  F0  >3  <2, then F1, which waits          3: those of micro-batch 0, for stage 2
+
+Message 1 has arrived. Now the queue of rank 0 is >2 <3, and that of rank 1 is >3 <2. Both begin with a send whose
+receive is not the first in the other queue. So nothing more can arrive, and the schedule is refused:
+
+    deadlock: rank 0 waits at F0.1; rank 0's first forward operation is to send forward 1 of stage 0 to rank 1; rank 1
+    waits at F1; rank 1's first forward operation is to send forward 0 of stage 1 to rank 0
+"""
 
 from collections import defaultdict
 

@@ -122,7 +122,7 @@ def attend_backward(
     (batch, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     delta, dq, dk, dv = (torch.empty_like(each) for each in (lse, q, k, v))
     sizes = heads, heads // kv_heads, queries, keys
-    tile = flash_attention.tile_sizes(q, 1)
+    tile = flash_attention.tile_sizes(q, 1)  # of dq, whose kernel runs first: it leaves `delta` for the other
     _query_gradient_kernel[ceil_div(queries, tile["ROWS"]), batch * heads](
         *(gradient, q, k, v, out, lse, delta, dq),
         *(each.stride() for each in (gradient, q, k, v, out, dq)),

@@ -18,7 +18,11 @@ try:
 except ImportError:
 
     class _WithoutTriton:
-        """Stands in for the names that a kernel file uses while it is imported."""
+        """Stands in for the names that a kernel file uses while it is imported, as one class for both modules.
+
+        `triton.jit` is the class itself, so a kernel with this decorator becomes an object that raises when it is
+        launched. The other names are annotations, or arguments of a launch that fails: None will do.
+        """
 
         constexpr = float32 = float64 = None
 

@@ -1,4 +1,13 @@
-"""DualPipe, which enters the pipeline at both ends, and its half, DualPipeV. Letters as in split_backward.py."""
+"""DualPipe, which enters the pipeline at both ends, and its half, DualPipeV. Letters as in split_backward.py.
+
+On 4 ranks with 8 micro-batches, if F = I = W and nothing runs as one. Even micro-batches enter at rank 0, odd ones at
+rank 3 (an F1 here is the F1.1 of `Action`, because the copy for odd ones is chunk 1):
+
+    rank 0  F0 F2 F4 F1 I1 W1 F3 F6 B3--- F5 B0--- B5--- F7 ...B2--- B7--- I4 W4 I6 W6
+    rank 1  ...F0 F1 F2 F3 F4 B1--- F5 B0--- F6 B3--- F7 B2--- B5--- B4--- I7 I6 W7 W6
+    rank 2  ...F1 F0 F3 F2 F5 B0--- F4 B1--- F7 B2--- F6 B3--- B4--- B5--- I6 I7 W6 W7
+    rank 3  F1 F3 F5 F0 I0 W0 F2 F7 B2--- F4 B1--- B4--- F6 ...B3--- B6--- I5 W5 I7 W7
+"""
 
 from common.errors import UsageError
 from step05_pipeline.schedules.actions import Action, expand_pattern
