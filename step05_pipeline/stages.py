@@ -62,7 +62,7 @@ def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Me
     return mesh.with_link(mesh.world.line and mesh.world.line.link)
 
 
-def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:
+def mark_shared_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:
     """Note in the specs which parameters other stages hold as well, after tensor parallelism has cut them.
 
     A matrix that is both embedding and head is stored at both ends of the pipeline, and a schedule with several copies
@@ -73,13 +73,10 @@ def share_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> N
         copy, stage = schedule.stage_of(mesh.pp_forward.rank, chunk)
         for parameter in (*model.parameters(), *model.buffers()):
             spec = parameter.spec
-            tied = model.config.tie_embeddings and spec.name == "embedding.weight"
-            if tied and schedule.stages > 1:
-                holders = "embed"
-            elif len(schedule.placement) > 1:
-                holders = "mirror"
-            else:
-                continue
+            tied = schedule.stages > 1 and model.config.tie_embeddings and spec.name == "embedding.weight"
+            if not tied and len(schedule.placement) == 1:
+                continue  # no other stage holds it
+            holders = "embed" if tied else "mirror"  # the group of these stages' ranks
             owner = spec.owner and copy == 0 and (stage == 0 or not tied)
-            alone = holders == "embed"  # both ends must cut it into the same shards
-            parameter.spec = replace(spec, extra_groups=(*spec.extra_groups, holders), owner=owner, own_bucket=alone)
+            # With a bucket of its own, both ends cut it into the same shards
+            parameter.spec = replace(spec, extra_groups=(*spec.extra_groups, holders), owner=owner, own_bucket=tied)

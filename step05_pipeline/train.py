@@ -28,7 +28,7 @@ from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.config import check, schedule_of
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_stages, place_stages, share_parameters
+from step05_pipeline.stages import build_stages, mark_shared_parameters, place_stages
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
@@ -39,7 +39,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
     for stage in stages:
         apply_tensor_parallel(stage, config, mesh)
         apply_recompute(stage, config.recompute)
-    share_parameters(stages, schedule, mesh)
+    mark_shared_parameters(stages, schedule, mesh)
     # Micro-batches take turns on the layers: gathering at every use would repeat it in every action
     wrapper = ZeroByLayer if config.zero == 3 and config.pp == 1 else Zero
     zero_wrappers = [wrapper(stage, config, mesh) for stage in stages]

@@ -33,22 +33,21 @@ class Balancing:
         `imbalance`, the load of an expert at its worst as a multiple of the mean (mean over the layers); and `dropped`,
         how many choices were dropped.
         """
-        shape, device = self.config.model_config, self.mesh.device
+        shape = self.config.model_config
+        numbers = torch.zeros(2 + shape.layers * shape.experts, dtype=torch.float64, device=self.mesh.device)
+        (aux_loss, dropped), loads = numbers[:2], numbers[2:].view(shape.layers, shape.experts)  # views: one message
         if not shape.experts:
-            zero = torch.zeros((), dtype=torch.float64, device=device)
-            return {"aux_loss": zero, "imbalance": zero, "dropped": zero}
-        counts = torch.zeros(shape.layers * shape.experts + 2, dtype=torch.float64, device=device)
-        loads = counts[2:].view(shape.layers, shape.experts)
+            return {"aux_loss": aux_loss, "imbalance": torch.zeros_like(aux_loss), "dropped": dropped}
         for index, router in self.routers:
             loads[index] += router.load
-            counts[0] += router.auxiliary
-            counts[1] += router.dropped
+            aux_loss += router.auxiliary
+            dropped += router.dropped
             router.start_over()
-        collectives.all_reduce(counts, self.mesh.world)  # float64 holds these integers exactly
+        collectives.all_reduce(numbers, self.mesh.world)  # float64 holds these integers exactly
         if self.config.balance == "bias":
             for index, router in self.routers:
-                step = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
-                router.bias += step if skip is None else step * (1 - skip)  # skip: only float16 has it
+                change = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
+                router.bias += change if skip is None else change * (1 - skip)  # skip: only float16 has it
         loads = loads[shape.dense_layers :]
         worst = (loads.amax(1) / loads.mean(1)).mean()
-        return {"aux_loss": counts[0], "imbalance": worst, "dropped": counts[1]}
+        return {"aux_loss": aux_loss, "imbalance": worst, "dropped": dropped}

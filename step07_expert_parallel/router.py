@@ -74,7 +74,11 @@ class Router(nn.Module):
         return logits, logits.softmax(-1) if self.shape.gate == "softmax" else logits.sigmoid()
 
     def choose(self, scores: Tensor) -> Tensor:
-        """scores (..., experts) -> the best `top_k` experts of the allowed groups (..., k), the best one first."""
+        """scores (..., experts) -> the best `top_k` experts of the allowed groups (..., k), the best one first.
+
+        .1 .5 .6 | .9 .1 .0 | .8 .0 .1    three groups, whose two best add up to 1.1, 1.0 and 0.9: two are allowed
+        chosen: 3, 2, 1                   the best three in them. Expert 6 is better than 2, but not allowed
+        """
         scores, groups = scores + self.bias, self.shape.expert_groups
         if self.shape.groups_per_token < groups:
             by_group = scores.unflatten(-1, (groups, -1))  # (..., groups, experts / groups)
@@ -107,8 +111,7 @@ class Router(nn.Module):
             logits, scores: (batch, seq, experts), of the tokens on this rank.
             counts: (batch, experts), how many of them chose each expert.
         """
-        config, share = self.config, 1 / self.config.global_batch
-        tokens = config.seq_len
+        config, tokens, factor = self.config, self.config.seq_len, 1 / self.config.global_batch  # for a mean
         loss = torch.zeros((), dtype=scores.dtype, device=scores.device)
         if config.balance == "aux" and config.aux_coef:
             counts = counts.clone()
@@ -116,9 +119,9 @@ class Router(nn.Module):
                 collectives.all_reduce(counts, group)
             f = counts.to(scores.dtype) * (self.shape.experts / (self.shape.top_k * tokens))
             p = (scores / scores.sum(-1, keepdim=True)).sum(1) / tokens
-            loss = loss + config.aux_coef * share * (f * p).sum()
+            loss = loss + config.aux_coef * factor * (f * p).sum()
         if config.z_coef:
-            loss = loss + config.z_coef * share * logits.logsumexp(-1).square().sum() / tokens
+            loss = loss + config.z_coef * factor * logits.logsumexp(-1).square().sum() / tokens
         return loss
 
 
