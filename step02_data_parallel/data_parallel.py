@@ -53,7 +53,10 @@ class Bucket:
         self.work: collectives.Work | None = None
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Callable) -> None:
-        """Add one micro-batch's gradient of one parameter; a function `gradient(sum, first)` adds it itself."""
+        """Add one micro-batch's gradient of one parameter; a function `gradient(sum, first)` adds it itself.
+
+        Such a function is for a later step, where a product of matrices adds its result to the sum in one go.
+        """
         first = parameter not in self.filled
         if callable(gradient):
             gradient(self.views[parameter], first)

@@ -149,6 +149,7 @@ class Zero:
             last: of this step. Before it, gradients are only added up, as in `no_sync` of PyTorch's DDP. (If each
                 micro-batch is reduce-scattered, only the sum over replicas waits for the last one.)
             complete: whether these are all of the micro-batch's gradients. If more of them follow, nothing is launched.
+                For a later step, where a backward comes in two halves.
         """
         self.last_micro_batch = last
         self.synchronising = complete and (last or self.each_micro_batch)
@@ -200,7 +201,8 @@ class Zero:
 
     def launch_rest(self) -> None:
         """Launch the units that no gradient and no hook has launched, without waiting for them. `finish` does so too;
-        sooner, their messages overlap with what comes in between."""
+        this is for a later step, where a rank has other parts of the model to work on meanwhile.
+        """
         for unit in self.units[self.next_unit :]:
             self._launch(unit)
 
@@ -227,7 +229,8 @@ class Zero:
 def fill_all_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
     """The buckets of step 2, if some gradients are summed over other groups of ranks: these never share a bucket.
 
-    A parameter with `own_bucket` in its spec is alone. Buckets are in the order in which the backward begins them.
+    A parameter with `own_bucket` in its spec is alone: in a later step, ranks with other layers hold it too, and all
+    must cut it into the same shards. Buckets are in the order in which the backward begins them.
     """
     alike: dict[tuple, list[nn.Parameter]] = {}
     for parameter in parameters:

@@ -126,7 +126,7 @@ class Pipeline:
                 time.sleep(max(0.0, start + least - self.clock()))
 
     def clock(self) -> float:
-        """Seconds, for the time that an action takes."""
+        """Seconds, for the time that an action takes: without its waits, in a later step where two take turns."""
         return time.perf_counter()
 
     def _forward(self, action: Action, stage_input: torch.Tensor | None) -> None:
@@ -134,11 +134,11 @@ class Pipeline:
         if stage_input is not None:
             x = stage_input.detach().requires_grad_()  # the graph of this stage begins here
         stage = self.stages[action.chunk]
-        y = stage(x, *(context or [self.positions]), targets=targets)
+        y = stage(x, *(context or [self.positions]), targets=targets)  # context: of later steps, which divide sequences
         if self.stage_numbers[action.chunk] < self.schedule.stages - 1:
             self.step.outputs[self.schedule.output_of(self.rank, action)] = y.detach()
         else:
-            if not stage.returns_loss:
+            if not stage.returns_loss:  # as the head of a later step does
                 y = vocab_parallel_cross_entropy_sum(y, targets, self.config.model_config.vocab, self.mesh.tp)
             share = y / self.step.target_tokens
             self.step.loss += share.detach()

@@ -60,7 +60,7 @@ def place_messages(schedule: Schedule, spans: Spans | None = None) -> tuple[Prog
     Raises UsageError if the schedule itself makes ranks wait for each other.
 
     Args:
-        spans: when each rank does what, in place of that simulation.
+        spans: when each rank does what, in place of that simulation. For a later step, which runs pairs as one.
     """
     spans = spans or simulate(schedule, Costs(communication=MESSAGE)).spans
     ready = {schedule.output_of(rank, action): end for rank, row in enumerate(spans) for action, _, end in row}
