@@ -87,36 +87,6 @@ def test_heavy_packages_are_imported_only_where_they_are_used():
     )
 
 
-REFUSED = {  # by world size: flags that the line names | others that are given | others that it names
-    1: """--seq-len 0; --global-batch -8; --warmup -1; --weight-decay -0.1; --clip nan; --seed -1; --dp 0;
-    --lr 0.0; --lr nan; --lr inf; --timeout 2000000.0; --kv-heads 0; --layer-delay -1.0; --compute 0.0;
-    --steps many; --dtype int8; --zero 5; --lr; --model llama9; --cp 2; --cp 0; --model mixtral-8x7b;
-    --link fast; --link 1,2,3; --link=-1,1; --link nan,1; --link 1,0; --link 1,nan; --trace 5; --trace 5:3;
-    --trace a:b; --trace 1:²; --trace=-1:2; --trace 100:100; --heads 3; --hidden 24; --dp 3; --kv-heads 3;
-    --model debug | --hidden 100000000000; --seq-len 4096 --model smollm-135m; --global-batch 3; stray; --laye;
-    --trace | 3:5 | --run-dir; --save-every | 5 | --run-dir; --resume auto | | --run-dir; --profile | | --trace;
-    --memory-snapshot | | --trace; --keep | 2 | --save-every; --async-save | | --save-every;
-    --profile --measure-memory | --trace 1:2 --run-dir x""",
-    2: """--tp 2 --dp 2; --tp 4; --tp 2 --seq-len 255; --tp-mode chunked | --tp 2 --no-sequence-parallel; --pp 3;
-    --zero-replicas 2; --pp 2 | --virtual-stages 3; --dp-mode naive | --zero 1; --zero-reduce step | --zero 1;
-    --zero-reduce step; --cp 2 --dp 2""",
-    3: "--tp 3; --tp 2; --tp 3 --ffn 100 | --heads 6 --hidden 96; --global-batch 8",
-    4: """--dp 2; --zero-replicas 3 | --zero 1; --tp 4 --kv-heads 6 | --heads 12 --hidden 96;
-    --cp 2 --tp 2 --pp 2 --dp 1; --tp 2 --cp 2 --seq-len 62; --zero-replicas 3 | --cp 2 --zero 1""",
-    6: "--cp 4; --tp 2 --pp 2; --cp 2 --dp 1; --dp 4",
-    8: "--pp 8; --pp 16",
-}
-
-
-@pytest.mark.parametrize("world, case", [(world, case) for world in REFUSED for case in REFUSED[world].split(";")])
-def test_refusals_name_the_flag_and_its_value_in_one_line(world, case):
-    named, scene, also = (case.split("|") + ["", ""])[:3]
-    with pytest.raises(UsageError) as caught:
-        valid(f"{named} {scene}", world=world)
-    words = {word.strip("':;,()") for word in str(caught.value).split()}
-    assert set(f"{named} {also}".replace("=", " ").split()) <= words and "\n" not in str(caught.value), caught.value
-
-
 def test_links_and_the_single_process():
     assert valid("--link 50,1.5").link_model == Link(alpha=pytest.approx(50e-6), bandwidth=1.5e9)
     with pytest.raises(UsageError, match="step01_single_gpu .* 2"):
