@@ -1,22 +1,15 @@
-"""The command `python -m tests.gpu_check`, and what its parts make of what a GPU tells them."""
+"""The command `python -m tests.gpu_check`: its parts, and where their ranks are placed."""
 
 import re
 
 import pytest
 import torch
 
-from step08_5d.gpu_ladder import machine
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import launching, test_node, test_training
 from tests.gpu_check.findings import Findings
 from tests.harness.observing import configure
 from tests.harness.ranks import CommandTimeout, run_script
-
-KERNELS = [  # as Kineto tells of them, in microseconds of its own clock
-    {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1000, "dur": 40},
-    {"ph": "X", "cat": "kernel", "name": "norm|x", "ts": 1050, "dur": 10},
-    {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1060, "dur": 40},
-]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -34,36 +27,6 @@ def test_which_gpu_a_rank_gets(monkeypatch):
     assert own == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "6"}]
     assert shared == [{"CUDA_VISIBLE_DEVICES": "4", "NCCL_HOSTID": f"host-{rank}"} for rank in (0, 1)]
     assert launching.placement(0, 2, True) == {"CUDA_VISIBLE_DEVICES": "4"}
-
-
-def test_the_time_of_a_launch_is_not_that_of_its_kernel(monkeypatch):
-    """The GPU is asleep, with cold caches, when its clock starts."""
-    order = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            order.append("event")
-
-        def elapsed_time(self, stop):
-            return 3.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("sleep"))
-    cache = torch.ones(4)
-    stop = machine.clock(lambda: order.append(f"call, cache {cache.sum():g}"), cache)
-    assert order == ["sleep", "event", "call, cache 0", "event"] and stop() == 3e-3
-
-
-def test_figures_of_kernels():
-    spans = [("step 4", "step", 0, 110), ("forward", "phase", 10, 40), ("backward", "phase", 50, 60)]
-    spans = [{"name": name, "cat": kind, "ts": start, "dur": length} for name, kind, start, length in spans]
-    rows, ratio = test_node.compare_clocks(spans, KERNELS)
-    assert rows == [("forward", "0.04", "0.04", "1.000"), ("backward", "0.06", "0.05", "0.833")] and ratio == 1.1
-    nccl = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel", "ts": 1080, "dur": 80}  # 20 of it beside the last
-    assert test_node.communication([*KERNELS, nccl]) == ["0.08", "25%", "0.06", "0.01"]
 
 
 def test_ranks_that_differ_or_cannot_meet(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from common.process_groups import Degrees, build_mesh
 from step01_single_gpu import train as train_module
 from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, steps_of
+from tests.unit.test_checkpoint import flip_a_bit
 
 FLAGS = "--layers 1 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --seed 3"
 FLAGS += " --global-batch 4 --micro-batch 2 --steps 12 --save-every 4"
@@ -32,12 +33,6 @@ def curve(run_dir) -> list[tuple]:
 
 def names(run_dir) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-
-
-def flip_a_bit(path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step05_pipeline import pipeline as executor
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.weight_gradients import WeightGradStore
 from tests.harness.observing import configure, mesh_of, sent_so_far
 
 BASE = "--layers 8 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu"
@@ -36,8 +35,7 @@ class Mark(NamedTuple):
 class Observation:
     """One step of one rank.
 
-    actions: (kind, micro-batch, chunk) as they ran: a forward is one of a stage's module, a backward is the graph that
-        such a forward has left, a W is what such a backward has deferred.
+    actions: (kind, micro-batch, chunk) as they ran; parity shows that each is what it says.
     phases: (name, action) of all phases of the trace.
     in_flight, stores: peaks of the number of graphs whose tensors autograd still keeps, and of stores with a tensor.
     claimed: `peak_in_flight` of the pipeline.
@@ -76,35 +74,30 @@ class Watch:
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.watched, self.marks, self.calls = mesh, None, 0, []
-        self.action, self.splitting, self.inside, self.backward = None, False, False, None
+        self.action, self.inside = None, False
         self.begin()
 
     def begin(self) -> None:
         self.seen, self.first_call = Observation(), len(self.calls)
         self.kept = defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
-        self.stores, self.keys = [], {}  # weak references to the tensors of each store; which backward filled it
+        self.stores = []  # weak references to the tensors of each
         self.sent = defaultdict(list)  # storages, by group
 
     def mark(self) -> Mark:
         self.marks += 1
         return Mark(len(self.seen.actions), self.marks, self.inside)
 
-    # ---- forwards and backwards ----
+    # ---- what graphs and stores keep ----
 
     def attach(self, pipeline: Pipeline) -> None:
         for chunk, stage in enumerate(pipeline.stages):
-            stage.register_forward_pre_hook(lambda *_, chunk=chunk: self.seen.actions.append(("F", *self.key(chunk))))
-            stage.register_forward_hook(lambda module, inputs, output, chunk=chunk: self.end_forward(chunk, output))
             for layer in stage.layers.values():  # of what a graph keeps, that of one operation: no weights are in it
                 layer.attention.core = self.keeping(layer.attention.core, chunk)
-
-    def key(self, chunk: int) -> tuple[int, int]:
-        return self.action.micro_batch, chunk
 
     def keeping(self, core, chunk: int):
         def keep(tensor: torch.Tensor) -> _Kept:
             kept = _Kept(tensor)
-            self.kept[self.key(chunk)].add(kept)
+            self.kept[self.action.micro_batch, chunk].add(kept)
             self.seen.in_flight = max(self.seen.in_flight, sum(map(bool, self.kept.values())))
             return kept
 
@@ -114,27 +107,12 @@ class Watch:
 
         return forward
 
-    def end_forward(self, chunk: int, output: torch.Tensor) -> None:
-        key = self.key(chunk)
-        output.register_hook(lambda _: self.begin_backward(key))
-
-    def begin_backward(self, key: tuple[int, int]) -> None:
-        self.seen.actions.append(("I" if self.splitting else "B", *key))
-        self.backward = key
-
     @contextmanager
     def defer(self, real, weights):
         with real(weights) as store:
-            self.splitting = True
             yield store
-            self.splitting = False
-        self.keys[id(store)] = self.backward
         self.stores.append([weakref.ref(tensor) for _, *tensors, _ in store for tensor in tensors])
         self.seen.stores = max(self.seen.stores, sum(_living_bytes(each) > 0 for each in self.stores))
-
-    def compute(self, real, store):
-        self.seen.actions.append(("W", *self.keys[id(store)]))
-        return real(store)
 
     # ---- the trace, the messages, the step ----
 
@@ -145,6 +123,8 @@ class Watch:
     @contextmanager
     def phase(self, real, tracer, name, **arguments):
         self.seen.phases.append((name, arguments.get("action", "")))
+        if "action" in arguments:
+            self.seen.actions.append((self.action.kind, self.action.micro_batch, self.action.chunk))
         with real(tracer, name, **arguments):
             self.inside = "action" in arguments
             yield
@@ -197,8 +177,8 @@ def observe(flags: str) -> Observation:
     config = prepare(flags)
     watch = Watch(mesh_of(config))
     watched = [(Pipeline, "run", watch.run), (Pipeline, "finish", watch.finish), (Pipeline, "_act", watch.act)]
-    watched += [(executor, "defer_weight_gradients", watch.defer), (WeightGradStore, "compute", watch.compute)]
-    watched += [(Tracer, "phase", watch.phase), (collectives, "send", watch.send)]
+    watched += [(executor, "defer_weight_gradients", watch.defer), (Tracer, "phase", watch.phase)]
+    watched += [(collectives, "send", watch.send)]
     with ExitStack() as stack:
         for owner, name, function in watched:
             stack.enter_context(mock.patch.object(owner, name, _calling(function, getattr(owner, name))))

@@ -55,13 +55,10 @@ def observed() -> dict[str, list[Observation]]:
 
 
 def check_order(ranks: list[Observation], flags: str) -> None:
-    """Of what modules and autograd do; and the trace has a phase for each."""
+    """The trace has a phase for each action."""
     for rank, seen in enumerate(ranks):
         _, schedule, pp = plan(flags, rank)
-        actions = schedule.actions[pp]
-        expected = [(action.kind, action.micro_batch, action.chunk) for action in actions]
-        assert seen.actions == expected, f"{flags}, rank {rank}: order"
-        phases = [(PHASES[action.kind], str(action)) for action in actions]
+        phases = [(PHASES[action.kind], str(action)) for action in schedule.actions[pp]]
         assert seen.phases == [("forward", ""), *phases, ("optimizer", "")], f"{flags}, rank {rank}: trace"
 
 
@@ -107,9 +104,9 @@ def check_messages(ranks: list[Observation], flags: str) -> None:
         for call in sent:
             assert 4 * call.elements == call.bytes == size, flags
         for rank, call in received:  # waited for right before the action that needs it
+            assert not call.wait_start.inside, f"{flags}, rank {rank}: the trace counts the wait as part of the action"
             kind, _, _ = ranks[rank].actions[call.wait_start.actions]
             assert kind in kinds, f"{flags}: {kind} waits for {direction}"
-            assert not call.wait_start.inside, f"{flags}, rank {rank}: the trace counts the wait as part of the action"
 
 
 def check_program(ranks: list[Observation], flags: str) -> None:
