@@ -21,7 +21,7 @@ from step07_expert_parallel.moe import MoE
 from tests.benchmarks.paired import compare, keep, parse_options, run_as_module
 from tests.harness.observing import configure
 from tests.harness.ranks import ROOT
-from tests.mechanisms.step07.layers import layer_of
+from tests.mechanisms.step07.test_moe import layer_of
 
 HIDDEN, WIDTH, TOP_K, FEW = 256, 512, 2, 64  # FEW: tokens for batched_mm
 LABELS = {"grouped_mm": "transformers, grouped_mm", "eager": "transformers, eager", "loop": "ours, loop over experts"}

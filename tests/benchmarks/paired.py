@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common.config import TrainConfig
+from common.experiments.training_step import Training
 from common.launching.command_line import STEP_NAMES
 from common.model import Decoder
 from common.process_groups import Mesh
-from common.tracing.tracer import Tracer
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.data.batches import Batches, load_batches
 from step01_single_gpu.memory_meter import MemoryMeter
@@ -61,16 +61,8 @@ def our_step(step: int, flags: str) -> Callable[[], float]:
 def our_training(step: int, flags: str) -> tuple[Callable[[], float], tuple]:
     """Return what `our_step` does, and what the step's `build` has built."""
     config, mesh, batches = prepare(step, flags)
-    module = importlib.import_module(f"{STEP_NAMES[step - 1]}.train")
-    built = module.build(config, mesh)
-    mesh = getattr(built[0], "mesh", mesh)  # a pipeline adds groups
-    tracer = Tracer(None, mesh, None)
-
-    def call() -> float:
-        with tracer.step(0):
-            return module.train_step(0, *built, batches, config, mesh, tracer)["loss"].item()
-
-    return call, built
+    run = Training(importlib.import_module(f"{STEP_NAMES[step - 1]}.train"), config, mesh, batches)
+    return lambda: run.take()["loss"], run.parts
 
 
 def whole_model(config: TrainConfig, **part) -> Decoder:

@@ -25,7 +25,7 @@ from tests.parity.cases import ALL
 from tests.parity.drawn import LAYOUT, is_allowed
 from tests.parity.runs import SMALL, assemble, curve_of, reference, train_here
 from tests.parity.test_narrow import NORM_TOLERANCE
-from tests.unit.test_huggingface import counting_safe_open, elements_read
+from tests.unit.test_transformers import counting_safe_open, elements_read
 
 # 4 tensor-parallel ranks share 2 K/V heads, and the vocabulary of 257 has 1 row of padding on 2 of them and 3 on 4
 TRAINING = "--layers 4 --vocab 257 --optimizer adamw --lr 1e-3 --clip 0.5"

@@ -1,4 +1,4 @@
-"""What one rank holds, sends and does, and when, in a step of step 3's real train(), noted by watching it from outside.
+"""What one rank holds, sends and does, and when, in a step of step 3's real train_step, noted by watching from outside.
 
 Watched are the modules, the parameters and the collectives, so nearly everything holds for any implementation. Only the
 sums by kind ask the mechanism what its tensors are for, and `others` tells what it did not say.
@@ -6,19 +6,19 @@ sums by kind ask the mechanism what its tensors are for, and `others` tells what
 
 import gc
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 
 from common import collectives
 from common.config import TrainConfig
+from common.experiments.training_step import Training
 from common.measure.storages import live_bytes
 from common.process_groups import Mesh
-from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero import train as step03
 from tests.harness.observing import configure, mesh_of, sent_so_far
+from tests.parity.runs import boxes_of
 
 BASE = "--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu"
 BASE += " --global-batch 12 --micro-batch 2 --steps 2 --no-tie-embeddings --peak-tflops 1"
@@ -49,6 +49,7 @@ class Observation:
     samples: list[Sample] = field(default_factory=list)
     held: dict[str, dict[str, int]] = field(default_factory=dict)
     on_wire: int | None = None  # bytes that this rank's sockets sent
+    result: dict = field(default_factory=dict)  # of both steps: this rank's part of it, as `assemble` takes it
 
     def of(self, op: str) -> list[collectives.Call]:
         """The calls of one kind, in order."""
@@ -60,7 +61,7 @@ class Observation:
 
 
 class Watch:
-    """Watches the last step of one run of step 3's train()."""
+    """Watches the last of some steps."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.seen, self.recording = mesh, Observation(), False
@@ -149,20 +150,13 @@ def prepare(flags: str) -> tuple[TrainConfig, Mesh]:
 
 
 def observe(flags: str) -> Observation:
-    """Train on this rank and watch the last step; of two, in which moments exist and all was reset that has to be."""
+    """Take two steps on this rank and watch the second, in which moments exist and all was reset that has to be."""
     config, mesh = prepare(flags)
-    watch, real_build, real_step = Watch(mesh), step03.build, RunRecord.step
-
-    def build(*arguments):
-        made = real_build(*arguments)
-        watch.attach(*made)
-        return made
-
-    @contextmanager
-    def step(self, number):
-        with real_step(self, number) as measured, watch.step() if number == config.steps - 1 else ExitStack():
-            yield measured
-
-    with mock.patch.object(step03, "build", build), mock.patch.object(RunRecord, "step", step):
-        step03.train(config, mesh)
+    watch, run = Watch(mesh), Training(step03, config, mesh)
+    watch.attach(*run.parts)
+    numbers = [run.take(0)]
+    with watch.step():
+        numbers.append(run.take(1))
+    curve = [(each["loss"], each["grad_norm"]) for each in numbers]
+    watch.seen.result = {"curve": curve, "boxes": boxes_of(run.optimizer.parameters)}
     return watch.seen

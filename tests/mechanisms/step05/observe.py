@@ -1,8 +1,8 @@
-"""What one rank does in a step of step 5's real train(), seen from outside."""
+"""What one rank does in a step of step 5's real train_step, seen from outside."""
 
 import weakref
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from unittest import mock
@@ -12,11 +12,10 @@ import torch
 import step05_pipeline.train as step05
 from common import collectives
 from common.config import TrainConfig
+from common.experiments.training_step import Training
 from common.measure.storages import live_bytes
-from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step05_pipeline import pipeline as executor
-from step05_pipeline.pipeline import Pipeline
 from tests.harness.observing import configure, mesh_of, sent_so_far
 
 BASE = "--layers 8 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu"
@@ -52,7 +51,7 @@ class Observation:
     claimed: int = 0
     outputs: int = 0
     left: int = 0  # bytes of everything sent, and of everything deferred, that were not free when all actions were done
-    weights: tuple[int, int] = (0, 0)  # bytes behind the parameters: when all actions were done, when the step was
+    weights: tuple[int, ...] = ()  # bytes behind the parameters: when all actions were done, when the step was
     on_wire: int | None = None  # bytes that the actions and messages of the step sent, as the kernel counts
 
     def of(self, op: str, *groups: str) -> list[collectives.Call]:
@@ -67,37 +66,55 @@ class _Kept:
 
 
 class Watch:
-    """Watches a run on this rank; `observe` puts its methods around those of train().
+    """Watches the steps of a run on this rank; it is their tracer. What it says at the end is of the last one."""
 
-    What it says at the end is of the last step: whatever a step has to reset was reset.
-    """
+    def __init__(self, run: Training):
+        self.run, self.pipeline, self.tracer = run, run.parts[0], Tracer(None, run.mesh, None)
+        self.marks, self.micro_batch, self.inside = 0, None, False
+        for chunk, stage in enumerate(self.pipeline.stages):
+            for layer in stage.layers.values():  # of what a graph keeps, that of one operation: no weights are in it
+                layer.attention.core = self.keeping(layer.attention.core, chunk)
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.watched, self.marks, self.calls = mesh, None, 0, []
-        self.action, self.inside = None, False
-        self.begin()
+    def step(self, number: int) -> Observation:
+        self.seen, self.kept = Observation(), defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
+        self.stores, self.sent = [], defaultdict(list)  # weak references to the tensors of each; storages, by group
+        seen, before = self.seen, sent_so_far(self.run.mesh)
+        with collectives.record(self.mark) as seen.calls:
+            self.run.take(number, self)
+        seen.on_wire = None if before is None else sent_so_far(self.run.mesh) - before
+        seen.weights += (live_bytes(self.parameters()),)
+        seen.claimed = self.pipeline.step.peak_in_flight
+        groups = {f"pp_{each}": self.pipeline._group(each) for each in ("forward", "backward")}
+        seen.communicators = {name: group.handle.group_name for name, group in groups.items()}
+        return seen
 
-    def begin(self) -> None:
-        self.seen, self.first_call = Observation(), len(self.calls)
-        self.kept = defaultdict(weakref.WeakSet)  # by (micro-batch, chunk)
-        self.stores = []  # weak references to the tensors of each
-        self.sent = defaultdict(list)  # storages, by group
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for stage in self.pipeline.stages for parameter in stage.parameters()]
 
     def mark(self) -> Mark:
         self.marks += 1
         return Mark(len(self.seen.actions), self.marks, self.inside)
 
-    # ---- what graphs and stores keep ----
-
-    def attach(self, pipeline: Pipeline) -> None:
-        for chunk, stage in enumerate(pipeline.stages):
-            for layer in stage.layers.values():  # of what a graph keeps, that of one operation: no weights are in it
-                layer.attention.core = self.keeping(layer.attention.core, chunk)
+    @contextmanager
+    def phase(self, name: str, action: str = ""):
+        self.seen.phases.append((name, action))
+        if action:
+            micro_batch, _, chunk = action[1:].partition(".")
+            self.micro_batch = int(micro_batch)
+            self.seen.actions.append((action[0], self.micro_batch, int(chunk or 0)))
+        elif name == "optimizer":  # all actions are done
+            sent = sum(each.nbytes() for several in self.sent.values() for each in several)
+            self.seen.left = sent + sum(map(_living_bytes, self.stores))
+            self.seen.weights = (live_bytes(self.parameters()),)
+        with self.tracer.phase(name, action=action):
+            self.inside = bool(action)
+            yield
+            self.inside = False
 
     def keeping(self, core, chunk: int):
         def keep(tensor: torch.Tensor) -> _Kept:
             kept = _Kept(tensor)
-            self.kept[self.action.micro_batch, chunk].add(kept)
+            self.kept[self.micro_batch, chunk].add(kept)
             self.seen.in_flight = max(self.seen.in_flight, sum(map(bool, self.kept.values())))
             return kept
 
@@ -108,63 +125,21 @@ class Watch:
         return forward
 
     @contextmanager
-    def defer(self, real, weights):
+    def defer(self, weights, real=executor.defer_weight_gradients):
         with real(weights) as store:
             yield store
         self.stores.append([weakref.ref(tensor) for _, *tensors, _ in store for tensor in tensors])
         self.seen.stores = max(self.seen.stores, sum(_living_bytes(each) > 0 for each in self.stores))
 
-    # ---- the trace, the messages, the step ----
-
-    def act(self, real, pipeline, action):
-        self.action = action
-        return real(pipeline, action)
-
-    @contextmanager
-    def phase(self, real, tracer, name, **arguments):
-        self.seen.phases.append((name, arguments.get("action", "")))
-        if "action" in arguments:
-            self.seen.actions.append((self.action.kind, self.action.micro_batch, self.action.chunk))
-        with real(tracer, name, **arguments):
-            self.inside = "action" in arguments
-            yield
-            self.inside = False
-
-    def send(self, real, tensor, peer, group, **named):
+    def send(self, tensor, peer, group, real=collectives.send, **named):
         sent = self.sent[group.name]
         self.seen.outputs = max(self.seen.outputs, sum(each.nbytes() > 0 for each in sent))
         sent.append(tensor.untyped_storage())
         return real(tensor, peer, group, **named)
 
-    def run(self, real, pipeline: Pipeline, *rest):
-        if pipeline is not self.watched:
-            self.watched = pipeline
-            self.attach(pipeline)
-        self.begin()
-        before = sent_so_far(self.mesh)
-        loss = real(pipeline, *rest)
-        self.seen.on_wire = None if before is None else sent_so_far(self.mesh) - before
-        sent = sum(each.nbytes() for several in self.sent.values() for each in several)
-        self.seen.left = sent + sum(map(_living_bytes, self.stores))
-        self.seen.claimed = pipeline.step.peak_in_flight
-        groups = {f"pp_{each}": pipeline._group(each) for each in ("forward", "backward")}
-        self.seen.communicators = {name: group.handle.group_name for name, group in groups.items()}
-        return loss
-
-    def finish(self, real, pipeline: Pipeline):
-        parameters = [parameter for stage in pipeline.stages for parameter in stage.parameters()]
-        before, gradients = live_bytes(parameters), real(pipeline)
-        self.seen.weights = before, live_bytes(parameters)
-        return gradients
-
 
 def _living_bytes(references: list[weakref.ref]) -> int:
     return sum(tensor.nbytes for reference in references if (tensor := reference()) is not None)
-
-
-def _calling(function, real):
-    """What stands for `real`: `function(real, *its arguments)`."""
-    return lambda *args, **named: function(real, *args, **named)
 
 
 def prepare(flags: str, world: int | None = None) -> TrainConfig:
@@ -173,16 +148,9 @@ def prepare(flags: str, world: int | None = None) -> TrainConfig:
 
 
 def observe(flags: str) -> Observation:
-    """Train on this rank and watch the last step."""
+    """Take the steps of these flags on this rank and watch them. Whatever the last one had to reset was reset."""
     config = prepare(flags)
-    watch = Watch(mesh_of(config))
-    watched = [(Pipeline, "run", watch.run), (Pipeline, "finish", watch.finish), (Pipeline, "_act", watch.act)]
-    watched += [(executor, "defer_weight_gradients", watch.defer), (Tracer, "phase", watch.phase)]
-    watched += [(collectives, "send", watch.send)]
-    with ExitStack() as stack:
-        for owner, name, function in watched:
-            stack.enter_context(mock.patch.object(owner, name, _calling(function, getattr(owner, name))))
-        watch.calls = stack.enter_context(collectives.record(watch.mark))
-        step05.train(config, watch.mesh)
-    watch.seen.calls = watch.calls[watch.first_call :]
-    return watch.seen
+    watch = Watch(Training(step05, config, mesh_of(config)))
+    deferring = mock.patch.object(executor, "defer_weight_gradients", watch.defer)
+    with deferring, mock.patch.object(collectives, "send", watch.send):
+        return [watch.step(number) for number in range(config.steps)][-1]

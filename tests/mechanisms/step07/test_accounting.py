@@ -16,7 +16,7 @@ from step01_single_gpu.memory_model.capacity import bytes_needed
 from step07_expert_parallel.expert_parallel import Journey
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
-from tests.mechanisms.step07.layers import layer_of
+from tests.mechanisms.step07.test_moe import layer_of
 
 WORLD, LAYERS, HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 4, 3, 128, 32, 8, 2, 64  # TOKENS: of a sequence
 WEIGHTS = 3 * EXPERTS * HIDDEN * FFN  # of the experts of a layer
