@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -35,6 +36,17 @@ def observe_each(observe: Callable[[str], object], cases: list[str], mutants: li
         with patched(mutant):
             found.append(observe(flags))
     return found
+
+
+def watching(owner: object, name: str, note: Callable):
+    """Return a context in which `note` is called, with its arguments, before every call of this function."""
+    real = getattr(owner, name)
+
+    def watched(*args, **options):
+        note(*args, **options)
+        return real(*args, **options)
+
+    return mock.patch.object(owner, name, watched)
 
 
 def sent_so_far(mesh: Mesh) -> int | None:

@@ -26,7 +26,7 @@ from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block
 from step07_expert_parallel import interleave
-from tests.harness.observing import configure
+from tests.harness.observing import configure, watching
 from tests.harness.ranks import steps_of
 from tests.parity.runs import assemble, assert_parity, boxes_of
 
@@ -43,18 +43,8 @@ def observe(step: int, flags: str, folder: Path) -> dict:
     sleep, names = time.sleep, {"replica": "dp_cp"}  # without --zero all ranks are replicas
     stack, printed = contextlib.ExitStack(), io.StringIO()
 
-    def watch(owner, name: str, note) -> None:
-        """Before every call of this function, `note` is called with its arguments, or counts if it is a name."""
-        real = getattr(owner, name)
-
-        def watched(*args, **options):
-            if isinstance(note, str):
-                seen[note] += 1
-            else:
-                note(*args, **options)
-            return real(*args, **options)
-
-        stack.enter_context(mock.patch.object(owner, name, watched))
+    def count(what: str):
+        return lambda *_, **__: seen.update({what: seen[what] + 1})
 
     def constant_weights(path: str, config) -> initial_weights.InitialValues:
         """Stands in for a Hugging Face checkpoint: all weights are 0.01."""
@@ -91,15 +81,15 @@ def observe(step: int, flags: str, folder: Path) -> dict:
         config = configure(step, f"{base} {flags}".format(folder=folder))
         mesh = mesh_of(config, torch.device("cpu"))
         with stack:
-            watch(checkpoint, "save", note_save)
-            watch(Batches, "micro_batch", lambda self, *args, **_: seen["batches"].append(args[:5]))
-            watch(RunRecord, "end_step", note_end_of_step)
-            watch(_Recompute, "backward", "recomputed")
-            watch(attention_block, "_scores", "scores")
-            watch(Unit, "free", "freed")
-            watch(interleave.Turns, "run", "turns")
             compiled = mock.patch.object(torch, "compile", lambda each, **_: seen["compiled"].append(each) or each)
             for context in (
+                watching(checkpoint, "save", note_save),
+                watching(Batches, "micro_batch", lambda self, *args, **_: seen["batches"].append(args[:5])),
+                watching(RunRecord, "end_step", note_end_of_step),
+                watching(_Recompute, "backward", count("recomputed")),
+                watching(attention_block, "_scores", count("scores")),
+                watching(Unit, "free", count("freed")),
+                watching(interleave.Turns, "run", count("turns")),
                 compiled,
                 mock.patch.object(time, "sleep", noted_sleep),
                 mock.patch.object(initial_weights, "stored_values", constant_weights),

@@ -10,7 +10,7 @@ import torch
 from step01_single_gpu.mixed_precision import GradientSums
 from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.zero import Zero
-from tests.harness.observing import observe_each
+from tests.harness.observing import observe_each, watching
 from tests.harness.ranks import run_ranks
 from tests.parity.cases import BIAS, CHUNKED, FOUR, GATHER, ONE, PLAIN, RING, SHARED, ULYSSES, WHOLE
 from tests.parity.runs import ADAMW, TIED, UNTIED, assemble, differences, reference, run_cases, train_case, training_of
@@ -94,20 +94,17 @@ OVERFLOW = 3  # the step in which a gradient overflows
 
 def overflow_case(step: int, flags: str) -> dict:
     """Train; in step `OVERFLOW` the gradients of the last rank are infinite. What this rank knows of the result."""
-    taker, now = GradientSums if step == 1 else Zero, [0]
-    accumulate, begin_step = taker.accumulate, RunRecord.step
+    taker, steps = GradientSums if step == 1 else Zero, []
+    accumulate = taker.accumulate
     last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
 
     def overflowing(self, parameter, gradient):
-        if last and now == [OVERFLOW]:
+        if last and steps[-1] == OVERFLOW:
             gradient = torch.full_like(gradient, float("inf"))
         accumulate(self, parameter, gradient)
 
-    def noting(self, number):
-        now[0] = number
-        return begin_step(self, number)
-
-    with mock.patch.object(taker, "accumulate", overflowing), mock.patch.object(RunRecord, "step", noting):
+    begins = watching(RunRecord, "step", lambda self, number: steps.append(number))
+    with begins, mock.patch.object(taker, "accumulate", overflowing):
         return train_case(step, flags)
 
 

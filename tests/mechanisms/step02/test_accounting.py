@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from common.model import Decoder
 from common.start import environment
 from step02_data_parallel.data_parallel import DataParallel
 from step02_data_parallel.train import build, train
-from tests.harness.observing import configure, mesh_of, observe_each
+from tests.harness.observing import configure, mesh_of, observe_each, watching
 from tests.harness.ranks import run_ranks
 
 BUCKET_MB = 0.02
@@ -32,16 +31,10 @@ def configuration(flags: str, world: int) -> TrainConfig:
 def watch_train(flags: str) -> list[tuple]:
     """The calls of a run of step 2's train() on this rank: (phase, op, group, elements, dtype, bytes, gradients that
     had been computed by then, of all parameters and micro-batches since the beginning of the run, calls in flight)."""
-    computed, accumulate, config = [0], DataParallel.accumulate, configuration(flags, environment().world_size)
-    in_flight = []
-
-    def counting(self, parameter, gradient):
-        computed[0] += 1
-        accumulate(self, parameter, gradient)
-
-    with mock.patch.object(DataParallel, "accumulate", counting):
+    config, computed, in_flight = configuration(flags, environment().world_size), [], []
+    with watching(DataParallel, "accumulate", lambda self, parameter, _: computed.append(parameter)):
         with collectives.record(
-            clock=lambda: computed[0],
+            clock=lambda: len(computed),
             launched=lambda *_: in_flight.append(sum(call.wait_end is None for call in calls)),
         ) as calls:
             train(config, mesh_of(config))

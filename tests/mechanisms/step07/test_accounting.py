@@ -3,7 +3,6 @@
 import itertools
 import json
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from common.config import TrainConfig
 from step01_single_gpu.cost import bytes_per_parameter
 from step01_single_gpu.memory_model.capacity import bytes_needed
 from step07_expert_parallel.expert_parallel import Journey
-from tests.harness.observing import configure, mesh_of, sent_so_far
+from tests.harness.observing import configure, mesh_of, sent_so_far, watching
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step07.test_moe import layer_of
 
@@ -36,18 +35,14 @@ CASES = [
 
 def ranks_train(cases: list[str], folder: str) -> list[dict]:
     """What this rank does, sends and holds in each case."""
-    found, real = [], Journey.__init__
+    found = []
     for index, case in enumerate(cases):
         counts = []
-
-        def travel(self, mine, *rest, counts=counts):
-            counts.append(mine.on_host)
-            real(self, mine, *rest)
-
         config = configure(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
         mesh = mesh_of(config)
         before = sent_so_far(mesh)
-        with mock.patch.object(Journey, "__init__", travel), collectives.record() as calls:
+        counting = watching(Journey, "__init__", lambda self, mine, *_, counts=counts: counts.append(mine.on_host))
+        with counting, collectives.record() as calls:
             tensors = step07.train(config, mesh)[: 1 - LAYERS]  # without the biases
         sockets = None if before is None else sent_so_far(mesh) - before
         log = [(call.phase, call.group, call.op, call.dtype, call.elements, call.bytes) for call in calls]

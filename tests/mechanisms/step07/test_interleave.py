@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import runs_as_one
 from step05_pipeline.schedules.validator import check_programs
 from step07_expert_parallel import interleave
+from tests.harness.observing import watching
 from tests.harness.ranks import run_ranks, steps_of
 from tests.parity.runs import SMALL, train_here
 
@@ -59,16 +59,13 @@ def test_no_message_comes_between_a_pair(name, ranks):
 
 def phases(flags: str) -> list[str]:
     """The phase of each all-to-all that a rank issues, and "pair" where a pair begins."""
-    run, marked = interleave.Turns.run, []
-
-    def note_and_run(*args):
-        marked.append("pair")
-        run(*args)
+    marked = []
 
     def launched(_, calls, __):
         marked.extend(call.phase for call in calls if call.op == "all_to_all")
 
-    with mock.patch.object(interleave.Turns, "run", note_and_run), collectives.record(launched=launched):
+    pairs = watching(interleave.Turns, "run", lambda *_: marked.append("pair"))
+    with pairs, collectives.record(launched=launched):
         train_here(7, flags)
     return marked
 
