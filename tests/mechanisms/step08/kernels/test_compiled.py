@@ -74,14 +74,6 @@ SOUND = Compiled("forward", "d 64, causal", 90, 123, 0, 65536, 8, 1024, 0, [], "
 
 
 @pytest.mark.parametrize(
-    "change", [{"warnings": ["C7515"]}, {"spilled": 8}, {"shared": 228 * KIB}, {"registers": 130}], ids=str
-)
-def test_what_is_rejected(change):
-    """Serialised products, spills, too much shared memory, one program on a multiprocessor instead of two."""
-    assert not faults(SOUND) and faults(SOUND._replace(**change))
-
-
-@pytest.mark.parametrize(
     "card, registers, shared, warps, resident",
     [
         (90, 32, 0, 8, 8),  # warps: 64
