@@ -4,7 +4,6 @@ Parts that have ended are kept in the folder and not run again; one that was int
 """
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -14,7 +13,7 @@ import torch
 
 from common.launching.command_line import OneLineParser, one_line_errors
 from tests.gpu_check.conftest import STARTED
-from tests.gpu_check.findings import Findings, facts, now, write_report
+from tests.gpu_check.findings import Findings, facts, now
 from tests.gpu_check.launching import CANNOT_MEET
 from tests.harness.ranks import CommandTimeout, run_command
 
@@ -51,35 +50,35 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("No CUDA device here, so there is nothing to check; --device cpu --quick tries the parts on the CPU.")
         return 0
-    out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    about, file = facts(torch.device(options.device)), out / "gpu.json"
-    parts = {part["part"]: part for part in json.loads(file.read_text())["parts"]} if file.exists() else {}
-    settings = [options.device, options.quick]
+    where = [options.device, *["quick"] * options.quick]
+    out = options.out.resolve() / ("" if where == ["cuda"] else "-".join(where))
+    reports = {name: out / name / "report.md" for name in PARTS}
     for name in options.only:
-        part = parts.get(name)
-        if options.again or part is None or part["settings"] != settings:
+        if options.again:
             shutil.rmtree(out / name, ignore_errors=True)
-            part = {"part": name, "status": UNFINISHED, "settings": settings, "lines": []}
-        kept = part["status"] != UNFINISHED
+        kept = status_of(reports[name]) in (PASSED, FAILED)
         if not kept:
-            parts[name] = part | {"date": now(), "seconds": 0.0, "printed": "It was interrupted, or still runs."}
-            write_report(out, about, [parts[each] for each in PARTS if each in parts])
-            parts[name] |= run_part(name, out, options)
-            write_report(out, about, [parts[each] for each in PARTS if each in parts])
-        part = parts[name]
-        when = f"on {part['date']}; --again repeats it" if kept else f"{part['seconds']:.0f} s"
-        print(f"{name}: {part['status']}, {when}", flush=True)
+            run_part(name, reports[name], options)
+            texts = [report.read_text() for report in reports.values() if report.exists()]
+            (out / "gpu.md").write_text(
+                "\n".join(["# What GPUs show", "", *facts(torch.device(options.device)), *texts])
+            )
+        print(reports[name].read_text().splitlines()[0][3:] + "; --again repeats it" * kept, flush=True)
     print(f"report: {out / 'gpu.md'}")
-    return int(any(parts[name]["status"] != PASSED for name in options.only))
+    return int(any(status_of(reports[name]) != PASSED for name in options.only))
 
 
-def run_part(name: str, out: Path, options: argparse.Namespace) -> dict:
+def status_of(report: Path) -> str | None:
+    """The second word of "## PART: STATUS, ...", if the part has been run."""
+    return report.read_text().split()[2].strip(",") if report.exists() else None
+
+
+def run_part(name: str, report: Path, options: argparse.Namespace) -> None:
     """Run the tests of a part until none is left or its time is over; after each failure, in a new process.
 
-    Returns its status, seconds and lines and, unless it passed, what it printed last.
+    The report has its status and findings and, unless it passed, what it printed last.
     """
-    (limit, *tests), found = PARTS[name], Findings(out / name, torch.device(options.device), options.quick)
+    (limit, *tests), found = PARTS[name], Findings(report.parent, torch.device(options.device), options.quick)
     command = [sys.executable, "-m", "pytest", "-qsx", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
     command += [*(Path("tests/gpu_check", test) for test in tests), "--record", found.folder]
     command += ["--device", options.device, *["--quick"] * options.quick]
@@ -102,8 +101,10 @@ def run_part(name: str, out: Path, options: argparse.Namespace) -> dict:
         printed = f"{done.stdout}\n{done.stderr}".strip()
         if failures == before or done.returncode == CANNOT_MEET:
             break
-    seconds, printed = time.monotonic() - start, "" if status == PASSED else printed[-SHOWN:]
-    return {"status": status, "seconds": seconds, "lines": found.lines, "printed": printed}
+    text = [f"## {name}: {status}, {time.monotonic() - start:.0f} s, {now()}", "", *found.report()]
+    if status != PASSED:
+        text += ["", "What it printed last:", "", "```", printed[-SHOWN:].replace("```", "'''"), "```"]
+    report.write_text("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

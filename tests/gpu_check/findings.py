@@ -1,6 +1,6 @@
 """What the parts of the check find out, and the report that is made of it."""
 
-import importlib
+import importlib.util
 import json
 import platform
 import sys
@@ -53,42 +53,31 @@ class Findings:
         self.note(table, [header, *(row for row in rows if row[:2] != cells[:2]), cells])
         print(*cells, sep=" | ", flush=True)
 
+    def report(self) -> list[str]:
+        """Return all of it in Markdown."""
+        text = []
+        for line in self.lines:
+            what = {None: "- ", True: "- passed: ", False: "- **failed**: "}[line["passed"]] + line["what"]
+            rows = isinstance(line["value"], list)
+            text += [f"{what}:", *_table(line["value"])] if rows else [f"{what}: {line['value']}".rstrip(": ")]
+        return text
 
-def facts(device: torch.device) -> dict[str, str]:
-    """Return when, where and with what the check runs, by name."""
-    result = {"date": now(), "device": "CPU"}
-    result["command"] = " ".join(["python -m tests.gpu_check", *sys.argv[1:]])
+
+def facts(device: torch.device) -> list[str]:
+    """Return when, where and with what the check runs, in lines."""
+    result = [now(), " ".join(["python -m tests.gpu_check", *sys.argv[1:]]), "CPU"]
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        count = torch.cuda.device_count()
-        result["device"] = f"{count} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-        result |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    result |= {"torch": torch.__version__, "Python": platform.python_version()}
-    try:
-        return result | {"triton": importlib.import_module("triton").__version__}
-    except ImportError:
-        return result | {"triton": "not installed"}
+        properties, nccl = torch.cuda.get_device_properties(device), ".".join(map(str, torch.cuda.nccl.version()))
+        result[2] = f"{torch.cuda.device_count()} x {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+        result += [f"CUDA {torch.version.cuda}, NCCL {nccl}"]
+    result += [f"torch {torch.__version__}, Python {platform.python_version()}"]
+    if importlib.util.find_spec("triton"):
+        result += [f"triton {importlib.import_module('triton').__version__}"]
+    return [*(f"- {line}" for line in result), ""]
 
 
 def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def write_report(out: Path, about: dict[str, str], parts: list[dict]) -> None:
-    """Write OUT/gpu.json and the same as a text, OUT/gpu.md."""
-    (out / "gpu.json").write_text(json.dumps({"about": about, "parts": parts}, indent=1) + "\n")
-    summary = [["part", "status", "seconds", "date"]]
-    summary += [[part["part"], part["status"], f"{part['seconds']:.0f}", part["date"]] for part in parts]
-    text = ["# What GPUs show", "", *(f"- {name}: {value}" for name, value in about.items()), *_table(summary)]
-    for part in parts:
-        text += ["", f"## {part['part']}", ""]
-        for line in part["lines"]:
-            what = {None: "- ", True: "- passed: ", False: "- **failed**: "}[line["passed"]] + line["what"]
-            rows = isinstance(line["value"], list)
-            text += [f"{what}:", *_table(line["value"])] if rows else [f"{what}: {line['value']}".rstrip(": ")]
-        if part["printed"]:
-            text += ["", "What it printed last:", "", "```", part["printed"].replace("```", "'''"), "```"]
-    (out / "gpu.md").write_text("\n".join(text) + "\n")
 
 
 def _table(rows: list[list[str]]) -> list[str]:

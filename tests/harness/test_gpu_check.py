@@ -66,7 +66,7 @@ def test_one_process_after_the_other(tmp_path, monkeypatch, capsys):
     (tmp_path / "test_part.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text("from tests.gpu_check.conftest import *")
     (tmp_path / "slow").touch()
-    processes, report = [], tmp_path / "out" / "gpu.md"
+    processes, report = [], tmp_path / "out/cpu-quick/gpu.md"
 
     def run(arguments, timeout):
         processes.append(arguments)
@@ -80,10 +80,10 @@ def test_one_process_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "PARTS", {"played": (99, tmp_path / "test_part.py"), "other": (9, "absent.py")})
     check = ["--device", "cpu", "--quick", "--out", str(tmp_path / "out"), "--only"]
     assert command.main([*check, "played"]) == 1
-    assert len(processes) == 3 and "| played | unfinished |" in report.read_text()
+    assert len(processes) == 3 and "## played: unfinished," in report.read_text()
     assert command.main([*check, "played", "other"]) == 1 and len(processes) == 5
     text = report.read_text()
-    assert "| played | failed |" in text and "| other | failed |" in text
+    assert "## played: failed," in text and "## other: failed," in text
     assert "| name |\n| --- |\n| passes |\n| raises |\n| dies |\n| waits |" in text
     assert "passed: test_played[cpu-passes]" in text and "passed: test_played[cpu-waits]" in text
     assert "failed**: test_played[cpu-raises]: what it said" in text
