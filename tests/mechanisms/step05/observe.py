@@ -52,7 +52,7 @@ class Observation:
     outputs: int = 0
     left: int = 0  # bytes of everything sent, and of everything deferred, that were not free when all actions were done
     weights: tuple[int, ...] = ()  # bytes behind the parameters: when all actions were done, when the step was
-    on_wire: int | None = None  # bytes that the actions and messages of the step sent, as the kernel counts
+    on_wire: int | None = None  # bytes that the step sent, as the kernel counts
 
     def of(self, op: str, *groups: str) -> list[collectives.Call]:
         return [call for call in self.calls if call.op == op and call.group in groups]
