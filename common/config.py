@@ -25,10 +25,9 @@ ROLES = {
 }
 MOST_PARAMETERS = 10**13  # a larger model is a typing error
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TP_MODES = ("plain", "overlap", "chunked")
+FP8 = ("none", "naive", "tensor", "delayed", "row", "tile", "mx")
 CP_MODES, CP_SPLITS = ("ring", "allgather", "ulysses"), ("zigzag", "contiguous", "striped")
-MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "seed", "save_every", "keep", "zero", "layer_delay", "experts")
-MAY_BE_ZERO += ("shared_experts", "dense_layers", "aux_coef", "z_coef", "capacity_factor")
+MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "experts", "shared_experts", "dense_layers", "aux_coef")
 
 
 def flag(default, step: int, role: str, help: str, choices: tuple = ()):
@@ -93,15 +92,12 @@ class TrainConfig:
     dp: int | None = flag(None, 2, "layout", "data-parallel degree (default: what remains of the world size)")
     dp_mode: str = flag("bucket", 2, "layout", "when gradients are reduced", ("naive", "overlap", "bucket"))
     bucket_mb: float = flag(25.0, 2, "layout", "MB (10^6 bytes) of a gradient bucket (ZeRO-3: a layer)")
-
     zero: int = flag(0, 3, "layout", "shards: 1 optimizer states, 2 gradients too, 3 weights too", (0, 1, 2, 3))
     zero_replicas: int = flag(1, 3, "layout", "hybrid sharding: so many copies, each over dp / copies ranks")
     zero_reduce: str = flag("micro-batch", 3, "layout", "when stages 2 and 3 reduce gradients", ("micro-batch", "step"))
-
     tp: int = flag(1, 4, "layout", "tensor parallelism: ranks that share every layer")
     sequence_parallel: bool = flag(True, 4, "layout", "with --tp: split norms and residuals too (default)")
-    tp_mode: str = flag("overlap", 4, "layout", "collectives: alone, behind matmuls or in chunks", TP_MODES)
-
+    tp_mode: str = flag("overlap", 4, "layout", "collectives alone or behind matmuls", ("plain", "overlap", "chunked"))
     pp: int = flag(1, 5, "layout", "pipeline parallelism: ranks that the layers are divided among")
     schedule: str = flag("1f1b", 5, "layout", "order of the pipeline's work (afab, interleaved, zb-h1, dualpipe, ...)")
     virtual_stages: int | None = flag(None, 5, "layout", "stages per pipeline rank (default: the schedule's)")
@@ -128,6 +124,8 @@ class TrainConfig:
     fused: bool = flag(True, 8, "layout", "fused kernels: all on CUDA, head with loss everywhere (default)")
     own_attention: bool = flag(False, 8, "layout", "on CUDA, our own kernels for attention as well")
     compile: bool = flag(False, 8, "layout", "compile norms, rotation, activation where no kernel does")
+    fp8: str = flag("none", 8, "model", "multiply in FP8; what shares a scale (naive: nothing is scaled)", FP8)
+    fp8_gradients: str = flag("e4m3", 8, "model", "--fp8: the format of gradients", ("e4m3", "e5m2"))
     order: str = flag("tp,cp,pp,dp", 8, "layout", "how the degrees are laid over the ranks, from near to far")
     shapes: bool = flag(False, 8, "logging", "print (and draw) a layer's shapes, bytes and messages")
     layer_delay: float = flag(0.0, 5, "logging", "a layer's forward takes at least so many ms, its backward twice that")
@@ -200,15 +198,15 @@ class TrainConfig:
         if self.memory_snapshot and kind == "cpu":
             raise UsageError("--memory-snapshot records the CUDA allocator, and this run is on the CPU")
         for name in ("link", "compute", "layer_delay"):
-            if getattr(self, name) and kind == "cuda":
-                flag = f"{spelled(name)} {getattr(self, name)}"
-                raise UsageError(f"{flag} lets Python wait, which a GPU would not notice; it needs --device cpu")
+            if (value := getattr(self, name)) and kind == "cuda":
+                raise UsageError(f"{spelled(name)} {value} lets Python wait, which no GPU notices: use --device cpu")
 
     def _check_numbers(self) -> None:
         for name, value in vars(self).items():
             if type(value) in (int, float):
-                rule = "at least 0" if name in MAY_BE_ZERO else "at least 1" if type(value) is int else "positive"
-                if not (math.isfinite(value) and (value > 0 or value == 0 and name in MAY_BE_ZERO)):
+                zero = name in MAY_BE_ZERO or getattr(TrainConfig, name) == 0  # by default
+                rule = "at least 0" if zero else "at least 1" if type(value) is int else "positive"
+                if not (math.isfinite(value) and (value > 0 or value == 0 and zero)):
                     raise UsageError(f"{spelled(name)} {value} must be {rule}")
         if self.timeout > 1e6:
             raise UsageError(f"--timeout {self.timeout} must be at most 1e6 seconds")

@@ -1,12 +1,24 @@
-"""A linear layer in two products, with a seam at the second one.
+"""A linear layer in three products, with two seams.
 
 The backward of a linear layer is two multiplications, and other ranks wait for only one of them, the input's gradient.
-When the weight's is computed is up to whoever holds the weight: it may set `weight.postpone`.
+When the weight's is computed is up to whoever holds the weight: it may set `weight.postpone`. How all three are
+computed is up to it as well: an object `weight.products` has functions of the same names and arguments.
 """
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
+
+
+def output(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y = x W' for x (..., in) and the weight (out, in): (..., out)."""
+    return weight.products.output(x, weight) if hasattr(weight, "products") else F.linear(x, weight)
+
+
+def input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient (..., in) of x, for the gradient (..., out) of y."""
+    return weight.products.input_gradient(gradient, weight) if hasattr(weight, "products") else gradient @ weight
 
 
 def product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -21,6 +33,8 @@ def weight_gradient(
 
     None if there is `weight.postpone`: it gets (weight, gradient, x, multiply), and sees to the rest.
     """
+    if multiply is product and hasattr(weight, "products"):
+        multiply = weight.products.weight_gradient
     if hasattr(weight, "postpone"):
         weight.postpone((weight, gradient, x, multiply))
         return None
@@ -32,12 +46,12 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight):
         ctx.weight = weight  # itself: what `saved_tensors` gives back may be another tensor of the same memory
         ctx.save_for_backward(x)
-        return torch.nn.functional.linear(x, weight)
+        return output(x, weight)
 
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        return gradient @ ctx.weight, weight_gradient(ctx.weight, gradient, x)
+        return input_gradient(gradient, ctx.weight), weight_gradient(ctx.weight, gradient, x)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ With 4 ranks, this is what rank 1 does. Parts of the sequence are 0 to 3, and sN
 """
 
 import torch
-import torch.nn.functional as F
 
 from common import collectives
 from common.process_groups import Group
+from step04_tensor_parallel.linear import output
 
 
 def gather_and_multiply(x: torch.Tensor, weights: tuple[torch.Tensor, ...], group: Group) -> list[torch.Tensor]:
@@ -30,7 +30,7 @@ def gather_and_multiply(x: torch.Tensor, weights: tuple[torch.Tensor, ...], grou
     def multiply(tokens: torch.Tensor, source: int) -> None:
         """Multiply the part of the sequence that rank `source` holds."""
         for result, weight in zip(results, weights, strict=True):
-            result[:, source * part : (source + 1) * part] = F.linear(tokens, weight)
+            result[:, source * part : (source + 1) * part] = output(tokens, weight)
 
     for hop in range(group.size - 1):
         received = torch.empty_like(tokens)
@@ -52,7 +52,7 @@ def multiply_and_scatter(x: torch.Tensor, weight: torch.Tensor, group: Group) ->
 
     def summand(target: int) -> torch.Tensor:
         """What this rank adds to the part of the sequence that rank `target` keeps."""
-        return F.linear(x[:, target * part : (target + 1) * part], weight)
+        return output(x[:, target * part : (target + 1) * part], weight)
 
     total = summand(left)
     for hop in range(1, group.size):

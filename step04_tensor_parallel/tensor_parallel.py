@@ -20,14 +20,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Group, Mesh
-from step04_tensor_parallel.linear import linear, weight_gradient
+from step04_tensor_parallel.linear import input_gradient, linear, output, weight_gradient
 from step04_tensor_parallel.operators import Split, join_sequence, start_all_gather, start_reduce_scatter
 from step04_tensor_parallel.ring import gather_and_multiply, multiply_and_scatter
 from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
@@ -141,16 +140,16 @@ class _OverlappedColumnLinears(torch.autograd.Function):
         if split.mode == "chunked":
             return tuple(gather_and_multiply(x, weights, split.group))
         whole = split.begin_sublayer(x)
-        return tuple(F.linear(whole, weight) for weight in weights)
+        return tuple(output(whole, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *gradients):
         split, weights, (x,) = ctx.split, ctx.weights, ctx.saved_tensors
         if split.sequence_parallel:  # gather again, while we compute the input's gradient, which does not need it
             parts, gathering = start_all_gather(x, split.group)
-        dx = gradients[0] @ weights[0]
+        dx = input_gradient(gradients[0], weights[0])
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            dx += gradient @ weight
+            dx += input_gradient(gradient, weight)
         if split.sequence_parallel:
             dx, reducing = start_reduce_scatter(dx, split.group)
             gathering.wait()
@@ -172,7 +171,7 @@ class _OverlappedRowLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         if split.mode == "chunked":
             return multiply_and_scatter(x, weight, split.group)
-        summand = F.linear(x, weight)
+        summand = output(x, weight)
         if split.sequence_parallel:
             return split.end_sublayer(summand)
         collectives.all_reduce(summand, split.group)  # in place
@@ -182,4 +181,4 @@ class _OverlappedRowLinear(torch.autograd.Function):
     def backward(ctx, gradient):
         weight, (x,) = ctx.weight, ctx.saved_tensors
         gradient = ctx.split.begin_sublayer(gradient)  # the conjugate of `end_sublayer`
-        return gradient @ weight, None, weight_gradient(weight, gradient, x)
+        return input_gradient(gradient, weight), None, weight_gradient(weight, gradient, x)

@@ -3,6 +3,7 @@
 from common.config import TrainConfig
 from common.errors import UsageError
 from step07_expert_parallel import config as step07
+from step08_5d.narrow_numbers.scaling import BLOCKS
 
 
 def check(config: TrainConfig) -> None:
@@ -10,3 +11,41 @@ def check(config: TrainConfig) -> None:
     if sorted(config.order.split(",")) != ["cp", "dp", "pp", "tp"]:
         raise UsageError(f"--order {config.order} must name tp, cp, pp and dp, each once, separated by commas")
     step07.check(config)
+    check_fp8(config)
+
+
+def check_fp8(config: TrainConfig) -> None:
+    """No cut falls into the middle of what shares a scale, and no flag about FP8 means nothing."""
+    if config.fp8 == "none" and config.fp8_gradients != TrainConfig.fp8_gradients:
+        raise UsageError(f"--fp8-gradients {config.fp8_gradients} needs one of --fp8")
+    given, model, tp = f"--fp8 {config.fp8}", config.model_config, config.tp
+    if tp > 1 and config.tp_mode == "chunked" and config.fp8 in ("tensor", "row"):
+        raise UsageError(f"{given} wants the largest number of a whole tensor, before --tp-mode chunked has all parts")
+    if config.fp8 != "none" and model.kv_heads < tp:
+        raise UsageError(
+            f"{given}: --tp {tp} exceeds --kv-heads {model.kv_heads}, and ranks with copies of a head "
+            "would each round their summand of its gradient"
+        )
+    everyone = config.tp * config.cp
+    if model.experts and config.ep % everyone and config.fp8 not in ("none", "naive", "delayed"):
+        raise UsageError(
+            f"{given}: --ep {config.ep} must be a multiple of tp {tp} x cp {config.cp}, so that an expert "
+            "sees whole sequences, and its scales are those of all its tokens"
+        )
+    if not (size := BLOCKS.get(config.fp8)):
+        return
+    widths = {"--heads": model.heads // tp * model.head_width, "--ffn": model.ffn // tp}
+    widths["--kv-heads"] = model.kv_heads // tp * model.head_width
+    for name, width in widths.items():
+        if tp > 1 and width % size:
+            raise UsageError(
+                f"{given}: --tp {tp} cuts {name} into parts of {width} columns, not of whole blocks of {size}"
+            )
+    if config.cp > 1 and config.cp_split == "striped":
+        raise UsageError(f"{given} wants {size} tokens in a row on one rank, which --cp-split striped separates")
+    shared = model.experts and model.shared_experts  # they see the part of the sequence that a tensor rank has
+    chunks = config.cp * (2 if config.cp > 1 and config.cp_split == "zigzag" else 1), config.cp * (tp if shared else 1)
+    for parts in chunks:
+        if parts > 1 and config.seq_len // parts % size:
+            tokens = f"--seq-len {config.seq_len} into {parts} parts"
+            raise UsageError(f"{given}: the layout cuts {tokens}, not of whole blocks of {size} tokens")

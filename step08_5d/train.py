@@ -36,6 +36,7 @@ from step07_expert_parallel.interleave import InterleavedPipeline
 from step07_expert_parallel.moe import apply_experts
 from step08_5d.config import check
 from step08_5d.fused import apply_kernels, optimizer_class
+from step08_5d.narrow_numbers.layers import apply_fp8
 from step08_5d.shapes import show_shapes
 from step08_5d.weight_sums import sum_in_products
 
@@ -56,11 +57,12 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
     wrapper = ZeroByLayer if config.zero == 3 and config.pp == 1 else Zero
     zero_wrappers = [wrapper(stage, config, mesh) for stage in stages]
     sum_in_products(stages, zero_wrappers, config, mesh)
+    histories = apply_fp8(stages, zero_wrappers, config, mesh)
     biases = [router.bias for _, router in routers_of(stages)]
     if biases:
         initial_values(config)(biases)
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
-    optimizer = optimizer_class(config, mesh)(shards, config, biases)
+    optimizer = optimizer_class(config, mesh)(shards, config, biases + histories)
     # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
     kind = InterleavedPipeline if config.schedule.startswith("dualpipe") and config.ep > 1 else Pipeline
     balancing = Balancing(stages, config, mesh, optimizer.scaler)

@@ -21,8 +21,11 @@ from step08_5d.kernels.linear_cross_entropy import add_product
 
 
 def sum_in_products(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> None:
-    """Let all linear layers in the layers of these stages do so on a GPU, in backwards that are not split in two."""
-    if not launches_kernels(config, mesh.device):
+    """Let all linear layers in the layers of these stages do so on a GPU, in backwards that are not split in two.
+
+    With `--fp8` also on the CPU, where a product in FP8 leaves in float32 and is added without being rounded.
+    """
+    if not launches_kernels(config, mesh.device) and config.fp8 == "none":
         return
     for stage, zero in zip(stages, zero_wrappers, strict=True):
         for name, module in list(stage.layers.named_modules()):
@@ -30,10 +33,11 @@ def sum_in_products(stages: list[Decoder], zero_wrappers: list[Zero], config: Tr
                 stage.layers.set_submodule(name, DeferringLinear(module.weight))
         for module in stage.layers.modules():
             if isinstance(module, nn.Linear):
-                module.weight.postpone = partial(_accumulate, zero)
+                module.weight.postpone = partial(accumulate, zero)
 
 
-def _accumulate(zero: Zero, operands: tuple) -> None:
+def accumulate(zero: Zero, operands: tuple) -> None:
+    """What a weight's `postpone` does with (weight, gradient, x, multiply): add their product to the step's sum."""
     weight, gradient, x, multiply = operands
     if multiply is product:
 

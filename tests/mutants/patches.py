@@ -12,7 +12,7 @@ from common import collectives
 from common.parameter import ParameterSpec
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
-from tests.mutants import Mutants, patches_hidden, patches_step04, patches_step06
+from tests.mutants import Mutants, patches_fp8, patches_hidden, patches_step04, patches_step06
 
 DATA_PARALLEL = Mutants(r"""
 @ step02_data_parallel.data_parallel:DataParallel.accumulate
@@ -172,7 +172,7 @@ def _(self):
 
 STEPS = {2: DATA_PARALLEL, 3: ZERO} | patches_step04.STEPS | patches_step06.STEPS  # by the step that they are wrong in
 EVERY = dict(item for mutants in STEPS.values() for item in mutants.items())
-EVERY |= patches_hidden.ASYNCHRONY | patches_hidden.NARROW
+EVERY |= patches_hidden.ASYNCHRONY | patches_hidden.NARROW | patches_fp8.MUTANTS
 
 
 @contextlib.contextmanager

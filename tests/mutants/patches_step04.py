@@ -39,7 +39,7 @@ norms counted on every rank: if parameter.spec.owner] => if parameter.spec.owner
 sequences of a batch mixed: parts.transpose(0, 1).flatten(1, 2) => parts.reshape(parts.shape[1], -1, parts.shape[3])
 @ step04_tensor_parallel.tensor_parallel:ColumnParallelLinear.forward
 # The head is divided as well, but its input's gradient is not summed: all below sees the columns of one rank
-no f before the head: apply_column_parallel(x, [self])[0] => F.linear(x, self.weight)
+no f before the head: apply_column_parallel(x, [self])[0] => linear(x, self.weight)
 
 # ---- right results at a higher price
 @ step04_tensor_parallel.tensor_parallel:apply_column_parallel

@@ -1,0 +1,81 @@
+"""`--fp8`: gives the weights of all linear layers and experts products in FP8, and a history if scales are delayed.
+
+Embedding, head, router and norms stay as they are. So do the sums: every weight hands its gradient on in float32, past
+autograd, which would round it to the training type.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from common.config import TrainConfig
+from common.model import Decoder, at_least_float32
+from common.process_groups import Group, Mesh
+from step03_zero.zero import Zero
+from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts
+from step08_5d.narrow_numbers.history import OPERANDS, STEPS, History, finish_step
+from step08_5d.narrow_numbers.linear import FORMATS, Products
+from step08_5d.weight_sums import accumulate
+
+
+def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> list[Tensor]:
+    """Let all linear layers and experts in the layers of these stages multiply as `config.fp8` says.
+
+    Returns the histories of their operands, with specs: what a checkpoint holds besides weights and moments.
+    """
+    if config.fp8 == "none":
+        return []
+    histories = []
+    for stage, zero in zip(stages, zero_wrappers, strict=True):
+        for layer in stage.layers.values():
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear):
+                    cut = _cut(module, name.startswith("mlp.shared"), mesh)
+                    history = _history(module.weight, histories, config, mesh)
+                    module.weight.products = Products(config.fp8, FORMATS[config.fp8_gradients], cut, history)
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.experts = NarrowExperts(layer.mlp.experts)
+                for weight in layer.mlp.experts.parameters():
+                    each = _history(weight, histories, config, mesh) or [None] * len(weight)
+                    make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], blocks_of_tokens=False)
+                    weight.products = ExpertProducts([make(history=history) for history in each])
+                    weight.postpone = partial(accumulate, zero)
+    if histories:  # a step ends where its gradients are asked for
+        finish = zero_wrappers[0].finish
+        zero_wrappers[0].finish = lambda: (finish_step(histories, mesh), finish())[1]
+    return histories
+
+
+def _cut(module: nn.Linear, shared: bool, mesh: Mesh) -> dict[str, tuple[Group, ...]]:
+    """Which ranks hold other parts of this layer's operands, by axis."""
+    cut = {"tokens": (mesh.cp, mesh.tp) if shared else (mesh.cp,)}  # sequence parallelism divides them for all experts
+    if isinstance(module, ColumnParallelLinear):
+        cut["out"] = (mesh.tp,)
+    elif isinstance(module, RowParallelLinear):
+        cut["in"] = (mesh.tp,)
+    return cut
+
+
+def _history(weight: nn.Parameter, histories: list[Tensor], config: TrainConfig, mesh: Mesh):
+    """The `History` of a weight, or a list of those of its experts, in a tensor that joins `histories`; or None."""
+    if config.fp8 != "delayed":
+        return None
+    spec, experts = weight.spec, weight.dim() == 3
+    size = len(OPERANDS), 1 + STEPS
+    dtype = at_least_float32(weight.dtype)
+    history = torch.zeros(*weight.shape[: int(experts)], *size, dtype=dtype, device=weight.device)
+    # All ranks that hold a part of the weight have all of its history. One of them saves it
+    first = spec.owner and getattr(mesh, spec.shard_groups[0]).rank == 0 and (experts or mesh.tp.rank == 0)
+    history.spec = replace(
+        spec,
+        name=f"{spec.name}.largest",
+        global_shape=(*spec.global_shape[: int(experts)], *size),
+        box=(*spec.box[: int(experts)], *((0, length) for length in size)),
+        extra_groups=spec.extra_groups if experts else (*spec.extra_groups, "tp"),
+        owner=first,
+    )
+    histories.append(history)
+    return [History(each) for each in history] if experts else History(history)

@@ -1,0 +1,186 @@
+"""Numbers in FP8: scales, products, experts, what is refused, and delayed scales across a resume."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from step07_expert_parallel.experts import Counts
+from step08_5d.narrow_numbers import linear, scaling
+from step08_5d.narrow_numbers.experts import ExpertProducts
+from step08_5d.narrow_numbers.history import STEPS
+from step08_5d.narrow_numbers.linear import FORMATS, Products, multiply, multiply_reference
+from step08_5d.narrow_numbers.scaling import block_of, largest_of, quantise_now, scales_for
+from tests.harness.ranks import run_ranks
+from tests.parity.runs import ADAMW, SMALL, TIED, assemble, assert_parity, curve_of, train_here
+
+E4M3, E5M2 = FORMATS.values()
+RECIPES = "naive", "tensor", "row", "tile", "mx"
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+# ---- scales ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe, dtype, weight", [*itertools.product(RECIPES[1:], (E4M3, E5M2), (False, True))])
+def test_every_block_fills_its_format(recipe, dtype, weight):
+    """The largest number of each block, also of the last ones, which are smaller, comes to the end of the format."""
+    x = normal(200, 300) * torch.logspace(-12, 9, 300)
+    narrow = quantise_now(x, dtype, recipe, weight)
+    filled = largest_of(narrow.numbers.float(), block_of(recipe, weight)) / torch.finfo(dtype).max
+    assert filled.shape == narrow.scales.shape
+    assert (filled <= 1).all() and (filled > (0.49 if recipe == "mx" else 0.99)).all()
+    if recipe == "mx":
+        assert (narrow.scales.log2() == narrow.scales.log2().round()).all()
+    step = torch.finfo(dtype).eps / 2 + 1e-6  # of numbers that are not subnormal
+    visible = narrow.numbers.float().abs() >= torch.finfo(dtype).smallest_normal
+    assert (((narrow.wide() - x) / narrow.wide()).abs()[visible] <= step).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zeros_and_equal_rows(recipe):
+    x = torch.zeros(130, 130)
+    assert torch.equal(quantise_now(x, E4M3, recipe).wide(), x)
+    x[3], x[129] = 7.0, -7.0
+    wide = quantise_now(x, E4M3, recipe).wide()
+    assert relative(wide, x) < 1e-6 and not wide[x == 0].any()  # 7 is a number of the format, scaled or not
+    tiny = torch.full((2, 40), 1e-44)  # smaller than the smallest scale times the smallest number
+    assert torch.isfinite(quantise_now(tiny, E4M3, recipe).wide()).all()
+
+
+@pytest.mark.parametrize("recipe, value", [*itertools.product(RECIPES, (torch.inf, -torch.inf, torch.nan))])
+def test_what_is_not_finite_is_noticed(recipe, value):
+    x = normal(4, 256)
+    x[1, 200] = value
+    assert quantise_now(x, E4M3, recipe).wide()[1, 200].isnan()
+
+
+def check_cast() -> None:
+    """What exceeds a format becomes its largest number; a scale of earlier steps, or none, may let it happen."""
+    for dtype in FORMATS.values():
+        top = torch.finfo(dtype).max
+        assert scaling.cast(torch.tensor([1.2 * top, -1e9, 1.0]), dtype).tolist() == [top, -top, 1.0], dtype
+        assert scaling.cast(torch.tensor(torch.inf), dtype).isnan()
+
+
+def test_casts_saturate():
+    check_cast()
+
+
+def test_powers_of_two():
+    largest = torch.tensor([448.0, 449.0, 224.0, 448 * 2.0**-20, 1e-45])
+    assert scales_for(largest, E4M3, power_of_two=True)[:4].tolist() == [1.0, 2.0, 0.5, 2.0**-20]
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe, dtype, out", [*itertools.product(("tensor", "row"), (E4M3, E5M2), ("float32", "bfloat16"))]
+)
+def test_pytorchs_product_equals_the_reference(recipe, dtype, out):
+    left, right, out = (
+        quantise_now(normal(48, 160), dtype, recipe),
+        quantise_now(normal(64, 160), E4M3, recipe),
+        getattr(torch, out),
+    )
+    if not linear._has_kernel(left, right, out):
+        pytest.skip("this PyTorch has no such product on the CPU")
+    called = mock.patch("torch._scaled_mm", wraps=torch._scaled_mm)
+    with called as kernel:
+        found = multiply(left, right, out)
+    assert kernel.call_count == 1
+    assert relative(found, multiply_reference(left, right, out)) < (1e-6 if out == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("recipe, widths", [*itertools.product(RECIPES, ((37, 50, 3), (128, 160, 2), (8, 300, 1)))])
+def test_products_stay_near_exact_ones(recipe, widths):
+    """Also with widths that are no multiple of 16 or 128, and with sequences that do not fill a block."""
+    tokens, width, batch = widths
+    x, weight, dy = normal(batch, tokens, width), normal(40, width, seed=1), normal(batch, tokens, 40, seed=2)
+    for gradients, bound in ((E4M3, 0.04), (E5M2, 0.065)):
+        products = Products(recipe, gradients)
+        assert relative(products.output(x, weight), x @ weight.t()) < 0.04
+        assert relative(products.input_gradient(dy, weight), dy @ weight) < bound
+        assert relative(products.weight_gradient(dy, x), dy.flatten(0, 1).t() @ x.flatten(0, 1)) < bound
+
+
+def test_blocks_of_tokens_end_with_their_sequence():
+    """What a sequence adds to a weight's gradient does not depend on the sequences beside it."""
+    x, dy, products = normal(3, 100, 64), normal(3, 100, 32, seed=1), Products("tile", E4M3)
+    alone = sum(products.weight_gradient(dy[i : i + 1], x[i : i + 1]) for i in range(3))
+    assert relative(products.weight_gradient(dy, x), alone) < 1e-6
+
+
+def check_weight_gradient() -> None:
+    """In a bfloat16 run too it is added up in float32 and never rounded."""
+    x, dy = normal(2, 128, 64).bfloat16(), normal(2, 128, 32, seed=1).bfloat16()
+    for recipe in RECIPES:
+        found = Products(recipe, E4M3).weight_gradient(dy, x)
+        left, right = (quantise_now(each.flatten(0, 1).t().float(), E4M3, recipe) for each in (dy, x))
+        exact = left.wide().double() @ right.wide().double().t()
+        assert found.dtype == torch.float32 and relative(found, exact) < 1e-6, recipe
+
+
+def test_weight_gradients_are_float32():
+    check_weight_gradient()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_are_linear_layers(recipe):
+    """Each one multiplies its rows as if it were alone; one without rows has no gradient."""
+    sizes = [5, 0, 40]
+    x, dy, weight = normal(45, 32), normal(45, 48, seed=1), nn.Parameter(normal(3, 48, 32, seed=2))
+    counts = Counts(torch.tensor(sizes))
+    each = [Products(recipe, E4M3, blocks_of_tokens=False) for _ in sizes]
+    experts = ExpertProducts(each)
+    y, dx = experts.output(x, weight, counts), experts.input_gradient(dy, weight, counts)
+    dw = experts.weight_gradient(dy, x, counts)
+    assert not dw[1].any()
+    for index, rows in ((0, slice(0, 5)), (2, slice(5, 45))):
+        assert torch.equal(y[rows], each[0].output(x[rows], weight[index]))
+        assert torch.equal(dx[rows], each[0].input_gradient(dy[rows], weight[index]))
+        assert torch.equal(dw[index], each[0].weight_gradient(dy[rows], x[rows]))
+        assert relative(dw[index], dy[rows].t() @ x[rows]) < 0.05
+
+
+# ---- delayed scales --------------------------------------------------------------------------------------------------
+
+EXPERTS = "--experts 4 --expert-ffn 24 --shared-experts 1"
+CHAIN = [  # ranks and layout of each run, which goes on from the one before: a checkpoint holds the histories
+    (1, "--micro-batch 6"),
+    (2, "--dp 2 --ep 2 --zero 3 --micro-batch 3"),
+    (4, "--tp 2 --pp 2 --ep 2 --micro-batch 3 --schedule dualpipe"),
+    (2, "--cp 2 --ep 2 --micro-batch 4 --recompute full"),
+]
+
+
+def train_on(flags: str, folder: str) -> dict:
+    flags = f"{SMALL} {ADAMW} {TIED} {EXPERTS} --fp8 delayed --save-every 1 --resume auto --run-dir {folder} {flags}"
+    return {"boxes": train_here(8, flags)}
+
+
+def test_histories_are_saved_and_resumed_in_another_layout(tmp_path):
+    steps = len(CHAIN)
+    [whole] = run_ranks(1, train_on, f"--micro-batch 12 --steps {steps}", str(tmp_path / "whole"))
+    for number, (ranks, layout) in enumerate(CHAIN, start=1):
+        parts = run_ranks(ranks, train_on, f"{layout} --steps {number}", str(tmp_path / "chain"))
+    curves = [curve_of(tmp_path / name) for name in ("whole", "chain")]
+    expected, found = assemble([whole | {"curve": curves[0]}]), assemble([parts[0] | {"curve": curves[1]}, *parts[1:]])
+    assert_parity(found, expected, "a chain of layouts", 1e-9)
+    histories = {name: each for name, each in found.parameters.items() if name.endswith(".largest")}
+    assert len(histories) == 2 * (4 + 3 + 3)  # attention, experts, shared experts of two layers
+    for name, history in histories.items():
+        assert history.shape[-2:] == (3, 1 + STEPS), name
+        seen = history[..., 1 : 1 + steps]
+        assert (seen > 0).all() or "experts" in name, f"{name}: what a step has seen"
+        assert not history[..., 1 + steps :].any() and not history[..., 0].any(), name

@@ -1,0 +1,25 @@
+"""Known-wrong variants of products in FP8. Their curves look healthy: see test_fp8.py."""
+
+from tests.mutants import Mutants
+
+MUTANTS = Mutants(r"""
+@ step08_5d.narrow_numbers.linear:Products._narrow
+# Every rank takes the largest number of its own part
+scale not reduced over tp: groups = [group for axis in whole for group in self.cut.get(axis, ())] => groups = []
+# The scale of the first micro-batch's gradient serves for all that follow
+gradient scale reused: return quantise(x, dtype, block, scales) =>
+    if what == "gradient": scales = self.__dict__.setdefault("kept", scales)\n    …
+@ step08_5d.narrow_numbers.linear:Products.input_gradient
+scale of the wrong operand: dx = multiply(rows, weight, gradient.dtype) =>
+    dx = multiply(rows, weight._replace(scales=rows.scales), gradient.dtype)
+@ step08_5d.narrow_numbers.linear:Products.weight_gradient
+weight gradient in bfloat16: return multiply(left, right, at_least_float32(x.dtype)) =>
+    return multiply(left, right, x.dtype)
+@ step08_5d.narrow_numbers.linear:Products._tokens_last
+blocks across sequences: F.pad(x, (0, 0, 0, -x.shape[-2] % (columns or 1))) => x
+@ step08_5d.narrow_numbers.scaling:cast
+saturation left out: return x.clamp(-top, top).where(x.isfinite(), torch.nan).to(dtype) => return x.to(dtype)
+@ step08_5d.narrow_numbers.layers:finish_step
+# What a rank has seen, it keeps to itself: the scales of one weight drift apart
+notes not compared: collectives.all_reduce(joined, getattr(mesh, name), op="max") => pass
+""")

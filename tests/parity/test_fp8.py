@@ -1,0 +1,92 @@
+"""FP8 in every layout: only operands of products are narrow and all else is float64, so all layouts must agree.
+
+That shows where scales are taken: one that differs in its last digit moves numbers across borders of the format.
+"""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+
+from step08_5d.narrow_numbers.scaling import BLOCKS
+from tests.harness.observing import observe_each
+from tests.harness.ranks import run_ranks
+from tests.parity.cases import CHUNKED, GATHER, OVERLAP, PLAIN, RING, ULYSSES, WHOLE
+from tests.parity.pairwise import pairwise, thin
+from tests.parity.runs import ADAMW, SGD, TIED, UNTIED, Result, assemble, assert_parity, train_case, training_of
+
+SIZES = {"tile": 8, "mx": 4}  # instead of 128 and 32: several blocks in a small model
+SHAPE = "--ffn 64 --seq-len 32"
+EXPERTS = f"{SHAPE} --experts 4 --expert-ffn 24 --aux-coef 0.1"
+SHARED = f"{EXPERTS} --shared-experts 1"
+TOLERANCE = 1e-9
+TILE, MX, ROW, NOW, DELAYED = (f"--fp8 {name}" for name in ("tile", "mx", "row", "tensor", "delayed"))
+LAYOUTS = {  # the micro-batch of the one process that has the same tokens in a product: layouts
+    2: [(3, "--dp 2 --micro-batch 3"), (3, "--tp 2 --micro-batch 3"), (3, "--cp 2 --micro-batch 3")]
+    + [(2, f"--pp 2 --micro-batch 2 --schedule {name}") for name in ("1f1b", "zb-h1", "dualpipe")]
+    + [(2, f"--pp 2 --layers 4 --micro-batch 2 --schedule {name}") for name in ("zbv", "interleaved")],
+    4: [
+        (3, "--dp 2 --tp 2 --micro-batch 3"),
+        (3, "--tp 2 --cp 2 --micro-batch 3"),
+        (6, "--tp 4 --kv-heads 4 --micro-batch 6"),
+    ]
+    + [(2, "--pp 2 --cp 2 --micro-batch 2 --schedule zb-h1"), (2, "--pp 2 --tp 2 --micro-batch 2 --schedule dualpipe")],
+}
+WITH_EXPERTS = {
+    2: [(6, "--dp 2 --ep 2 --micro-batch 3"), (3, "--tp 2 --ep 2 --micro-batch 3"), (3, "--dp 2 --micro-batch 3")],
+    4: [(6, "--dp 2 --tp 2 --ep 4 --micro-batch 3"), (3, "--cp 2 --tp 2 --ep 4 --micro-batch 3")]
+    + [(4, "--pp 2 --dp 2 --ep 2 --micro-batch 2 --schedule zb-h1")]
+    + [(4, "--pp 2 --dp 2 --ep 2 --micro-batch 2 --schedule dualpipe")],
+}
+
+
+def arrays() -> dict[int, list[dict]]:
+    """Cases by number of ranks, in which any two values of two factors meet."""
+    found = {}
+    for ranks in (2, 4):
+        factors = {
+            "recipe": [TILE, MX, ROW, NOW, f"{DELAYED} --fp8-gradients e5m2"],
+            "optimizer": [SGD, ADAMW],
+            "embeddings": [TIED, UNTIED],
+        }
+        factors |= {"recompute": ["", "--recompute full", "--recompute selective"]}
+        factors |= {"zero": [f"--zero {stage}" for stage in range(4)]}
+        dense = factors | {"layout": LAYOUTS[ranks], "tp": [PLAIN, OVERLAP, CHUNKED, WHOLE]}
+        dense |= {"cp": [RING, GATHER, ULYSSES]} if ranks == 4 else {}
+        copies = [each for each in (*LAYOUTS[ranks], *WITH_EXPERTS[ranks]) if "dualpipe" in each[1]]
+        forbidden = [{"recipe": recipe, "tp": CHUNKED} for recipe in (ROW, NOW)]
+        forbidden += [{"layout": each, "zero": f"--zero {stage}"} for each in copies for stage in (2, 3)]
+        found[ranks] = [{"shape": SHAPE} | case for case in pairwise(dense, forbidden)]
+        sparse = factors | {"layout": WITH_EXPERTS[ranks], "shape": [EXPERTS, SHARED]}
+        here = [each for each in forbidden if each.get("layout") in WITH_EXPERTS[ranks]]
+        # A sequence's layers have its rank's tokens, its experts those of several: no single process has both
+        several = [each for each in WITH_EXPERTS[ranks] if f"--micro-batch {each[0]}" not in each[1]]
+        here += [{"recipe": recipe, "layout": each} for recipe in (ROW, NOW) for each in several]
+        found[ranks] += pairwise(sparse, here)
+    return found
+
+
+CASES = thin(arrays())
+
+
+def train_with_small_blocks(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
+    """On a rank, or alone."""
+    with mock.patch.dict(BLOCKS, SIZES):
+        return observe_each(partial(train_case, 8), cases, mutants)
+
+
+def run_narrow(ranks: int, cases: list[str], mutants: list[str | None] | None = None) -> list[Result]:
+    parts = run_ranks(ranks, train_with_small_blocks, cases, mutants, timeout=600)
+    return [assemble(list(each)) for each in zip(*parts, strict=True)]
+
+
+def one_process(case: str, micro_batch: int) -> Result:
+    return assemble(train_with_small_blocks([training_of(case, micro_batch)]))
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_every_layout_trains_as_one_process(ranks):
+    batches = [case["layout"][0] for case in CASES[ranks]]
+    cases = [" ".join([case["layout"][1], *(v for k, v in case.items() if k != "layout")]) for case in CASES[ranks]]
+    for case, batch, result in zip(cases, batches, run_narrow(ranks, cases), strict=True):
+        assert_parity(result, one_process(case, batch), f"{ranks} ranks, {case}", TOLERANCE)
