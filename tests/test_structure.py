@@ -81,7 +81,7 @@ def test_no_rooms_of_common_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
 def test_imports_point_one_way(module):
-    number, experiment = step_of(module), re.search(r"\.(experiments|gpu_ladder|narrow_numbers\.__main__)", module)
+    number, experiment = step_of(module), re.search(r"\.(experiments|labs|gpu_ladder|narrow_numbers\.__main__)", module)
     for other in IMPORTS[module]:
         assert not other.startswith("tests"), f"{module} imports {other}"
         assert step_of(other) <= number, f"{module} imports {other}, which comes later"
