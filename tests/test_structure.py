@@ -99,7 +99,7 @@ def test_a_step_names_no_later_step(module):
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
 def test_collectives_go_through_collectives(module):
     """Everybody else talks to other ranks through common/collectives.py, which counts and records."""
-    if module not in COLLECTIVE:
+    if module not in COLLECTIVE and ".labs." not in module:  # what students write is like a sketch
         direct = (
             r"import torch\.distributed as|from torch import distributed|torch\.distributed\.(?!checkpoint|run)\w+\("
         )
