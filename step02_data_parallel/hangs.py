@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-PATIENCE = float(sys.argv[2]) if len(sys.argv) == 3 else 3.0  # seconds until gloo gives up
+PATIENCE = 3.0  # seconds until gloo gives up
 
 
 def skipped(rank: int) -> None:
@@ -83,4 +83,5 @@ if __name__ == "__main__":
         sys.exit(f"error: name one of {', '.join(CASES)}")
     if "RANK" not in os.environ:
         sys.exit("error: start two ranks with torchrun --nproc_per_node 2")
+    PATIENCE = float(sys.argv[2]) if len(sys.argv) == 3 else PATIENCE
     main(sys.argv[1])
