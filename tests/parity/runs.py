@@ -131,10 +131,3 @@ def assert_parity(result: Result, expected: Result, case: str, tolerance: float 
     """Raise AssertionError naming the case and what differs."""
     wrong = {name: value for name, value in differences(result, expected).items() if not value < tolerance}
     assert not wrong, f"{case}: relative differences above {tolerance}: {wrong}"
-
-
-def assert_equal_to_one_process(step: int, world: int, cases: list[str]) -> None:
-    """Train every case with the train.py of `step` on `world` ranks (0: in this process), and all in one process."""
-    results = run_cases(world, step, cases) if world else [assemble([train_case(step, case)]) for case in cases]
-    for case, result in zip(cases, results, strict=True):
-        assert_parity(result, reference(training_of(case)), f"{world} ranks, {case}")

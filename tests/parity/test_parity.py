@@ -27,7 +27,10 @@ for (world, least), count in COUNTS.items():  # in worlds of eight layouts, sinc
 
 @pytest.mark.parametrize("step, ranks, part", CASES)
 def test_equals_one_process(step, ranks, part):
-    runs.assert_equal_to_one_process(step, ranks, CASES[step, ranks, part])
+    cases = CASES[step, ranks, part]
+    results = runs.run_cases(ranks, step, cases) if ranks else [assemble([train_case(step, case)]) for case in cases]
+    for case, result in zip(cases, results, strict=True):
+        assert_parity(result, reference(training_of(case)), f"{ranks} ranks, {case}")
 
 
 def within_documents(q, k, v, documents, config, cp):

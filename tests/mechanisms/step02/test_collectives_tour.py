@@ -1,24 +1,20 @@
 """The tour of collectives: its own assertions hold."""
 
-import os
-
 import pytest
 import torch
 
 from common import collectives
-from common.process_groups import Degrees, Group, build_mesh
+from common.process_groups import Degrees, build_mesh
+from common.start import environment
 from step02_data_parallel import collectives_tour
 from tests.harness.ranks import run_ranks
 
 
-def world_group() -> Group:
-    return build_mesh(Degrees(dp=int(os.environ["WORLD_SIZE"])), torch.device("cpu")).world
-
-
 def ranks_tour():
     """The tour; then its ring against the library on values for which every order of additions rounds differently."""
-    collectives_tour.NAP, group = 0.02, world_group()
-    collectives_tour.tour(group, torch.device("cpu"))
+    collectives_tour.NAP, cpu = 0.02, torch.device("cpu")
+    group = build_mesh(Degrees(dp=environment().world_size), cpu).world
+    collectives_tour.tour(group, cpu)
     tensor = torch.randn(12 * group.size, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank))
     library = tensor.clone()
     collectives.all_reduce(library, group)
