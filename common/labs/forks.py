@@ -72,6 +72,8 @@ def be_rank(job: dict, rank: int, port: int) -> None:
         if job["ranks"] == 1:
             del os.environ["RANK"], os.environ["WORLD_SIZE"]
         os.chdir(job["root"])
+        for name in [name for name in sys.modules if name.split(".")[0].startswith(("common", "step0"))]:
+            del sys.modules[name]  # whoever calls `run` may have imported the project
         sys.path[0], sys.argv = job["root"], job["command"]
         runpy.run_path(job["command"][0], run_name="__main__")
         status = 0

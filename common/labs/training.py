@@ -50,14 +50,19 @@ def train(
         jobs.append(job | {"out": f"{run_dir}.out", "seconds": seconds})
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)
-    subprocess.run([sys.executable, FORKS, path], env=environment, stdin=subprocess.DEVNULL, check=True)
+    run_jobs(path)
     for job, (training, _) in zip(jobs, trainings):
         ranks = json.loads(Path(job["out"]).read_text())
         if any(rank["status"] for rank in ranks):
             raise UsageError(f"{training.script} {training.flags} {_reason(ranks, seconds)}")
     return [read_run(folder / str(number)) for number in range(len(jobs))]
+
+
+def run_jobs(path: Path) -> None:
+    """Let `forks.py` run what this file lists."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    subprocess.run([sys.executable, FORKS, path], env=environment, stdin=subprocess.DEVNULL, check=True)
 
 
 def _reason(ranks: list[dict], seconds: float) -> str:
@@ -73,8 +78,8 @@ def _reason(ranks: list[dict], seconds: float) -> str:
 
 def _place(text: str) -> str:
     """Of a stack that faulthandler has printed, the call of collectives and the line that made it."""
-    frames = re.findall(r'File "([^"]+)", line (\d+) in (\w+)', text)
-    ours = [frame for frame in frames if re.search(r"/(common|step0\w+)/", frame[0])]
+    frames = re.findall(r'File "([^"]+)", line (\d+) in ([\w<>]+)', text)
+    ours = [frame for frame in frames if re.search(r"(^|/)(common|step\w+)/(?!labs/forks)", frame[0])]
     callers = [frame for frame in ours if not re.search(r"/common/(collectives|gloo|errors)\.py$", frame[0])]
     file, line, function = (callers or ours or frames or [("", "0", "")])[0]
     inside = [frame[2] for frame in ours if frame[0].endswith("/common/collectives.py")]

@@ -45,7 +45,6 @@ def experiment(student: int) -> Experiment:
             "little higher, as the backward needs room to work. `python -m step01_single_gpu.memory_model` lists it.",
             {
                 "counts one layer": layer,
-                "forgets the head, whose log-probabilities are V numbers per token": layers * layer,
                 "counts log-probabilities alone": head,
                 "counts 2 bytes per number; this run is in float32": sequence / 2,
                 "multiplies by all sequences": sequence * MORE,

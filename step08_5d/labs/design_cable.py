@@ -1,6 +1,7 @@
 """Design in step 8: two nodes of two ranks, and a slow cable between them."""
 
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
@@ -133,6 +134,7 @@ def measure(case: Case, words: list[str]) -> float | None:
         nodes = ["-m", "common.nodes", "--nodes", NODES, "--ranks", RANKS, "--bandwidth", f"{case.mbit}mbit", "--"]
         command = [sys.executable, *nodes, "step08_5d/train.py", *words, "--run-dir", folder, "--peak-tflops", "1"]
         quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 50}
+        quiet["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run([str(word) for word in command], cwd=ROOT, **quiet)
             if done.returncode:
@@ -166,8 +168,8 @@ def given(student: int) -> str:
     return (
         f"Two nodes of two ranks, joined by a cable of {case.mbit} Mbit/s in each direction. A rank's products run at\n"
         f"{case.gflops:g} GFLOP/s (simulated); within a node, messages take no time worth counting.\n"
-        f"Four layers of width {case.hidden}, MLPs of {2 * case.hidden}, 256 tokens in the vocabulary, float32; {SEQUENCES}\n"
-        f"sequences of {case.seq} tokens per step.\n"
+        f"Four layers of width {case.hidden}, MLPs of {2 * case.hidden}, 256 tokens in the vocabulary, float32;\n"
+        f"{SEQUENCES} sequences of {case.seq} tokens per step.\n"
         f"order: which ranks are neighbours, from near to far: {' or '.join(ORDERS)}."
     )
 

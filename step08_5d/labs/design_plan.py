@@ -36,8 +36,9 @@ def given(student: int) -> str:
     task = task_of(student)
     machine = task.machine
     return (
-        f"{task.name} on {task.gpus} {machine.name}s, {machine.gpus} in a node. Of the {machine.memory / 1e9:.0f} GB of each,\n"
-        f"{MOST_FULL:.0%} may be filled. {task.sequences} sequences of {task.seq} tokens per step, bfloat16.\n"
+        f"{task.name} on {task.gpus} {machine.name}s, {machine.gpus} in a node.\n"
+        f"Each has {machine.memory / 1e9:.0f} GB, of which {MOST_FULL:.0%} may be filled.\n"
+        f"{task.sequences} sequences of {task.seq} tokens per step, bfloat16.\n"
         "zero: 0 to 3; recompute: none, selective or full; micro_batch: sequences."
     )
 

@@ -1,0 +1,137 @@
+"""Labs of the kind hunt: each bug is visible in what its lab lets the student run, and its repair passes."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.errors import UsageError
+from common.labs import forks, training
+from common.labs.copies import edited, read
+from common.labs.hunt import TOLERANCE, Bug, Hunt
+from common.labs.training import ROOT, SMALL, Training, first_difference, train
+from step01_single_gpu.labs import hunt_means
+from step02_data_parallel.labs import hunt_samples
+from step03_zero.labs import hunt_shards
+from step04_tensor_parallel.labs import hunt_parts
+from step05_pipeline.labs import hunt_stages
+from step06_context_parallel.labs import hunt_ring
+from step07_expert_parallel.labs import hunt_experts
+from step08_5d.labs import hunt_together
+from tests.harness.ranks import run_ranks
+
+MODULES = hunt_means, hunt_samples, hunt_shards, hunt_parts, hunt_stages, hunt_ring, hunt_experts, hunt_together
+LABS = [lab for module in MODULES for lab in module.LABS]
+VARIANTS = [(lab, student) for lab in LABS for student in range(len(lab.bugs))]
+ALWAYS = ("hunt-06-a-0",)  # the others with TEST_ALL
+names = [f"{lab.id}-{student}" for lab, student in VARIANTS]
+
+
+@pytest.fixture(autouse=True)
+def forked_from_the_harness(monkeypatch):
+    """The harness has imported torch already. Without it, each call of `train` imports it once more."""
+    if not os.environ.get("TEST_ALL"):
+        monkeypatch.setattr(training, "run_jobs", lambda path: run_ranks(1, forks.main, str(path), timeout=300))
+
+
+slow = pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="TEST_ALL")
+each = pytest.mark.parametrize(
+    ("lab", "student"),
+    [pytest.param(*pair, id=name, marks=() if name in ALWAYS else slow) for pair, name in zip(VARIANTS, names)],
+)
+
+
+def answer(folder: Path, file: str, line: int, why: str = "it forgets a part of the sum") -> None:
+    (folder / "answer.toml").write_text(f'file = "{file}"\nline = {line}  # here\nwhy = "{why}"\n')
+
+
+def place(lab: Hunt, bug: Bug) -> tuple[str, int]:
+    file, ranges = next(iter(lab.places(bug).items()))
+    return file, ranges[0][0]
+
+
+@each
+def test_a_bug_is_visible_and_its_repair_passes(lab, student, tmp_path):
+    bug, folder = lab.bug(student), tmp_path / "lab"
+    folder.mkdir()
+    lab.start(folder, student)
+    (tmp_path / "runs").mkdir()
+    right, wrong = train([(run, folder) for run in bug.seen], tmp_path / "runs", SMALL)
+    assert first_difference(right, wrong, TOLERANCE), "run.sh shows nothing"
+    answer(folder, *place(lab, bug))
+    (folder / "common" / "touched.py").touch()  # a file more is no repair
+    assert lab.check(folder, student).score == 0.5
+    file = place(lab, bug)[0]
+    (folder / file).write_text(f"# I have been here\n{read(folder / file)}")
+    found = lab.check(folder, student)
+    assert found.score == 0.5 and "On a training that you have not seen" in found.feedback[1]
+    for file in edited(bug.edits):
+        shutil.copyfile(ROOT / file, folder / file)
+    assert lab.check(folder, student).passed
+
+
+@pytest.mark.parametrize(("lab", "student"), VARIANTS, ids=names)
+def test_what_is_told(lab, student, tmp_path, monkeypatch):
+    """Without trainings: what is planted, what the script says, what becomes of answers that are none."""
+    monkeypatch.setattr("common.labs.hunt.train", lambda *_: pytest.fail("nothing was repaired"))
+    bug = lab.bug(student)
+    lab.start(tmp_path, student)
+    script = read(tmp_path / "run.sh")
+    assert all(run.script in script for run in bug.seen) and "common.compare" in script
+    assert not list(tmp_path.rglob("hunt_*")) and (tmp_path / "common" / "config.py").exists()
+    assert all(read(tmp_path / file) != read(ROOT / file) for file in edited(bug.edits))
+    assert lab.check(tmp_path, student).score == 0
+    file, line = place(lab, bug)
+    for score, message, given in (
+        (0.25, "is right, but line", (file, line + 40)),
+        (0, "the bug is not in common/model.py", ("common/model.py", line)),
+        (0, "names no file and line", ("", line)),
+        (0, "say in answer.toml, in a sentence", (file, line, "wrong")),
+        (0.5, "place: right", (file, line)),
+    ):
+        answer(tmp_path, *given)
+        found = lab.check(tmp_path, student)
+        assert found.score == score and message in found.feedback[0]
+        assert "as you got it" in found.feedback[1]
+    assert "https://" in lab.solution(student) or "no public report" in lab.solution(student)
+    assert "+++" in lab.solution(student)
+
+
+def test_files_that_are_gone(tmp_path):
+    lab = LABS[1]
+    with pytest.raises(UsageError, match=r"answer\.toml is missing"):
+        lab.check(tmp_path, 0)
+    lab.start(tmp_path, 0)
+    (tmp_path / "step01_single_gpu/data/batches.py").unlink()
+    with pytest.raises(UsageError, match=r"batches\.py is missing"):
+        lab.check(tmp_path, 0)
+    (tmp_path / "answer.toml").write_text("file: step02\n")
+    with pytest.raises(UsageError, match="line 1: .* is not of the form"):
+        lab.check(tmp_path, 0)
+
+
+HANGS = """
+import sys
+sys.path.insert(0, '.')
+from common import collectives
+from common.process_groups import Degrees, build_mesh
+from common.start import init_distributed
+import torch
+mesh = build_mesh(Degrees(dp=2), init_distributed('cpu'))
+if mesh.rank == 0:
+    collectives.all_reduce(torch.ones(1), mesh.world)
+else:
+    import time; time.sleep(60)
+"""
+
+
+def test_a_hang_and_an_error_are_told(tmp_path):
+    (tmp_path / "common").symlink_to(ROOT / "common")
+    (tmp_path / "step00").mkdir()
+    (tmp_path / "step00/hangs.py").write_text(HANGS)
+    (tmp_path / "step00/fails.py").write_text("raise ValueError('three ranks')")
+    with pytest.raises(UsageError, match=r"not through after 2 s: rank 0 waits in \w+, step00/hangs.py, line 10"):
+        train([(Training("step00/hangs.py", "", 2), tmp_path)], tmp_path, seconds=2)
+    with pytest.raises(UsageError, match="failed: ValueError: three ranks"):
+        train([(Training("step00/fails.py", "", 2), tmp_path)], tmp_path)

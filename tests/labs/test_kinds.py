@@ -1,0 +1,158 @@
+"""Labs of the kinds predict, schedule and design: answers that are none, right and wrong ones, and what is said."""
+
+import json
+import os
+
+import pytest
+
+from common.errors import UsageError
+from common.labs import forks, training
+from common.labs.predict import grade
+from step01_single_gpu.labs import predict_memory
+from step02_data_parallel.labs import predict_bytes
+from step03_zero.labs import predict_stages
+from step05_pipeline.labs import predict_bubble, schedule_tables
+from step06_context_parallel.labs import predict_ring
+from step08_5d.labs import design_cable, design_plan
+from tests.harness.ranks import run_ranks
+
+MODULES = predict_memory, predict_bytes, predict_stages, predict_bubble, predict_ring
+PREDICT = {lab.id: lab for module in MODULES for lab in module.LABS}
+ALWAYS = "predict-03-a"  # the others with TEST_ALL
+measured = [
+    pytest.param(
+        id, marks=() if id == ALWAYS else pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="TEST_ALL")
+    )
+    for id in PREDICT
+]
+
+
+@pytest.mark.parametrize("id", measured)
+def test_what_is_predicted_is_measured(id, monkeypatch):
+    monkeypatch.setattr(training, "run_jobs", lambda path: run_ranks(1, forks.main, str(path), timeout=300))
+    for student in range(6 if os.environ.get("TEST_ALL") else 1):
+        asked = PREDICT[id].experiment(student)
+        for question, value in zip(asked.questions, PREDICT[id].measured(asked), strict=True):
+            assert grade(question, question.expected, value)[0], (student, question.name, question.expected, value)
+            for mistake, wrong in question.mistakes.items():
+                right, line = grade(question, wrong, value)
+                assert not right and (mistake in line or "is what one gets" in line), (student, question.name, line)
+
+
+@pytest.mark.parametrize("id", PREDICT)
+def test_predictions(id, tmp_path, monkeypatch):
+    lab = PREDICT[id]
+    for student in range(12):
+        asked = lab.experiment(student)
+        for question in asked.questions:
+            for mistake, wrong in question.mistakes.items():
+                assert abs(wrong / question.expected - 1) > question.tolerance, (student, question.name, mistake)
+    asked = lab.experiment(3)
+    right = {question.name: question.expected for question in asked.questions}
+    monkeypatch.setattr(type(lab), "measured", lambda self, asked: tuple(right.values()))
+    lab.start(tmp_path, 3)
+    found = lab.check(tmp_path, 3)
+    assert found.score == 0 and "predict at least one number" in found.feedback[0]
+    first, *others = asked.questions
+    (tmp_path / "answer.toml").write_text(f"{first.name} = {next(iter(first.mistakes.values()))!r}\n")
+    found = lab.check(tmp_path, 3)
+    assert found.score == 0 and any(f"who {next(iter(first.mistakes))}" in line for line in found.feedback)
+    assert any(asked.trainings[0].script in line for line in found.feedback)
+    (tmp_path / "answer.toml").write_text("".join(f"{name} = {value!r}\n" for name, value in right.items()))
+    assert lab.check(tmp_path, 3).passed
+    stored = [json.loads(line) for line in (tmp_path / "stored.jsonl").read_text().splitlines()]
+    assert len(stored) == 2 and stored[1] == right
+    (tmp_path / "answer.toml").write_text(f"{first.name} = many\n")
+    with pytest.raises(UsageError, match="many is not a number"):
+        lab.check(tmp_path, 3)
+    assert str(first.how) in lab.solution(3)
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lab", schedule_tables.LABS, ids=lambda lab: lab.id)
+def test_schedules(lab, tmp_path):
+    for student in range(len(lab.cases)):
+        lab.start(tmp_path, student)
+        found = lab.check(tmp_path, student)
+        assert found.score == 0 and "cannot run" in found.feedback[0]
+        lab.write_best(tmp_path, student)
+        assert lab.check(tmp_path, student).passed and (tmp_path / "schedule.png").exists()
+
+
+def rows(pattern: str, micro_batches: int = 6) -> str:
+    return ",".join(f"{kind}{number}" for kind in pattern for number in range(micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("table", "score", "message"),
+    [
+        ([rows("FB")] * 3, 0.55, "holds 6 unfinished micro-batches, and may hold 3"),
+        ([",".join(f"F{i},B{i}" for i in range(6))] * 3, 0.2, "not yet"),
+        ([rows("FB")] * 2, 0, "has 2 lines"),
+        ([rows("FB", 5)] * 3, 0, "last micro-batch in the table is F4, not F5"),
+        ([rows("FB"), rows("FB"), rows("FB").replace("B5", "B4")], 0, "B4 twice"),
+        ([rows("FB"), rows("FB"), rows("FIW").replace("I0", "W0", 1)], 0, "It cannot run"),
+        ([rows("FB"), rows("FB"), rows("F")], 0, "never does B0"),
+        (["F0,B0," + rows("FB")[3:].replace(",B0", ""), "F1,F0," + rows("FB")[6:], rows("FB")], 0, "which comes after"),
+    ],
+)
+def test_tables_that_are_no_solution(table, score, message, tmp_path):
+    lab = schedule_tables.LABS[0]
+    (tmp_path / "schedule.csv").write_text("\n".join(table) + "\n")
+    found = lab.check(tmp_path, 0)
+    assert found.score == pytest.approx(score, abs=0.05) and message in "\n".join(found.feedback)
+    if "comes after" in message:
+        assert found.feedback[0].startswith("Deadlock") and "rank 0 waits at B0" in "\n".join(found.feedback)
+
+
+# ---- designs ---------------------------------------------------------------------------------------------------------
+
+
+def write(folder, **answers) -> None:
+    (folder / "answer.toml").write_text("".join(f"{name} = '{value}'\n" for name, value in answers.items()))
+
+
+@pytest.mark.parametrize("student", range(4))
+def test_a_plan(student, tmp_path):
+    (lab,) = design_plan.LABS
+    folder = tmp_path / lab.id
+    folder.mkdir()
+    lab.start(folder, student)
+    assert lab.check(folder, student).score < 1
+    best = design_plan.best_of(student).layout
+    answers = {name: getattr(best, name) for name in lab.fields}
+    write(folder, **answers)
+    found = lab.check(folder, student)
+    assert found.passed and any("1. " in line and f"student {student}" in line for line in found.feedback)
+    write(folder, **answers | {"dp": 3})
+    assert "GPUs" in lab.check(folder, student).feedback[0]
+    write(folder, **answers | {"dp": best.dp * best.tp * best.pp * best.cp, "tp": 1, "pp": 1, "cp": 1, "zero": 0})
+    assert "may be filled" in lab.check(folder, student).feedback[0]
+    assert "step08_5d.planning plan" in lab.solution(student)
+
+
+@pytest.mark.parametrize("student", range(4))
+def test_a_slow_cable(student, tmp_path, monkeypatch):
+    (lab,) = design_cable.LABS
+    monkeypatch.setattr(design_cable, "measure", lambda *_: 100.0)
+    folder = tmp_path / lab.id
+    folder.mkdir()
+    lab.start(folder, student)
+    assert lab.check(folder, student).score < 0.9
+    case = design_cable.CASES[student]
+    layout, order = design_cable.best_of(case)
+    answers = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "micro_batch")} | {"order": order}
+    write(folder, **answers)
+    found = lab.check(folder, student)
+    assert found.passed and "measured: 100 tokens/s" in found.feedback
+    for changed, message in (
+        ({"order": "dp,tp"}, "is none of"),
+        ({"tp": 3}, "must be 4"),
+        ({"micro_batch": 16}, "cannot be divided"),
+        ({"dp": 0}, "at least 1"),
+    ):
+        write(folder, **answers | changed)
+        assert message in lab.check(folder, student).feedback[0]
+    assert design_cable.command(case) in lab.solution(student)
