@@ -8,6 +8,7 @@ python -m common.labs hint ID            the next of three hints; they are count
 python -m common.labs reset ID           its files anew; the old ones go to ID.old
 python -m common.labs solution ID        once it is passed, or with --give-up, which is recorded
 python -m common.labs report             scores of all labs, as a table and in runs/labs/report.json
+python -m common.labs slides [STEP]      the lessons' figures as slides, in runs/slides
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from common.errors import UsageError
 from common.labs import find
 from common.labs.lab import Lab, Verdict
+from common.labs.slides import write_slides
 from common.labs.state import HOME, Progress, State
 from common.launching.command_line import OneLineParser, one_line_errors
 
@@ -32,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     format = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog=COMMAND, description=__doc__, formatter_class=format, allow_abbrev=False)
     parser.add_argument("command", nargs="?", default="list", choices=("list", *COMMANDS), metavar="COMMAND")
-    parser.add_argument("id", nargs="?", metavar="ID", help="of a lab, such as write-03-a")
+    parser.add_argument("id", nargs="?", metavar="ID", help="of a lab, such as write-03-a; for slides, a step")
     parser.add_argument("--give-up", action="store_true", help="read a solution before the lab is passed")
     parser.add_argument("--student", type=int, metavar="N", help="your number, which chooses variants; it is kept")
     parser.add_argument("--home", type=Path, default=HOME, metavar="DIR", help="where files and results are kept")
@@ -49,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         return show_list(state)
     if options.command == "report":
         return report(state)
+    if options.command == "slides":
+        return slides(options.id)
     id = options.id or (state.current if options.command in ("check", "watch") else None)
     if id is None:
         raise UsageError(f"{options.command} needs the id of a lab, such as {next_lab(state).id}")
@@ -134,8 +138,8 @@ def watch(state: State, lab: Lab) -> None:
 
 
 def saved(folder: Path) -> dict[Path, float]:
-    """When each of a lab's files was last changed."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    """When each of the files that a student writes was last changed. (Checks and runs write others.)"""
+    files = [path for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".csv")]
     return {path: path.stat().st_mtime for path in files}
 
 
@@ -186,13 +190,23 @@ def report(state: State) -> int:
     return 0
 
 
+def slides(step: str | None) -> int:
+    """Write the slides of one step, or of all."""
+    folders = sorted(find.ROOT.glob(f"step{int(step):02}_*" if (step or "").isdecimal() else "step0*"))
+    if not folders or step and not step.isdecimal():
+        raise UsageError(f"slides {step}: there is no such step; give its number, or nothing for all")
+    for folder in folders:
+        print(shown(write_slides(folder, find.ROOT / "runs" / "slides" / f"{folder.name}.html")))
+    return 0
+
+
 def shown(path: Path) -> Path:
     """A path as one would type it here."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 COMMANDS = {"start": start, "check": check, "watch": watch, "hint": hint, "reset": reset, "solution": solution}
-COMMANDS["report"] = report
+COMMANDS |= {"report": report, "slides": slides}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from common.labs.training import ROOT
+from common.labs.find import ROOT
 
 LEFT_OUT = {"labs", "experiments", "planning", "gpu_ladder", "__pycache__"}  # folders that no training needs
 

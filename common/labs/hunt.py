@@ -13,8 +13,9 @@ from pathlib import Path
 from common.errors import UsageError
 from common.labs.answers import read_answers
 from common.labs.copies import Edit, copy_project, edited, read
+from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
-from common.labs.training import ROOT, SMALL, Training, first_difference, train
+from common.labs.training import SMALL, Training, first_difference, train
 
 NEAR = 3  # lines around the bug that count as its place
 TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64

@@ -12,7 +12,6 @@ from common.errors import UsageError
 from common.record.compare import Run as Record
 from common.record.compare import compare, read_run
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
 SMALL += "--global-batch 12 --micro-batch 3 --dtype float64 --steps 3 --seed 3 --optimizer sgd --lr 0.1 --clip 0"
 SECONDS = 20  # that a training of a lab may take

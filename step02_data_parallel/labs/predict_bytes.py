@@ -5,8 +5,9 @@ from pathlib import Path
 
 from common.counts import count_parameters
 from common.labs.copies import Edit, copy_project
+from common.labs.find import ROOT
 from common.labs.predict import Experiment, Predict, Question
-from common.labs.training import ROOT, SMALL, Training
+from common.labs.training import SMALL, Training
 from common.launching.command_line import parse
 from common.record.compare import Run as Record
 
@@ -34,7 +35,6 @@ def bytes_of(student: int) -> Experiment:
         "sums in every micro-batch (all but the last one only add up)": right * batches,
         "counts a reduce-scatter or an all-gather, and an all-reduce is both": right / 2,
         "counts all N parts of the buffer, although a rank's own needs no trip": 8 * size,
-        "sends the whole buffer to every other rank": 4 * size * (ranks - 1),
         "counts 2 bytes per gradient, although sums have at least float32": right / 2,
     }
     how = f"2(N-1)/N times 4 bytes times {size:,} gradients: once per step, whatever the number of micro-batches."
@@ -45,7 +45,7 @@ def bytes_of(student: int) -> Experiment:
 
 
 def link_of(student: int) -> Experiment:
-    alpha, bandwidth = (20_000, 25_000, 30_000)[student % 3], (0.002, 0.003)[student // 3 % 2]  # us, GB/s
+    alpha, bandwidth = (40_000, 50_000, 60_000)[student % 3], (0.004, 0.006)[student // 3 % 2]  # us, GB/s
     size, tensors = parameters(f"{FLOAT32} --hidden 64")
     travel = 4 * size / (1e9 * bandwidth)  # 2(N-1)/N of it, with two ranks
     each, once = tensors * 2 * alpha * 1e-6 + travel, 2 * alpha * 1e-6 + travel
@@ -67,13 +67,13 @@ def link_of(student: int) -> Experiment:
         "The same bytes, but 2(N-1) latencies in all: that is what buckets are for.",
         {without: travel, half: alpha * 1e-6 + travel, "counts an all-reduce for each gradient": each},
     )
-    flags = "--hidden 64 --global-batch 2 --micro-batch 1 --steps 4"
+    flags = "--hidden 64 --global-batch 2 --micro-batch 1 --steps 3"
     link = f"--link {alpha},{bandwidth:g}"
     modes = ("naive", ""), ("naive", link), ("bucket", link)
     trainings = tuple(Training(TRAIN, " ".join([flags, "--dp-mode", mode, more]).strip(), 2) for mode, more in modes)
 
     def measure(found: list[Record]) -> tuple[float, ...]:
-        times = [statistics.median(run.value(step, "step_time_s") for step in (1, 2, 3)) for run in found]
+        times = [statistics.median(run.value(step, "step_time_s") for step in (1, 2)) for run in found]
         return times[1] - times[0], times[2] - times[0]
 
     given = f"Two ranks train {size:,} parameters ({tensors} tensors) in float32, with one micro-batch per step. A\n"

@@ -12,7 +12,7 @@ from common.config import spelled
 from common.errors import UsageError
 from common.experiments.tcp_bytes import PACKET
 from common.labs.design import Design, Judged, whole
-from common.labs.training import ROOT
+from common.labs.find import ROOT
 from common.launching.command_line import parse
 from common.record.compare import read_run
 from step08_5d import config as step08

@@ -9,8 +9,9 @@ import pytest
 from common.errors import UsageError
 from common.labs import forks, training
 from common.labs.copies import edited, read
+from common.labs.find import ROOT
 from common.labs.hunt import TOLERANCE, Bug, Hunt
-from common.labs.training import ROOT, SMALL, Training, first_difference, train
+from common.labs.training import SMALL, Training, first_difference, train
 from step01_single_gpu.labs import hunt_means
 from step02_data_parallel.labs import hunt_samples
 from step03_zero.labs import hunt_shards

@@ -88,8 +88,8 @@ def rows(pattern: str, micro_batches: int = 6) -> str:
 @pytest.mark.parametrize(
     ("table", "score", "message"),
     [
-        ([rows("FB")] * 3, 0.55, "holds 6 unfinished micro-batches, and may hold 3"),
-        ([",".join(f"F{i},B{i}" for i in range(6))] * 3, 0.2, "not yet"),
+        ([rows("FB")] * 3, 0.68, "holds 6 unfinished micro-batches, and may hold 3"),
+        ([",".join(f"F{i},B{i}" for i in range(6))] * 3, 0.36, "not yet"),
         ([rows("FB")] * 2, 0, "has 2 lines"),
         ([rows("FB", 5)] * 3, 0, "last micro-batch in the table is F4, not F5"),
         ([rows("FB"), rows("FB"), rows("FB").replace("B5", "B4")], 0, "B4 twice"),
