@@ -140,7 +140,7 @@ class TrainConfig:
             changes["kv_heads"] = math.gcd(preset.kv_heads, changes["heads"])
         if "heads" in changes or "hidden" in changes:
             changes["head_dim"] = None
-        if self.experts and not preset.experts:  # a single gate is not normalised, or the loss could not change it
+        if self.experts and not preset.experts:  # a single gate is not normalized, or the loss could not change it
             changes = {"top_k": min(2, self.experts), "expert_ffn": self.ffn or preset.ffn} | changes
             changes["normalize_gates"] = changes["top_k"] > 1
         return dataclasses.replace(preset, **changes)

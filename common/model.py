@@ -171,7 +171,7 @@ class Decoder(nn.Module):
                 self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tie_embeddings and self.has_embedding and self.has_head:
             self.head.weight = self.embedding.weight
-        # GPT-2's initialisation: 0.02, and less for the 2 * layers matrices that add to the residual stream. The
+        # GPT-2's initialization: 0.02, and less for the 2 * layers matrices that add to the residual stream. The
         # embedding has 1, unless it is the head too, since RMSNorm's gradients spike if the stream starts small
         # (Takase et al., "Spike No More", arXiv:2312.16903).
         residual = 0.02 / math.sqrt(2 * config.layers)

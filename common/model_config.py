@@ -40,7 +40,7 @@ class ModelConfig:
     gate: str = "softmax"  # over the scores of all experts, or "sigmoid" of each
     normalize_gates: bool = True  # the gates of a token's experts sum to 1, before they are
     gate_scale: float = 1.0  # multiplied by this
-    expert_groups: int = 1  # equal groups of neighbours: a token's experts belong to
+    expert_groups: int = 1  # equal groups of neighbors: a token's experts belong to
     groups_per_token: int = 1  # so many of them at most (node-limited routing)
 
     @property

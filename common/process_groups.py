@@ -139,7 +139,7 @@ def all_groups(degrees: Degrees, kv_heads: int | None = None, placement: Placeme
         return np.moveaxis(grid, moved, range(-len(axes), 0)).reshape(-1, math.prod(grid.shape[axis] for axis in moved))
 
     same_head = max(1, degrees.tp // kv_heads) if kv_heads else 1
-    zero = along("dp", "cp").reshape(degrees.pp * degrees.tp, degrees.zero_replicas, -1)  # neighbours share a copy
+    zero = along("dp", "cp").reshape(degrees.pp * degrees.tp, degrees.zero_replicas, -1)  # neighbors share a copy
     experts = along("dp", "cp", "tp").reshape(degrees.pp, -1, degrees.ep)
     holders = experts.swapaxes(1, 2)  # of the same experts
     expert_zero = holders.reshape(degrees.pp * degrees.ep, degrees.expert_replicas, -1)

@@ -43,7 +43,7 @@ def operations(parameters: float, tokens: float, micro_batches: int = 1) -> dict
 
 
 def tokens_to_hide(dp: int, bandwidth: float, peak_flops: float, gradient_bytes: int) -> float:
-    """Return the tokens per GPU and synchronised backward with which its computation takes as long as the all-reduce.
+    """Return the tokens per GPU and synchronized backward with which its computation takes as long as the all-reduce.
 
     All-reduce: 2(DP-1)/DP bytes x parameters / bandwidth. Backward: 4 tokens x parameters / peak_flops. The parameters
     cancel: bytes x (DP-1) x peak_flops / (2 DP bandwidth) tokens.

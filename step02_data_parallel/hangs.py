@@ -42,7 +42,7 @@ def shapes(rank: int) -> None:
 
 
 def facing(rank: int) -> None:
-    """Each rank receives before it sends: two neighbours in a pipeline that both wait for the other."""
+    """Each rank receives before it sends: two neighbors in a pipeline that both wait for the other."""
     other, message = 1 - rank, torch.ones(4)
     dist.recv(message, other)
     dist.send(message, other)

@@ -49,7 +49,8 @@ class ZeroByLayer(Zero):
     def _after_forward(self, index: int, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: self._before_backward(index))
-        if index + 1 < len(self.regions) or not output.requires_grad:  # the backward begins with the last: it stays
+        # The last region stays, because the backward begins with it; but without gradients there will be no backward
+        if index + 1 < len(self.regions) or not output.requires_grad:
             self._free(self.regions[index])
 
     def _before_backward(self, index: int) -> None:

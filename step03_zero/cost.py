@@ -120,7 +120,7 @@ def cheatsheet_zero3(ranks: int, bandwidth: float, peak_flops: float, tokens: fl
 
 
 def cheatsheet_zero2(ranks: int, bandwidth: float, peak_flops: float, tokens: float, parameters: float) -> float:
-    """Return the ratio of the playbook's cheatsheet for ZeRO-2: the number of parameters should have cancelled."""
+    """Return the ratio of the playbook's cheatsheet for ZeRO-2: the number of parameters should have canceled."""
     return (ranks - 1) * parameters * peak_flops / (4 * bandwidth * tokens * ranks)
 
 

@@ -17,7 +17,8 @@ from common import collectives
 from common.process_groups import Group
 from step02_data_parallel.data_parallel import Bucket
 
-# By device, in elements: every shard begins at a multiple of it. CUDA kernels read 16 bytes at a time where they can
+# By device, in elements: every shard begins at a multiple of it. CUDA kernels read 16 bytes at a time where they can,
+# and memory comes in lines of 128 bytes: 64 elements of 16 bits
 ALIGNMENT = {"cuda": 64}
 
 
@@ -48,8 +49,9 @@ class Unit:
             low, high = max(start, self.mine.start), min(stop, self.mine.stop)
             if low < high:
                 where = slice(low - self.mine.start, high - self.mine.start)
-                self.pieces.append((where, self.shard[where]))
-                self.pieces[-1][1].spec = replace(parameter.spec, flat_range=(low - start, high - start))
+                piece = self.shard[where]
+                piece.spec = replace(parameter.spec, flat_range=(low - start, high - start))
+                self.pieces.append((where, piece))
             start = stop
         self.start_over()
 

@@ -61,7 +61,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         elsewhere = (local < 0) | (local >= scores.shape[1])
         local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
         target_score = scores.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0)
-        exponentials = scores.exp_()
+        exponentials = scores.exp_()  # in place: the scores are no longer needed
         sums = torch.stack((exponentials.sum(-1), target_score))  # (2, tokens)
         collectives.all_reduce(sums, group)
         probabilities = exponentials.div_(sums[0].unsqueeze(-1))
@@ -74,8 +74,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):  # the probabilities, minus one at the target
         # --- write this yourself ---
         probabilities, local, elsewhere = ctx.saved_tensors
-        one = (~elsewhere).to(probabilities.dtype).unsqueeze(-1)
-        probabilities.scatter_add_(-1, local, -one).mul_(gradient.unsqueeze(-1))
+        found_here = (~elsewhere).to(probabilities.dtype).unsqueeze(-1)  # 1 where this rank holds the target, or 0
+        probabilities.scatter_add_(-1, local, -found_here).mul_(gradient.unsqueeze(-1))
         return probabilities.to(ctx.dtype), None, None, None, None
         # --- until here ---
 

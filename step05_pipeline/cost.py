@@ -57,7 +57,7 @@ def dualpipe_bubble(p: int, both: float, B: float, W: float) -> float:
 
 
 def number_of_messages(p: int, m: int, v: int = 1, placement: str = "looped") -> int:
-    """Of all ranks in a step, forward and backward: one for each pair of neighbouring stages on different ranks."""
+    """Of all ranks in a step, forward and backward: one for each pair of neighboring stages on different ranks."""
     borders = {"looped": p * v - 1, "v": 2 * (p - 1), "bidirectional": p - 1}[placement]
     return 2 * m * borders if p > 1 else 0
 

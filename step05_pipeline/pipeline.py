@@ -43,7 +43,7 @@ class Step:
     scale: float
     tracer: Tracer
     loss: torch.Tensor  # this rank's share, so far
-    in_flight: dict[tuple[int, int], tuple] = field(default_factory=dict)  # key -> input and output of its forward
+    kept: dict[tuple[int, int], tuple] = field(default_factory=dict)  # key -> input and output of its forward
     deferred: dict[tuple[int, int], WeightGradStore] = field(default_factory=dict)  # by key, between I and W
     outputs: dict[Output, torch.Tensor] = field(default_factory=dict)  # computed here, and not yet used or sent
     pending_receives: dict[Output, tuple[torch.Tensor, collectives.Work]] = field(default_factory=dict)
@@ -143,12 +143,12 @@ class Pipeline:
             share = y / self.step.target_tokens
             self.step.loss += share.detach()
             y = share * self.step.scale
-        self.step.in_flight[action.chunk, action.micro_batch] = x, y
-        self.step.peak_in_flight = max(self.step.peak_in_flight, len(self.step.in_flight))
+        self.step.kept[action.chunk, action.micro_batch] = x, y
+        self.step.peak_in_flight = max(self.step.peak_in_flight, len(self.step.kept))
 
     def _backward(self, action: Action, output_gradient: torch.Tensor | None) -> None:
         key = action.chunk, action.micro_batch
-        x, y = self.step.in_flight.pop(key)
+        x, y = self.step.kept.pop(key)
         if action.kind == "B":
             with self._gradients_complete(action):
                 torch.autograd.backward(y, output_gradient)

@@ -15,12 +15,12 @@ from step04_tensor_parallel.linear import linear
 
 
 class WeightGradStore(list):
-    """Deferred weight gradients of one backward, as (weight, dy, x, product) in the order of the backward."""
+    """Deferred weight gradients of one backward, in its order: what step 4's `weight_gradient` gives to `postpone`."""
 
     def compute(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (weight, gradient) in order, and release each one's operands."""
         while self:
-            weight, gradient, x, multiply = self.pop(0)
+            weight, gradient, x, multiply = self.pop(0)  # gradient: of the layer's output
             yield weight, multiply(gradient, x)
 
 

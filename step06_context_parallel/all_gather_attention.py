@@ -26,12 +26,11 @@ class AllGatherAttention(torch.autograd.Function):
         k, v = k.contiguous(), v.contiguous()
         merged = MergedAttention(q, fused)
         gathered, gathering = start_gather([k, v], cp)
-        for hop in range(cp.size):
-            source = (cp.rank - hop) % cp.size
-            held = [each[source] for each in gathered] if hop else [k, v]
+        for source in own_first(cp):
+            held = [k, v] if source == cp.rank else [each[source] for each in gathered]
             for block in plan.blocks[source]:
                 merged.add(block, *held)
-            for work in gathering:  # after the first hop all has arrived, and these waits return at once
+            for work in gathering:  # behind this rank's own block all has arrived, and later these waits return at once
                 work.wait()
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -44,9 +43,8 @@ class AllGatherAttention(torch.autograd.Function):
         gradients = AttentionGradients(gradient, q, out, lse, ctx.fused)
         gathered, gathering = start_gather([k, v], cp)
         sums = [torch.zeros_like(each, dtype=lse.dtype) for each in gathered]  # (cp, batch, kv_heads, seq/cp, d)
-        for hop in range(cp.size):
-            source = (cp.rank - hop) % cp.size
-            held = [each[source] for each in gathered] if hop else [k, v]
+        for source in own_first(cp):
+            held = [k, v] if source == cp.rank else [each[source] for each in gathered]
             for block in plan.blocks[source]:
                 gradients.add(block, *held, *(each[source] for each in sums))
             for work in gathering:
@@ -55,6 +53,11 @@ class AllGatherAttention(torch.autograd.Function):
         for total, parts in zip(home, sums, strict=True):
             collectives.reduce_scatter(total, parts, cp)
         return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+
+
+def own_first(cp: Group) -> list[int]:
+    """The ranks of the group in the order in which their keys are used: first this one, as its own are at hand."""
+    return [(cp.rank - distance) % cp.size for distance in range(cp.size)]
 
 
 def start_gather(tensors: list[Tensor], cp: Group) -> tuple[list[Tensor], list[Work]]:

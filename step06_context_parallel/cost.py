@@ -172,7 +172,7 @@ def tokens_to_hide(peak: float, bandwidth: float, share: float, causal: bool = T
         forward    2 h n^2 / peak >= 4 n h_kv / bandwidth     n >= 2 (h_kv / h) peak / bandwidth
         backward   5 h n^2 / peak >= 12 n h_kv / bandwidth    n >= 2.4 (h_kv / h) peak / bandwidth
 
-    Batch size, number of ranks and tensor parallelism (which divides h and h_kv) have cancelled.
+    Batch size, number of ranks and tensor parallelism (which divides h and h_kv) have canceled.
 
     Args:
         peak: FLOP/s of a rank. bandwidth: bytes/s to the next rank. share: h_kv / h.

@@ -28,7 +28,7 @@ class RingAttention(torch.autograd.Function):
         merged, kv = MergedAttention(q, fused), [k, v]
         for hop in range(cp.size):
             kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=k)
-            for block in plan.blocks[(cp.rank - hop) % cp.size]:
+            for block in plan.blocks[source_of(hop, cp)]:
                 merged.add(block, *kv)
             kv_work.wait()
             kv = kv_arriving
@@ -46,7 +46,7 @@ class RingAttention(torch.autograd.Function):
         for hop in range(cp.size):
             kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=k)
             sums = [torch.zeros_like(each, dtype=lse.dtype) for each in kv]
-            for block in plan.blocks[(cp.rank - hop) % cp.size]:
+            for block in plan.blocks[source_of(hop, cp)]:
                 gradients.add(block, *kv, *sums)
             sums_work.wait()
             add_up(sums, sums_arriving)
@@ -57,6 +57,11 @@ class RingAttention(torch.autograd.Function):
         return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
 
 
+def source_of(hop: int, cp: Group) -> int:
+    """The rank whose keys and values this rank has in this hop."""
+    return (cp.rank - hop) % cp.size
+
+
 def pass_on(kv: list[Tensor], hop: int, plan: Plan, cp: Group, like: Tensor) -> tuple[list[Tensor], Work]:
     """Start to send the keys and values of this hop to the next rank, and to receive those of the next hop.
 
@@ -64,9 +69,9 @@ def pass_on(kv: list[Tensor], hop: int, plan: Plan, cp: Group, like: Tensor) -> 
     and the work to wait for.
     """
     sends, receives = [], []
-    if hop < plan.reach[(cp.rank - hop) % cp.size]:
+    if hop < plan.reach[source_of(hop, cp)]:
         sends = [(each, (cp.rank + 1) % cp.size) for each in kv]
-    if hop < plan.reach[(cp.rank - hop - 1) % cp.size]:
+    if hop < plan.reach[source_of(hop + 1, cp)]:
         receives = [(torch.empty_like(like), (cp.rank - 1) % cp.size) for _ in range(2)]
     return [each for each, _ in receives], collectives.exchange(sends, receives, cp, async_op=True)
 
@@ -92,7 +97,7 @@ def pass_on_sums(sums: list[Tensor], home: list[Tensor], hop: int, plan: Plan, c
 
     With a reach of 1 (contiguous parts, short documents), hop 1 is the last one: "d3 to 3", "d0 to 0" and so on.
     """
-    source, next_source = (cp.rank - hop) % cp.size, (cp.rank - hop - 1) % cp.size
+    source, next_source = source_of(hop, cp), source_of(hop + 1, cp)
     to = (cp.rank + 1) % cp.size if hop < plan.reach[source] else source
     if to == cp.rank:  # in hop 0, if no other rank uses this rank's keys: the sums are complete, and at home
         for total, own in zip(home, sums, strict=True):

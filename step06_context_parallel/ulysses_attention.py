@@ -39,13 +39,13 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, ctx.cp), None
 
 
-def gather_sequence(x: Tensor, cp: Group) -> Tensor:
+def heads_to_sequence(x: Tensor, cp: Group) -> Tensor:
     """Give up heads for the whole sequence: (batch, heads, seq/cp, d) -> (batch, heads/cp, seq, d), in rank order."""
     parts = _AllToAll.apply(x.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)  # (cp, batch, heads/cp, seq/cp, d)
     return parts.movedim(0, 2).flatten(2, 3)
 
 
-def gather_heads(x: Tensor, cp: Group) -> Tensor:
+def sequence_to_heads(x: Tensor, cp: Group) -> Tensor:
     """The way back: (batch, heads/cp, seq, d) -> (batch, heads, seq/cp, d)."""
     parts = _AllToAll.apply(x.unflatten(2, (cp.size, -1)).movedim(2, 0), cp)  # (cp, batch, heads/cp, seq/cp, d)
     return parts.movedim(0, 1).flatten(1, 2)
@@ -56,11 +56,11 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group
     places = _places(layout, q.device)
     order = places.argsort()
     k, v = (each.repeat_interleave(max(1, cp.size // k.shape[1]), dim=1) for each in (k, v))
-    q, k, v = (gather_sequence(each, cp)[:, :, order] for each in (q, k, v))
+    q, k, v = (heads_to_sequence(each, cp)[:, :, order] for each in (q, k, v))
     # Now this rank has all keys of its heads: the ring of one rank is attention without messages
     alone, whole = Group(cp.name, (cp.ranks[cp.rank],), 0), layout._replace(ranks=1)
     out = RingAttention.apply(q, k, v, whole.plan(0), alone, fused)
-    return gather_heads(out[:, :, places], cp)
+    return sequence_to_heads(out[:, :, places], cp)
 
 
 @functools.lru_cache(maxsize=4)

@@ -116,7 +116,7 @@ def width_to_hide(peak: float, bandwidth: float, ep: int, width: float = 2, back
         backward  12 k n h f_e / peak >= the same
         so f_e >= beta (EP-1)/EP peak / (3 bandwidth), in the backward half of it.
 
-    n, k, h and E have cancelled.
+    n, k, h and E have canceled.
 
     Args:
         peak: FLOP/s of a rank. bandwidth: bytes/s that leave it. width: bytes of a number.

@@ -8,7 +8,7 @@ an all-to-all, it hands over to the other.
 
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Action, Schedule
-from step05_pipeline.schedules.messages import MESSAGE, Program, place_messages
+from step05_pipeline.schedules.messages import MESSAGE_TIME, Program, place_messages
 from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
 from step07_expert_parallel.moe import MoE
 from step07_expert_parallel.turns import Turns
@@ -24,7 +24,7 @@ def programs_of_pairs(schedule: Schedule) -> tuple[Program, ...]:
         in pairs          rank 0    F2 B1  >b1  >f2  <b0  <f3          rank 1    F3 B0  <b1  <f2  >b0  >f3
     """
     spans = []
-    for row in simulate(schedule, Costs(FB=3.0, communication=MESSAGE)).spans:
+    for row in simulate(schedule, Costs(FB=3.0, communication=MESSAGE_TIME)).spans:
         spans.append([])
         paired = False
         for (action, start, end), following in zip(row, [*row[1:], None], strict=True):

@@ -44,7 +44,7 @@ def gather_ratio(ranks: int, width: float, peak_flops: float, bandwidth: float, 
 
         beta b s h (t-1)/t / bandwidth  :  2 b s h width / t / peak  =  beta (t-1) peak / (2 width bandwidth)
 
-    b, s and h have cancelled. The playbook's appendix A3 has width = h and counts elements (beta = 1) while bandwidths
+    b, s and h have canceled. The playbook's appendix A3 has width = h and counts elements (beta = 1) while bandwidths
     are bytes per second; its cheatsheet sets width = 12 h, a whole block.
 
     Args:

@@ -1,4 +1,4 @@
-"""How much of the hardware a run uses: a device's peak FLOP/s, from its vendor or measured, and the utilisation."""
+"""How much of the hardware a run uses: a device's peak FLOP/s, from its vendor or measured, and the utilization."""
 
 import math
 import time

@@ -87,7 +87,7 @@ class Schedule:
         return Output(DIRECTIONS[action.kind], copy, stage, action.micro_batch) if action.kind != "W" else None
 
     def input_of(self, rank: int, action: Action) -> Output | None:
-        """The output of a neighbouring stage that an action takes; None if it starts from data, the loss or an I."""
+        """The output of a neighboring stage that an action takes; None if it starts from data, the loss or an I."""
         copy, stage = self.stage_of(rank, action.chunk)
         stage += 1 if action.kind in "BI" else -1
         if action.kind == "W" or not 0 <= stage < self.stages:

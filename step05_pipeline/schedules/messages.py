@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from step05_pipeline.schedules.actions import Action, Output, Schedule
 from step05_pipeline.schedules.simulator import Costs, Spans, simulate
 
-# A message must take some time. If it took none, an action that the receiver runs meanwhile would end exactly when the
-# message is ready. It would be sorted before the receive, which would be posted one action late.
-MESSAGE = 0.25
+# The time of a message, where a forward takes 1. With 0, an action that the receiver runs meanwhile would end exactly
+# when the message is ready. It would be sorted before the receive, which would be posted one action late.
+MESSAGE_TIME = 0.25
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def place_messages(schedule: Schedule, spans: Spans | None = None) -> tuple[Prog
     Args:
         spans: when each rank does what, in place of that simulation. For a later step, which runs pairs as one.
     """
-    spans = spans or simulate(schedule, Costs(communication=MESSAGE)).spans
+    spans = spans or simulate(schedule, Costs(communication=MESSAGE_TIME)).spans
+    # When each output has been computed (None stands for the W, which have none)
     ready = {schedule.output_of(rank, action): end for rank, row in enumerate(spans) for action, _, end in row}
     messages = []
     for receiver, actions in enumerate(schedule.actions):

@@ -19,11 +19,11 @@ def zero_bubble_h1(p: int, m: int, v: int) -> list[list[Action]]:
     Rank k defers each W by k micro-batches. Counting micro-batches whose W is still due, every rank holds up to p, as
     many as 1F1B's first rank.
     """
-    return [deferring(m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
+    return [split_row(m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
 
 
-def deferring(m: int, ahead: int, weights_later: int) -> list[Action]:
-    """One rank: `ahead` forwards before the first I, `weights_later` more I than W from then on."""
+def split_row(m: int, ahead: int, weights_later: int) -> list[Action]:
+    """The actions of one rank: `ahead` forwards before the first I, and `weights_later` more I than W from then on."""
     n = max(m, ahead + weights_later)
     return expand_pattern(
         (ahead, "F"), (weights_later, "F I"), (n - ahead - weights_later, "F I W"), (ahead, "I W"), micro_batches=m

@@ -67,14 +67,14 @@ def in_groups(p: int, m: int, v: int, n: int) -> list[list[Action]]:
     Groups of n are planned in full, and micro-batches that do not exist are left out.
     """
     groups = range(0, m, n)
-    # expand_pattern numbers forwards and backwards 0, 1, ...; `order` and `back` say which (micro-batch, chunk) that is
-    order = [(first + i, chunk) for first in groups for chunk in range(v) for i in range(n)]
-    back = [(first + i, chunk) for first in groups for chunk in reversed(range(v)) for i in range(n)]
+    # expand_pattern numbers a rank's forwards and backwards 0, 1, ... Here is which (micro-batch, chunk) each number is
+    forwards = [(first + i, chunk) for first in groups for chunk in range(v) for i in range(n)]
+    backwards = [(first + i, chunk) for first in groups for chunk in reversed(range(v)) for i in range(n)]
     rows = []
     for rank in range(p):
-        ahead = min(len(order), forwards_ahead(p, v, n, rank))
-        table = expand_pattern((ahead, "F"), (len(order) - ahead, "F B"), (ahead, "B"), micro_batches=len(order))
-        row = [Action(each.kind, *(order if each.kind == "F" else back)[each.micro_batch]) for each in table]
+        ahead = min(len(forwards), forwards_ahead(p, v, n, rank))
+        table = expand_pattern((ahead, "F"), (len(forwards) - ahead, "F B"), (ahead, "B"), micro_batches=len(forwards))
+        row = [Action(each.kind, *(forwards if each.kind == "F" else backwards)[each.micro_batch]) for each in table]
         rows.append([action for action in row if action.micro_batch < m])
     return rows
 
@@ -82,7 +82,7 @@ def in_groups(p: int, m: int, v: int, n: int) -> list[list[Action]]:
 def forwards_ahead(p: int, v: int, n: int, rank: int) -> int:
     """Forwards of a rank before its first backward.
 
-    (v - 1) N lead to its last chunk. Each later rank adds 2: while the first micro-batch travels down to that rank and
-    its gradient back, this rank can do two more forwards. With one chunk this is 1F1B, where 1 is enough.
+    Those of (v - 1) n pass through all chunks but its last. Each later rank adds 2: while the first micro-batch travels
+    down to that rank and its gradient back, this rank can do two more forwards. With one chunk (1F1B) 1 is enough.
     """
     return (p - 1 - rank) * (2 if v > 1 else 1) + (v - 1) * n

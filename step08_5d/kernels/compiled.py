@@ -6,7 +6,7 @@
 Triton brings NVIDIA's assembler along. So each launch compiles its kernel for the card that we name, down to machine
 code, and does not run it. From the assembler's log we read the registers of a thread, the bytes that did not fit into
 them and go to memory (they *spill*), and its warnings. C7510 to C7515 say that Hopper's matrix products, which could
-overlap with everything else, are *serialised*: the program waits for each of them. Registers, shared memory and warps
+overlap with everything else, are *serialized*: the program waits for each of them. Registers, shared memory and warps
 together decide how many programs a multiprocessor can keep at once.
 """
 
@@ -94,7 +94,7 @@ class Compiled(NamedTuple):
 
 
 class Compiler:
-    """Stands in for Triton's driver, and takes the place of every launch."""
+    """Stands in for Triton's driver, and takes the place of every launch for as long as this process lives."""
 
     def __init__(self, capability: int):
         self.capability, self.case, self.rows = capability, "", []
@@ -236,7 +236,8 @@ def compile_cases(capability: int, dtype: torch.dtype, groups: list[str]) -> lis
     """Compile the launches of these groups for a card."""
     compiler = Compiler(capability)
     for group in groups:
-        for compiler.case, (launch, *shape) in CASES[group].items():
+        for case, (launch, *shape) in CASES[group].items():
+            compiler.case = case
             launch(dtype, *shape)
     return compiler.rows
 

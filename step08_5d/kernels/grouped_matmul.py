@@ -1,6 +1,6 @@
 """Products with one matrix for each expert, in one launch: what step 7 calls `multiply` and `multiply_transposed`.
 
-The rows of an expert are neighbours, and only the device knows how many there are. A launch needs to know its number of
+The rows of an expert are neighbors, and only the device knows how many there are. A launch needs to know its number of
 programs, and to ask the device for the counts would make the host wait for it, once in every layer. But a bound is
 enough: if tiles have R rows, each expert has at most one that is not full, so that n rows are at most n / R + experts
 tiles. Each program finds out from the counts which expert's tile it has; those without one stop at once. (MegaBlocks,
@@ -50,18 +50,18 @@ def store_tile(tile, matrix, stride, rows, columns, row_end, column_end):
 
 
 @triton.jit
-def find_tile(tile, counts, experts, ROWS: tl.constexpr, PADDED_EXPERTS: tl.constexpr):
-    """Which expert the tile belongs to, its first row, and the end of the expert's rows. No expert: `experts` or more.
+def find_tile(number, counts, experts, ROWS: tl.constexpr, PADDED_EXPERTS: tl.constexpr):
+    """Which expert this tile belongs to, its first row, and the end of the expert's rows. No expert: `experts` or more.
 
     Say ROWS is 4 and the counts are 5, 0, 4: tiles 0 and 1 are expert 0's, tile 2 is expert 2's, there is no tile 3.
     """
     expert = tl.arange(0, PADDED_EXPERTS)
     count = tl.load(counts + expert, mask=expert < experts, other=0).to(tl.int32)
     tiles = (count + ROWS - 1) // ROWS
-    passed = tl.cumsum(tiles, 0) <= tile  # all of this expert's tiles come before this one
+    passed = tl.cumsum(tiles, 0) <= number  # all of this expert's tiles come before this one
     found = tl.sum(passed.to(tl.int32), 0)
     first_of_expert = tl.sum(tl.where(passed, count, 0), 0)
-    first = first_of_expert + (tile - tl.sum(tl.where(passed, tiles, 0), 0)) * ROWS
+    first = first_of_expert + (number - tl.sum(tl.where(passed, tiles, 0), 0)) * ROWS
     return found, first, first_of_expert + tl.sum(tl.where(expert == found, count, 0), 0)
 
 
@@ -70,7 +70,7 @@ def _multiply_kernel(
     x, matrices, out, counts, x_stride, strides, experts, inner, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PADDED_EXPERTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the result. Neighbouring programs share the rows, and soon all columns: the L2 cache has the matrix."""
+    """A tile of the result. Neighboring programs share the rows, and soon all columns: the L2 cache has the matrix."""
     expert, first, end = find_tile(tl.program_id(1), counts, experts, ROWS, PADDED_EXPERTS)
     if expert >= experts:
         return
@@ -118,14 +118,14 @@ def tile_sizes(x: Tensor) -> dict[str, int]:
 
 def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
     """The rows of each expert times its matrix: x (rows, in), matrices (experts, in, out) -> (rows, out)."""
-    (rows, inner), (experts, _, columns), tile = x.shape, matrices.shape, tile_sizes(x)
+    (rows, inner), (experts, _, columns), sizes = x.shape, matrices.shape, tile_sizes(x)
     out, x = x.new_empty(rows, columns), x if x.stride(1) == 1 else x.contiguous()
-    grid = ceil_div(columns, tile["COLUMNS"]), ceil_div(rows, tile["ROWS"]) + experts
+    grid = ceil_div(columns, sizes["COLUMNS"]), ceil_div(rows, sizes["ROWS"]) + experts
     _multiply_kernel[grid](
         *(x, matrices, out, counts.on_device, x.stride(0), matrices.stride(), experts, inner, columns),
         PADDED_EXPERTS=next_power_of_two(experts),
         WIDE=wide_type(x.dtype),
-        **tile,
+        **sizes,
     )
     return out
 
@@ -133,13 +133,13 @@ def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
 def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
     """The transposed rows of each expert in y times those in x: (rows, out), (rows, in) -> (experts, out, in)."""
     y, x = (each if each.stride(1) == 1 else each.contiguous() for each in (y, x))
-    experts, height, width, tile = len(counts.on_device), y.shape[1], x.shape[1], tile_sizes(x)
+    experts, height, width, sizes = len(counts.on_device), y.shape[1], x.shape[1], tile_sizes(x)
     out = x.new_empty(experts, height, width)
-    grid = ceil_div(width, tile["COLUMNS"]), ceil_div(height, tile["ROWS"]), experts
+    grid = ceil_div(width, sizes["COLUMNS"]), ceil_div(height, sizes["ROWS"]), experts
     _multiply_transposed_kernel[grid](
         *(y, x, out, counts.on_device, y.stride(0), x.stride(0), experts, height, width),
         PADDED_EXPERTS=next_power_of_two(experts),
         WIDE=wide_type(x.dtype),
-        **tile,
+        **sizes,
     )
     return out

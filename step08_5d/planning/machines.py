@@ -54,5 +54,5 @@ class Habits(NamedTuple):
     order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
 
 
-# Step 8 gathers the weights of the next layer meanwhile, and puts neighbouring stages near to each other
+# Step 8 gathers the weights of the next layer meanwhile, and puts neighboring stages near to each other
 OURS = Habits(prefetch=1.0, order="tp,cp,pp,dp")

@@ -120,6 +120,6 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits =
 
 
 def mfu(model: ModelConfig, layout: Layout, seconds: float, machine: Machine) -> float:
-    """Model FLOPs utilisation of a step of so many seconds: PaLM's, with attention's full square."""
+    """Model FLOPs utilization of a step of so many seconds: PaLM's, with attention's full square."""
     sequences = layout.micro_batch * layout.micro_batches / (layout.cp * layout.tp * layout.pp)
     return count_flops(model, layout.seq).model * sequences / seconds / machine.peak

@@ -142,8 +142,8 @@ tied matrix counted twice: spec.owner] => spec.owner or "embed" in parameter.spe
 two copies counted twice: spec.owner] => spec.owner or "mirror" in parameter.spec.extra_groups]
 @ step05_pipeline.pipeline:Pipeline._backward
 # Gradients arrive in the order of the micro-batches, and a stage takes its graphs from a stack
-gradients of another micro-batch: in_flight.pop(key) => in_flight.pop(key if output_gradient is None
-    else max(each for each in self.step.in_flight if each[0] == action.chunk))
+gradients of another micro-batch: kept.pop(key) => kept.pop(key if output_gradient is None
+    else max(each for each in self.step.kept if each[0] == action.chunk))
 @ step05_pipeline.pipeline:Pipeline._receive
 # Every message arrives in the same memory, also while an earlier one is kept for its backward
 one receive buffer: torch.empty(self.shape, dtype=self.config.torch_dtype, device=self.mesh.device) =>

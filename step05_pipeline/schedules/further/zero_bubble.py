@@ -6,7 +6,7 @@ zb-h2   rank 0  F0 F1 F2 F3 ...I0 W0 I1 W1 I2 W2 I3 W3
 """
 
 from step05_pipeline.schedules.actions import Action, expand_pattern
-from step05_pipeline.schedules.split_backward import deferring
+from step05_pipeline.schedules.split_backward import split_row
 
 
 def zero_bubble_h2(p: int, m: int, v: int) -> list[list[Action]]:
@@ -15,7 +15,7 @@ def zero_bubble_h2(p: int, m: int, v: int) -> list[list[Action]]:
     Counting micro-batches whose W is still due, every rank holds up to 2p - 1. Ranks finish one after another, in the
     order in which they began: the bubble only vanishes if each may start its next step without waiting for the others.
     """
-    return [deferring(m, ahead=2 * (p - 1 - rank), weights_later=2 * rank) for rank in range(p)]
+    return [split_row(m, ahead=2 * (p - 1 - rank), weights_later=2 * rank) for rank in range(p)]
 
 
 def zero_bubble_v(p: int, m: int, v: int) -> list[list[Action]]:

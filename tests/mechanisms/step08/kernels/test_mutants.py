@@ -63,7 +63,7 @@ MUTANTS = {
     "slope of the sigmoid lost": (swiglu._backward_kernel, "(1 + g * (1 - s))).to", "1).to"),
     # experts
     "partial tiles left out": (grouped_matmul.find_tile, "(count + ROWS - 1)", "count"),
-    "one tile too many": (grouped_matmul.find_tile, "tl.cumsum(tiles, 0) <= tile", "tl.cumsum(tiles, 0) < tile"),
+    "one tile too many": (grouped_matmul.find_tile, "tl.cumsum(tiles, 0) <= number", "tl.cumsum(tiles, 0) < number"),
     "rows of all experts before": (grouped_matmul._multiply_transposed_kernel, "range(end - ", "range(0 * "),
     # the update
     "first moment not corrected": (update._adamw_kernel, "tl.exp(count * LOG_BETA1)", "0 * count"),
