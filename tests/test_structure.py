@@ -139,7 +139,7 @@ def test_a_mechanism_can_be_read(step):
     lesson = (ROOT / step / "README.md").read_text()
     found = re.search(r"^## The code[^\n]*\n+```\n(.*?)^```", lesson, re.DOTALL | re.MULTILINE)
     files = re.findall(r"^(\S+\.py) +\S", found.group(1), re.MULTILINE)
-    text = "\n".join((ROOT / step / file).read_text() for file in files)
+    text = "".join((ROOT / step / file).read_text() for file in files)
     lines = len(re.sub(r"^ *# --- (write this yourself|until here) ---\n", "", text, flags=re.MULTILINE).splitlines())
     assert 0 < lines <= MOST_LINES.get(step_of(f"{step}.train"), 650), f"{step}: {lines} lines in {', '.join(files)}"
 
