@@ -102,10 +102,11 @@ def _wait_for(ranks: list, folder: Path, cases: int, label: str) -> None:
 
 
 class _Clock:
-    """Tells a rank that waits for others from one that waits for a processor, as on a busy machine all of them do."""
+    """Tells ranks that wait for each other from ranks that wait for a processor, as all do on a busy machine."""
 
     def __init__(self):
-        self.done, self.idle_since, self.started, self.used = -1, math.inf, 0.0, 0.0
+        self.done, self.started, self.used = -1, 0.0, 0.0
+        self.samples: list[tuple[float, list[bool]]] = []  # time, and which processes compute or would like to
 
     def over(self, processes: list[int], done: int) -> bool:
         """Whether these processes have waited for each other, or computed, for too long; they finished `done` cases."""
@@ -113,12 +114,12 @@ class _Clock:
         states = [_state(process) for process in processes]
         used = max((seconds for _, seconds in states), default=0.0)
         if done != self.done:
-            self.done, self.started, self.used = done, now, used
-        if any(state in "RD" for state, _ in states):
-            self.idle_since = math.inf
-        else:
-            self.idle_since = min(self.idle_since, now)
-        return now - self.idle_since > IDLE or used - self.used > BUSY or now - self.started > LIMIT
+            self.done, self.started, self.used, self.samples = done, now, used, []
+        self.samples.append((now, [state in "RD" for state, _ in states]))
+        recent = [active for when, active in self.samples if when >= now - IDLE]
+        # A rank may look around from time to time while it waits, and so be active in some samples
+        idle = now - self.started > IDLE and all(sum(active) < len(recent) / 2 for active in zip(*recent))
+        return idle or used - self.used > BUSY or now - self.started > LIMIT
 
 
 def _state(process: int) -> tuple[str, float]:
@@ -183,7 +184,7 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
             if rank >= case.ranks:
                 continue
             world = {"store": dist.FileStore(f"{folder}/world.{number}", case.ranks), "world_size": case.ranks}
-            dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=60), **world)
+            dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=2 * LIMIT), **world)
             watching.append(Watching(file))
             with watching[-1] as notes:
                 values = this.run(module, case, rank)

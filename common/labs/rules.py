@@ -10,9 +10,9 @@ SLACK = 1.02
 def sends_at_most(notes: Notes, most: float, why: dict[str, str]) -> Iterator[str]:
     """One sentence if a rank sent more bytes; `why` explains by what: a collective -> what is wrong with it there."""
     if notes.sent > SLACK * most + 64:
-        op = next((op for op in why if notes.of(op)), None)
         text = f"it sends {notes.sent:,.0f} bytes, and {most:,.0f} are enough."
-        if op:
+        op = max(why, key=lambda op: round(sum(call.sent for call in notes.of(op))))
+        if notes.of(op):
             largest = max(notes.of(op), key=lambda call: call.bytes)
             text += f" Look at the {op} of {largest.bytes:,} bytes in line {largest.line}: {why[op]}"
         yield text

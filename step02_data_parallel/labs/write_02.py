@@ -89,11 +89,10 @@ def expect_sums(case: Case) -> list[Expected]:
             after[rows] = sum(tensors[(rank - hop) % ranks, rows] for hop in range(hops + 1))
         return after
 
-    known = {"these are the rank's own numbers: nothing was added to them, or not to `tensor` itself.": tensors}
-    known["this part was on its way when it came here, and has no more than some ranks' numbers: the sums that are "
-          "complete must go around once more."] = [around(rank) for rank in range(ranks)]  # fmt: skip
+    text = "no complete sum has come to this part. Is it written to `tensor` itself, and do complete parts go around?"
+    texts = {text: tensors, f"{text} ": [around(rank) for rank in range(ranks)]}
     return [
-        Expected.of(parts(tensors.sum(0)), {text: parts(each[r]) for text, each in known.items()}) for r in range(ranks)
+        Expected.of(parts(tensors.sum(0)), {text: parts(each[r]) for text, each in texts.items()}) for r in range(ranks)
     ]
 
 

@@ -134,7 +134,7 @@ def judge_optimizer(case: Case, rank: int, notes: Notes):
     yield from sends_at_most(notes, 2 * 2 * whole * (1 - 1 / case.ranks), why)
     if case.ranks > 1:
         what = "No rank needs a state, or the optimizer's intermediate results, for more than its own part."
-        yield from holds_at_most(notes, 2 * whole + 8 * 8 * case.share, what)
+        yield from holds_at_most(notes, 2 * whole + 5 * 8 * case.share, what)
 
 
 LABS = [

@@ -94,12 +94,10 @@ def expect_loss(case: Case) -> list[Expected]:
     logits, targets = _logits(case)
 
     def of(columns: slice, vocab: int, rank: int) -> dict[str, torch.Tensor]:
-        """The loss over some columns, and its gradient in a rank's; targets elsewhere have a logit of 0."""
+        """The loss with the exponentials of some columns alone, and its gradient in a rank's."""
         part = logits.clone().requires_grad_()
         scores = part[..., :vocab]
-        held = torch.zeros(case.vocab, dtype=torch.bool)
-        held[columns] = True
-        chosen = scores.gather(-1, targets[..., None])[..., 0] * held[targets]
+        chosen = scores.gather(-1, targets[..., None])[..., 0]
         loss = (scores[..., columns].logsumexp(-1) - chosen).sum()
         (gradient,) = torch.autograd.grad(0.5 * loss, part)
         return {"loss": loss.detach(), "gradient of the logits": gradient.chunk(case.ranks, dim=-1)[rank]}
@@ -119,10 +117,8 @@ def expect_loss(case: Case) -> list[Expected]:
 
 def judge_loss(case: Case, rank: int, notes: Notes):
     token = 8 * 2 * case.tokens
-    why = {
-        "all_gather": "three numbers per token are all that ranks must tell each other, not logits.",
-        "all_reduce": "three numbers per token are all that ranks must tell each other.",
-    }
+    text = "three numbers per token are all that ranks must tell each other: no logits."
+    why = dict.fromkeys(("all_gather", "all_reduce", "send", "broadcast"), text)
     yield from sends_at_most(notes, 2 * 3 * token * (1 - 1 / case.ranks), why)
     columns = 2 * case.tokens * 8 * -(-case.vocab // case.ranks)
     yield from holds_at_most(notes, 3.5 * columns + 12 * token, "No rank may hold other ranks' logits.")

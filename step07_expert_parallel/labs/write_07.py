@@ -136,7 +136,7 @@ def expect_back(case: Case) -> list[Expected]:
                 "ddowns": own[3].chunk(case.ranks)[rank],
             },
         }
-        right = {"dx": part[0], "drouter": own[1], "dups": part[1], "ddowns": part[2]}
+        right = {"dups": part[1], "ddowns": part[2], "drouter": own[1], "dx": part[0]}
         found.append(Expected.of(right, mistakes))
     return found
 

@@ -59,15 +59,14 @@ def expect_groups(case: Case) -> list[Expected]:
     for rank in range(case.ranks):
         place = {name: torch.tensor(ranks) for name, ranks in _place(case, rank).items()}
         right = {f"ranks of {name}": ranks for name, ranks in place.items()}
-        mistakes = {}
+        grid = torch.arange(case.ranks).view(case.tp, case.pp, case.dp)
+        tp, pp, dp = (grid == rank).nonzero()[0].tolist()
+        turned = {"ranks of dp": grid[tp, pp], "ranks of pp": grid[tp, :, dp], "ranks of tp": grid[:, pp, dp]}
+        mistakes = {"tp is to be the fastest dimension: its ranks are neighbors, because they send the most.": turned}
         for name in place:
             for other in {"dp", "pp", "tp"} - {name}:
                 text = f"these are the ranks along {other}. Along {name}, the other two coordinates stay the same."
                 mistakes[text] = {f"ranks of {name}": place[other]}
-        grid = torch.arange(case.ranks).view(case.tp, case.pp, case.dp)
-        tp, pp, dp = (grid == rank).nonzero()[0].tolist()
-        turned = {"ranks of dp": grid[tp, pp], "ranks of pp": grid[tp, :, dp], "ranks of tp": grid[:, pp, dp]}
-        mistakes["tp is to be the fastest dimension: its ranks are neighbors, because they send the most."] = turned
         mistakes["all ranks are in this group: it should have those along one dimension."] = dict.fromkeys(
             right, torch.arange(case.ranks)
         )
@@ -143,8 +142,8 @@ def judge_totals(case: Case, rank: int, notes: Notes):
 
 CASES = (
     Case(ranks=2, dp=1, pp=2, tp=1, width=4),
-    Case(ranks=4, dp=2, pp=1, tp=2, width=12),
-    Case(ranks=6, dp=3, pp=2, tp=1, width=8),
+    Case(ranks=6, dp=3, pp=1, tp=2, width=12),
+    Case(ranks=4, dp=2, pp=2, tp=1, width=8),
     Case(ranks=8, dp=2, pp=2, tp=2, width=16),
 )
 LABS = [

@@ -1,0 +1,89 @@
+"""Labs of the kind write: starters fail, solutions pass in whatever words, and what only looks like one does not."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from common.labs.cut import MARKED, bodies_of, starter
+from common.labs.find import all_labs
+from common.labs.ranks import LIMIT
+from tests.harness.ranks import ROOT
+
+
+def read_answers() -> dict[str, list[tuple[list[tuple[str, str]], str | None]]]:
+    """answers.txt: by lab, (edits, what is said of them; None if they pass)."""
+    answers, text = {}, Path(__file__).with_name("answers.txt").read_text()
+    for lab in re.split(r"^@ ", text, flags=re.MULTILINE)[1:]:
+        id, _, entries = lab.partition("\n")
+        answers[id] = []
+        for said, lines in re.findall(r"^(=|! .*)\n((?:[<>].*\n)*)", entries, re.MULTILINE):
+            pairs = re.findall(r"((?:^<.*\n)+)((?:^>.*\n)+)", lines, re.MULTILINE)
+            edits = [tuple("\n".join(line[2:] for line in side.splitlines()) for side in pair) for pair in pairs]
+            answers[id].append((edits, None if said == "=" else said[2:]))
+    return answers
+
+
+ALL = os.environ.get("TEST_ALL") == "1"
+ANSWERS = read_answers()
+LABS = {id: lab for id, lab in all_labs().items() if lab.kind == "write"}
+QUICK = {"write-02-a": (0, 1), "write-03-a": (0, 1, 2, 7), "write-04-b": (3,)}  # these answers, without TEST_ALL
+CASES = [(id, number) for id in ANSWERS for number in range(len(ANSWERS[id])) if ALL or number in QUICK.get(id, ())]
+
+
+def hand_in(lab, folder, edits=()):
+    """What the check says of the reference with these edits."""
+    text = starter((ROOT / lab.source).read_text(), (), lab.only)
+    for before, after in edits:
+        assert before in text, f"{lab.id}: {before!r} is not in {lab.source}"
+        text = text.replace(before, after, 1)
+    (folder / os.path.basename(lab.source)).write_text(text)
+    return lab.check(folder, student=1)
+
+
+@pytest.mark.parametrize("id", LABS if ALL else ["write-05-a"])
+def test_the_starter_fails(id, tmp_path):
+    lab = LABS[id]
+    lab.start(tmp_path, student=1)
+    verdict = lab.check(tmp_path, student=1)
+    assert verdict.score == 0 and re.search(r"is not written yet \(line \d+\)", verdict.feedback[0])
+
+
+@pytest.mark.parametrize("id", LABS if ALL else ["write-04-b"])
+def test_the_reference_passes(id, tmp_path):
+    verdict = hand_in(LABS[id], tmp_path)
+    assert verdict.passed, verdict.feedback
+
+
+@pytest.mark.parametrize("id, number", CASES, ids=[f"{id} {number}" for id, number in CASES])
+def test_answers_get_what_they_deserve(id, number, tmp_path):
+    edits, said = ANSWERS[id][number]
+    verdict = hand_in(LABS[id], tmp_path, edits)
+    text = "\n".join(verdict.feedback)
+    assert verdict.passed == (said is None), text
+    assert said is None or re.search(said, text), text
+
+
+def test_every_lab_is_tested_in_the_same_way():
+    assert ANSWERS.keys() == LABS.keys() and LIMIT <= 60
+    for id, lab in LABS.items():
+        wrong = [said for _, said in ANSWERS[id] if said]
+        assert len(wrong) >= 5 and len(ANSWERS[id]) > len(wrong), id
+        assert len({(case.ranks, str(case)) for case in lab.cases}) >= 3
+        assert len({case.ranks for case in lab.cases}) >= 3 or lab.step == 1 or id == "write-05-b"
+        assert lab.task and all(lab.hints) and lab.solution(1).strip().endswith(lab.moral)
+
+
+@pytest.mark.parametrize("id", LABS)
+def test_starters_keep_everything_but_the_bodies(id, tmp_path):
+    lab = LABS[id]
+    lab.start(tmp_path, student=1)
+    (file,) = tmp_path.iterdir()
+    source, text = (ROOT / lab.source).read_text(), file.read_text()
+    assert text.count("raise NotImplementedError") == len(lab.bodies) == len(MARKED.findall(text))
+    lines = sum(len(bodies_of(source)[number - 1].splitlines()) for number in lab.bodies)
+    assert 3 <= lines <= 32, f"{lines} lines to write"
+    if not lab.only:
+        whole, cut = MARKED.sub(r"\2", source).splitlines(), text.splitlines()
+        assert {line for line in cut if "# ---" not in line and "NotImplemented" not in line} <= set(whole)
