@@ -2,6 +2,7 @@
 
     python -m common.experiments.lesson_times         # all lessons, several minutes: it runs every command
     python -m common.experiments.lesson_times 3 4
+    python -m common.experiments.lesson_times --sections 3    # by sections, for those who teach it
 
 Reading is 200 words per minute, a common estimate for texts that one studies. Code counts like prose: the lesson with
 its excerpts and its answers, and the sketch. Every line of every ```bash block is run as it is written. What readers
@@ -21,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS_PER_MINUTE = 200
 
 
-def words(*files: Path) -> int:
+def words(*texts: str) -> int:
     """Count what a reader reads: words that hold a letter or a digit."""
-    return sum(len(re.findall(r"\S*[A-Za-z0-9]\S*", file.read_text())) for file in files)
+    return sum(len(re.findall(r"\S*[A-Za-z0-9]\S*", text)) for text in texts)
 
 
-def commands(lesson: Path) -> list[str]:
-    """Return the lines of the lesson's ```bash blocks, continued lines joined."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", lesson.read_text(), flags=re.MULTILINE | re.DOTALL)
+def commands(text: str) -> list[str]:
+    """Return the lines of the text's ```bash blocks, continued lines joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
@@ -44,14 +45,20 @@ def seconds(command: str) -> float:
 
 
 def main() -> None:
-    """Print one row per lesson."""
-    numbers, rows = sys.argv[1:], []
+    """Print one row per lesson, or per section."""
+    by_section, numbers, rows = "--sections" in sys.argv, [each for each in sys.argv[1:] if each[0] != "-"], []
     for lesson in sorted(ROOT.glob("step*/README.md")):
-        folder = lesson.parent
-        if not numbers or folder.name[5:6] in numbers:
-            read, lines = words(lesson, folder / "sketch.py"), commands(lesson)
+        folder, text = lesson.parent, lesson.read_text()
+        if numbers and folder.name[5:6] not in numbers:
+            continue
+        parts = {folder.name: [text, (folder / "sketch.py").read_text()]}
+        if by_section:
+            pieces = re.split(r"(?:^## |\A# )(.+)$", text, flags=re.MULTILINE)[1:]
+            parts = {f"{folder.name[4:6]} {head}": [part] for head, part in zip(pieces[::2], pieces[1::2])}
+        for name, texts in parts.items():
+            read, lines = words(*texts), commands(texts[0])
             total = sum(map(seconds, lines))
-            rows.append([folder.name, f"{read:,}", f"{read / WORDS_PER_MINUTE:.0f} min", len(lines), f"{total:.0f} s"])
+            rows.append([name, f"{read:,}", f"{read / WORDS_PER_MINUTE:.0f} min", len(lines), f"{total:.0f} s"])
     print_table("Each lesson", ["lesson", "words, with code", "to read", "commands", "they run"], rows)
 
 

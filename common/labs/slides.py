@@ -81,7 +81,7 @@ def write_slides(step_folder: Path, out: Path) -> Path:
 
 def sections(text: str) -> Iterator[Section]:
     """The parts of a lesson under its headings of the first and the second level."""
-    pieces = re.split(r"^##? (.+)$", text, flags=re.MULTILINE)[1:]
+    pieces = re.split(r"(?:^## |\A# )(.+)$", text, flags=re.MULTILINE)[1:]
     yield from map(Section, pieces[::2], pieces[1::2])
 
 
