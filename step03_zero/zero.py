@@ -84,7 +84,7 @@ class Zero:
         like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
         allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
         self.regions = self._regions(model)
-        self.units = [self._unit(group, mesh) for group in self._groups(model, config.bucket_mb)]
+        self.units = [self._unit(some, mesh) for some in self._parameters_of_units(model, config.bucket_mb)]
         self.shards = [piece for unit in self.units for _, piece in unit.pieces]
         initial_values(config)(self.shards)
         self.index_of = {parameter: index for index, unit in enumerate(self.units) for parameter in unit.parameters}
@@ -101,16 +101,16 @@ class Zero:
         regions += [Region(layer, layer) for layer in model.layers.values()]
         return regions + ([Region(model.norm, model.head)] if model.has_head else [])
 
-    def _groups(self, model: Decoder, bucket_mb: float) -> list[list[nn.Parameter]]:
-        """The parameters of each unit: a bucket of step 2 or, in stage 3, a region."""
+    def _parameters_of_units(self, model: Decoder, bucket_mb: float) -> list[list[nn.Parameter]]:
+        """The parameters of each unit: those of a bucket of step 2 or, in stage 3, of a region."""
         if self.stage < 3:
             return fill_all_buckets(list(model.parameters()), self.mode, bucket_mb)
-        groups, seen = [], set()
+        found, seen = [], set()
         for region in self.regions:
             own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first region's
-            groups[:0] = fill_all_buckets(own, "bucket", math.inf)
+            found[:0] = fill_all_buckets(own, "bucket", math.inf)
             seen.update(own)
-        return groups
+        return found
 
     def _unit(self, parameters: list[nn.Parameter], mesh: Mesh) -> Unit:
         shard, replica = (getattr(mesh, name) for name in parameters[0].spec.shard_groups)

@@ -163,7 +163,7 @@ def bytes_per_token(model: ModelConfig, ranks: int, mode: str, tp: int, recomput
 # ---- does it hide ----------------------------------------------------------------------------------------------------
 
 
-def tokens_to_hide(peak: float, bandwidth: float, share: float, causal: bool = True, backward: bool = False) -> float:
+def tokens_to_hide(peak: float, bandwidth: float, ratio: float, causal: bool = True, backward: bool = False) -> float:
     """Tokens of a rank from which on a hop's computation takes as long as its transfer. Derived here.
 
     A hop has n^2 / 2 pairs (n^2 if not causal). In the forward they cost 4 h FLOPs each (q k' and p v), while K and V,
@@ -175,9 +175,9 @@ def tokens_to_hide(peak: float, bandwidth: float, share: float, causal: bool = T
     Batch size, number of ranks and tensor parallelism (which divides h and h_kv) have canceled.
 
     Args:
-        peak: FLOP/s of a rank. bandwidth: bytes/s to the next rank. share: h_kv / h.
+        peak: FLOP/s of a rank. bandwidth: bytes/s to the next rank. ratio: h_kv / h.
     """
-    return (2.4 if backward else 2.0) * share * peak / bandwidth * (1 if causal else 0.5)
+    return (2.4 if backward else 2.0) * ratio * peak / bandwidth * (1 if causal else 0.5)
 
 
 def play_layer(

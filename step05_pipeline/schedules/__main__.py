@@ -59,8 +59,8 @@ def parse_costs(given: str, schedule: Schedule) -> Costs:
             raise UsageError(f"--costs {given}: {part!r} is not NAME=NUMBER") from None
     if unknown := numbers.keys() - {"F", "I", "W", "B", "FB", "communication"}:
         raise UsageError(f"--costs {given}: {min(unknown)!r} is none of F, I, W, B, FB, communication")
-    share = schedule.ranks / schedule.stages  # of these costs in one stage; a message has the same size everywhere
-    costs = Costs(**{name: cost * (1 if name == "communication" else share) for name, cost in numbers.items()})
+    factor = schedule.ranks / schedule.stages  # of these costs in one stage; a message has the same size everywhere
+    costs = Costs(**{name: cost * (1 if name == "communication" else factor) for name, cost in numbers.items()})
     if max(numbers.values()) > 1000 * min(cost for name, cost in numbers.items() if name != "communication"):
         raise UsageError(f"--costs {given}: a cost may be at most 1,000 times that of an action")  # to be drawn
     return costs

@@ -42,8 +42,8 @@ def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, v
     return vocab_parallel_cross_entropy_sum(F.linear(x, weight), targets, vocab, group)
 
 
-def chunk_length(weight: Tensor, share: float = 0.25) -> int:
-    """Return how many tokens have logits that take `share` of the memory of the head's gradient, in at least float32.
+def chunk_length(weight: Tensor, ratio: float = 0.25) -> int:
+    """Return how many tokens have logits of `ratio` times the memory of the head's gradient, in at least float32.
 
     Both are as long as the rank's part of the vocabulary, so the length does not depend on it. Shorter chunks save
     little, since that gradient stays, and read and write it more often. But of a small vocabulary's logits a chunk has
@@ -51,7 +51,7 @@ def chunk_length(weight: Tensor, share: float = 0.25) -> int:
     of the vocabulary are of one size.
     """
     wide = at_least_float32(weight.dtype).itemsize
-    length = int(share * weight.shape[1] * wide / weight.element_size()) // 16 * 16
+    length = int(ratio * weight.shape[1] * wide / weight.element_size()) // 16 * 16
     return max(16, length, FEW_BYTES // (len(weight) * weight.element_size()))
 
 
