@@ -27,15 +27,13 @@ from step05_pipeline.schedules.actions import Action, Output, Schedule
 from step05_pipeline.schedules.messages import Transfer, place_messages
 from step05_pipeline.weight_gradients import WeightGradStore, defer_weight_gradients
 
-PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 DELAYS = {"F": 1, "B": 2, "I": 1, "W": 1}  # how many times --layer-delay each layer takes
 
 
 @dataclass
 class Step:
-    """One step of a pipeline on this rank: what `run` was given, and what actions and messages leave for later ones.
-
-    A key is (chunk, micro-batch).
+    """One step of a pipeline on this rank: what `run` was given, and what actions and messages leave for later ones, by
+    their key: (chunk, micro-batch).
     """
 
     micro_batch: Callable[[int], tuple]
@@ -113,7 +111,7 @@ class Pipeline:
     def _act(self, action: Action) -> None:
         action_input = self._wait_for_input(action)  # on the CPU this wait is the bubble, and no part of the action
         start = self.clock()
-        with self.step.tracer.phase(PHASES[action.kind], action=str(action)):
+        with self.step.tracer.phase("forward" if action.kind == "F" else "backward", action=str(action)):
             if action.kind == "F":
                 self._forward(action, action_input)
             elif action.kind == "W":

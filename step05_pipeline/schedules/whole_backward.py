@@ -10,8 +10,7 @@ take no time. On 3 ranks with 4 micro-batches, if B = 2F:
     1f1b    rank 0  F0 F1 F2 ............B0--- F3 B1--- ...B2--- ...B3---
             rank 1  ...F0 F1 ......B0--- F2 B1--- F3 B2--- ...B3---
             rank 2  ......F0 B0--- F1 B1--- F2 B2--- F3 B3---
-
-interleaved, on 2 ranks with 2 micro-batches and v = 2. F0.1 is the forward of micro-batch 0 through chunk 1:
+    interleaved with v = 2, on 2 ranks with 2 micro-batches. F0.1 is the forward of micro-batch 0 through chunk 1:
             rank 0  F0-- F1-- F0.1 F1.1 ..........B0.1----- .....B1.1----- B0------- B1-------
             rank 1  .....F0-- F1-- F0.1 B0.1----- F1.1 B1.1----- B0------- B1-------
 """

@@ -14,7 +14,6 @@ from step05_pipeline import cost
 from step05_pipeline import pipeline as executor
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments.messages import PLACEMENTS
-from step05_pipeline.pipeline import PHASES
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from step05_pipeline.schedules.messages import place_messages
@@ -58,7 +57,7 @@ def check_order(ranks: list[Observation], flags: str) -> None:
     """The trace has a phase for each action."""
     for rank, seen in enumerate(ranks):
         _, schedule, pp = plan(flags, rank)
-        phases = [(PHASES[action.kind], str(action)) for action in schedule.actions[pp]]
+        phases = [("forward" if each.kind == "F" else "backward", str(each)) for each in schedule.actions[pp]]
         assert seen.phases == [("forward", ""), *phases, ("optimizer", "")], f"{flags}, rank {rank}: trace"
 
 
