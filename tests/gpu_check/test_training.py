@@ -18,6 +18,8 @@ from step02_data_parallel.collectives_tour import tour
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import need_ranks, run_on_ranks, train_alone
 from tests.harness.ranks import run_command, steps_of
+from tests.mechanisms import test_asynchrony
+from tests.parity import runs
 from tests.parity.pairwise import spelled_out
 
 TOLERANCE = 1e-10
@@ -32,31 +34,6 @@ EXPERTS = "--experts 8 --expert-ffn 32 --shared-experts 1 --balance bias --z-coe
 LAYOUTS = {
     "nccl": f"""
         2|4 0
-        2 2 --dp-mode naive|overlap
-        2 2 --dp-mode bucket --bucket-mb 0.1
-        2 3 --zero 1|2 --bucket-mb 0.1
-        2 3 --zero 3 --recompute none|full
-        2 4 --tp 2 --tp-mode plain|overlap|chunked
-        2 5 --pp 2 --schedule 1f1b|zbv|dualpipe
-        2 6 --cp 2
-        2 6 --cp 2 --cp-mode allgather --cp-split striped
-        2 6 --cp 2 --cp-mode ulysses --zero 3
-        2 7 {EXPERTS} --ep 2
-        2 7 {EXPERTS} --ep 2 --tp 2 --recompute full
-        2 7 {EXPERTS} --ep 2 --cp 2 --zero 3
-        4 3 --zero 2 --zero-replicas 2 --bucket-mb 0.1
-        4 3 --zero 3 --recompute full
-        4 4 --tp 4 --tp-mode chunked
-        4 4 --tp 2 --zero 3
-        4 5 --pp 4 --schedule dualpipe
-        4 5 --pp 2 --tp 2 --schedule zbv
-        4 5 --pp 2 --zero 2 --schedule 1f1b
-        4 6 --cp 4 --cp-split contiguous
-        4 6 --cp 2 --tp 2 --zero 1
-        4 6 --cp 2 --pp 2 --schedule zbv --cp-mode allgather
-        4 7 {EXPERTS} --ep 4 --cp 2 --tp 2 --zero 1
-        4 7 {EXPERTS} --ep 2 --pp 2 --schedule dualpipe
-        4 7 {EXPERTS} --ep 2 --zero 2 --zero-replicas 2 --bucket-mb 0.1
         2 8 --tp 2
         4 8 --cp 2 --pp 2 --schedule zb-h1
         4 8 {EXPERTS} --ep 4 --cp 2 --tp 2 --zero 3 --recompute full
@@ -82,11 +59,12 @@ LAYOUTS = {
     """,
 }
 GROUPS: dict[str, dict[str, list[str]]] = {part: {} for part in LAYOUTS}  # those that train on the same ranks
+for ranks, step, flags in test_asynchrony.LAYOUTS:  # where NCCL's semantics are played on gloo
+    if ranks <= 4:
+        GROUPS["nccl"].setdefault(f"{ranks} ranks, step {step}", []).append(f"{test_asynchrony.BASE} {flags}")
 for part, text in LAYOUTS.items():
     for ranks, step, *flags in spelled_out(text):
-        GROUPS[part].setdefault(f"{ranks} ranks, step {step}", []).append(" ".join(flags))
-# Step and flags of a run on one rank
-REFERENCES = {"dense": (1, TRAINING), "experts": (7, f"{TRAINING} {EXPERTS}"), "free": (7, f"{TRAINING} {FREE}")}
+        GROUPS[part].setdefault(f"{ranks} ranks, step {step}", []).append(" ".join([TRAINING, *flags]))
 
 
 def difference(found: Findings, run: str, expected: str) -> float:
@@ -101,17 +79,16 @@ def check_layouts(found: Findings, part: str, item: str, backend: str, together:
     """Train these layouts on ranks that talk through `backend`, and compare each with one rank on the same device."""
     backend, wrong = "gloo" if found.device.type == "cpu" else backend, {}
     ranks, layouts = int(item.split()[0]), GROUPS[part][item]
-    kinds = ["experts" if EXPERTS in flags else "free" if FREE in flags else "dense" for flags in layouts]
-    for name in set(kinds):
-        train_alone(found, name, *REFERENCES[name])
     command = ["-m", "tests.gpu_check.test_training", found.folder, found.device.type, backend, part, item]
     run_on_ranks(found, item, command, ranks, TIMEOUT + (10 + 2 * ranks) * len(layouts), together)
-    for index, (flags, kind) in enumerate(zip(layouts, kinds, strict=True)):
-        if "step 0" not in item:
-            worst = difference(found, f"{item}, {index}", kind)
-            found.note(f"largest difference, {item} {flags} through {backend}", f"{worst:.1e}")
-            if not worst < (BAND if NARROW in flags else TOLERANCE):
-                wrong[flags] = worst
+    for index, flags in enumerate(layouts if "step 0" not in item else ()):
+        alone = f"{item}, {index}, on one rank"
+        step = 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
+        train_alone(found, alone, step, f"{runs.SMALL} {runs.training_of(flags)}".replace(NARROW, ""))
+        worst = difference(found, f"{item}, {index}", alone)
+        found.note(f"largest difference, {item} {flags} through {backend}", f"{worst:.1e}")
+        if not worst < (BAND if NARROW in flags else TOLERANCE):
+            wrong[flags] = worst
     assert not wrong
 
 
@@ -124,7 +101,7 @@ def train_layouts(folder: Path, device: str, backend: str, part: str, item: str)
     step = int(item.split()[-1])
     for index, layout in enumerate(GROUPS[part][item]):
         if step:
-            flags = f"{TRAINING} {layout} --device {device} --timeout {TIMEOUT}".split()
+            flags = f"{runs.SMALL} {layout} --device {device} --timeout {TIMEOUT}".split()
             config = parse(step, [*flags, "--run-dir", f"{folder}/{item}, {index}"])
             config.resolve_and_check(world.size)
             mesh = build_mesh(Degrees.of(config), place, config.model_config.kv_heads, timeout=TIMEOUT)

@@ -39,7 +39,7 @@ def test_ranks_that_differ_or_cannot_meet(tmp_path, monkeypatch):
         curve.write_text(re.sub(r'("loss": \d\.\d{8})\d', r"\g<1>", curve.read_text()))
 
     monkeypatch.setattr(test_training, "run_on_ranks", wrong)
-    with pytest.raises(AssertionError, match="--zero 1 --bucket-mb"):
+    with pytest.raises(AssertionError, match="--zero 1 --recompute full"):
         test_training.check_layouts(found, "nccl", "2 ranks, step 3", "gloo")
     monkeypatch.setattr(launching.Agents, "statuses", lambda *_: [None, 1])
     with pytest.raises(pytest.exit.Exception, match="cannot talk to each other"):
