@@ -46,13 +46,6 @@ LAYOUTS = {
         4 8 {NARROW} {FREE} --ep 2 --pp 2 --schedule zb-h1
     """,
     "shared_gpu": f"""
-        2 0
-        2 2 --dp-mode bucket --bucket-mb 0.1
-        2 3 --zero 3 --recompute full
-        2 4 --tp 2 --tp-mode overlap
-        2 5 --pp 2 --schedule zbv
-        2 6 --cp 2
-        2 7 {EXPERTS} --ep 2
         8 8 --pp 2 --cp 2 --tp 2 --recompute selective
         8 8 {EXPERTS} --pp 2 --cp 2 --tp 2 --ep 4 --zero 1
         16 8 {EXPERTS} --dp 2 --pp 2 --cp 2 --tp 2 --ep 8 --zero 1 --schedule dualpipe
@@ -65,6 +58,7 @@ for ranks, step, flags in test_asynchrony.LAYOUTS:  # where NCCL's semantics are
 for part, text in LAYOUTS.items():
     for ranks, step, *flags in spelled_out(text):
         GROUPS[part].setdefault(f"{ranks} ranks, step {step}", []).append(" ".join([TRAINING, *flags]))
+GROUPS["shared_gpu"] |= {name: layouts[-1:] for name, layouts in GROUPS["nccl"].items() if name.startswith("2 ")}
 
 
 def difference(found: Findings, run: str, expected: str) -> float:
