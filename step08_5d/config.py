@@ -16,6 +16,9 @@ def check(config: TrainConfig) -> None:
 
 def check_fp8(config: TrainConfig) -> None:
     """No cut falls into the middle of what shares a scale, and no flag about FP8 means nothing."""
+    if config.moments != TrainConfig.moments and (config.optimizer == "sgd" or config.dtype == "float16"):
+        needed = "--optimizer adamw" if config.optimizer == "sgd" else "another --dtype than float16, which skips steps"
+        raise UsageError(f"--moments {config.moments} needs {needed}")
     if config.fp8 == "none" and config.fp8_gradients != TrainConfig.fp8_gradients:
         raise UsageError(f"--fp8-gradients {config.fp8_gradients} needs one of --fp8")
     given, model, tp = f"--fp8 {config.fp8}", config.model_config, config.tp

@@ -26,6 +26,7 @@ from step08_5d.kernels import adamw, grouped_matmul, linear_cross_entropy, rms_n
 from step08_5d.kernels.flash_attention import WIDEST_HEAD, attend
 from step08_5d.kernels.flash_attention_backward import attend_backward, flash_attention_core
 from step08_5d.kernels.merge import merge
+from step08_5d.narrow_numbers.moments import NarrowMoments
 
 
 class Pieces(NamedTuple):
@@ -130,7 +131,9 @@ class LossHead(nn.Module):
 
 
 def optimizer_class(config: TrainConfig, mesh: Mesh) -> type[Optimizer]:
-    """The optimizer whose update is one kernel, or that of step 1."""
+    """The optimizer with narrow moments, the one whose update is one kernel, or that of step 1."""
+    if config.moments != TrainConfig.moments:
+        return NarrowMoments
     return FusedAdamW if launches_kernels(config, mesh.device) and config.optimizer == "adamw" else Optimizer
 
 

@@ -30,7 +30,7 @@ TABLE = {
     ("", "numbers"): """--model llama3-1b; --layers 3; --hidden 64; --heads 2; --kv-heads 1; --ffn 64;
         --vocab 400; --tie-embeddings; --init-from {folder}; --seq-len 8; --global-batch 4;
         --optimizer sgd; --lr 0.01; --warmup 5; --weight-decay 0.9; --clip 0.01; --seed 1;
-        --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile""",
+        --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile; --moments bfloat16""",
     ("--fp8 tensor", "numbers"): "--fp8-gradients e5m2",
     (MOE, "numbers"): """--top-k 3; --shared-experts 1; --dense-layers 1; --expert-ffn 24; --gate sigmoid;
         --expert-groups 2 --node-limit 1; --balance none; --aux-coef 0.5; --z-coef 0.1; --capacity-factor 0.5""",

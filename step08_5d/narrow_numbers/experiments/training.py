@@ -1,0 +1,92 @@
+"""A small model trained in BF16 and in every recipe of FP8: curves, and which numbers become 0."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import torch
+
+from common.drawing.charts import lines
+from common.drawing.figures import new_figure, save_figure
+from common.drawing.tables import print_table
+from common.experiments.local_ranks import on_ranks
+from common.process_groups import Mesh
+from step08_5d.experiments.tools import STEP, Training
+from step08_5d.narrow_numbers.linear import Products
+
+SHAPE = STEP | {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 4, "seq_len": 128}
+SHAPE |= {"micro_batch": 4, "global_batch": 4, "lr": 3e-3, "dtype": "bfloat16"}
+BASELINE = "bfloat16"
+RUNS = {BASELINE: {}, "bfloat16, another seed": {"seed": 1}}
+RUNS |= {name: {"fp8": name} for name in ("naive", "tensor", "delayed", "row", "tile", "mx")}
+RUNS["tile, moments in BF16"] = {"fp8": "tile", "moments": "bfloat16"}
+RUNS |= {f"{name}, e5m2": {"fp8": name, "fp8_gradients": "e5m2"} for name in ("naive", "tile")}
+STEPS, SHORT = 200, 20
+DRAWN = (BASELINE, "naive", "naive, e5m2", "tensor", "tile", "mx")
+
+
+def losses(mesh: Mesh, done: Callable, flags: dict, steps: int) -> list[float]:
+    """The loss of every step."""
+    training = Training(mesh, **SHAPE | {"steps": steps} | flags)
+    return [training.take(step)["loss"] for step in range(steps)]
+
+
+def divergence(quick: bool) -> None:
+    """Curves of a small model in BF16 and in FP8 by what shares a scale: the naive one leaves, the others stay."""
+    steps = SHORT if quick else STEPS
+    with ThreadPoolExecutor(2) as pool:  # of processes with one thread each
+        curves = dict(zip(RUNS, pool.map(lambda flags: on_ranks(1, losses, flags, steps)[0], RUNS.values())))
+    rows, base = [], torch.tensor(curves[BASELINE])
+    for name, curve in curves.items():
+        curve, half = torch.tensor(curve), steps // 2
+        mean, other = curve[half:].mean().item(), base[half:].mean().item()
+        rows.append((name, f"{curve[-1]:.4f}", f"{mean:.4f}", f"{mean / other - 1:+.2%}"))
+    print_table(f"{steps} steps, {SHAPE['layers']} layers", ("", "last loss", "mean of the second half", "off"), rows)
+    figure, (whole, apart) = new_figure(1, 2, width=10, height=3.8)
+    lines(whole, {name: dict(enumerate(curves[name])) for name in DRAWN}, ends=False)
+    whole.set(xlabel="step", ylabel="loss")
+    whole.legend(frameon=False, fontsize=9)
+    width = max(1, steps // 20)
+    for name in DRAWN[1:]:
+        ratio = (torch.tensor(curves[name]) / base - 1).unfold(0, width, 1).mean(1) * 100
+        apart.plot(range(width - 1, steps), ratio.tolist(), linewidth=2, label=name)
+    apart.axhspan(-0.25, 0.25, color="#CCCCCC", label="0.25 %")
+    apart.set_yscale("symlog", linthresh=0.25)
+    apart.set(xlabel="step", ylabel=f"above BF16 in % (mean of {width} steps)")
+    apart.legend(frameon=False, fontsize=9)
+    save_figure(figure, "divergence")
+
+
+def zeros_of_a_step(mesh: Mesh, done: Callable, flags: dict) -> dict[str, tuple[float, float]]:
+    """By operand of the linear layers, in one step: the share of numbers that become 0, and their median size."""
+    counts, real = defaultdict(lambda: [0, 0, []]), Products._narrow
+
+    def watched(self, x, what, rows, columns):
+        narrow = real(self, x, what, rows, columns)
+        there = x != 0
+        counts[what][0] += int((there & (narrow.numbers.float() == 0)).sum())
+        counts[what][1] += int(there.sum())
+        counts[what][2].append(float(x[there].abs().float().median()))
+        return narrow
+
+    training = Training(mesh, **SHAPE | {"steps": 4} | flags)
+    for step in range(3):
+        training.take(step)
+    with mock.patch.object(Products, "_narrow", watched):
+        training.take(3)
+    return {what: (lost / all_, sum(sizes) / len(sizes)) for what, (lost, all_, sizes) in counts.items()}
+
+
+def underflow(quick: bool) -> None:
+    """Which share of the numbers of a step become 0, by recipe and operand."""
+    names, operands = (
+        [name for name in RUNS if "fp8" in RUNS[name] and "moments" not in name],
+        ("x", "weight", "gradient"),
+    )
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda name: on_ranks(1, zeros_of_a_step, RUNS[name])[0], names))
+    rows = [(name, *(f"{each[what][0]:.2%}" for what in operands)) for name, each in zip(names, found)]
+    print_table("Numbers of the fourth step that become 0", ("", *operands), rows)
+    sizes = ", ".join(f"{what} {found[0][what][1]:.2g}" for what in operands)
+    print(f"  (median sizes: {sizes})")
