@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
+from common.parameter import ParameterSpec
 from step07_expert_parallel.experts import Counts
-from step08_5d.narrow_numbers import linear, scaling
+from step08_5d.narrow_numbers import formats, linear, memory, scaling, sketch
 from step08_5d.narrow_numbers.experts import ExpertProducts
 from step08_5d.narrow_numbers.history import STEPS
 from step08_5d.narrow_numbers.linear import FORMATS, Products, multiply, multiply_reference
+from step08_5d.narrow_numbers.moments import MOMENTS, NarrowMoments
 from step08_5d.narrow_numbers.scaling import block_of, largest_of, quantise_now, scales_for
+from tests.harness.observing import configure
 from tests.harness.ranks import run_ranks
 from tests.parity.runs import ADAMW, SMALL, TIED, assemble, assert_parity, curve_of, train_here
 
@@ -151,6 +154,72 @@ def test_experts_are_linear_layers(recipe):
         assert torch.equal(dx[rows], each[0].input_gradient(dy[rows], weight[index]))
         assert torch.equal(dw[index], each[0].weight_gradient(dy[rows], x[rows]))
         assert relative(dw[index], dy[rows].t() @ x[rows]) < 0.05
+
+
+def test_the_sketch_is_a_layer_of_tiles():
+    x, weight, dy = normal(256, 256).bfloat16(), normal(128, 256, seed=1), normal(256, 128, seed=2).bfloat16()
+    x.requires_grad_(), weight.requires_grad_()
+    y, products = sketch.Linear8.apply(x, weight), Products("tile", E4M3)
+    y.backward(dy)
+    assert relative(y, products.output(x.detach(), weight.detach())) < 1e-3
+    assert relative(x.grad, products.input_gradient(dy, weight.detach())) < 1e-3
+    assert relative(weight.grad, products.weight_gradient(dy, x.detach())) < 1e-6
+
+
+# ---- formats, bytes, moments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+def test_formats_are_those_of_torch(name):
+    dtypes = {"e5m2": E5M2, "e4m3": E4M3} | {each: getattr(torch, each) for each in ("float32", "bfloat16", "float16")}
+    each = formats.FORMATS[name]
+    if name in dtypes:
+        info = torch.finfo(dtypes[name])
+        assert (each.largest, each.smallest_normal) == (info.max, info.smallest_normal)
+        assert each.between_one_and_two == round(1 / info.eps) - 1
+    if each.mantissa < 4:
+        assert len(formats.numbers(each)) == {"e5m2": 124, "e4m3": 127, "e2m1": 8}[name]
+    if name in FORMATS:
+        x = normal(10_000).double() * torch.logspace(-6, 2, 10_000, dtype=torch.float64)
+        x[:127] = formats.numbers(each)[:124].repeat(2)[:127] * 1.0625  # halfway between two numbers, some of them
+        assert torch.equal(formats.round_to(x, each), scaling.cast(x, dtypes[name]).double())
+
+
+def test_stochastic_rounding_is_right_on_average():
+    x = torch.tensor([0.1, 0.75, 2.3, 5.0, -4.4, 6.0], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    mean = (
+        sum(formats.round_to(x, formats.FORMATS["e2m1"], torch.rand(6, generator=generator)) for _ in range(4000))
+        / 4000
+    )
+    assert (mean - x).abs().max() < 0.04
+
+
+def test_bytes_of_recipes():
+    totals = [each.total for each in (memory.PUBLISHED | memory.OURS).values()]
+    assert totals == [20, 16, 16, 9, 15, 10, 18, 18, 14]
+
+
+def test_moments_in_bfloat16():
+    """The update is torch's, from moments that are rounded after each step; they take half the bytes."""
+    config = configure(8, f"{SMALL} {ADAMW} --moments bfloat16 --dtype float32", 1)
+    weight = nn.Parameter(normal(64, 32))
+    weight.spec = ParameterSpec("w", (64, 32), ((0, 64), (0, 32)), 0.02)
+    ours = NarrowMoments([weight], config)
+    other = nn.Parameter(weight.detach().clone())
+    theirs = torch.optim.AdamW([other], lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    for step in range(4):
+        gradient = normal(64, 32, seed=step)
+        other.grad = 0.5 * gradient
+        theirs.step()
+        ours.step([gradient.clone()], 1e-3, torch.tensor(0.5))
+        ours.updates += 1
+        state = ours.state_of(ours.masters[0])
+        for key in MOMENTS:
+            assert state[key].dtype == torch.bfloat16
+            assert relative(state[key], theirs.state[other][key]) < 2**-8
+            theirs.state[other][key].copy_(state[key])
+    assert relative(ours.masters[0], other) < 1e-6
 
 
 # ---- delayed scales --------------------------------------------------------------------------------------------------
