@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from unittest import mock
+from functools import partial
 
 import torch
 
@@ -13,7 +13,6 @@ from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
 from step08_5d.experiments.tools import STEP, Training
-from step08_5d.narrow_numbers.linear import Products
 
 SHAPE = STEP | {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 4, "seq_len": 128}
 SHAPE |= {"micro_batch": 4, "global_batch": 4, "lr": 3e-3, "dtype": "bfloat16"}
@@ -60,10 +59,10 @@ def divergence(quick: bool) -> None:
 
 def zeros_of_a_step(mesh: Mesh, done: Callable, flags: dict) -> dict[str, tuple[float, float]]:
     """By operand of the linear layers, in one step: the share of numbers that become 0, and their median size."""
-    counts, real = defaultdict(lambda: [0, 0, []]), Products._narrow
+    counts = defaultdict(lambda: [0, 0, []])
 
-    def watched(self, x, what, rows, columns):
-        narrow = real(self, x, what, rows, columns)
+    def watched(real, x, what, rows, columns):
+        narrow = real(x, what, rows, columns)
         there = x != 0
         counts[what][0] += int((there & (narrow.numbers.float() == 0)).sum())
         counts[what][1] += int(there.sum())
@@ -73,8 +72,10 @@ def zeros_of_a_step(mesh: Mesh, done: Callable, flags: dict) -> dict[str, tuple[
     training = Training(mesh, **SHAPE | {"steps": 4} | flags)
     for step in range(3):
         training.take(step)
-    with mock.patch.object(Products, "_narrow", watched):
-        training.take(3)
+    for stage in training.parts[0].stages:
+        for products in [weight.products for weight in stage.parameters() if hasattr(weight, "products")]:
+            products._narrow = partial(watched, products._narrow)
+    training.take(3)
     return {what: (lost / all_, sum(sizes) / len(sizes)) for what, (lost, all_, sizes) in counts.items()}
 
 
