@@ -42,7 +42,12 @@ def plan(options) -> None:
         raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
     sequences = options.tokens_per_batch // options.seq_len
     model = replace(model, max_positions=max(model.max_positions, options.seq_len))
-    task = Task(options.model, model, options.gpus, options.seq_len, sequences, MACHINES[options.gpu])
+    machine = MACHINES[options.gpu]
+    if options.within:
+        machine = machine._replace(near=1e9 * options.within)
+    if options.between:
+        machine = machine._replace(far=1e9 * options.between)
+    task = Task(options.model, model, options.gpus, options.seq_len, sequences, machine)
     print_plans(task, *plans(task), options.shown)
 
 
@@ -117,6 +122,8 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
         if name == "plan":
             sub.add_argument("--shown", type=int, default=8, help="rows of the table")
+            sub.add_argument("--within", type=float, help="GB/s of a GPU to others of its node (default: data sheet)")
+            sub.add_argument("--between", type=float, help="GB/s of a GPU to other nodes (default: data sheet)")
         if name in ("sweep", "calibrate"):
             sub.add_argument("file", help="a TOML file that says what to run, such as step08_5d/planning/laptop.toml")
         if name == "sweep":
@@ -135,6 +142,7 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
         if name == "memory":
             sub.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+            sub.add_argument("--play", action="store_true", help="also a dry run of each stage, on fake tensors")
             sub.add_argument("--form", choices=("ours", "gpt"), default="ours", help="our model, or the playbook's GPT")
         if name == "overlap":
             sub.add_argument("--peak", type=float, default=989, help="TFLOP/s that a GPU's products reach")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from common.process_groups import Degrees, all_groups
 from common.virtual.nodes import value_of
 from step05_pipeline.config import schedule_of
-from step08_5d.planning.dry_run import DryRun, configuration, dry_run
+from step08_5d.planning.dry_run import DryRun, configuration, dry_run, first_ranks
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
 from step08_5d.planning.sweep import OF_NODES
 
@@ -102,7 +102,7 @@ def share_between_nodes(nodes: list[int], group: str, op: str) -> float:
 def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> Layout:
     """Play a rank of each stage. `nodes`: flags of `common.nodes`, if any. Raises UsageError as a real run does."""
     config, of_node = configuration(flags, world), world // nodes["nodes"] if nodes else None
-    first = _first_ranks(Degrees.of(config))
+    first = first_ranks(Degrees.of(config))
     works = [work_of(dry_run(config, rank, like_gloo=True), rank, of_node) for rank in first]
     cable = behind = 0.0
     if "bandwidth" in nodes:
@@ -112,13 +112,6 @@ def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> Layout:
         cable += max(work.hops for work in works) * value_of(nodes["latency"])
     units = config.accumulation_steps * schedule_of(config).stages // config.pp
     return Layout(works, world // len(first), units, config.global_batch * config.seq_len, cable, behind)
-
-
-def _first_ranks(degrees: Degrees) -> list[int]:
-    """The first rank of each pipeline stage."""
-    inside = degrees.axes[degrees.axes.index("pp") + 1 :]
-    apart = math.prod(getattr(degrees, axis) for axis in inside)
-    return [stage * apart for stage in range(degrees.pp)]
 
 
 def costs(layout: Layout, rates: Rates, cores: int) -> list[float]:
@@ -180,10 +173,13 @@ def fit(runs: list[Measured], cores: int) -> Rates:
     rates, weights = Rates(), [1.0] * len(runs)
     for _ in range(50):
         rows = [[each / run.seconds for each in costs(run.layout, rates, cores)] for run in runs]
-        before, rates = rates, Rates(*nonnegative_least_squares(rows, [1.0] * len(runs), weights))
-        weights = [1 / max(SCATTER, abs(_dot(row, rates) - 1)) for row in rows]
-        if all(math.isclose(old, new, rel_tol=1e-6) for old, new in zip(before, rates)):
+        best = nonnegative_least_squares(rows, [1.0] * len(runs), weights)
+        # a cable that none of these runs has keeps its default
+        found = Rates(*(rate if any(some) else default for rate, some, default in zip(best, zip(*rows), Rates())))
+        weights = [1 / max(SCATTER, abs(_dot(row, found) - 1)) for row in rows]
+        if all(math.isclose(old, new, rel_tol=1e-6) for old, new in zip(rates, found)):
             break
+        rates = found
     return rates
 
 

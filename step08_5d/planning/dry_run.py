@@ -8,6 +8,7 @@ What a GPU would do differently: the fused kernels keep less than the operations
 counted here.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -120,6 +121,13 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
         added([Message(call.group, call.op, call.bytes, 1) for call in calls if call.op != "receive"]),
         *(allocations.flops, allocations.number, allocations.touched),
     )
+
+
+def first_ranks(degrees: Degrees) -> list[int]:
+    """The first rank of each pipeline stage."""
+    inside = degrees.axes[degrees.axes.index("pp") + 1 :]
+    apart = math.prod(getattr(degrees, axis) for axis in inside)
+    return [stage * apart for stage in range(degrees.pp)]
 
 
 class _FakeAllocations(Allocations):

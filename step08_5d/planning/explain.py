@@ -3,8 +3,10 @@
 from collections import Counter
 
 from common.drawing.tables import print_table
+from step08_5d.planning.machines import OURS
 from step08_5d.planning.memory import memory
-from step08_5d.planning.search import MOST_FULL, Plan, Task, command, named
+from step08_5d.planning.search import EQUAL, MOST_FULL, Plan, Task, command, named
+from step08_5d.planning.speed import times as times_of
 
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
 NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}
@@ -57,6 +59,14 @@ def print_steps(task: Task, best: list[Plan], misfits: Counter) -> None:
     )
     shares = ", ".join(f"{NAMES[name]} {getattr(times, name) / times.step:.0%}" for name in parts)
     print(f"  3. throughput: {times.step:.2f} s a step: {shares}")
+    hidden = times_of(task.model, layout, task.machine, OURS._replace(hides=0.0, prefetch=0.0)).dp - times.dp
+    fastest = min(each.times.step for each in best)
+    equal = sum(each.times.step <= (1 + EQUAL) * fastest for each in best)
+    print(
+        f"     Each rank sends {plan.sent(task.model) / 1e9:.0f} GB"
+        + f", the least of {equal} layouts that are equally fast (within {EQUAL:.0%})" * (equal > 1)
+        + f". {hidden:.2f} s of messages hide behind computing" * (hidden > 0.005 * times.step)
+    )
 
 
 def neighbours(best: list[Plan]) -> list[tuple[str, object, Plan]]:
@@ -79,5 +89,7 @@ def print_neighbours(best: list[Plan], each: int = 2) -> None:
         if shown[name] <= each:
             cost = plan.times.step / best[0].times.step - 1
             words = f"{name.replace('_', '-')} {value} and not {getattr(best[0].layout, name)}"
-            rows.append((words, f"{cost:+.1%}", f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
+            rows.append(
+                (words, f"{round(cost, 3) + 0.0:+.1%}", f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout))
+            )
     print_table("what other choices cost", ("", "time", "GB", "the fastest such layout"), rows)

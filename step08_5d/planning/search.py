@@ -5,16 +5,20 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from common.costs.vocabulary import KINDS
 from common.errors import UsageError
 from common.launching.command_line import parse
 from common.model_config import ModelConfig
 from step08_5d import config as step08
+from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.machines import Machine
 from step08_5d.planning.memory import memory
-from step08_5d.planning.speed import Times, mfu, times
+from step08_5d.planning.speed import AGAIN, Times, mfu, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
+MORE = 64  # times as many GPUs are tried, where nothing fits
+EQUAL = 0.01  # layouts are equally fast if their times differ by less than this (relative)
 
 
 class Task(NamedTuple):
@@ -42,6 +46,10 @@ class Plan(NamedTuple):
         layout = self.layout
         of_gpu = layout.micro_batches * layout.tokens / layout.tp / layout.pp
         return of_gpu / self.times.step
+
+    def sent(self, model: ModelConfig) -> float:
+        """Bytes that a rank sends in a step, in a stage in the middle."""
+        return sum(each.bytes * each.count for each in cost.messages(model, self.layout, ends=False))
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -78,6 +86,7 @@ def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
 def plans(task: Task) -> tuple[list[Plan], Counter]:
     """Return all plans that fit, the fastest first, and how many layouts do not, by the kind that is largest.
 
+    Of plans as fast as the fastest, those come first that send less, as what hides on paper may not hide in fact.
     Raises UsageError if none fits: it says what comes nearest.
     """
     found, misfits, nearest = [], Counter(), None
@@ -92,7 +101,10 @@ def plans(task: Task) -> tuple[list[Plan], Counter]:
             nearest = min(nearest or (needed, layout), (needed, layout), key=lambda each: each[0])
     if not found:
         raise UsageError(_why_nothing(task, nearest, room))
-    return sorted(found, key=lambda plan: plan.times.step), misfits
+    found.sort(key=lambda plan: (float(f"{plan.times.step:.4g}"), AGAIN[plan.layout.recompute]))
+    equal = sum(plan.times.step <= (1 + EQUAL) * found[0].times.step for plan in found)
+    first = sorted(found[:equal], key=lambda plan: (plan.sent(task.model), AGAIN[plan.layout.recompute]))
+    return first + found[equal:], misfits
 
 
 def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) -> str:
@@ -100,10 +112,28 @@ def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) 
     if nearest is None:
         return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
     needed, layout = nearest
+    held = memory(task.model, layout)
+    states, advice = sum(held[kind] for kind in KINDS), [_first_that_fits(task, room, gpus=2)]
+    if states < needed / 2:
+        advice.append(_first_that_fits(task, room, seq=2))
+    fitting = " or ".join(each for each in advice if each) or f"nothing fits on {task.gpus * MORE} GPUs, either"
+    may = f"{room / 1e9:.0f} of {task.machine.memory / 1e9:.0f} may be filled"
     return (
-        f"{where} fits in no layout: at least {needed / 1e9:.0f} GB a GPU ({named(layout)}), and {room / 1e9:.0f} of "
-        f"{task.machine.memory / 1e9:.0f} may be filled; take more GPUs, or shorter sequences"
+        f"{where} fits in no layout: at least {needed / 1e9:.0f} GB a GPU ({named(layout)}), {states / 1e9:.0f} of "
+        f"them weights, gradients and optimizer, and {may}; {fitting}"
     )
+
+
+def _first_that_fits(task: Task, room: float, gpus: int = 1, seq: int = 1) -> str:
+    """What fits on 2, 4, ... times as many GPUs, or with sequences of 1/2, 1/4, ... of the length: give that 2."""
+    while gpus <= MORE and seq <= MORE and task.seq % seq == 0:
+        tried = task._replace(gpus=task.gpus * gpus, seq=task.seq // seq, sequences=task.sequences * seq)
+        for layout in layouts(tried):
+            if sum(memory(task.model, layout).values()) <= room:
+                what = f"{tried.gpus} GPUs" if gpus > 1 else f"--seq-len {tried.seq}"
+                return f"{what} would do, as {named(layout)}"
+        gpus, seq = (2 * each if each > 1 else 1 for each in (gpus, seq))
+    return ""
 
 
 def named(layout: Layout) -> str:

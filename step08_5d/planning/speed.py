@@ -85,7 +85,8 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits =
     # ---- a micro-batch: its layers, and the head with the loss ----
     products = AGAIN[layout.recompute] * flops.linear + CORE_AGAIN[layout.recompute] * flops.attention_core / 2
     layer = products / model.layers * of_rank / rate
-    layer += habits.small * small_bytes(model, layout) / machine.memory_bandwidth
+    again = AGAIN[layout.recompute] / 3  # small operations are repeated, too, and launched again
+    layer += again * habits.small * small_bytes(model, layout) / machine.memory_bandwidth
     head = 3 * flops.head * of_rank / rate
     head += habits.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
     forward = layers * layer / AGAIN[layout.recompute] + head / 3
@@ -106,7 +107,7 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits =
             time -= hides
         exposed[dimension] += time
     # ---- what the CPU, and the ranks of a pipeline, wait for ----
-    launch = max(0.0, m * layers * (habits.launch - layer) - exposed["cp"] - exposed["ep"])
+    launch = max(0.0, m * layers * (again * habits.launch - layer) - exposed["cp"] - exposed["ep"])
     if layout.pp > 1:
         nodes = math.ceil(layout.copies * layout.tp * layout.pp / machine.gpus)
         stall = layers * habits.stall * nodes**habits.crowd * layout.tp**habits.apart

@@ -218,7 +218,8 @@ function times(model, layout, machine, habits = constants.OURS) {
   const products =
     AGAIN[layout.recompute] * flops.linear + (CORE_AGAIN[layout.recompute] * flops.attention_core) / 2;
   const small_bytes = (layout.tokens / layout.tp) * (20 * model.hidden + 15 * model.ffn) * narrow;
-  const layer = ((products / model.layers) * of_rank) / rate + (habits.small * small_bytes) / machine.memory_bandwidth;
+  const again = AGAIN[layout.recompute] / 3, small = (again * habits.small * small_bytes) / machine.memory_bandwidth;
+  const layer = ((products / model.layers) * of_rank) / rate + small;
   const head =
     (3 * flops.head * of_rank) / rate +
     (habits.small * 20 * layout.tokens * model.vocab) / layout.tp / machine.memory_bandwidth;
@@ -236,7 +237,7 @@ function times(model, layout, machine, habits = constants.OURS) {
     }
     exposed[message.dimension] += time;
   }
-  const launch = Math.max(0, m * layers * (habits.launch - layer) - exposed.cp - exposed.ep);
+  const launch = Math.max(0, m * layers * (again * habits.launch - layer) - exposed.cp - exposed.ep);
   if (layout.pp > 1) {
     const nodes = Math.ceil((layout.copies * layout.tp * layout.pp) / machine.gpus);
     const stall = layers * habits.stall * nodes ** habits.crowd * layout.tp ** habits.apart;

@@ -9,16 +9,23 @@ import pytest
 import torch
 
 from common.collectives import record
-from common.costs.vocabulary import Message, added
+from common.costs.vocabulary import KINDS, Message, added
 from common.errors import UsageError
 from common.experiments.even_routing import choose_in_turn
+from common.presets import PRESETS
 from common.tracing.tracer import Tracer
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.slow_device import SlowDevice
 from step08_5d import train
+from step08_5d.cost import Layout
+from step08_5d.planning import memory_report
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.dry_run import configuration, dry_run, equally
+from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.memory import of_stage
+from step08_5d.planning.search import Task
+from step08_5d.planning.search import flags as flags_of
 from tests.harness.observing import configure, mesh_of, observe_each
 from tests.harness.ranks import run_ranks
 
@@ -99,7 +106,7 @@ def test_it_equals_a_real_step(world):
     """Messages and operations exactly; the peak of allocated bytes within 2 %, and within 0.2 % on average."""
     cases = [f"{SHAPE} {flags}" for flags in (CASES[world] if EVERY else CASES[world][:1])]
     ranks = run_ranks(world, observe_each, train_a_step, cases, timeout=600)
-    errors = []
+    errors, formula, kinds = [], [], []
     for index, flags in enumerate(cases):
         for rank in range(world) if EVERY else (0, world - 1):
             real, played = ranks[rank][index], dry_run(configuration(flags.split(), world), rank, like_gloo=True)
@@ -111,8 +118,21 @@ def test_it_equals_a_real_step(world):
             most = 0.035 if config_frees_early(flags) else 0.02
             assert errors[-1] < most, f"{case}: {played.peak} of {real.peak} bytes"
             assert sum(played.at_peak.values()) == pytest.approx(played.peak, rel=0.002), case
+            held = of_stage(played.config.model_config, Layout.of(played.config), played.place["pp"])
+            formula.append(abs(sum(held.values()) / real.peak - 1))
+            kinds.append(all(abs(held[kind] / (played.between[kind] or 1) - 1) < 0.01 for kind in KINDS[::2]))
     assert sum(errors) / len(errors) < 0.002
     print(f"{len(errors)} ranks of {len(cases)} layouts: {sum(errors) / len(errors):.4%} on average, {max(errors):.3%}")
+    print(f"formulas: {sum(formula) / len(errors):.1%}, {max(formula):.0%}; {sum(kinds)} with the states within 1 %")
+
+
+def test_memory_that_is_played():
+    """Parameters, gradients and optimizer state are what the formula says; all micro-batches have the same peak."""
+    model, layout = PRESETS["debug"], Layout(128, 2, 2, zero=1, micro_batch=2, micro_batches=8, dtype="bfloat16")
+    run, held = memory_report.played("debug", model, layout, 1), of_stage(model, layout, 1)
+    assert all(run.at_peak[kind] == pytest.approx(held[kind], rel=0.01) for kind in KINDS)
+    words = flags_of(Task("debug", model, 4, 128, 32, MACHINES["H100"]), layout)
+    assert dry_run(configuration(words, 4), 1).peak == pytest.approx(run.peak, rel=0.001)
 
 
 def test_a_rank_of_thousands(capsys):
