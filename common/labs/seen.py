@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.costs.vocabulary import sent
+
 NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_functional -> what everybody calls it
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -32,7 +34,6 @@ NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_
     "barrier": "barrier",
 }
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
-SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}  # times (N-1)/N: bytes a rank sends
 
 
 class Call(NamedTuple):
@@ -49,10 +50,7 @@ class Call(NamedTuple):
     @property
     def sent(self) -> float:
         """Bytes that one rank sends in the best algorithm."""
-        if self.op in ("receive", "barrier"):
-            return 0.0
-        ranks = len(self.members)
-        return self.bytes * (SHARES[self.op] * (ranks - 1) / ranks if self.op in SHARES else 1.0)
+        return 0.0 if self.op in ("receive", "barrier") else sent(self.op, self.bytes, len(self.members))
 
     def __str__(self) -> str:
         to = "" if self.peer is None else f" {'to' if self.op == 'send' else 'from'} rank {self.peer}"

@@ -88,10 +88,7 @@ def _report(line: str, rank: int, world_size: int) -> None:
 
 
 def _tell_launcher(message: str) -> None:
-    """Make torchrun's own report end with this message: it quotes the file of the rank that failed first.
-
-    The report has twenty lines and comes last, so whoever looks at the end of the output would miss what we print.
-    """
+    """Make torchrun's report, which comes last, end with this message: it quotes the file of the first that failed."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         content = {"message": message.strip(), "extraInfo": {"timestamp": int(time.time())}}

@@ -46,9 +46,6 @@ def main(argv: list[str] | None = None) -> None:
     raise UsageError(f"{SEPARATE}: {why}. {ADVICE}")
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
 def value_of(text: str) -> float:
     """Bits per second, or seconds: of 200mbit, 2e8."""
     value, unit = re.fullmatch(r"([\d.]+)(\w+)", text).groups()
@@ -78,9 +75,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
             raise UsageError(line)
     options.command = command
     return options
-
-
-# ---- the script ------------------------------------------------------------------------------------------------------
 
 
 def script(options: argparse.Namespace) -> str:
