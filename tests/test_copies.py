@@ -1,5 +1,6 @@
 """A copy of the project uses its own modules, although Python is told to find those of another place first."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,8 +10,8 @@ import pytest
 
 from tests.harness.ranks import ROOT, run_command, torchrun
 
+ALL = os.environ.get("TEST_ALL") == "1"
 LINE = "print('modules of', __file__, flush=True)\n"
-CONFIG = "--model tiny --steps 1 --dataset synthetic --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def modules_of(output: str) -> set[str]:
     return set(re.findall(r"modules of (\S+)", output))
 
 
-@pytest.mark.parametrize("how", ["script", "module", "torchrun", "elsewhere"])
+@pytest.mark.parametrize("how", ["script", "module", *(["torchrun", "elsewhere"] if ALL else [])])
 def test_a_copy_imports_itself(copies, how, tmp_path):
     folder, environment = copies
     copy, flags = folder / "copy", ["--help"] if how in ("script", "elsewhere") else []
@@ -50,6 +51,7 @@ def test_a_copy_imports_itself(copies, how, tmp_path):
     assert found and all(path.startswith(str(copy)) for path in found), found
 
 
+@pytest.mark.skipif(not ALL, reason="needs TEST_ALL=1")
 def test_a_lab_of_a_copy_is_about_the_copy(copies, tmp_path):
     folder, environment = copies
     copy, command = folder / "copy", [sys.executable, "-m", "common.labs", "--home", tmp_path]

@@ -1,0 +1,83 @@
+"""The command: from the list to the report, with a lab that takes no time."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from common.labs import __main__ as command
+from common.labs import find
+from common.labs.lab import Lab, Verdict
+
+
+@dataclass(frozen=True)
+class Echo(Lab):
+    """Passed by a file that has the student's number."""
+
+    def start(self, folder, student):
+        (folder / "answer.txt").write_text("?\n")
+
+    def check(self, folder, student):
+        right = (folder / "answer.txt").read_text().strip() == str(student)
+        return Verdict(1.0 if right else 0.5, ("right.",) if right else ("look at your number.",))
+
+    def solution(self, student):
+        return f"the answer is {student}"
+
+
+@pytest.fixture
+def labs(monkeypatch, tmp_path, capsys):
+    """Calls the command with two such labs; returns its status and what it printed."""
+    lab = {
+        name: Echo(name, "Echo", 1, "Write your number.", ("one", "two", "three"))
+        for name in ("write-01-x", "hunt-02-x")
+    }
+    monkeypatch.setattr(find, "all_labs", lambda: lab)
+
+    def call(*words):
+        status = command.main([*words, "--home", str(tmp_path)])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    call.home = tmp_path
+    return call
+
+
+def test_a_course(labs):
+    assert labs()[1].endswith("0 of 2 are done. Next: python -m common.labs start write-01-x\n")
+    assert labs("check", "write-01-x") == (
+        2,
+        "error: write-01-x has not been started: python -m common.labs start write-01-x\n",
+    )
+    assert "Write your number." in labs("start", "write-01-x", "--student", "7")[1]
+    status, printed = labs("check")  # the one that was started last
+    assert status == 1 and "write-01-x: 50%" in printed and "look at your number" in printed
+    assert labs("solution", "write-01-x")[0] == 2
+    for number in (1, 2, 3, 3):
+        assert labs("hint", "write-01-x")[1].count("hint ") == number
+    (labs.home / "write-01-x" / "answer.txt").write_text("7")
+    assert labs("check")[0] == 0 and "the answer is 7" in labs("solution", "write-01-x")[1]
+    assert "done  write-01-x" in labs()[1]
+    labs("reset", "write-01-x")
+    assert (labs.home / "write-01-x" / "answer.txt").read_text() == "?\n"
+    assert (labs.home / "write-01-x.old" / "answer.txt").read_text() == "7"
+    assert labs("check", "write-01-x")[0] == 1 and "done  write-01-x" in labs()[1]  # the best score counts
+
+
+def test_who_gives_up_is_on_record(labs):
+    labs("start", "hunt-02-x")
+    labs("check")
+    assert labs("solution", "hunt-02-x", "--give-up") == (0, "the answer is 1\n")
+    labs("report")
+    found = json.loads((labs.home / "report.json").read_text())
+    assert found["student"] == 1 and found["labs"][1] == {
+        "id": "hunt-02-x", "score": 0.0, "checks": 1, "hints": 0, "gave_up": True
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", ["start", "start write-09-q", "nothing", "start write-01-x --give-up", "list --student -1"]
+)
+def test_bad_input_is_one_line(labs, words):
+    status, printed = labs(*words.split())
+    assert status == 2 and printed.startswith("error: ") and printed.count("\n") == 1
