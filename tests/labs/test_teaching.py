@@ -9,7 +9,6 @@ from common.config import TrainConfig
 from common.labs import __main__ as command
 from common.labs import find, slides
 from common.launching.command_line import parse
-from common.tracing import report
 from step05_pipeline.schedules.__main__ import main as draw_schedule
 from step08_5d.planning.__main__ import main as plan
 from tests.test_readme import commands
@@ -42,7 +41,6 @@ def test_its_commands_can_be_run(line, tmp_path, monkeypatch):
     elif words[2] in ("common.compare", "common.tracer"):  # after the runs above them
         runs = [word for word in words[3:] if word.startswith(str(tmp_path)) and not word.endswith(".png")]
         assert runs and all(f"--run-dir runs/{Path(run).relative_to(tmp_path)}" in PAGE.read_text() for run in runs)
-        assert report
     else:
         assert {"step05_pipeline.schedules": draw_schedule, "step08_5d.planning": plan}[words[2]](words[3:]) == 0
 
