@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.labs.answers import read_answers
-from common.labs.copies import Edit, copy_project, edited, read
+from common.labs.copies import Edit, copy_project, edited, files, read
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.training import SMALL, Training, first_difference, train
@@ -58,9 +58,10 @@ class Hunt(Lab):
 
     def script(self, bug: Bug) -> str:
         """What the student runs: two trainings that must agree, laid on top of each other."""
-        commands = [training.command(f"runs/{name}", SMALL) for training, name in zip(bug.seen, ("right", "wrong"))]
+        commands = [each.command(f"runs/{name}", "$FLAGS") for each, name in zip(bug.seen, ("right", "wrong"))]
         lines = ["#!/usr/bin/env bash", "# Two trainings that must agree. Change their flags, add --trace 1:1, ..."]
-        lines += ['cd "$(dirname "$0")" && export PYTHONPATH=$PWD OMP_NUM_THREADS=1', "set -x", *commands]
+        lines += ['cd "$(dirname "$0")" && export PYTHONPATH=$PWD OMP_NUM_THREADS=1', f'FLAGS="{SMALL}"', "set -x"]
+        lines += commands
         return "\n".join([*lines, f"python -m common.compare runs/right runs/wrong --tolerance {TOLERANCE:g}", ""])
 
     # ---- grades ------------------------------------------------------------------------------------------------------
@@ -68,15 +69,21 @@ class Hunt(Lab):
     def check(self, folder: Path, student: int) -> Verdict:
         bug = self.bug(student)
         place, said = self._grade_place(folder, bug)
-        planted = edited(bug.edits)
-        if missing := [file for file in planted if not (folder / file).is_file()]:
-            raise UsageError(f"{folder / missing[0]} is missing: `reset` brings it back")
-        if all(read(folder / file) == text for file, text in planted.items()):
-            return Verdict(place, (said, "fix: the file with the bug is as you got it; repair it there."))
+        if not self._changed(folder, bug):
+            return Verdict(place, (said, "fix: all files are as you got them; repair the one with the bug."))
         wrong = self._wrong_after_fix(folder, bug)
         if wrong:
             return Verdict(place, (said, f"fix: not yet. On a training that you have not seen, {wrong}."))
         return Verdict(place + 0.5, (said, "fix: right. A training that you have not seen agrees with one process."))
+
+    def _changed(self, folder: Path, bug: Bug) -> bool:
+        """Whether any file differs from what `start` has made. Raises UsageError if one is missing."""
+        planted, found = edited(bug.edits), False
+        for file in files(self.step, self.extra):
+            if not (folder / file).is_file():
+                raise UsageError(f"{folder / file} is missing: `reset` brings it back")
+            found |= read(folder / file) != (planted.get(str(file)) or read(ROOT / file))
+        return found
 
     def _grade_place(self, folder: Path, bug: Bug) -> tuple[float, str]:
         answers = read_answers(folder)

@@ -95,7 +95,7 @@ def test_what_is_told(lab, student, tmp_path, monkeypatch):
         answer(tmp_path, *given)
         found = lab.check(tmp_path, student)
         assert found.score == score and message in found.feedback[0]
-        assert "as you got it" in found.feedback[1]
+        assert "as you got them" in found.feedback[1]
     assert "https://" in lab.solution(student) or "no public report" in lab.solution(student)
     assert "+++" in lab.solution(student)
 
