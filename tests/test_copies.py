@@ -34,7 +34,7 @@ def modules_of(output: str) -> set[str]:
     return set(re.findall(r"modules of (\S+)", output))
 
 
-@pytest.mark.parametrize("how", ["script", "module", *(["torchrun", "elsewhere"] if ALL else [])])
+@pytest.mark.parametrize("how", ["script", *(["module", "torchrun", "elsewhere"] if ALL else [])])
 def test_a_copy_imports_itself(copies, how, tmp_path):
     folder, environment = copies
     copy, flags = folder / "copy", ["--help"] if how in ("script", "elsewhere") else []

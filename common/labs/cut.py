@@ -40,11 +40,15 @@ def bodies_of(source: str) -> list[str]:
 
 def _only(text: str, names: Collection[str]) -> str:
     lines, kept = text.splitlines(), []
-    for node in ast.parse(text).body:
+    tree = ast.parse(text).body
+    for number, node in enumerate(tree):
         imports = isinstance(node, ast.Import | ast.ImportFrom)
-        targets = {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
-        if imports or getattr(node, "name", None) in names or targets & set(names):
-            gap = [] if imports else [""] if targets else ["", ""]
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-            kept += [*gap, *lines[first - 1 : node.end_lineno]]
+        if not (imports or number == 0 or getattr(node, "name", None) in names):
+            continue
+        gap = 0 if imports or not kept else 2
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        last = node.end_lineno
+        while last < len(lines) and lines[last].startswith(" "):  # a comment at the end of a function
+            last += 1
+        kept += [*[""] * (gap if number else 0), *lines[first - 1 : last], *[""] * (number == 0)]
     return "\n".join(kept) + "\n"

@@ -28,7 +28,7 @@ def read_answers() -> dict[str, list[tuple[list[tuple[str, str]], str | None]]]:
 ALL = os.environ.get("TEST_ALL") == "1"
 ANSWERS = read_answers()
 LABS = {id: lab for id, lab in all_labs().items() if lab.kind == "write"}
-QUICK = {"write-02-a": (0, 1), "write-03-a": (0, 1, 2, 7), "write-04-b": (3,)}  # these answers, without TEST_ALL
+QUICK = {"write-02-a": (1,), "write-03-a": (1, 7)}  # these answers, without TEST_ALL
 CASES = [(id, number) for id in ANSWERS for number in range(len(ANSWERS[id])) if ALL or number in QUICK.get(id, ())]
 
 
@@ -42,7 +42,7 @@ def hand_in(lab, folder, edits=()):
     return lab.check(folder, student=1)
 
 
-@pytest.mark.parametrize("id", LABS if ALL else ["write-05-a"])
+@pytest.mark.parametrize("id", LABS if ALL else ["write-01-b"])
 def test_the_starter_fails(id, tmp_path):
     lab = LABS[id]
     lab.start(tmp_path, student=1)
@@ -84,6 +84,7 @@ def test_starters_keep_everything_but_the_bodies(id, tmp_path):
     assert text.count("raise NotImplementedError") == len(lab.bodies) == len(MARKED.findall(text))
     lines = sum(len(bodies_of(source)[number - 1].splitlines()) for number in lab.bodies)
     assert 3 <= lines <= 32, f"{lines} lines to write"
+    assert text.startswith('"""')
     if not lab.only:
         whole, cut = MARKED.sub(r"\2", source).splitlines(), text.splitlines()
         assert {line for line in cut if "# ---" not in line and "NotImplemented" not in line} <= set(whole)
