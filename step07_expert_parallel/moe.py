@@ -109,13 +109,13 @@ class MoE(nn.Module):
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None, ep: Group):
         super().__init__()
         self.router, self.experts, self.shared, self.ep = router, experts, shared, ep
-        self.before_wait, self.read = lambda: None, to_host
+        self.before_wait, self.read, self.journey = lambda: None, to_host, Journey
 
     def forward(self, x):
         chosen, gates = self.router(x)  # (tokens, k)
         some_dropped = bool(self.router.config.capacity_factor)
         choices = Choices(chosen, self.router.shape.experts, some_dropped, self.read)
-        journey = Journey(choices.counts, self.ep, self.before_wait)
+        journey = self.journey(choices.counts, self.ep, self.before_wait)
         rows = journey.start(_Copy.apply(x.flatten(0, 1), choices))
         shared = self.shared(x) if self.shared else 0
         rows, counts = journey.arrive(rows)

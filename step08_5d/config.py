@@ -21,6 +21,8 @@ def check_fp8(config: TrainConfig) -> None:
         raise UsageError(f"--moments {config.moments} needs {needed}")
     if config.fp8 == "none" and config.fp8_gradients != TrainConfig.fp8_gradients:
         raise UsageError(f"--fp8-gradients {config.fp8_gradients} needs one of --fp8")
+    if config.fp8_dispatch and (config.fp8 == "none" or not config.model_config.experts):
+        raise UsageError("--fp8-dispatch needs --experts, and one of --fp8")
     given, model, tp = f"--fp8 {config.fp8}", config.model_config, config.tp
     if tp > 1 and config.tp_mode == "chunked" and config.fp8 in ("tensor", "row"):
         raise UsageError(f"{given} wants the largest number of a whole tensor, before --tp-mode chunked has all parts")

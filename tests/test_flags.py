@@ -32,6 +32,7 @@ TABLE = {
         --optimizer sgd; --lr 0.01; --warmup 5; --weight-decay 0.9; --clip 0.01; --seed 1;
         --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile; --moments bfloat16""",
     ("--fp8 tensor", "numbers"): "--fp8-gradients e5m2",
+    (f"--fp8 tile {MOE}", "numbers"): "--fp8-dispatch",
     (MOE, "numbers"): """--top-k 3; --shared-experts 1; --dense-layers 1; --expert-ffn 24; --gate sigmoid;
         --expert-groups 2 --node-limit 1; --balance none; --aux-coef 0.5; --z-coef 0.1; --capacity-factor 0.5""",
     (f"{MOE} --expert-groups 2 --node-limit 2", "numbers"): "--node-limit 1",

@@ -8,7 +8,8 @@ import pytest
 
 from tests.harness.ranks import ROOT
 
-LESSONS = sorted([*ROOT.glob("step*/README.md"), ROOT / "step08_5d" / "planning" / "README.md"])
+LESSONS = [ROOT / "step08_5d" / name / "README.md" for name in ("planning", "narrow_numbers")]
+LESSONS = sorted([*ROOT.glob("step*/README.md"), *LESSONS])
 LADDER = ROOT / "step08_5d" / "gpu_ladder"
 BESIDE = sorted([*ROOT.glob("step*/[a-l]*.md"), *LADDER.glob("*.md")])  # pages beside a lesson
 PAGES = [ROOT / "README.md", *LESSONS, *BESIDE, *sorted(ROOT.glob("step*/measurements.md"))]

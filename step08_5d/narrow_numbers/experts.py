@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from common.model import at_least_float32
 from step04_tensor_parallel.linear import weight_gradient
 from step07_expert_parallel.experts import Counts, Experts
+from step08_5d.narrow_numbers.dispatch import Rounded
 from step08_5d.narrow_numbers.linear import Products
 
 
@@ -64,14 +65,16 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class NarrowExperts(Experts):
-    """`Experts` whose weights have `products`."""
+    """`Experts` whose weights have `products`. `rounds`: they round their rows as a dispatch in FP8 does."""
 
-    def __init__(self, experts: Experts):
+    def __init__(self, experts: Experts, rounds: bool):
         nn.Module.__init__(self)
+        self.rounds = rounds
         self.activation = experts.activation
         self.gate_proj, self.up_proj, self.down_proj = experts.gate_proj, experts.up_proj, experts.down_proj
 
     def forward(self, x, counts):  # (rows, hidden), sorted by expert -> (rows, hidden)
+        x = Rounded.apply(x) if self.rounds else x
         gate = _GroupedLinear.apply(x, self.gate_proj, counts)
         up = _GroupedLinear.apply(x, self.up_proj, counts)
         return _GroupedLinear.apply(self.activation(gate, up), self.down_proj, counts)

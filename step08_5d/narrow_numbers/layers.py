@@ -15,6 +15,7 @@ from common.model import Decoder, at_least_float32
 from common.process_groups import Group, Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from step08_5d.narrow_numbers.dispatch import NarrowJourney
 from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts
 from step08_5d.narrow_numbers.history import OPERANDS, STEPS, History, finish_step
 from step08_5d.narrow_numbers.linear import FORMATS, Products
@@ -37,7 +38,9 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
                     history = _history(module.weight, histories, config, mesh)
                     module.weight.products = Products(config.fp8, FORMATS[config.fp8_gradients], cut, history)
             if hasattr(layer.mlp, "experts"):
-                layer.mlp.experts = NarrowExperts(layer.mlp.experts)
+                layer.mlp.experts = NarrowExperts(layer.mlp.experts, config.fp8_dispatch)
+                if config.fp8_dispatch:
+                    layer.mlp.journey = NarrowJourney
                 for weight in layer.mlp.experts.parameters():
                     each = _history(weight, histories, config, mesh) or [None] * len(weight)
                     make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], blocks_of_tokens=False)

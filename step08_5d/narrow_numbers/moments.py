@@ -26,12 +26,13 @@ class NarrowMoments(Optimizer):
         """As `Optimizer.step`, but for float16: no step is skipped."""
         for group, masters in ((group, set(group["params"])) for group in self.inner.param_groups):
             (first, second), eps = group["betas"], group["eps"]
-            corrections = 1 - first ** (self.updates + 1), 1 - second ** (self.updates + 1)
             for master, gradient in zip(self.masters, gradients, strict=True):
                 if master not in masters:
                     continue
                 state = self.state_of(master)
                 gradient = gradient if factor is None else gradient * factor
+                state["step"] += 1
+                corrections = 1 - first ** state["step"], 1 - second ** state["step"]
                 mean, square = (state[key].to(master.dtype) for key in MOMENTS)
                 mean.lerp_(gradient, 1 - first)
                 square.lerp_(gradient.square(), 1 - second)

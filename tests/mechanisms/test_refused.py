@@ -54,7 +54,9 @@ REFUSED = {  # by step, world size and other flags: those named in the error lin
     (7, 2, BASE): """--ep 2 | --experts 4 --pp 2 | 1;
     --tp 2 | --experts 4 --kv-heads 2 --no-sequence-parallel | --experts parallelism""",
     (7, 3, BASE): "--ep 3 --experts 4 | --global-batch 6",
-    (8, 1, BASE): "--fp8-gradients e5m2 | | --fp8",
+    (8, 1, BASE): """--fp8-gradients e5m2 | | --fp8; --fp8-dispatch | --fp8 tile | --experts;
+    --fp8-dispatch | --experts 4 | --fp8; --moments bfloat16 | --optimizer sgd | --optimizer adamw;
+    --moments bfloat16 | --dtype float16 | --dtype float16""",
     (8, 2, BASE): """--fp8 tensor --tp-mode chunked | --tp 2; --fp8 row --ep 1 | --tp 2 --experts 4 | tp 2;
     --fp8 naive --tp 2 --kv-heads 1; --fp8 mx --tp 2 | | --heads 24 columns 32;
     --fp8 mx --seq-len 96 | --cp 2 | 4 32; --fp8 tile --seq-len 256 | --cp 2 | 4 128;

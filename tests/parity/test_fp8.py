@@ -58,6 +58,7 @@ def arrays() -> dict[int, list[dict]]:
         forbidden += [{"layout": each, "zero": f"--zero {stage}"} for each in copies for stage in (2, 3)]
         found[ranks] = [{"shape": SHAPE} | case for case in pairwise(dense, forbidden)]
         sparse = factors | {"layout": WITH_EXPERTS[ranks], "shape": [EXPERTS, SHARED]}
+        sparse |= {"dispatch": ["", "--fp8-dispatch"]}
         here = [each for each in forbidden if each.get("layout") in WITH_EXPERTS[ranks]]
         # A sequence's layers have its rank's tokens, its experts those of several: no single process has both
         several = [each for each in WITH_EXPERTS[ranks] if f"--micro-batch {each[0]}" not in each[1]]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from common.drawing.charts import lines
-from common.drawing.figures import new_figure, save_figure
+from common.drawing.figures import SERIES, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
@@ -43,17 +43,17 @@ def divergence(quick: bool) -> None:
         rows.append((name, f"{curve[-1]:.4f}", f"{mean:.4f}", f"{mean / other - 1:+.2%}"))
     print_table(f"{steps} steps, {SHAPE['layers']} layers", ("", "last loss", "mean of the second half", "off"), rows)
     figure, (whole, apart) = new_figure(1, 2, width=10, height=3.8)
-    lines(whole, {name: dict(enumerate(curves[name])) for name in DRAWN}, ends=False)
+    colours = dict(zip(DRAWN, SERIES))
+    lines(whole, {name: dict(enumerate(curves[name])) for name in DRAWN}, colours=colours, ends=False)
     whole.set(xlabel="step", ylabel="loss")
     whole.legend(frameon=False, fontsize=9)
     width = max(1, steps // 20)
     for name in DRAWN[1:]:
         ratio = (torch.tensor(curves[name]) / base - 1).unfold(0, width, 1).mean(1) * 100
-        apart.plot(range(width - 1, steps), ratio.tolist(), linewidth=2, label=name)
-    apart.axhspan(-0.25, 0.25, color="#CCCCCC", label="0.25 %")
+        apart.plot(range(width - 1, steps), ratio.tolist(), linewidth=2, color=colours[name])
+    apart.axhspan(-0.25, 0.25, color="#DDDDDD")
     apart.set_yscale("symlog", linthresh=0.25)
     apart.set(xlabel="step", ylabel=f"above BF16 in % (mean of {width} steps)")
-    apart.legend(frameon=False, fontsize=9)
     save_figure(figure, "divergence")
 
 
@@ -89,5 +89,5 @@ def underflow(quick: bool) -> None:
         found = list(pool.map(lambda name: on_ranks(1, zeros_of_a_step, RUNS[name])[0], names))
     rows = [(name, *(f"{each[what][0]:.2%}" for what in operands)) for name, each in zip(names, found)]
     print_table("Numbers of the fourth step that become 0", ("", *operands), rows)
-    sizes = ", ".join(f"{what} {found[0][what][1]:.2g}" for what in operands)
-    print(f"  (median sizes: {sizes})")
+    sizes = found[names.index("tensor")]
+    print("  (median sizes: " + ", ".join(f"{what} {sizes[what][1]:.2g}" for what in operands) + ")")

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from common import collectives
 from common.parameter import ParameterSpec
 from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers import formats, linear, memory, scaling, sketch
+from step08_5d.narrow_numbers.dispatch import Rounded, pack, unpack
 from step08_5d.narrow_numbers.experts import ExpertProducts
 from step08_5d.narrow_numbers.history import STEPS
 from step08_5d.narrow_numbers.linear import FORMATS, Products, multiply, multiply_reference
@@ -213,13 +215,45 @@ def test_moments_in_bfloat16():
         other.grad = 0.5 * gradient
         theirs.step()
         ours.step([gradient.clone()], 1e-3, torch.tensor(0.5))
-        ours.updates += 1
         state = ours.state_of(ours.masters[0])
         for key in MOMENTS:
             assert state[key].dtype == torch.bfloat16
             assert relative(state[key], theirs.state[other][key]) < 2**-8
             theirs.state[other][key].copy_(state[key])
     assert relative(ours.masters[0], other) < 1e-6
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------
+
+
+def dispatched(dtype: str) -> dict[str, int]:
+    """Bytes that this rank sends over `ep` in a step, with and without FP8, by the type that they are sent in."""
+    found = {}
+    for flags in ("", "--fp8-dispatch"):
+        shape = "--hidden 256 --layers 1 --experts 4 --dp 2 --ep 2 --micro-batch 6 --steps 1 --balance none"
+        with collectives.record() as calls:
+            train_here(8, f"{SMALL} {ADAMW} {shape} --fp8 tile {flags} --dtype {dtype}")
+        sent = [(call.phase, call.dtype, call.elements) for call in calls if call.group == "ep"]
+        found[flags] = [each for each in sent if each[1] != "int64"]
+    return found
+
+
+def test_a_dispatch_in_fp8_sends_half_the_bytes():
+    """1 byte per number and 4 for each 128 of them, instead of 2 per number. All that comes back is as before."""
+    for found in run_ranks(2, dispatched, "bfloat16"):
+        (phase, dtype, there), *others = found[""]
+        narrow, *same = found["--fp8-dispatch"]
+        assert (phase, dtype) == ("forward", "bfloat16") and there % 256 == 0
+        assert narrow == ("forward", "uint8", there // 256 * (256 + 4 * 2))
+        assert [each[:2] for each in same] == [each[:2] for each in others] and len(same) == 3
+
+
+def test_rounded_rows_travel_unchanged():
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        rows = Rounded.apply(normal(50, 300).to(dtype))
+        arrived = torch.empty_like(rows)
+        unpack(pack(rows), arrived)
+        assert relative(arrived, rows) < 1e-7 and relative(Rounded.apply(rows), rows) < 1e-7
 
 
 # ---- delayed scales --------------------------------------------------------------------------------------------------
