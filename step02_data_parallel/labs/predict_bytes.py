@@ -48,7 +48,8 @@ def link_of(student: int) -> Experiment:
     alpha, bandwidth = (40_000, 50_000, 60_000)[student % 3], (0.004, 0.006)[student // 3 % 2]  # us, GB/s
     size, tensors = parameters(f"{FLOAT32} --hidden 64")
     travel = 4 * size / (1e9 * bandwidth)  # 2(N-1)/N of it, with two ranks
-    each, once = tensors * 2 * alpha * 1e-6 + travel, 2 * alpha * 1e-6 + travel
+    rounds = 2 * alpha * 1e-6  # latencies of one all-reduce
+    each, once, forgotten = ((number * rounds + travel) for number in (tensors + 2, 3, 1))
     without = "forgets that every message also takes the latency"
     half = "lets an all-reduce take one latency, although it has 2(N-1) rounds"
     naive = Question(
@@ -56,28 +57,34 @@ def link_of(student: int) -> Experiment:
         "Each gradient has its own all-reduce (--dp-mode naive). How many seconds does the link keep the step waiting?",
         0.12,
         each,
-        f"{tensors} all-reduces of 2(N-1) rounds: {tensors * 2} latencies, and 2(N-1)/N times the bytes / bandwidth.",
-        {without: travel, half: tensors * alpha * 1e-6 + travel, "counts one all-reduce for all gradients": once},
+        f"{tensors} + 2 all-reduces of 2(N-1) latencies each, and 2(N-1)/N times the bytes / bandwidth.",
+        {without: travel, half: (each + travel) / 2, "counts one all-reduce for all gradients": once},
     )
     bucket = Question(
         "bucket",
         "All gradients are one bucket (--dp-mode bucket), and nothing hides it. How many seconds now?",
         0.12,
         once,
-        "The same bytes, but 2(N-1) latencies in all: that is what buckets are for.",
-        {without: travel, half: alpha * 1e-6 + travel, "counts an all-reduce for each gradient": each},
+        "The same bytes, but the latencies of three all-reduces: that is what buckets are for.",
+        {
+            without: travel,
+            half: (once + travel) / 2,
+            "forgets the loss and the norm, two all-reduces of one number each": forgotten,
+            "counts an all-reduce for each gradient": each,
+        },
     )
     flags = "--hidden 64 --global-batch 2 --micro-batch 1 --steps 3"
     link = f"--link {alpha},{bandwidth:g}"
-    modes = ("naive", ""), ("naive", link), ("bucket", link)
+    modes = ("naive", ""), ("naive", link), ("bucket", ""), ("bucket", link)
     trainings = tuple(Training(TRAIN, " ".join([flags, "--dp-mode", mode, more]).strip(), 2) for mode, more in modes)
 
     def measure(found: list[Record]) -> tuple[float, ...]:
         times = [statistics.median(run.value(step, "step_time_s") for step in (1, 2)) for run in found]
-        return times[1] - times[0], times[2] - times[0]
+        return times[1] - times[0], times[3] - times[2]
 
     given = f"Two ranks train {size:,} parameters ({tensors} tensors) in float32, with one micro-batch per step. A\n"
-    given += f"simulated link takes {alpha / 1000:g} ms per round of messages, and carries {bandwidth * 1000:g} MB/s."
+    given += f"simulated link takes {alpha / 1000:g} ms per round of messages, and carries {bandwidth * 1000:g} MB/s.\n"
+    given += "Besides the gradients, the loss and the gradient norm are all-reduced once: a number each."
     return Experiment(given, (naive, bucket), trainings, measure)
 
 
