@@ -95,7 +95,7 @@ def first_difference(expected: Record, found: Record, tolerance: float) -> str |
         for key in ("loss", "grad_norm"):
             ours, theirs = found.value(step, key), expected.value(step, key)
             if not abs(ours - theirs) <= tolerance * abs(theirs):
-                return (
-                    f"{key} of step {step} is {ours:.9g} instead of {theirs:.9g} ({ours / theirs:.6g} times as large)"
-                )
+                ratio = ours / theirs
+                size = f"{ratio:.4g} times as large" if abs(ratio - 1) > 0.01 else f"off by {abs(ratio - 1):.1e}"
+                return f"{key} of step {step} is {ours:.9g} instead of {theirs:.9g} ({size})"
     return None
