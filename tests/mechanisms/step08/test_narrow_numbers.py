@@ -30,7 +30,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------
