@@ -17,12 +17,13 @@ from step08_5d.experiments.tools import STEP, Training
 SHAPE = STEP | {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 4, "seq_len": 128}
 SHAPE |= {"micro_batch": 4, "global_batch": 4, "lr": 3e-3, "dtype": "bfloat16"}
 BASELINE = "bfloat16"
-RUNS = {BASELINE: {}, "bfloat16, another seed": {"seed": 1}}
+RUNS = {BASELINE: {}}
 RUNS |= {name: {"fp8": name} for name in ("naive", "tensor", "delayed", "row", "tile", "mx")}
 RUNS["tile, moments in BF16"] = {"fp8": "tile", "moments": "bfloat16"}
 RUNS |= {f"{name}, e5m2": {"fp8": name, "fp8_gradients": "e5m2"} for name in ("naive", "tile")}
 STEPS, SHORT = 200, 20
 DRAWN = (BASELINE, "naive", "naive, e5m2", "tensor", "tile", "mx")
+SEEDS, REPEATED = (0, 1, 2), (BASELINE, "naive", "tensor", "tile", "mx")  # the others train once
 
 
 def losses(mesh: Mesh, done: Callable, flags: dict, steps: int) -> list[float]:
@@ -34,23 +35,30 @@ def losses(mesh: Mesh, done: Callable, flags: dict, steps: int) -> list[float]:
 def divergence(quick: bool) -> None:
     """Curves of a small model in BF16 and in FP8 by what shares a scale: the naive one leaves, the others stay."""
     steps = SHORT if quick else STEPS
+    runs = [(name, seed) for seed in SEEDS[: 1 if quick else None] for name in (REPEATED if seed else RUNS)]
     with ThreadPoolExecutor(2) as pool:  # of processes with one thread each
-        curves = dict(zip(RUNS, pool.map(lambda flags: on_ranks(1, losses, flags, steps)[0], RUNS.values())))
-    rows, base = [], torch.tensor(curves[BASELINE])
-    for name, curve in curves.items():
-        curve, half = torch.tensor(curve), steps // 2
-        mean, other = curve[half:].mean().item(), base[half:].mean().item()
-        rows.append((name, f"{curve[-1]:.4f}", f"{mean:.4f}", f"{mean / other - 1:+.2%}"))
-    print_table(f"{steps} steps, {SHAPE['layers']} layers", ("", "last loss", "mean of the second half", "off"), rows)
+        found = pool.map(lambda run: on_ranks(1, losses, RUNS[run[0]] | {"seed": run[1]}, steps)[0], runs)
+        curves = {run: torch.tensor(each) for run, each in zip(runs, found)}
+    rows, off = [], {}  # by name: how far the curve is above BF16's, at every step, in the mean over the seeds
+    for name in RUNS:
+        pairs = [(curves[name, seed], curves[BASELINE, seed]) for seed in SEEDS if (name, seed) in curves]
+        off[name] = torch.stack([curve / base - 1 for curve, base in pairs]).mean(0) * 100
+        halves = [curve[steps // 2 :].mean() / base[steps // 2 :].mean() - 1 for curve, base in pairs]
+        each = ", ".join(f"{half:+.2%}" for half in halves)
+        rows.append((name, f"{pairs[0][0][-1]:.4f}", f"{torch.stack(halves).mean():+.2%}", each))
+    seeds = [curves[BASELINE, seed][steps // 2 :].mean() for seed in SEEDS if (BASELINE, seed) in curves]
+    header = ("", "last loss", "second half above BF16", "by seed")
+    print_table(f"{steps} steps, {SHAPE['layers']} layers", header, rows)
+    print(f"  (BF16 alone, from seed to seed: {max(seeds) / min(seeds) - 1:.2%})")
     figure, (whole, apart) = new_figure(1, 2, width=10, height=3.8)
     colours = dict(zip(DRAWN, SERIES))
-    lines(whole, {name: dict(enumerate(curves[name])) for name in DRAWN}, colours=colours, ends=False)
+    lines(whole, {name: dict(enumerate(curves[name, 0].tolist())) for name in DRAWN}, colours=colours, ends=False)
     whole.set(xlabel="step", ylabel="loss")
     whole.legend(frameon=False, fontsize=9)
     width = max(1, steps // 20)
     for name in DRAWN[1:]:
-        ratio = (torch.tensor(curves[name]) / base - 1).unfold(0, width, 1).mean(1) * 100
-        apart.plot(range(width - 1, steps), ratio.tolist(), linewidth=2, color=colours[name])
+        smooth = off[name].unfold(0, width, 1).mean(1)
+        apart.plot(range(width - 1, steps), smooth.tolist(), linewidth=2, color=colours[name])
     apart.axhspan(-0.25, 0.25, color="#DDDDDD")
     apart.set_yscale("symlog", linthresh=0.25)
     apart.set(xlabel="step", ylabel=f"above BF16 in % (mean of {width} steps)")
