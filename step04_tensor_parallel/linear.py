@@ -2,7 +2,8 @@
 
 The backward of a linear layer is two multiplications, and other ranks wait for only one of them, the input's gradient.
 When the weight's is computed is up to whoever holds the weight: it may set `weight.postpone`. How all three are
-computed is up to it as well: an object `weight.products` has functions of the same names and arguments.
+computed is up to it as well: an object `weight.products` has `output` and `input_gradient` with the arguments below,
+and `weight_gradient(gradient, x)` in place of `product`.
 """
 
 from collections.abc import Callable

@@ -39,7 +39,8 @@ class Router(nn.Module):
 
     def __init__(self, config: TrainConfig, mesh: Mesh):
         super().__init__()
-        self.config, self.shape, self.groups, device = config, config.model_config, (mesh.tp, mesh.cp), mesh.device
+        self.config, self.shape, device = config, config.model_config, mesh.device
+        self.sequence_groups = mesh.tp, mesh.cp
         self.scaler = LossScaler(torch.float32)
         self.weight = nn.Parameter(torch.empty(self.shape.experts, self.shape.hidden, device="meta"))
         dtype = at_least_float32(config.torch_dtype)
@@ -60,7 +61,7 @@ class Router(nn.Module):
         logits, scores = self.score(x)
         chosen = self.choose(scores.detach())  # (batch, seq, k); no gradient passes through a choice
         gates = self.weigh(scores, chosen)
-        dropped = beyond_capacity(chosen, self.config, *self.groups)
+        dropped = beyond_capacity(chosen, self.config, *self.sequence_groups)
 
         counts = self.count(chosen)
         auxiliary = self.auxiliary_loss(logits, scores, counts)
@@ -115,7 +116,7 @@ class Router(nn.Module):
         loss = torch.zeros((), dtype=scores.dtype, device=scores.device)
         if config.balance == "aux" and config.aux_coef:
             counts = counts.clone()
-            for group in self.groups:
+            for group in self.sequence_groups:
                 collectives.all_reduce(counts, group)
             f = counts.to(scores.dtype) * (self.shape.experts / (self.shape.top_k * tokens))
             p = (scores / scores.sum(-1, keepdim=True)).sum(1) / tokens

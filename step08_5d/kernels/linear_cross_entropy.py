@@ -93,7 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         dx, dw = ctx.saved_tensors
-        dw = weight_gradient(ctx.weight, dw, gradient, Tensor.mul_)  # in place, and so a second backward is an error
+        # Step 4's seam with another product: dw is complete but for the loss's gradient, a factor. In place, and so a
+        # second backward is an error
+        dw = weight_gradient(ctx.weight, dw, gradient, Tensor.mul_)
         return dx.mul_(gradient), dw, *(None,) * 6
 
 

@@ -48,7 +48,12 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
                     weight.postpone = partial(accumulate, zero)
     if histories:  # a step ends where its gradients are asked for
         finish = zero_wrappers[0].finish
-        zero_wrappers[0].finish = lambda: (finish_step(histories, mesh), finish())[1]
+
+        def compare_and_finish() -> list[Tensor]:
+            finish_step(histories, mesh)
+            return finish()
+
+        zero_wrappers[0].finish = compare_and_finish
     return histories
 
 

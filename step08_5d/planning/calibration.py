@@ -38,7 +38,7 @@ class Work(NamedTuple):
     hops: float = 0.0  # messages between nodes that wait for each other
 
 
-class Layout(NamedTuple):
+class LayoutWork(NamedTuple):
     """What all ranks of a layout do, as far as time depends on it."""
 
     stages: list[Work]  # of a rank of each pipeline rank
@@ -99,7 +99,7 @@ def share_between_nodes(nodes: list[int], group: str, op: str) -> float:
     return statistics.mean(one != other for one, other in pairs)
 
 
-def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> Layout:
+def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> LayoutWork:
     """Play a rank of each stage. `nodes`: flags of `common.nodes`, if any. Raises UsageError as a real run does."""
     config, of_node = configuration(flags, world), world // nodes["nodes"] if nodes else None
     first = first_ranks(Degrees.of(config))
@@ -111,10 +111,10 @@ def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> Layout:
     if "latency" in nodes:
         cable += max(work.hops for work in works) * value_of(nodes["latency"])
     units = config.accumulation_steps * schedule_of(config).stages // config.pp
-    return Layout(works, world // len(first), units, config.global_batch * config.seq_len, cable, behind)
+    return LayoutWork(works, world // len(first), units, config.global_batch * config.seq_len, cable, behind)
 
 
-def costs(layout: Layout, rates: Rates, cores: int) -> list[float]:
+def costs(layout: LayoutWork, rates: Rates, cores: int) -> list[float]:
     """Return what a step consists of, in the order of `Rates`: the sum of costs times rates is its time.
 
     Ranks share the cores; but the stages of a pipeline cannot all work at the same time, either. Whichever takes longer
@@ -125,10 +125,10 @@ def costs(layout: Layout, rates: Rates, cores: int) -> list[float]:
     shared = [sum(each) * layout.ranks / min(cores, len(works) * layout.ranks) for each in zip(*works)]
     alone = [each * (1 + (len(works) - 1) / layout.units) for each in busiest]
     mine = max(shared, alone, key=lambda work: _dot(work, rates))
-    return [*mine, max(work[3] for work in works), layout.cable, layout.behind]
+    return [*mine, max(work.messages for work in layout.stages), layout.cable, layout.behind]
 
 
-def seconds(layout: Layout, rates: Rates, cores: int) -> float:
+def seconds(layout: LayoutWork, rates: Rates, cores: int) -> float:
     """Predict a step."""
     return _dot(costs(layout, rates, cores), rates)
 
@@ -141,7 +141,7 @@ class Measured(NamedTuple):
     """A run of a sweep."""
 
     name: str
-    layout: Layout
+    layout: LayoutWork
     seconds: float  # of a step
 
 
@@ -160,7 +160,8 @@ def measured(records: list[dict], folder: Path, progress: bool = False) -> list[
             played[key] = layout_of(each["flags"], each["world"], nodes)
             file.write_text(json.dumps(played))
         works, *others = played[key]
-        result.append(Measured(each["id"], Layout([Work(*work) for work in works], *others), each["step_time_s"]))
+        layout = LayoutWork([Work(*work) for work in works], *others)
+        result.append(Measured(each["id"], layout, each["step_time_s"]))
     return result
 
 

@@ -87,7 +87,7 @@ router's gradient not summed over tp: extra_groups=("tp",) =>
     extra_groups=() if ".router." in spec.name else ("tp",)
 @ step07_expert_parallel.router:Router.auxiliary_loss
 # A sequence is taken for balanced if each rank's part of it is: its loads are not added up over tp and cp
-statistics of a rank: in self.groups: => in ():
+statistics of a rank: in self.sequence_groups: => in ():
 @ step07_expert_parallel.balancing:Balancing.finish
 # Two ranks of DualPipe hold a copy of each layer, and only one of them says what it has counted
 loads of one copy: += router.load\n => += router.load * router.bias.spec.owner\n

@@ -7,7 +7,7 @@ import pytest
 
 from step08_5d.planning import calibration, sweep
 from step08_5d.planning.__main__ import main
-from step08_5d.planning.calibration import Layout, Measured, Rates, Work
+from step08_5d.planning.calibration import LayoutWork, Measured, Rates, Work
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
 
 GRID = """name = "test"
@@ -119,8 +119,8 @@ def test_rates_that_made_the_times_are_found_again():
     found = calibration.judge(runs[1::2], rates, 2)
     assert found.kendall > 0.95 and found.error < 0.03 and found.regret < 0.03
     # two stages, one rank each on two cores: the slower one, and half of it again for one of two micro-batches
-    assert calibration.seconds(Layout([Work(1, 0, 0, 0, 0), Work(2, 0, 0, 0, 0)], 1, 2, 1), Rates(1), 2) == 3
-    assert calibration.seconds(Layout([Work(1, 0, 0, 0, 0)], 4, 2, 1), Rates(1), 2) == 2
+    assert calibration.seconds(LayoutWork([Work(1, 0, 0, 0, 0), Work(2, 0, 0, 0, 0)], 1, 2, 1), Rates(1), 2) == 3
+    assert calibration.seconds(LayoutWork([Work(1, 0, 0, 0, 0)], 4, 2, 1), Rates(1), 2) == 2
     assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
     assert kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3), "a tie is in no order"
     assert nonnegative_least_squares([[1, 1], [1, 0]], [1, 2], [1, 1]) == pytest.approx([1.5, 0])
