@@ -113,7 +113,7 @@ def test_rates_that_made_the_times_are_found_again():
     runs = []
     for n in range(36):
         work = Work(1e9 * (1 + n % 5), 1e4 * (1 + n % 3), 1e8 * (1 + n % 7), 50.0 * (n % 4), 1e6 * (1 + n % 11))
-        layout = Layout([work] * (1 + n % 2), 1 + n % 3, 4, 4096, 0.5 * (n % 6 == 5), 0.5 * (n % 7 == 6))
+        layout = LayoutWork([work] * (1 + n % 2), 1 + n % 3, 4, 4096, 0.5 * (n % 6 == 5), 0.5 * (n % 7 == 6))
         runs.append(Measured(str(n), layout, calibration.seconds(layout, true, 2) * (1.5 if n == 6 else 1)))
     rates = calibration.fit(runs[::2], 2)
     found = calibration.judge(runs[1::2], rates, 2)
