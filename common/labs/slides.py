@@ -1,4 +1,4 @@
-"""A lesson as slides: its figures with their captions, what it prints in bold, and its commands, in one HTML file.
+"""A lesson as slides: figures, tables, worked examples, code and commands, and what it prints in bold.
 
     python -m common.labs slides          # all steps, into runs/slides
     python -m common.labs slides 3
@@ -10,14 +10,21 @@ screen.
 import base64
 import html
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 FIGURE = re.compile(r"^!\[(.*?)\]\((\S+?)\)(?:\n+\*([^*]+)\*)?", flags=re.MULTILINE)
 TYPES = {".png": "png", ".gif": "gif", ".svg": "svg+xml", ".jpg": "jpeg"}
-SENTENCE = 5  # words: shorter ones in bold are headings
+SENTENCE = 3  # words: shorter ones in bold are headings
 LEFT_OUT = ("Exercises", "Answers")  # sections that give the exercises away
+HEIGHT = 18  # lines of a slide
+# What a slide shows besides figures: a block of code, an indented example, a table, a sentence in bold
+BLOCK = re.compile(
+    r"^```\w*\n(?P<code>.*?)^```|(?P<example>(?:^    [^\n]*\n)+)|(?P<table>(?:^\|[^\n]*\n)+)|\*\*(?P<bold>.+?)\*\*",
+    flags=re.MULTILINE | re.DOTALL,
+)
 
 STYLE = """\
 body { margin: 0; background: #fff; color: #222; font: 2.6vh/1.45 system-ui, sans-serif; }
@@ -28,6 +35,7 @@ h1 { font-size: 6vh; margin-top: 24vh; }
 h2 { font-size: 3.6vh; color: #446; }
 figure { margin: 0; flex: 1; min-height: 0; display: flex; flex-direction: column; }
 img { flex: 1; min-height: 0; object-fit: contain; } figcaption { margin-top: 2vh; }
+table { border-collapse: collapse; margin: 1.5vh 0; } td { padding: 0.6vh 1vw; border-bottom: 1px solid #ccd; }
 pre { background: #f3f3f6; padding: 1.5vh 1.5vw; white-space: pre-wrap; font-size: 2.2vh; }
 li { margin: 1.6vh 0; } footer { position: fixed; right: 2vw; bottom: 1vh; color: #999; font-size: 1.8vh; }
 @media print { section { display: flex; page-break-after: always; } footer { display: none; } }
@@ -81,8 +89,8 @@ def write_slides(step_folder: Path, out: Path) -> Path:
 
 def sections(text: str) -> Iterator[Section]:
     """The parts of a lesson under its headings of the first and the second level."""
-    pieces = re.split(r"(?:^## |\A# )(.+)$", text, flags=re.MULTILINE)[1:]
-    yield from map(Section, pieces[::2], pieces[1::2])
+    parts = re.split(r"(?:^## |\A# )(.+)$", text, flags=re.MULTILINE)[1:]
+    yield from map(Section, parts[::2], parts[1::2])
 
 
 def promise(text: str) -> str:
@@ -91,25 +99,39 @@ def promise(text: str) -> str:
 
 
 def slides_of(section: Section, folder: Path) -> Iterator[str]:
-    """A slide for each figure (a second one where it moves), one for the sentences in bold, one for the commands."""
+    """A slide for each figure (a second one where it moves); then all else, as much on a slide as there is room for."""
     heading = f"<h2>{inline(section.heading)}</h2>"
     for alternative, path, caption in FIGURE.findall(section.text):
-        moving = re.search(r"\[As an animation\]\((\S+?\.gif)\)", caption)
-        still = re.sub(r"\s*\(?\[As an animation\]\(\S+?\)\.?\)?", "", caption)
+        moving = re.search(r"\[As an\s+animation\]\((\S+?\.gif)\)", caption)
+        still = re.sub(r"\s*\(?\[As an\s+animation\]\(\S+?\)\.?\)?", "", caption)
         for file in (path, *([moving[1]] if moving else [])):
             kind, data = TYPES[Path(file).suffix], base64.b64encode((folder / file).read_bytes()).decode()
             image = f'<img alt="{html.escape(alternative)}" src="data:image/{kind};base64,{data}">'
             yield f"{heading}\n<figure>{image}<figcaption>{inline(still)}</figcaption></figure>"
-    bold = (each.split() for each in re.findall(r"\*\*(.+?)\*\*", without_code(section.text), flags=re.DOTALL))
-    said = [" ".join(words) for words in bold if len(words) >= SENTENCE and words[-1].endswith((".", "?", "!"))]
-    if said:
-        yield f"{heading}\n<ul>\n" + "\n".join(f"<li>{inline(each)}</li>" for each in said) + "\n</ul>"
-    for block in re.findall(r"^```bash\n(.*?)^```", section.text, flags=re.MULTILINE | re.DOTALL):
-        yield f"{heading}\n<pre>{html.escape(block.rstrip())}</pre>"
+    shown, filled = [], 0
+    for piece, lines in pieces(re.sub(r"<details>.*?</details>", "", section.text, flags=re.DOTALL)):
+        if shown and filled + lines > HEIGHT:
+            yield "\n".join([heading, *shown])
+            shown, filled = [], 0
+        shown.append(piece)
+        filled += lines
+    if shown or not FIGURE.search(section.text):
+        yield "\n".join([heading, *(shown or [f"<p>{inline(promise(section.text))}</p>"])])
 
 
-def without_code(text: str) -> str:
-    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+def pieces(text: str) -> Iterator[tuple[str, int]]:
+    """What a section shows besides its figures, in order, as HTML; and how many lines that takes."""
+    for block in BLOCK.finditer(text):
+        words = (block["bold"] or "").split()
+        if block["table"]:
+            rows = [re.split(r"(?<!\\)\|", row.strip().strip("|")) for row in block["table"].splitlines()]
+            cells = ["".join(f"<td>{inline(cell)}</td>" for cell in row) for row in (rows[0], *rows[2:])]
+            yield "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>", len(cells) + 1
+        elif block["code"] or block["example"]:
+            code = textwrap.dedent(block["code"] or block["example"]).rstrip()
+            yield f"<pre>{html.escape(code)}</pre>", len(code.splitlines()) + 1
+        elif len(words) >= SENTENCE and words[-1].endswith((".", "?", "!")):
+            yield f"<p>{inline(' '.join(words))}</p>", 2
 
 
 def inline(text: str) -> str:
