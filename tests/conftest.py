@@ -31,7 +31,7 @@ def pytest_configure():
 
 # The longest first, so that no worker is left alone with one at the end of `make test`. Beside the fault tests, which
 # often wait, go those that need both cores
-LONGEST = ("test_faults", "test_nodes", "parity", "test_readme", "resume", "test_flags", "mutants", "labs", "mechanisms")
+LONGEST = "test_faults test_nodes parity test_readme resume test_flags mutants labs mechanisms".split()
 
 
 def pytest_collection_modifyitems(items):
