@@ -21,6 +21,14 @@ NEAR = 3  # lines around the bug that count as its place
 TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64
 WORDS = 4  # that an explanation has at least
 
+DIGITS = """\
+{ set +x; } 2>/dev/null
+for run in right wrong; do
+    grep -oE '"(step|loss|grad_norm)": [^,}]*' runs/$run/metrics.jsonl | paste -d " " - - - | sed "s/^/$run  /"
+done | sort -k 3,3n -k 1,1
+set -x
+"""
+
 ANSWER = """\
 # Where is the bug? Lines are those of the file as you got it; its path begins in this folder.
 file = ""  # such as "common/model.py"
@@ -57,12 +65,14 @@ class Hunt(Lab):
         (folder / "run.sh").write_text(self.script(bug), encoding="utf-8")
 
     def script(self, bug: Bug) -> str:
-        """What the student runs: two trainings that must agree, laid on top of each other."""
+        """What the student runs: two trainings that must agree, all digits of both, and the largest differences."""
         commands = [each.command(f"runs/{name}", "$FLAGS") for each, name in zip(bug.seen, ("right", "wrong"))]
         lines = ["#!/usr/bin/env bash", "# Two trainings that must agree. Change their flags, add --trace 1:1, ..."]
         lines += ['cd "$(dirname "$0")" && export PYTHONPATH=$PWD OMP_NUM_THREADS=1', f'FLAGS="{SMALL}"', "set -x"]
         lines += commands
-        return "\n".join([*lines, f"python -m common.compare runs/right runs/wrong --tolerance {TOLERANCE:g}", ""])
+        return "\n".join(
+            [*lines, f"{DIGITS}python -m common.compare runs/right runs/wrong --tolerance {TOLERANCE:g}", ""]
+        )
 
     # ---- grades ------------------------------------------------------------------------------------------------------
 

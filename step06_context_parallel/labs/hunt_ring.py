@@ -61,7 +61,7 @@ UNWEIGHTED = Bug(
 LABS = [
     Hunt(
         id="hunt-06-a",
-        title="Something in the ring is stale",
+        title="A ring that trains another model",
         minutes=30,
         task="""\
 Two ranks that share every sequence (`--cp 2`) should train what one process trains. Since the last commit they do not.
@@ -75,7 +75,9 @@ Find the line, write it into `answer.toml`, and repair it in this folder.
 *Before:* lesson 6. *Graded:* half for the place, half for the fix, on a training that you have not seen.
 """,
         hints=(
-            "Is the loss of step 0 right? Then keys and values reach the forward as they should.",
+            "Compare the losses of step 0 digit by digit: run.sh prints them, from the runs' metrics.jsonl. If they "
+            "agree to the last digits, the forward is right, and the backward is not. If they differ, even only in the "
+            "eighth digit, look at the forward, and at what goes into it.",
             "Does it depend on --cp-split? On --cp-mode (ring, allgather, ulysses)? What do the right ones not share "
             "with the wrong one?",
             "Write down, for both ranks and each hop, whose keys are used, at which positions, and with which "
