@@ -65,14 +65,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def next_lab(state: State) -> Lab:
-    """The first one that is neither passed nor given up; the first of all if there is none."""
-    labs = list(find.all_labs().values())
+    """The one that was started last, or else the first, that is neither passed nor given up; any if all are."""
+    labs = sorted(find.all_labs().values(), key=lambda lab: lab.id != state.current)
     return next((lab for lab in labs if state.word(lab) not in ("done", "given up")), labs[0])
 
 
 def show_list(state: State) -> int:
     for lab in find.all_labs().values():
-        print(f"{state.word(lab):>9}  {lab.id:13}  {lab.title}  ({lab.minutes} min)")
+        here = "  <- current" if lab.id == state.current else ""
+        print(f"{state.word(lab):>15}  {lab.id:13}  {lab.title}  ({lab.minutes} min){here}")
     done = sum(progress.passed for progress in state.labs.values())
     lab = next_lab(state)
     command = "check" if lab.id in state.labs else "start"
@@ -106,8 +107,12 @@ def check(state: State, lab: Lab) -> int:
 
 def grade(state: State, lab: Lab) -> Verdict:
     """Check, print what was found, and remember the score."""
+    progress, begun = state.labs[lab.id], time.monotonic()
+    if sys.stderr.isatty():
+        usual = f"last time it took {progress.seconds:.0f} s" if progress.seconds else "this may take up to a minute"
+        print(f"Checking {lab.id}: {usual}.", file=sys.stderr)
     verdict = lab.check(state.folder(lab), state.student)
-    progress = state.labs[lab.id]
+    progress.seconds = time.monotonic() - begun
     progress.checks += 1
     progress.score = max(progress.score, verdict.score)
     state.save()
@@ -150,6 +155,8 @@ def hint(state: State, lab: Lab) -> None:
         state.save()
     for number, text in enumerate(lab.hints[: progress.hints], start=1):
         print(f"hint {number} of {len(lab.hints)}: {text}")
+    if progress.hints == len(lab.hints):
+        print(f"There are no more hints. Ours, once you have passed, or with --give-up: {COMMAND} solution {lab.id}")
 
 
 def reset(state: State, lab: Lab) -> None:

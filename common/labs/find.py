@@ -1,5 +1,6 @@
 """All labs: every step's folder `labs` has modules, and each of them a list LABS."""
 
+import difflib
 import functools
 import importlib
 import pkgutil
@@ -26,6 +27,8 @@ def all_labs() -> dict[str, Lab]:
 def lab(id: str) -> Lab:
     """Raises UsageError if there is no lab of this name."""
     if id not in all_labs():
-        like = [each for each in all_labs() if id in each]
-        raise UsageError(f"there is no lab {id}; there are {', '.join(like or all_labs())}")
+        like = [each for each in all_labs() if id in each] or difflib.get_close_matches(id, all_labs(), cutoff=0.5)
+        if like:
+            raise UsageError(f"there is no lab {id}; did you mean {' or '.join(like)}?")
+        raise UsageError(f"there is no lab {id}; `python -m common.labs` lists them")
     return all_labs()[id]

@@ -18,6 +18,7 @@ class Progress:
     checks: int = 0
     score: float = 0.0  # the best one
     gave_up: bool = False  # the solution was read before the lab was passed
+    seconds: float = 0.0  # that the last check took
 
     @property
     def passed(self) -> bool:
@@ -59,4 +60,8 @@ class State:
             return ""
         if progress.gave_up:
             return "given up"
-        return "done" if progress.passed else f"{progress.score:.0%}" if progress.checks else "started"
+        if progress.passed:
+            return "done"
+        if not progress.checks:
+            return "started"
+        return f"{progress.score:.0%}, {progress.checks} check{'s' if progress.checks > 1 else ''}"

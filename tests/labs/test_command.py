@@ -54,7 +54,9 @@ def test_a_course(labs):
     assert status == 1 and "write-01-x: 50%" in printed and "look at your number" in printed
     assert labs("solution", "write-01-x")[0] == 2
     for number in (1, 2, 3, 3):
-        assert labs("hint", "write-01-x")[1].count("hint ") == number
+        printed = labs("hint", "write-01-x")[1]
+        assert printed.count("hint ") == number and ("no more hints" in printed) == (number == 3)
+    assert "50%, 1 check  write-01-x     Echo  (1 min)  <- current" in labs()[1]
     (labs.home / "write-01-x" / "answer.txt").write_text("7")
     assert labs("check")[0] == 0 and "the answer is 7" in labs("solution", "write-01-x")[1]
     assert "done  write-01-x" in labs()[1]
@@ -76,8 +78,9 @@ def test_who_gives_up_is_on_record(labs):
 
 
 @pytest.mark.parametrize(
-    "words", ["start", "start write-09-q", "nothing", "start write-01-x --give-up", "list --student -1"]
+    "words", ["start", "start zzz", "start wirte-1-x", "nothing", "start write-01-x --give-up", "list --student -1"]
 )
 def test_bad_input_is_one_line(labs, words):
     status, printed = labs(*words.split())
     assert status == 2 and printed.startswith("error: ") and printed.count("\n") == 1
+    assert ("did you mean write-01-x?" in printed) == (words == "start wirte-1-x")
