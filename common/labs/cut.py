@@ -11,15 +11,25 @@ Everything else, such as signatures, docstrings and helpers, is the project's, a
 import ast
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 MARKED = re.compile(r"^( *)# --- write this yourself ---\n(.*?)^\1# --- until here ---\n", re.MULTILINE | re.DOTALL)
 
 
-def starter(source: str, bodies: Collection[int], only: Collection[str] = ()) -> str:
+def starter(
+    source: str,
+    bodies: Collection[int],
+    only: Collection[str] = (),
+    hidden: Mapping[str, str] | None = None,
+    path: str = "",
+) -> str:
     """Return a file without these of its marked bodies, counted from 1; the others lose their marks.
 
-    With `only`, keep no more of the file than its docstring, its imports and the functions and classes of these names.
+    Args:
+        only: names of functions and classes; keep no more of the file than these, its docstring and its imports.
+        hidden: functions that keep only their signature and docstring, and run our code -> the lab that asks for them.
+        path: the file's path in the project. Where it says how to run it, the starter has only its name.
     """
     counted = iter(range(1, len(bodies_of(source)) + 1))
 
@@ -30,12 +40,39 @@ def starter(source: str, bodies: Collection[int], only: Collection[str] = ()) ->
         return f"{head}{match[1]}raise NotImplementedError\n{tail}"
 
     text = MARKED.sub(cut, source)
-    return _only(text, only) if only else text
+    text = _only(text, only) if only else text
+    text = _hide(text, hidden, path) if hidden else text
+    return re.sub(rf"^( +(?:python|torchrun) .*?){path}$", rf"\1{Path(path).name}", text, flags=re.MULTILINE)
 
 
 def bodies_of(source: str) -> list[str]:
     """The marked bodies of a file, without their indentation."""
     return [textwrap.dedent(match[2]) for match in MARKED.finditer(source)]
+
+
+def helpers(source: str, bodies: Collection[int]) -> set[str]:
+    """Names of the functions that hold none of these bodies: what a student is given."""
+    marks = [source.count("\n", 0, match.start()) + 1 for match in MARKED.finditer(source)]
+    asked = [marks[number - 1] for number in bodies]
+    functions = list(_functions(source))
+    writes = {node.name for node in functions if any(node.lineno <= line <= node.end_lineno for line in asked)}
+    return {node.name for node in functions} - writes
+
+
+def _functions(source: str) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+
+
+def _hide(text: str, hidden: Mapping[str, str], path: str) -> str:
+    """Replace bodies by a decorator, from the end of the file to its beginning, so that line numbers stay right."""
+    lines = text.splitlines()
+    for node in sorted(_functions(text), key=lambda node: -node.lineno):
+        if node.name in hidden:
+            lines[node.body[0].end_lineno : node.end_lineno] = []
+            lines.insert(node.lineno - 1, f'@given("{path}")  # ours; you write it in {hidden[node.name]}')
+    last = max(node.end_lineno for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom))
+    lines[last:last] = ["", "from common.labs.given import given"]
+    return "\n".join(lines) + "\n"
 
 
 def _only(text: str, names: Collection[str]) -> str:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -27,7 +28,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common.errors import LOST_PEER, first_line
+from common.labs.cut import helpers
 from common.labs.find import ROOT, lab
+from common.labs.given import text_of
 from common.labs.seen import Notes, Watching, line_of
 
 IDLE = 5.0  # seconds for which no rank does anything
@@ -142,13 +145,13 @@ def _collect(folder: Path, cases: list[Case]) -> Outcome:
         for rank in range(max(case.ranks for case in cases)):
             if (folder / f"failure.{rank}").exists():
                 found[rank] = pickle.loads((folder / f"failure.{rank}").read_bytes())
-        finished = [rank for rank, path in enumerate(paths) if path.exists()]
+        finished = {rank: pickle.loads(path.read_bytes())[1] for rank, path in enumerate(paths) if path.exists()}
         outcome.failure = f"With {case}: {_describe(found, finished)}"
         break
     return outcome
 
 
-def _describe(found: dict[int, Failure], finished: list[int]) -> str:
+def _describe(found: dict[int, Failure], finished: dict[int, Notes]) -> str:
     """The first cause of a failure in a sentence: no rank that has only lost its peer, and of a hang all ranks."""
     if not found:
         return "a rank died without a word (killed, out of memory, or os._exit)."
@@ -156,10 +159,15 @@ def _describe(found: dict[int, Failure], finished: list[int]) -> str:
     causes = {rank: each for rank, each in found.items() if not (each.kind == "raised" and _lost(each.text))}
     if hangs and len(causes) == len(hangs):
         where = [f"rank {rank} {failure.text}" for rank, failure in sorted(hangs.items())]
-        where += [f"rank {rank} has come to its end" for rank in finished if rank not in hangs]
+        where += [_ended(rank, notes) for rank, notes in finished.items() if rank not in hangs]
         return "it does not end. " + "; ".join(where) + "."
     rank, cause = min((causes or found).items(), key=lambda item: (item[1].kind == "hangs", item[1].when))
     return cause.text if cause.kind in ("unwritten", "reads the reference") else f"rank {rank} {cause.text}"
+
+
+def _ended(rank: int, notes: Notes) -> str:
+    late = f"; but never waited for its {notes.unwaited[0]}, line {notes.unwaited[0].line}" if notes.unwaited else ""
+    return f"rank {rank} has come to its end{late}"
 
 
 def _lost(text: str) -> bool:
@@ -173,19 +181,20 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
     """One rank: all cases that it takes part in."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    watching, main = [], threading.main_thread().ident
+    watching, given, main = [], (), threading.main_thread().ident
     threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
     try:
         this = lab(id)
+        given = helpers(text_of(this.source), this.bodies)
         _close_the_book(ROOT / this.source)
-        watching.append(Watching(file))
+        watching.append(Watching(file, given))
         module = _load(file)
         for number, case in enumerate(cases):
             if rank >= case.ranks:
                 continue
             world = {"store": dist.FileStore(f"{folder}/world.{number}", case.ranks), "world_size": case.ranks}
             dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=2 * LIMIT), **world)
-            watching.append(Watching(file))
+            watching.append(Watching(file, given))
             with watching[-1] as notes:
                 values = this.run(module, case, rank)
             _write(Path(folder, f"{number}.{rank}"), (values, notes))
@@ -193,7 +202,7 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
                 time.sleep(0.002)  # so that no rank sees a connection closed
             dist.destroy_process_group()
     except BaseException as error:  # SystemExit too
-        _write(Path(folder, f"failure.{rank}"), _failure(error, file))
+        _write(Path(folder, f"failure.{rank}"), _failure(error, file, given))
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still be releasing tensors
@@ -222,7 +231,7 @@ def _close_the_book(source: Path) -> None:
     sys.addaudithook(listen)
 
 
-def _failure(error: BaseException, file: str) -> Failure:
+def _failure(error: BaseException, file: str, given: Collection[str]) -> Failure:
     now = time.monotonic()
     if isinstance(error, _Closed) or (isinstance(error, ImportError) and "None in sys.modules" in str(error)):
         return Failure("reads the reference", "your file reads the one that it was cut from.", now)
@@ -231,7 +240,12 @@ def _failure(error: BaseException, file: str) -> Failure:
         return Failure("unwritten", f"`{frames[-1].name}` is not written yet (line {frames[-1].lineno}).", now)
     if isinstance(error, SyntaxError) and error.filename == file:
         return Failure("unwritten", f"line {error.lineno} is no Python: {error.msg}.", now)
-    where = f" in {_quoted(file, frames[-1].lineno)}" if frames else ""
+    where = ""
+    if frames:
+        inside = frames[-1].name
+        frame = next((each for each in reversed(frames) if each.name not in given), frames[-1])
+        within = "" if frame.name == inside else f"`{inside}`, which was called in "
+        where = f" in {within}{_quoted(file, frame.lineno)}"
     return Failure("raised", f"raised {type(error).__name__}{where}: {first_line(error)}", now)
 
 
@@ -242,7 +256,7 @@ def _watch(watching: list[Watching], main: int, folder: Path, rank: int) -> None
         time.sleep(0.1)
         if (folder / "report").exists() and watching:
             file, calls = watching[-1].file, watching[-1].notes.calls
-            line = line_of(file, sys._current_frames()[main])
+            line = line_of(file, sys._current_frames()[main], watching[-1].helpers)
             if line:
                 last = next((call for call in reversed(calls) if call.line == line), None)
                 what = f"waits in {last}, {_quoted(file, line)}" if last else f"is at {_quoted(file, line)}"

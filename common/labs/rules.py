@@ -24,6 +24,13 @@ def holds_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
         yield f"up to {notes.peak:,} bytes of tensors live at once, and {most:,.0f} are enough. {what}"
 
 
+def waits_for_messages(notes: Notes) -> Iterator[str]:
+    """One sentence if messages were started that nothing waits for."""
+    for call in notes.unwaited[:1]:
+        more = f" (nor are {len(notes.unwaited) - 1} others)" if len(notes.unwaited) > 1 else ""
+        yield f"the {call} in line {call.line} is never waited for{more}: it may not have happened yet."
+
+
 def hides(notes: Notes, op: str, but: int = 1) -> Iterator[str]:
     """One sentence if a call is waited for before anything else is computed; not for the last `but` calls."""
     calls = notes.of(op)

@@ -5,6 +5,7 @@ The notes are taken below torch's Python, so it does not matter by which functio
 
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ class Notes:
     waits: list[tuple[int, int]] = field(default_factory=list)  # line and products at each wait of an asynchronous call
     products: int = 0  # matrix products
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
+    unwaited: list[Call] = field(default_factory=list)  # messages that were never waited for
 
     def of(self, *ops: str, least: int = 0) -> list[Call]:
         """The calls of these collectives of at least so many bytes."""
@@ -77,11 +79,15 @@ class Notes:
 
 
 class Watching(TorchDispatchMode):
-    """Takes notes of everything that runs inside `with Watching(file) as notes:`; lines are those of this file."""
+    """Takes notes of everything that runs inside `with Watching(file) as notes:`; lines are those of this file.
 
-    def __init__(self, file: str):
+    A line is one that the student wrote, and if possible none of `helpers`, functions that were given.
+    """
+
+    def __init__(self, file: str, helpers: Collection[str] = ()):
         super().__init__()
-        self.file, self.notes, self._alive = file, Notes(), {}
+        self.file, self.helpers, self.notes, self._alive = file, helpers, Notes(), {}
+        self._in_flight: dict[Work, Call] = {}  # messages; one that nobody refers to any more might be given up by gloo
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -95,11 +101,13 @@ class Watching(TorchDispatchMode):
 
     def __exit__(self, *error) -> None:
         Work.wait = self._wait
+        self.notes.unwaited = list(self._in_flight.values())
         super().__exit__(*error)
 
     def _note_wait(self, wait):
         def noting(work, *args):
-            line = line_of(self.file, sys._getframe())
+            self._in_flight.pop(work, None)
+            line = self._line(sys._getframe())
             if line:
                 self.notes.waits.append((line, self.notes.products))
             return wait(work, *args)
@@ -107,19 +115,25 @@ class Watching(TorchDispatchMode):
         return noting
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        line = line_of(self.file, sys._getframe())
+        line = self._line(sys._getframe())
         if not line:  # not the student's doing
             return function(*args, **(kwargs or {}))
-        kind, name = function.namespace, function.__name__.partition(".")[0].strip("_")
+        call, kind, name = None, function.namespace, function.__name__.partition(".")[0].strip("_")
         if kind in ("c10d", "_c10d_functional"):
             found = [NAMES[start] for start in sorted(NAMES, key=len, reverse=True) if name.startswith(start)]
             if found:
-                self.notes.calls.append(self._call(found[0], args, line))
+                call = self._call(found[0], args, line)
+                self.notes.calls.append(call)
         elif name in PRODUCTS:
             self.notes.products += 1
         out = function(*args, **(kwargs or {}))
+        if call and call.peer is not None:
+            self._in_flight[Work.unbox(out)] = call
         self._measure(args, out)
         return out
+
+    def _line(self, frame) -> int:
+        return line_of(self.file, frame, self.helpers)
 
     def _call(self, op: str, args: tuple, line: int) -> Call:
         scripted = [
@@ -153,11 +167,16 @@ class Watching(TorchDispatchMode):
         self.notes.peak = total
 
 
-def line_of(file: str, frame) -> int:
-    """The innermost line of `file` on the stack that ends with `frame`; 0 if there is none."""
-    while frame is not None and frame.f_code.co_filename != file:
+def line_of(file: str, frame, helpers: Collection[str] = ()) -> int:
+    """The innermost line of `file` on the stack of `frame`, if possible in no helper; 0 if there is none."""
+    innermost = 0
+    while frame is not None:
+        if frame.f_code.co_filename == file:
+            if frame.f_code.co_name not in helpers:
+                return frame.f_lineno
+            innermost = innermost or frame.f_lineno
         frame = frame.f_back
-    return frame.f_lineno if frame else 0
+    return innermost
 
 
 def _tensors(tree) -> list[torch.Tensor]:

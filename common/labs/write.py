@@ -5,8 +5,9 @@ computes in float64, then looks at how they were computed: what was sent, kept, 
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from common.labs.cut import bodies_of, starter
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.ranks import Case, Outcome, run_on_ranks
+from common.labs.rules import waits_for_messages
 from common.labs.seen import Notes
 
 NUMBERS = 0.75  # of the score; the rest is for the mechanism
@@ -30,9 +32,10 @@ class Expected:
     mistakes: tuple[tuple[str, Tensor, str], ...] = ()  # name of a value, what it then is, what the mistake is
 
     @classmethod
-    def of(cls, values: dict[str, Tensor], mistakes: dict[str, dict[str, Tensor]]) -> "Expected":
-        """`mistakes`: what the mistake is -> the values that it gives."""
-        return cls(values, tuple((name, wrong[name], text) for text, wrong in mistakes.items() for name in wrong))
+    def of(cls, values: dict[str, Tensor], mistakes: dict[str, dict[str, Tensor] | list[dict]]) -> "Expected":
+        """`mistakes`: what the mistake is -> the values that it gives, or several such dicts if there are variants."""
+        variants = [(text, wrong if isinstance(wrong, list) else [wrong]) for text, wrong in mistakes.items()]
+        return cls(values, tuple((*pair, text) for text, each in variants for wrong in each for pair in wrong.items()))
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ class WriteLab(Lab):
     expect: Callable[[Case], list[Expected]]  # by rank, computed in one process
     judge: Callable[[Case, int, Notes], Iterable[str]]  # (case, rank, its notes) -> what is wrong with the mechanism
     only: tuple[str, ...] = ()  # names of functions: the starter has no more than these
+    hidden: dict[str, str] = field(default_factory=dict)  # functions that run ours, out of sight -> the lab of each
 
     def start(self, folder: Path, student: int) -> None:
-        text = starter((ROOT / self.source).read_text(), self.bodies, self.only)
+        text = starter((ROOT / self.source).read_text(), self.bodies, self.only, self.hidden, self.source)
         (folder / Path(self.source).name).write_text(text)
 
     def solution(self, student: int) -> str:
@@ -58,7 +62,7 @@ class WriteLab(Lab):
         file = folder / Path(self.source).name
         if not file.exists():
             raise UsageError(f"{file} is missing; `python -m common.labs reset {self.id}` makes it anew")
-        cases = [Case(**vars(case), seed=1000 * student + number) for number, case in enumerate(self.cases)]
+        cases = [type(case)(**vars(case), seed=1000 * student + number) for number, case in enumerate(self.cases)]
         return self.grade(cases, run_on_ranks(self.id, file.resolve(), cases))
 
     def grade(self, cases: list[Case], outcome: Outcome) -> Verdict:
@@ -69,7 +73,7 @@ class WriteLab(Lab):
             if wrong and not feedback:
                 feedback = wrong
             for rank, (_, notes) in enumerate(results):
-                for fault in self.judge(case, rank, notes):
+                for fault in (*self.judge(case, rank, notes), *waits_for_messages(notes)):
                     faults.setdefault(fault, f"With {case}, rank {rank}: {fault}")
         feedback += [outcome.failure] * bool(outcome.failure)
         score = NUMBERS * right / len(cases)
@@ -95,8 +99,9 @@ def first_difference(case: Case, expected: list[Expected], found: list[dict[str,
     for name in expected[0].values:
         for rank, (right, values) in enumerate(zip(expected, found, strict=True)):
             if line := _difference(right.values[name], values.get(name)):
-                hints = [f"What this usually is: {text}" for text in _reasons(name, values.get(name), right, case)]
-                return [f"With {case}: `{name}` on rank {rank} {line}", *hints]
+                where = f"`{name}` on rank {rank}" if case.ranks > 1 else f"`{name}`"
+                hints = [f"What this usually is: {text}" for text in _reasons(name, rank, expected, found, case)]
+                return [f"With {case}: {where} {line}", *hints]
     return []
 
 
@@ -114,19 +119,25 @@ def _difference(right: Tensor, found: Tensor | None) -> str:
     return f"differs first{at}: {found[place].item():.6g} instead of {right[place].item():.6g}."
 
 
-def _reasons(name: str, found: Tensor | None, right: Expected, case: Case) -> list[str]:
-    """The known mistake that gives just this value, if there is one."""
-    if not isinstance(found, Tensor):
+def _reasons(name: str, rank: int, expected: list[Expected], found: list[dict[str, Tensor]], case: Case) -> list[str]:
+    """The known mistake that gives just this value, if there is one; of several, the one that fits the others best."""
+    value, wanted, fits = found[rank].get(name), expected[rank].values[name], Counter()
+    for right, values in zip(expected, found):
+        for of, wrong, text in right.mistakes:
+            fits[text] += 1 if _alike(values.get(of), wrong) else -1
+    known = [text for of, wrong, text in expected[rank].mistakes if of == name and _alike(value, wrong)]
+    if known:
+        return [max(known, key=fits.get)]
+    if not isinstance(value, Tensor) or value.shape != wanted.shape:
         return []
-    for of, value, text in right.mistakes:
-        if of == name and value.shape == found.shape and torch.allclose(found.to(value.dtype), value, rtol=1e-8):
-            return [text]
-    wanted = right.values[name]
-    if found.shape != wanted.shape:
-        return []
-    if not found.any():
+    if not value.any():
         return ["it was never filled."]
     for factor in {case.ranks, 1 / case.ranks, 2, 0.5, -1}:
-        if factor != 1 and torch.allclose(found.to(wanted.dtype), factor * wanted, rtol=1e-8):
+        if factor != 1 and _alike(value, factor * wanted):
             return [f"all of it is {factor:.4g} times what it should be: is a sum or a mean taken once too often?"]
     return []
+
+
+def _alike(found: Tensor | None, value: Tensor) -> bool:
+    same = isinstance(found, Tensor) and found.shape == value.shape
+    return same and torch.allclose(found.to(value.dtype), value, rtol=1e-8)

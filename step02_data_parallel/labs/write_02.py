@@ -80,20 +80,33 @@ def expect_sums(case: Case) -> list[Expected]:
     def parts(of: torch.Tensor) -> dict[str, torch.Tensor]:
         return {f"part {part} of the tensor": each for part, each in enumerate(of.chunk(ranks))}
 
-    def around(rank: int) -> torch.Tensor:
-        """After the first phase: part r + 1 - j of rank r has the numbers of ranks - j ranks."""
-        after = tensors[rank].clone()
+    first = tensors.unflatten(1, (ranks, -1)).clone()  # after the first phase: rank, part, rows, columns
+    for rank in range(ranks):
         for part in range(ranks):
-            hops = (rank - part) % ranks  # that the part has come until it was here
-            rows = slice(part * case.rows, (part + 1) * case.rows)
-            after[rows] = sum(tensors[(rank - hop) % ranks, rows] for hop in range(hops + 1))
-        return after
+            came = range((rank - part) % ranks + 1)  # over so many ranks
+            first[rank, part] = sum(tensors[(rank - hop) % ranks].chunk(ranks)[part] for hop in came)
 
-    text = "no complete sum has come to this part. Is it written to `tensor` itself, and do complete parts go around?"
-    texts = {text: tensors, f"{text} ": [around(rank) for rank in range(ranks)]}
-    return [
-        Expected.of(parts(tensors.sum(0)), {text: parts(each[r]) for text, each in texts.items()}) for r in range(ranks)
-    ]
+    def second(sends: int, writes: int) -> torch.Tensor:
+        """After a second phase in which rank r sends part r + sends - hop, and writes to part r + writes - hop."""
+        now = first.clone()
+        for hop in range(ranks - 1):
+            before = now.clone()
+            for rank in range(ranks):
+                now[rank, (rank + writes - hop) % ranks] = before[rank - 1, (rank - 1 + sends - hop) % ranks]
+        return now.flatten(1, 2)
+
+    early = "what goes around in the second phase is not the complete part. Which part does a rank have whole by then?"
+    wrong = {
+        "this is what the rank had at first: is the sum written to `tensor` itself?": tensors,
+        "parts are as the first phase leaves them: one of them is complete, and complete parts must go around.": (
+            first.flatten(1, 2)
+        ),
+        early: second(0, -1),
+        f"{early} And it is written where another part belongs.": second(0, 0),
+        "complete parts go around, but are written where other parts belong.": second(1, 1),
+    }
+    total = parts(tensors.sum(0))
+    return [Expected.of(total, {text: parts(each[r]) for text, each in wrong.items()}) for r in range(ranks)]
 
 
 def judge_ring(case: Case, rank: int, notes: Notes):

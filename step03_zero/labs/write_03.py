@@ -63,6 +63,8 @@ def expect(case: Case) -> list[Expected]:
         "gradients were averaged, but every rank's loss is a share of the global mean already: a sum is right.": (
             lambda parts: [sum(parts) / case.ranks] * case.ranks
         ),
+        "each rank took the mean over its own numbers, and these means were added up: the loss is a mean over the "
+        "numbers of all ranks.": lambda parts: [sum(parts) * case.ranks] * case.ranks,
     }
     wrong = {text: _descend(case, gradients) for text, gradients in known.items()}
     return [Expected.of(right[rank], {text: each[rank] for text, each in wrong.items()}) for rank in range(case.ranks)]

@@ -103,12 +103,37 @@ def expect_loss(case: Case) -> list[Expected]:
         return {"loss": loss.detach(), "gradient of the logits": gradient.chunk(case.ranks, dim=-1)[rank]}
 
     found, width = [], -(-case.vocab // case.ranks)
+
+    def everywhere(columns: list[torch.Tensor], rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The loss, that of logits minus the largest, and the gradient if every rank has a target in these columns."""
+        parts = logits.chunk(case.ranks, dim=-1)
+        chosen = sum(part.gather(-1, column[..., None])[..., 0] for part, column in zip(parts, columns))
+        total = logits[..., : case.vocab].logsumexp(-1)
+        gradient = (parts[rank] - total[..., None]).exp() - torch.nn.functional.one_hot(columns[rank], width)
+        largest = logits[..., : case.vocab].amax(-1)
+        losses = (total - chosen).sum(), (total - chosen + (case.ranks - 1) * largest).sum()
+        return *losses, 0.5 * gradient.where(torch.arange(width) + rank * width < case.vocab, 0)
+
+    local = [targets - rank * width for rank in range(case.ranks)]
+    ways = [
+        [each.where((each >= 0) & (each < width), 0) for each in local],
+        [each.clamp(0, width - 1) for each in local],
+    ]
     for rank in range(case.ranks):
         mine = slice(rank * width, (rank + 1) * width)
         mistakes = {
             "columns that pad the vocabulary count, but no token has them.": of(slice(None), logits.shape[-1], rank),
             "this is the softmax over the rank's own columns: sums of exponentials must be added up over the ranks.": (
                 of(mine, case.vocab, rank)
+            ),
+        }
+        wrong = [everywhere(way, rank) for way in ways]
+        mistakes |= {
+            "every rank adds a logit for the target, but only one of them has the target's column.": (
+                [{"loss": loss} for *losses, _ in wrong for loss in losses]
+            ),
+            "every rank subtracts 1 at the target, but only one of them has the target's column.": (
+                [{"gradient of the logits": gradient} for *_, gradient in wrong]
             ),
         }
         found.append(Expected.of(of(slice(None), case.vocab, rank), mistakes))

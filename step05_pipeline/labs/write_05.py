@@ -91,16 +91,27 @@ def judge_row(case: Case, rank: int, notes: Notes):
 # ---- write-05-b: make schedules --------------------------------------------------------------------------------------
 
 
+class Plan(Case):
+    """A case whose ranks are those of a schedule; one process checks it."""
+
+    def __str__(self) -> str:
+        return f"p {self.p}, m {self.m}"
+
+
 def plan(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     values = {}
     for name in ("all_forward_all_backward", "one_forward_one_backward"):
         rows = tuple(tuple(actions) for actions in getattr(student, name)(case.p, case.m, 1))
         schedule = Schedule(name, looped(case.p, 1), case.m, rows)
         check_schedule(schedule)
-        kept = [_most(actions) for actions in rows]
-        values[f"{name}: micro-batches kept"] = torch.tensor(kept)
+        values |= _kept(name, [_most(actions) for actions in rows])
         values[f"{name}: time"] = torch.tensor(float(simulate(schedule, Costs(F=1.0, I=1.0, W=1.0)).makespan))
     return values
+
+
+def _kept(name: str, numbers: list[int]) -> dict[str, torch.Tensor]:
+    """The most unfinished micro-batches, by row of the schedule."""
+    return {f"{name}, row {row}: micro-batches kept": torch.tensor(number) for row, number in enumerate(numbers)}
 
 
 def _most(actions) -> int:
@@ -112,23 +123,24 @@ def _most(actions) -> int:
 
 
 def expect_plan(case: Case) -> list[Expected]:
-    afab, time = torch.full((case.p,), case.m), torch.tensor(3.0 * (case.m + case.p - 1))
-    ours = torch.tensor([min(case.m, case.p - rank) for rank in range(case.p)])
-    values = {"all_forward_all_backward: micro-batches kept": afab, "all_forward_all_backward: time": time}
-    values |= {"one_forward_one_backward: micro-batches kept": ours, "one_forward_one_backward: time": time}
-    last, kept = "one_forward_one_backward", "one_forward_one_backward: micro-batches kept"
+    first, last = "all_forward_all_backward", "one_forward_one_backward"
+    time = torch.tensor(3.0 * (case.m + case.p - 1))
+    values = _kept(first, [case.m] * case.p) | {f"{first}: time": time}
+    values |= _kept(last, [min(case.m, case.p - row) for row in range(case.p)]) | {f"{last}: time": time}
     mistakes = {
-        "this is the order of AFAB: a backward can begin as soon as the first gradient arrives.": {kept: afab},
+        "this is the order of AFAB: a backward can begin as soon as the first gradient arrives.": _kept(
+            last, [case.m] * case.p
+        ),
         "one micro-batch passes through all ranks before the next one begins.": {
-            kept: torch.ones_like(afab),
+            **_kept(last, [1] * case.p),
             f"{last}: time": torch.tensor(3.0 * case.m * case.p),
         },
-        "every rank does as many forwards ahead as the first; later ranks get their first gradient sooner.": {
-            kept: torch.full((case.p,), min(case.m, case.p))
-        },
-        "count again: after `ahead` forwards comes one more before the first backward.": {
-            kept: torch.tensor([min(case.m, case.p - rank + 1) for rank in range(case.p)])
-        },
+        "every rank does as many forwards ahead as the first; later ranks get their first gradient sooner.": _kept(
+            last, [min(case.m, case.p)] * case.p
+        ),
+        "count again: after `ahead` forwards comes one more before the first backward.": _kept(
+            last, [min(case.m, case.p - row + 1) for row in range(case.p)]
+        ),
     }
     return [Expected.of(values, mistakes)]
 
@@ -152,7 +164,7 @@ LABS = [
         source="step05_pipeline/schedules/whole_backward.py",
         bodies=(1, 2),
         only=("all_forward_all_backward", "one_forward_one_backward"),
-        cases=(Case(ranks=1, p=3, m=5), Case(ranks=1, p=4, m=8), Case(ranks=1, p=6, m=2)),
+        cases=(Plan(ranks=1, p=3, m=5), Plan(ranks=1, p=4, m=8), Plan(ranks=1, p=6, m=2)),
         run=plan,
         expect=expect_plan,
         judge=lambda case, rank, notes: (),

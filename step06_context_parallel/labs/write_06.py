@@ -56,17 +56,25 @@ def expect_attention(case: Case) -> list[Expected]:
             return {"lse": wrong[1][mine], "out": wrong[0][mine]}
 
         merged = torch.zeros_like(out[mine])  # blocks added up, each with a softmax of its own
-        for each in range(case.ranks):
-            block = _attend(case, q, k, v, causal & (owner == each))[0][mine]
-            merged += torch.nan_to_num(block)
+        kept = torch.zeros_like(merged)  # blocks weighted when they come, and not when further ones do
+        total = merged.new_full((len(mine),), -torch.inf)
+        for hop in range(case.ranks):
+            block, sums = _attend(case, q, k, v, causal & (owner == (rank - hop) % case.ranks))
+            block, sums = torch.nan_to_num(block[mine]), sums[mine]
+            merged += block
+            total = torch.logaddexp(total, sums)
+            kept += block * (sums - total).exp()[:, None]
         mistakes = {
             "these queries have seen the rank's own keys only. The others must come around the ring.": of(causal & own),
             "queries see keys that come after them. Is the rank's own block masked?": of(causal | own),
             "every query sees every key: which keys come before a query depends on both owners' parts.": of(
                 causal | True
             ),
-            "blocks were added, each with weights that sum to 1: what is there must be scaled by exp(lse - total).": (
+            "blocks were added, each with weights that sum to 1: together, all keys' weights must sum to 1.": (
                 {"out": merged}
+            ),
+            "a new block gets its share, but the output so far keeps the weights that it had among fewer keys.": (
+                {"out": kept}
             ),
         }
         found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes))
@@ -94,11 +102,24 @@ def differentiate(student, case: Case, rank: int) -> dict[str, Tensor]:
     return dict(zip(("dq", "dk", "dv"), student.backward(dout, q, k, v, out[mine], lse[mine])))
 
 
+def _by_block(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv if the row sums in the softmax's backward end at the borders of blocks."""
+    scores = q @ k.T * case.width**-0.5
+    p = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    dscores = p * (dout @ v.T)
+    for rank in range(case.ranks):
+        keys = _places(case, rank)
+        dscores[:, keys] -= p[:, keys] * dscores[:, keys].sum(-1, keepdim=True)
+    dscores *= case.width**-0.5
+    return dscores @ k, dscores.T @ q, p.T @ dout
+
+
 def expect_gradients(case: Case) -> list[Expected]:
     *inputs, dout = _drawn(case)
     q, k, v = (each.requires_grad_() for each in inputs)
     out, _ = _attend(case, q, k, v)
     whole = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    by_block = _by_block(case, q.detach(), k.detach(), v.detach(), dout)
     found = []
     for rank in range(case.ranks):
         mine = _places(case, rank)
@@ -112,7 +133,19 @@ def expect_gradients(case: Case) -> list[Expected]:
         stay = "only the rank's own queries have contributed: dk and dv travel with their keys."
         unscaled = {name: each * case.width**0.5 for name, each in named(whole).items() if name != "dv"}
         scale = "the scores were multiplied by WIDTH**-0.5; so is the way back."
-        found.append(Expected.of(named(whole), {stay: dict(own), scale: unscaled}))
+        guest = _places(case, (rank + 1) % case.ranks)
+        local = (
+            "a score's gradient depends on a sum over the whole row, all keys of all blocks; here it was one block's."
+        )
+        mistakes = {
+            stay: dict(own),
+            scale: unscaled,
+            local: named(by_block),
+            "dk and dv are those of the next rank's keys: they have not come home yet.": (
+                {"dk": whole[1][guest], "dv": whole[2][guest]}
+            ),
+        }
+        found.append(Expected.of(named(whole), mistakes))
     return found
 
 
@@ -137,6 +170,7 @@ LABS = [
         **page(__file__, "write-06-a"),
         source="step06_context_parallel/sketch.py",
         bodies=(1, 2),
+        hidden={"backward": "write-06-b"},
         cases=CASES,
         run=attend,
         expect=expect_attention,
@@ -146,6 +180,7 @@ LABS = [
         **page(__file__, "write-06-b"),
         source="step06_context_parallel/sketch.py",
         bodies=(3,),
+        hidden=dict.fromkeys(("block", "forward"), "write-06-a"),
         cases=CASES,
         run=differentiate,
         expect=expect_gradients,

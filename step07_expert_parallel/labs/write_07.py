@@ -23,6 +23,9 @@ def _mix(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, rule
     weights = torch.ones_like(best) if rule == "no gates" else best.softmax(-1)
     if rule == "softmax over all":
         weights = (x @ router).softmax(-1).gather(1, chosen)
+    if rule == "others":  # rows leave sorted by expert, and gates stay where they were
+        order, right = chosen.flatten().argsort(stable=True), weights.flatten()
+        weights = torch.empty_like(right).index_copy(0, order, right).view_as(weights)
     gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, weights)
     return torch.einsum("te,etw->tw", gates, torch.relu(x @ ups) @ downs)
 
@@ -52,6 +55,7 @@ def expect_mixture(case: Case) -> list[Expected]:
     texts = {
         "experts' results were added without their gates.": "no gates",
         "gates are a softmax over all experts; here it is one over the chosen ones.": "softmax over all",
+        "results come home sorted by expert, but gates are in the order of tokens: rows got others' gates.": "others",
     }
     found = []
     for rank in range(case.ranks):
@@ -119,8 +123,9 @@ def expect_back(case: Case) -> list[Expected]:
         fixed = x.detach().clone().requires_grad_()  # without the way through the router
         best, chosen = (x @ router).detach().topk(case.choices)
         gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, best.softmax(-1))
+        gates.requires_grad_()
         rows = torch.einsum("te,etw->tw", gates, torch.relu(fixed @ ups) @ downs)
-        (past,) = torch.autograd.grad(rows, fixed, dy)
+        past, dgates = torch.autograd.grad(rows, (fixed, gates), dy)
         part = [each.chunk(case.ranks)[rank] for each in (dx, dups, ddowns)]
         mistakes = {
             "gates are a part of the product: what goes back to an expert is dy times the gate.": {
@@ -136,6 +141,19 @@ def expect_back(case: Case) -> list[Expected]:
                 "ddowns": own[3].chunk(case.ranks)[rank],
             },
         }
+        dgates, gates = (each.detach().gather(1, chosen).chunk(case.ranks)[rank] for each in (dgates, gates))
+        softmax = (
+            "between the gradient of a gate and that of a score is the softmax: a score moves all of a token's gates."
+        )
+        mistakes[softmax] = []
+        for dbest in (dgates, gates * dgates):
+            dlogits = dbest.new_zeros(len(dbest), case.experts).scatter(1, chosen.chunk(case.ranks)[rank], dbest)
+            mistakes[softmax].append(
+                {
+                    "dx": past.chunk(case.ranks)[rank] + dlogits @ router.detach().T,
+                    "drouter": x.detach().chunk(case.ranks)[rank].T @ dlogits,
+                }
+            )
         right = {"dups": part[1], "ddowns": part[2], "drouter": own[1], "dx": part[0]}
         found.append(Expected.of(right, mistakes))
     return found
@@ -161,6 +179,7 @@ LABS = [
         **page(__file__, "write-07-a"),
         source="step07_expert_parallel/sketch.py",
         bodies=(1,),
+        hidden={"backward": "write-07-b"},
         cases=CASES,
         run=route,
         expect=expect_mixture,
@@ -170,6 +189,7 @@ LABS = [
         **page(__file__, "write-07-b"),
         source="step07_expert_parallel/sketch.py",
         bodies=(2,),
+        hidden={"forward": "write-07-a"},
         cases=CASES,
         run=go_back,
         expect=expect_back,

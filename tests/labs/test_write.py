@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from common.labs.cut import MARKED, bodies_of, starter
 from common.labs.find import all_labs
 from common.labs.ranks import LIMIT
-from tests.harness.ranks import ROOT
+from tests.harness.ranks import ROOT, torchrun
 
 
 def read_answers() -> dict[str, list[tuple[list[tuple[str, str]], str | None]]]:
@@ -34,7 +35,7 @@ CASES = [(id, number) for id in ANSWERS for number in range(len(ANSWERS[id])) if
 
 def hand_in(lab, folder, edits=()):
     """What the check says of the reference with these edits."""
-    text = starter((ROOT / lab.source).read_text(), (), lab.only)
+    text = starter((ROOT / lab.source).read_text(), (), lab.only, lab.hidden, lab.source)
     for before, after in edits:
         assert before in text, f"{lab.id}: {before!r} is not in {lab.source}"
         text = text.replace(before, after, 1)
@@ -85,6 +86,20 @@ def test_starters_keep_everything_but_the_bodies(id, tmp_path):
     lines = sum(len(bodies_of(source)[number - 1].splitlines()) for number in lab.bodies)
     assert 3 <= lines <= 32, f"{lines} lines to write"
     assert text.startswith('"""')
+    assert f" {lab.source}\n" not in text, "it says how to run the file that it was cut from"
     if not lab.only:
-        whole, cut = MARKED.sub(r"\2", source).splitlines(), text.splitlines()
-        assert {line for line in cut if "# ---" not in line and "NotImplemented" not in line} <= set(whole)
+        whole, cut = MARKED.sub(r"\2", source.replace(lab.source, file.name)).splitlines(), text.splitlines()
+        assert {line for line in cut if not re.search("# ---|NotImplemented|given", line)} <= set(whole)
+    for name, other in lab.hidden.items():
+        assert re.search(rf'^@given\(.*# .* {other}\ndef {name}\(.*\n    """.*"""\n\n\n', text, re.MULTILINE)
+        assert LABS[other].source == lab.source and name not in LABS[other].hidden
+
+
+@pytest.mark.skipif(not ALL, reason="TEST_ALL")
+def test_what_a_handout_lets_one_try(tmp_path):
+    """The example of write-04-b, with the reference."""
+    (tmp_path / "vocab_parallel.py").write_text((ROOT / "step04_tensor_parallel/vocab_parallel.py").read_text())
+    code = re.search(r"^    import torch\n(?:    .*\n|\n)+", LABS["write-04-b"].task + "\n", re.MULTILINE)[0]
+    (tmp_path / "try.py").write_text(textwrap.dedent(code))
+    done = torchrun(2, "try.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout.count("loss 0.63, gradient") == 2, done
