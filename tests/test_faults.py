@@ -230,7 +230,7 @@ def test_a_run_folder_keeps_one_run(tmp_path):
 SEEN = {  # what a rank prints, and the line of hangs.py at which it is found
     "skipped": (r"\[rank 1\] the second sum is 11, and should be 20", r"in skipped"),
     "order": (r"\[rank [01]\] Timed out waiting \d+ms for recv", r"in order"),
-    "facing": (r"\[rank 0\] Timed out waiting \d+ms for recv", r"in facing"),
+    "facing": (r"\[rank [01]\] Timed out waiting \d+ms for recv", r"in facing"),
     "shapes": (r"Received data size doesn't match|Connection reset by peer|Connection closed by peer", ""),
     "gone": (r"a bad sample", ""),
     "stopped": (r"\[rank 0\] Timed out waiting \d+ms for recv", r"in stopped"),
