@@ -36,7 +36,8 @@ from common.labs.seen import Notes, Watching, line_of
 IDLE = 5.0  # seconds for which no rank does anything
 BUSY = 10.0  # seconds that a rank computes in one case, which should take a hundredth
 LIMIT = 60.0 if Path("/proc/self").exists() else 15.0  # seconds for a case; elsewhere no one says who is idle
-GRACE = 2.0  # seconds that ranks have to report, once one has failed or nothing moves
+GRACE = 2.0  # seconds that ranks have to report, once one has failed
+ANSWER = 8.0  # seconds that they have to say where they are, once nothing moves; on a busy machine they need some
 
 
 class Case(SimpleNamespace):
@@ -101,7 +102,9 @@ def _wait_for(ranks: list, folder: Path, cases: int, label: str) -> None:
             bar.update(done - bar.n)
             if clock.over(numbers, done) and deadline == math.inf:
                 (folder / "report").touch()  # ranks say where they are
-                deadline = time.monotonic() + GRACE
+                deadline = time.monotonic() + ANSWER
+            if (folder / "report").exists() and len(list(folder.glob("failure.?"))) == len(running):
+                return
 
 
 class _Clock:
@@ -202,7 +205,8 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
                 time.sleep(0.002)  # so that no rank sees a connection closed
             dist.destroy_process_group()
     except BaseException as error:  # SystemExit too
-        _write(Path(folder, f"failure.{rank}"), _failure(error, file, given))
+        if not Path(folder, f"failure.{rank}").exists():  # what comes after a hang is its end
+            _write(Path(folder, f"failure.{rank}"), _failure(error, file, given))
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still be releasing tensors
