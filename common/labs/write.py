@@ -124,7 +124,7 @@ def _reasons(name: str, rank: int, expected: list[Expected], found: list[dict[st
     value, wanted, fits = found[rank].get(name), expected[rank].values[name], Counter()
     for right, values in zip(expected, found):
         for of, wrong, text in right.mistakes:
-            fits[text] += 1 if _alike(values.get(of), wrong) else -1
+            fits[text] -= not _alike(values.get(of), wrong)
     known = [text for of, wrong, text in expected[rank].mistakes if of == name and _alike(value, wrong)]
     if known:
         return [max(known, key=fits.get)]
