@@ -14,7 +14,7 @@ from torch import Tensor
 from common import collectives
 from common.collectives import Work
 from common.process_groups import Group
-from step06_context_parallel.attention_block import AttentionGradients, Kernels, MergedAttention
+from step06_context_parallel.attention_block import AttentionGradients, MergedAttention, NaiveKernels
 from step06_context_parallel.layouts import Plan
 
 
@@ -22,9 +22,9 @@ class AllGatherAttention(torch.autograd.Function):
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, fused: bool | Kernels):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, kernels: NaiveKernels):
         k, v = k.contiguous(), v.contiguous()
-        merged = MergedAttention(q, fused)
+        merged = MergedAttention(q, kernels)
         gathered, gathering = start_gather([k, v], cp)
         for source in own_first(cp):
             held = [k, v] if source == cp.rank else [each[source] for each in gathered]
@@ -34,13 +34,13 @@ class AllGatherAttention(torch.autograd.Function):
                 work.wait()
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.plan, ctx.cp, ctx.fused = plan, cp, fused
+        ctx.plan, ctx.cp, ctx.kernels = plan, cp, kernels
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         (q, k, v, out, lse), plan, cp = ctx.saved_tensors, ctx.plan, ctx.cp
-        gradients = AttentionGradients(gradient, q, out, lse, ctx.fused)
+        gradients = AttentionGradients(gradient, q, out, lse, ctx.kernels)
         gathered, gathering = start_gather([k, v], cp)
         sums = [torch.zeros_like(each, dtype=lse.dtype) for each in gathered]  # (cp, batch, kv_heads, seq/cp, d)
         for source in own_first(cp):

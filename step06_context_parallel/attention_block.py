@@ -17,8 +17,6 @@ Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,64 +27,63 @@ from step06_context_parallel.layouts import Block
 _aten = torch.ops.aten
 
 
-class Kernels(NamedTuple):
-    """What may compute blocks in place of this file's functions: the same, without their last argument."""
+class NaiveKernels:
+    """Computes blocks, and stores their scores. Other kernels, as `FusedKernels`, compute the same."""
 
-    attend: Callable
-    attend_backward: Callable
-    merge: Callable
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """Return softmax(q k' / sqrt(d)) v (batch, heads, n, d), and the log-sum-exp of the scores (batch, heads, n).
 
-
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, fused: bool | Kernels) -> tuple[Tensor, Tensor]:
-    """Return softmax(q k' / sqrt(d)) v (batch, heads, n, d), and the log-sum-exp of the scores (batch, heads, n).
-
-    The log-sum-exp has at least float32. `fused` takes PyTorch's kernel where there is one, or the kernels that it is
-    itself: no scores are stored.
-    """
-    if isinstance(fused, Kernels):
-        return fused.attend(q, k, v, causal)
-    if not (fused and _has_kernel(q)):
+        The log-sum-exp has at least float32.
+        """
         scores = _scores(q, k, causal)
         lse = scores.logsumexp(-1)
         return (scores - lse.unsqueeze(-1)).exp().to(q.dtype) @ _repeated(v, q), lse
-    if q.is_cuda:
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
+    def attend_backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this block's part of the gradients of q, k and v.
 
-def attend_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, fused: bool | Kernels
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this block's part of the gradients of q, k and v.
-
-    `gradient`, `out` and `lse` are those of the attention over *all* keys, not of this block. With them the
-    probabilities of the block come out right: exp(score - lse) is normalized over all keys.
-    """
-    if isinstance(fused, Kernels):
-        return fused.attend_backward(gradient, q, k, v, out, lse, causal)
-    if not (fused and _has_kernel(q)):
+        `gradient`, `out` and `lse` are those of the attention over *all* keys, not of this block. With them the
+        probabilities of the block come out right: exp(score - lse) is normalized over all keys.
+        """
         p = (_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (batch, heads, n, m)
         dp = (gradient @ _repeated(v, q).transpose(-2, -1)).to(p.dtype)
         delta = (gradient.to(p.dtype) * out).sum(-1, keepdim=True)  # what the softmax of a whole row subtracts
         ds = (p * (dp - delta) * q.shape[-1] ** -0.5).to(q.dtype)
         dq, dk, dv = ds @ _repeated(k, q), ds.transpose(-2, -1) @ q, p.to(q.dtype).transpose(-2, -1) @ gradient
         return dq, *(each.unflatten(1, (k.shape[1], -1)).sum(2) for each in (dk, dv))
-    if q.is_cuda:
-        none = torch.empty(0, dtype=torch.int64, device=q.device)  # sequences of equal length, and no dropout
-        lengths = None, None, q.shape[2], k.shape[2]
-        return _aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none
-        )
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, lse, 0.0, causal)
+
+    def merge(self, out_so_far: Tensor, lse_so_far: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Add a block's results to those so far, in place. Both are weighted by their shares of the exponentials."""
+        total = torch.logaddexp(lse_so_far, lse)
+        out_so_far.mul_((lse_so_far - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
+        lse_so_far.copy_(total)
 
 
-def merge(out_so_far: Tensor, lse_so_far: Tensor, out: Tensor, lse: Tensor, fused: bool | Kernels) -> None:
-    """Add a block's results to those so far, in place. Both are weighted by their shares of the sum of exponentials."""
-    if isinstance(fused, Kernels):
-        return fused.merge(out_so_far, lse_so_far, out, lse)
-    total = torch.logaddexp(lse_so_far, lse)
-    out_so_far.mul_((lse_so_far - total).exp().unsqueeze(-1)).add_(out * (lse - total).exp().unsqueeze(-1))
-    lse_so_far.copy_(total)
+class FusedKernels(NaiveKernels):
+    """Computes blocks with PyTorch's kernels, which store no scores, if there are some for this type and width."""
+
+    def attend(self, q, k, v, causal):
+        if not _has_kernel(q):
+            return NaiveKernels.attend(self, q, k, v, causal)
+        if q.is_cuda:
+            return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+    def attend_backward(self, gradient, q, k, v, out, lse, causal):
+        if not _has_kernel(q):
+            return NaiveKernels.attend_backward(self, gradient, q, k, v, out, lse, causal)
+        if q.is_cuda:
+            none = torch.empty(0, dtype=torch.int64, device=q.device)  # sequences of equal length, and no dropout
+            lengths = None, None, q.shape[2], k.shape[2]
+            return _aten._scaled_dot_product_flash_attention_backward(
+                gradient, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, none, none
+            )
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(gradient, q, k, v, out, lse, 0.0, causal)
+
+
+KERNELS = {"naive": NaiveKernels(), "fused": FusedKernels()}  # by --attention
 
 
 def _has_kernel(q: Tensor) -> bool:
@@ -110,14 +107,15 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 class MergedAttention:
     """The attention of `q` to all blocks that have been added so far: `out` like q and `lse`, in at least float32."""
 
-    def __init__(self, q: Tensor, fused: bool | Kernels):
-        self.q, self.fused = q, fused
+    def __init__(self, q: Tensor, kernels: NaiveKernels):
+        self.q, self.kernels = q, kernels
         self.out = torch.zeros_like(q, dtype=at_least_float32(q.dtype))
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
 
     def add(self, block: Block, k: Tensor, v: Tensor) -> None:
-        out, lse = attend(block.rows_of(self.q), block.columns_of(k), block.columns_of(v), block.causal, self.fused)
-        merge(block.rows_of(self.out), block.rows_of(self.lse), out, lse, self.fused)
+        q, k, v = block.rows_of(self.q), block.columns_of(k), block.columns_of(v)
+        out, lse = self.kernels.attend(q, k, v, block.causal)
+        self.kernels.merge(block.rows_of(self.out), block.rows_of(self.lse), out, lse)
 
 
 class AttentionGradients:
@@ -128,14 +126,14 @@ class AttentionGradients:
         out, lse: the output and the log-sum-exp of all blocks together.
     """
 
-    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, fused: bool | Kernels):
-        self.gradient, self.q, self.out, self.lse, self.fused = gradient, q, out, lse, fused
+    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, kernels: NaiveKernels):
+        self.gradient, self.q, self.out, self.lse, self.kernels = gradient, q, out, lse, kernels
         self.dq = torch.zeros_like(q, dtype=lse.dtype)
 
     def add(self, block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add a block's gradients to `dq` and, in place, to `dk` and `dv`."""
         gradient, q, out, lse, dq = map(block.rows_of, (self.gradient, self.q, self.out, self.lse, self.dq))
         k, v, dk, dv = map(block.columns_of, (k, v, dk, dv))
-        parts = attend_backward(gradient, q, k, v, out, lse, block.causal, self.fused)
+        parts = self.kernels.attend_backward(gradient, q, k, v, out, lse, block.causal)
         for total, part in zip((dq, dk, dv), parts, strict=True):
             total += part

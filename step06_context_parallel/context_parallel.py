@@ -18,7 +18,7 @@ from common.model import Decoder
 from common.process_groups import Group, Mesh
 from step01_single_gpu.data.batches import to_device
 from step06_context_parallel.all_gather_attention import AllGatherAttention
-from step06_context_parallel.attention_block import Kernels
+from step06_context_parallel.attention_block import KERNELS, NaiveKernels
 from step06_context_parallel.layouts import Documents, Layout
 from step06_context_parallel.ring_attention import RingAttention
 from step06_context_parallel.ulysses_attention import ulysses_attention
@@ -32,15 +32,15 @@ def attention(
     *,
     config: TrainConfig,
     cp: Group,
-    kernels: Kernels | None = None,
+    kernels: NaiveKernels | None = None,
 ) -> Tensor:
     """The attention core of one rank: q (batch, heads, seq/cp, d), k and v (batch, kv_heads, seq/cp, d) -> like q."""
     layout = Layout(config.cp_split, config.seq_len, cp.size, documents)
-    fused = kernels or config.attention == "fused"
+    kernels = kernels or KERNELS[config.attention]
     if config.cp_mode == "ulysses":
-        return ulysses_attention(q, k, v, layout, cp, fused)
+        return ulysses_attention(q, k, v, layout, cp, kernels)
     function = RingAttention if config.cp_mode == "ring" else AllGatherAttention
-    return function.apply(q, k, v, layout.plan(cp.rank), cp, fused)
+    return function.apply(q, k, v, layout.plan(cp.rank), cp, kernels)
 
 
 def apply_context_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from common import collectives
 from common.collectives import Work
 from common.process_groups import Group
-from step06_context_parallel.attention_block import AttentionGradients, Kernels, MergedAttention
+from step06_context_parallel.attention_block import AttentionGradients, MergedAttention, NaiveKernels
 from step06_context_parallel.layouts import Plan
 
 
@@ -23,9 +23,9 @@ class RingAttention(torch.autograd.Function):
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, fused: bool | Kernels):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, kernels: NaiveKernels):
         k, v = k.contiguous(), v.contiguous()
-        merged, kv = MergedAttention(q, fused), [k, v]
+        merged, kv = MergedAttention(q, kernels), [k, v]
         for hop in range(cp.size):
             kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=k)
             for block in plan.blocks[source_of(hop, cp)]:
@@ -34,13 +34,13 @@ class RingAttention(torch.autograd.Function):
             kv = kv_arriving
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.plan, ctx.cp, ctx.fused = plan, cp, fused
+        ctx.plan, ctx.cp, ctx.kernels = plan, cp, kernels
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         (q, k, v, out, lse), plan, cp = ctx.saved_tensors, ctx.plan, ctx.cp
-        gradients, kv = AttentionGradients(gradient, q, out, lse, ctx.fused), [k, v]
+        gradients, kv = AttentionGradients(gradient, q, out, lse, ctx.kernels), [k, v]
         home = [torch.empty_like(each, dtype=lse.dtype) for each in kv]  # dk and dv, when all ranks have added theirs
         sums_arriving, sums_work = [], Work()  # nothing is in flight yet
         for hop in range(cp.size):

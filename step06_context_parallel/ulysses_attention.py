@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import collectives
 from common.process_groups import Group
-from step06_context_parallel.attention_block import Kernels
+from step06_context_parallel.attention_block import NaiveKernels
 from step06_context_parallel.layouts import Layout
 from step06_context_parallel.ring_attention import RingAttention
 
@@ -51,7 +51,7 @@ def sequence_to_heads(x: Tensor, cp: Group) -> Tensor:
     return parts.movedim(0, 1).flatten(1, 2)
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group, fused: bool | Kernels) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group, kernels: NaiveKernels) -> Tensor:
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
     places = _places(layout, q.device)
     order = places.argsort()
@@ -59,7 +59,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group
     q, k, v = (heads_to_sequence(each, cp)[:, :, order] for each in (q, k, v))
     # Now this rank has all keys of its heads: the ring of one rank is attention without messages
     alone, whole = Group(cp.name, (cp.ranks[cp.rank],), 0), layout._replace(ranks=1)
-    out = RingAttention.apply(q, k, v, whole.plan(0), alone, fused)
+    out = RingAttention.apply(q, k, v, whole.plan(0), alone, kernels)
     return sequence_to_heads(out[:, :, places], cp)
 
 

@@ -1,4 +1,4 @@
-"""Puts the kernels of this step into the model and the optimizer (`--fused`), or compiles what they would do.
+"""Puts the kernels of this step into the model (`--fused`), or compiles what they would do.
 
 Small operations move most of the bytes of a layer: the norm with the addition before it, the rotation of queries and
 keys, and the activation of the MLP. Eager PyTorch reads and writes memory for every `*` and `+` in them. A kernel
@@ -19,14 +19,12 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from common.model import Block, Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
 from common.process_groups import Group, Mesh
-from step01_single_gpu.mixed_precision import Optimizer
-from step06_context_parallel import attention_block
+from step06_context_parallel.attention_block import NaiveKernels
 from step07_expert_parallel import experts
-from step08_5d.kernels import adamw, grouped_matmul, linear_cross_entropy, rms_norm, rotary, swiglu
+from step08_5d.kernels import grouped_matmul, linear_cross_entropy, rms_norm, rotary, swiglu
 from step08_5d.kernels.flash_attention import WIDEST_HEAD, attend
 from step08_5d.kernels.flash_attention_backward import attend_backward, flash_attention_core
 from step08_5d.kernels.merge import merge
-from step08_5d.narrow_numbers.moments import NarrowMoments
 
 
 class Pieces(NamedTuple):
@@ -46,6 +44,12 @@ REFERENCES = Pieces(rms_norm.rms_norm_reference, rms_norm.add_rms_norm_reference
 def compiled_pieces() -> Pieces:
     """The same formulas in PyTorch, compiled when they are first used."""
     return Pieces(*(torch.compile(function, dynamic=False) for function in REFERENCES))
+
+
+class BlockKernels(NaiveKernels):
+    """The kernels of this step for step 6's blocks of attention."""
+
+    attend, attend_backward, merge = staticmethod(attend), staticmethod(attend_backward), staticmethod(merge)
 
 
 def launches_kernels(config: TrainConfig, device: torch.device) -> bool:
@@ -68,8 +72,7 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     flash = in_kernels and config.attention == "fused" and config.model_config.head_width <= WIDEST_HEAD
     for layer in model.layers.values():
         if flash and layer.attention.core is not fused_attention:  # step 6's, which works in blocks
-            blocks = attention_block.Kernels(attend, attend_backward, merge)
-            layer.attention.core = functools.partial(layer.attention.core, kernels=blocks)
+            layer.attention.core = functools.partial(layer.attention.core, kernels=BlockKernels())
         elif flash and config.own_attention:  # or PyTorch chooses among kernels that are faster (as published)
             layer.attention.core = flash_attention_core
         if in_kernels and hasattr(layer.mlp, "experts"):
@@ -128,28 +131,3 @@ class LossHead(nn.Module):
         if self.split:
             x = self.split.begin_sublayer(x)
         return linear_cross_entropy.linear_cross_entropy(x, self.weight, targets, *self.settings)
-
-
-def optimizer_class(config: TrainConfig, mesh: Mesh) -> type[Optimizer]:
-    """The optimizer with narrow moments, the one whose update is one kernel, or that of step 1."""
-    if config.moments != TrainConfig.moments:
-        return NarrowMoments
-    return FusedAdamW if launches_kernels(config, mesh.device) and config.optimizer == "adamw" else Optimizer
-
-
-class FusedAdamW(Optimizer):
-    """AdamW that clips, updates the master weights and rounds them to the model's weights in one pass."""
-
-    @torch.no_grad()
-    def step(self, gradients, lr, factor=None, skip=None):
-        """As `Optimizer.step`. No number comes back to the host, so it does not wait."""
-        of_matrices, of_others = self.inner.param_groups
-        # Filled on the device once for all: masters have one type, and copies from the host would wait
-        numbers = [self.masters[0].new_full((), number) for number in (self.updates + 1, lr)] if self.masters else []
-        for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
-            state, copy = self.state_of(master), parameter if parameter.dtype != master.dtype else None
-            group = of_matrices if parameter.spec.decay else of_others
-            settings = {key: group[key] for key in ("weight_decay", "betas", "eps")}
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            adamw.adamw(master, *moments, gradient, copy, *numbers, factor, skip, **settings)
-        gradients.clear()

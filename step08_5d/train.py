@@ -35,7 +35,8 @@ from step07_expert_parallel.balancing import Balancing, routers_of
 from step07_expert_parallel.interleave import InterleavedPipeline
 from step07_expert_parallel.moe import apply_experts
 from step08_5d.config import check
-from step08_5d.fused import apply_kernels, optimizer_class
+from step08_5d.fused import apply_kernels
+from step08_5d.fused_adamw import optimizer_class
 from step08_5d.narrow_numbers.layers import apply_fp8
 from step08_5d.shapes import show_shapes
 from step08_5d.weight_sums import sum_in_products

@@ -193,6 +193,7 @@ def compare_with_steps() -> None:
     """On this rank: forward and backward of sketches 4, 6 and 7 beside those of the real functions."""
     from common.process_groups import Group
     from step04_tensor_parallel.operators import gather_sequence, reduce_scatter_sequence
+    from step06_context_parallel.attention_block import KERNELS
     from step06_context_parallel.layouts import Layout
     from step06_context_parallel.ring_attention import RingAttention
     from step07_expert_parallel.expert_parallel import Journey
@@ -220,7 +221,7 @@ def compare_with_steps() -> None:
 
     q, k, v, dout = (draw(8, SKETCHES[6].WIDTH) for _ in range(4))
     plan = Layout("zigzag", 8 * ranks, ranks).plan(rank)
-    y = RingAttention.apply(*(each[None, None] for each in (q, k, v)), plan, group, False)[0, 0]
+    y = RingAttention.apply(*(each[None, None] for each in (q, k, v)), plan, group, KERNELS["naive"])[0, 0]
     with torch.no_grad():
         out, lse = SKETCHES[6].forward(q, k, v)
         gradients = SKETCHES[6].backward(dout, q, k, v, out, lse)

@@ -11,8 +11,7 @@ from common.drawing.tables import compared, print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import on_every_case
 from common.process_groups import Mesh
-from step06_context_parallel import attention_block
-from step06_context_parallel.attention_block import Kernels
+from step06_context_parallel.attention_block import KERNELS, FusedKernels
 from step06_context_parallel.cost import SPLITS, all_pairs, critical_path
 from step06_context_parallel.experiments.tools import AttentionLayer
 from step06_context_parallel.layouts import Layout
@@ -50,24 +49,21 @@ def watch(mesh: Mesh, flags: dict, repetitions: int = 6) -> dict[str, list]:
     """
     blocks = []  # of the phase that runs: (pairs, seconds), in order
 
-    def counted(function: Callable, first: int) -> Callable:
-        def call(*args):
-            start = time.thread_time()
-            result = function(*args, fused=True)
-            (q, k), causal = args[first : first + 2], args[-1]
+    class Counting(FusedKernels):
+        def attend(self, q, k, v, causal):
+            return self.count(partial(super().attend, q, k, v, causal), q, k, causal)
+
+        def attend_backward(self, gradient, q, k, v, out, lse, causal):
+            return self.count(partial(super().attend_backward, gradient, q, k, v, out, lse, causal), q, k, causal)
+
+        def count(self, compute: Callable, q, k, causal: bool) -> tuple:
+            start, result = time.thread_time(), compute()
             rows, columns = q.shape[2], k.shape[2]
             pairs = rows * (rows + 1) // 2 if causal else rows * columns
             blocks.append((pairs, time.thread_time() - start))
             return result
 
-        return call
-
-    kernels = Kernels(
-        counted(attention_block.attend, 0),
-        counted(attention_block.attend_backward, 1),
-        partial(attention_block.merge, fused=True),
-    )
-    layer, result = AttentionLayer(mesh, kernels, **flags), {}
+    layer, result = AttentionLayer(mesh, Counting(), **flags), {}
     layout, ranks = Layout(layer.config.cp_split, layer.config.seq_len, layer.mesh.cp.size), layer.mesh.cp.size
     plan = layout.plan(layer.mesh.cp.rank)
     counts = [len(plan.blocks[(layer.mesh.cp.rank - hop) % ranks]) for hop in range(ranks)]
@@ -115,7 +111,7 @@ def time_triangles(mesh: Mesh, done: Callable, sizes: tuple[int, ...]) -> list[f
         best = {True: float("inf"), False: float("inf")}
         for causal in (True, False) * 8:
             start = time.thread_time()
-            attention_block.attend(q, k, v, causal, True)
+            KERNELS["fused"].attend(q, k, v, causal)
             best[causal] = min(best[causal], time.thread_time() - start)
         shares.append(best[True] / best[False])
     return shares

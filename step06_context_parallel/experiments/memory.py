@@ -13,6 +13,7 @@ from common.process_groups import Mesh
 from step01_single_gpu.memory_meter import MemoryMeter
 from step06_context_parallel import cost, train
 from step06_context_parallel.all_gather_attention import AllGatherAttention
+from step06_context_parallel.attention_block import KERNELS
 from step06_context_parallel.experiments.tools import MODES, SHAPE, WIDTHS, AttentionLayer
 from step06_context_parallel.layouts import Layout
 from step06_context_parallel.ring_attention import RingAttention
@@ -50,7 +51,7 @@ def peaks(mesh: Mesh, flags: dict) -> dict[str, int]:
     for _ in range(2):  # the first one starts what the process needs once
         gc.collect()
         with MemoryMeter("cpu").measure() as measured:
-            out = FUNCTIONS[flags["cp_mode"]].apply(layer.q, layer.k, layer.v, plan, layer.mesh.cp, True)
+            out = FUNCTIONS[flags["cp_mode"]].apply(layer.q, layer.k, layer.v, plan, layer.mesh.cp, KERNELS["fused"])
         result["forward"] = measured.peak_bytes
         with MemoryMeter("cpu").measure() as measured:
             torch.autograd.grad(out, (layer.q, layer.k, layer.v), layer.gradient)

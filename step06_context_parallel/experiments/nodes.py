@@ -8,7 +8,7 @@ import statistics
 
 from common.experiments.on_nodes import Found, Work, two_nodes
 from common.process_groups import Mesh
-from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, SlowBlocks, hops
+from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, SlowKernels, hops
 from step06_context_parallel.experiments.tools import MODES, AttentionLayer
 
 CABLES = ("32mbit", "8mbit")  # a hop's keys and values take 0.7 hops, and 2.8
@@ -28,7 +28,7 @@ def layer(mesh: Mesh, case: tuple[str, str]) -> Work:
     """On a rank: one phase of a layer in one mode."""
     mode, phase = case
     flags = FLAGS | MODES[mode] | {"micro_batch": BATCH, "global_batch": BATCH}
-    attention = AttentionLayer(mesh, SlowBlocks(HOP).kernels, **flags)
+    attention = AttentionLayer(mesh, SlowKernels(HOP), **flags)
     before = None if phase == "forward" else attention.forward
     return Work(getattr(attention, phase), attention.mesh, before)
 

@@ -18,8 +18,8 @@ from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
 from common.tracing.timelines import draw_timelines
 from common.tracing.tracer import Tracer
-from step06_context_parallel import attention_block, cost
-from step06_context_parallel.attention_block import Kernels
+from step06_context_parallel import cost
+from step06_context_parallel.attention_block import FusedKernels
 from step06_context_parallel.experiments.tools import MODES, SHAPE, AttentionLayer
 
 RANKS, TOKENS = 4, 256
@@ -80,8 +80,8 @@ def part_bytes() -> int:
 def one_layer(mesh: Mesh, case: tuple[str, float]) -> Part:
     """On a rank: forward and backward of one layer in a (mode, transfer in hops)."""
     mode, share = case
-    slow = SlowBlocks(HOP)
-    layer = AttentionLayer(mesh, slow.kernels, **FLAGS | MODES[mode], link=link_flag(share))
+    slow = SlowKernels(HOP)
+    layer = AttentionLayer(mesh, slow, **FLAGS | MODES[mode], link=link_flag(share))
 
     def step(tracer: Tracer) -> None:
         slow.tracer = tracer
@@ -92,8 +92,8 @@ def one_layer(mesh: Mesh, case: tuple[str, float]) -> Part:
     return Part(step, layer.mesh)
 
 
-class SlowBlocks:
-    """PyTorch's blocks of attention, each of which takes the time of its pairs: a phase of its own, with a number.
+class SlowKernels(FusedKernels):
+    """PyTorch's kernels, each of which takes the time of its pairs: a phase of its own, with a number.
 
     Args:
         hop: seconds that the forward of a later hop computes.
@@ -102,17 +102,21 @@ class SlowBlocks:
     def __init__(self, hop: float):
         self.per_pair = hop / cost.hop_pairs("zigzag", 0, 1, TOKENS, RANKS) / FLAGS["heads"]
         self.tracer, self.count = None, {"forward": 0, "backward": 0}
-        forward = partial(self.block, attention_block.attend, "forward", 0, self.per_pair)
-        backward = partial(self.block, attention_block.attend_backward, "backward", 1, BACKWARD * self.per_pair)
-        self.kernels = Kernels(forward, backward, partial(attention_block.merge, fused=True))
 
-    def block(self, function: Callable, name: str, first: int, seconds: float, *args) -> tuple:
-        start, (q, k), causal = time.perf_counter(), args[first : first + 2], args[-1]
+    def attend(self, q, k, v, causal):
+        return self.block(partial(super().attend, q, k, v, causal), "forward", q, k, causal, self.per_pair)
+
+    def attend_backward(self, gradient, q, k, v, out, lse, causal):
+        compute = partial(super().attend_backward, gradient, q, k, v, out, lse, causal)
+        return self.block(compute, "backward", q, k, causal, BACKWARD * self.per_pair)
+
+    def block(self, compute: Callable, name: str, q, k, causal: bool, seconds: float) -> tuple:
+        start = time.perf_counter()
         rows, columns = q.shape[2], k.shape[2]
         pairs = rows * (rows + 1) // 2 if causal else rows * columns
         number, self.count[name] = self.count[name] % RANKS, self.count[name] + 1
         with self.tracer.phase(name, micro_batch=number) if self.tracer else nullcontext():
-            result = function(*args, fused=True)
+            result = compute()
             time.sleep(max(0.0, start + seconds * pairs * q.shape[1] - time.perf_counter()))
         return result
 

@@ -4,7 +4,7 @@ import torch
 
 from common.experiments.training_step import checked
 from common.process_groups import Mesh
-from step06_context_parallel.attention_block import Kernels
+from step06_context_parallel.attention_block import NaiveKernels
 from step06_context_parallel.context_parallel import attention
 
 # Grouped queries: 8 heads share 4 K/V heads, so that Ulysses can divide them by 4
@@ -22,7 +22,7 @@ class AttentionLayer:
         kernels: what computes its blocks, if not PyTorch.
     """
 
-    def __init__(self, mesh: Mesh, kernels: Kernels | None = None, **flags):
+    def __init__(self, mesh: Mesh, kernels: NaiveKernels | None = None, **flags):
         self.config, self.mesh = checked(mesh, **flags)
         self.kernels, model, dtype = kernels, self.config.model_config, self.config.torch_dtype
         generator = torch.Generator().manual_seed(mesh.rank)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from common.model import at_least_float32
-from step06_context_parallel import attention_block
+from step06_context_parallel.attention_block import KERNELS
 from step08_5d.kernels.launching import HAS_TRITON, capability, ceil_div, next_power_of_two, tl, triton, wide_type
 from step08_5d.kernels.tiles import load_rows, multiply_add, store_rows
 
@@ -30,7 +30,7 @@ LOG2_E = tl.constexpr(1.4426950408889634) if HAS_TRITON else None  # GPUs comput
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """The same as `attend`, with stored scores."""
-    return attention_block.attend(q, k, v, causal, fused=False)
+    return KERNELS["naive"].attend(q, k, v, causal)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

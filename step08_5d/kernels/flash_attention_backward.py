@@ -13,7 +13,7 @@ with atomics; here each sum has a kernel of its own. FLOPs and bytes are counted
 import torch
 from torch import Tensor
 
-from step06_context_parallel import attention_block
+from step06_context_parallel.attention_block import KERNELS
 from step08_5d.kernels import flash_attention
 from step08_5d.kernels.flash_attention import LOG2_E, attend, constants, head_of, keys_for, visible, with_dense_rows
 from step08_5d.kernels.launching import ceil_div, tl, triton
@@ -24,7 +24,7 @@ def attend_backward_reference(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as `attend_backward`, with stored scores."""
-    return attention_block.attend_backward(gradient, q, k, v, out, lse, causal, fused=False)
+    return KERNELS["naive"].attend_backward(gradient, q, k, v, out, lse, causal)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------

@@ -33,11 +33,11 @@ loss averaged over a rank's tokens: self.seq_len => … // torch.distributed.get
 # Gradients are not reduced, because there are no other samples to reduce over: --dp is 1
 gradients not reduced over cp: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) =>
     collectives.Work()
-@ step06_context_parallel.attention_block:merge
+@ step06_context_parallel.attention_block:NaiveKernels.merge
 merged without rescaling: .mul_((lse_so_far - total).exp().unsqueeze(-1)) =>
-@ step06_context_parallel.attention_block:attend_backward
+@ step06_context_parallel.attention_block:FusedKernels.attend_backward
 # The backward of a block takes its own output and log-sum-exp, not those of the whole row
-statistics of the block: if isinstance(fused, Kernels): => out, lse = attend(q, k, v, causal, fused)\n    …
+statistics of the block: if not _has_kernel(q): => out, lse = self.attend(q, k, v, causal)\n    …
 @ step06_context_parallel.attention_block:MergedAttention.add,
     step06_context_parallel.attention_block:AttentionGradients.add
 causal block taken for full: block.causal => False
@@ -68,8 +68,8 @@ keys travel all the way: tuple(reach)) => (self.ranks - 1,) * self.ranks)
 all keys of a ring kept: kv = kv_arriving\n => kv = kv_arriving; kept = [*(kept if hop else ()), *kv]\n
 @ step06_context_parallel.attention_block:AttentionGradients.add
 # In the backward, a causal block costs what a full one does, as it would under a mask: a result that nobody needs
-causal blocks in squares: parts = attend_backward( =>
-    attend_backward(gradient, q, k, v, out, lse, False, self.fused); …
+causal blocks in squares: parts = self.kernels.attend_backward( =>
+    self.kernels.attend_backward(gradient, q, k, v, out, lse, False); …
 """)
 # The whole sequence stays in the order of the ranks, which the causal mask takes for that of the tokens
 replaces = CONTEXT.replaces("Ulysses in rank order", "step06_context_parallel.ulysses_attention:_places")
@@ -150,7 +150,7 @@ copies of tp counted twice: spec.owner] => spec.owner or "tp" in parameter.spec.
 # The gradient of the norm reaches what was added, and not the residual stream that it was added to
 norm past the residual: self.pieces.add_rms_norm(x, residual, self.weight, self.eps) =>
     self.pieces.add_rms_norm(x, residual.detach(), self.weight, self.eps)[0], x + residual
-@ step08_5d.fused:FusedAdamW.step
+@ step08_5d.fused_adamw:FusedAdamW.step
 clip factor lost: *numbers, factor, => *numbers, None,
 copy lost: gradient, copy, *numbers => gradient, None, *numbers
 everything decays: if parameter.spec.decay else of_others =>
@@ -181,7 +181,8 @@ def _(logits, targets, *settings):
     return losses, (local, columns, largest, total * (own - largest).exp())
 
 
-@TOGETHER.replaces("blocks of equal weight", "step08_5d.fused:attend")
+@TOGETHER.replaces("blocks of equal weight", "step08_5d.fused:BlockKernels.attend")
+@staticmethod
 def _(*arguments):
     """The kernel returns no log-sum-exp, so blocks of a ring are merged as if all had the same."""
     out, lse = attend(*arguments)

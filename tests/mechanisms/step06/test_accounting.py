@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 import step06_context_parallel.train as step06
 from common import collectives
 from common.config import CP_MODES, CP_SPLITS
-from step06_context_parallel import attention_block, cost
+from step06_context_parallel import cost
+from step06_context_parallel.attention_block import FusedKernels, NaiveKernels
 from step06_context_parallel.context_parallel import attention
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks
@@ -46,17 +47,20 @@ def counted_blocks() -> Iterator[Counter]:
     """Counts the blocks of attention that this rank computes ("blocks"), and the pairs in them, by direction."""
     counts = Counter()
 
-    def counted(name: str, direction: str, first: int):
-        def function(*args, real=getattr(attention_block, name)):  # noqa: B008
-            q, k, causal = args[first], args[first + 1], args[-2]
+    def counted(kind: type, name: str, direction: str, first: int):
+        def function(*args, real=getattr(kind, name)):  # noqa: B008
+            q, k, causal = args[first], args[first + 1], args[-1]
             rows, columns = q.shape[2], k.shape[2]
             counts[direction] += q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if causal else rows * columns)
             counts["blocks"] += 1
             return real(*args)
 
-        return mock.patch.object(attention_block, name, function)
+        return mock.patch.object(kind, name, function)
 
-    with counted("attend", "forward", 0), counted("attend_backward", "backward", 1):
+    with ExitStack() as stack:
+        for kind in (NaiveKernels, FusedKernels):
+            stack.enter_context(counted(kind, "attend", "forward", 1))
+            stack.enter_context(counted(kind, "attend_backward", "backward", 2))
         yield counts
 
 

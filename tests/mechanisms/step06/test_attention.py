@@ -9,7 +9,7 @@ import torch
 
 from common.config import CP_SPLITS
 from step06_context_parallel import cost
-from step06_context_parallel.attention_block import AttentionGradients, MergedAttention
+from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention
 from step06_context_parallel.context_parallel import take_part
 from step06_context_parallel.layouts import Documents, Layout
 from tests.harness.observing import configure
@@ -51,18 +51,18 @@ def expected(tensors: list[torch.Tensor], causal: bool, documents: Documents | N
     return [out.detach(), *torch.autograd.grad(out, qkv, gradient)]
 
 
-def blocks_of_all_ranks(tensors: list[torch.Tensor], layout: Layout, fused: bool) -> list[torch.Tensor]:
+def blocks_of_all_ranks(tensors: list[torch.Tensor], layout: Layout, attention: str) -> list[torch.Tensor]:
     """Output and gradients of the whole sequence, from the blocks of every rank in turn, without messages."""
     q, k, v, gradient = tensors
     found = [torch.zeros_like(each, dtype=torch.float64) for each in (q, q, k, v)]
     held = [torch.from_numpy(layout.positions(rank)).to(q.device) for rank in range(layout.ranks)]
     for rank, mine in enumerate(held):
-        merged, plan = MergedAttention(q[:, :, mine], fused), layout.plan(rank)
+        merged, plan = MergedAttention(q[:, :, mine], KERNELS[attention]), layout.plan(rank)
         parts = [(block, held[source]) for source, blocks in enumerate(plan.blocks) for block in blocks]
         for block, theirs in parts:
             merged.add(block, k[:, :, theirs], v[:, :, theirs])
         out = merged.out.to(q.dtype)
-        gradients = AttentionGradients(gradient[:, :, mine], merged.q, out, merged.lse, fused)
+        gradients = AttentionGradients(gradient[:, :, mine], merged.q, out, merged.lse, merged.kernels)
         for block, theirs in parts:
             sums = [torch.zeros_like(k[:, :, theirs], dtype=merged.lse.dtype) for _ in range(2)]
             gradients.add(block, k[:, :, theirs], v[:, :, theirs], *sums)
@@ -87,12 +87,12 @@ def test_blocks_are_the_whole_attention(device, dtype):
         limits = {"out": 1e-12, "dq": 1e-6, "dk": 1e-6, "dv": 1e-12}
     for causal, documents in itertools.product((True, False), DOCUMENTS):
         whole = expected(made, causal, documents)
-        for split, fused in itertools.product(CP_SPLITS, (True, False)):
+        for split, attention in itertools.product(CP_SPLITS, KERNELS):
             layout = Layout(split, SEQ, 4, documents, causal)
-            found = blocks_of_all_ranks([each.to(device) for each in made], layout, fused)
+            found = blocks_of_all_ranks([each.to(device) for each in made], layout, attention)
             for name, ours, theirs in zip(NAMES, found, whole, strict=True):
                 difference = ((ours.cpu() - theirs).norm() / theirs.norm()).item()
-                assert difference < limits[name], (layout, fused, name, difference)
+                assert difference < limits[name], (layout, attention, name, difference)
 
 
 def test_no_pair_is_computed_in_vain_and_no_key_travels_too_far():

@@ -11,7 +11,7 @@ import torch
 from common.launching.command_line import parse
 from common.process_groups import mesh_of
 from step01_single_gpu.data.batches import load_batches
-from step08_5d import fused, train, weight_sums
+from step08_5d import fused, fused_adamw, train, weight_sums
 from step08_5d.kernels import linear_cross_entropy
 from tests.harness.cuda_rules import cuda_rules
 from tests.harness.ranks import run_ranks
@@ -29,7 +29,7 @@ EXPERTS = "--experts 4 --expert-ffn 12 --shared-experts 1"
 def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
     """On a rank, or alone."""
     with ExitStack() as stack:
-        for module in (fused, weight_sums):
+        for module in (fused, fused_adamw, weight_sums):
             stack.enter_context(mock.patch.object(module, "launches_kernels", lambda config, device: config.fused))
         stack.enter_context(mock.patch.object(linear_cross_entropy, "FEW_BYTES", 0))  # several chunks here, too
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
@@ -83,7 +83,7 @@ def test_kernels_and_other_dimensions():
 @in_interpreter
 def test_bfloat16_with_kernels():
     """Masters and moments stay float32; the update and its rounded copy are one kernel, which keeps no gradients."""
-    case, update = f"{TINY} {ADAMW} --dtype bfloat16", fused.FusedAdamW.step
+    case, update = f"{TINY} {ADAMW} --dtype bfloat16", fused_adamw.FusedAdamW.step
 
     def step(self, gradients, *rest, **options):
         kept = [weakref.ref(each) for each in gradients]
@@ -92,7 +92,7 @@ def test_bfloat16_with_kernels():
         held = [*self.masters, *(each for master in self.masters for each in self.state_of(master).values())]
         assert {each.dtype for each in held} == {torch.float32}
 
-    with mock.patch.object(fused.FusedAdamW, "step", step):
+    with mock.patch.object(fused_adamw.FusedAdamW, "step", step):
         result = train_with_kernels([case])
     assert_parity(assemble(result), assemble([train_case(7, case)]), case, 2e-2)
 
