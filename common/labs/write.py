@@ -68,7 +68,7 @@ class WriteLab(Lab):
     def grade(self, cases: list[Case], outcome: Outcome) -> Verdict:
         right, feedback, faults = 0, [], {}
         for case, results in zip(cases, outcome.results):
-            wrong = first_difference(case, self.expect(case), [values for values, _ in results])
+            wrong = _first_wrong_value(case, self.expect(case), [values for values, _ in results])
             right += not wrong
             if wrong and not feedback:
                 feedback = wrong
@@ -94,7 +94,7 @@ def page(module: str, id: str) -> dict:
     return {"id": id, "minutes": minutes} | texts
 
 
-def first_difference(case: Case, expected: list[Expected], found: list[dict[str, Tensor]]) -> list[str]:
+def _first_wrong_value(case: Case, expected: list[Expected], found: list[dict[str, Tensor]]) -> list[str]:
     """Lines about the first value that differs: on which rank, how, and what it probably comes from."""
     for name in expected[0].values:
         for rank, (right, values) in enumerate(zip(expected, found, strict=True)):
