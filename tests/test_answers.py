@@ -6,10 +6,10 @@ import types
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from step01_single_gpu import sketch
 from step05_pipeline.schedules.catalogue import build_schedule
+from tests.harness.observing import place
 from tests.harness.ranks import ROOT, run_ranks
 
 ZERO_BUBBLE = [" ".join(map(str, row)) for row in build_schedule("zb-h1", 4, 4).actions]
@@ -87,10 +87,7 @@ def solved(step: int) -> types.ModuleType:
 
 def losses(*steps: int) -> dict[int, list[float]]:
     """On this rank."""
-    if not dist.is_initialized():  # one process
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    place = dist.get_rank(), dist.get_world_size()
-    return {step: solved(step).train(*place, torch.float64)[0] for step in steps}
+    return {step: solved(step).train(*place(), torch.float64)[0] for step in steps}
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,13 @@ from step02_data_parallel import sketch as step02
 from step02_data_parallel.data_parallel import DataParallel
 from step03_zero import sketch as step03
 from step03_zero.unit import Unit
+from step04_tensor_parallel.operators import gather_sequence, reduce_scatter_sequence
+from step06_context_parallel.attention_block import KERNELS
+from step06_context_parallel.layouts import Layout
+from step06_context_parallel.ring_attention import RingAttention
+from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.moe import Choices
+from tests.harness.observing import place
 from tests.harness.ranks import ROOT, RankFailure, run_ranks, run_script
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("step*/sketch.py"))
@@ -25,20 +32,16 @@ MARKED = re.compile(r"^( *)# --- write this yourself ---\n(.*?)^\1# --- until he
 
 def train(*steps: int) -> dict[int, tuple]:
     """Losses and weights of sketches on this rank."""
-    if not dist.is_initialized():  # one process
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    place = dist.get_rank(), dist.get_world_size()
-    return {step: SKETCHES[step].train(*(FEW if step == 1 else place), torch.float64)[:2] for step in steps}
+    return {step: SKETCHES[step].train(*(FEW if step == 1 else place()), torch.float64)[:2] for step in steps}
 
 
 def begin(*steps: int) -> dict[int, tuple]:
     """The weights that sketches begin with on one rank, and the samples and targets, which they draw last."""
     randn, drawn, found = torch.randn, [], {}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.randn = lambda *size, **options: drawn.append(randn(*size, **options)) or drawn[-1].clone()
     for step in steps:
         SKETCHES[step].STEPS = 0
-        weights = SKETCHES[step].train(*(FEW if step == 1 else (0, 1)), torch.float64)[1]  # before the first step
+        weights = SKETCHES[step].train(*(FEW if step == 1 else place()), torch.float64)[1]  # before the first step
         given = [torch.tensor(SKETCHES[4].X).double(), torch.tensor(SKETCHES[4].TARGET).double()]
         found[step] = joined(step, [weights]), *(given if step == 4 else drawn[-1])
     return found
@@ -189,19 +192,9 @@ def test_sketch_4_prints_the_numbers_of_the_picture(ranks):
     assert "y [5.0, 4.0], dy [2.0, 1.0], dx [-2.0, 8.0]" in done.stdout, done.stderr
 
 
-def compare_with_steps() -> None:
-    """On this rank: forward and backward of sketches 4, 6 and 7 beside those of the real functions."""
-    from common.process_groups import Group
-    from step04_tensor_parallel.operators import gather_sequence, reduce_scatter_sequence
-    from step06_context_parallel.attention_block import KERNELS
-    from step06_context_parallel.layouts import Layout
-    from step06_context_parallel.ring_attention import RingAttention
-    from step07_expert_parallel.expert_parallel import Journey
-    from step07_expert_parallel.moe import Choices
-
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    group = Group("group", tuple(range(ranks)), rank, dist.group.WORLD, "gloo")
-    random = torch.Generator().manual_seed(rank)
+def passes(group: Group) -> None:
+    """Forward and backward of sketches 4, 6 and 7."""
+    random = torch.Generator().manual_seed(group.rank)
 
     def draw(*size):
         return torch.randn(size, generator=random, dtype=torch.float64).requires_grad_()
@@ -220,14 +213,14 @@ def compare_with_steps() -> None:
     check(4, y, dy, (x, w1, w2), sketch_y, dx, dw1, dw2)
 
     q, k, v, dout = (draw(8, SKETCHES[6].WIDTH) for _ in range(4))
-    plan = Layout("zigzag", 8 * ranks, ranks).plan(rank)
+    plan = Layout("zigzag", 8 * group.size, group.size).plan(group.rank)
     y = RingAttention.apply(*(each[None, None] for each in (q, k, v)), plan, group, KERNELS["naive"])[0, 0]
     with torch.no_grad():
         out, lse = SKETCHES[6].forward(q, k, v)
         gradients = SKETCHES[6].backward(dout, q, k, v, out, lse)
     check(6, y, dout, (q, k, v), out, *gradients)
 
-    experts, width, mine = SKETCHES[7].EXPERTS, 4, SKETCHES[7].EXPERTS // ranks
+    experts, width, mine = SKETCHES[7].EXPERTS, 4, SKETCHES[7].EXPERTS // group.size
     x, router, ups, downs, dy = (
         *(draw(16, width), draw(width, experts), draw(mine, width, SKETCHES[7].HIDDEN)),
         *(draw(mine, SKETCHES[7].HIDDEN, width), draw(16, width)),
@@ -243,6 +236,45 @@ def compare_with_steps() -> None:
         sketch_y, kept = SKETCHES[7].forward(x, router, ups, downs)
         gradients = SKETCHES[7].backward(dy, router, ups, downs, kept)
     check(7, y, dy, (x, router, ups, downs), sketch_y, *gradients)
+
+
+def sums_and_units(group: Group) -> None:
+    """The sums of sketch 2, and the gathers and sums of sketch 3."""
+    width, layers = step02.WIDTH, step02.LAYERS
+    weights = torch.randn(layers, width, width, dtype=torch.float64) / 8  # the same on every rank
+    x, dy = torch.randn(2, 4, width, generator=torch.Generator().manual_seed(group.rank), dtype=torch.float64)
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    for index, each in enumerate(parameters):
+        each.spec = ParameterSpec(f"{index}", (width, width), ((0, width), (0, width)), None)
+
+    parallel = DataParallel(parameters, group, bucket_mb=0.1)
+    assert 1 < len(parallel.buckets) < layers
+    y = x
+    for parameter in parameters:
+        y = torch.relu(y @ parameter)
+    with parallel.backward(last=True):
+        y.backward(dy)
+    gradients = step02.backward(weights, step02.forward(weights, x), dy)
+    torch.testing.assert_close(gradients, torch.stack(parallel.finish()), rtol=1e-12, atol=1e-12)
+
+    unit = Unit(parameters[:1], 3, group, Group("alone", (group.rank,), 0))
+    mine, mine_only = weights[0].chunk(group.size)[group.rank], gradients[0] * (group.rank + 1)
+    unit.shard.copy_(mine.flatten())
+    unit.fetch().wait()
+    assert torch.equal(step03.gather(mine), parameters[0].data)
+    unit.make_bucket().add(parameters[0], mine_only)
+    unit.reduce_scatter()
+    unit.complete()
+    summed = step03.reduce_scatter(mine_only)
+    torch.testing.assert_close(summed.flatten(), unit.reduced, rtol=1e-12, atol=1e-12)
+
+
+def compare_with_steps() -> None:
+    """Sketches beside the real functions, on this rank."""
+    rank, ranks = place()
+    group = Group("group", tuple(range(ranks)), rank, dist.group.WORLD, "gloo")
+    passes(group)
+    sums_and_units(group)
 
 
 def test_sketches_do_what_the_steps_do():
@@ -269,40 +301,3 @@ def test_a_sketch_fits_on_a_projector(folder):
     assert {name.split(".")[0] for name in imported} <= {"os", "torch"}
     assert MARKED.search(text) and text.count("# ---") == 2 * len(MARKED.findall(text))
     ast.parse(MARKED.sub(r"\1raise NotImplementedError\n", text))
-
-
-def sums_and_units() -> None:
-    """On this rank: the sums of sketch 2, and the gathers and sums of sketch 3, beside those of the real classes."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    group = Group("group", tuple(range(ranks)), rank, dist.group.WORLD, "gloo")
-    width, layers = step02.WIDTH, step02.LAYERS
-    weights = torch.randn(layers, width, width, dtype=torch.float64) / 8  # the same on every rank
-    x, dy = torch.randn(2, 4, width, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
-    for index, each in enumerate(parameters):
-        each.spec = ParameterSpec(f"{index}", (width, width), ((0, width), (0, width)), None)
-
-    parallel = DataParallel(parameters, group, bucket_mb=0.1)
-    assert 1 < len(parallel.buckets) < layers
-    y = x
-    for parameter in parameters:
-        y = torch.relu(y @ parameter)
-    with parallel.backward(last=True):
-        y.backward(dy)
-    gradients = step02.backward(weights, step02.forward(weights, x), dy)
-    torch.testing.assert_close(gradients, torch.stack(parallel.finish()), rtol=1e-12, atol=1e-12)
-
-    unit = Unit(parameters[:1], 3, group, Group("alone", (rank,), 0))
-    mine, mine_only = weights[0].chunk(ranks)[rank], gradients[0] * (rank + 1)
-    unit.shard.copy_(mine.flatten())
-    unit.fetch().wait()
-    assert torch.equal(step03.gather(mine), parameters[0].data)
-    unit.make_bucket().add(parameters[0], mine_only)
-    unit.reduce_scatter()
-    unit.complete()
-    summed = step03.reduce_scatter(mine_only)
-    torch.testing.assert_close(summed.flatten(), unit.reduced, rtol=1e-12, atol=1e-12)
-
-
-def test_sketches_send_what_the_steps_send():
-    run_ranks(2, sums_and_units)

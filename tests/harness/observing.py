@@ -5,6 +5,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from common import process_groups
 from common.collectives import barrier
@@ -27,6 +28,13 @@ def configure(step: int, flags: str, world: int | None = None) -> TrainConfig:
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return this rank's place among the ranks of `config`."""
     return process_groups.mesh_of(config, torch.device("cpu"))
+
+
+def place() -> tuple[int, int]:
+    """Return this rank's number and that of all ranks, for a sketch, which wants a process group on one rank, too."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.get_rank(), dist.get_world_size()
 
 
 def observe_each(observe: Callable[[str], object], cases: list[str], mutants: list[str | None] | None = None) -> list:
