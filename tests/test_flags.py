@@ -192,7 +192,7 @@ def float16_from_too_large_a_scale(step: int, folder: Path) -> list[dict]:
 @pytest.mark.parametrize("step", STEPS)
 def test_float16_scales_the_loss_skips_steps_and_goes_on(step, tmp_path):
     ranks = run_ranks(1 if step == 1 else 2, float16_from_too_large_a_scale, step, tmp_path)
-    many, _, one = (assemble(list(parts)) for parts in zip(*ranks, strict=True))
+    many, _, one = map(assemble, zip(*ranks, strict=True))
     assert not math.isfinite(many.norms[0]), "the loss was not scaled"
     assert 0.1 < many.norms[-1] < 10, "a step that overflowed was taken, or the norm or the update was not scaled back"
     [saved], [resumed] = (run["extra"] for run in ranks[0][:2])

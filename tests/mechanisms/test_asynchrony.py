@@ -95,7 +95,7 @@ def outcomes() -> dict[tuple, Outcome]:
         flat = [(layout[1], layout[2] + " --steps 1" * (layout in WIDE), name) for layout, name in cases]
         for case, parts in zip(cases, zip(*run_ranks(ranks, train_each, flat), strict=True), strict=True):
             trained, seen = zip(*parts, strict=True)
-            found[case] = Outcome(assemble(list(trained)), seen)
+            found[case] = Outcome(assemble(trained), seen)
     return found
 
 

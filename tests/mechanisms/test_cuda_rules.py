@@ -42,7 +42,7 @@ def test_layouts_keep_the_rules():
         assert names <= set().union(*calls), case
         if "bfloat16" in case and "zb-h1" not in case:
             assert calls[0]["addmm"] > 2 * 4, f"{case}: the matrices of two layers, and the head"
-        assert_parity(assemble(list(results)), assemble([train_case(7, training_of(case))]), case, 5e-2)
+        assert_parity(assemble(results), assemble([train_case(7, training_of(case))]), case, 5e-2)
     assert called == STAND_INS.keys()
 
 

@@ -1,18 +1,17 @@
 """The suite rejects every known-wrong variant that trains something else, by the figure that is there for it."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 
 from common.start import environment
-from tests.harness.ranks import run_ranks
 from tests.mechanisms.step08.kernels.compare import needs_triton
 from tests.mechanisms.step08.test_fused import TINY, train_with_kernels
 from tests.mutants.patches import STEPS, patched
 from tests.mutants.test_observed import NOTICED, NOTICED_ALONE
 from tests.parity import runs
 from tests.parity.cases import BIAS, CAPACITY, CHUNKED, CONTIGUOUS, DOCUMENTS, FOUR, GATHER, ODD, ONE, SHARED, TWO
-from tests.parity.runs import ADAMW, TIED, UNTIED, Result, assemble, assert_parity, reference, training_of
+from tests.parity.runs import ADAMW, TIED, UNTIED, Result, assert_parity, reference, training_of
 
 ZERO = f"{UNTIED} {ADAMW} --steps 2 --bucket-mb 0.02 --zero"  # several micro-batches on each rank
 TP = f"{UNTIED} {ADAMW} {ONE} --steps 2 --tp 2"
@@ -116,9 +115,7 @@ WITH_KERNELS = {  # mutant: ranks and flags
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_wrong_numbers_of_kernels(name):
     ranks, flags = WITH_KERNELS[name]
-    train = partial(train_with_kernels, [flags] * 2, [None, name])
-    parts = zip(*run_ranks(2, train, timeout=600)) if ranks == 2 else zip(train())
-    sound, wrong = (assemble(list(each)) for each in parts)
+    sound, wrong = runs.results_of(ranks, train_with_kernels, [flags] * 2, [None, name])
     tolerance = 2e-2 if "bfloat16" in flags else runs.TOLERANCE
     assert_rejected(sound, wrong, reference(training_of(flags, 4)), name, tolerance)
 
@@ -138,8 +135,7 @@ def ranks_save_and_resume(folder: str, mutants: list[str | None]) -> list[dict]:
 
 def test_a_checkpoint_with_the_experts_of_one_rank_is_noticed(tmp_path):
     """Nothing complains when it is loaded, and the run that saved it goes on well."""
-    ranks = run_ranks(2, ranks_save_and_resume, str(tmp_path), [None, SAVED_WRONG])
-    sound, wrong = (assemble(list(parts)) for parts in zip(*ranks, strict=True))
+    sound, wrong = runs.results_of(2, ranks_save_and_resume, str(tmp_path), [None, SAVED_WRONG])
     assert_rejected(sound, wrong, reference(training_of(LONGER)), SAVED_WRONG)
 
 

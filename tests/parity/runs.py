@@ -7,6 +7,7 @@ import functools
 import importlib
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,12 +72,16 @@ def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
 
 
 def run_cases(world: int, step: int, cases: list[str], mutants: list[str | None] | None = None) -> list[Result]:
-    """Train every case with the train.py of `step` on `world` ranks; the parts of all ranks put together."""
-    ranks = run_ranks(world, observe_each, partial(train_case, step), cases, mutants, timeout=600)
-    return [assemble(list(parts)) for parts in zip(*ranks, strict=True)]
+    """Train every case with the train.py of `step` on `world` ranks."""
+    return results_of(world, observe_each, partial(train_case, step), cases, mutants)
 
 
-def assemble(parts: list[dict]) -> Result:
+def results_of(world: int, function: Callable, *args) -> list[Result]:
+    """Call a function that trains several cases on `world` ranks; of each case, the parts of all ranks put together."""
+    return [assemble(parts) for parts in zip(*run_ranks(world, function, *args, timeout=600), strict=True)]
+
+
+def assemble(parts: Sequence[dict]) -> Result:
     """What all ranks know, as the result of the whole run. Every element must be owned by exactly one rank."""
     whole, owners = {}, {}
     for name, shape, box, values in (each for part in parts for each in part["boxes"]):

@@ -11,9 +11,9 @@ from step01_single_gpu.mixed_precision import GradientSums
 from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.zero import Zero
 from tests.harness.observing import observe_each, watching
-from tests.harness.ranks import run_ranks
+from tests.parity import runs
 from tests.parity.cases import BIAS, CHUNKED, FOUR, GATHER, ONE, PLAIN, RING, SHARED, ULYSSES, WHOLE
-from tests.parity.runs import ADAMW, TIED, UNTIED, assemble, differences, reference, run_cases, train_case, training_of
+from tests.parity.runs import ADAMW, TIED, UNTIED, assemble, differences, reference, train_case, training_of
 
 # A micro-batch of one sequence takes the same path through the same kernels in every layout, so losses of equal weights
 # are equal to the bit, and gradients differ by the order in which float32 adds up 12 of them: about 1e-7, as their norm
@@ -62,7 +62,7 @@ def assert_narrow_parity(result, expected, case: str, bounds: dict[str, float] =
 @pytest.mark.parametrize("step, ranks, samples, flags, each", CASES)
 def test_equals_one_process(step, ranks, samples, flags, each):
     cases = [f"{ADAMW} {flags} {more}".format(ranks=ranks) for more in each]
-    for case, result in zip(cases, run_cases(ranks, step, cases), strict=True):
+    for case, result in zip(cases, runs.run_cases(ranks, step, cases), strict=True):
         dtype = case.split("--dtype ")[1].split()[0]
         bounds = {4: TENSOR, 6: BLOCKS.get(dtype), 7: TOKENS.get(dtype)}.get(step, BOUNDS)
         assert_narrow_parity(result, reference(training_of(case, samples)), f"{ranks} ranks, {case}", bounds)
@@ -80,7 +80,7 @@ AMPLIFIED = {  # mutant: what makes it visible, on four ranks, and where
 def test_bfloat16_stays_near_float32(mutant):
     flags, where = AMPLIFIED[mutant]
     flags = f"--optimizer adamw --warmup 1 --clip 0.5 --micro-batch 1 --pp 2 --tp 2 --zero 1 {flags}"
-    sound, wrong = run_cases(4, 8, [f"{flags} --dtype bfloat16"] * 2, [None, mutant])
+    sound, wrong = runs.run_cases(4, 8, [f"{flags} --dtype bfloat16"] * 2, [None, mutant])
     expected = reference(training_of(f"{flags} --dtype float32"))
     assert_narrow_parity(sound, expected, flags, BAND)
     with pytest.raises(AssertionError, match=f"'{where}'"):
@@ -113,8 +113,6 @@ def test_all_ranks_skip_a_step_in_which_one_of_them_overflowed():
     training = f"{UNTIED} {ADAMW} --dtype float16 --steps 6"
     expected, cases = assemble([overflow_case(1, training)]), [f"{training} {flags}" for flags in ZERO[:4]]
     assert expected.norms.pop(OVERFLOW) == float("inf")
-    ranks = run_ranks(3, observe_each, partial(overflow_case, 3), cases)
-    for case, parts in zip(cases, zip(*ranks, strict=True), strict=True):
-        result = assemble(list(parts))
+    for case, result in zip(cases, runs.results_of(3, observe_each, partial(overflow_case, 3), cases), strict=True):
         assert result.norms.pop(OVERFLOW) == float("inf"), case
         assert_narrow_parity(result, expected, case)

@@ -72,10 +72,8 @@ def train_collapsed(cases: list[str]) -> list[dict]:
 
 
 def test_all_tokens_go_to_one_expert():
-    ranks = run_ranks(4, train_collapsed, COLLAPSED)
-    for case, parts in zip(COLLAPSED, zip(*ranks, strict=True), strict=True):
-        [expected] = train_collapsed([training_of(case)])
-        assert_parity(assemble(list(parts)), assemble([expected]), case)
+    for case, result in zip(COLLAPSED, runs.results_of(4, train_collapsed, COLLAPSED), strict=True):
+        assert_parity(result, assemble(train_collapsed([training_of(case)])), case)
 
 
 def test_what_routers_count_is_that_of_all_ranks(tmp_path):

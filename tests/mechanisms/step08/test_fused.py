@@ -14,8 +14,8 @@ from step01_single_gpu.data.batches import load_batches
 from step08_5d import fused, fused_adamw, train, weight_sums
 from step08_5d.kernels import linear_cross_entropy
 from tests.harness.cuda_rules import cuda_rules
-from tests.harness.ranks import run_ranks
 from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, launches
+from tests.parity import runs
 from tests.parity.runs import ADAMW, SMALL, Result, assemble, assert_parity, reference, train_case, training_of
 
 in_interpreter = pytest.mark.skipif(
@@ -75,9 +75,8 @@ def test_kernels_and_other_dimensions():
     if os.environ.get("TEST_ALL"):
         cases += [f"{TINY} {ADAMW} --layers 2 --pp 2 --schedule zb-h1 --micro-batch 2 --vocab 257"]
         cases += [f"{TINY} {ADAMW} --cp 2 --mask-documents"]
-    ranks = run_ranks(2, train_with_kernels, cases)
-    for case, parts in zip(cases, zip(*ranks, strict=True), strict=True):
-        assert_parity(assemble(list(parts)), assemble([train_case(7, training_of(case, 4))]), case)
+    for case, result in zip(cases, runs.results_of(2, train_with_kernels, cases), strict=True):
+        assert_parity(result, reference(training_of(case, 4), 7), case)
 
 
 @in_interpreter
@@ -94,7 +93,7 @@ def test_bfloat16_with_kernels():
 
     with mock.patch.object(fused_adamw.FusedAdamW, "step", step):
         result = train_with_kernels([case])
-    assert_parity(assemble(result), assemble([train_case(7, case)]), case, 2e-2)
+    assert_parity(assemble(result), reference(case, 7), case, 2e-2)
 
 
 def test_where_kernels_are_launched():
@@ -108,7 +107,7 @@ def test_compiled_pieces_train_the_same():
         fused.compiled_pieces.cache_clear()
         result = assemble([train_case(8, f"{case} --compile")])
     fused.compiled_pieces.cache_clear()
-    assert_parity(result, assemble([train_case(7, case)]), case, 1e-5)
+    assert_parity(result, reference(case, 7), case, 1e-5)
 
 
 def train_in_pieces(flags: str, mutant: str | None = None) -> tuple[Result, int]:
@@ -132,7 +131,7 @@ def test_pieces_are_recomputed():
     case = f"{TINY} {ADAMW} --layers 2 --recompute full"
     result, calls = train_in_pieces(case)
     assert_recomputes(calls)
-    assert_parity(result, assemble([train_case(7, case)]), case)
+    assert_parity(result, reference(case, 7), case)
 
 
 # ---- weight gradients that products add to their sums ----------------------------------------------------------------
@@ -152,8 +151,8 @@ def train_with_sums(cases: list[str]) -> list[dict]:
 
 
 def test_numbers_are_the_same():
-    for case, ranks in zip(CASES, zip(*run_ranks(2, train_with_sums, CASES), strict=True), strict=True):
-        assert_parity(assemble(list(ranks)), reference(training_of(case), 7), case)
+    for case, result in zip(CASES, runs.results_of(2, train_with_sums, CASES), strict=True):
+        assert_parity(result, reference(training_of(case), 7), case)
 
 
 def test_nothing_is_rounded_between_product_and_sum():
