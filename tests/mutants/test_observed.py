@@ -16,7 +16,6 @@ from tests.mechanisms.step04 import test_activations
 from tests.mechanisms.step05 import test_accounting as step05
 from tests.mechanisms.step05.observe import observe as observe_pipeline
 from tests.mechanisms.step06 import test_accounting as step06
-from tests.mechanisms.step06 import test_memory
 from tests.mechanisms.step07 import test_accounting as step07
 from tests.mechanisms.step08.test_fused import TINY, assert_recomputes, train_in_pieces
 from tests.mutants.patches import STEPS, patched
@@ -90,7 +89,7 @@ NOTICED = {  # mutant: ranks, observation and check, what that says
     "K/V repeated before they are sent": (4, TRAIN_6, None),
     "ring waits before it computes": (4, (step06.ranks_order, step06.check_order), None),
     "keys travel all the way": (4, TRAIN_6, None),
-    "all keys of a ring kept": (4, (test_memory.ranks_peak, test_memory.check_peak), None),
+    "all keys of a ring kept": (4, (step06.ranks_peak, step06.check_peak), None),
     "causal blocks in squares": (4, TRAIN_6, None),
     "dispatch waits before the shared experts": (2, ORDER_7, None),
     "gradients arrive before the shared experts' backward": (2, ORDER_7, None),

@@ -156,7 +156,6 @@ def test_an_offset_of_32_bits_is_rejected(kernel, which, tmp_path):
 
 # ---- sums in float32: a narrow result is rounded where it is stored, and nowhere else --------------------------------
 
-pytestmark = needs_triton
 # Kernel, what it has in float32, and in which type it is narrow then
 NARROW = {
     "dq added up in 16 bits": (backward._query_gradient_kernel, "k_tile, sums)", "k_tile.dtype"),
