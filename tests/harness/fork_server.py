@@ -80,10 +80,8 @@ def serve(request: dict, control: tuple[Connection, Connection]) -> dict[int, tu
         running[alive] = rank, process
 
     outcome = {}
-    deadline, ended = (
-        time.monotonic() + request["timeout"],
-        0,
-    )  # 0: the ranks may run; 1: they were told to show their stack and end; 2: they were killed
+    deadline = time.monotonic() + request["timeout"]
+    ended = 0  # 0: the ranks may run; 1: they were told to show their stack and end; 2: they were killed
     while running:
         ready = wait([control[0], *running], max(0.0, deadline - time.monotonic()))
         if control[0] in ready:  # nobody sends while a world runs: the test process is gone

@@ -4,14 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.harness.ranks import ROOT, CommandTimeout, RankFailure, run_command, run_ranks
+from tests.harness.ranks import ROOT, CommandTimeout, RankFailure, marked, new_mark, run_command, run_ranks, wait_for
 
 
 def ranks_do(what: str, offset: int = 0):
@@ -36,26 +33,15 @@ def test_failed_ranks_are_reported_and_ended(what, said):
     assert what == "hang" or next(iter(failures)) == 1, "the rank that failed first is shown first"
 
 
-def test_nothing_stays_behind(tmp_path):
+def test_nothing_stays_behind():
     """Neither of a command that takes too long, and runs one in a session of its own, nor of a killed test process."""
-    mark = {"LEFT_BY": str(tmp_path)}
+    mark = new_mark()
     loop = "from tests.harness.ranks import *; run_command([sys.executable, '-c', 'while True: pass'])"
     with pytest.raises(CommandTimeout, match="after 2 s"):
-        run_command([sys.executable, "-c", loop], timeout=2, env=mark)
+        run_command([sys.executable, "-c", loop], timeout=2, env=dict([mark]))
     code = "from tests.harness.test_harness import *; run_ranks(2, ranks_do, 'hang')"
-    owner = subprocess.Popen([sys.executable, "-c", code], env=os.environ | mark, cwd=ROOT)
-    wait_until_left(4, tmp_path)  # the owner, its fork server, two ranks
+    owner = subprocess.Popen([sys.executable, "-c", code], env=os.environ | dict([mark]), cwd=ROOT)
+    assert wait_for(lambda: len(marked(mark)) == 4, 60), "the owner, its fork server, two ranks"
     owner.kill()
     owner.wait()
-    wait_until_left(0, tmp_path)
-
-
-def wait_until_left(count: int, path: Path) -> None:
-    found, end = None, time.monotonic() + 60
-    while found != count:
-        assert time.monotonic() < end, f"{found} processes, not {count}"
-        time.sleep(0.05)
-        found = 0
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is another user's
-                found += f"LEFT_BY={path}".encode() in environment.read_bytes()
+    assert wait_for(lambda: not marked(mark), 60) is not None, f"{marked(mark)} are still there"
