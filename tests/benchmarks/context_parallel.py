@@ -72,13 +72,6 @@ def peer_attention(flags: str):
     return step
 
 
-def critical_path(split: str, seq: int, ranks: int) -> int:
-    """(Query, key) pairs of the slowest rank in each hop of the ring, added up."""
-    plans = [Layout(split, seq, ranks).plan(rank) for rank in range(ranks)]
-    pairs = [[sum(block.pairs for block in blocks) for blocks in plan.blocks] for plan in plans]
-    return sum(max(pairs[rank][(rank - hop) % ranks] for rank in range(ranks)) for hop in range(ranks))
-
-
 def main() -> None:
     options = parse_options(__doc__, seq=4096, modes=list(PEERS))
     seq, rows = options.seq, {}
@@ -88,14 +81,11 @@ def main() -> None:
             flags = flags_of(seq, world, f"--cp-mode {mode}")
             sides, title = (partial(our_attention, flags), partial(peer_attention, flags)), f"against {PEERS[mode]}"
             rows[f"{mode}_{world}_ranks"] = compare(f"{mode} {title}, {seq:,} tokens", world, *sides, options.pairs)
-    print("zig-zag / contiguous, a training step; and the ratio of their critical paths")
+    print("zig-zag / contiguous, a training step")
     for world in options.ranks:
         splits = [flags_of(2 * seq, world, f"--cp-split {split}") for split in ("zigzag", "contiguous")]
         sides = [partial(our_step, 6, flags) for flags in splits]
-        row = compare(f"{2 * seq:,} tokens", world, *sides, options.pairs)
-        ratio = critical_path("contiguous", 2 * seq, world) / critical_path("zigzag", 2 * seq, world)
-        print(f"    attention on the critical path {ratio:.3f}", flush=True)
-        rows[f"zigzag_{world}_ranks"] = row | {"critical_path_ratio": ratio}
+        rows[f"zigzag_{world}_ranks"] = compare(f"{2 * seq:,} tokens", world, *sides, options.pairs)
     keep("context_parallel", rows)
 
 

@@ -186,16 +186,12 @@ def compare(title: str, world: int, ours: Callable, peer: Callable, pairs: int) 
 
 
 def parse_options(description: str, **defaults) -> argparse.Namespace:
-    """Read --ranks, --pairs and other options, each with its default: a number, False of a switch, a list of numbers or
-    of names, or a tuple of names of which one is chosen, by default the first.
-    """
+    """Read --ranks, --pairs and other options, each with its default: a number, or a list of numbers or of names."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, default in ({"ranks": [2, 4], "pairs": 30} | defaults).items():
-        one, *_ = default if isinstance(default, list | tuple) else [default]
-        kind = {"choices": default} if isinstance(one, str) else {"type": int}
-        kind |= {"nargs": "*"} if isinstance(default, list) else {}
-        kind = {"action": "store_true"} if default is False else kind
-        parser.add_argument(f"--{name}", default=one if isinstance(default, tuple) else default, **kind)
+        several = isinstance(default, list)
+        kind = type(default[0] if several else default)
+        parser.add_argument(f"--{name}", type=kind, nargs="*" if several else None, default=default)
     return parser.parse_args()
 
 

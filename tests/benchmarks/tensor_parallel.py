@@ -2,10 +2,9 @@
 
     python -m tests.benchmarks.tensor_parallel                     # 2 and 4 gloo ranks, 30 pairs each
     python -m tests.benchmarks.tensor_parallel --ranks 2 --modes plain overlap --pairs 10
-    python -m tests.benchmarks.tensor_parallel --against plain     # the modes of step 4 against its plain one
 
 The peer is `parallelize_module` with its column- and row-wise styles, sequence parallel and loss parallel, laid out as
-PyTorch's tutorial does. `--small` takes a model of 1 M.
+PyTorch's tutorial does. Last comes step 4's default mode against its plain one, where a small model has little to hide.
 """
 
 from functools import partial
@@ -21,7 +20,6 @@ from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step,
 MODEL = "--vocab 8192 --hidden 512 --layers 8 --heads 8 --kv-heads 8 --ffn 1536 --no-tie-embeddings"
 SMALL = "--vocab 512 --hidden 128 --layers 4 --heads 8 --kv-heads 8 --ffn 384 --no-tie-embeddings"
 BATCH = "--seq-len 256 --micro-batch 2 --global-batch 2"
-MODES = ["plain", "overlap", "chunked"]
 
 
 def dtensor_step(flags: str):
@@ -62,18 +60,16 @@ def dtensor_step(flags: str):
 
 
 def main() -> None:
-    options, rows = parse_options(__doc__, modes=MODES, against=("dtensor", *MODES), small=False), {}
-    model, against = SMALL if options.small else MODEL, options.against
-    print(f"step 4 / {against}: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
+    options, rows = parse_options(__doc__, modes=["plain", "overlap", "chunked"]), {}
+    print("step 4 / DTensor: throughput, median of pairs [95% interval]; peak memory of the fullest rank")
     for world in options.ranks:
-        flags = f"{model} {BATCH} --tp {world}"
-        peer = partial(our_step, 4, f"{flags} --tp-mode {against}")
-        peer = partial(dtensor_step, flags) if against == "dtensor" else peer
+        flags = f"{MODEL} {BATCH} --tp {world}"
         for mode in options.modes:
-            ours = partial(our_step, 4, f"{flags} --tp-mode {mode}")
-            rows[f"{mode}_{world}_ranks"] = compare(f"--tp-mode {mode}", world, ours, peer, options.pairs)
-    name = "tensor_parallel" + (f"_against_{against}" if against != "dtensor" else "") + "_small" * options.small
-    keep(name, rows)
+            sides = partial(our_step, 4, f"{flags} --tp-mode {mode}"), partial(dtensor_step, flags)
+            rows[f"{mode}_{world}_ranks"] = compare(f"--tp-mode {mode}", world, *sides, options.pairs)
+    modes = [partial(our_step, 4, f"{SMALL} {BATCH} --tp 2 --tp-mode {mode}") for mode in ("overlap", "plain")]
+    rows["overlap_against_plain"] = compare("overlap / plain, of a model of 1 M", 2, *modes, options.pairs)
+    keep("tensor_parallel", rows)
 
 
 if __name__ == "__main__":
