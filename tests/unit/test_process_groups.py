@@ -22,11 +22,8 @@ from common.errors import UsageError
 from common.experiments.demo import device_flag
 from common.launching import launch
 from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates
-from step05_pipeline.stages import place_stages
 from step08_5d.config import check
 from tests.harness.observing import configure
-
-CPU = torch.device("cpu")
 
 
 def test_groups_that_no_parity_case_tells_apart():
@@ -35,12 +32,6 @@ def test_groups_that_no_parity_case_tells_apart():
     assert experts["expert_replica"] == [(0, 4), (2, 6), (1, 5), (3, 7)]
     assert all_groups(Degrees(tp=8), kv_heads=2)["kv_replica"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert all_groups(Degrees(pp=4), placement=((0, 1, 2, 3), (3, 2, 1, 0)))["mirror"] == [(0, 3), (1, 2)]
-
-
-def test_one_process_needs_no_torch_distributed():
-    assert build_mesh(Degrees(), CPU).world.size == 1 and not torch.distributed.is_initialized()
-    with pytest.raises(UsageError, match="tp 1 x cp 1 x pp 1 x dp 2 is not 1 ranks"):
-        build_mesh(Degrees(dp=2), CPU)
 
 
 def test_backend_of_ranks_in_different_places():
@@ -197,17 +188,3 @@ def test_a_rank_connects_to_its_own_groups_only():
             mine = len(set(names.values()) - {"0"})
             assert mine == 11 + embed and of_all_ranks.call_count > 1000 * mine
             assert len(dist.distributed_c10d._world.pg_names) == 1 + mine, "torch has made others, or two alike"
-
-
-def test_ranks_in_different_numbers_of_groups_agree_on_names():
-    """A rank of the first stage and its neighbor of the second, who has no part in `embed`."""
-    found, degrees, chain = [], Degrees(tp=2, cp=2, pp=4, dp=2, zero_replicas=4), (0, 1, 2, 3)
-    for rank in (0, 4):
-        with one_rank_of(degrees.world, rank):
-            meshes = [build_mesh(degrees, torch.device("cpu")) for _ in range(2)]
-            found.append([names_of(place_stages(mesh, (chain, chain[::-1]))) for mesh in meshes])
-    for first, second in zip(*found, strict=True):
-        assert "embed" in first and "embed" not in second and "mirror" in second
-        same = ("pp_forward", "pp_backward")
-        assert [first[name] for name in same] == [second[name] for name in same]
-        assert len({first[name] for name in (*same, "tp", "cp", "embed")}) == 5
