@@ -58,11 +58,13 @@ def expect_attention(case: Case) -> list[Expected]:
         merged = torch.zeros_like(out[mine])  # blocks added up, each with a softmax of its own
         kept = torch.zeros_like(merged)  # blocks weighted when they come, and not when further ones do
         total = merged.new_full((len(mine),), -torch.inf)
+        last = total.clone()  # the sums of the last block that a query saw, instead of those of all
         for hop in range(case.ranks):
             block, sums = _attend(case, q, k, v, causal & (owner == (rank - hop) % case.ranks))
             block, sums = torch.nan_to_num(block[mine]), sums[mine]
             merged += block
             total = torch.logaddexp(total, sums)
+            last = torch.where(sums.isneginf(), last, sums)
             kept += block * (sums - total).exp()[:, None]
         mistakes = {
             "these queries have seen the rank's own keys only. The others must come around the ring.": of(causal & own),
@@ -75,6 +77,9 @@ def expect_attention(case: Case) -> list[Expected]:
             ),
             "a new block gets its share, but the output so far keeps the weights that it had among fewer keys.": (
                 {"out": kept}
+            ),
+            "only one block's exponentials are in this sum: those of all blocks that a query sees must be added up.": (
+                {"lse": last}
             ),
         }
         found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes))
@@ -102,16 +107,35 @@ def differentiate(student, case: Case, rank: int) -> dict[str, Tensor]:
     return dict(zip(("dq", "dk", "dv"), student.backward(dout, q, k, v, out[mine], lse[mine])))
 
 
-def _by_block(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv if the row sums in the softmax's backward end at the borders of blocks."""
-    scores = q @ k.T * case.width**-0.5
-    p = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-    dscores = p * (dout @ v.T)
+def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, list[tuple[Tensor, ...]]]:
+    """What a mistake in the softmax's backward is -> dq, dk and dv with it, in each of its variants."""
+    causal = torch.ones(case.tokens, case.tokens, dtype=torch.bool).tril()
+    scores = (q @ k.T * case.width**-0.5).masked_fill(~causal, -torch.inf)
+    dp, p, p_of_block = dout @ v.T, scores.softmax(-1), torch.zeros_like(scores)
+    sums, sums_of_block, sums_of_both = (p * dp).sum(-1, keepdim=True), torch.zeros_like(p), torch.zeros_like(p)
     for rank in range(case.ranks):
         keys = _places(case, rank)
-        dscores[:, keys] -= p[:, keys] * dscores[:, keys].sum(-1, keepdim=True)
-    dscores *= case.width**-0.5
-    return dscores @ k, dscores.T @ q, p.T @ dout
+        p_of_block[:, keys] = torch.nan_to_num(scores[:, keys].softmax(-1))  # no key of this block: no weight
+        sums_of_block[:, keys] = (p * dp)[:, keys].sum(-1, keepdim=True)
+        sums_of_both[:, keys] = (p_of_block * dp)[:, keys].sum(-1, keepdim=True)
+    nothing = torch.zeros_like(sums)
+
+    def gradients(p: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+        dscores = p * (dp - sums) * case.width**-0.5
+        return dscores @ k, dscores.T @ q, p.T @ dout
+
+    return {
+        "a score was taken to change its own weight alone. A query's weights sum to 1: when one grows, those of all "
+        "other keys shrink.": [gradients(p, nothing)],
+        "a score's gradient depends on a sum over the whole row, all keys of all blocks; here it was one block's.": [
+            gradients(p, sums_of_block)
+        ],
+        "in each block, a query's weights sum to 1: they must do so over the keys of all blocks together, as they did "
+        "in the forward.": [gradients(p_of_block, each) for each in (sums, sums_of_both, nothing)],
+        "exponentials of scores were taken for weights: first divide them by their sum over the keys of all blocks.": [
+            gradients(scores.exp(), each) for each in (sums, (scores.exp() * dp).sum(-1, keepdim=True), nothing)
+        ],
+    }
 
 
 def expect_gradients(case: Case) -> list[Expected]:
@@ -119,7 +143,7 @@ def expect_gradients(case: Case) -> list[Expected]:
     q, k, v = (each.requires_grad_() for each in inputs)
     out, _ = _attend(case, q, k, v)
     whole = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-    by_block = _by_block(case, q.detach(), k.detach(), v.detach(), dout)
+    in_softmax = _backward(case, q.detach(), k.detach(), v.detach(), dout)
     found = []
     for rank in range(case.ranks):
         mine = _places(case, rank)
@@ -134,17 +158,14 @@ def expect_gradients(case: Case) -> list[Expected]:
         unscaled = {name: each * case.width**0.5 for name, each in named(whole).items() if name != "dv"}
         scale = "the scores were multiplied by WIDTH**-0.5; so is the way back."
         guest = _places(case, (rank + 1) % case.ranks)
-        local = (
-            "a score's gradient depends on a sum over the whole row, all keys of all blocks; here it was one block's."
-        )
         mistakes = {
             stay: dict(own),
             scale: unscaled,
-            local: named(by_block),
             "dk and dv are those of the next rank's keys: they have not come home yet.": (
                 {"dk": whole[1][guest], "dv": whole[2][guest]}
             ),
         }
+        mistakes |= {text: [named(each) for each in variants] for text, variants in in_softmax.items()}
         found.append(Expected.of(named(whole), mistakes))
     return found
 
