@@ -6,7 +6,7 @@ from common.record.compare import Run as Record
 
 TRAIN = "step06_context_parallel/train.py"
 BASE = "--heads 4 --ffn 64 --vocab 256 --data synthetic --device cpu --steps 2 --seed 1 --global-batch 2 "
-"--micro-batch 1"
+BASE += "--micro-batch 1"
 
 
 def experiment(student: int) -> Experiment:
