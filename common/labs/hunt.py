@@ -7,6 +7,7 @@ the losses and gradient norms that the project's own code has on one process.
 import difflib
 import re
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,27 @@ done | sort -k 3,3n -k 1,1
 set -x
 """
 
+NOBODY = "we know of no public report."
+
 ANSWER = """\
 # Where is the bug? Lines are those of the file as you got it; its path begins in this folder.
 file = ""  # such as "common/model.py"
 line = 0
 why = ""  # what the code does wrong, in one sentence
 """
+
+
+def handout(story: str, before: str, note: str = "") -> str:
+    """The task of a hunt: what should be equal and is not, what to read before, and perhaps one thing to know."""
+    parts = (
+        story,
+        "    bash run.sh",
+        "trains both, prints all digits of their losses and gradient norms, and lays one run on top of the other. "
+        "Without the bug, ten digits and more are the same.",
+        f"Find the line, write it into `answer.toml`, and repair it in this folder. {note}",
+        f"*Before:* {before}. *Graded:* half for the place, half for the fix, on a training that you have not seen.",
+    )
+    return "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in parts) + "\n"
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ class Bug:
     seen: tuple[Training, Training]  # what the lab tells the student to run
     unseen: tuple[Training, Training]  # what grades the fix
     why: str  # what goes wrong, and why no one noticed
-    source: str  # who shipped it, with the address; or that we know of nobody
+    source: str  # who shipped it, with the address, or NOBODY
 
 
 @dataclass(frozen=True)
@@ -135,4 +151,4 @@ class Hunt(Lab):
         for file, text in edited(bug.edits).items():
             pair = text.splitlines(keepends=True), read(ROOT / file).splitlines(keepends=True)
             lines += difflib.unified_diff(*pair, f"{file}, as you got it", f"{file}, right", n=2)
-        return f"{''.join(lines)}\n{bug.why}\n\n{bug.source}\n"
+        return f"{''.join(lines)}\n{bug.why}\n\nWho shipped it: {bug.source}\n"

@@ -1,7 +1,7 @@
 """Hunt in step 1: micro-batches that do not add up to the batch."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, RAGGED = "step01_single_gpu/train.py", "step01_single_gpu/labs/ragged.py"
@@ -15,7 +15,7 @@ MEAN_OF_MEANS = Bug(
     "mean over the batch only if all micro-batches have equally many targets. Where answers differ in length, a "
     "token of a micro-batch of short answers weighs more than others, and the same data give other gradients with "
     "other micro-batches. Divide sums by the number of targets of the whole batch.",
-    source="Who shipped it: Hugging Face's Trainer, until it was told the number of targets of the whole batch in "
+    source="Hugging Face's Trainer, until it was told the number of targets of the whole batch in "
     "October 2024 (https://github.com/huggingface/transformers/pull/34191; "
     "https://github.com/huggingface/blog/pull/2414 tells the story).",
 )
@@ -32,7 +32,7 @@ OVERWRITTEN = Bug(
     unseen=(Training(TRAIN, "--micro-batch 12"), Training(TRAIN, "--micro-batch 2 --recompute full")),
     why="The gradient of a micro-batch replaces the sum of those before it, so only the last one trains the model. The "
     "loss is added up elsewhere and looks right in step 0; the gradient norm is too small at once.",
-    source="Who shipped it: NeMo Automodel, where a stage of a pipeline was initialised again between micro-batches, "
+    source="NeMo Automodel, where a stage of a pipeline was initialised again between micro-batches, "
     "which threw away what had been added up; only the gradient norm gave it away "
     "(https://github.com/NVIDIA-NeMo/Automodel/pull/3530).",
 )
@@ -42,19 +42,12 @@ LABS = [
         id="hunt-01-a",
         title="The same batch in smaller pieces",
         minutes=20,
-        task="""\
-Your colleagues train on answers of different lengths (`step01_single_gpu/labs/ragged.py`: padding is no target). Since
-the last commit, a batch of 12 sequences in one piece and the same batch in pieces of 3 no longer train the same model.
-
-    bash run.sh
-
-trains both and lays one run on top of the other. Both should be equal to the last digits that float64 has.
-
-Find the line, write it into `answer.toml`, and repair it in this folder.
-
-*Before:* lesson 1, "The idea" and "What goes wrong". *Graded:* half for the place, half for the fix, on a training that
-you have not seen.
-""",
+        task=handout(
+            "Your colleagues train on answers of different lengths (`step01_single_gpu/labs/ragged.py`: padding is no "
+            "target). Since the last commit, a batch of 12 sequences in one piece and the same batch in pieces of 3 "
+            "no longer train the same model.",
+            before='lesson 1, "The idea" and "What goes wrong"',
+        ),
         hints=(
             "Look at step 0, before any update: is the loss right? Is the gradient norm?",
             "Follow one micro-batch through `train_step`: by what is its sum of losses divided, and who adds its "

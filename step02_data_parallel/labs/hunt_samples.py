@@ -1,7 +1,7 @@
 """Hunt in step 2: two ranks that do not train like one process."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, SUMS = "step02_data_parallel/train.py", "step02_data_parallel/data_parallel.py"
@@ -16,7 +16,7 @@ SAME_SAMPLES = Bug(
     unseen=(ONE, Training(TRAIN, "--micro-batch 1 --dp-mode overlap", 3)),
     why="All ranks take the rows of rank 0. Curves look healthy, as nothing is wrong with the gradients of what is "
     "seen; but half of the data never is, and two ranks compute the same twice.",
-    source="Who shipped it: rbyte, whose loader drew the same samples on every rank, until two ranks were seen to "
+    source="rbyte, whose loader drew the same samples on every rank, until two ranks were seen to "
     "iterate over the same batches (https://github.com/yaak-ai/rbyte/pull/106); speculators, which told ranks apart "
     "by their number within the node (https://github.com/vllm-project/speculators/pull/427).",
 )
@@ -34,7 +34,7 @@ LAST_ONLY = Bug(
     unseen=(ONE, Training(TRAIN, "--micro-batch 2 --bucket-mb 0.02", 3)),
     why="Buckets start over at every micro-batch instead of once per step: the next gradient overwrites the sum, and "
     "only the last micro-batch is reduced. The losses are added up elsewhere, so the first one is right.",
-    source="Who shipped it: NeMo Automodel, in a pipeline (https://github.com/NVIDIA-NeMo/Automodel/pull/3530): only "
+    source="NeMo Automodel, in a pipeline (https://github.com/NVIDIA-NeMo/Automodel/pull/3530): only "
     "the gradient norm gave it away.",
 )
 
@@ -52,7 +52,7 @@ AVERAGED = Bug(
     why="The sum over ranks is divided by their number, but each rank's loss is its share of the mean over the whole "
     "batch already: the mean is taken twice. Adam divides the factor away, and clipping may hide it; the norm shows "
     "it.",
-    source="Who shipped it: we know of nobody who divided twice. The opposite, a factor that is missing, is open in "
+    source="we know of nobody who divided twice. The opposite, a factor that is missing, is open in "
     "DeepSpeed (https://github.com/deepspeedai/DeepSpeed/issues/7773), and was noticed when somebody logged the norm.",
 )
 
@@ -61,17 +61,10 @@ LABS = [
         id="hunt-02-a",
         title="Two ranks, another curve",
         minutes=20,
-        task="""\
-Two ranks of step 2 should train what one process of step 1 trains. Since the last commit they do not.
-
-    bash run.sh
-
-trains both and lays one run on top of the other.
-
-Find the line, write it into `answer.toml`, and repair it in this folder.
-
-*Before:* lesson 2. *Graded:* half for the place, half for the fix, on a training that you have not seen.
-""",
+        task=handout(
+            "Two ranks of step 2 should train what one process of step 1 trains. Since the last commit they do not.",
+            before="lesson 2",
+        ),
         hints=(
             "Which differs in step 0: the loss, the gradient norm, or both? A wrong loss points to data or forward, a "
             "right one to what happens to gradients.",

@@ -1,7 +1,7 @@
 """Hunt in step 3: shards that lose a part of the gradient, or of its norm."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, ZERO, UNIT = "step03_zero/train.py", "step03_zero/zero.py", "step03_zero/unit.py"
@@ -20,7 +20,7 @@ LAST_SHARD = Bug(
     unseen=(ONE, Training(TRAIN, "--zero 3 --micro-batch 2", 3)),
     why="Stages 2 and 3 reduce-scatter every micro-batch, and its shard must be added to those before it. Here the "
     "last one replaces them. Stage 1 reduces once per step, and is right: compare --zero 1.",
-    source="Who shipped it: in another place, but with the same symptom, NeMo Automodel "
+    source="in another place, but with the same symptom, NeMo Automodel "
     "(https://github.com/NVIDIA-NeMo/Automodel/pull/3530).",
 )
 
@@ -38,7 +38,7 @@ COPIES_COUNTED = Bug(
     why="With hybrid sharding several ranks hold the same shard. All of them count it in the gradient norm, which is "
     "so the square root of the number of copies too large. Nothing shows it until gradients are clipped: then every "
     "update is too small.",
-    source="Who shipped it: VeOmni, with FSDP2 and replicas (https://github.com/ByteDance-Seed/VeOmni/issues/184).",
+    source="VeOmni, with FSDP2 and replicas (https://github.com/ByteDance-Seed/VeOmni/issues/184).",
 )
 
 LABS = [
@@ -46,17 +46,11 @@ LABS = [
         id="hunt-03-a",
         title="Some shards are not what they were",
         minutes=25,
-        task="""\
-ZeRO divides what data parallelism keeps on every rank, and changes no number. Since the last commit it does.
-
-    bash run.sh
-
-trains with one process and with ZeRO, and lays one run on top of the other.
-
-Find the line, write it into `answer.toml`, and repair it in this folder.
-
-*Before:* lesson 3. *Graded:* half for the place, half for the fix, on a training that you have not seen.
-""",
+        task=handout(
+            "ZeRO divides what data parallelism keeps on every rank, and changes no number. Since the last commit it "
+            "does.",
+            before="lesson 3",
+        ),
         hints=(
             "Do the losses of later steps differ as well, or the gradient norms alone? If the weights go the right "
             "way, the gradients are right.",

@@ -1,7 +1,7 @@
 """Hunt in step 4: a model cut over two ranks that is no longer the same model."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import NOBODY, Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, LAYERS = "step04_tensor_parallel/train.py", "step04_tensor_parallel/tensor_parallel.py"
@@ -22,7 +22,7 @@ NORMS_APART = Bug(
     why="With sequence parallelism a rank's norms see its part of the sequence, so the gradients of their gains are "
     "partial sums, which must be added up over the group. Here each rank updates its own copy by its own part: "
     "copies drift apart, and the first loss is right. Without sequence parallelism nothing is wrong.",
-    source="Who shipped it: gpt-neox, where the hooks that should sum them never fired, and the loss flattened out "
+    source="gpt-neox, where the hooks that should sum them never fired, and the loss flattened out "
     "(https://github.com/EleutherAI/gpt-neox/pull/1257, repaired in /1259); PaddleNLP, with a pipeline "
     "(https://github.com/PaddlePaddle/PaddleNLP/pull/7610).",
 )
@@ -40,7 +40,7 @@ MIXED = Bug(
     why="An all-gather puts the ranks' parts one behind the other, in front of the batch. A reshape has the right "
     "shape, but reads them in that order: tokens of different sequences end up in one. With one sequence per "
     "micro-batch it is right, which is how such a test passes.",
-    source="Who shipped it: we know of no public report.",
+    source=NOBODY,
 )
 
 LAST_ROW = Bug(
@@ -49,7 +49,7 @@ LAST_ROW = Bug(
     unseen=(ONE, Training(TRAIN, "--tp 2 --no-sequence-parallel", 4)),
     why="A rank holds the rows [first, first + n) of the embedding, and the mask of what is elsewhere is off by one: "
     "the token of the last row is a zero vector on every rank. Only texts that have such a token show it.",
-    source="Who shipped it: we know of no public report.",
+    source=NOBODY,
 )
 
 LABS = [
@@ -57,17 +57,11 @@ LABS = [
         id="hunt-04-a",
         title="Cut in two, and not put together",
         minutes=25,
-        task="""\
-Two ranks that share every layer (`--tp 2`) should train what one process trains. Since the last commit they do not.
-
-    bash run.sh
-
-trains both and lays one run on top of the other.
-
-Find the line, write it into `answer.toml`, and repair it in this folder.
-
-*Before:* lesson 4. *Graded:* half for the place, half for the fix, on a training that you have not seen.
-""",
+        task=handout(
+            "Two ranks that share every layer (`--tp 2`) should train what one process trains. Since the last commit "
+            "they do not.",
+            before="lesson 4",
+        ),
         hints=(
             "Is the loss of step 0 right? Then the forward is, and you look for a gradient.",
             "Is it right with --no-sequence-parallel? With --micro-batch 1? With --tp 1 on one rank?",

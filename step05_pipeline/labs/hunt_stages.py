@@ -1,7 +1,7 @@
 """Hunt in step 5: stages that lose what they share, or count it too often."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, PIPELINE, STAGES = "step05_pipeline/train.py", "step05_pipeline/pipeline.py", "step05_pipeline/stages.py"
@@ -14,7 +14,7 @@ TIED_APART = Bug(
     why="The matrix that is embedding and head is stored on the first and on the last rank. Each sees the gradient "
     "of its own use, and the sum of both is the gradient. Without it the copies are updated differently and drift "
     "apart. The first loss is right, and untied models have no such bug.",
-    source="Who shipped it: Piper, which copies the matrix without summing its gradients "
+    source="Piper, which copies the matrix without summing its gradients "
     "(https://github.com/uw-syfi/piper/issues/13). Megatron-LM summed what its distributed optimizer had already cut "
     "into unlike shards, with the same effect (https://github.com/NVIDIA/Megatron-LM/issues/844).",
 )
@@ -29,7 +29,7 @@ SUMMED_MEANS = Bug(
     why="Every micro-batch's backward starts from the mean over its own tokens, although its gradients are added to "
     "those of the others: they come out as many times too large as there are micro-batches. The loss is reported "
     "right, Adam divides the factor away, and only the gradient norm shows it.",
-    source="Who shipped it: DeepSpeed's pipeline, as reported in https://github.com/deepspeedai/DeepSpeed/issues/7773 "
+    source="DeepSpeed's pipeline, as reported in https://github.com/deepspeedai/DeepSpeed/issues/7773 "
     "(open in 2026): with another micro-batch and the same global batch, the norm was four times as high.",
 )
 LABS = [
@@ -37,17 +37,10 @@ LABS = [
         id="hunt-05-a",
         title="Two stages, one model?",
         minutes=25,
-        task="""\
-A pipeline of two ranks should train what one process trains. Since the last commit it does not.
-
-    bash run.sh
-
-trains both and lays one run on top of the other.
-
-Find the line, write it into `answer.toml`, and repair it in this folder.
-
-*Before:* lesson 5. *Graded:* half for the place, half for the fix, on a training that you have not seen.
-""",
+        task=handout(
+            "A pipeline of two ranks should train what one process trains. Since the last commit it does not.",
+            before="lesson 5",
+        ),
         hints=(
             "Compare the gradient norms of step 0. Is their ratio a simple number? Does it follow --micro-batch?",
             "Is it right with --no-tie-embeddings, and with --tie-embeddings? If the two differ: what do the two ranks "

@@ -1,7 +1,7 @@
 """Hunt in step 6: a ring that loses its keys, its positions or its weights."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import NOBODY, Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, RING = "step06_context_parallel/train.py", "step06_context_parallel/ring_attention.py"
@@ -21,7 +21,7 @@ STALE_KEYS = Bug(
     why="In the backward, keys and values travel round the ring once more, but what arrives is never used: every hop "
     "computes with the rank's own keys again, and attributes the result to others. The forward is right, so the "
     "first loss is. No shape is wrong, nothing is NaN, and the model even learns.",
-    source="Who shipped it: diffusers, for every model trained with ring attention "
+    source="diffusers, for every model trained with ring attention "
     "(https://github.com/huggingface/diffusers/issues/14265, repaired in /pull/14274).",
 )
 
@@ -38,7 +38,7 @@ PART_POSITIONS = Bug(
     unseen=(ONE, Training(TRAIN, "--cp 3 --cp-split striped", 3)),
     why="Rotary embeddings get the positions that a contiguous part would have, while the zigzag gives every rank "
     "two chunks. Tokens are rotated by angles of other places. It is right with --cp-split contiguous.",
-    source="Who shipped it: we know of no public report of this very bug. NeMo Automodel's rotary embedding ignored "
+    source="we know of no public report of this very bug. NeMo Automodel's rotary embedding ignored "
     "the positions that it was given, in the same way (https://github.com/NVIDIA-NeMo/Automodel/pull/2377).",
 )
 
@@ -55,7 +55,7 @@ UNWEIGHTED = Bug(
     why="Each block of keys has its own softmax. When a further block arrives, what was computed so far must shrink "
     "to its share of the larger sum. Here only the new block is weighted, and attention's weights add up to more "
     "than one.",
-    source="Who shipped it: we know of no public report.",
+    source=NOBODY,
 )
 
 LABS = [
@@ -63,17 +63,11 @@ LABS = [
         id="hunt-06-a",
         title="A ring that trains another model",
         minutes=30,
-        task="""\
-Two ranks that share every sequence (`--cp 2`) should train what one process trains. Since the last commit they do not.
-
-    bash run.sh
-
-trains both and lays one run on top of the other.
-
-Find the line, write it into `answer.toml`, and repair it in this folder.
-
-*Before:* lesson 6. *Graded:* half for the place, half for the fix, on a training that you have not seen.
-""",
+        task=handout(
+            "Two ranks that share every sequence (`--cp 2`) should train what one process trains. Since the last "
+            "commit they do not.",
+            before="lesson 6",
+        ),
         hints=(
             "Compare the losses of step 0 digit by digit: run.sh prints them, from the runs' metrics.jsonl. If they "
             "agree to the last digits, the forward is right, and the backward is not. If they differ, even only in the "

@@ -1,7 +1,7 @@
 """Hunt in step 7: experts whose gradients are too small, and tokens that come home to others."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import NOBODY, Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, MOE = "step07_expert_parallel/train.py", "step07_expert_parallel/moe.py"
@@ -24,7 +24,7 @@ AVERAGED = Bug(
     why="An expert has seen the tokens of all ranks that sent it some, so its gradient is complete: it is a sum of "
     "shares of the mean like every other one. Dividing it by the number of ranks makes it too small by that factor. "
     "Adam divides the factor away again.",
-    source="Who shipped it: factors of this kind have been wrong in both directions. DeepSpeed divided experts' "
+    source="factors of this kind have been wrong in both directions. DeepSpeed divided experts' "
     "gradients by another number of ranks than all others' (https://github.com/deepspeedai/DeepSpeed/pull/6546, "
     "/pull/5259); in Megatron-FSDP they came out ep times too large "
     "(https://github.com/NVIDIA/Megatron-LM/pull/5956).",
@@ -43,7 +43,7 @@ ROUTER_APART = Bug(
     why="Under sequence parallelism a rank's router sees a part of the tokens, so its gradient is a partial sum. "
     "Without the sum over tp every rank updates its copy by its own part: routers drift apart. The forward of step 0 "
     "is right.",
-    source="Who shipped it: torchtitan, in several ways. Without expert parallelism, the gradients below the experts "
+    source="torchtitan, in several ways. Without expert parallelism, the gradients below the experts "
     "lost their reduction over tp, the router's above all (https://github.com/pytorch/torchtitan/pull/4054); an "
     "earlier report of routers that drift apart is https://github.com/pytorch/torchtitan/pull/2388.",
 )
@@ -61,7 +61,7 @@ WRONG_WAY_HOME = Bug(
     why="Rows that arrive are sorted by expert, and must be put back into the order of their arrival before they are "
     "sent home. The order is a permutation; its inverse leads back. Applied twice instead, it leads elsewhere, "
     "except where it is its own inverse: tokens get the outputs of others.",
-    source="Who shipped it: we know of no public report.",
+    source=NOBODY,
 )
 
 LABS = [
@@ -69,17 +69,11 @@ LABS = [
         id="hunt-07-a",
         title="Experts abroad",
         minutes=30,
-        task="""\
-A model with four experts per layer should train alike on one rank and on two. Since the last commit it does not.
-
-    bash run.sh
-
-trains both and lays one run on top of the other.
-
-Find the line, write it into `answer.toml`, and repair it in this folder.
-
-*Before:* lesson 7. *Graded:* half for the place, half for the fix, on a training that you have not seen.
-""",
+        task=handout(
+            "A model with four experts per layer should train alike on one rank and on two. Since the last commit it "
+            "does not.",
+            before="lesson 7",
+        ),
         hints=(
             "Is the loss of step 0 right? Then tokens find their experts and the way back.",
             "Who sees which tokens: the router of a rank, an expert of a rank, everything else? Whose gradient is a "

@@ -1,7 +1,7 @@
 """Hunt in step 8: what is right in every dimension alone, and wrong together."""
 
 from common.labs.copies import Edit
-from common.labs.hunt import Bug, Hunt
+from common.labs.hunt import Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, FUSED, LAYERS = "step08_5d/train.py", "step08_5d/fused.py", "step04_tensor_parallel/tensor_parallel.py"
@@ -15,7 +15,7 @@ COPIES_OF_TP = Bug(
     why="The gains of norms are whole on every rank of a tensor-parallel group, and every rank counts them in the "
     "gradient norm, so their squares enter it tp times. The weights are right until gradients are clipped; then "
     "every update is too small, the more so the larger tp is.",
-    source="Who shipped it: NeMo RL, for whatever its plan for tensor parallelism left whole "
+    source="NeMo RL, for whatever its plan for tensor parallelism left whole "
     "(https://github.com/NVIDIA-NeMo/RL/pull/3788); Transformer Engine on ROCm, where the norm came out 1.5 times "
     "too large (https://github.com/ROCm/TransformerEngine/pull/715).",
 )
@@ -27,7 +27,7 @@ HEAD_WITHOUT_SPLIT = Bug(
     why="The head with the loss in it takes the place of step 4's column-parallel layer, and must begin as that "
     "does: every rank has some columns, so the gradient of its input is a part of a sum over the group. Without the "
     "operator all layers below learn from one rank's columns. The loss is right.",
-    source="Who shipped it: the same happened in SkyRL with a fused head (a gradient that was summed, but into another "
+    source="the same happened in SkyRL with a fused head (a gradient that was summed, but into another "
     "tensor): https://github.com/NovaSky-AI/SkyRL/pull/1886.",
 )
 
@@ -36,18 +36,12 @@ LABS = [
         id="hunt-08-a",
         title="Right alone, wrong together",
         minutes=30,
-        task="""\
-Four ranks train with two dimensions at once, and should train what one process trains. Since the last commit they do
-not.
-
-    bash run.sh
-
-trains both and lays one run on top of the other.
-
-Find the line, write it into `answer.toml`, and repair it in this folder. The bug may be in a file of an earlier step.
-
-*Before:* lesson 8. *Graded:* half for the place, half for the fix, on a training that you have not seen.
-""",
+        task=handout(
+            "Four ranks train with two dimensions at once, and should train what one process trains. Since the last "
+            "commit they do not.",
+            before="lesson 8",
+            note="The bug may be in a file of an earlier step.",
+        ),
         hints=(
             "Take one dimension away after the other, also on fewer ranks. Which one brings the bug?",
             "Does it reach the losses of later steps, or the gradient norm alone?",

@@ -1,12 +1,15 @@
 """Labs of the kind hunt: each bug is visible in what its lab lets the student run, and its repair passes."""
 
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from common.errors import UsageError
+from common.labs import __main__ as command
 from common.labs import forks, training
 from common.labs.copies import edited, read
 from common.labs.find import ROOT
@@ -20,7 +23,7 @@ from step05_pipeline.labs import hunt_stages
 from step06_context_parallel.labs import hunt_ring
 from step07_expert_parallel.labs import hunt_experts
 from step08_5d.labs import hunt_together
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_command, run_ranks
 
 MODULES = hunt_means, hunt_samples, hunt_shards, hunt_parts, hunt_stages, hunt_ring, hunt_experts, hunt_together
 LABS = [lab for module in MODULES for lab in module.LABS]
@@ -52,6 +55,11 @@ def place(lab: Hunt, bug: Bug) -> tuple[str, int]:
     return file, ranges[0][0]
 
 
+def repair(folder: Path, bug: Bug) -> None:
+    for file in edited(bug.edits):
+        shutil.copyfile(ROOT / file, folder / file)
+
+
 @each
 def test_a_bug_is_visible_and_its_repair_passes(lab, student, tmp_path):
     bug, folder = lab.bug(student), tmp_path / "lab"
@@ -68,9 +76,29 @@ def test_a_bug_is_visible_and_its_repair_passes(lab, student, tmp_path):
         (folder / file).write_text(f"# I have been here\n{read(folder / file)}")
         found = lab.check(folder, student)
         assert found.score == 0.5 and "On a training that you have not seen" in found.feedback[1]
-    for file in edited(bug.edits):
-        shutil.copyfile(ROOT / file, folder / file)
+    repair(folder, bug)
     assert lab.check(folder, student).passed
+    right, wrong = train([(run, folder) for run in bug.seen], tmp_path / "runs", SMALL)
+    assert not first_difference(right, wrong, TOLERANCE), "run.sh still shows a difference"
+
+
+@slow
+@pytest.mark.parametrize(("lab", "student"), VARIANTS, ids=names)
+def test_the_handout(lab, student, tmp_path):
+    """As a student would: start, `bash run.sh`, see the bug in what it prints, repair it, check."""
+    bug, folder, home = lab.bug(student), tmp_path / lab.id, ("--home", str(tmp_path))
+    assert command.main(["start", lab.id, "--student", str(student), *home]) == 0
+    assert "    bash run.sh\n" in read(folder / "TASK.md")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # `python` and `torchrun` are those of the environment
+    done = run_command(["bash", "run.sh"], cwd=folder, env={"PATH": path}, timeout=300)
+    rows = re.findall(r'^(\w+)  "step": (\d) "loss": (\S+) "grad_norm": (\S+)$', done.stdout, re.MULTILINE)
+    assert [row[:2] for row in rows] == [(name, step) for step in "012" for name in ("right", "wrong")], done
+    pairs = [(float(a), float(b)) for row in zip(rows[::2], rows[1::2]) for a, b in list(zip(*row))[2:]]
+    assert any(abs(a - b) > TOLERANCE * abs(a) for a, b in pairs), done.stdout
+    assert done.returncode == 1 and "\nFAIL " in done.stdout, done
+    answer(folder, *place(lab, bug))
+    repair(folder, bug)
+    assert command.main(["check", *home]) == 0
 
 
 @pytest.mark.parametrize(("lab", "student"), VARIANTS, ids=names)
