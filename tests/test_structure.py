@@ -138,7 +138,7 @@ def test_a_mechanism_can_be_read(step):
     """The files that a lesson lists at the beginning of *The code* make up its mechanism."""
     lesson = (ROOT / step / "README.md").read_text()
     found = re.search(r"^## The code[^\n]*\n+```\n(.*?)^```", lesson, re.DOTALL | re.MULTILINE)
-    files = re.findall(r"^(\S+\.py) +\S", found.group(1), re.MULTILINE)
+    files = dict.fromkeys(re.findall(r"^(\S+\.py) +\S", found.group(1), re.MULTILINE))  # each once
     text = "".join((ROOT / step / file).read_text() for file in files)
     lines = len(re.sub(r"^ *# --- (write this yourself|until here) ---\n", "", text, flags=re.MULTILINE).splitlines())
     assert 0 < lines <= MOST_LINES.get(step_of(f"{step}.train"), 650), f"{step}: {lines} lines in {', '.join(files)}"

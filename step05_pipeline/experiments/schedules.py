@@ -10,7 +10,7 @@ from step05_pipeline.schedules.validator import check_schedule
 UNIT = "time; 1 is the forward of a quarter of the model"
 LLAMA3 = "llama3 with N = 8"
 GALLERY = {"afab": "AFAB", "1f1b": "1F1B", "interleaved": "interleaved, two stages per rank"}
-GALLERY |= {"zb-h1": "ZB-H1", "zbv": "ZBV, two stages per rank"}
+GALLERY |= {"zb-h1": "ZB-H1", "zbv": "ZBV, two stages per rank, in a V"}
 
 
 def played(name: str, ranks: int = 4, micro_batches: int = 8, chunks: int | None = None) -> Timeline:
