@@ -72,25 +72,28 @@ def sweep(options) -> None:
 
 
 def calibrate(options) -> None:
-    """Fit the rates of this machine to every third run of a sweep, and judge them on the others."""
+    """Fit the rates of this machine to a third of a sweep's runs and judge them on the others, with each third once."""
     from step08_5d.planning import calibration, pictures
     from step08_5d.planning import sweep as sweeps
 
     asked, cores = sweeps.read(options.file), options.cores or len(os.sched_getaffinity(0))
-    records = sweeps.records(asked.folder)
+    records = sweeps.fastest(asked.folder)
     runs = calibration.measured(records, asked.folder, progress=True)
     if len(runs) < 9:
         raise UsageError(f"{asked.folder} has {len(runs)} runs that ended; a calibration needs 9")
-    seen, others = runs[::3], [run for index, run in enumerate(runs) if index % 3]
-    rates = calibration.fit(seen, cores)
+    thirds = [runs[first::3] for first in range(3)]
+    fitted = [calibration.fit(seen, cores) for seen in thirds]
+    seen, rates = thirds[0], fitted[0]
     guesses, names = {run.name: calibration.seconds(run.layout, rates, cores) for run in runs}, {r.name for r in seen}
     pictures.print_markdown(records, guesses, names)
     print_table("seconds", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates._asdict().items()])
-    found = calibration.judge(others, rates, cores)
-    print(
-        f"\non the {found.runs} runs that the fit has not seen: Kendall's tau {found.kendall:.2f}, median error "
-        f"{found.error:.0%}; the run predicted to be the fastest takes {found.regret:.0%} longer than the fastest"
-    )
+    rows = []
+    for number, (seen_by_it, found_by_it) in enumerate(zip(thirds, fitted)):
+        judged = calibration.judge([run for run in runs if run not in seen_by_it], found_by_it, cores)
+        cells = f"{judged.kendall:.2f}", f"{judged.error:.0%}", f"{judged.regret:.0%}"
+        rows.append((f"{('first', 'second', 'last')[number]} third", judged.runs, *cells))
+    header = ("fitted to the", "other runs", "Kendall's tau", "median error", "best predicted / best, more")
+    print_table("on runs that the fit has not seen", header, rows)
     if again := calibration.scatter(sweeps.history(asked.folder)):
         print(f"{again.runs} runs, repeated: Kendall's tau {again.kendall:.2f}, median difference {again.error:.0%}")
     reals = {run.name: run.seconds for run in runs}

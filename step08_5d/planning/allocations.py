@@ -17,7 +17,6 @@ class Allocations(TorchDispatchMode):
     peak    the most that existed at a time
     flops   of matrix products and attention
     number  of operations that compute or copy something
-    touched bytes that all operations but these products read and write
 
     What has no name of its own in an operation (a buffer inside a kernel) is not seen.
 
@@ -32,7 +31,7 @@ class Allocations(TorchDispatchMode):
 
     def start_over(self) -> None:
         """Forget all but the storages that exist."""
-        self.peak = self.reported = self.flops = self.number = self.touched = 0
+        self.peak = self.reported = self.flops = self.number = 0
 
     def __enter__(self) -> "Allocations":
         self.resize = torch.UntypedStorage.resize_
@@ -52,14 +51,11 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = self.call(function, args, kwargs or {})
-        flops, results = count(function, args), [each for each in tree_iter(result) if isinstance(each, torch.Tensor)]
-        self.flops += flops
-        if not function.is_view:
-            self.number += 1
-            operands = () if flops else (each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor))
-            self.touched += sum(each.nbytes for each in (*operands, *(() if flops else results)))
-        for each in results:
-            self.see(each.untyped_storage())
+        self.flops += count(function, args)
+        self.number += not function.is_view
+        for each in tree_iter(result):
+            if isinstance(each, torch.Tensor):
+                self.see(each.untyped_storage())
         return result
 
     def call(self, function, args: tuple, kwargs: dict):

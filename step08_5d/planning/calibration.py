@@ -1,9 +1,9 @@
 """How long a step takes on the machine at hand: what dry runs count, times a few rates that measured runs show.
 
-The model of `speed.py` is one of GPUs. Ranks on a CPU share its cores, and each small operation and each message costs
-as much as a large one. So here a rank's work is what its dry run counts, and a machine is eight numbers. They are
-fitted to some of a sweep's runs: all are seconds for something, so the fit is linear, and none can be negative. Whether
-they are any good, the other runs say.
+The model of `speed.py` is one of GPUs. Ranks on a CPU share its cores, and each small operation costs as much as a
+large one. So here a rank's work is what its dry run counts, and a machine is six numbers. They are fitted to some of a
+sweep's runs: all are seconds for something, so the fit is linear, and none can be negative. Whether they are any good,
+the other runs say.
 """
 
 import json
@@ -30,9 +30,8 @@ class Work(NamedTuple):
 
     flops: float
     operations: float
-    touched: float  # bytes
-    messages: float  # a collective over N ranks counts as N - 1, an all-reduce as twice that
     sent: float  # bytes
+    waits: float = 0.0  # for messages that nothing hides: one for each, two for an all-reduce
     far: float = 0.0  # bytes of these that leave the node while nobody computes, on average over ranks that do the same
     behind: float = 0.0  # the same of gradients and weights, which may hide behind computing
     hops: float = 0.0  # messages between nodes that wait for each other
@@ -54,15 +53,13 @@ class Rates(NamedTuple):
 
     flops: float = 2e-11
     operations: float = 1e-5
-    touched: float = 1e-10
-    messages: float = 1e-4
     sent: float = 1e-9
-    waiting: float = 1e-4  # until a message of the busiest rank has arrived, on idle cores
+    waits: float = 1e-4  # until a message of the busiest rank has arrived, if every rank has a core of its own
     cable: float = 1.0  # for each second that a cable is busy,
     behind: float = 1.0  # and with what may hide: less, as far as it does
 
 
-OF_CORES = 5  # of the rates: the others are no work
+OF_CORES = 3  # of the rates: the others are no work
 
 
 def work_of(run: DryRun, rank: int, of_node: int | None = None) -> Work:
@@ -71,17 +68,19 @@ def work_of(run: DryRun, rank: int, of_node: int | None = None) -> Work:
     Args:
         of_node: how many ranks are on each node (default: all).
     """
-    groups, messages = all_groups(Degrees.of(run.config), run.config.model_config.kv_heads), 0.0
+    groups, waits = all_groups(Degrees.of(run.config), run.config.model_config.kv_heads), 0.0
     far, hops = {False: 0.0, True: 0.0}, 0.0  # far: by whether it may hide
     for (group, op), (number, size) in run.sent.items():
         ranks = next(each for each in groups[group] if rank in each)
-        rounds = 1 if op == "send" else (len(ranks) - 1) * (2 if op == "all_reduce" else 1)
-        messages += number * rounds
+        of_weights = "shard" in group or "replica" in group
+        # Those of weights and gradients, and keys and values of a ring, travel while the rank computes
+        if not (of_weights or group == "cp" and op != "all_to_all"):
+            waits += number * (2 if op == "all_reduce" else 1)
         if of_node and (leaving := share_between_nodes([each // of_node for each in ranks], group, op)):
-            far["shard" in group or "replica" in group] += size * leaving
-            hops += number * (rounds if op == "all_reduce" else 1)
+            far[of_weights] += size * leaving
+            hops += number * (2 * (len(ranks) - 1) if op == "all_reduce" else 1)
     sent = sum(size for _, size in run.sent.values())
-    return Work(run.flops, run.operations, run.touched, messages, sent, far[False], far[True], hops)
+    return Work(run.flops, run.operations, sent, waits, far[False], far[True], hops)
 
 
 def share_between_nodes(nodes: list[int], group: str, op: str) -> float:
@@ -118,14 +117,16 @@ def costs(layout: LayoutWork, rates: Rates, cores: int) -> list[float]:
     """Return what a step consists of, in the order of `Rates`: the sum of costs times rates is its time.
 
     Ranks share the cores; but the stages of a pipeline cannot all work at the same time, either. Whichever takes longer
-    with these rates counts, the work of all or the critical path of the busiest stage.
+    with these rates counts, the work of all or the critical path of the busiest stage. Where ranks share cores, a rank
+    also waits for its turn after a message has arrived.
     """
     works = [work[:OF_CORES] for work in layout.stages]
     busiest = max(works, key=lambda work: _dot(work, rates))
     shared = [sum(each) * layout.ranks / min(cores, len(works) * layout.ranks) for each in zip(*works)]
     alone = [each * (1 + (len(works) - 1) / layout.units) for each in busiest]
     mine = max(shared, alone, key=lambda work: _dot(work, rates))
-    return [*mine, max(work.messages for work in layout.stages), layout.cable, layout.behind]
+    turns = max(1, len(works) * layout.ranks / cores)
+    return [*mine, turns * max(work.waits for work in layout.stages), layout.cable, layout.behind]
 
 
 def seconds(layout: LayoutWork, rates: Rates, cores: int) -> float:
@@ -148,9 +149,9 @@ class Measured(NamedTuple):
 def measured(records: list[dict], folder: Path, progress: bool = False) -> list[Measured]:
     """The runs of a sweep that ended, each with the work of its layout, which takes a dry run of each stage.
 
-    What dry runs have counted is kept in the sweep's folder, in layouts.json.
+    What dry runs have counted is kept in the sweep's folder, in work.json.
     """
-    file, result = folder / "layouts.json", []
+    file, result = folder / "work.json", []
     played = json.loads(file.read_text()) if file.exists() else {}
     ended = [each for each in records if each["status"] == "ok"]
     for each in tqdm(ended, unit="dry run", disable=None if progress else True):

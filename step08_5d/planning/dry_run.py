@@ -53,7 +53,6 @@ class DryRun(NamedTuple):
     sent: dict[tuple[str, str], tuple[float, float]]  # by group and operation: how many, and the bytes of all
     flops: float  # of products and attention
     operations: int  # that compute or copy something
-    touched: float  # bytes that operations other than products read and write
 
 
 def configuration(argv: list[str], world: int) -> TrainConfig:
@@ -119,7 +118,7 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
         between,
         allocations.peak,
         added([Message(call.group, call.op, call.bytes, 1) for call in calls if call.op != "receive"]),
-        *(allocations.flops, allocations.number, allocations.touched),
+        *(allocations.flops, allocations.number),
     )
 
 

@@ -186,6 +186,12 @@ def records(folder: Path) -> list[dict]:
     return [each[-1] for each in history(folder).values()]
 
 
+def fastest(folder: Path) -> list[dict]:
+    """Of each run that has ended, the record with the shortest step: other programs can only slow a run down."""
+    ended = [[each for each in records if each["status"] == "ok"] for records in history(folder).values()]
+    return [min(each, key=lambda record: record["step_time_s"]) for each in ended if each]
+
+
 def history(folder: Path) -> dict[str, list[dict]]:
     """All records of each run, the newest last: --again repeats runs."""
     file = folder / "runs.jsonl"

@@ -109,18 +109,20 @@ def test_commands(grid, monkeypatch):
 
 def test_rates_that_made_the_times_are_found_again():
     """Runs whose seconds follow the model are predicted within 3 %, although something has disturbed one of them."""
-    true = Rates(3e-11, 2e-5, 0.0, 3e-4, 2e-9, 2e-4, 1.1, 0.5)
+    true = Rates(3e-11, 2e-5, 2e-9, 2e-4, 1.1, 0.5)
     runs = []
     for n in range(36):
-        work = Work(1e9 * (1 + n % 5), 1e4 * (1 + n % 3), 1e8 * (1 + n % 7), 50.0 * (n % 4), 1e6 * (1 + n % 11))
+        work = Work(1e9 * (1 + n % 5), 1e4 * (1 + n % 3), 1e6 * (1 + n % 11), 50.0 * (n % 4))
         layout = LayoutWork([work] * (1 + n % 2), 1 + n % 3, 4, 4096, 0.5 * (n % 6 == 5), 0.5 * (n % 7 == 6))
         runs.append(Measured(str(n), layout, calibration.seconds(layout, true, 2) * (1.5 if n == 6 else 1)))
     rates = calibration.fit(runs[::2], 2)
     found = calibration.judge(runs[1::2], rates, 2)
     assert found.kendall > 0.95 and found.error < 0.03 and found.regret < 0.03
     # two stages, one rank each on two cores: the slower one, and half of it again for one of two micro-batches
-    assert calibration.seconds(LayoutWork([Work(1, 0, 0, 0, 0), Work(2, 0, 0, 0, 0)], 1, 2, 1), Rates(1), 2) == 3
-    assert calibration.seconds(LayoutWork([Work(1, 0, 0, 0, 0)], 4, 2, 1), Rates(1), 2) == 2
+    assert calibration.seconds(LayoutWork([Work(1, 0, 0), Work(2, 0, 0)], 1, 2, 1), Rates(1), 2) == 3
+    assert calibration.seconds(LayoutWork([Work(1, 0, 0)], 4, 2, 1), Rates(1), 2) == 2
+    crowd = LayoutWork([Work(0, 0, 0, 3)], 4, 2, 1)
+    assert calibration.seconds(crowd, Rates(waits=1), 2) == 6, "four ranks take turns on two cores"
     assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
     assert kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3), "a tie is in no order"
     assert nonnegative_least_squares([[1, 1], [1, 0]], [1, 2], [1, 1]) == pytest.approx([1.5, 0])
@@ -144,13 +146,17 @@ def test_what_crosses_the_cable():
     assert calibration.share_between_nodes([0, 0, 1, 1], "tp", "all_gather") == pytest.approx(2 / 3)
 
 
-def test_repetitions_bound_the_model():
+def test_repetitions_bound_the_model(tmp_path):
     def runs(*speeds):
         return [{"status": "ok", "tokens_per_s": speed} for speed in speeds]
 
     found = calibration.scatter({"a": runs(9, 1, 2), "b": runs(4, 4), "c": runs(3, 3), "d": runs(7)})
     assert (found.runs, found.error, found.kendall) == (3, 0, 1)
     assert calibration.scatter({"a": runs(1, 2)}) is None
+    records = [("a", "ok", 3), ("b", "hang", 0), ("a", "ok", 2), ("a", "crash", 1), ("b", "ok", 4)]
+    lines = [json.dumps({"id": name, "status": status, "step_time_s": time}) for name, status, time in records]
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines))
+    assert [each["step_time_s"] for each in sweep.fastest(tmp_path)] == [2, 4]
 
 
 def test_laptop_is_accepted():
