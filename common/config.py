@@ -127,6 +127,7 @@ class TrainConfig:
     fp8: str = flag("none", 8, "model", "multiply in FP8; what shares a scale (naive: nothing is scaled)", FP8)
     fp8_gradients: str = flag("e4m3", 8, "model", "--fp8: the format of gradients", ("e4m3", "e5m2"))
     fp8_dispatch: bool = flag(False, 8, "model", "--fp8: tokens travel to their experts in FP8")
+    fp8_gather: bool = flag(False, 8, "layout", "--fp8, --zero 3: weights are gathered in FP8")
     moments: str = flag("float32", 8, "update", "type in which AdamW's moments are stored", ("float32", "bfloat16"))
     order: str = flag("tp,cp,pp,dp", 8, "layout", "how the degrees are laid over the ranks, from near to far")
     shapes: bool = flag(False, 8, "logging", "print (and draw) a layer's shapes, bytes and messages")

@@ -24,6 +24,12 @@ def check_fp8(config: TrainConfig) -> None:
     if config.fp8_dispatch and (config.fp8 == "none" or not config.model_config.experts):
         raise UsageError("--fp8-dispatch needs --experts, and one of --fp8")
     given, model, tp = f"--fp8 {config.fp8}", config.model_config, config.tp
+    if config.fp8_gather and (config.fp8 == "none" or config.zero < 3):
+        raise UsageError("--fp8-gather needs --zero 3, and one of --fp8")
+    if config.fp8_gather and config.fp8 in ("row", "mx"):
+        raise UsageError(f"--fp8-gather: {given} casts a weight differently in the backward, so it would travel twice")
+    if config.fp8_gather and config.dtype == "float16":
+        raise UsageError("--fp8-gather: --dtype float16 cannot hold the smallest numbers of FP8 with their scales")
     if tp > 1 and config.tp_mode == "chunked" and config.fp8 in ("tensor", "row"):
         raise UsageError(f"{given} wants the largest number of a whole tensor, before --tp-mode chunked has all parts")
     if config.fp8 != "none" and model.kv_heads < tp:

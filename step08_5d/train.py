@@ -37,7 +37,7 @@ from step07_expert_parallel.moe import apply_experts
 from step08_5d.config import check
 from step08_5d.fused import apply_kernels
 from step08_5d.fused_adamw import optimizer_class
-from step08_5d.narrow_numbers.layers import apply_fp8
+from step08_5d.narrow_numbers.layers import apply_fp8, finish_fp8
 from step08_5d.shapes import show_shapes
 from step08_5d.weight_sums import sum_in_products
 
@@ -99,6 +99,7 @@ def train_step(
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
         statistics = balancing.finish(skip=scaler.overflow(norm))
+        finish_fp8(pipeline.stages, mesh)
         collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
         collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
     return {"loss": loss, "grad_norm": norm} | statistics

@@ -33,6 +33,7 @@ TABLE = {
         --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile; --moments bfloat16""",
     ("--fp8 tensor", "numbers"): "--fp8-gradients e5m2",
     (f"--fp8 tile {MOE}", "numbers"): "--fp8-dispatch",
+    ("--fp8 tile --zero 3", "calls"): "--fp8-gather",
     (MOE, "numbers"): """--top-k 3; --shared-experts 1; --dense-layers 1; --expert-ffn 24; --gate sigmoid;
         --expert-groups 2 --node-limit 1; --balance none; --aux-coef 0.5; --z-coef 0.1; --capacity-factor 0.5""",
     (f"{MOE} --expert-groups 2 --node-limit 2", "numbers"): "--node-limit 1",

@@ -113,15 +113,14 @@ def labels(runs: list[Run]) -> list[str]:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """What a reader should know beside the table: other settings, other lengths, what was not checked."""
+    """What a reader should know beside the table: other flags or another shape, other lengths, what was not checked."""
     result, reference = [], rows[0].run
     for run, name in ((row.run, row.name) for row in rows):
         if "corpus_sha256" not in run.config:
             result.append(f"{name}: no corpus_sha256 in config.json, the corpus was not checked")
         if run.records.keys() != reference.records.keys():
             result.append(f"{name}: has {len(run.records)} steps, {len(reference.records)} in the reference")
-        ours, theirs = run.config | run.config.get("model_config", {}), reference.config
-        theirs = theirs | theirs.get("model_config", {})  # the shape that results from the flags, under the same names
+        ours, theirs = (each.config | each.config.get("model_config", {}) for each in (run, reference))
         numbers = [key for key in flag_names("model", "data", "update") if key in ours.keys() & theirs.keys()]
         changed = [f"{key} {ours[key]} instead of {theirs[key]}" for key in numbers if ours[key] != theirs[key]]
         result += [f"{name}: has {', '.join(changed)}"] if changed else []

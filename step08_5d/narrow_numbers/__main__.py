@@ -6,11 +6,12 @@ python -m step08_5d.narrow_numbers --only divergence
 
 from common.experiments.runner import run_experiments
 from step08_5d.narrow_numbers.experiments.memory import memory
+from step08_5d.narrow_numbers.experiments.messages import messages
 from step08_5d.narrow_numbers.experiments.pictures import formats
 from step08_5d.narrow_numbers.experiments.products import four_bits, outliers
 from step08_5d.narrow_numbers.experiments.training import divergence, underflow
 
-EXPERIMENTS = [formats, outliers, underflow, divergence, memory, four_bits]
+EXPERIMENTS = [formats, outliers, underflow, divergence, memory, messages, four_bits]
 
 if __name__ == "__main__":
     raise SystemExit(run_experiments(__package__, __doc__, EXPERIMENTS, step="step08_5d/narrow_numbers"))

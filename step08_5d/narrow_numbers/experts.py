@@ -50,6 +50,12 @@ class ExpertProducts:
         return out
 
 
+def products_of(weight: Tensor) -> list[Products]:
+    """What multiplies in FP8 with this weight: one for a linear layer, one for each expert, none for other weights."""
+    products = getattr(weight, "products", None)
+    return getattr(products, "each", [products] if products else [])
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts):

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common import collectives
 from common.process_groups import Mesh
-from step08_5d.narrow_numbers.scaling import largest_of, scales_for
+from step08_5d.narrow_numbers.scaling import largest_of, largest_of_all, scales_for
 
 STEPS = 16  # whose largest numbers are kept
 OPERANDS = ("x", "weight", "gradient")
@@ -41,16 +40,11 @@ def finish_step(histories: Sequence[Tensor], mesh: Mesh) -> None:
     histories: (..., 3, 1 + STEPS) each, with a spec whose groups are those of the weight.
     """
     histories = sorted(histories, key=lambda each: each.spec.name)  # two copies of a stage have them in any order
-    for name in sorted({name for each in histories for name in _groups_of(each)}):
-        notes = [each[..., 0] for each in histories if name in _groups_of(each)]
-        joined = torch.cat([each.flatten() for each in notes])
-        collectives.all_reduce(joined, getattr(mesh, name), op="max")
-        for note, part in zip(notes, joined.split([each.numel() for each in notes]), strict=True):
-            note.copy_(part.view_as(note))
+    groups = [(*each.spec.shard_groups, *each.spec.extra_groups) for each in histories]
+    largest_of_all(
+        [(each[..., 0], [getattr(mesh, name) for name in names]) for each, names in zip(histories, groups, strict=True)]
+    )
     for each in histories:
+        each[..., 0].masked_fill_(~each[..., 0].isfinite(), 0)  # a step that overflows, as in float16, teaches nothing
         each.copy_(each.roll(1, -1))
         each[..., 0] = 0
-
-
-def _groups_of(history: Tensor) -> tuple[str, ...]:
-    return *history.spec.shard_groups, *history.spec.extra_groups

@@ -16,7 +16,8 @@ from common.process_groups import Group, Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from step08_5d.narrow_numbers.dispatch import NarrowJourney
-from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts
+from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts, products_of
+from step08_5d.narrow_numbers.gather import NarrowGather
 from step08_5d.narrow_numbers.history import OPERANDS, STEPS, History, finish_step
 from step08_5d.narrow_numbers.linear import FORMATS, Products
 from step08_5d.weight_sums import accumulate
@@ -46,15 +47,18 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
                     make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], blocks_of_tokens=False)
                     weight.products = ExpertProducts([make(history=history) for history in each])
                     weight.postpone = partial(accumulate, zero)
-    if histories:  # a step ends where its gradients are asked for
-        finish = zero_wrappers[0].finish
-
-        def compare_and_finish() -> list[Tensor]:
-            finish_step(histories, mesh)
-            return finish()
-
-        zero_wrappers[0].finish = compare_and_finish
+        for unit in zero.units if config.fp8_gather else ():
+            if unit.group.size > 1 and any(map(products_of, unit.parameters)):
+                unit.all_gather = NarrowGather(unit)
     return histories
+
+
+def finish_fp8(stages: list[Decoder], mesh: Mesh) -> None:
+    """End a step: delayed scales learn from what it has seen, and those of gathered weights are out of date."""
+    weights = [weight for stage in stages for weight in stage.parameters()]
+    for products in (products for weight in weights for products in products_of(weight)):
+        products.gathered = None
+    finish_step([weight.history for weight in weights if hasattr(weight, "history")], mesh)
 
 
 def _cut(module: nn.Linear, shared: bool, mesh: Mesh) -> dict[str, tuple[Group, ...]]:
@@ -85,5 +89,6 @@ def _history(weight: nn.Parameter, histories: list[Tensor], config: TrainConfig,
         extra_groups=spec.extra_groups if experts else (*spec.extra_groups, "tp"),
         owner=first,
     )
+    weight.history = history
     histories.append(history)
     return [History(each) for each in history] if experts else History(history)

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.model import at_least_float32
 from common.process_groups import Group
 from step08_5d.narrow_numbers.history import History
-from step08_5d.narrow_numbers.scaling import Narrow, block_of, largest_of, quantise, scales_for
+from step08_5d.narrow_numbers.scaling import Block, Narrow, block_of, largest_of, quantise, scales_for
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -72,6 +72,8 @@ class Products:
         history: gives scales before the numbers are there; see `history.py`.
         blocks_of_tokens: whether neighboring tokens form blocks. Those of an expert do not: which ones are neighbors
             depends on the layout. There, a feature has one scale for all tokens.
+
+    gathered: the scales of the weight in this step, if ZeRO-3 gathers it in FP8 (see `gather.py`); else None.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Products:
     ):
         self.recipe, self.gradients, self.cut = recipe, gradients, cut
         self.history, self.blocks_of_tokens = history, blocks_of_tokens
+        self.gathered: Tensor | None = None
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., in), weight (out, in) -> y (..., out)."""
@@ -117,12 +120,18 @@ class Products:
         """An operand (rows, columns) in FP8: `what` it is, and the names of its axes."""
         dtype = self.gradients if what == "gradient" else FORMATS["e4m3"]
         block = self._block(what, columns)
-        whole = [axis for axis, size in zip((rows, columns), block) if size is None]
-        if self.recipe == "naive":
+        if what == "weight" and self.gathered is not None:
+            scales = self.gathered if rows == "out" else self.gathered.t()
+        elif self.recipe == "naive":
             scales = torch.ones(1, 1, dtype=at_least_float32(x.dtype), device=x.device)
         elif self.history is not None:
             scales = self.history.scales(what, x, dtype)
         else:
-            groups = [group for axis in whole for group in self.cut.get(axis, ())]
+            groups = self.groups(block, rows, columns)
             scales = scales_for(largest_of(x, block, groups), dtype, self.recipe == "mx")
         return quantise(x, dtype, block, scales)
+
+    def groups(self, block: Block, rows: str, columns: str) -> list[Group]:
+        """Whose ranks hold other parts of a block of an operand with these axes."""
+        whole = [axis for axis, size in zip((rows, columns), block, strict=True) if size is None]
+        return [group for axis in whole for group in self.cut.get(axis, ())]

@@ -76,6 +76,17 @@ def largest_of(x: Tensor, block: Block, groups: Sequence[Group] = ()) -> Tensor:
     return largest
 
 
+def largest_of_all(largest: Sequence[tuple[Tensor, Sequence[Group]]]) -> None:
+    """Make of each tensor the largest numbers that any rank of its groups has, in one message per group."""
+    every = {group.name: group for _, groups in largest for group in groups}
+    for name in sorted(every):
+        mine = [each for each, groups in largest if every[name] in groups]
+        joined = torch.cat([each.flatten() for each in mine])
+        collectives.all_reduce(joined, every[name], op="max")
+        for each, part in zip(mine, joined.split([each.numel() for each in mine]), strict=True):
+            each.copy_(part.view_as(each))
+
+
 def scales_for(largest: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
     """The scales that map these numbers to the largest number of the format.
 

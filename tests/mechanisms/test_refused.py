@@ -56,7 +56,10 @@ REFUSED = {  # by step, world size and other flags: those named in the error lin
     (7, 3, BASE): "--ep 3 --experts 4 | --global-batch 6",
     (8, 1, BASE): """--fp8-gradients e5m2 | | --fp8; --fp8-dispatch | --fp8 tile | --experts;
     --fp8-dispatch | --experts 4 | --fp8; --moments bfloat16 | --optimizer sgd | --optimizer adamw;
-    --moments bfloat16 | --dtype float16 | --dtype float16""",
+    --moments bfloat16 | --dtype float16 | --dtype float16;
+    --fp8-gather | --fp8 tile --zero 2 | --zero; --fp8-gather | --zero 3 | --fp8;
+    --fp8-gather --fp8 row | --zero 3 | twice; --fp8-gather --fp8 mx | --zero 3 | twice;
+    --fp8-gather --dtype float16 | --fp8 tile --zero 3""",
     (8, 2, BASE): """--fp8 tensor --tp-mode chunked | --tp 2; --fp8 row --ep 1 | --tp 2 --experts 4 | tp 2;
     --fp8 naive --tp 2 --kv-heads 1; --fp8 mx --tp 2 | | --heads 24 columns 32;
     --fp8 mx --seq-len 96 | --cp 2 | 4 32; --fp8 tile --seq-len 256 | --cp 2 | 4 128;

@@ -5,7 +5,7 @@ from tests.mutants import Mutants
 MUTANTS = Mutants(r"""
 @ step08_5d.narrow_numbers.linear:Products._narrow
 # Every rank takes the largest number of its own part
-scale not reduced over tp: groups = [group for axis in whole for group in self.cut.get(axis, ())] => groups = []
+scale not reduced over tp: groups = self.groups(block, rows, columns) => groups = []
 # The scale of the first micro-batch's gradient serves for all that follow
 gradient scale reused: return quantise(x, dtype, block, scales) =>
     if what == "gradient": scales = self.__dict__.setdefault("kept", scales)\n    …
@@ -19,7 +19,13 @@ weight gradient in bfloat16: return multiply(left, right, at_least_float32(x.dty
 blocks across sequences: F.pad(x, (0, 0, 0, -x.shape[-2] % (columns or 1))) => x
 @ step08_5d.narrow_numbers.scaling:cast
 saturation left out: return x.clamp(-top, top).where(x.isfinite(), torch.nan).to(dtype) => return x.to(dtype)
-@ step08_5d.narrow_numbers.layers:finish_step
+@ step08_5d.narrow_numbers.history:largest_of_all
 # What a rank has seen, it keeps to itself: the scales of one weight drift apart
-notes not compared: collectives.all_reduce(joined, getattr(mesh, name), op="max") => pass
+notes not compared: collectives.all_reduce(joined, every[name], op="max") => pass
+@ step08_5d.narrow_numbers.gather:NarrowGather._find_scales
+# Every rank casts its shard with the scales of what it holds
+scale not reduced over the shards: (group, *holders[part]) => holders[part]
+@ step08_5d.train:finish_fp8
+# The scales of the first step serve for all
+scales never renewed: products.gathered = None => pass
 """)

@@ -6,7 +6,7 @@ from tests.mechanisms.step08.test_narrow_numbers import check_cast, check_weight
 from tests.mutants.patches import patched
 from tests.mutants.patches_fp8 import MUTANTS
 from tests.parity.runs import ADAMW, SGD, UNTIED, assert_parity
-from tests.parity.test_fp8 import DELAYED, NOW, SHAPE, TILE, TOLERANCE, one_process, run_narrow
+from tests.parity.test_fp8 import DELAYED, GATHERED, NOW, SHAPE, TILE, TOLERANCE, one_process, run_narrow
 
 BASE = f"{UNTIED} {SHAPE} --layers 1"
 TRAINED = {  # flags, and the micro-batch of the one process: mutants
@@ -15,6 +15,9 @@ TRAINED = {  # flags, and the micro-batch of the one process: mutants
     ),
     (f"{BASE} {ADAMW} {DELAYED} --dp 2 --micro-batch 3", 6): ("notes not compared",),
     (f"{BASE} {ADAMW} {TILE} --seq-len 36 --dp 2 --micro-batch 3", 2): ("blocks across sequences",),
+    (f"{BASE} {SGD} {TILE} {GATHERED} --dp 2 --micro-batch 3", 3): (
+        *("scale not reduced over the shards", "scales never renewed"),
+    ),
 }
 CHECKED = {"saturation left out": check_cast, "weight gradient in bfloat16": check_weight_gradient}
 

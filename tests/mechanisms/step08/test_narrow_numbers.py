@@ -7,17 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from common import collectives
 from common.parameter import ParameterSpec
 from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers import formats, linear, memory, scaling, sketch
-from step08_5d.narrow_numbers.dispatch import Rounded, pack, unpack
 from step08_5d.narrow_numbers.experts import ExpertProducts
-from step08_5d.narrow_numbers.history import STEPS
+from step08_5d.narrow_numbers.history import STEPS, finish_step
 from step08_5d.narrow_numbers.linear import FORMATS, Products, multiply, multiply_reference
 from step08_5d.narrow_numbers.moments import MOMENTS, NarrowMoments
 from step08_5d.narrow_numbers.scaling import block_of, largest_of, quantise_now, scales_for
-from tests.harness.observing import configure
+from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 from tests.parity.runs import ADAMW, SMALL, TIED, assemble, assert_parity, curve_of, train_here
 
@@ -224,40 +222,16 @@ def test_moments_in_bfloat16():
     assert relative(ours.masters[0], other) < 1e-6
 
 
-# ---- dispatch --------------------------------------------------------------------------------------------------------
-
-
-def dispatched(dtype: str) -> dict[str, int]:
-    """Bytes that this rank sends over `ep` in a step, with and without FP8, by the type that they are sent in."""
-    found = {}
-    for flags in ("", "--fp8-dispatch"):
-        shape = "--hidden 256 --layers 1 --experts 4 --dp 2 --ep 2 --micro-batch 6 --steps 1 --balance none"
-        with collectives.record() as calls:
-            train_here(8, f"{SMALL} {ADAMW} {shape} --fp8 tile {flags} --dtype {dtype}")
-        sent = [(call.phase, call.dtype, call.elements) for call in calls if call.group == "ep"]
-        found[flags] = [each for each in sent if each[1] != "int64"]
-    return found
-
-
-def test_a_dispatch_in_fp8_sends_half_the_bytes():
-    """1 byte per number and 4 for each 128 of them, instead of 2 per number. All that comes back is as before."""
-    for found in run_ranks(2, dispatched, "bfloat16"):
-        (phase, dtype, there), *others = found[""]
-        narrow, *same = found["--fp8-dispatch"]
-        assert (phase, dtype) == ("forward", "bfloat16") and there % 256 == 0
-        assert narrow == ("forward", "uint8", there // 256 * (256 + 4 * 2))
-        assert [each[:2] for each in same] == [each[:2] for each in others] and len(same) == 3
-
-
-def test_rounded_rows_travel_unchanged():
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        rows = Rounded.apply(normal(50, 300).to(dtype))
-        arrived = torch.empty_like(rows)
-        unpack(pack(rows), arrived)
-        assert relative(arrived, rows) < 1e-7 and relative(Rounded.apply(rows), rows) < 1e-7
-
-
 # ---- delayed scales --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_overflows_leaves_no_history():
+    history = torch.zeros(3, 1 + STEPS)
+    history.spec = ParameterSpec("w.largest", (3, 1 + STEPS), ((0, 3), (0, 1 + STEPS)), None)
+    history[:, 0] = torch.tensor([1.0, torch.inf, torch.nan])
+    finish_step([history], mesh_of(configure(8, SMALL, 1)))
+    assert history[:, 1].tolist() == [1.0, 0.0, 0.0] and not history[:, 0].any()
+
 
 EXPERTS = "--experts 4 --expert-ffn 24 --shared-experts 1"
 CHAIN = [  # ranks and layout of each run, which goes on from the one before: a checkpoint holds the histories
