@@ -58,12 +58,13 @@ CHANGES = {
         ("DEGREES = {", "LIMIT = 1\nDEGREES = {"),
         ("        # --- until here ---\n        for weight, ", "§0        for weight, "),
     ],
+    "step08_5d/narrow_numbers": [],
 }
 
 
-def solved(step: int) -> types.ModuleType:
-    """The sketch of a step as its lesson's answer has it."""
-    (folder,) = ROOT.glob(f"step{step:02}_*")
+def solved(step: int | str) -> types.ModuleType:
+    """The sketch of a step, or in a folder, as its lesson's answer has it."""
+    (folder,) = ROOT.glob(step if isinstance(step, str) else f"step{step:02}_*")
     exercises = re.split(r"^\*\*\d\. ", (folder / "README.md").read_text(), flags=re.MULTILINE)
     (answer,) = [each for each in exercises if each.startswith("(change")]
     code = re.findall(r"^```python\n(.*?)^```", answer, re.MULTILINE | re.DOTALL)
@@ -78,7 +79,7 @@ def solved(step: int) -> types.ModuleType:
         for index, part in enumerate(parts):
             after = after.replace(f"§{index}", textwrap.indent(textwrap.dedent(part), indent))
         source = source.replace(found, after)
-    module = types.ModuleType(f"sketch_{step}")
+    module = types.ModuleType(f"sketch_{folder.name}")
     exec(source, module.__dict__)
     for each in functions:
         exec(each, module.__dict__)  # they take the place of the sketch's
@@ -116,3 +117,13 @@ def test_segments_give_the_losses_of_layers(monkeypatch):
     assert expected[-1] < expected[0]
     assert all(each == pytest.approx(expected, rel=1e-12, abs=0) for each in segments.values())
     assert most == {1: 20, 2: 17, 4: 23, 8: 41} and kept == 20 * sketch.WIDTH * sketch.SAMPLES / 4
+
+
+def test_shards_in_fp8_are_the_whole_weight_in_fp8():
+    answer = solved("step08_5d/narrow_numbers")
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    numbers, scale = answer.quantise(weight, answer.TILE)
+    expected = numbers.float() * scale
+    assert torch.equal(answer.gather(weight.chunk(4)), expected)
+    own = torch.cat([answer.gather((shard, shard))[:64] for shard in weight.chunk(4)])  # each beside itself alone
+    assert (own != expected).float().mean().item() == pytest.approx(0.5, abs=1e-3)
