@@ -25,6 +25,8 @@ notes not compared: collectives.all_reduce(joined, every[name], op="max") => pas
 @ step08_5d.narrow_numbers.gather:NarrowGather._find_scales
 # Every rank casts its shard with the scales of what it holds
 scale not reduced over the shards: (group, *holders[part]) => holders[part]
+# The shards of each tensor rank have another scale
+gathered scale not reduced over tp: (group, *holders[part]) => (group,)
 @ step08_5d.train:finish_fp8
 # The scales of the first step serve for all
 scales never renewed: products.gathered = None => pass

@@ -18,6 +18,7 @@ TRAINED = {  # flags, and the micro-batch of the one process: mutants
     (f"{BASE} {SGD} {TILE} {GATHERED} --dp 2 --micro-batch 3", 3): (
         *("scale not reduced over the shards", "scales never renewed"),
     ),
+    (f"{BASE} {SGD} {NOW} {GATHERED} --dp 2 --tp 2 --micro-batch 3", 3): ("gathered scale not reduced over tp",),
 }
 CHECKED = {"saturation left out": check_cast, "weight gradient in bfloat16": check_weight_gradient}
 
@@ -25,7 +26,8 @@ CHECKED = {"saturation left out": check_cast, "weight gradient in bfloat16": che
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: ", ".join(TRAINED[case]))
 def test_parity_shows_it(case):
     flags, micro_batch = case
-    sound, *wrong = run_narrow(2, [flags] * (1 + len(TRAINED[case])), [None, *TRAINED[case]])
+    ranks = 4 if "--dp 2 --tp 2" in flags else 2
+    sound, *wrong = run_narrow(ranks, [flags] * (1 + len(TRAINED[case])), [None, *TRAINED[case]])
     expected = one_process(flags, micro_batch)
     assert_parity(sound, expected, flags, TOLERANCE)
     for name, result in zip(TRAINED[case], wrong, strict=True):
