@@ -35,6 +35,7 @@ class Layout(NamedTuple):
     cp_mode: str = "ring"
     cp_split: str = "zigzag"
     recompute: str = "none"
+    equal_stages: bool = False  # each of layers / pp layers, with which published runs are counted; else as in step 5
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Layout":

@@ -29,7 +29,8 @@ def task_of(student: int) -> Task:
 
 @functools.cache
 def best_of(student: int) -> Plan:
-    return plans(task_of(student))[0][0]
+    """The fastest plan without interleaving, for which `answer.toml` has no field."""
+    return next(plan for plan in plans(task_of(student))[0] if plan.layout.stages == 1)
 
 
 def given(student: int) -> str:

@@ -16,7 +16,6 @@ python -m step08_5d.planning page
 
 import os
 import sys
-from dataclasses import replace
 
 from common.drawing.tables import print_table
 from common.errors import UsageError
@@ -40,8 +39,9 @@ def plan(options) -> None:
     model = resolve(options.model)
     if options.tokens_per_batch % options.seq_len:
         raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
+    if options.seq_len > model.max_positions:
+        raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
     sequences = options.tokens_per_batch // options.seq_len
-    model = replace(model, max_positions=max(model.max_positions, options.seq_len))
     machine = MACHINES[options.gpu]
     if options.within:
         machine = machine._replace(near=1e9 * options.within)
@@ -144,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--zero", type=int, choices=range(4), default=0)
             sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
         if name == "memory":
+            sub.add_argument("--virtual-stages", type=int, default=1, help="of each rank of the pipeline, interleaved")
             sub.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
             sub.add_argument("--play", action="store_true", help="also a dry run of each stage, on fake tensors")
             sub.add_argument("--form", choices=("ours", "gpt"), default="ours", help="our model, or the playbook's GPT")

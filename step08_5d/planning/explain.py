@@ -1,17 +1,24 @@
 """Why a layout won: the playbook's three steps (fit, batch, throughput), and what the next-best choices cost."""
 
+import math
 from collections import Counter
+from itertools import groupby
+from typing import NamedTuple
 
 from common.drawing.tables import print_table
-from step08_5d.planning.machines import OURS
+from step08_5d.cost import Layout
+from step08_5d.planning.machines import OURS, Habits
 from step08_5d.planning.memory import memory
 from step08_5d.planning.search import EQUAL, MOST_FULL, Plan, Task, command, named
 from step08_5d.planning.speed import times as times_of
+from step08_5d.planning.stages import layers_of_ranks
 
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
 NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}
 NAMES |= {"launch": "launching small kernels", "update": "the update", "compute": "computing"}
-CHOICES = ("tp", "pp", "cp", "ep", "zero", "micro_batch", "recompute")
+CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "micro_batch", "recompute")
+WORKING = ": a layer at work, the loss, gathered weights"
+LABELS = {"stages": "virtual-stages", "micro_batch": "micro-batch"}
 
 
 def print_plans(task: Task, best: list[Plan], misfits: Counter, shown: int) -> None:
@@ -21,19 +28,21 @@ def print_plans(task: Task, best: list[Plan], misfits: Counter, shown: int) -> N
         times, held = plan.times, sum(plan.held.values())
         cells = (f"{plan.mfu:.1%}", f"{plan.tokens_per_second:,.0f}", f"{times.step:.2f}", f"{held / 1e9:.0f}")
         share = getattr(times, times.binds) / times.step
-        rows.append((named(plan.layout), *cells, f"{NAMES[times.binds]} ({share:.0%})"))
+        most = f"{NAMES[times.binds]} ({share:.0%})" if share >= 0.005 else "nothing: all messages hide"
+        rows.append((named(plan.layout), *cells, most))
     title = f"predicted: {task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
     print_table(title, ("layout", "MFU", "tokens/s/GPU", "s", "GB", "most of the rest of the step"), rows)
     print_steps(task, best, misfits)
     print_neighbours(best)
+    print_changes(task, best)
     print(f"\n{command(task, best[0].layout)}")
 
 
 def different(best: list[Plan]) -> list[Plan]:
-    """The fastest plan of each set of degrees."""
+    """The fastest plan of each set of degrees, whatever its schedule, ZeRO, micro-batches and recomputation."""
     found = {}
     for plan in best:
-        degrees = plan.layout._replace(zero=0, micro_batch=1, micro_batches=1, recompute="none")
+        degrees = plan.layout._replace(stages=1, zero=0, micro_batch=1, micro_batches=1, recompute="none")
         found.setdefault(degrees, plan)
     return list(found.values())
 
@@ -48,7 +57,10 @@ def print_steps(task: Task, best: list[Plan], misfits: Counter) -> None:
         f"\n  1. fit: one GPU would need {sum(memory(task.model, alone).values()) / 1e9:,.0f} GB and may fill "
         f"{MOST_FULL * task.machine.memory / 1e9:.0f}. {len(best):,} layouts fit, {sum(misfits.values()):,} do not "
         f"({left_out or 'none'}).\n     The first fills {held / 1e9:.0f} GB, most of it {most}"
+        f" ({plan.held[most] / 1e9:.0f} GB{WORKING if most == 'working' else ''})"
     )
+    if layout.pp > 1:
+        print(f"     Pipeline: {divided(task, layout)}")
     print(
         f"  2. batch: {task.sequences} sequences = dp {layout.dp} x {layout.micro_batches} micro-batches x "
         f"{layout.micro_batch}"
@@ -67,12 +79,24 @@ def print_steps(task: Task, best: list[Plan], misfits: Counter) -> None:
         + f", the least of {equal} layouts that are equally fast (within {EQUAL:.0%})" * (equal > 1)
         + f". {hidden:.2f} s of messages hide behind computing" * (hidden > 0.005 * times.step)
     )
+    if layout.stages > 1:
+        others = [each.times.step for each in best if each.layout.stages == 1]
+        gain = f"without it the best takes {min(others):.2f} s" if others else "without it nothing fits"
+        print(f"     No published run is interleaved, so that its gain is untested; {gain}")
+
+
+def divided(task: Task, layout: Layout) -> str:
+    """The layers of the ranks of a pipeline: `7 + 14 x 8 + 7 = 126 layers`."""
+    runs = [(layers, len(list(same))) for layers, same in groupby(layers_of_ranks(task.model, layout))]
+    words = " + ".join(f"{number} x {layers}" if number > 1 else f"{layers}" for layers, number in runs)
+    stages = f" in {layout.stages} stages each, interleaved" if layout.stages > 1 else ", under 1F1B"
+    return f"ranks with {words} = {task.model.layers} layers{stages}; the last one also has the head"
 
 
 def neighbours(best: list[Plan]) -> list[tuple[str, object, Plan]]:
     """For each choice, the fastest plans that decide it otherwise than the first, one for each other value."""
     result = []
-    for name in CHOICES:
+    for name in CHOICES if best[0].layout.pp > 1 else [each for each in CHOICES if each != "stages"]:
         found = {}
         for plan in best:
             found.setdefault(getattr(plan.layout, name), plan)
@@ -88,8 +112,60 @@ def print_neighbours(best: list[Plan], each: int = 2) -> None:
         shown[name] += 1
         if shown[name] <= each:
             cost = plan.times.step / best[0].times.step - 1
-            words = f"{name.replace('_', '-')} {value} and not {getattr(best[0].layout, name)}"
+            words = f"{LABELS.get(name, name)} {value} and not {getattr(best[0].layout, name)}"
             rows.append(
                 (words, f"{round(cost, 3) + 0.0:+.1%}", f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout))
             )
     print_table("what other choices cost", ("", "time", "GB", "the fastest such layout"), rows)
+
+
+class Condition(NamedTuple):
+    """What could be otherwise; nothing of it makes a plan faster."""
+
+    words: str
+    far: float = 1.0  # times the bandwidth between nodes
+    habits: Habits = OURS
+    batch: int = 1  # times the micro-batches
+    room: float = 1.0  # times the memory
+
+    def seconds(self, task: Task, plan: Plan) -> float:
+        """Of a step of this plan; infinite if it does not fit."""
+        layout = plan.layout._replace(micro_batches=self.batch * plan.layout.micro_batches)
+        held = memory(task.model, layout) if self.batch > 1 else plan.held
+        if sum(held.values()) > self.room * MOST_FULL * task.machine.memory:
+            return math.inf
+        machine = task.machine._replace(far=self.far * task.machine.far)
+        return times_of(task.model, layout, machine, self.habits).step
+
+
+CONDITIONS = (
+    Condition("half the bandwidth between nodes", far=0.5),
+    Condition("gathers of weights that do not hide", habits=OURS._replace(prefetch=0.0)),
+    Condition("a batch twice as large", batch=2),
+    Condition("two thirds of the memory", room=2 / 3),
+)
+
+
+def changes(task: Task, best: list[Plan]) -> list[tuple[str, float, Plan, float]]:
+    """For each condition: its words, the seconds of the first plan, and the plan that then wins with its seconds."""
+    result = []
+    for condition in CONDITIONS:
+        first = least = condition.seconds(task, best[0])
+        winner = best[0]
+        for plan in best[1:]:
+            if plan.times.step < least and (found := condition.seconds(task, plan)) < least:
+                winner, least = plan, found
+        if first <= (1 + EQUAL) * least:
+            winner, least = best[0], first
+        result.append((condition.words, first, winner, least))
+    return result
+
+
+def print_changes(task: Task, best: list[Plan]) -> None:
+    """Under which other conditions another plan would win."""
+    rows = []
+    for words, first, winner, least in changes(task, best):
+        seconds = "does not fit" if first == math.inf else f"{first:.2f}"
+        other = ("the same", "") if winner is best[0] else (named(winner.layout), f"{least:.2f}")
+        rows.append((words, seconds, *(other if least < math.inf else ("none fits", ""))))
+    print_table("what would change it", ("with", "s of the first", "the fastest then", "s"), rows)

@@ -5,6 +5,8 @@ without a remainder). Activations are what a rank keeps for the backward. The re
 layer at work and the head need beyond that.
 """
 
+from functools import cache
+
 import torch
 
 from common.costs.vocabulary import KINDS, WIDTHS
@@ -13,27 +15,28 @@ from step04_tensor_parallel.cost import Way, block_activations
 from step07_expert_parallel.cost import activations as expert_activations
 from step08_5d import cost
 from step08_5d.cost import Layout
+from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
 
 CHUNK = 1 / 4  # of the memory of the head's gradient: the logits that exist at a time (step 8, fused head)
 
 
 def memory(model: ModelConfig, layout: Layout) -> dict[str, float]:
-    """Return the bytes by kind of a rank of the first or the last stage, whichever holds more."""
-    return max((of_stage(model, layout, stage) for stage in {0, layout.pp - 1}), key=lambda kinds: sum(kinds.values()))
+    """Return the bytes by kind of the rank of a pipeline that holds most."""
+    stages = fullest_ranks(model, layout)
+    return max((of_stage(model, layout, stage) for stage in stages), key=lambda kinds: sum(kinds.values()))
 
 
 def of_stage(model: ModelConfig, layout: Layout, stage: int) -> dict[str, float]:
-    """Return the bytes by kind of a rank of this stage, under 1F1B."""
+    """Return the bytes by kind of this rank of a pipeline, under 1F1B, or interleaved if it has several stages."""
     rest, of_experts = parameters(model, layout, stage)
     narrow, wide, _ = WIDTHS[layout.dtype]
     result = {}
     for kind, width, first in zip(KINDS, WIDTHS[layout.dtype], (3, 2, 1)):  # first: the stage of ZeRO that divides it
         shards = (layout.copies, layout.edp) if layout.zero >= first else (1, 1)
         result[kind] = width * (rest / shards[0] + of_experts / shards[1])
-    layers = model.layers / layout.pp
+    layers = layers_of_ranks(model, layout)[stage]
     kept, whole = (layer_activations(model, layout, again) for again in (layout.recompute, "none"))
-    in_flight = min(layout.pp - stage, layout.micro_batches)
-    result["activations"] = in_flight * layers * kept
+    result["activations"] = in_flight(model, layout, stage) * layers * kept
     working = whole if layout.recompute == "full" else whole / 2  # a layer that is computed again; gradients of one
     if stage == layout.pp - 1:
         head = model.vocab * model.hidden / layout.tp
@@ -46,7 +49,9 @@ def of_stage(model: ModelConfig, layout: Layout, stage: int) -> dict[str, float]
 
 def parameters(model: ModelConfig, layout: Layout, stage: int) -> tuple[float, float]:
     """Return how many parameters a rank of this stage has before ZeRO: all but experts, and experts."""
-    rest, of_experts = cost.parameters(model, layout, ends=False)
+    layers = layers_of_ranks(model, layout)[stage]
+    mean = cost.parameters(model, layout, ends=False)
+    rest, of_experts = (layers * (each * layout.pp / model.layers) for each in mean)
     matrix = model.vocab * model.hidden / layout.tp
     if stage == 0:
         rest += matrix
@@ -56,7 +61,13 @@ def parameters(model: ModelConfig, layout: Layout, stage: int) -> tuple[float, f
 
 
 def layer_activations(model: ModelConfig, layout: Layout, recompute: str) -> float:
-    """Return the bytes that a layer keeps of one micro-batch, on average over layers with and without experts.
+    """Return the bytes that a layer keeps of one micro-batch, on average over layers with and without experts."""
+    return _layer_activations(model, layout._replace(dp=1, pp=1, zero=0, micro_batches=1, stages=1), recompute)
+
+
+@cache  # a search asks for the same layer in many pipelines
+def _layer_activations(model: ModelConfig, layout: Layout, recompute: str) -> float:
+    """The same, of a layout with all that makes no difference left out.
 
     Attention is fused and keeps no scores, so `selective` saves no more than a number for each row of them.
     """

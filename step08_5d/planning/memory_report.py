@@ -13,6 +13,7 @@ from step08_5d.planning import gpt_memory
 from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import of_stage
 from step08_5d.planning.search import Task, check_degrees, flags, named
+from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch")
 
@@ -21,6 +22,7 @@ def show(options) -> None:
     """The table for the options of the command line."""
     model = resolve(options.model)
     layout = Layout(options.seq_len, **{name: getattr(options, name) for name in DEGREES}, dtype="bfloat16")
+    layout = layout._replace(stages=options.virtual_stages)
     check_degrees(model, layout, options.sequences)
     micro_batches = max(1, options.sequences // (layout.dp * layout.micro_batch))
     layout = layout._replace(micro_batches=micro_batches, recompute=options.recompute)
@@ -31,28 +33,39 @@ def show(options) -> None:
 
 
 def _show_ours(name: str, model: ModelConfig, layout: Layout, play: bool) -> None:
-    stages = sorted({0, 1, layout.pp // 2, layout.pp - 1} & set(range(layout.pp)))
+    stages = sorted({1, layout.pp // 2, *fullest_ranks(model, layout)} & set(range(layout.pp)))
+    layers = layers_of_ranks(model, layout)
     held = [of_stage(model, layout, stage) for stage in stages]
     rows = []
     for stage, kinds in zip(stages, held):
-        in_flight = min(layout.pp - stage, layout.micro_batches)
-        rows.append((f"{stage}", in_flight, *(f"{size / 1e9:.2f}" for size in kinds.values()), f"{_all(kinds):.2f}"))
+        micro_batches = f"{round(in_flight(model, layout, stage), 2):g}"
+        rows.append(
+            (
+                f"{stage}",
+                layers[stage],
+                micro_batches,
+                *(f"{size / 1e9:.2f}" for size in kinds.values()),
+                f"{_all(kinds):.2f}",
+            )
+        )
     for stage in stages if play else ():
         run = played(name, model, layout, stage)
         kinds = [*(f"{size / 1e9:.2f}" for size in run.at_peak.values()), ""]
-        rows.append((f"{stage}, played", rows[stages.index(stage)][1], *kinds, f"{run.peak / 1e9:.2f}"))
-    header = ("stage", "in flight", *held[0], "all")
-    print_table(f"predicted: {name}, {named(layout)}, GB of each rank of a stage, under 1F1B", header, rows)
+        rows.append((f"{stage}, played", *rows[stages.index(stage)][1:3], *kinds, f"{run.peak / 1e9:.2f}"))
+    header = ("rank" if layout.stages > 1 else "stage", "layers", "in flight", *held[0], "all")
+    schedule = "interleaved" if layout.stages > 1 else "under 1F1B"
+    print_table(f"predicted: {name}, {named(layout)}, GB of a rank of the pipeline, {schedule}", header, rows)
     fullest = max(range(len(held)), key=lambda index: _all(held[index]))
     most = max(held[fullest], key=held[fullest].get)
-    print(f"  the fullest is stage {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most}")
+    print(f"  the fullest is {header[0]} {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most}")
 
 
 def played(name: str, model: ModelConfig, layout: Layout, stage: int):
     """Return the `DryRun` of the first rank of a stage, with the micro-batches that fill the pipeline and no more."""
     from step08_5d.planning.dry_run import configuration, dry_run, first_ranks  # here, as it imports all that trains
 
-    short = layout._replace(micro_batches=min(layout.micro_batches, layout.pp + 1))
+    filling = layout.pp + 1 if layout.stages == 1 else 2 * layout.pp
+    short = layout._replace(micro_batches=min(layout.micro_batches, filling))
     world, sequences = layout.copies * layout.tp * layout.pp, layout.dp * layout.micro_batch * short.micro_batches
     task = Task(name, model, world, layout.seq, sequences, MACHINES["H100"])
     config = configuration(flags(task, short), world)

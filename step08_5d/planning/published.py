@@ -61,7 +61,7 @@ def read_runs() -> list[Run]:
             continue
         hidden, layers, heads, ffn = SHAPES[row["model"]]
         tied = row["model"] in ("1B", "3B") and pp == 1
-        layout = Layout(SEQ, dp, pp, tp=tp, zero=zero, micro_batch=int(row["mbs"]), dtype="bfloat16")
+        layout = Layout(SEQ, dp, pp, tp=tp, zero=zero, micro_batch=int(row["mbs"]), dtype="bfloat16", equal_stages=True)
         result.append(
             Run(
                 row["model"],

@@ -57,11 +57,14 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def layouts(task: Task) -> Iterator[Layout]:
-    """All layouts whose degrees divide what they must: tp heads and ffn, pp layers, cp the sequence, ep experts."""
+    """All layouts whose degrees divide what they must: tp heads and ffn, cp the sequence, ep experts.
+
+    A pipeline has at most as many stages as layers, which it need not divide.
+    """
     model, gpus = task.model, task.gpus
     tps = [each for each in divisors(gpus) if not (model.heads % each or model.ffn % each)]
     tps = [each for each in tps if not (model.kv_heads % each and each % model.kv_heads)]
-    for tp, pp in itertools.product(tps, divisors(model.layers)):
+    for tp, pp in itertools.product(tps, divisors(gpus, model.layers)):
         for cp in divisors(task.seq // 2 or 1) if not gpus % (tp * pp) else ():
             dp = gpus // (tp * pp * cp)
             if dp * tp * pp * cp != gpus or task.seq // cp % tp or task.sequences % dp:
@@ -74,13 +77,24 @@ def layouts(task: Task) -> Iterator[Layout]:
 
 
 def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
-    """The same degrees with every ZeRO stage, micro-batch and recomputation that makes a difference."""
+    """The same degrees with every schedule, ZeRO stage, micro-batch and recomputation that makes a difference."""
     of_rank = task.sequences // layout.dp
     sizes = [each for each in divisors(of_rank, 64) if each & (each - 1) == 0]
     stages = (0, 1, 2, 3) if layout.copies > 1 else (0,)
     for size, zero, recompute in itertools.product(sizes, stages, ("none", "selective", "full")):
         if not (layout.pp > 1 and zero == 2):  # a reduce-scatter for every micro-batch of every stage
-            yield layout._replace(micro_batch=size, micro_batches=of_rank // size, zero=zero, recompute=recompute)
+            tried = layout._replace(micro_batch=size, micro_batches=of_rank // size, zero=zero, recompute=recompute)
+            yield from (tried._replace(stages=stages) for stages in virtual_stages(task.model.layers, tried))
+
+
+def virtual_stages(layers: int, layout: Layout) -> list[int]:
+    """How many stages each rank of a pipeline may have: 1, and interleaved 2, 4, ... as long as each has a layer.
+
+    Interleaved, p micro-batches at a time pass through a stage, so that p has to divide them.
+    """
+    if layout.pp == 1 or layout.micro_batches % layout.pp:
+        return [1]
+    return [2**power for power in range((layers // layout.pp).bit_length())]
 
 
 def plans(task: Task) -> tuple[list[Plan], Counter]:
@@ -139,6 +153,7 @@ def _first_that_fits(task: Task, room: float, gpus: int = 1, seq: int = 1) -> st
 def named(layout: Layout) -> str:
     """The layout in a few words."""
     degrees = [f"{name} {size}" for name in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(layout, name)) > 1]
+    degrees += [f"{layout.stages} stages each"] if layout.stages > 1 else []
     zero = [f"ZeRO-{layout.zero}"] if layout.zero else []
     again = (
         [{"selective": "selective recompute", "full": "recompute"}[layout.recompute]]
@@ -155,7 +170,6 @@ def check_degrees(model: ModelConfig, layout: Layout, sequences: int) -> None:
     for flag, size, what, whole in (
         ("--tp", layout.tp, "heads", model.heads),
         ("--tp", layout.tp, "columns of the MLP", model.ffn),
-        ("--pp", layout.pp, "layers", model.layers),
         ("--cp", 2 * layout.cp, "tokens in two parts of each rank", layout.seq),
         ("--ep", layout.ep, "experts", model.experts or 1),
         ("--ep", layout.ep, "ranks of dp x cp x tp", inner),
@@ -164,6 +178,12 @@ def check_degrees(model: ModelConfig, layout: Layout, sequences: int) -> None:
         if min(size, whole) < 1 or whole % size:
             fitting = [each for each in divisors(whole) if each <= size][-1:] or [1]
             raise UsageError(f"{flag}: {whole:,} {what} cannot be divided by {size}; {fitting[0]} would do")
+    if min(layout.pp, layout.stages) < 1 or layout.pp * layout.stages > model.layers:
+        raise UsageError(
+            f"--pp {layout.pp}, --virtual-stages {layout.stages}: 1 to {model.layers} stages in all would do"
+        )
+    if layout.stages > 1 and (m := sequences // layout.dp // layout.micro_batch) % layout.pp:
+        raise UsageError(f"--virtual-stages {layout.stages}: --pp {layout.pp} does not divide {m} micro-batches")
 
 
 def flags(task: Task, layout: Layout) -> list[str]:
@@ -173,6 +193,8 @@ def flags(task: Task, layout: Layout) -> list[str]:
     for name in ("dp", "tp", "pp", "cp", "ep", "zero"):
         if (value := getattr(layout, name)) != (0 if name == "zero" else 1):
             words += [f"--{name}", str(value)]
+    if layout.stages > 1:
+        words += ["--schedule", "interleaved", "--virtual-stages", str(layout.stages)]
     if layout.recompute != "none":
         words += ["--recompute", layout.recompute]
     config = parse(8, words)

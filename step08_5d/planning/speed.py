@@ -5,6 +5,7 @@ then moves its bytes, and what may hide behind a computation hides as far as tha
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from common.costs.networks import NETWORK, bus_bandwidth
@@ -14,6 +15,7 @@ from common.model_config import ModelConfig
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.machines import OURS, Habits, Machine
+from step08_5d.planning.stages import pace
 from step08_5d.shapes_picture import DIMENSION_OF
 
 UPDATE_BYTES = (
@@ -26,7 +28,7 @@ CORE_AGAIN = {"none": 3.5, "selective": 4.5, "full": 4.5}  # the same of the att
 class Times(NamedTuple):
     """Seconds of a step on a rank; they add up to the step."""
 
-    compute: float  # products, attention and small operations, of the last stage
+    compute: float  # products, attention and small operations, of the slowest rank of a pipeline
     launch: float  # more than that, if the CPU cannot launch a layer any faster
     tp: float  # communication that nothing hides, by dimension
     cp: float
@@ -77,47 +79,78 @@ def seconds_of(message: Message, dimension: str, layout: Layout, machine: Machin
     return message.count * (start + message.bytes / min(machine.near, whole_nodes * together / machine.gpus))
 
 
-def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits = OURS) -> Times:
-    """Predict the step of a rank, in the pace of the last stage, for which all others wait."""
+class Mean(NamedTuple):
+    """What a rank with the mean number of layers takes, in seconds."""
+
+    layer: float  # of a micro-batch, forward and backward, in one layer
+    head: float  # the same in the head with the loss
+    launch: float  # of a step, as in `Times`
+    exposed: dict[str, float]  # of a step, by dimension, but for `dp` and for the sends of a pipeline
+    dp: list[tuple[Message, float]]  # what copies send each other, with the time of each
+
+
+@lru_cache(maxsize=1)  # a search asks for one layout with several schedules, one after the other
+def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits) -> Mean:
+    """Predict what a rank with the mean number of layers takes, whatever the schedule."""
     m, layers = layout.micro_batches, model.layers / layout.pp
     flops, rate = count_flops(model, layout.seq), machine.peak * habits.efficiency
     of_rank = layout.micro_batch / (layout.cp * layout.tp)  # sequences
-    # ---- a micro-batch: its layers, and the head with the loss ----
     products = AGAIN[layout.recompute] * flops.linear + CORE_AGAIN[layout.recompute] * flops.attention_core / 2
     layer = products / model.layers * of_rank / rate
     again = AGAIN[layout.recompute] / 3  # small operations are repeated, too, and launched again
     layer += again * habits.small * small_bytes(model, layout) / machine.memory_bandwidth
     head = 3 * flops.head * of_rank / rate
     head += habits.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
-    forward = layers * layer / AGAIN[layout.recompute] + head / 3
-    # ---- messages that nothing hides ----
-    exposed = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
-    free = {"the forward": forward, "": layers * layer + head - forward}  # seconds of a micro-batch, "": the backward
-    hidden = dict.fromkeys(free, 0.0)
+    dp, exposed = [], dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
     for message in cost.messages(model, layout, ends=False):
         dimension = DIMENSION_OF[message.group]
-        if dimension == "pp":
-            continue
-        time = seconds_of(message, dimension, layout, machine, habits)
-        if dimension == "dp":  # messages that hide behind the same computation share it
-            share = habits.prefetch if message.op == "all_gather" else habits.hides
-            during = message.hidden_by if message.hidden_by in free else ""
-            hides = min(time, max(0.0, share * free[during] * message.count - hidden[during]))
-            hidden[during] += hides
-            time -= hides
-        exposed[dimension] += time
-    # ---- what the CPU, and the ranks of a pipeline, wait for ----
-    launch = max(0.0, m * layers * (again * habits.launch - layer) - exposed["cp"] - exposed["ep"])
-    if layout.pp > 1:
+        if dimension == "dp":
+            dp.append((message, seconds_of(message, dimension, layout, machine, habits)))
+        elif dimension != "pp":
+            exposed[dimension] += seconds_of(message, dimension, layout, machine, habits)
+    if layout.pp > 1:  # its ranks wait for each other more than the schedule asks for
         nodes = math.ceil(layout.copies * layout.tp * layout.pp / machine.gpus)
-        stall = layers * habits.stall * nodes**habits.crowd * layout.tp**habits.apart
-        sends = 2 * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp
-        exposed["pp"] = m * (stall + sends / machine.far)
-    compute, share = m * (layers * layer + head), cost.bubble(layout)
+        exposed["pp"] = m * layers * habits.stall * nodes**habits.crowd * layout.tp**habits.apart
+    launch = max(0.0, m * layers * (again * habits.launch - layer) - exposed["cp"] - exposed["ep"])
+    return Mean(layer, head, launch, exposed, dp)
+
+
+def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits = OURS) -> Times:
+    """Predict the step of the slowest rank of a pipeline, for which all others wait."""
+    m, mean = layout.micro_batches, model.layers / layout.pp
+    layer, head, launch, exposed, dp = mean_rank(model, layout._replace(stages=1), machine, habits)
+    slowest = pace(model, layout, layer + (launch + sum(exposed.values())) / (m * mean), head)
+    layers, head, more = slowest.layers, head * slowest.head, slowest.layers / mean
+    launch, exposed = more * launch, {dimension: more * seconds for dimension, seconds in exposed.items()}
+    if layout.pp > 1:
+        start = habits.near_start if spans(layout, "pp", machine, habits.order)[0] == 1 else habits.far_start
+        sends = 2 * layout.stages * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp
+        # `stall` contains the starts of one stage's messages
+        exposed["pp"] += m * (sends / machine.far + 2 * (layout.stages - 1) * start)
+    forward = layers * layer / AGAIN[layout.recompute] + head / 3
+    exposed["dp"] = not_hidden([(message, more * time) for message, time in dp], forward, layers * layer + head, habits)
+    compute, share = m * (layers * layer + head), slowest.waits / (layout.stages * m + slowest.waits)
     busy = compute + launch + sum(exposed.values()) - exposed["dp"]
     held = sum(cost.parameters(model, layout)) / (layout.copies if layout.zero else 1)
     update = UPDATE_BYTES * held / machine.memory_bandwidth
     return Times(compute, launch, bubble=busy * share / (1 - share), update=update, **exposed)
+
+
+def not_hidden(messages: list[tuple[Message, float]], forward: float, both: float, habits: Habits) -> float:
+    """Return the seconds of sums of gradients, and of gathers of weights, that hide behind no computation.
+
+    Args:
+        messages: with the seconds of each. forward, both: seconds of a micro-batch's forward, and with its backward.
+    """
+    free, exposed = {"the forward": forward, "": both - forward}, 0.0  # "": the backward
+    hidden = dict.fromkeys(free, 0.0)
+    for message, time in messages:  # those that hide behind the same computation share it
+        share = habits.prefetch if message.op == "all_gather" else habits.hides
+        during = message.hidden_by if message.hidden_by in free else ""
+        hides = min(time, max(0.0, share * free[during] * message.count - hidden[during]))
+        hidden[during] += hides
+        exposed += time - hides
+    return exposed
 
 
 def mfu(model: ModelConfig, layout: Layout, seconds: float, machine: Machine) -> float:

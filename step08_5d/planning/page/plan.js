@@ -113,15 +113,42 @@ function expert_messages(model, layout, width, count) {
   ];
 }
 
-// ---- step08_5d/planning/memory.py ----------------------------------------------------------------------------------
+// ---- step08_5d/planning/stages.py, of 1F1B; step05_pipeline/stages.py ------------------------------------------------
+
+// Layers of each stage: of the lightest stages, the last one takes the next layer
+function layers_of_ranks(model, layout) {
+  const flops = count_flops(model, layout.seq), layer = (flops.linear + flops.attention_core) / model.layers;
+  const layers = Array(layout.pp).fill(1), cost = Array(layout.pp).fill(layer);
+  cost[layout.pp - 1] += flops.head;
+  for (let rest = model.layers - layout.pp; rest > 0; rest--) {
+    const lightest = cost.lastIndexOf(Math.min(...cost));
+    layers[lightest] += 1;
+    cost[lightest] += layer;
+  }
+  return layers;
+}
 
 // One of them is the fullest
-const stages_of = (layout) => (layout.pp > 1 ? [0, layout.pp - 1] : [0]);
+function fullest_ranks(model, layout) {
+  const layers = layers_of_ranks(model, layout), last = layout.pp - 1;
+  const found = layers.map((_, rank) => rank).filter((rank) => layers.indexOf(layers[rank], 1) === rank && rank < last);
+  return [...new Set([0, ...found, last])];
+}
+
+// The slowest rank: its layers, whether it has the head, and for how many micro-batches it waits
+function pace(model, layout, layer, head) {
+  const others = layers_of_ranks(model, layout), last = others.pop(), most = Math.max(0, ...others);
+  if (last * layer + head >= most * layer)
+    return { layers: last, has_head: 1, waits: (sum(others) * layer) / (last * layer + head) };
+  return { layers: most, has_head: 0, waits: ((sum(others) - most + last) * layer + head) / (most * layer) };
+}
+
+// ---- step08_5d/planning/memory.py ----------------------------------------------------------------------------------
 
 // Bytes by kind of the fullest rank
 function memory(model, layout) {
-  const [first, last = first] = stages_of(layout).map((stage) => of_stage(model, layout, stage));
-  return total(last) > total(first) ? last : first;
+  const found = fullest_ranks(model, layout).map((stage) => of_stage(model, layout, stage));
+  return found.reduce((most, each) => (total(each) > total(most) ? each : most));
 }
 
 function of_stage(model, layout, stage) {
@@ -131,7 +158,7 @@ function of_stage(model, layout, stage) {
     const shards = layout.zero >= 3 - index ? [layout.copies, layout.edp] : [1, 1];
     result[kind] = constants.WIDTHS[index] * (rest / shards[0] + of_experts / shards[1]);
   });
-  const layers = model.layers / layout.pp, whole = layer_activations(model, layout, "none");
+  const layers = layers_of_ranks(model, layout)[stage], whole = layer_activations(model, layout, "none");
   const in_flight = Math.min(layout.pp - stage, layout.micro_batches);
   result.activations = in_flight * layers * layer_activations(model, layout, layout.recompute);
   result.working = layout.recompute === "full" ? whole : whole / 2;
@@ -148,7 +175,8 @@ function of_stage(model, layout, stage) {
 }
 
 function stage_parameters(model, layout, stage) {
-  let [rest, of_experts] = rank_parameters(model, layout, false);
+  const share = (layers_of_ranks(model, layout)[stage] * layout.pp) / model.layers; // of a rank with the mean number
+  let [rest, of_experts] = rank_parameters(model, layout, false).map((each) => share * each);
   const matrix = (model.vocab * model.hidden) / layout.tp;
   if (stage === 0) rest += matrix;
   if (stage === layout.pp - 1) rest += model.hidden + (model.tie_embeddings && stage === 0 ? 0 : matrix);
@@ -211,7 +239,7 @@ function seconds_of(message, layout, machine, habits) {
 
 // Seconds of a step by what they go to
 function times(model, layout, machine, habits = constants.OURS) {
-  const m = layout.micro_batches, layers = model.layers / layout.pp, narrow = constants.WIDTHS[0];
+  const m = layout.micro_batches, mean = model.layers / layout.pp, narrow = constants.WIDTHS[0];
   const flops = count_flops(model, layout.seq), rate = machine.peak * habits.efficiency;
   const of_rank = layout.micro_batch / (layout.cp * layout.tp); // sequences
   const { AGAIN, CORE_AGAIN } = constants;
@@ -220,35 +248,47 @@ function times(model, layout, machine, habits = constants.OURS) {
   const small_bytes = (layout.tokens / layout.tp) * (20 * model.hidden + 15 * model.ffn) * narrow;
   const again = AGAIN[layout.recompute] / 3, small = (again * habits.small * small_bytes) / machine.memory_bandwidth;
   const layer = ((products / model.layers) * of_rank) / rate + small;
-  const head =
+  let head =
     (3 * flops.head * of_rank) / rate +
     (habits.small * 20 * layout.tokens * model.vocab) / layout.tp / machine.memory_bandwidth;
-  const forward = (layers * layer) / AGAIN[layout.recompute] + head / 3;
-  const free = { forward, backward: layers * layer + head - forward }, hidden = { forward: 0, backward: 0 };
-  const exposed = { tp: 0, cp: 0, ep: 0, pp: 0, dp: 0 };
+  const dp = [], exposed = { tp: 0, cp: 0, ep: 0, pp: 0, dp: 0 };
   for (const message of messages(model, layout)) {
-    let time = seconds_of(message, layout, machine, habits);
-    if (message.dimension === "dp") {
-      const share = message.op === "all_gather" ? habits.prefetch : habits.hides;
-      const during = message.hidden_by || "backward";
-      const hides = Math.min(time, Math.max(0, share * free[during] * message.count - hidden[during]));
-      hidden[during] += hides;
-      time -= hides;
-    }
-    exposed[message.dimension] += time;
+    const time = seconds_of(message, layout, machine, habits);
+    if (message.dimension === "dp") dp.push([message, time]);
+    else exposed[message.dimension] += time;
   }
-  const launch = Math.max(0, m * layers * (again * habits.launch - layer) - exposed.cp - exposed.ep);
   if (layout.pp > 1) {
     const nodes = Math.ceil((layout.copies * layout.tp * layout.pp) / machine.gpus);
-    const stall = layers * habits.stall * nodes ** habits.crowd * layout.tp ** habits.apart;
-    const sends = (2 * layout.tokens * model.hidden * narrow) / layout.tp;
-    exposed.pp = m * (stall + sends / machine.far);
+    exposed.pp = m * mean * habits.stall * nodes ** habits.crowd * layout.tp ** habits.apart;
   }
-  const compute = m * (layers * layer + head), bubble = (layout.pp - 1) / (m + layout.pp - 1);
+  let launch = Math.max(0, m * mean * (again * habits.launch - layer) - exposed.cp - exposed.ep);
+  const slowest = pace(model, layout, layer + (launch + total(exposed)) / (m * mean), head);
+  const { layers, waits } = slowest, more = layers / mean;
+  head *= slowest.has_head;
+  launch *= more;
+  for (const dimension in exposed) exposed[dimension] *= more;
+  if (layout.pp > 1) exposed.pp += (m * 2 * layout.tokens * model.hidden * narrow) / layout.tp / machine.far;
+  const forward = (layers * layer) / AGAIN[layout.recompute] + head / 3, both = layers * layer + head;
+  exposed.dp = not_hidden(dp.map(([message, time]) => [message, more * time]), forward, both, habits);
+  const compute = m * both, share = waits / (m + waits);
   const busy = compute + launch + total(exposed) - exposed.dp;
   const held = sum(rank_parameters(model, layout)) / (layout.zero ? layout.copies : 1);
   const update = (constants.UPDATE_BYTES * held) / machine.memory_bandwidth;
-  return { compute, launch, ...exposed, bubble: (busy * bubble) / (1 - bubble), update };
+  return { compute, launch, ...exposed, bubble: (busy * share) / (1 - share), update };
+}
+
+// Seconds of messages between copies that hide behind no computation
+function not_hidden(messages, forward, both, habits) {
+  const free = { forward, backward: both - forward }, hidden = { forward: 0, backward: 0 };
+  let exposed = 0;
+  for (const [message, time] of messages) {
+    const share = message.op === "all_gather" ? habits.prefetch : habits.hides;
+    const during = message.hidden_by || "backward";
+    const hides = Math.min(time, Math.max(0, share * free[during] * message.count - hidden[during]));
+    hidden[during] += hides;
+    exposed += time - hides;
+  }
+  return exposed;
 }
 
 function mfu(model, layout, seconds, machine) {
@@ -295,5 +335,5 @@ function command(name, layout, machine) {
   return [nodes > 1 ? `sbatch --nodes ${nodes} step08_5d/train.slurm` : alone, ...words].join(" ");
 }
 
-const plan = { use, layout_of, memory, of_stage, stages_of, total, times, mfu, speed, refusal, command };
+const plan = { use, layout_of, memory, of_stage, layers_of_ranks, fullest_ranks, total, times, mfu, speed, refusal, command };
 if (typeof module !== "undefined") module.exports = plan; // in node, for the test

@@ -129,7 +129,7 @@ const swatch = (name) => make("span", { class: "swatch", style: `background: ${C
 const row = (kind, ...cells) => make("tr", {}, ...cells.map((cell) => make(kind, {}, ...[cell].flat())));
 
 function show_memory(model, layout, machine) {
-  const stages = plan.stages_of(layout).map((stage) => [stage, plan.of_stage(model, layout, stage)]);
+  const stages = plan.fullest_ranks(model, layout).map((stage) => [stage, plan.of_stage(model, layout, stage)]);
   const whole = 1.02 * Math.max(machine.memory, ...stages.map(([, kinds]) => plan.total(kinds)));
   const bars = stages.map(([, kinds]) => bar(kinds, whole, (kind, size) => `${kind}: ${gigabytes(size)}`));
   const mark = (kind, size, title) => make("i", { class: kind, style: `left: ${(100 * size) / whole}%`, title });
@@ -137,12 +137,14 @@ function show_memory(model, layout, machine) {
     each.append(mark("most", MOST_FULL * machine.memory, `${percent(MOST_FULL)} of the GPU's memory`));
     each.append(mark("", machine.memory, `the GPU's memory, ${gigabytes(machine.memory)}`));
   }
-  const names = stages.length > 1 ? ["first stage", "last stage"] : ["a rank"];
+  const ends = { 0: "first stage", [layout.pp - 1]: "last stage" };
+  const names = stages.length > 1 ? stages.map(([stage]) => ends[stage] || `stage ${stage}`) : ["a rank"];
   const rows = Object.keys(stages[0][1]).map((kind) =>
     row("td", [swatch(kind), kind], ...stages.map(([, kinds]) => gigabytes(kinds[kind]))),
   );
   rows.push(row("td", "all", ...stages.map(([, kinds]) => gigabytes(plan.total(kinds)))));
-  const uneven = model.layers % layout.pp ? `Stages of ${model.layers} / ${layout.pp} layers: a mean.` : "";
+  const layers = plan.layers_of_ranks(model, layout), few = Math.min(...layers), many = Math.max(...layers);
+  const uneven = few < many ? `Stages have ${few} to ${many} layers, the last one ${layers.at(-1)} and the head.` : "";
   find("memory").replaceChildren(...bars, make("table", {}, row("th", "", ...names), ...rows), make("em", {}, uneven));
 }
 

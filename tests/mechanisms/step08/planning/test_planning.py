@@ -10,6 +10,9 @@ from common.costs.vocabulary import WIDTHS
 from common.counts import count_flops, count_parameters
 from common.errors import UsageError
 from common.presets import PRESETS
+from step05_pipeline.cost import peak_kept
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning import published
@@ -18,6 +21,7 @@ from step08_5d.planning.machines import MACHINES, Habits, Machine
 from step08_5d.planning.memory import memory, of_stage, parameters
 from step08_5d.planning.search import Task, command, flags, layouts, plans
 from step08_5d.planning.speed import mfu, spans, times
+from step08_5d.planning.stages import in_flight, layers_of_ranks, pace, stage_sizes
 
 LLAMA, H100 = PRESETS["llama3-8b"], MACHINES["H100"]
 IDEAL = Habits(1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
@@ -65,12 +69,39 @@ def test_memory_by_hand():
         held = memory(LLAMA, Layout(4096, dp=8, zero=zero, dtype="bfloat16"))
         expected = [width * total / by for width, by in zip(WIDTHS["bfloat16"], divided)]
         assert [held[kind] for kind in ("parameters", "gradients", "optimizer state")] == expected
-    layout = Layout(4096, pp=4, micro_batches=8, dtype="bfloat16")
+    layout = Layout(4096, pp=4, micro_batches=8, dtype="bfloat16", equal_stages=True)
     one = of_stage(LLAMA, layout, 3)["activations"]
     assert of_stage(LLAMA, layout, 0)["activations"] == 4 * one
     assert of_stage(LLAMA, layout._replace(micro_batches=2), 0)["activations"] == 2 * one
     inputs = of_stage(LLAMA, layout._replace(recompute="full"), 3)["activations"]
     assert inputs == 8 * 4096 * 4096 * 2, "a layer keeps its input"
+
+
+@pytest.mark.parametrize("name, p, v", [("llama3-405b", 16, 1), ("llama3-405b", 8, 2), ("llama3-70b", 4, 4)])
+def test_uneven_stages_as_the_schedule_has_them(name, p, v):
+    """What a rank keeps is what step 5's actions keep; how long a step takes is near what its simulator says."""
+    model, m = PRESETS[name], 2 * p
+    layout, flops = Layout(8192, pp=p, stages=v, micro_batches=m), count_flops(model, 8192)
+    sizes, head = stage_sizes(model, p * v, 8192), model.layers * flops.head / (flops.linear + flops.attention_core)
+    schedule = build_schedule("interleaved" if v > 1 else "1f1b", p, m, v)
+    for rank, layers in enumerate(layers_of_ranks(model, layout)):
+        kept = peak_kept(schedule, rank, list(sizes), [0] * len(sizes))
+        assert in_flight(model, layout, rank) * layers == pytest.approx(kept)
+    slowest = pace(model, layout, 1.0, head)
+    seconds = (slowest.layers + head * slowest.head) * (m + slowest.waits / v)
+    played = simulate(schedule, Costs(F=1 / 3, I=1 / 3, W=1 / 3, stages=(*sizes[:-1], sizes[-1] + head))).makespan
+    assert seconds == pytest.approx(played, rel=0.06) and min(sizes) < max(sizes)
+
+
+def test_126_layers_on_16_ranks():
+    """The head is as much as a layer: 14 ranks have 8 layers. The first of them keeps most, and not the first stage."""
+    layout = Layout(8192, dp=4, tp=8, pp=16, zero=1, micro_batches=32, dtype="bfloat16", recompute="full")
+    model = PRESETS["llama3-405b"]
+    assert layers_of_ranks(model, layout) == (7, *[8] * 14, 7)
+    held = [sum(of_stage(model, layout, stage).values()) for stage in range(16)]
+    assert sum(memory(model, layout).values()) == max(held) and held.index(max(held)) in (0, 1, 15)
+    one, two = (times(model, layout._replace(stages=stages), H100) for stages in (1, 2))
+    assert one.bubble > 1.8 * two.bubble and one.compute == two.compute and one.pp < two.pp
 
 
 def test_time_by_hand():
@@ -88,7 +119,7 @@ def test_time_by_hand():
     assert on_h100(tp=8).binds == "tp" and on_h100(cp=8, micro_batches=64).binds == "cp"
     assert on_h100(IDEAL._replace(hides=0.0), dp=64).binds == "dp"
     assert on_h100(IDEAL._replace(launch=1.0)).binds == "launch"
-    found = on_h100(pp=4, micro_batches=12)
+    found = on_h100(pp=4, micro_batches=12, equal_stages=True)
     assert found.bubble == pytest.approx((found.compute + found.pp) * 3 / 12)
     # ZeRO-3's gathers and sums in the backward share what hides them: of 2 + 1 weights' worth, once it is full, none
     slow, wide = H100._replace(near=1e9, far=1e9), Layout(4096, dp=8, zero=3, dtype="bfloat16")
@@ -105,15 +136,26 @@ def task(name: str, gpus: int, seq: int = 4096, sequences: int = 256) -> Task:
 
 
 @pytest.mark.parametrize(
-    "case", [("llama3-8b", 64), ("mixtral-8x7b", 64), ("smollm-1.7b", 8, 2048), ("llama3-8b", 6, 8192, 96)]
+    "case",
+    [
+        ("llama3-8b", 64),
+        ("mixtral-8x7b", 64),
+        ("smollm-1.7b", 8, 2048),
+        ("llama3-8b", 6, 8192, 96),
+        ("smollm-135m", 16, 2048, 32),
+        ("llama3-405b", 256, 4096, 64),
+    ],
 )
 def test_every_layout_is_accepted_by_step_8(case):
     """Not only the one that is printed."""
     mine = task(*case)
     every = list(layouts(mine))
     assert every and {each.dp * each.tp * each.pp * each.cp for each in every} == {mine.gpus}
-    for layout in every[:: max(1, len(every) // 60)]:
+    for layout in every[:: max(1, len(every) // 40)]:
         flags(mine, layout)
+    interleaved = [each for each in every if each.stages > 1]
+    flags(mine, max(interleaved, key=lambda each: each.pp * each.stages))
+    assert case[0] not in ("smollm-135m", "llama3-405b") or any(mine.model.layers % each.pp for each in interleaved)
 
 
 def test_plans_are_sorted_and_fit(capsys):
@@ -131,9 +173,11 @@ def test_plans_are_sorted_and_fit(capsys):
     with pytest.raises(UsageError, match="llama3-405b on 16 GPUs fits in no layout: at least .* GB a GPU"):
         plans(task("llama3-405b", 16))
     wrong = {"llama3-405b --gpus 16": "457 of them weights, gradients and optimizer, and 72 of 80 may be filled; 128 G"}
-    wrong |= {"llama3-8b --gpus 4 --seq-len 1M": "or --seq-len 262144 would do, as cp 4, ZeRO-3, recompute"}
+    with pytest.raises(UsageError, match="or --seq-len 262144 would do, as cp 4, ZeRO-3, recompute"):
+        plans(task("llama3-8b", 4, 2**20, 1))
+    wrong |= {"llama3-8b --gpus 4 --seq-len 1M": "--seq-len 1048576 exceeds the 131072 positions of llama3-8b"}
     wrong |= {"llama9 --gpus 8": "--model llama9 is no preset"}
-    for words, told in (wrong | {"llama3-8b --gpus 7 --tokens-per-batch 8k": "no degrees divide 2 sequences"}).items():
+    for words, told in (wrong | {"llama3-8b --gpus 37 --tokens-per-batch 8k": "no degrees divide 2 sequences"}).items():
         assert main(["plan", "--model", *words.split()]) == 2
         line = capsys.readouterr().err
         assert line.startswith("error: ") and told in line and line.count("\n") == 1, line
