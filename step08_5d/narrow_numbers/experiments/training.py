@@ -51,7 +51,7 @@ def divergence(quick: bool) -> None:
     print_table(f"{steps} steps, {SHAPE['layers']} layers", header, rows)
     print(f"  (BF16 alone, from seed to seed: {max(seeds) / min(seeds) - 1:.2%})")
     figure, (whole, apart) = new_figure(1, 2, width=10, height=3.8)
-    colours = dict(zip(DRAWN, SERIES))
+    colours = dict(zip(DRAWN, ("#333333", *SERIES[1:])))
     lines(whole, {name: dict(enumerate(curves[name, 0].tolist())) for name in DRAWN}, colours=colours, ends=False)
     whole.set(xlabel="step", ylabel="loss")
     whole.legend(frameon=False, fontsize=9)
