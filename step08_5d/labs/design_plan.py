@@ -29,8 +29,7 @@ def task_of(student: int) -> Task:
 
 @functools.cache
 def best_of(student: int) -> Plan:
-    """The fastest plan without interleaving, for which `answer.toml` has no field."""
-    return next(plan for plan in plans(task_of(student))[0] if plan.layout.stages == 1)
+    return plans(task_of(student))[0][0]
 
 
 def given(student: int) -> str:

@@ -47,7 +47,7 @@ def plan(options) -> None:
         machine = machine._replace(near=1e9 * options.within)
     if options.between:
         machine = machine._replace(far=1e9 * options.between)
-    task = Task(options.model, model, options.gpus, options.seq_len, sequences, machine)
+    task = Task(options.model, model, options.gpus, options.seq_len, sequences, machine, options.interleaved)
     print_plans(task, *plans(task), options.shown)
 
 
@@ -125,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
         if name == "plan":
             sub.add_argument("--shown", type=int, default=8, help="rows of the table")
+            sub.add_argument("--interleaved", action="store_true", help="also several stages on each pipeline rank")
             sub.add_argument("--within", type=float, help="GB/s of a GPU to others of its node (default: data sheet)")
             sub.add_argument("--between", type=float, help="GB/s of a GPU to other nodes (default: data sheet)")
         if name in ("sweep", "calibrate"):

@@ -30,6 +30,7 @@ class Task(NamedTuple):
     seq: int
     sequences: int  # of a global batch
     machine: Machine
+    interleaved: bool = False  # whether pipelines may have several stages on each rank
 
 
 class Plan(NamedTuple):
@@ -84,17 +85,17 @@ def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
     for size, zero, recompute in itertools.product(sizes, stages, ("none", "selective", "full")):
         if not (layout.pp > 1 and zero == 2):  # a reduce-scatter for every micro-batch of every stage
             tried = layout._replace(micro_batch=size, micro_batches=of_rank // size, zero=zero, recompute=recompute)
-            yield from (tried._replace(stages=stages) for stages in virtual_stages(task.model.layers, tried))
+            yield from (tried._replace(stages=each) for each in virtual_stages(task, tried))
 
 
-def virtual_stages(layers: int, layout: Layout) -> list[int]:
-    """How many stages each rank of a pipeline may have: 1, and interleaved 2, 4, ... as long as each has a layer.
+def virtual_stages(task: Task, layout: Layout) -> list[int]:
+    """How many stages each rank of a pipeline may have: 1, or interleaved also 2, 4, ... as long as each has a layer.
 
     Interleaved, p micro-batches at a time pass through a stage, so that p has to divide them.
     """
-    if layout.pp == 1 or layout.micro_batches % layout.pp:
+    if not task.interleaved or layout.pp == 1 or layout.micro_batches % layout.pp:
         return [1]
-    return [2**power for power in range((layers // layout.pp).bit_length())]
+    return [2**power for power in range((task.model.layers // layout.pp).bit_length())]
 
 
 def plans(task: Task) -> tuple[list[Plan], Counter]:

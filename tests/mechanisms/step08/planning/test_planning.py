@@ -131,8 +131,8 @@ def test_time_by_hand():
         assert {name: spans(Layout(4096, dp=4, pp=2, cp=2, tp=4), name, H100, order) for name in expected} == expected
 
 
-def task(name: str, gpus: int, seq: int = 4096, sequences: int = 256) -> Task:
-    return Task(name, PRESETS[name], gpus, seq, sequences, H100)
+def task(name: str, gpus: int, seq: int = 4096, sequences: int = 256, interleaved: bool = False) -> Task:
+    return Task(name, PRESETS[name], gpus, seq, sequences, H100, interleaved)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,10 @@ def task(name: str, gpus: int, seq: int = 4096, sequences: int = 256) -> Task:
     ],
 )
 def test_every_layout_is_accepted_by_step_8(case):
-    """Not only the one that is printed."""
-    mine = task(*case)
+    """Not only the one that is printed. Interleaved stages are added on request, and change none of the others."""
+    mine = task(*case, interleaved=True)
     every = list(layouts(mine))
+    assert [each for each in every if each.stages == 1] == list(layouts(task(*case)))
     assert every and {each.dp * each.tp * each.pp * each.cp for each in every} == {mine.gpus}
     for layout in every[:: max(1, len(every) // 40)]:
         flags(mine, layout)
