@@ -86,7 +86,7 @@ def start(state: State, lab: Lab) -> None:
     state.current = lab.id
     if not folder.exists():
         make(state, lab)
-    state.labs.setdefault(lab.id, Progress())
+    state.labs.setdefault(lab.id, Progress(student=state.student))
     state.save()
     print(f"# {lab.id}: {lab.title}\n\n{lab.task}\n\nYour files are in {shown(folder)}. Then: {COMMAND} check")
 
@@ -111,7 +111,7 @@ def grade(state: State, lab: Lab) -> Verdict:
     if sys.stderr.isatty():
         usual = f"last time it took {progress.seconds:.0f} s" if progress.seconds else "this may take up to a minute"
         print(f"Checking {lab.id}: {usual}.", file=sys.stderr)
-    verdict = lab.check(state.folder(lab), state.student)
+    verdict = lab.check(state.folder(lab), progress.student)
     progress.seconds = time.monotonic() - begun
     progress.checks += 1
     progress.score = max(progress.score, verdict.score)
@@ -166,6 +166,8 @@ def reset(state: State, lab: Lab) -> None:
         folder.rename(old)
         print(f"What you had is in {shown(old)}.")
     make(state, lab)
+    state.labs[lab.id].student = state.student
+    state.save()
     print(f"{shown(folder)} is as it was at the start.")
 
 
@@ -176,7 +178,7 @@ def solution(state: State, lab: Lab, give_up: bool) -> int:
     if give_up and not progress.passed:
         progress.gave_up = True
         state.save()
-    print(lab.solution(state.student))
+    print(lab.solution(progress.student))
     return 0
 
 

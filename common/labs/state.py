@@ -19,6 +19,7 @@ class Progress:
     score: float = 0.0  # the best one
     gave_up: bool = False  # the solution was read before the lab was passed
     seconds: float = 0.0  # that the last check took
+    student: int = 1  # whose variant was started
 
     @property
     def passed(self) -> bool:
