@@ -19,7 +19,8 @@ FIGURE = re.compile(r"^!\[(.*?)\]\((\S+?)\)(?:\n+\*([^*]+)\*)?", flags=re.MULTIL
 TYPES = {".png": "png", ".gif": "gif", ".svg": "svg+xml", ".jpg": "jpeg"}
 SENTENCE = 3  # words: shorter ones in bold are headings
 LEFT_OUT = ("Exercises", "Answers")  # sections that give the exercises away
-HEIGHT = 18  # lines of a slide
+HEIGHT, WIDTH = 18, 130  # lines of a slide, and characters of one, in HTML
+PROBLEM, ROW = "The problem", 3  # lines of a paragraph
 # What a slide shows besides figures: a block of code, an indented example, a table, a sentence in bold
 BLOCK = re.compile(
     r"^```\w*\n(?P<code>.*?)^```|(?P<example>(?:^    [^\n]*\n)+)|(?P<table>(?:^\|[^\n]*\n)+)|\*\*(?P<bold>.+?)\*\*",
@@ -98,6 +99,12 @@ def promise(text: str) -> str:
     return next(part for part in text.strip().split("\n\n") if not part.startswith(("!", "#", "|", "```", "-")))
 
 
+def prose(text: str) -> list[str]:
+    """The paragraphs of a section, as HTML."""
+    parts = [part for part in text.strip().split("\n\n") if not part.startswith(("!", "#", "|", "```", "-", " ", "*"))]
+    return [f"<p>{inline(part)}</p>" for part in parts]
+
+
 def slides_of(section: Section, folder: Path) -> Iterator[str]:
     """A slide for each figure (a second one where it moves); then all else, as much on a slide as there is room for."""
     heading = f"<h2>{inline(section.heading)}</h2>"
@@ -109,7 +116,12 @@ def slides_of(section: Section, folder: Path) -> Iterator[str]:
             image = f'<img alt="{html.escape(alternative)}" src="data:image/{kind};base64,{data}">'
             yield f"{heading}\n<figure>{image}<figcaption>{inline(still)}</figcaption></figure>"
     shown, filled = [], 0
-    for piece, lines in pieces(re.sub(r"<details>.*?</details>", "", section.text, flags=re.DOTALL)):
+    text = re.sub(r"<details>.*?</details>", "", section.text, flags=re.DOTALL)
+    found = list(pieces(text))
+    if section.heading == PROBLEM:  # what the lesson answers: how it begins, and how it comes to a question
+        begins, *rest = prose(text)
+        found = [(begins, ROW), *found, *((part, ROW) for part in rest[-2:])]
+    for piece, lines in found:
         if shown and filled + lines > HEIGHT:
             yield "\n".join([heading, *shown])
             shown, filled = [], 0
@@ -126,7 +138,8 @@ def pieces(text: str) -> Iterator[tuple[str, int]]:
         if block["table"]:
             rows = [re.split(r"(?<!\\)\|", row.strip().strip("|")) for row in block["table"].splitlines()]
             cells = ["".join(f"<td>{inline(cell)}</td>" for cell in row) for row in (rows[0], *rows[2:])]
-            yield "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>", len(cells) + 1
+            lines = sum(-(-len(row) // WIDTH) for row in cells) + 1
+            yield "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>", lines
         elif block["code"] or block["example"]:
             code = textwrap.dedent(block["code"] or block["example"]).rstrip()
             yield f"<pre>{html.escape(code)}</pre>", len(code.splitlines()) + 1
