@@ -20,12 +20,13 @@ def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def row(case: Case, rank: int) -> list[str]:
-    """The rank's actions: `ahead` forwards more than 1F1B has before its first backward."""
-    ahead = min(case.micro_batches, case.ranks - rank + case.ahead)
-    forwards = [f"F{number}" for number in range(case.micro_batches)]
-    backwards = [f"B{number}" for number in range(case.micro_batches)]
+    """The rank's actions: `ahead` forwards more than 1F1B has before its first backward; `late` micro-batches alone."""
+    m = case.micro_batches - case.late
+    ahead = min(m, case.ranks - rank + case.ahead)
+    forwards, backwards = ([f"{kind}{number}" for number in range(m)] for kind in "FB")
     mixed = [each for pair in zip(backwards, forwards[ahead:]) for each in pair]
-    return forwards[:ahead] + mixed + backwards[case.micro_batches - ahead :]
+    alone = [f"{kind}{number}" for number in range(m, case.micro_batches) for kind in "FB"]
+    return forwards[:ahead] + mixed + backwards[m - ahead :] + alone
 
 
 def run_row(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
@@ -60,7 +61,8 @@ def expect_row(case: Case) -> list[Expected]:
                 named(case.micro_batches * gradients, case.micro_batches * sum(each))
             ),
         }
-        kept = {"most micro-batches kept": torch.tensor(float(min(case.micro_batches, case.ranks - rank + case.ahead)))}
+        most = min(case.micro_batches - case.late, case.ranks - rank + case.ahead)
+        kept = {"most micro-batches kept": torch.tensor(float(most))}
         found.append(Expected.of(named(gradients, sum(each)) | kept, mistakes))
     return found
 
@@ -151,9 +153,9 @@ LABS = [
         source="step05_pipeline/sketch.py",
         bodies=(1,),
         cases=(
-            Case(ranks=1, layers=3, width=6, micro_batches=2, ahead=0),
-            Case(ranks=2, layers=2, width=8, micro_batches=5, ahead=0),
-            Case(ranks=4, layers=1, width=12, micro_batches=6, ahead=1),
+            Case(ranks=1, layers=3, width=6, micro_batches=2, ahead=0, late=0),
+            Case(ranks=2, layers=2, width=8, micro_batches=5, ahead=0, late=0),
+            Case(ranks=4, layers=1, width=12, micro_batches=6, ahead=1, late=1),
         ),
         run=run_row,
         expect=expect_row,

@@ -34,13 +34,13 @@ HEAD_WITHOUT_SPLIT = Bug(
 LABS = [
     Hunt(
         id="hunt-08-a",
-        title="Right alone, wrong together",
+        title="Four ranks, two dimensions",
         minutes=30,
         task=handout(
             "Four ranks train with two dimensions at once, and should train what one process trains. Since the last "
             "commit they do not.",
             before="lesson 8",
-            note="The bug may be in a file of an earlier step.",
+            note="The bug may be in a file of an earlier step. Try each flag alone, too.",
         ),
         hints=(
             "Take one dimension away after the other, also on fewer ranks. Which one brings the bug?",
