@@ -10,14 +10,14 @@ from common.model_config import ModelConfig
 from common.presets import resolve
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
-from step08_5d.planning.memory import of_stage
+from step08_5d.planning.memory import of_stage, states
 
 Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they differ
 
 
 def rows(model: ModelConfig, layout: Layout) -> Rows:
     """Return the rows of the cheatsheet: bytes of theirs and ours, of the first stage. ZeRO is that of the layout."""
-    ours = of_stage(model, layout, 0)
+    ours = of_stage(model, layout, 0) | states(model, layout, 0)  # each when it is most
     of_rank = layout.tp * layout.pp
     weights = 2 * model.layers * 16 * model.hidden**2 / of_rank
 

@@ -1,11 +1,17 @@
-"""What the fullest rank of a layout holds, by kind: the steps' own formulas for one stage of the pipeline.
+"""What the ranks of a layout hold at the fullest moment of a step, by kind, under 1F1B or with interleaved stages.
 
-Parameters, gradients and optimizer state are exact where ranks hold equally much (heads, columns and vocabulary divided
-without a remainder). Activations are what a rank keeps for the backward. The rest, `working`, is an estimate: what the
-layer at work and the head need beyond that.
+The peak is a maximum over moments (`moments.py`): the loss and the last norm, the backward of the first and of the last
+layer of a stage, and that of the embedding; each in the first backward of a step, when the most micro-batches are in
+flight and there are no gradients, and in a later one. Between these layers sizes change steadily, so that none of them
+is a peak (but for small models, in whose first backward a bucket of 25 MB holds gradients of several layers). Nothing
+is fitted: tests compare a grid of layouts with dry runs. With interleaved stages the tables and messages of a
+micro-batch in only some stages of a rank are estimated, as that part of them which these stages have of its layers.
 """
 
-from functools import cache
+import math
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,61 +19,88 @@ from common.costs.vocabulary import KINDS, WIDTHS
 from common.model_config import ModelConfig
 from step04_tensor_parallel.cost import Way, block_activations
 from step07_expert_parallel.cost import activations as expert_activations
-from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
+from step08_5d.planning import moments
+from step08_5d.planning.moments import Moment, Sizes
+from step08_5d.planning.share import Share, share_of
+from step08_5d.planning.stages import Backward, backwards, fullest_ranks
 
-CHUNK = 1 / 4  # of the memory of the head's gradient: the logits that exist at a time (step 8, fused head)
+NOTHING = (-math.inf, "")
+
+
+class Peak(NamedTuple):
+    """The fullest moment of a step."""
+
+    moment: str
+    held: dict[str, float]  # bytes by kind
 
 
 def memory(model: ModelConfig, layout: Layout) -> dict[str, float]:
     """Return the bytes by kind of the rank of a pipeline that holds most."""
-    stages = fullest_ranks(model, layout)
-    return max((of_stage(model, layout, stage) for stage in stages), key=lambda kinds: sum(kinds.values()))
+    ranks = fullest_ranks(model, layout)
+    return max((of_stage(model, layout, rank) for rank in ranks), key=lambda kinds: sum(kinds.values()))
 
 
-def of_stage(model: ModelConfig, layout: Layout, stage: int) -> dict[str, float]:
-    """Return the bytes by kind of this rank of a pipeline, under 1F1B, or interleaved if it has several stages."""
-    rest, of_experts = parameters(model, layout, stage)
+def of_stage(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
+    """Return the bytes by kind that this rank of a pipeline holds at the fullest moment."""
+    return peak(model, layout, rank).held
+
+
+def peak(model: ModelConfig, layout: Layout, rank: int) -> Peak:
+    """Return what happens at the fullest moment of a rank of the pipeline, and the bytes by kind.
+
+    `activations` are what the micro-batches in flight keep for their backwards, `working` is all else.
+    """
     narrow, wide, _ = WIDTHS[layout.dtype]
-    result = {}
+    at_rest = states(model, layout, rank)
+    name, gathered, gradients, activations, needed = _fullest_moment(model, layout, rank)
+    sizes = at_rest["parameters"] + narrow * gathered, wide * gradients, at_rest["optimizer state"]
+    needed = min(activations, needed)
+    return Peak(name, dict(zip(KINDS, sizes)) | {"activations": needed, "working": activations - needed})
+
+
+def states(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
+    """Return the bytes of parameters, gradients and optimizer state, each when it is most but for what travels."""
+    result, shards = {}, parameters(model, layout, rank)
     for kind, width, first in zip(KINDS, WIDTHS[layout.dtype], (3, 2, 1)):  # first: the stage of ZeRO that divides it
-        shards = (layout.copies, layout.edp) if layout.zero >= first else (1, 1)
-        result[kind] = width * (rest / shards[0] + of_experts / shards[1])
-    layers = layers_of_ranks(model, layout)[stage]
-    kept, whole = (layer_activations(model, layout, again) for again in (layout.recompute, "none"))
-    result["activations"] = in_flight(model, layout, stage) * layers * kept
-    working = whole if layout.recompute == "full" else whole / 2  # a layer that is computed again; gradients of one
-    if stage == layout.pp - 1:
-        head = model.vocab * model.hidden / layout.tp
-        working = max(working, (1 + CHUNK) * head * wide + 3 * layout.tokens * model.hidden * wide)
-    if layout.zero == 3:  # what is gathered: two units, or in a pipeline the stage for a whole step
-        both = (rest + of_experts) * (1 if layout.pp > 1 else min(1, 2 / layers))
-        working += narrow * both * (1 - 1 / layout.copies)
-    return result | {"working": working}
+        ranks = (layout.copies, layout.edp) if layout.zero >= first else (1, 1)
+        result[kind] = width * sum(size / by for size, by in zip(shards, ranks))
+    return result
 
 
-def parameters(model: ModelConfig, layout: Layout, stage: int) -> tuple[float, float]:
-    """Return how many parameters a rank of this stage has before ZeRO: all but experts, and experts."""
-    layers = layers_of_ranks(model, layout)[stage]
-    mean = cost.parameters(model, layout, ends=False)
-    rest, of_experts = (layers * (each * layout.pp / model.layers) for each in mean)
-    matrix = model.vocab * model.hidden / layout.tp
-    if stage == 0:
-        rest += matrix
-    if stage == layout.pp - 1:
-        rest += model.hidden + (0 if model.tie_embeddings and stage == 0 else matrix)
-    return rest, of_experts
+def parameters(model: ModelConfig, layout: Layout, rank: int) -> tuple[float, float]:
+    """Return how many parameters this rank of a pipeline has before ZeRO: all but experts, and experts."""
+    return share_of(model, layout, rank).shards
 
 
-def layer_activations(model: ModelConfig, layout: Layout, recompute: str) -> float:
-    """Return the bytes that a layer keeps of one micro-batch, on average over layers with and without experts."""
-    return _layer_activations(model, layout._replace(dp=1, pp=1, zero=0, micro_batches=1, stages=1), recompute)
+# ---- activations -----------------------------------------------------------------------------------------------------
 
 
-@cache  # a search asks for the same layer in many pipelines
-def _layer_activations(model: ModelConfig, layout: Layout, recompute: str) -> float:
-    """The same, of a layout with all that makes no difference left out.
+def kept(model: ModelConfig, layout: Layout, rank: int) -> float:
+    """Return the bytes that the stages of a rank keep of one micro-batch, with the tables of the rotation."""
+    return sum(_kept_of_stages(model, layout, rank, _of_layers(model, layout)))
+
+
+def _kept_of_stages(model: ModelConfig, layout: Layout, rank: int, layers: "_Layers") -> list[float]:
+    narrow, wide, _ = WIDTHS[layout.dtype]
+    tables = 2 * layout.seq / layout.cp * model.head_width * wide + 16 * layout.tokens  # and tokens and targets
+    # What a later stage has received is a copy of its own, unless it is what the first norm or recomputation keeps
+    copied = narrow < wide and layout.recompute != "full"
+    received = layout.tokens * model.hidden / layout.tp * narrow if copied else 0.0
+    result = []
+    for number, (first, last) in enumerate(share_of(model, layout, rank).stages):
+        result.append(_kept_by_layers(model, layers, first, last) + tables + (received if rank or number else 0.0))
+    return result
+
+
+def _kept_by_layers(model: ModelConfig, layers: "_Layers", first: int, last: int) -> float:
+    """Return the bytes that the layers [first, last) keep of one micro-batch."""
+    with_experts = max(0, last - max(first, model.dense_layers)) if model.experts else 0
+    return (last - first - with_experts) * layers[False].kept + with_experts * layers[True].kept
+
+
+def layer_activations(model: ModelConfig, layout: Layout, recompute: str, experts: bool = False) -> float:
+    """Return the bytes that a layer keeps of one micro-batch, dense or with experts.
 
     Attention is fused and keeps no scores, so `selective` saves no more than a number for each row of them.
     """
@@ -77,9 +110,145 @@ def _layer_activations(model: ModelConfig, layout: Layout, recompute: str) -> fl
     dense = block_activations(model, layout.micro_batch, seq, dtype, layout.tp, way)
     if recompute == "selective":
         dense["attention"] -= layout.micro_batch * seq * model.heads * max(4, dtype.itemsize) // layout.tp
-    share = cost.expert_layers(model) / model.layers
-    if full_recompute or not share:
+    if full_recompute or not experts:
         return sum(dense.values())
-    tokens = layout.tokens / layout.tp
-    experts = expert_activations(model, int(tokens), int(tokens * model.top_k), dtype.itemsize, layout.ep)
-    return sum(dense.values()) + share * (experts - dense["mlp"])
+    tokens = int(layout.tokens / layout.tp)
+    rows, width, shared_ffn = tokens * model.top_k, dtype.itemsize, model.shared_experts * model.expert_ffn
+    shared = tokens * (model.hidden + 4 * shared_ffn) * width if shared_ffn else 0
+    # The MLP's input is that of a router, which has counted it
+    dense["mlp"], dense["column inputs"] = 0, dense["column inputs"] // 2
+    return sum(dense.values()) + expert_activations(model, tokens, rows, width, layout.ep) + shared
+
+
+# ---- all moments -----------------------------------------------------------------------------------------------------
+
+
+class _Layer(NamedTuple):
+    """Bytes of a layer, alone."""
+
+    kept: float  # of a micro-batch in flight
+    at_work: float  # when its backward begins
+    fullest: dict[int, tuple[float, str]]  # more than that: see `_fullest`
+
+
+_Layers = tuple[_Layer, _Layer]  # a dense one, and one with experts
+
+
+def _of_layers(model: ModelConfig, layout: Layout) -> _Layers:
+    return _layers(model, layout._replace(dp=1, pp=1, zero=0, micro_batches=1, stages=1, equal_stages=False))
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same layers in many pipelines
+def _layers(model: ModelConfig, layout: Layout) -> _Layers:
+    """The same, of a layout with all that makes no difference left out."""
+    dense = _layer(model, layout, False)
+    return dense, _layer(model, layout, True) if model.experts else dense
+
+
+def _layer(model: ModelConfig, layout: Layout, experts: bool) -> _Layer:
+    at_work = moments.kept_at_work(model, layout, Sizes.of(model, layout), layer_activations, experts)
+    kept = layer_activations(model, layout, layout.recompute, experts)
+    return _Layer(kept, at_work, _fullest(moments.layer(model, layout, experts)))
+
+
+class _Walk(NamedTuple):
+    """A part of a stage's backward."""
+
+    name: str
+    region: int
+    is_loss: bool
+    begun: int  # how many gradients of the rank have been stored when it begins
+    running: float  # bytes that are there then, but for other micro-batches
+    fullest: dict[int, tuple[float, str]]  # and more, at the moments of `_fullest`
+
+    @property
+    def most(self) -> float:
+        return max(self.fullest.values())[0]
+
+
+def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[str, float, float, float, float]:
+    """Its name, elements of gathered weights and of gradients, bytes of activations, and of those that backwards need.
+
+    Activations are with all that is there for the moment.
+    """
+    narrow, wide, _ = WIDTHS[layout.dtype]
+    share, size = share_of(model, layout, rank), Sizes.of(model, layout)
+    layers = _of_layers(model, layout)
+    each = _kept_of_stages(model, layout, rank, layers)
+    walks = [list(_walks(model, layout, share, size, layers, *here)) for here in enumerate(each)]
+    cases, whole = [], sum(each)
+    for backward in backwards(model, layout, rank):
+        others = max(0.0, backward.micro_batches * whole - each[backward.stage])
+        for walk in walks[backward.stage]:
+            gathered = share.gathered(walk.region, prefetch=not walk.is_loss)
+            there = others + walk.running + _messages(layout, rank, backward, walk.is_loss, size)
+            cases.append((narrow * gathered + there + walk.most, backward, walk, gathered, there))
+    cases.sort(key=lambda case: -case[0])
+    most, result = -1.0, None
+    for bytes_but_gradients, backward, walk, gathered, there in cases:
+        if bytes_but_gradients + wide * share.most_gradients < most:
+            break  # this case and those after it cannot hold more
+        for stored, (more, moment) in walk.fullest.items():
+            gradients = share.gradients(walk.begun + stored, backward.summed)
+            held = narrow * gathered + wide * gradients + there + more
+            if held > most:
+                most, result = held, (backward, walk, moment, gathered, gradients, there + more)
+    backward, walk, moment, *sizes = result
+    return f"{backward.when} backward, {walk.name}{moment}", *sizes, backward.micro_batches * whole
+
+
+def _messages(layout: Layout, rank: int, backward: Backward, is_loss: bool, size: Sizes) -> float:
+    """Hidden states on their way between stages, and gradients, which have this size too.
+
+    A rank keeps what it has sent until it sends again: hidden states, and in a later backward a gradient. What it
+    receives next is there while it works. The gradient that it works with stays until the backward is over.
+    """
+    several = layout.stages > 1  # the last rank sends to the first
+    result = 2 if several or rank < layout.pp - 1 else 0
+    if (several or rank > 0) and backward.when != "first":
+        result += 1 + (backward.when == "later" and not is_loss)
+    return result * size.stream if layout.pp > 1 else 0.0
+
+
+def _walks(
+    model: ModelConfig, layout: Layout, share: Share, size: Sizes, layers: _Layers, number: int, each: float
+) -> Iterator[_Walk]:
+    """The parts of a stage that may be the fullest: both ends, and layers beside others of another sort.
+
+    Args:
+        number: of the rank's stage. each: bytes that it keeps of a micro-batch.
+    """
+    narrow = WIDTHS[layout.dtype][0]
+    matrix = -(-model.vocab // layout.tp) * model.hidden * narrow
+    tied = matrix if share.tied else 0.0  # one gradient of two waits for that of the embedding
+    has_loss = share.is_last and number == len(share.stages) - 1
+    if has_loss:
+        loss, *head = moments.head(model, layout, size)
+        running = each + moments.kept_by_head(model, layout, size)
+        yield _Walk("", share.end, True, 0, running, _fullest([loss]))
+        yield _Walk("", share.end, False, 0, running + loss.left, _fullest(head))
+    first, last = share.stages[number]
+    with_experts = min(last, max(first, model.dense_layers)) if model.experts else last  # from here on
+    some = [index for index in {first, with_experts - 1, with_experts, last - 1} if first <= index < last]
+    below = each - _kept_by_layers(model, layers, first, last)
+    for index in sorted(some):
+        region, layer = share.starts[number] + index - first, layers[index >= with_experts]
+        # A last layer works with the very gradient that has been received
+        gradient = 0.0 if layout.pp > 1 and not has_loss and index == last - 1 else size.stream
+        running = below + _kept_by_layers(model, layers, first, index) + layer.at_work + gradient + tied
+        yield _Walk(f"layer {index}: ", region, False, share.stored_before(region), running, layer.fullest)
+    if share.is_first and number == 0:
+        scattered = size.whole * (1 if size.one else 2) if layout.tp > 1 else 0.0
+        fullest = _fullest([Moment("embedding", matrix + scattered, 0.0, matrix, 1)])
+        yield _Walk("", 0, False, share.stored_before(0), size.stream + tied, fullest)
+
+
+def _fullest(some: Iterable[Moment]) -> dict[int, tuple[float, str]]:
+    """Walk through moments. Returns the bytes and name of the fullest for each number of gradients stored so far."""
+    result, running, stored = {}, 0.0, 0
+    for moment in some:
+        result[stored] = max(result.get(stored, NOTHING), (running + moment.there, moment.name))
+        running, stored = running + moment.left, stored + moment.stored
+        if moment.weight:
+            result[stored] = max(result.get(stored, NOTHING), (running + moment.weight, f"{moment.name}, added up"))
+    return result

@@ -1,6 +1,6 @@
 """One layout's memory as a table: for our model by stage of the pipeline, or in the playbook's GPT form.
 
-Formulas know what a rank keeps. What a layer needs while it works they only estimate: a dry run counts it.
+`--play` adds a dry run of each stage, which counts what the formula says.
 """
 
 from common.drawing.tables import print_table
@@ -11,7 +11,7 @@ from common.process_groups import Degrees
 from step08_5d.cost import Layout
 from step08_5d.planning import gpt_memory
 from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import of_stage
+from step08_5d.planning.memory import peak
 from step08_5d.planning.search import Task, check_degrees, flags, named
 from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
 
@@ -35,19 +35,13 @@ def show(options) -> None:
 def _show_ours(name: str, model: ModelConfig, layout: Layout, play: bool) -> None:
     stages = sorted({1, layout.pp // 2, *fullest_ranks(model, layout)} & set(range(layout.pp)))
     layers = layers_of_ranks(model, layout)
-    held = [of_stage(model, layout, stage) for stage in stages]
+    peaks = [peak(model, layout, stage) for stage in stages]
+    held = [each.held for each in peaks]
     rows = []
     for stage, kinds in zip(stages, held):
         micro_batches = f"{round(in_flight(model, layout, stage), 2):g}"
-        rows.append(
-            (
-                f"{stage}",
-                layers[stage],
-                micro_batches,
-                *(f"{size / 1e9:.2f}" for size in kinds.values()),
-                f"{_all(kinds):.2f}",
-            )
-        )
+        sizes = (f"{size / 1e9:.2f}" for size in kinds.values())
+        rows.append((f"{stage}", layers[stage], micro_batches, *sizes, f"{_all(kinds):.2f}"))
     for stage in stages if play else ():
         run = played(name, model, layout, stage)
         kinds = [*(f"{size / 1e9:.2f}" for size in run.at_peak.values()), ""]
@@ -57,7 +51,8 @@ def _show_ours(name: str, model: ModelConfig, layout: Layout, play: bool) -> Non
     print_table(f"predicted: {name}, {named(layout)}, GB of a rank of the pipeline, {schedule}", header, rows)
     fullest = max(range(len(held)), key=lambda index: _all(held[index]))
     most = max(held[fullest], key=held[fullest].get)
-    print(f"  the fullest is {header[0]} {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most}")
+    print(f"  the fullest is {header[0]} {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most};")
+    print(f"  its fullest moment: {peaks[fullest].moment}")
 
 
 def played(name: str, model: ModelConfig, layout: Layout, stage: int):

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from step08_5d.planning.fitting import descend
 from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import of_stage
+from step08_5d.planning.memory import kept as kept_by_stage
+from step08_5d.planning.memory import states
 from step08_5d.planning.published import VOCAB, Run
+from step08_5d.planning.stages import in_flight
 
 ROOM = 1.2  # how much more than predicted a run may need and still fits
 
@@ -37,10 +39,10 @@ def kept(run: Run) -> list[Kept]:
     """Of the first and the last stage."""
     result = []
     for stage in {0, run.layout.pp - 1}:
-        held = of_stage(run.model, run.layout, stage)
         logits = run.layout.tokens * VOCAB / run.layout.tp if stage == run.layout.pp - 1 else 0
-        states = held["parameters"] + held["gradients"] + held["optimizer state"]
-        result.append(Kept(states, held["activations"], logits))
+        held = sum(states(run.model, run.layout, stage).values())
+        activations = in_flight(run.model, run.layout, stage) * kept_by_stage(run.model, run.layout, stage)
+        result.append(Kept(held, activations, logits))
     return result
 
 

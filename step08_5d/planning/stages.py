@@ -15,20 +15,33 @@ from step08_5d.cost import Layout
 
 
 @cache  # a search asks for a few hundred of them, and often
+def _ranges(model: ModelConfig, stages: int, seq: int) -> list[tuple[int, int]]:
+    return split_layers(model, stages, seq)
+
+
 def stage_sizes(model: ModelConfig, stages: int, seq: int) -> tuple[int, ...]:
     """Return how many layers each stage of the model has."""
-    return tuple(last - first for first, last in split_layers(model, stages, seq))
+    return tuple(last - first for first, last in _ranges(model, stages, seq))
+
+
+def ranges_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[tuple[int, int]]:
+    """Return the layers [first, last) of each stage of a rank; equal stages in whole layers, of which earlier ones
+    have more."""
+    if layout.equal_stages:
+        return [(-(-rank * model.layers // layout.pp), -(-(rank + 1) * model.layers // layout.pp))]
+    return _ranges(model, layout.pp * layout.stages, layout.seq)[rank :: layout.pp]
 
 
 def layers_of_ranks(model: ModelConfig, layout: Layout) -> tuple[float, ...]:
     """Return how many layers each rank of the pipeline has, in all of its stages."""
     if layout.equal_stages:
         return (model.layers / layout.pp,) * layout.pp
-    return _summed(stage_sizes(model, layout.pp * layout.stages, layout.seq), layout.pp)
+    return _layers_of_ranks(model, layout.pp, layout.stages, layout.seq)
 
 
 @cache
-def _summed(sizes: tuple[int, ...], p: int) -> tuple[int, ...]:
+def _layers_of_ranks(model: ModelConfig, p: int, v: int, seq: int) -> tuple[int, ...]:
+    sizes = stage_sizes(model, p * v, seq)
     return tuple(sum(sizes[rank::p]) for rank in range(p))
 
 
@@ -46,30 +59,57 @@ def fullest_ranks(model: ModelConfig, layout: Layout) -> list[int]:
     return sorted({0, layout.pp - 1, *first_with.values()})
 
 
-def in_flight(model: ModelConfig, layout: Layout, rank: int) -> float:
-    """Return of how many micro-batches a rank keeps the activations at its peak.
+class Backward(NamedTuple):
+    """What a rank holds when a backward of one of its stages begins; of backwards that are alike, the most."""
 
-    Interleaved, it keeps some of them in a part of its stages only, which counts as a part of a micro-batch.
-    """
-    p, m = layout.pp, layout.micro_batches
-    if layout.stages == 1:
-        return min(p - rank, m)
-    sizes = stage_sizes(model, p * layout.stages, layout.seq)[rank::p]
-    return _most_layers(sizes, p, min(m, 3 * p), rank) / sum(sizes)  # after 3 p micro-batches all repeats itself
+    stage: int  # of the rank's: 0 is the first one of a forward
+    when: str  # first: of this stage in a step; later: while there are forwards to come; last: after them
+    micro_batches: float  # of which it keeps the activations; of some stages only, as a part of a micro-batch
+    summed: int | None  # the first of the rank's stages that has gradients; None if that is up to this backward
+
+
+def backwards(model: ModelConfig, layout: Layout, rank: int) -> tuple[Backward, ...]:
+    """Return the backwards of a rank's stages, as the schedule has them."""
+    p, m, v = layout.pp, layout.micro_batches, layout.stages
+    if v == 1:
+        return _backwards_1f1b(min(p - rank, m), m)
+    sizes = stage_sizes(model, p * v, layout.seq)[rank::p]
+    return _backwards_interleaved(sizes, p, min(m, 3 * p), rank)  # after 3 p micro-batches all repeats itself
+
+
+def in_flight(model: ModelConfig, layout: Layout, rank: int) -> float:
+    """Return of how many micro-batches a rank keeps the activations at most."""
+    return max(each.micro_batches for each in backwards(model, layout, rank))
 
 
 @cache
-def _most_layers(sizes: tuple[int, ...], p: int, m: int, rank: int) -> int:
-    """The most layers, counted once for each micro-batch, between their forward and their backward.
+def _backwards_1f1b(most: int, m: int) -> tuple[Backward, ...]:
+    result = [Backward(0, "first", most, None)]
+    if m > most:
+        result.append(Backward(0, "later", most, 0))
+    elif most > 1:
+        result.append(Backward(0, "last", most - 1, 0))
+    return tuple(result)
+
+
+@cache
+def _backwards_interleaved(sizes: tuple[int, ...], p: int, m: int, rank: int) -> tuple[Backward, ...]:
+    """The same of several stages: p micro-batches pass through a stage, then through the next.
 
     Args:
         sizes: layers of the rank's stages. m: micro-batches, a multiple of p.
     """
-    order = [size for size in sizes for _ in range(p)] * (m // p)  # p micro-batches pass through a stage, then the next
-    ahead = min(len(order), forwards_ahead(p, len(sizes), p, rank))
-    begun = list(accumulate(order))
-    ended = accumulate([size for size in reversed(sizes) for _ in range(p)] * (m // p), initial=0)
-    return max([begun[ahead - 1], *(forward - backward for forward, backward in zip(begun[ahead:], ended))])
+    v, most = len(sizes), {}
+    begun = list(accumulate(size for _ in range(m // p) for size in sizes for _ in range(p)))
+    ended = accumulate((size for _ in range(m // p) for size in reversed(sizes) for _ in range(p)), initial=0)
+    ahead = forwards_ahead(p, v, p, rank)
+    for number, (before, _) in enumerate(zip(ended, begun)):
+        turn, stage, forwards = number // (p * v), v - 1 - number // p % v, number + ahead + 1
+        when = "first" if number < p * v and number % p == 0 else "later" if forwards < len(begun) else "last"
+        summed = None if when == "first" else 0 if turn else stage
+        kept = (begun[min(forwards, len(begun)) - 1] - before) / sum(sizes)
+        most[stage, when, summed] = max(kept, most.get((stage, when, summed), 0.0))
+    return tuple(Backward(stage, when, kept, summed) for (stage, when, summed), kept in most.items())
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

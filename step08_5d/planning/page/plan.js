@@ -1,6 +1,6 @@
 // The planner's formulas once more, so that the page needs no server. Functions have the names and the letters of the
 // Python that they repeat, which also explains them; where Python has one name in two modules, here they are told apart
-// (`rank_parameters`, `stage_parameters`). A test compares both on random settings.
+// (`rank_parameters`). A test compares both on random settings. Memory is in share.js and memory.js, which come before.
 //
 // The shapes of models, machines, habits and published bandwidths come from Python, as `constants` (write.py).
 "use strict";
@@ -113,27 +113,7 @@ function expert_messages(model, layout, width, count) {
   ];
 }
 
-// ---- step08_5d/planning/stages.py, of 1F1B; step05_pipeline/stages.py ------------------------------------------------
-
-// Layers of each stage: of the lightest stages, the last one takes the next layer
-function layers_of_ranks(model, layout) {
-  const flops = count_flops(model, layout.seq), layer = (flops.linear + flops.attention_core) / model.layers;
-  const layers = Array(layout.pp).fill(1), cost = Array(layout.pp).fill(layer);
-  cost[layout.pp - 1] += flops.head;
-  for (let rest = model.layers - layout.pp; rest > 0; rest--) {
-    const lightest = cost.lastIndexOf(Math.min(...cost));
-    layers[lightest] += 1;
-    cost[lightest] += layer;
-  }
-  return layers;
-}
-
-// One of them is the fullest
-function fullest_ranks(model, layout) {
-  const layers = layers_of_ranks(model, layout), last = layout.pp - 1;
-  const found = layers.map((_, rank) => rank).filter((rank) => layers.indexOf(layers[rank], 1) === rank && rank < last);
-  return [...new Set([0, ...found, last])];
-}
+// ---- step08_5d/planning/stages.py, of 1F1B; its ranks are in share.js -----------------------------------------------
 
 // The slowest rank: its layers, whether it has the head, and for how many micro-batches it waits
 function pace(model, layout, layer, head) {
@@ -141,72 +121,6 @@ function pace(model, layout, layer, head) {
   if (last * layer + head >= most * layer)
     return { layers: last, has_head: 1, waits: (sum(others) * layer) / (last * layer + head) };
   return { layers: most, has_head: 0, waits: ((sum(others) - most + last) * layer + head) / (most * layer) };
-}
-
-// ---- step08_5d/planning/memory.py ----------------------------------------------------------------------------------
-
-// Bytes by kind of the fullest rank
-function memory(model, layout) {
-  const found = fullest_ranks(model, layout).map((stage) => of_stage(model, layout, stage));
-  return found.reduce((most, each) => (total(each) > total(most) ? each : most));
-}
-
-function of_stage(model, layout, stage) {
-  const [rest, of_experts] = stage_parameters(model, layout, stage), [narrow, wide] = constants.WIDTHS;
-  const result = {};
-  constants.KINDS.forEach((kind, index) => {
-    const shards = layout.zero >= 3 - index ? [layout.copies, layout.edp] : [1, 1];
-    result[kind] = constants.WIDTHS[index] * (rest / shards[0] + of_experts / shards[1]);
-  });
-  const layers = layers_of_ranks(model, layout)[stage], whole = layer_activations(model, layout, "none");
-  const in_flight = Math.min(layout.pp - stage, layout.micro_batches);
-  result.activations = in_flight * layers * layer_activations(model, layout, layout.recompute);
-  result.working = layout.recompute === "full" ? whole : whole / 2;
-  if (stage === layout.pp - 1) {
-    const head = (model.vocab * model.hidden) / layout.tp;
-    const loss = (1 + constants.CHUNK) * head * wide + 3 * layout.tokens * model.hidden * wide;
-    result.working = Math.max(result.working, loss);
-  }
-  if (layout.zero === 3) {
-    const both = (rest + of_experts) * (layout.pp > 1 ? 1 : Math.min(1, 2 / layers));
-    result.working += narrow * both * (1 - 1 / layout.copies);
-  }
-  return result;
-}
-
-function stage_parameters(model, layout, stage) {
-  const share = (layers_of_ranks(model, layout)[stage] * layout.pp) / model.layers; // of a rank with the mean number
-  let [rest, of_experts] = rank_parameters(model, layout, false).map((each) => share * each);
-  const matrix = (model.vocab * model.hidden) / layout.tp;
-  if (stage === 0) rest += matrix;
-  if (stage === layout.pp - 1) rest += model.hidden + (model.tie_embeddings && stage === 0 ? 0 : matrix);
-  return [rest, of_experts];
-}
-
-function layer_activations(model, layout, recompute) {
-  const [width, high] = constants.WIDTHS, { tp } = layout, { hidden: h, head_width: d } = model;
-  const tokens = layout.micro_batch * Math.floor(layout.seq / layout.cp);
-  if (recompute === "full") return Math.floor((tokens * h * width) / tp);
-  // step04_tensor_parallel/cost.py, block_activations
-  const queries = model.heads * d, heads = (model.heads + 2 * Math.max(model.kv_heads, tp)) * d;
-  const mlp = Math.floor((4 * tokens * model.ffn * width) / tp);
-  const norms = Math.floor((2 * tokens * (h * (high + width) + high)) / tp);
-  const inputs = Math.floor((2 * tokens * h * width) / tp);
-  let attention = Math.floor((tokens * ((heads + queries) * width + model.heads * high)) / tp);
-  if (recompute === "selective") attention -= Math.floor((tokens * model.heads * high) / tp);
-  const dense = norms + inputs + attention + mlp, share = expert_layers(model) / model.layers;
-  if (!share) return dense;
-  const mine = layout.tokens / tp, rows = Math.floor(mine * model.top_k);
-  return dense + share * (expert_activations(model, Math.floor(mine), rows, width, layout.ep) - mlp);
-}
-
-// step07_expert_parallel/cost.py, activations
-function expert_activations(model, tokens, rows, width, ep) {
-  const h = model.hidden, choices = model.top_k * tokens;
-  let router = tokens * 4 * (h + model.experts + 1) + choices * (8 + 4 + 1);
-  router += width < 4 ? 4 * model.experts * h : 0;
-  const sorting = 3 * choices * 8 + tokens * 8, arrived = ep > 1 ? 2 * rows * 8 : 0;
-  return router + sorting + arrived + rows * (h + 4 * model.expert_ffn) * width + choices * (h * width + 4);
 }
 
 // ---- step08_5d/planning/speed.py -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The planner as one HTML file that works without a network: `python -m step08_5d.planning page`.
 
-page.html is put together with its style, its code and its numbers. plan.js repeats the formulas of memory.py and
-speed.py; tests compare the two.
+page.html is put together with its style, its code and its numbers. share.js, memory.js and plan.js repeat the
+formulas of memory and speed; tests compare the two.
 """
 
 import json
@@ -18,13 +18,15 @@ from common.presets import PRESETS
 from step08_5d.planning import sweep
 from step08_5d.planning.explain import NAMES
 from step08_5d.planning.machines import MACHINES, OURS, Habits
-from step08_5d.planning.memory import CHUNK
+from step08_5d.planning.moments import FEW_BYTES, RATIO
 from step08_5d.planning.pictures import words
 from step08_5d.planning.published import predicted, read_runs
 from step08_5d.planning.search import MOST_FULL
+from step08_5d.planning.share import BUCKET
 from step08_5d.planning.speed import AGAIN, CORE_AGAIN, UPDATE_BYTES
 
 FOLDER = Path(__file__).parent
+FORMULAS = ("share.js", "memory.js", "plan.js")
 SHAPE = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "tie_embeddings", "max_positions", "experts", "top_k")
 SHAPE += ("shared_experts", "dense_layers", "expert_ffn", "head_width")
 RECOMPUTE = ("none", "selective", "full")
@@ -38,7 +40,8 @@ def shape(model: ModelConfig) -> dict:
 def constants() -> dict:
     """All numbers of plan.js that are not formulas, by the names that they have in Python."""
     found = {"KINDS": KINDS, "WIDTHS": WIDTHS["bfloat16"], "BUS_GB_PER_S": BUS_GB_PER_S, "NETWORK": NETWORK}
-    found |= {"CHUNK": CHUNK, "MOST_FULL": MOST_FULL, "UPDATE_BYTES": UPDATE_BYTES}
+    found |= {"RATIO": RATIO, "FEW_BYTES": FEW_BYTES, "BUCKET": BUCKET}
+    found |= {"MOST_FULL": MOST_FULL, "UPDATE_BYTES": UPDATE_BYTES}
     found |= {"RECOMPUTE": RECOMPUTE, "AGAIN": AGAIN, "CORE_AGAIN": CORE_AGAIN, "OURS": OURS._asdict()}
     found["MODELS"] = {name: shape(model) for name, model in PRESETS.items()}
     found["MACHINES"] = {name: machine._asdict() | {"peak": machine.peak} for name, machine in MACHINES.items()}
@@ -88,7 +91,7 @@ def write_page(path: str, file: str | None = None) -> Path:
     dots = [*(sweep_dots(file) if file else ()), *published_dots()]
     data = {"constants": constants(), "COLOURS": colours, "NAMES": NAMES, "DOTS": dots}
     text = (FOLDER / "page.html").read_text()
-    for name in ("style.css", "plan.js", "view.js"):
+    for name in ("style.css", *FORMULAS, "view.js"):
         text = text.replace(f"/* {name} */", (FOLDER / name).read_text())
     text = text.replace("/* data */", json.dumps(data).replace("<", "\\u003c"))  # no text may end the script
     try:

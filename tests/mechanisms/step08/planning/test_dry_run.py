@@ -23,7 +23,7 @@ from step08_5d.planning import memory_report
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.dry_run import configuration, dry_run, equally
 from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import of_stage
+from step08_5d.planning.memory import of_stage, states
 from step08_5d.planning.search import Task
 from step08_5d.planning.search import flags as flags_of
 from tests.harness.observing import configure, mesh_of, observe_each
@@ -118,8 +118,9 @@ def test_it_equals_a_real_step(world):
             most = 0.035 if config_frees_early(flags) else 0.02
             assert errors[-1] < most, f"{case}: {played.peak} of {real.peak} bytes"
             assert sum(played.at_peak.values()) == pytest.approx(played.peak, rel=0.002), case
-            held = of_stage(played.config.model_config, Layout.of(played.config), played.place["pp"])
-            formula.append(abs(sum(held.values()) / real.peak - 1))
+            shape = played.config.model_config, Layout.of(played.config), played.place["pp"]
+            formula.append(abs(sum(of_stage(*shape).values()) / real.peak - 1))
+            held = states(*shape)
             kinds.append(all(abs(held[kind] / (played.between[kind] or 1) - 1) < 0.01 for kind in KINDS[::2]))
     assert sum(errors) / len(errors) < 0.002
     print(f"{len(errors)} ranks of {len(cases)} layouts: {sum(errors) / len(errors):.4%} on average, {max(errors):.3%}")

@@ -61,12 +61,14 @@ def expected(name: str, gpu: str, layout: Layout) -> dict:
 
 
 @pytest.mark.skipif(not NODE, reason="node, which runs the page's formulas, is not installed")
-def test_the_page_says_what_python_says():
+def test_the_page_says_what_python_says(tmp_path):
     """Of more than 200 settings that step 8 accepts all numbers, of those that it refuses the same line."""
     cases = random_settings(700)
     as_json = [(name, gpu, layout._asdict()) for name, gpu, layout in cases]
     given = json.dumps({"constants": write.constants(), "cases": as_json})
-    words = [NODE, "-e", IN_NODE, write.FOLDER / "plan.js"]
+    formulas = tmp_path / "formulas.js"  # as in the page, one after the other
+    formulas.write_text("".join((write.FOLDER / name).read_text() for name in write.FORMULAS))
+    words = [NODE, "-e", IN_NODE, formulas]
     done = subprocess.run(words, input=given, capture_output=True, text=True, check=True)
     accepted = 0
     for case, found in zip(cases, json.loads(done.stdout), strict=True):

@@ -18,10 +18,12 @@ from step08_5d.cost import Layout
 from step08_5d.planning import published
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.machines import MACHINES, Habits, Machine
-from step08_5d.planning.memory import memory, of_stage, parameters
+from step08_5d.planning.memory import kept, memory, of_stage, parameters, peak, states
+from step08_5d.planning.published_memory import Holds, needed
+from step08_5d.planning.published_memory import kept as kept_by
 from step08_5d.planning.search import Task, command, flags, layouts, plans
 from step08_5d.planning.speed import mfu, spans, times
-from step08_5d.planning.stages import in_flight, layers_of_ranks, pace, stage_sizes
+from step08_5d.planning.stages import in_flight, layers_of_ranks, pace, ranges_of_rank, stage_sizes
 
 LLAMA, H100 = PRESETS["llama3-8b"], MACHINES["H100"]
 IDEAL = Habits(1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
@@ -43,8 +45,11 @@ def test_published_runs():
     fitted = published.fitted(runs)
     for name in published.WITHOUT_PIPELINES + published.OF_PIPELINES:
         assert getattr(Habits(), name) == float(f"{getattr(fitted, name):.2g}"), name
+    # Their memory: as our own code would hold it, and as one that keeps all logits does
     found = published.judge(runs, lambda run: sum(memory(run.model, run.layout).values()), lambda run: run.memory)
-    assert found.spearman > 0.97 and published.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
+    theirs = published.judge(runs, lambda run: needed(kept_by(run), Holds()), lambda run: run.memory)
+    assert found.spearman > 0.96 and theirs.spearman > 0.97
+    assert published.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 4}, {"tp": 4, "pp": 2, "dp": 2}, {"dp": 4, "ep": 4}])
@@ -62,19 +67,24 @@ def test_stages_have_all_parameters(degrees):
 def test_memory_by_hand():
     """8,030,261,248 parameters on 8 ranks: all of 2 + 4 + 12 bytes divided by 8, or only the last two kinds, or one.
 
-    The first of 4 stages keeps 4 micro-batches of 8 layers, the last stage one; with 2 micro-batches the first 2.
+    The first of 4 stages keeps 4 micro-batches, with 2 of them 2, the last stage one. On one rank the loss is the
+    fullest moment: the gradient of the head's matrix (4 bytes), logits of h/2 tokens (2) and two copies of them (4);
+    the hidden states' gradient, the last norm's input, what it has normalized, and its output.
     """
     total = count_parameters(LLAMA).total
     for zero, divided in ((3, (8, 8, 8)), (2, (1, 8, 8)), (1, (1, 1, 8)), (0, (1, 1, 1))):
-        held = memory(LLAMA, Layout(4096, dp=8, zero=zero, dtype="bfloat16"))
-        expected = [width * total / by for width, by in zip(WIDTHS["bfloat16"], divided)]
-        assert [held[kind] for kind in ("parameters", "gradients", "optimizer state")] == expected
-    layout = Layout(4096, pp=4, micro_batches=8, dtype="bfloat16", equal_stages=True)
-    one = of_stage(LLAMA, layout, 3)["activations"]
-    assert of_stage(LLAMA, layout, 0)["activations"] == 4 * one
-    assert of_stage(LLAMA, layout._replace(micro_batches=2), 0)["activations"] == 2 * one
-    inputs = of_stage(LLAMA, layout._replace(recompute="full"), 3)["activations"]
-    assert inputs == 8 * 4096 * 4096 * 2, "a layer keeps its input"
+        held = states(LLAMA, Layout(4096, dp=8, zero=zero, dtype="bfloat16"), 0)
+        assert list(held.values()) == [width * total / by for width, by in zip(WIDTHS["bfloat16"], divided)]
+    layout = Layout(4096, pp=4, micro_batches=8, dtype="bfloat16")
+    assert [in_flight(LLAMA, layout, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(LLAMA, layout._replace(micro_batches=2), 0) == 2
+    ((first, last),) = ranges_of_rank(LLAMA, layout, 3)
+    inputs, tables = (last - first) * 4096 * 4096 * 2, 2 * 4096 * 128 * 4 + 16 * 4096
+    assert kept(LLAMA, layout._replace(recompute="full"), 3) == inputs + tables, "a layer keeps its input"
+    moment, held = peak(LLAMA, Layout(4096, dtype="bfloat16", micro_batches=2), 0)
+    assert moment == "later backward, loss" and held["gradients"] == 4 * total
+    matrix, stream = LLAMA.vocab * 4096, 4096 * 4096
+    assert held["working"] == (4 + 1 + 2 * 2) * matrix + (2 + 4 + 2 + 2) * stream + 4 * 4096
 
 
 @pytest.mark.parametrize("name, p, v", [("llama3-405b", 16, 1), ("llama3-405b", 8, 2), ("llama3-70b", 4, 4)])
@@ -174,7 +184,7 @@ def test_plans_are_sorted_and_fit(capsys):
     with pytest.raises(UsageError, match="llama3-405b on 16 GPUs fits in no layout: at least .* GB a GPU"):
         plans(task("llama3-405b", 16))
     wrong = {"llama3-405b --gpus 16": "457 of them weights, gradients and optimizer, and 72 of 80 may be filled; 128 G"}
-    with pytest.raises(UsageError, match="or --seq-len 262144 would do, as cp 4, ZeRO-3, recompute"):
+    with pytest.raises(UsageError, match="or --seq-len 262144 would do, as tp 4, recompute"):
         plans(task("llama3-8b", 4, 2**20, 1))
     wrong |= {"llama3-8b --gpus 4 --seq-len 1M": "--seq-len 1048576 exceeds the 131072 positions of llama3-8b"}
     wrong |= {"llama9 --gpus 8": "--model llama9 is no preset"}

@@ -1,0 +1,96 @@
+"""The formula of memory beside the dry run, by kind at the peak."""
+
+import os
+
+import pytest
+
+from common.costs.vocabulary import KINDS
+from common.process_groups import Degrees
+from step08_5d.cost import Layout
+from step08_5d.planning.dry_run import configuration, dry_run, first_ranks
+from step08_5d.planning.memory import peak
+
+WIDE = "--layers 6 --hidden 1024 --heads 16 --kv-heads 4 --ffn 3584 --vocab 32000 --seq-len 2048"
+NARROW = "--layers 8 --hidden 768 --heads 12 --kv-heads 12 --ffn 2048 --vocab 16000 --seq-len 1024"
+LONG = "--layers 4 --hidden 1024 --heads 16 --kv-heads 2 --ffn 4096 --vocab 8000 --seq-len 8192"
+EXPERTS = "--layers 4 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --vocab 32000 --seq-len 2048 --experts 8"
+EXPERTS += " --top-k 2 --expert-ffn 1408"
+FINE = "--layers 5 --hidden 1024 --heads 16 --kv-heads 4 --ffn 4096 --vocab 32000 --seq-len 2048 --experts 32 --top-k 4"
+FINE += " --expert-ffn 512 --shared-experts 1 --dense-layers 1"
+BF16 = "--dtype bfloat16"
+# World, shape, layout; every ninth in `make test`
+CASES = [
+    f"1 {WIDE} {BF16} --global-batch 4 --micro-batch 2",
+    f"1 {WIDE} --global-batch 4 --micro-batch 2",
+    f"1 {WIDE} {BF16} --global-batch 2 --micro-batch 2",
+    f"1 {WIDE} {BF16} --global-batch 4 --micro-batch 1 --recompute full",
+    f"1 {NARROW} {BF16} --global-batch 8 --micro-batch 8 --recompute selective",
+    f"1 {NARROW} --global-batch 8 --micro-batch 4 --recompute full",
+    f"1 {NARROW} {BF16} --global-batch 2 --micro-batch 1 --tie-embeddings",
+    f"1 {LONG} {BF16} --global-batch 2 --micro-batch 1",
+    f"4 {WIDE} {BF16} --dp 4 --zero 1 --global-batch 16 --micro-batch 2",
+    f"4 {WIDE} {BF16} --dp 4 --zero 2 --global-batch 16 --micro-batch 2",
+    f"4 {WIDE} {BF16} --dp 4 --zero 2 --global-batch 4 --micro-batch 1",
+    f"4 {WIDE} {BF16} --dp 4 --zero 3 --global-batch 16 --micro-batch 2",
+    f"4 {WIDE} {BF16} --dp 4 --zero 3 --global-batch 4 --micro-batch 1 --recompute full",
+    f"8 {NARROW} --dp 8 --zero 3 --global-batch 16 --micro-batch 2",
+    f"8 {NARROW} --dp 8 --zero 2 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --tp 4 --global-batch 4 --micro-batch 2",
+    f"4 {WIDE} {BF16} --tp 4 --global-batch 4 --micro-batch 1",
+    f"4 {WIDE} --tp 4 --global-batch 4 --micro-batch 4 --recompute full",
+    f"2 {LONG} {BF16} --tp 2 --global-batch 2 --micro-batch 1",
+    f"8 {LONG} {BF16} --tp 8 --global-batch 2 --micro-batch 2 --recompute selective",
+    f"8 {WIDE} {BF16} --tp 4 --dp 2 --zero 3 --global-batch 4 --micro-batch 1",
+    f"8 {WIDE} {BF16} --tp 4 --dp 2 --zero 1 --global-batch 4 --micro-batch 1",
+    f"2 {WIDE} {BF16} --pp 2 --global-batch 8 --micro-batch 1",
+    f"4 {NARROW} {BF16} --pp 4 --global-batch 32 --micro-batch 4",
+    f"4 {NARROW} --pp 4 --global-batch 32 --micro-batch 4 --recompute full",
+    f"4 {NARROW} {BF16} --pp 4 --global-batch 4 --micro-batch 2",
+    f"4 {WIDE} {BF16} --pp 2 --tp 2 --global-batch 8 --micro-batch 2",
+    f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 2 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 3 --global-batch 16 --micro-batch 1",
+    f"4 {NARROW} {BF16} --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 4 --tie-embeddings",
+    f"2 {LONG} {BF16} --cp 2 --global-batch 2 --micro-batch 1",
+    f"4 {LONG} {BF16} --cp 4 --global-batch 4 --micro-batch 2",
+    f"4 {LONG} --cp 4 --global-batch 4 --micro-batch 2 --recompute full",
+    f"8 {LONG} {BF16} --cp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1",
+    f"8 {LONG} {BF16} --cp 2 --dp 4 --zero 3 --global-batch 8 --micro-batch 1",
+    f"8 {LONG} {BF16} --cp 4 --tp 2 --global-batch 2 --micro-batch 1 --recompute selective",
+    f"1 {EXPERTS} {BF16} --global-batch 4 --micro-batch 2",
+    f"4 {EXPERTS} {BF16} --dp 4 --ep 4 --global-batch 16 --micro-batch 2",
+    f"4 {EXPERTS} --dp 4 --ep 2 --zero 1 --global-batch 16 --micro-batch 2",
+    f"4 {EXPERTS} {BF16} --dp 4 --ep 2 --zero 2 --global-batch 16 --micro-batch 2",
+    f"4 {EXPERTS} {BF16} --dp 4 --ep 2 --zero 3 --global-batch 16 --micro-batch 2",
+    f"8 {EXPERTS} {BF16} --tp 2 --dp 4 --ep 8 --global-batch 16 --micro-batch 2 --recompute full",
+    f"8 {FINE} {BF16} --dp 8 --ep 8 --global-batch 16 --micro-batch 1",
+    f"8 {FINE} {BF16} --dp 4 --pp 2 --ep 4 --global-batch 32 --micro-batch 1",
+    f"1 --model llama3-8b --layers 4 --seq-len 4096 {BF16} --global-batch 2 --micro-batch 1",
+    f"16 --model llama3-8b --seq-len 4096 {BF16} --dp 4 --tp 4 --zero 1 --global-batch 8 --micro-batch 1",
+    f"8 --model llama3-1b --seq-len 4096 {BF16} --dp 8 --zero 3 --global-batch 16 --micro-batch 2",
+    f"64 --model llama3-70b --seq-len 4096 {BF16} --tp 8 --pp 8 --global-batch 16 --micro-batch 1 --recompute full",
+    f"8 --model mixtral-8x7b --layers 6 --seq-len 4096 {BF16} --dp 8 --ep 8 --zero 1 --global-batch 8 --micro-batch 1",
+    f"8 {LONG} {BF16} --cp 8 --global-batch 2 --micro-batch 1 --ffn 1024 --vocab 1000 --kv-heads 16",
+    f"4 {LONG} --dp 2 --tp 2 --global-batch 2 --micro-batch 1 --vocab 1000 --seq-len 128",
+    f"16 {FINE} {BF16} --dp 2 --pp 2 --tp 2 --cp 2 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
+]
+
+
+def compare(case: str):
+    """For the first rank of each stage: stage, the fullest moment, the formula's bytes by kind, and the dry run."""
+    world, *words = case.split()
+    config = configuration([*words, "--data", "synthetic", "--steps", "1"], int(world))
+    for stage, rank in enumerate(first_ranks(Degrees.of(config))):
+        yield stage, *peak(config.model_config, Layout.of(config), stage), dry_run(config, rank)
+
+
+@pytest.mark.parametrize("case", CASES if os.environ.get("TEST_ALL") else CASES[::9])
+def test_the_formula_is_the_dry_run(case):
+    """The peak within 2 %, and its parameters, gradients and optimizer state within 1 %, gathered weights and buckets
+    included. What has been measured is 0.02 % on average and 1.0 % at worst.
+    """
+    for stage, moment, held, run in compare(case):
+        assert sum(held.values()) == pytest.approx(run.peak, rel=0.02), (stage, moment, held, run.at_peak)
+        for kind in KINDS:
+            if not (kind == "gradients" and moment.endswith("added up")):  # a bucket that is being made has no kind yet
+                assert held[kind] == pytest.approx(run.at_peak[kind], rel=0.01), (stage, moment, kind)
