@@ -11,7 +11,6 @@ from step08_5d.planning import published_memory
 from step08_5d.planning.machines import Habits
 from step08_5d.planning.memory import memory
 from step08_5d.planning.published import Run, fitted, halves, judge, predicted, read_runs
-from step08_5d.planning.published_memory import Holds
 from step08_5d.planning.search import named
 
 
@@ -54,11 +53,7 @@ def print_worst(runs: list[Run], habits: Habits, pair: tuple[str, int], shown: i
 def print_memory(runs: list[Run], parts: list[tuple[list[Run], list[Run]]]) -> None:
     """Memory: how our formulas rank the runs, what that implementation holds, and the failures that should have fit."""
     result = judge(runs, lambda run: sum(memory(run.model, run.layout).values()), lambda run: run.memory)
-    theirs = judge(
-        runs, lambda run: published_memory.needed(published_memory.kept(run), Holds()), lambda run: run.memory
-    )
-    print(f"\nSpearman of predicted and published memory: {result.spearman:.3f} as in our code,")
-    print(f"  {theirs.spearman:.3f} with all logits, as in theirs")
+    print(f"\nSpearman of predicted and published memory: {result.spearman:.3f}")
     rows = []
     for name, some, others in (("half 1", *parts[0]), ("half 2", *parts[1]), ("all", runs, runs)):
         holds = published_memory.fitted(some)

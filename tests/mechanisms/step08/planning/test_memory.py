@@ -75,6 +75,14 @@ CASES = [
     f"16 {FINE} {BF16} --dp 2 --pp 2 --tp 2 --cp 2 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
 ]
 
+INTERLEAVED = [
+    f"2 {NARROW} {BF16} --pp 2 --global-batch 16 --micro-batch 2 --virtual-stages 2",
+    f"2 {WIDE} --pp 2 --global-batch 4 --micro-batch 2 --virtual-stages 3",
+    f"4 {NARROW} {BF16} --pp 2 --dp 2 --zero 1 --global-batch 32 --micro-batch 4 --recompute full --virtual-stages 4",
+    f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 3 --global-batch 16 --micro-batch 1 --virtual-stages 2",
+    f"4 {WIDE} {BF16} --pp 2 --tp 2 --global-batch 16 --micro-batch 2 --virtual-stages 2",
+]
+
 
 def compare(case: str):
     """For the first rank of each stage: stage, the fullest moment, the formula's bytes by kind, and the dry run."""
@@ -94,3 +102,10 @@ def test_the_formula_is_the_dry_run(case):
         for kind in KINDS:
             if not (kind == "gradients" and moment.endswith("added up")):  # a bucket that is being made has no kind yet
                 assert held[kind] == pytest.approx(run.at_peak[kind], rel=0.01), (stage, moment, kind)
+
+
+@pytest.mark.parametrize("case", INTERLEAVED if os.environ.get("TEST_ALL") else INTERLEAVED[:1])
+def test_interleaved_stages(case):
+    """The peak within 2 %; measured are 0.3 % on average and 1.0 % at worst."""
+    for stage, moment, held, run in compare(f"{case} --schedule interleaved"):
+        assert sum(held.values()) == pytest.approx(run.peak, rel=0.02), (stage, moment, held, run.at_peak)
