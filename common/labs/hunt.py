@@ -47,7 +47,7 @@ def handout(story: str, before: str, note: str = "") -> str:
         "    bash run.sh",
         "trains both, prints all digits of their losses and gradient norms, and lays one run on top of the other. "
         "Without the bug, ten digits and more are the same.",
-        f"Find the line, write it into `answer.toml`, and repair it in this folder. {note}",
+        f"Find the line, or where one is missing, write it into `answer.toml`, and repair it in this folder. {note}",
         f"*Before:* {before}. *Graded:* half for the place, half for the fix, on a training that you have not seen.",
     )
     return "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in parts) + "\n"
@@ -100,7 +100,11 @@ class Hunt(Lab):
         wrong = self._wrong_after_fix(folder, bug)
         if wrong:
             return Verdict(place, (said, f"fix: not yet. On a training that you have not seen, {wrong}."))
-        return Verdict(place + 0.5, (said, "fix: right. A training that you have not seen agrees with one process."))
+        other = (
+            ("Your repair works, but the code goes wrong elsewhere first. Is a line missing?",) if place < 0.5 else ()
+        )
+        right = "fix: right. A training that you have not seen agrees with one process."
+        return Verdict(place + 0.5, (said, right, *other))
 
     def _changed(self, folder: Path, bug: Bug) -> bool:
         """Whether any file differs from what `start` has made. Raises UsageError if one is missing."""

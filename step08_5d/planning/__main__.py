@@ -41,8 +41,12 @@ def plan(options) -> None:
         raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
-    sequences = options.tokens_per_batch // options.seq_len
-    machine = MACHINES[options.gpu]
+    sequences, machine = options.tokens_per_batch // options.seq_len, MACHINES[options.gpu]
+    if options.gpus < 1 or options.gpus > machine.gpus and options.gpus % -(-options.gpus // machine.gpus):
+        raise UsageError(f"--gpus {options.gpus} must be at least 1, and as many on every node of {machine.gpus}")
+    for name in ("within", "between"):
+        if (speed := getattr(options, name)) is not None and speed <= 0:
+            raise UsageError(f"--{name} {speed:g} must be above 0")
     if options.within:
         machine = machine._replace(near=1e9 * options.within)
     if options.between:

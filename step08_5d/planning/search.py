@@ -207,8 +207,10 @@ def flags(task: Task, layout: Layout) -> list[str]:
 def command(task: Task, layout: Layout) -> str:
     """The command that trains this layout, on every node if there are several."""
     nodes = -(-task.gpus // task.machine.gpus)
+    of_node = task.gpus // nodes
     launcher = f"torchrun --nproc_per_node {min(task.gpus, task.machine.gpus)}"
     if nodes > 1:
-        launcher = f"sbatch --nodes {nodes} step08_5d/train.slurm"
+        fewer = "" if of_node == task.machine.gpus else f" --gpus-per-node {of_node}"
+        launcher = f"sbatch --nodes {nodes}{fewer} step08_5d/train.slurm"
         return " ".join([launcher, *flags(task, layout)])
     return " ".join([launcher, "step08_5d/train.py", *flags(task, layout)])
