@@ -207,6 +207,8 @@ def flags(task: Task, layout: Layout) -> list[str]:
 def command(task: Task, layout: Layout) -> str:
     """The command that trains this layout, on every node if there are several."""
     nodes = -(-task.gpus // task.machine.gpus)
+    while task.gpus % nodes:  # as many on every node
+        nodes += 1
     of_node = task.gpus // nodes
     launcher = f"torchrun --nproc_per_node {min(task.gpus, task.machine.gpus)}"
     if nodes > 1:

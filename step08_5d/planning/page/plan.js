@@ -237,7 +237,10 @@ function refusal(name, model, layout) {
 }
 
 function command(name, layout, machine) {
-  const { gpus, micro_batch, recompute } = layout, nodes = Math.ceil(gpus / machine.gpus);
+  const { gpus, micro_batch, recompute } = layout;
+  let nodes = Math.ceil(gpus / machine.gpus);
+  while (gpus % nodes) nodes++; // as many on every node
+  const fewer = gpus / nodes === machine.gpus ? "" : ` --gpus-per-node ${gpus / nodes}`;
   const words = [`--model ${name} --dtype bfloat16 --seq-len ${layout.seq}`];
   words.push(`--global-batch ${layout.dp * micro_batch * layout.micro_batches} --micro-batch ${micro_batch}`);
   for (const degree of ["dp", "tp", "pp", "cp", "ep"]) {
@@ -246,7 +249,7 @@ function command(name, layout, machine) {
   if (layout.zero) words.push(`--zero ${layout.zero}`);
   if (recompute !== "none") words.push(`--recompute ${recompute}`);
   const alone = `torchrun --nproc_per_node ${gpus} step08_5d/train.py`;
-  return [nodes > 1 ? `sbatch --nodes ${nodes} step08_5d/train.slurm` : alone, ...words].join(" ");
+  return [nodes > 1 ? `sbatch --nodes ${nodes}${fewer} step08_5d/train.slurm` : alone, ...words].join(" ");
 }
 
 const plan = { use, layout_of, memory, of_stage, layers_of_ranks, fullest_ranks, total, times, mfu, speed, refusal, command };
