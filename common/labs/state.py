@@ -42,7 +42,7 @@ class State:
         if not path.exists():
             return cls(home)
         found = json.loads(path.read_text())
-        labs = {id: Progress(**progress) for id, progress in found["labs"].items()}
+        labs = {id: Progress(**{"student": found["student"]} | progress) for id, progress in found["labs"].items()}
         return cls(home, found["student"], found["current"], labs)
 
     def save(self) -> None:
