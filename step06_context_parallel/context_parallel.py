@@ -19,7 +19,7 @@ from common.process_groups import Group, Mesh
 from step01_single_gpu.data.batches import to_device
 from step06_context_parallel.all_gather_attention import AllGatherAttention
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels
-from step06_context_parallel.layouts import Documents, Layout
+from step06_context_parallel.layouts import Documents, SequenceLayout
 from step06_context_parallel.ring_attention import RingAttention
 from step06_context_parallel.ulysses_attention import ulysses_attention
 
@@ -35,7 +35,7 @@ def attention(
     kernels: NaiveKernels | None = None,
 ) -> Tensor:
     """The attention core of one rank: q (batch, heads, seq/cp, d), k and v (batch, kv_heads, seq/cp, d) -> like q."""
-    layout = Layout(config.cp_split, config.seq_len, cp.size, documents)
+    layout = SequenceLayout(config.cp_split, config.seq_len, cp.size, documents)
     kernels = kernels or KERNELS[config.attention]
     if config.cp_mode == "ulysses":
         return ulysses_attention(q, k, v, layout, cp, kernels)
@@ -63,7 +63,7 @@ def take_part(
     Returns tokens and targets, each (micro_batch, seq_len / cp), their positions in the sequence and, with
     --mask-documents, the documents.
     """
-    mine = torch.from_numpy(Layout(config.cp_split, config.seq_len, mesh.cp.size).positions(mesh.cp.rank))
+    mine = torch.from_numpy(SequenceLayout(config.cp_split, config.seq_len, mesh.cp.size).positions(mesh.cp.rank))
     part = to_device((tokens[:, mine], targets[:, mine], mine), mesh.device)
     if not config.mask_documents:
         return part

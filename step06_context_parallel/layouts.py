@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 Documents = tuple[tuple[int, ...], ...]  # of each sample of a micro-batch, the positions at which documents begin
 
 
-class Layout(NamedTuple):
+class SequenceLayout(NamedTuple):
     """How sequences of `seq_len` tokens are divided among `ranks`, and what their queries may see."""
 
     split: str

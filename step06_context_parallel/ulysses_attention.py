@@ -21,7 +21,7 @@ from torch import Tensor
 from common import collectives
 from common.process_groups import Group
 from step06_context_parallel.attention_block import NaiveKernels
-from step06_context_parallel.layouts import Layout
+from step06_context_parallel.layouts import SequenceLayout
 from step06_context_parallel.ring_attention import RingAttention
 
 
@@ -51,7 +51,9 @@ def sequence_to_heads(x: Tensor, cp: Group) -> Tensor:
     return parts.movedim(0, 1).flatten(1, 2)
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group, kernels: NaiveKernels) -> Tensor:
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, cp: Group, kernels: NaiveKernels
+) -> Tensor:
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
     places = _places(layout, q.device)
     order = places.argsort()
@@ -64,6 +66,6 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, cp: Group
 
 
 @functools.lru_cache(maxsize=4)
-def _places(layout: Layout, device: torch.device) -> Tensor:
+def _places(layout: SequenceLayout, device: torch.device) -> Tensor:
     """The position in the sequence of each token in rank order: (seq,)."""
     return torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])).to(device)

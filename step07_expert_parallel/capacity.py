@@ -13,7 +13,7 @@ from torch import Tensor
 from common import collectives
 from common.config import TrainConfig
 from common.process_groups import Group
-from step06_context_parallel.layouts import Layout
+from step06_context_parallel.layouts import SequenceLayout
 from step07_expert_parallel.expert_parallel import inverse
 
 
@@ -36,7 +36,7 @@ def earlier_choices(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -
         parts = whole.new_empty(group.size, *whole.shape)
         collectives.all_gather(parts, whole.contiguous(), group)
         whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
-    layout = Layout(config.cp_split, whole.shape[1], cp.size)
+    layout = SequenceLayout(config.cp_split, whole.shape[1], cp.size)
     places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp.size)])).to(chosen.device)
     earlier = count_earlier(whole[:, inverse(places)])[:, places]  # counted in the order of positions
     start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]

@@ -14,7 +14,7 @@ from common.process_groups import Mesh
 from step06_context_parallel.attention_block import KERNELS, FusedKernels
 from step06_context_parallel.cost import SPLITS, all_pairs, critical_path
 from step06_context_parallel.experiments.tools import AttentionLayer
-from step06_context_parallel.layouts import Layout
+from step06_context_parallel.layouts import SequenceLayout
 
 TOY = {"seq_len": 16, "layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "micro_batch": 1, "global_batch": 1}
 LONG = TOY | {"hidden": 256, "heads": 4, "kv_heads": 2}
@@ -64,7 +64,7 @@ def watch(mesh: Mesh, flags: dict, repetitions: int = 6) -> dict[str, list]:
             return result
 
     layer, result = AttentionLayer(mesh, Counting(), **flags), {}
-    layout, ranks = Layout(layer.config.cp_split, layer.config.seq_len, layer.mesh.cp.size), layer.mesh.cp.size
+    layout, ranks = SequenceLayout(layer.config.cp_split, layer.config.seq_len, layer.mesh.cp.size), layer.mesh.cp.size
     plan = layout.plan(layer.mesh.cp.rank)
     counts = [len(plan.blocks[(layer.mesh.cp.rank - hop) % ranks]) for hop in range(ranks)]
     for _ in range(repetitions):

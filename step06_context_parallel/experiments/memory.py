@@ -15,7 +15,7 @@ from step06_context_parallel import cost, train
 from step06_context_parallel.all_gather_attention import AllGatherAttention
 from step06_context_parallel.attention_block import KERNELS
 from step06_context_parallel.experiments.tools import MODES, SHAPE, WIDTHS, AttentionLayer
-from step06_context_parallel.layouts import Layout
+from step06_context_parallel.layouts import SequenceLayout
 from step06_context_parallel.ring_attention import RingAttention
 
 FUNCTIONS = {"ring": RingAttention, "allgather": AllGatherAttention}
@@ -46,7 +46,7 @@ def buffers(quick: bool) -> None:
 def peaks(mesh: Mesh, flags: dict) -> dict[str, int]:
     """On a rank: bytes that the forward, and the backward, of one layer allocate at most. No mask: equal blocks."""
     layer = AttentionLayer(mesh, **flags)
-    plan = Layout("contiguous", layer.config.seq_len, layer.mesh.cp.size, causal=False).plan(layer.mesh.cp.rank)
+    plan = SequenceLayout("contiguous", layer.config.seq_len, layer.mesh.cp.size, causal=False).plan(layer.mesh.cp.rank)
     result = {}
     for _ in range(2):  # the first one starts what the process needs once
         gc.collect()

@@ -11,7 +11,7 @@ from common.config import CP_SPLITS
 from step06_context_parallel import cost
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention
 from step06_context_parallel.context_parallel import take_part
-from step06_context_parallel.layouts import Documents, Layout
+from step06_context_parallel.layouts import Documents, SequenceLayout
 from tests.harness.observing import configure
 
 SEQ, NAMES = 48, ("out", "dq", "dk", "dv")
@@ -51,7 +51,7 @@ def expected(tensors: list[torch.Tensor], causal: bool, documents: Documents | N
     return [out.detach(), *torch.autograd.grad(out, qkv, gradient)]
 
 
-def blocks_of_all_ranks(tensors: list[torch.Tensor], layout: Layout, attention: str) -> list[torch.Tensor]:
+def blocks_of_all_ranks(tensors: list[torch.Tensor], layout: SequenceLayout, attention: str) -> list[torch.Tensor]:
     """Output and gradients of the whole sequence, from the blocks of every rank in turn, without messages."""
     q, k, v, gradient = tensors
     found = [torch.zeros_like(each, dtype=torch.float64) for each in (q, q, k, v)]
@@ -88,7 +88,7 @@ def test_blocks_are_the_whole_attention(device, dtype):
     for causal, documents in itertools.product((True, False), DOCUMENTS):
         whole = expected(made, causal, documents)
         for split, attention in itertools.product(CP_SPLITS, KERNELS):
-            layout = Layout(split, SEQ, 4, documents, causal)
+            layout = SequenceLayout(split, SEQ, 4, documents, causal)
             found = blocks_of_all_ranks([each.to(device) for each in made], layout, attention)
             for name, ours, theirs in zip(NAMES, found, whole, strict=True):
                 difference = ((ours.cpu() - theirs).norm() / theirs.norm()).item()
@@ -98,7 +98,7 @@ def test_blocks_are_the_whole_attention(device, dtype):
 def test_no_pair_is_computed_in_vain_and_no_key_travels_too_far():
     """Between two ranks there is one block at most, where no documents are masked: the formula has its pairs."""
     for split, ranks, causal, documents in itertools.product(CP_SPLITS, (1, 2, 3, 4, 6), (True, False), DOCUMENTS):
-        layout = Layout(split, SEQ, ranks, documents, causal)
+        layout = SequenceLayout(split, SEQ, ranks, documents, causal)
         held, needed = [layout.positions(rank) for rank in range(ranks)], torch.zeros(ranks, ranks)
         visible = visible_pairs(len(documents or "1"), causal, documents)[:, 0]
         for rank, source in itertools.product(range(ranks), repeat=2):
