@@ -76,27 +76,39 @@ def sweep(options) -> None:
 
 
 def calibrate(options) -> None:
-    """Fit the rates of this machine to a third of a sweep's runs and judge them on the others, with each third once."""
+    """Fit the rates of this machine to a sweep's runs, and judge them on runs that the fit has not seen.
+
+    Those are the runs of another sweep (--judge); or the fit sees each third of the runs once, and the others judge.
+    """
     from step08_5d.planning import calibration, pictures
     from step08_5d.planning import sweep as sweeps
 
-    asked, cores = sweeps.read(options.file), options.cores or len(os.sched_getaffinity(0))
-    records = sweeps.fastest(asked.folder)
-    runs = calibration.measured(records, asked.folder, progress=True)
+    def measured(file: str) -> tuple:
+        asked = sweeps.read(file)
+        records = sweeps.fastest(asked.folder)
+        return asked, records, calibration.measured(records, asked.folder, progress=True)
+
+    asked, records, runs = measured(options.file)
+    cores = options.cores or len(os.sched_getaffinity(0))
     if len(runs) < 9:
         raise UsageError(f"{asked.folder} has {len(runs)} runs that ended; a calibration needs 9")
-    thirds = [runs[first::3] for first in range(3)]
-    fitted = [calibration.fit(seen, cores) for seen in thirds]
-    seen, rates = thirds[0], fitted[0]
-    guesses, names = {run.name: calibration.seconds(run.layout, rates, cores) for run in runs}, {r.name for r in seen}
+    if options.judge:
+        fits = [(f"all of {asked.name}", runs)]
+        asked, records, runs = measured(options.judge)
+        if not runs:
+            raise UsageError(f"{asked.folder} has no run that ended; first run the sweep {options.judge}")
+    else:
+        fits = [(f"the {name} third", runs[first::3]) for first, name in enumerate(("first", "second", "last"))]
+    rates, rows = [calibration.fit(seen, cores) for _, seen in fits], []
+    guesses = {run.name: calibration.seconds(run.layout, rates[0], cores) for run in runs}
+    names = {run.name for run in fits[0][1] if run in runs}
     pictures.print_markdown(records, guesses, names)
-    print_table("seconds", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates._asdict().items()])
-    rows = []
-    for number, (seen_by_it, found_by_it) in enumerate(zip(thirds, fitted)):
-        judged = calibration.judge([run for run in runs if run not in seen_by_it], found_by_it, cores)
+    print_table("seconds", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates[0]._asdict().items()])
+    for (name, seen), found in zip(fits, rates):
+        judged = calibration.judge([run for run in runs if run not in seen], found, cores)
         cells = f"{judged.kendall:.2f}", f"{judged.error:.0%}", f"{judged.regret:.0%}"
-        rows.append((f"{('first', 'second', 'last')[number]} third", judged.runs, *cells))
-    header = ("fitted to the", "other runs", "Kendall's tau", "median error", "best predicted / best, more")
+        rows.append((name, judged.runs, *cells))
+    header = ("fitted to", "other runs", "Kendall's tau", "median error", "best predicted / best, more")
     print_table("on runs that the fit has not seen", header, rows)
     if again := calibration.scatter(sweeps.history(asked.folder)):
         print(f"{again.runs} runs, repeated: Kendall's tau {again.kendall:.2f}, median difference {again.error:.0%}")
@@ -138,6 +150,9 @@ def main(argv: list[str] | None = None) -> None:
             states = ("crash", "out of memory", "hang", "refused", "ok")
             sub.add_argument("--again", nargs="+", choices=states, default=[], help="repeat runs that ended so")
         if name == "calibrate":
+            sub.add_argument(
+                "--judge", help="another sweep's TOML file: fit to all runs of FILE, judge on those of this one"
+            )
             sub.add_argument("--cores", type=int, help="that the ranks share (default: those of this process)")
         if name == "dry-run":
             sub.add_argument("--world", type=int, required=True, help="how many ranks there would be")

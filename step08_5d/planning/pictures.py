@@ -31,7 +31,8 @@ def print_markdown(records: list[dict], predicted: dict[str, float], seen: set[s
         seconds, guess, star = each["step_time_s"], predicted[each["id"]], " *" if each["id"] in seen else ""
         cells = f"{each['tokens_per_s']:,.0f} | {seconds:.3f} | {guess:.3f} | {guess / seconds:.2f}"
         print(f"| {words(each, False)}, {words(each, True)}{star} | {cells} |")
-    print("\n\\* the fit has seen this run")
+    if seen:
+        print("\n\\* the fit has seen this run")
 
 
 def _fastest_first(records: list[dict]) -> list[dict]:
@@ -71,8 +72,9 @@ def draw_beside(measured: dict[str, float], predicted: dict[str, float], seen: s
         ("fitted to", [each for each in measured if each in seen], "other"),
         ("not seen", [each for each in measured if each not in seen], "measured"),
     ):
-        axis.loglog([predicted[each] for each in some], [measured[each] for each in some], "o", ms=4, label=label)
-        axis.lines[-1].set_color(COLOURS[colour])
+        if some:
+            axis.loglog([predicted[each] for each in some], [measured[each] for each in some], "o", ms=4, label=label)
+            axis.lines[-1].set_color(COLOURS[colour])
     ends = [min(*measured.values(), *predicted.values()), max(*measured.values(), *predicted.values())]
     axis.loglog(ends, ends, color="black", lw=1)
     axis.set(xlabel="seconds of a step, predicted", ylabel="measured")

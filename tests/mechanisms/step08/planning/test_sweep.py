@@ -1,6 +1,7 @@
 """A sweep whose runs crash, hang and run out of memory ends with a complete table, and a calibration ranks runs."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -127,6 +128,28 @@ def test_rates_that_made_the_times_are_found_again():
     assert kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3), "a tie is in no order"
     assert nonnegative_least_squares([[1, 1], [1, 0]], [1, 2], [1, 1]) == pytest.approx([1.5, 0])
     assert nonnegative_least_squares([[1, 1], [1, 0]], [3, 2], [1, 9]) == pytest.approx([2, 1])
+
+
+def test_another_sweep_judges(grid, monkeypatch, capsys):
+    """Rates come of all runs of the first sweep, the judgement of all runs of the second, which has another machine."""
+    other = grid.with_name("other.toml")
+    other.write_text(grid.read_text().replace('name = "test"', 'name = "other"'))
+    works = [Work(1e9 * n, 1e4 * (n % 3), 1e6 * (n % 4), 9.0 * (n % 2)) for n in range(1, 13)]
+    runs = [Measured(str(n), LayoutWork([work], 2, 4, 4096), 1.0) for n, work in enumerate(works)]
+    runs = [run._replace(seconds=calibration.seconds(run.layout, Rates(), 2)) for run in runs]
+    sweeps = {"test": runs, "other": [run._replace(seconds=1.25 * run.seconds) for run in runs[:10]]}
+    monkeypatch.setattr(calibration, "measured", lambda records, folder, progress: sweeps[folder.name])
+    ended = {"status": "ok", "values": {}, "world": 2, "tokens_per_s": 1.0, "step_time_s": 1.0}
+    records = {name: [ended | {"id": run.name} for run in runs] for name, runs in sweeps.items()}
+    monkeypatch.setattr(sweep, "fastest", lambda folder: records[folder.name])
+    assert not main(["calibrate", str(grid), "--judge", str(other), "--cores", "2"])
+    printed = capsys.readouterr().out
+    assert re.search(r"all of test +10 +1\.00 +20% +0%", printed) and "the fit has seen" not in printed
+    assert not main(["calibrate", str(grid), "--cores", "2"])
+    assert re.search(r"the last third +8 +1\.00 +0% +0%", capsys.readouterr().out)
+    sweeps["other"] = []
+    assert main(["calibrate", str(grid), "--judge", str(other)]) == 2
+    assert "has no run that ended" in capsys.readouterr().err
 
 
 def test_what_crosses_the_cable():
