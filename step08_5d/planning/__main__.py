@@ -83,13 +83,14 @@ def calibrate(options) -> None:
     from step08_5d.planning import calibration, pictures
     from step08_5d.planning import sweep as sweeps
 
+    cores = options.cores or len(os.sched_getaffinity(0))
+
     def measured(file: str) -> tuple:
         asked = sweeps.read(file)
         records = sweeps.fastest(asked.folder)
-        return asked, records, calibration.measured(records, asked.folder, progress=True)
+        return asked, records, calibration.measured(records, asked.folder, cores, progress=True)
 
     asked, records, runs = measured(options.file)
-    cores = options.cores or len(os.sched_getaffinity(0))
     if len(runs) < 9:
         raise UsageError(f"{asked.folder} has {len(runs)} runs that ended; a calibration needs 9")
     if options.judge:
@@ -99,13 +100,13 @@ def calibrate(options) -> None:
             raise UsageError(f"{asked.folder} has no run that ended; first run the sweep {options.judge}")
     else:
         fits = [(f"the {name} third", runs[first::3]) for first, name in enumerate(("first", "second", "last"))]
-    rates, rows = [calibration.fit(seen, cores) for _, seen in fits], []
-    guesses = {run.name: calibration.seconds(run.layout, rates[0], cores) for run in runs}
+    rates, rows = [calibration.fit(seen) for _, seen in fits], []
+    guesses = {run.name: calibration.seconds(run.layout, rates[0]) for run in runs}
     names = {run.name for run in fits[0][1] if run in runs}
     pictures.print_markdown(records, guesses, names)
     print_table("seconds", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates[0]._asdict().items()])
     for (name, seen), found in zip(fits, rates):
-        judged = calibration.judge([run for run in runs if run not in seen], found, cores)
+        judged = calibration.judge([run for run in runs if run not in seen], found)
         cells = f"{judged.kendall:.2f}", f"{judged.error:.0%}", f"{judged.regret:.0%}"
         rows.append((name, judged.runs, *cells))
     header = ("fitted to", "other runs", "Kendall's tau", "median error", "best predicted / best, more")

@@ -18,6 +18,8 @@ from tqdm import tqdm
 from common.process_groups import Degrees, all_groups
 from common.virtual.nodes import value_of
 from step05_pipeline.config import schedule_of
+from step05_pipeline.schedules.actions import Schedule
+from step05_pipeline.schedules.simulator import Costs
 from step08_5d.planning.dry_run import DryRun, configuration, dry_run, first_ranks
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
 from step08_5d.planning.sweep import OF_NODES
@@ -41,9 +43,9 @@ class LayoutWork(NamedTuple):
     """What all ranks of a layout do, as far as time depends on it."""
 
     stages: list[Work]  # of a rank of each pipeline rank
-    ranks: int  # that do the same, for each of them
-    units: int  # of a rank of a pipeline: micro-batches, times its chunks of layers
     tokens: int  # of all ranks in a step
+    stretch: float = 1.0  # a step takes so many times the work of `stages`, added up: see `on_cores`
+    turns: float = 1.0  # ranks for each core, or 1
     cable: float = 0.0  # seconds that a node's cable needs for what its ranks send to other nodes (`far`),
     behind: float = 0.0  # and for what may hide
 
@@ -98,7 +100,7 @@ def share_between_nodes(nodes: list[int], group: str, op: str) -> float:
     return statistics.mean(one != other for one, other in pairs)
 
 
-def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> LayoutWork:
+def layout_of(flags: list[str], world: int, nodes: dict[str, object], cores: int) -> LayoutWork:
     """Play a rank of each stage. `nodes`: flags of `common.nodes`, if any. Raises UsageError as a real run does."""
     config, of_node = configuration(flags, world), world // nodes["nodes"] if nodes else None
     first = first_ranks(Degrees.of(config))
@@ -109,29 +111,53 @@ def layout_of(flags: list[str], world: int, nodes: dict[str, object]) -> LayoutW
         cable, behind = (of_cable * statistics.mean(each) for each in zip(*((work.far, work.behind) for work in works)))
     if "latency" in nodes:
         cable += max(work.hops for work in works) * value_of(nodes["latency"])
-    units = config.accumulation_steps * schedule_of(config).stages // config.pp
-    return LayoutWork(works, world // len(first), units, config.global_batch * config.seq_len, cable, behind)
+    flops = [work.flops for work in works]
+    stretch = on_cores(schedule_of(config), flops, world // len(first), cores) / sum(flops)
+    return LayoutWork(works, config.global_batch * config.seq_len, stretch, max(1, world / cores), cable, behind)
 
 
-def costs(layout: LayoutWork, rates: Rates, cores: int) -> list[float]:
+def on_cores(schedule: Schedule, works: list[float], peers: int, cores: int) -> float:
+    """Play a schedule whose ranks share cores, and return when it ends. Messages take no time.
+
+    It is step 5's `simulate`, but all ranks that have something to do share the cores equally.
+
+    Args:
+        works: how long each pipeline rank's actions take on a core of its own.
+        peers: how many ranks do the same as each of these.
+    """
+    costs, ended, now = Costs(), set(), 0.0
+    unit = [work / sum(costs.of(each.kind) for each in row) for work, row in zip(works, schedule.actions)]
+    position, running = [0] * len(works), {}  # running: what is left of each rank's action
+    while True:
+        for rank, row in enumerate(schedule.actions):
+            if rank not in running and position[rank] < len(row):
+                needed = schedule.input_of(rank, row[position[rank]])
+                if needed is None or needed in ended:
+                    running[rank] = costs.of(row[position[rank]].kind) * unit[rank]
+        if not running:
+            return now
+        next_end = min(running.values())
+        now += next_end * max(1, len(running) * peers / cores)
+        running = {rank: left - next_end for rank, left in running.items()}
+        for rank in [rank for rank, left in running.items() if left <= 1e-9 * unit[rank]]:
+            ended.add(schedule.output_of(rank, schedule.actions[rank][position[rank]]))
+            position[rank] += 1
+            del running[rank]
+
+
+def costs_of(layout: LayoutWork) -> list[float]:
     """Return what a step consists of, in the order of `Rates`: the sum of costs times rates is its time.
 
-    Ranks share the cores; but the stages of a pipeline cannot all work at the same time, either. Whichever takes longer
-    with these rates counts, the work of all or the critical path of the busiest stage. Where ranks share cores, a rank
-    also waits for its turn after a message has arrived.
+    Ranks share the cores, so that their work adds up; while a pipeline fills and drains, some cores idle. Where ranks
+    share cores, a rank also waits for its turn after a message has arrived.
     """
-    works = [work[:OF_CORES] for work in layout.stages]
-    busiest = max(works, key=lambda work: _dot(work, rates))
-    shared = [sum(each) * layout.ranks / min(cores, len(works) * layout.ranks) for each in zip(*works)]
-    alone = [each * (1 + (len(works) - 1) / layout.units) for each in busiest]
-    mine = max(shared, alone, key=lambda work: _dot(work, rates))
-    turns = max(1, len(works) * layout.ranks / cores)
-    return [*mine, turns * max(work.waits for work in layout.stages), layout.cable, layout.behind]
+    work = [layout.stretch * sum(each) for each in list(zip(*layout.stages))[:OF_CORES]]
+    return [*work, layout.turns * max(work.waits for work in layout.stages), layout.cable, layout.behind]
 
 
-def seconds(layout: LayoutWork, rates: Rates, cores: int) -> float:
+def seconds(layout: LayoutWork, rates: Rates) -> float:
     """Predict a step."""
-    return _dot(costs(layout, rates, cores), rates)
+    return _dot(costs_of(layout), rates)
 
 
 def _dot(some: list[float], rates: Rates) -> float:
@@ -146,7 +172,7 @@ class Measured(NamedTuple):
     seconds: float  # of a step
 
 
-def measured(records: list[dict], folder: Path, progress: bool = False) -> list[Measured]:
+def measured(records: list[dict], folder: Path, cores: int, progress: bool = False) -> list[Measured]:
     """The runs of a sweep that ended, each with the work of its layout, which takes a dry run of each stage.
 
     What dry runs have counted is kept in the sweep's folder, in work.json.
@@ -156,9 +182,9 @@ def measured(records: list[dict], folder: Path, progress: bool = False) -> list[
     ended = [each for each in records if each["status"] == "ok"]
     for each in tqdm(ended, unit="dry run", disable=None if progress else True):
         nodes = {name: value for name, value in each["values"].items() if name in OF_NODES}
-        key = f"{each['world']} ranks, {nodes}: {shlex.join(each['flags'])}"
+        key = f"{each['world']} ranks, {cores} cores, {nodes}: {shlex.join(each['flags'])}"
         if key not in played:
-            played[key] = layout_of(each["flags"], each["world"], nodes)
+            played[key] = layout_of(each["flags"], each["world"], nodes, cores)
             file.write_text(json.dumps(played))
         works, *others = played[key]
         layout = LayoutWork([Work(*work) for work in works], *others)
@@ -166,15 +192,14 @@ def measured(records: list[dict], folder: Path, progress: bool = False) -> list[
     return result
 
 
-def fit(runs: list[Measured], cores: int) -> Rates:
+def fit(runs: list[Measured]) -> Rates:
     """Return the rates with which predicted / measured is closest to 1: non-negative least squares.
 
-    Which of two branches of `costs` counts depends on the rates, and how much a run counts on how far off it is: both
-    are those of the rates found before, until they stay (or for 50 rounds).
+    How much a run counts depends on how far off it is with the rates found before, until they stay (or for 50 rounds).
     """
+    rows = [[each / run.seconds for each in costs_of(run.layout)] for run in runs]
     rates, weights = Rates(), [1.0] * len(runs)
     for _ in range(50):
-        rows = [[each / run.seconds for each in costs(run.layout, rates, cores)] for run in runs]
         best = nonnegative_least_squares(rows, [1.0] * len(runs), weights)
         # a cable that none of these runs has keeps its default
         found = Rates(*(rate if any(some) else default for rate, some, default in zip(best, zip(*rows), Rates())))
@@ -213,9 +238,9 @@ def scatter(history: dict[str, list[dict]]) -> Scatter | None:
     return Scatter(len(pairs), kendall(first, second), error)
 
 
-def judge(runs: list[Measured], rates: Rates, cores: int) -> Judgement:
+def judge(runs: list[Measured], rates: Rates) -> Judgement:
     """Compare predicted with measured tokens per second. Runs of a sweep may differ in tokens per step."""
-    guesses = [seconds(run.layout, rates, cores) / run.layout.tokens for run in runs]
+    guesses = [seconds(run.layout, rates) / run.layout.tokens for run in runs]
     found = [run.seconds / run.layout.tokens for run in runs]
     error = statistics.median(abs(guess / real - 1) for guess, real in zip(guesses, found))
     regret = found[guesses.index(min(guesses))] / min(found) - 1

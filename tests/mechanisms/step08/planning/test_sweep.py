@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
+from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d.planning import calibration, sweep
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.calibration import LayoutWork, Measured, Rates, Work
@@ -114,20 +116,33 @@ def test_rates_that_made_the_times_are_found_again():
     runs = []
     for n in range(36):
         work = Work(1e9 * (1 + n % 5), 1e4 * (1 + n % 3), 1e6 * (1 + n % 11), 50.0 * (n % 4))
-        layout = LayoutWork([work] * (1 + n % 2), 1 + n % 3, 4, 4096, 0.5 * (n % 6 == 5), 0.5 * (n % 7 == 6))
-        runs.append(Measured(str(n), layout, calibration.seconds(layout, true, 2) * (1.5 if n == 6 else 1)))
-    rates = calibration.fit(runs[::2], 2)
-    found = calibration.judge(runs[1::2], rates, 2)
+        layout = LayoutWork([work] * (1 + n % 2), 4096, 1 + n % 3, 1, 0.5 * (n % 6 == 5), 0.5 * (n % 7 == 6))
+        runs.append(Measured(str(n), layout, calibration.seconds(layout, true) * (1.5 if n == 6 else 1)))
+    rates = calibration.fit(runs[::2])
+    found = calibration.judge(runs[1::2], rates)
     assert found.kendall > 0.95 and found.error < 0.03 and found.regret < 0.03
-    # two stages, one rank each on two cores: the slower one, and half of it again for one of two micro-batches
-    assert calibration.seconds(LayoutWork([Work(1, 0, 0), Work(2, 0, 0)], 1, 2, 1), Rates(1), 2) == 3
-    assert calibration.seconds(LayoutWork([Work(1, 0, 0)], 4, 2, 1), Rates(1), 2) == 2
-    crowd = LayoutWork([Work(0, 0, 0, 3)], 4, 2, 1)
-    assert calibration.seconds(crowd, Rates(waits=1), 2) == 6, "four ranks take turns on two cores"
+    crowd = LayoutWork([Work(0, 0, 0, 3)], 1, turns=2)
+    assert calibration.seconds(crowd, Rates(waits=1)) == 6, "four ranks take turns on two cores"
     assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
     assert kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3), "a tie is in no order"
     assert nonnegative_least_squares([[1, 1], [1, 0]], [1, 2], [1, 1]) == pytest.approx([1.5, 0])
     assert nonnegative_least_squares([[1, 1], [1, 0]], [3, 2], [1, 9]) == pytest.approx([2, 1])
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_pipeline_whose_ranks_share_cores(name):
+    """With a core each, ranks take what step 5's simulator says; on one core, the sum of what all do."""
+    schedule = build_schedule(name, 4, 8)
+    works = [sum(Costs().of(each.kind) for each in row) for row in schedule.actions]
+    assert calibration.on_cores(schedule, works, 1, 4) == pytest.approx(simulate(schedule).makespan)
+    assert calibration.on_cores(schedule, works, 3, 1) == pytest.approx(3 * sum(works))
+
+
+def test_three_stages_on_two_cores():
+    """Where three stages have work (third F of the first, third B of the last) it takes half as long again."""
+    schedule = build_schedule("afab", 3, 3)
+    assert simulate(schedule).makespan == 15
+    assert calibration.on_cores(schedule, [9, 9, 9], 1, 2) == pytest.approx(15 + 0.5 + 1)
 
 
 def test_another_sweep_judges(grid, monkeypatch, capsys):
@@ -135,10 +150,10 @@ def test_another_sweep_judges(grid, monkeypatch, capsys):
     other = grid.with_name("other.toml")
     other.write_text(grid.read_text().replace('name = "test"', 'name = "other"'))
     works = [Work(1e9 * n, 1e4 * (n % 3), 1e6 * (n % 4), 9.0 * (n % 2)) for n in range(1, 13)]
-    runs = [Measured(str(n), LayoutWork([work], 2, 4, 4096), 1.0) for n, work in enumerate(works)]
-    runs = [run._replace(seconds=calibration.seconds(run.layout, Rates(), 2)) for run in runs]
+    runs = [Measured(str(n), LayoutWork([work], 4096), 1.0) for n, work in enumerate(works)]
+    runs = [run._replace(seconds=calibration.seconds(run.layout, Rates())) for run in runs]
     sweeps = {"test": runs, "other": [run._replace(seconds=1.25 * run.seconds) for run in runs[:10]]}
-    monkeypatch.setattr(calibration, "measured", lambda records, folder, progress: sweeps[folder.name])
+    monkeypatch.setattr(calibration, "measured", lambda records, folder, *_, **options: sweeps[folder.name])
     ended = {"status": "ok", "values": {}, "world": 2, "tokens_per_s": 1.0, "step_time_s": 1.0}
     records = {name: [ended | {"id": run.name} for run in runs] for name, runs in sweeps.items()}
     monkeypatch.setattr(sweep, "fastest", lambda folder: records[folder.name])
@@ -157,13 +172,13 @@ def test_what_crosses_the_cable():
     model = "--layers 2 --hidden 64 --heads 4 --kv-heads 2 --ffn 128 --vocab 256 --seq-len 64 --global-batch 8".split()
     nodes, tp, pp = {"nodes": 2, "bandwidth": "8mbit"}, "--dp 2 --tp 2", "--pp 2 --dp 2"
     cases = ("--dp 4", tp, f"{tp} --order dp,cp,pp,tp", f"{pp} --order tp,cp,dp,pp")
-    found = [calibration.layout_of([*model, *each.split()], 4, nodes) for each in cases]
+    found = [calibration.layout_of([*model, *each.split()], 4, nodes, 2) for each in cases]
     work, inside, across, stages = (each.stages[0] for each in found)
     assert work.behind == pytest.approx(work.sent / 2, rel=1e-3) and work.far < 100
     assert found[0].behind == pytest.approx(2 * work.behind / 1e6), "a node has two ranks"
     assert inside.behind > 0 and inside.far < 100 and across.far > 1e5 and across.behind == 0
     assert stages.far == pytest.approx(2 * 2 * 64 * 64 * 4, rel=1e-2), "two micro-batches to the next stage"
-    late = calibration.layout_of([*model, *tp.split()], 4, nodes | {"latency": "10ms"})
+    late = calibration.layout_of([*model, *tp.split()], 4, nodes | {"latency": "10ms"}, 2)
     assert late.cable == pytest.approx(found[1].cable + 0.01 * inside.hops) and inside.hops < 20
     assert calibration.share_between_nodes([0, 0, 1, 1], "pp_forward", "send") == pytest.approx(1 / 3)
     assert calibration.share_between_nodes([0, 0, 1, 1], "tp", "all_gather") == pytest.approx(2 / 3)
