@@ -13,9 +13,11 @@ python -m common.labs slides [STEP]      the lessons' figures as slides, in runs
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UsageError
@@ -217,5 +219,17 @@ def shown(path: Path) -> Path:
 COMMANDS = {"start": start, "check": check, "watch": watch, "hint": hint, "reset": reset, "solution": solution}
 COMMANDS |= {"report": report, "slides": slides}
 
+
+def quietly(main: Callable[[], int]) -> int:
+    """Call `main`, and end without a word where no one reads on, as in `python -m common.labs | head -3`."""
+    try:
+        status = main()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -48,6 +48,8 @@ def handout(story: str, before: str, note: str = "") -> str:
         "trains both, prints all digits of their losses and gradient norms, and lays one run on top of the other. "
         "Without the bug, ten digits and more are the same.",
         f"Find the line, or where one is missing, write it into `answer.toml`, and repair it in this folder. {note}",
+        "Do not compare this folder with the project's own files, as `diff -r` does: that names the line at once, and "
+        "spoils the hunt.",
         f"*Before:* {before}. *Graded:* half for the place, half for the fix, on a training that you have not seen.",
     )
     return "\n\n".join(textwrap.fill(part, 120, break_on_hyphens=False) for part in parts) + "\n"

@@ -64,7 +64,7 @@ class Notes:
 
     calls: list[Call] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)  # line and products at each wait of an asynchronous call
-    products: int = 0  # matrix products
+    products: int = 0  # matrix products; a batched one counts as many as it holds
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
     unwaited: list[Call] = field(default_factory=list)  # messages that were never waited for
 
@@ -125,7 +125,7 @@ class Watching(TorchDispatchMode):
                 call = self._call(found[0], args, line)
                 self.notes.calls.append(call)
         elif name in PRODUCTS:
-            self.notes.products += 1
+            self.notes.products += len(args[1]) if args[1].dim() == 3 else 1
         out = function(*args, **(kwargs or {}))
         if call and call.peer is not None:
             self._in_flight[Work.unbox(out)] = call

@@ -22,6 +22,7 @@ from common.labs.rules import waits_for_messages
 from common.labs.seen import Notes
 
 NUMBERS = 0.75  # of the score; the rest is for the mechanism
+USUALLY = "What this usually is:"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class WriteLab(Lab):
     judge: Callable[[Case, int, Notes], Iterable[str]]  # (case, rank, its notes) -> what is wrong with the mechanism
     only: tuple[str, ...] = ()  # names of functions: the starter has no more than these
     hidden: dict[str, str] = field(default_factory=dict)  # functions that run ours, out of sight -> the lab of each
+    errors: Callable[[Case], dict[str, str]] = lambda case: {}  # a part of an error's message -> what it comes from
 
     def start(self, folder: Path, student: int) -> None:
         text = starter((ROOT / self.source).read_text(), self.bodies, self.only, self.hidden, self.source)
@@ -75,7 +77,10 @@ class WriteLab(Lab):
             for rank, (_, notes) in enumerate(results):
                 for fault in (*self.judge(case, rank, notes), *waits_for_messages(notes)):
                     faults.setdefault(fault, f"With {case}, rank {rank}: {fault}")
-        feedback += [outcome.failure] * bool(outcome.failure)
+        if outcome.failure:
+            known = self.errors(cases[len(outcome.results)]).items()
+            reasons = [f"{USUALLY} {text}" for message, text in known if message in outcome.failure]
+            feedback += [outcome.failure, *reasons[:1]]
         score = NUMBERS * right / len(cases)
         if right == len(cases) and not faults:
             return Verdict(1.0, ("Numbers and mechanism are right.",))
@@ -100,7 +105,7 @@ def _first_wrong_value(case: Case, expected: list[Expected], found: list[dict[st
         for rank, (right, values) in enumerate(zip(expected, found, strict=True)):
             if line := _difference(right.values[name], values.get(name)):
                 where = f"`{name}` on rank {rank}" if case.ranks > 1 else f"`{name}`"
-                hints = [f"What this usually is: {text}" for text in _reasons(name, rank, expected, found, case)]
+                hints = [f"{USUALLY} {text}" for text in _reasons(name, rank, expected, found, case)]
                 return [f"With {case}: {where} {line}", *hints]
     return []
 
@@ -140,4 +145,4 @@ def _reasons(name: str, rank: int, expected: list[Expected], found: list[dict[st
 
 def _alike(found: Tensor | None, value: Tensor) -> bool:
     same = isinstance(found, Tensor) and found.shape == value.shape
-    return same and torch.allclose(found.to(value.dtype), value, rtol=1e-8)
+    return same and torch.allclose(found.to(value.dtype), value, rtol=1e-8, equal_nan=True)

@@ -39,7 +39,7 @@ def expect_buckets(case: Case) -> list[Expected]:
         own.append({f"gradient of layer {layer}": gradient[layer] for layer in reversed(range(case.layers))})
     total = {name: sum(each[name] for each in own) for name in own[0]}
     mean = {name: value / case.ranks for name, value in total.items()}
-    local = "this is the gradient of the rank's own samples. Was this layer's bucket sent, and was the sum waited for?"
+    local = "this is the gradient of the rank's own samples. Was the bucket sent when it was full, and waited for?"
     mean_text = "gradients were averaged, but each rank's loss is a share of the global mean already: a sum is right."
     return [Expected.of(total, {local: mine, mean_text: mean}) for mine in own]
 
@@ -54,6 +54,13 @@ def judge_buckets(case: Case, rank: int, notes: Notes):
         yield f"{len(sums)} sums are sent; BUCKET layers travel together, so {buckets} are enough."
     elif len(sums) < buckets:
         yield f"{len(sums)} sums are sent instead of {buckets}: a bucket that is full need not wait for the others."
+    # Products that must precede each sum: the forward's, and two per layer except for the last one's `dy`
+    full = [case.layers + 2 * layers - 1 for layers in range(case.bucket, case.layers + 1, case.bucket)]
+    if len(sums) == buckets and (early := [call for call, least in zip(sums, full) if call.products < least]):
+        yield (
+            f"line {early[0].line} sends a bucket before all of its gradients have been computed: those that are "
+            "written into it afterwards are not in the sum."
+        )
     if any(call.products >= notes.products for call in sums[:-1]):
         yield "sums begin only after the last product of the backward, so there is nothing left to hide them behind."
     else:

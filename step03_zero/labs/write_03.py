@@ -54,6 +54,21 @@ def _descend(case: Case, gradients) -> list[dict[str, torch.Tensor]]:
     return values
 
 
+def _update_early(case: Case) -> list[dict[str, torch.Tensor]]:
+    """The shards of every rank after a step that updates each weight before `dy` passes through it."""
+    weights, x, target = _drawn(case)
+    activations = [x]
+    for weight in weights:
+        activations.append(torch.relu(activations[-1] @ weight))
+    dy = 2 * (activations[-1] - target) / target.numel()
+    for layer in reversed(range(case.layers)):
+        dy = dy * (activations[layer + 1] > 0)
+        weights[layer] -= 0.5 * activations[layer].T @ dy
+        dy = dy @ weights[layer].T
+    shards = [weight.chunk(case.ranks) for weight in weights]
+    return [{f"shard of layer {n}, step 0": each[rank] for n, each in enumerate(shards)} for rank in range(case.ranks)]
+
+
 def expect(case: Case) -> list[Expected]:
     right = _descend(case, lambda parts: [sum(parts)] * case.ranks)
     known = {
@@ -67,6 +82,8 @@ def expect(case: Case) -> list[Expected]:
         "numbers of all ranks.": lambda parts: [sum(parts) * case.ranks] * case.ranks,
     }
     wrong = {text: _descend(case, gradients) for text, gradients in known.items()}
+    early = "the weight of the layer above was updated before `dy` passed through it: `dy` needs the forward's weight."
+    wrong[early] = _update_early(case)
     return [Expected.of(right[rank], {text: each[rank] for text, each in wrong.items()}) for rank in range(case.ranks)]
 
 
@@ -103,12 +120,21 @@ def optimize(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
 
 
 def expect_update(case: Case) -> list[Expected]:
-    def run(rank: int, mean: bool = False, local: str = "") -> dict[str, torch.Tensor]:
+    def run(rank: int, mean: bool = False, normed: str = "sum") -> dict[str, torch.Tensor]:
+        """The values on a rank; `normed` says of what it takes the norm."""
         weights, gradients = _states(case)
         mine, values, momentum = slice(rank * case.share, (rank + 1) * case.share), {}, torch.zeros_like(weights)
         for step in range(2):
-            gradient = gradients[step].mean(0) if mean else gradients[step].sum(0)
-            norm = (gradient[mine] if local == "norm" else gradients[step, rank] if local else gradient).norm()
+            own = gradients[step]  # of each rank's samples
+            gradient = own.mean(0) if mean else own.sum(0)
+            norm = {
+                "sum": gradient,
+                "my part": gradient[mine],
+                "my samples": own[rank],
+                "my samples, my part": own[rank, mine],
+                "all samples": own,
+                "all samples, their parts": own.view(case.ranks, case.ranks, case.share).diagonal(),
+            }[normed].norm()
             momentum = 0.9 * momentum + gradient * (case.limit / norm).clamp(max=1.0)
             weights = weights - 0.1 * momentum
             values |= {f"norm, step {step}": norm, f"momentum, step {step}": momentum[mine]}
@@ -116,13 +142,23 @@ def expect_update(case: Case) -> list[Expected]:
         return values
 
     texts = {
-        "this is the norm of the rank's own part; the norm of the gradient needs the squares of all parts.": "norm",
-        "this is the norm of the gradient of the rank's own samples: first sum, then take the norm.": "samples",
+        "this is the norm of the rank's own part; the norm of the gradient needs the squares of all parts.": (
+            ["my part"]
+        ),
+        "this is the norm of the gradient of the rank's own samples: first sum, then take the norm.": (
+            ["my samples", "my samples, my part"]
+        ),
+        "every rank squared the gradient of its own samples, and these squares were added up. The square of a sum is "
+        "not the sum of the squares: add up the gradients first.": ["all samples", "all samples, their parts"],
     }
+    clipped = "the norm is right, but the gradient was scaled by another one, of the rank's own numbers alone."
     found = []
     for rank in range(case.ranks):
-        mistakes = {text: run(rank, local=local) for text, local in texts.items()}
-        mistakes["gradients were averaged; the gradient is their sum."] = run(rank, mean=True)
+        mistakes = {"gradients were averaged; the gradient is their sum.": [run(rank, mean=True)], clipped: []}
+        for text, kinds in texts.items():
+            wrong = [run(rank, normed=each) for each in kinds]
+            mistakes[text] = [{name: value for name, value in each.items() if "norm" in name} for each in wrong]
+            mistakes[clipped] += [{name: value for name, value in each.items() if "norm" not in name} for each in wrong]
         found.append(Expected.of(run(rank), mistakes))
     return found
 

@@ -60,12 +60,27 @@ def expect_division(case: Case) -> list[Expected]:
     return found
 
 
+def errors_of_shapes(case: Case) -> dict[str, str]:
+    """What torch says where a tensor of the rank's own tokens meets one of all tokens."""
+    own, hidden = case.tokens // case.ranks, case.hidden // case.ranks
+    dy = "dy has the rank's own tokens, and `hidden` has all of them: gather dy before they meet."
+    x = "dw1 needs the inputs of all tokens, and x has the rank's own: gather them once more."
+    return {
+        f"({hidden}x{case.tokens} and {own}x{case.width})": dy,
+        f"tensor a ({own}) must match the size of tensor b ({case.tokens})": dy,
+        f"({case.width}x{own} and {case.tokens}x{hidden})": x,
+    }
+
+
 def judge_division(case: Case, rank: int, notes: Notes):
     tokens, scale = 8 * case.tokens * case.width, 8 * case.width
-    why = {
-        "all_reduce": "outside of the two products every token is on one rank, so a reduce-scatter is enough.",
-        "all_gather": "tokens are gathered before a product; what is between the two products stays where it is.",
-    }
+    if case.ranks > 1 and (whole := notes.of("all_reduce", least=tokens)):
+        yield (
+            f"the all_reduce in line {whole[0].line} sends {whole[0].sent:,.0f} bytes, and gives every rank the sums "
+            "of all tokens. Each needs those of its own tokens alone: a reduce-scatter sends half as many bytes."
+        )
+        return
+    why = {"all_gather": "tokens are gathered before a product; what is between the two products stays where it is."}
     yield from sends_at_most(notes, (5 * tokens + 2 * scale) * (1 - 1 / case.ranks), why)
 
 
@@ -114,6 +129,14 @@ def expect_loss(case: Case) -> list[Expected]:
         losses = (total - chosen).sum(), (total - chosen + (case.ranks - 1) * largest).sum()
         return *losses, 0.5 * gradient.where(torch.arange(width) + rank * width < case.vocab, 0)
 
+    scores = logits[..., : case.vocab]
+    chosen = scores.gather(-1, targets[..., None])[..., 0]
+    infinite = (scores.exp().sum(-1).log() - chosen).sum(), -(chosen.exp() / scores.exp().sum(-1)).log().sum()
+    parts = scores.split(width, -1)
+    largest = torch.stack([part.amax(-1) for part in parts])  # on each rank, of its own columns
+    sums = sum((part - most[..., None]).exp().sum(-1) for part, most in zip(parts, largest))
+    unequal = (sums.log() - chosen + largest.gather(0, targets[None] // width)[0]).sum()
+
     local = [targets - rank * width for rank in range(case.ranks)]
     ways = [
         [each.where((each >= 0) & (each < width), 0) for each in local],
@@ -126,6 +149,12 @@ def expect_loss(case: Case) -> list[Expected]:
             "this is the softmax over the rank's own columns: sums of exponentials must be added up over the ranks.": (
                 of(mine, case.vocab, rank)
             ),
+        }
+        mistakes |= {
+            "exp of a large logit is infinite: before exponentials, subtract each token's largest logit. The loss "
+            "stays the same.": [{"loss": loss} for loss in infinite],
+            "every rank subtracted the largest of its own logits. Exponentials can be added up only if all ranks "
+            "subtract the same number: the largest of all columns.": {"loss": unequal},
         }
         wrong = [everywhere(way, rank) for way in ways]
         mistakes |= {
@@ -162,6 +191,7 @@ LABS = [
         run=divide,
         expect=expect_division,
         judge=judge_division,
+        errors=errors_of_shapes,
     ),
     WriteLab(
         **page(__file__, "write-04-b"),

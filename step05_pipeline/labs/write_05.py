@@ -12,6 +12,16 @@ from step05_pipeline.schedules.validator import check_schedule
 # ---- write-05-a: run a schedule --------------------------------------------------------------------------------------
 
 
+class Row(Case):
+    """A case that says in words which actions a rank gets; `row` makes them."""
+
+    def __str__(self) -> str:
+        sizes = f"{Case(ranks=self.ranks, layers=self.layers, width=self.width)}, {self.micro_batches} micro-batches"
+        ahead = f", with {self.ahead} more forward before the first backward" * bool(self.ahead)
+        late = ", the last micro-batch after all others" * bool(self.late)
+        return f"{sizes} in the order of 1F1B{ahead}{late}"
+
+
 def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(case.seed)
     weights = torch.randn(case.ranks * case.layers, case.width, case.width, generator=random, dtype=torch.float64)
@@ -40,13 +50,20 @@ def run_row(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
 
 def expect_row(case: Case) -> list[Expected]:
     weights, samples, targets = _drawn(case)
-    y = samples
     weights.requires_grad_()
-    for weight in weights:
-        y = torch.relu(y @ weight)
-    each = [part.square().sum() / targets.numel() for part in (y - targets).chunk(case.micro_batches)]
+
+    def losses(relu=torch.relu) -> list[torch.Tensor]:
+        """Of each micro-batch."""
+        y = samples
+        for weight in weights:
+            y = relu(y @ weight)
+        return [part.square().sum() / targets.numel() for part in (y - targets).chunk(case.micro_batches)]
+
+    each = losses()
     last = torch.autograd.grad(each[-1], weights, retain_graph=True)[0]
     (gradients,) = torch.autograd.grad(sum(each), weights)
+    linear, unmasked = sum(losses(lambda y: y)), sum(losses(lambda y: y + (y.relu() - y).detach()))
+    no_relu, no_mask = (torch.autograd.grad(loss, weights)[0] for loss in (linear, unmasked))
     found = []
     for rank in range(case.ranks):
 
@@ -59,6 +76,10 @@ def expect_row(case: Case) -> list[Expected]:
             "only the last micro-batch has arrived: what each of them gives must be added up.": named(last, each[-1]),
             "each micro-batch's loss is a mean over itself; it is a share of the mean over the whole batch.": (
                 named(case.micro_batches * gradients, case.micro_batches * sum(each))
+            ),
+            "a layer is relu(x @ weight), and here its relu is missing.": named(no_relu, linear),
+            "the relu's derivative is missing in the backward: where a layer's output is 0, so is its gradient.": (
+                named(no_mask, unmasked)
             ),
         }
         most = min(case.micro_batches - case.late, case.ranks - rank + case.ahead)
@@ -153,9 +174,9 @@ LABS = [
         source="step05_pipeline/sketch.py",
         bodies=(1,),
         cases=(
-            Case(ranks=1, layers=3, width=6, micro_batches=2, ahead=0, late=0),
-            Case(ranks=2, layers=2, width=8, micro_batches=5, ahead=0, late=0),
-            Case(ranks=4, layers=1, width=12, micro_batches=6, ahead=1, late=1),
+            Row(ranks=1, layers=3, width=6, micro_batches=2, ahead=0, late=0),
+            Row(ranks=2, layers=2, width=8, micro_batches=5, ahead=0, late=0),
+            Row(ranks=4, layers=1, width=12, micro_batches=6, ahead=1, late=1),
         ),
         run=run_row,
         expect=expect_row,

@@ -32,6 +32,24 @@ def _attend(case: Case, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = N
 # ---- write-06-a: forward ---------------------------------------------------------------------------------------------
 
 
+def _seen(case: Case, rank: int, sign: int = -1, before: str = "all early", after: str = "late all") -> Tensor:
+    """Which keys a rank's queries see (tokens, tokens) if its own block is right, and perhaps nothing else.
+
+    Args:
+        sign: keys that arrive in hop h are taken for those of rank + sign * h.
+        before, after: which half of my queries sees which half of the keys of an earlier rank, and of a later one.
+    """
+    half = case.tokens // case.ranks // 2
+    halves = {"all": slice(None), "early": slice(0, half), "late": slice(half, None)}
+    mine, seen = _places(case, rank), torch.ones(case.tokens, case.tokens, dtype=torch.bool).tril()
+    for hop in range(1, case.ranks):
+        theirs, owner = _places(case, (rank - hop) % case.ranks), (rank + sign * hop) % case.ranks
+        queries, keys = (halves[each] for each in (before if owner < rank else after).split())
+        seen[mine[:, None], theirs] = False
+        seen[mine[queries][:, None], theirs[keys]] = True
+    return seen
+
+
 def attend(student, case: Case, rank: int) -> dict[str, Tensor]:
     mine = _places(case, rank)
     student.WIDTH, student.TOKENS = case.width, case.tokens
@@ -51,7 +69,7 @@ def expect_attention(case: Case) -> list[Expected]:
         mine = _places(case, rank)
         causal, own = place[:, None] >= place, (owner == rank)[None, :]
 
-        def of(seen: Tensor, mine=mine) -> dict[str, Tensor]:
+        def of(seen: Tensor, mine=mine, q=q) -> dict[str, Tensor]:
             wrong = _attend(case, q, k, v, seen)
             return {"lse": wrong[1][mine], "out": wrong[0][mine]}
 
@@ -81,6 +99,16 @@ def expect_attention(case: Case) -> list[Expected]:
             "only one block's exponentials are in this sum: those of all blocks that a query sees must be added up.": (
                 {"lse": last}
             ),
+            "scores are q · k times WIDTH**-0.5, and the factor is missing.": of(causal, q=q * case.width**0.5),
+            "keys were taken for those of another rank. Messages go to the next rank: where did keys start that have "
+            "come h hops?": of(_seen(case, rank, sign=1)),
+            "the wrong halves meet. An earlier owner's first half comes before all of my queries; only my second half "
+            "comes after a later owner's keys.": [
+                of(_seen(case, rank, before="all late")),
+                of(_seen(case, rank, after="early all")),
+                of(_seen(case, rank, before="all late", after="early all")),
+                of(_seen(case, rank, before="late all", after="all early")),
+            ],
         }
         found.append(Expected.of({"lse": lse[mine], "out": out[mine]}, mistakes))
     return found
@@ -88,7 +116,10 @@ def expect_attention(case: Case) -> list[Expected]:
 
 def judge_attention(case: Case, rank: int, notes: Notes):
     row = 8 * case.width * case.tokens // case.ranks  # bytes of a rank's keys
-    why = {"all_gather": "keys and values go once around the ring."}
+    why = {
+        "all_gather": "keys and values go once around the ring.",
+        "send": "after N - 1 hops, keys and values have been on every rank, and what is sent later helps no one.",
+    }
     yield from sends_at_most(notes, case.ranks * 2 * row if case.ranks > 1 else 0, why)
     scores = 8 * (case.tokens // case.ranks) ** 2
     what = "At any time a rank needs the keys and values of one other rank, and the scores with these."

@@ -27,7 +27,9 @@ def _mix(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, rule
         order, right = chosen.flatten().argsort(stable=True), weights.flatten()
         weights = torch.empty_like(right).index_copy(0, order, right).view_as(weights)
     gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, weights)
-    return torch.einsum("te,etw->tw", gates, torch.relu(x @ ups) @ downs)
+    hidden = x @ ups
+    relu = hidden + (hidden.relu() - hidden).detach() if rule == "no mask" else hidden.relu()
+    return torch.einsum("te,etw->tw", gates, relu @ downs)
 
 
 def _mine(case: Case, rank: int, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, dy: Tensor) -> list[Tensor]:
@@ -50,6 +52,44 @@ def route(student, case: Case, rank: int) -> dict[str, Tensor]:
     return {"y": y}
 
 
+def _misplace(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor) -> dict[str, list[dict[str, Tensor]]]:
+    """What a mistake in the order of rows is -> y with it, in each of its variants."""
+    best, chosen = (x @ router).topk(case.choices)
+    gates, chosen, tokens = best.softmax(-1).flatten()[:, None], chosen.flatten(), torch.arange(len(x))
+    token, order = tokens.repeat_interleave(case.choices), chosen.argsort(stable=True)
+    experts = torch.relu(x @ ups) @ downs  # (experts, tokens, width)
+    unsorted, right = experts[chosen[order], token], experts[chosen, token]  # by choice
+
+    def add(weighted: Tensor, to: Tensor) -> dict[str, Tensor]:
+        return {"y": torch.zeros_like(x).index_add(0, to, weighted)}
+
+    each = (right * gates).view(len(x), case.choices, -1)
+    last = chosen.view(len(x), -1).argmax(1)  # which of a token's choices is the last row, if sorted by expert
+    return {
+        "rows left in the order of tokens, so they came to experts that others chose: first sort them by expert.": (
+            [add(unsorted * gates, token), add(unsorted * gates[order], token[order])]
+        ),
+        "results come home sorted by expert, and were added to the tokens in this order: first put them back.": (
+            [add(right[order] * gates, token), add(right[order] * gates[order], token)]
+        ),
+        "a token has the result of one expert alone: the next one was written over it instead of added.": (
+            [{"y": each[tokens, last]}, {"y": each[:, -1]}]
+        ),
+    }
+
+
+def _confuse(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor) -> Tensor:
+    """y of all tokens if a rank takes what has arrived, by rank and expert, to be sorted by expert alone."""
+    best, chosen = (x @ router).topk(case.choices)
+    gates, chosen = best.softmax(-1).flatten()[:, None], chosen.flatten()
+    token = torch.arange(len(x)).repeat_interleave(case.choices)
+    rank, source = chosen // (case.experts // case.ranks), token // (len(x) // case.ranks)
+    arrival = ((rank * case.ranks + source) * case.experts + chosen).argsort(stable=True)
+    taken_for = torch.empty_like(chosen).index_copy(0, arrival, chosen.sort()[0])
+    results = (torch.relu(x @ ups) @ downs)[taken_for, token]
+    return torch.zeros_like(x).index_add(0, token, results * gates)
+
+
 def expect_mixture(case: Case) -> list[Expected]:
     x, router, ups, downs, _ = _drawn(case)
     texts = {
@@ -57,10 +97,14 @@ def expect_mixture(case: Case) -> list[Expected]:
         "gates are a softmax over all experts; here it is one over the chosen ones.": "softmax over all",
         "results come home sorted by expert, but gates are in the order of tokens: rows got others' gates.": "others",
     }
-    found = []
+    confused, found = _confuse(case, x, router, ups, downs), []
     for rank in range(case.ranks):
         mine = x.chunk(case.ranks)[rank]
         mistakes = {text: {"y": _mix(case, mine, router, ups, downs, rule)} for text, rule in texts.items()}
+        mistakes |= _misplace(case, mine, router, ups, downs)
+        mistakes["rows arrive sorted by rank, and only those of one rank by expert: some came to another's expert."] = {
+            "y": confused.chunk(case.ranks)[rank]
+        }
         here = torch.zeros(case.experts, 1, 1, dtype=torch.float64)
         here[rank * case.experts // case.ranks : (rank + 1) * case.experts // case.ranks] = 1
         text = "only the rank's own experts have contributed: rows travel to their expert's rank, and back."
@@ -115,17 +159,23 @@ def expect_back(case: Case) -> list[Expected]:
     y = _mix(case, *leaves)
     dx, _, dups, ddowns = torch.autograd.grad(y, leaves, dy, retain_graph=True)
     unscaled = torch.autograd.grad(_mix(case, *leaves, rule="no gates"), (ups, downs), dy)
+    unmasked = torch.autograd.grad(_mix(case, *leaves, rule="no mask"), (x, ups), dy)
+    fixed = x.detach().clone().requires_grad_()  # without the way through the router
+    best, chosen = (x @ router).detach().topk(case.choices)
+    gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, best.softmax(-1))
+    gates.requires_grad_()
+
+    def back(gates: Tensor, *to: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(torch.einsum("te,etw->tw", gates, torch.relu(fixed @ ups) @ downs), to, dy)
+
+    past, dgates = back(gates, fixed, gates)
+    last = chosen.amax(1, keepdim=True), chosen[:, -1:]  # the choice that writes last: sorted by expert, or not
+    single = [back(torch.zeros_like(gates).scatter(1, each, gates.gather(1, each)), fixed)[0] for each in last]
     found = []
     for rank in range(case.ranks):
         mask = torch.zeros(case.tokens, 1, dtype=torch.float64)
         mask.chunk(case.ranks)[rank].fill_(1)
         own = torch.autograd.grad(y, leaves, dy * mask, retain_graph=True)
-        fixed = x.detach().clone().requires_grad_()  # without the way through the router
-        best, chosen = (x @ router).detach().topk(case.choices)
-        gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, best.softmax(-1))
-        gates.requires_grad_()
-        rows = torch.einsum("te,etw->tw", gates, torch.relu(fixed @ ups) @ downs)
-        past, dgates = torch.autograd.grad(rows, (fixed, gates), dy)
         part = [each.chunk(case.ranks)[rank] for each in (dx, dups, ddowns)]
         mistakes = {
             "gates are a part of the product: what goes back to an expert is dy times the gate.": {
@@ -140,13 +190,19 @@ def expect_back(case: Case) -> list[Expected]:
                 "dups": own[2].chunk(case.ranks)[rank],
                 "ddowns": own[3].chunk(case.ranks)[rank],
             },
+            "the relu's derivative is missing: where `hidden` is 0, its gradient is 0, too.": {
+                "dups": unmasked[1].chunk(case.ranks)[rank],
+                "dx": unmasked[0].chunk(case.ranks)[rank],
+            },
+            "a token gets a gradient from each of its experts. Here the next one was written over it instead of "
+            "added.": [{"dx": (dx - past + each).chunk(case.ranks)[rank]} for each in single],
         }
-        dgates, gates = (each.detach().gather(1, chosen).chunk(case.ranks)[rank] for each in (dgates, gates))
+        dgate, gate = (each.detach().gather(1, chosen).chunk(case.ranks)[rank] for each in (dgates, gates))
         softmax = (
             "between the gradient of a gate and that of a score is the softmax: a score moves all of a token's gates."
         )
         mistakes[softmax] = []
-        for dbest in (dgates, gates * dgates):
+        for dbest in (dgate, gate * dgate):
             dlogits = dbest.new_zeros(len(dbest), case.experts).scatter(1, chosen.chunk(case.ranks)[rank], dbest)
             mistakes[softmax].append(
                 {

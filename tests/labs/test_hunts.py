@@ -109,7 +109,8 @@ def test_what_is_told(lab, student, tmp_path, monkeypatch):
     lab.start(tmp_path, student)
     script = read(tmp_path / "run.sh")
     assert all(run.script in script for run in bug.seen) and "common.compare" in script
-    assert not list(tmp_path.rglob("hunt_*")) and (tmp_path / "common" / "config.py").exists()
+    assert not [*tmp_path.rglob("hunt_*"), *tmp_path.rglob("sketch.py")]
+    assert (tmp_path / "common" / "config.py").exists()
     assert all(read(tmp_path / file) != read(ROOT / file) for file in edited(bug.edits))
     assert lab.check(tmp_path, student).score == 0
     file, line = place(lab, bug)
