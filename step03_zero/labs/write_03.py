@@ -151,7 +151,7 @@ def expect_update(case: Case) -> list[Expected]:
         "every rank squared the gradient of its own samples, and these squares were added up. The square of a sum is "
         "not the sum of the squares: add up the gradients first.": ["all samples", "all samples, their parts"],
     }
-    clipped = "the norm is right, but the gradient was scaled by another one, of the rank's own numbers alone."
+    clipped = "the norm is right, but the gradient was scaled by another one: scale it by the norm of the whole sum."
     found = []
     for rank in range(case.ranks):
         mistakes = {"gradients were averaged; the gradient is their sum.": [run(rank, mean=True)], clipped: []}
