@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from common.model import at_least_float32
 from common.process_groups import Group
@@ -23,14 +24,19 @@ from step08_5d.narrow_numbers.history import History
 from step08_5d.narrow_numbers.scaling import Block, Narrow, block_of, largest_of, quantise, scales_for
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+# Blocks, and what PyTorch's product calls them. Those of `mx` are missing, as Blackwell wants their scales interleaved
+SCALING = {
+    (None, None): ScalingType.TensorWise,
+    (1, None): ScalingType.RowWise,
+    (1, 128): ScalingType.BlockWise1x128,
+    (128, 128): ScalingType.BlockWise128x128,
+}
 
 
 def multiply(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
     """left (m, k) times right (n, k) transposed: (m, n), added up in at least float32 and then rounded to `dtype`."""
-    if _has_kernel(left, right, dtype):
-        scales = left.scales.contiguous(), right.scales.t().contiguous()
-        return torch._scaled_mm(left.numbers, right.numbers.t(), *scales, out_dtype=dtype)
-    return multiply_reference(left, right, dtype)
+    function = multiply_by_kernel if _has_kernel(left, right, dtype) else multiply_reference
+    return function(left, right, dtype)
 
 
 def multiply_reference(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
@@ -38,24 +44,61 @@ def multiply_reference(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tenso
     return (left.wide() @ right.wide().t()).to(dtype)
 
 
-def _has_kernel(left: Narrow, right: Narrow, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's product takes these: a scale per tensor or per row, widths of whole 16 numbers, no float64.
+def multiply_by_kernel(left: Narrow, right: Narrow, dtype: torch.dtype) -> Tensor:
+    """The same by PyTorch's product, which reads both operands along their rows.
 
-    (It takes tiles too, on Hopper alone and with scales in an order of its own. That path is not built here.)
+    For tiles it needs Hopper, CUDA 12.9 and whole fours of rows, so zeros fill them up. That has not run on a GPU yet.
     """
-    whole = all(size % 16 == 0 for size in right.numbers.shape) and len(left.numbers) > 0
-    per_row = left.block == right.block == (1, None)
-    taken = per_row or left.block == right.block == (None, None)
-    return whole and taken and dtype != torch.float64 and _runs(left.numbers.device, left.numbers.dtype, per_row, dtype)
+    rows = len(left.numbers)
+    if left.block[1] and rows % 4:
+        numbers, scales = (F.pad(each, (0, 0, 0, -rows % 4)) for each in (left.numbers.view(torch.uint8), left.scales))
+        left = Narrow(numbers.view(left.numbers.dtype), scales, left.block)
+    product = F.scaled_mm(
+        left.numbers.contiguous(),
+        right.numbers.contiguous().t(),
+        scales_in_order(left),
+        SCALING[left.block],
+        scales_in_order(right, right=True),
+        SCALING[right.block],
+        output_dtype=dtype,
+    )
+    return product[:rows]
+
+
+def scales_in_order(operand: Narrow, right: bool = False) -> Tensor:
+    """The scales of the left or right operand as PyTorch's product reads them (cuBLAS's documentation, 3.1.4.5).
+
+    block       shape                  next to each other in memory
+    tensor      (1, 1)
+    row         (rows, 1)              rows; of the right operand it is (1, rows)
+    1 x 128     (rows, tiles)          rows
+    128 x 128   (tiles, rows of them)  tiles of a row, filled up to whole fours
+
+    Tiles get a copy, as their scales begin at an address that 16 divides.
+    """
+    rows, columns = operand.block
+    if columns is None:
+        return (operand.scales.t() if right else operand.scales).contiguous()
+    scales = operand.scales.t() if rows == 1 else F.pad(operand.scales, (0, -operand.scales.shape[1] % 4))
+    return scales.clone(memory_format=torch.contiguous_format).t()
+
+
+def _has_kernel(left: Narrow, right: Narrow, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's product takes these: widths of whole tiles, or of 16 numbers if there are none; no float64."""
+    sizes = zip(right.numbers.shape, right.block, strict=True)
+    whole = all(length % max(size or 0, 16) == 0 for length, size in sizes) and len(left.numbers) > 0
+    blocks = left.block, right.block
+    taken = all(block in SCALING for block in blocks) and dtype != torch.float64
+    return whole and taken and _runs(left.numbers.device, left.numbers.dtype, blocks, dtype)
 
 
 @functools.cache
-def _runs(device: torch.device, left: torch.dtype, per_row: bool, dtype: torch.dtype) -> bool:
+def _runs(device: torch.device, left: torch.dtype, blocks: tuple[Block, Block], dtype: torch.dtype) -> bool:
     """Whether this PyTorch has such a product on this device: tried once."""
-    a, b = (torch.zeros(16, 16, device=device).to(each) for each in (left, torch.float8_e4m3fn))
-    shapes = ((16, 1), (1, 16)) if per_row else ((), ())
+    zeros, formats = torch.zeros(128, 128, device=device), (left, FORMATS["e4m3"])
+    scales = [torch.ones_like(largest_of(zeros, block)) for block in blocks]
     try:
-        torch._scaled_mm(a, b.t(), *(torch.ones(shape, device=device) for shape in shapes), out_dtype=dtype)
+        multiply_by_kernel(*(quantise(zeros, *each) for each in zip(formats, blocks, scales, strict=True)), dtype)
     except (RuntimeError, NotImplementedError, ValueError):
         return False
     return True

@@ -29,6 +29,7 @@ SMALL += " --global-batch 8 --micro-batch 1 --seed 3 --warmup 2"
 TRAINING = f"{SMALL} --steps 3 --dtype float64"
 FREE = "--experts 8 --expert-ffn 32"  # no tokens are dropped: in a narrow type, rounding decides which
 NARROW, BAND = "--dtype bfloat16", 5e-3  # ten times what the CPU shows
+TILES = "--dtype bfloat16 --fp8 tile --hidden 128 --kv-heads 4 --ffn 256 --seq-len 128"  # wide enough for whole ones
 EXPERTS = "--experts 8 --expert-ffn 32 --shared-experts 1 --balance bias --z-coef 0.01 --capacity-factor 1"
 # Of each part: ranks, step and flags. Step 0 is the tour of the collectives
 LAYOUTS = {
@@ -139,6 +140,7 @@ RUNS = {
     "float16": ("", 1, "--dtype float16", "float64", 2e-3),
     "experts, float64": ("", 7, f"--dtype float64 {EXPERTS}", "", 0.0),
     "experts, bfloat16": ("", 7, f"--dtype bfloat16 {FREE}", "", 0.0),
+    "FP8 in tiles on the CPU": ("cpu", 8, TILES, "", 0.0),
     # Step 8 leaves its kernels in the modules of earlier steps, so it comes last
     "float64, kernels of step 8": ("", 8, "--dtype float64", "float64", TOLERANCE),
     "float32, kernels of step 8": ("", 8, "--dtype float32", "float32", 1e-5),
@@ -147,6 +149,7 @@ RUNS = {
     "float16, kernels of step 8": ("", 8, "--dtype float16", "float16", 2e-3),
     "experts, float64, kernels of step 8": ("", 8, f"--dtype float64 {EXPERTS}", "experts, float64", TOLERANCE),
     "experts, bfloat16, kernels of step 8": ("", 8, f"--dtype bfloat16 {FREE}", "experts, bfloat16", 3e-2),
+    "FP8 in tiles": ("", 8, TILES, "FP8 in tiles on the CPU", 1e-2),
 }
 QUICK = ["float64 on the CPU", "float64", "float64, ZeRO-3", "bfloat16", "float32, pieces compiled"]
 
