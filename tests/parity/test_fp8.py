@@ -70,7 +70,7 @@ def arrays() -> dict[int, list[dict]]:
     return found
 
 
-CASES = thin(arrays())
+CASES = thin(arrays(), least=24)
 TOGETHER = 12  # cases that one start of the ranks trains
 PARTS = [(ranks, first) for ranks, cases in CASES.items() for first in range(0, len(cases), TOGETHER)]
 
