@@ -32,12 +32,13 @@ def weight_gradient(
 ) -> torch.Tensor | None:
     """The gradient of `weight`: `multiply(gradient, x)`, for a linear layer their product.
 
-    None if there is `weight.postpone`: it gets (weight, gradient, x, multiply), and sees to the rest.
+    None if there is `weight.postpone`: it gets (weight, gradient, x, multiply), and sees to the rest. Its x is
+    detached, as the graph behind it would keep the input of a pipeline's stage alive.
     """
     if multiply is product and hasattr(weight, "products"):
         multiply = weight.products.weight_gradient
     if hasattr(weight, "postpone"):
-        weight.postpone((weight, gradient, x, multiply))
+        weight.postpone((weight, gradient, x.detach(), multiply))
         return None
     return multiply(gradient, x)
 
