@@ -18,6 +18,7 @@ NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts
 NAMES |= {"launch": "launching small kernels", "update": "the update", "compute": "computing"}
 CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "micro_batch", "recompute")
 WORKING = ": a layer at work, the loss, gathered weights"
+MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
 LABELS = {"stages": "virtual-stages", "micro_batch": "micro-batch"}
 
 
@@ -32,6 +33,7 @@ def print_plans(task: Task, best: list[Plan], misfits: Counter, shown: int) -> N
         rows.append((named(plan.layout), *cells, most))
     title = f"predicted: {task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
     print_table(title, ("layout", "MFU", "tokens/s/GPU", "s", "GB", "most of the rest of the step"), rows)
+    print(f"  {MFU}")
     print_steps(task, best, misfits)
     print_neighbours(best)
     print_changes(task, best)
