@@ -35,14 +35,15 @@ class Layout(NamedTuple):
     cp_mode: str = "ring"
     cp_split: str = "zigzag"
     recompute: str = "none"
+    schedule: str = "1f1b"  # of one stage on each rank; several are interleaved
     equal_stages: bool = False  # each of layers / pp layers, with which published runs are counted; else as in step 5
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Layout":
         """Return the layout of a checked configuration."""
         same = {name: getattr(config, name) for name in ("dp", "pp", "cp", "tp", "ep", "zero", "micro_batch", "dtype")}
-        same |= {name: getattr(config, name) for name in ("cp_mode", "cp_split", "recompute")}
-        same["stages"] = config.virtual_stages or 1
+        same |= {name: getattr(config, name) for name in ("cp_mode", "cp_split", "recompute", "schedule")}
+        same["stages"] = config.virtual_stages or (2 if config.schedule == "interleaved" else 1)
         return cls(config.seq_len, micro_batches=config.accumulation_steps, **same)
 
     @property

@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     functions |= {"published": published, "overlap": overlap.show, "cheatsheet": cheatsheet.show}
     functions |= {"bars": bars.show, "recipe": recipe.show, "page": write.show}
     for name, function in functions.items():
-        sub = commands.add_parser(name, allow_abbrev=False)
+        more = "Other flags are those of step 8." if function in (play, memory_report.show) else None
+        sub = commands.add_parser(name, allow_abbrev=False, epilog=more)
         sub.set_defaults(run=function)
         if name in ("plan", "recipe", "memory", "overlap", "cheatsheet"):
             sub.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
@@ -158,15 +159,14 @@ def main(argv: list[str] | None = None) -> None:
         if name == "dry-run":
             sub.add_argument("--world", type=int, required=True, help="how many ranks there would be")
             sub.add_argument("--rank", type=int, default=0, help="which of them to play")
-        if name in ("memory", "overlap", "cheatsheet"):
+        if name in ("overlap", "cheatsheet"):
             for degree in ("dp", "tp", "pp", "cp", "ep", "micro-batch"):
                 sub.add_argument(f"--{degree}", type=int, default=1)
-        if name in ("memory", "cheatsheet"):
+        if name == "cheatsheet":
             sub.add_argument("--zero", type=int, choices=range(4), default=0)
-            sub.add_argument("--sequences", type=int, default=256, help="of a global batch")
+        if name in ("memory", "cheatsheet"):
+            sub.add_argument("--global-batch", "--sequences", type=int, default=256, help="sequences of a step")
         if name == "memory":
-            sub.add_argument("--virtual-stages", type=int, default=1, help="of each rank of the pipeline, interleaved")
-            sub.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
             sub.add_argument("--play", action="store_true", help="also a dry run of each stage, on fake tensors")
             sub.add_argument("--form", choices=("ours", "gpt"), default="ours", help="our model, or the playbook's GPT")
         if name == "overlap":
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--between", type=float, default=50, help="GB/s of a GPU to other nodes")
             sub.add_argument("--near", nargs="*", choices=overlap.DEGREES, default=["tp"], help="within a node")
     options, options.rest = parser.parse_known_args(argv)
-    if options.rest and options.run is not play:
+    if options.rest and options.run not in (play, memory_report.show):
         parser.error(f"unknown: {' '.join(options.rest)}")
     options.run(options)
 

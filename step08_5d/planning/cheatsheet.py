@@ -52,7 +52,7 @@ def show(options) -> None:
     if model.experts:
         raise UsageError(f"the cheatsheet knows no experts, and {options.model} has {model.experts}")
     layout = Layout(options.seq_len, **degrees, dtype="bfloat16")
-    layout = layout._replace(micro_batches=max(1, options.sequences // (layout.dp * layout.micro_batch)))
+    layout = layout._replace(micro_batches=max(1, options.global_batch // (layout.dp * layout.micro_batch)))
     cells = [(name, f"{t / 1e9:.2f}", f"{o / 1e9:.2f}", why) for name, t, o, why in rows(model, layout)]
     title = f"predicted: {options.model}, the first stage's rank of 1F1B, GB"
     print_table(title, ("", "cheatsheet", "ours", "why they differ"), cells)

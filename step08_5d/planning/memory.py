@@ -1,11 +1,12 @@
-"""What the ranks of a layout hold at the fullest moment of a step, by kind, under 1F1B or with interleaved stages.
+"""What the ranks of a layout hold at the fullest moment of a step, by kind.
 
 The peak is a maximum over moments (`moments.py`): the loss and the last norm, the backward of the first and of the last
 layer of a stage, and that of the embedding; each in the first backward of a step, when the most micro-batches are in
 flight and there are no gradients, and in a later one. Between these layers sizes change steadily, so that none of them
-is a peak (but for small models, in whose first backward a bucket of 25 MB holds gradients of several layers). Nothing
-is fitted: tests compare a grid of layouts with dry runs. With interleaved stages the tables and messages of a
-micro-batch in only some stages of a rank are estimated, as that part of them which these stages have of its layers.
+is a peak (but for small models, in whose first backward a bucket of 25 MB holds gradients of several layers). Where the
+schedule splits the backward (ZB-H1), its second half has moments of its own. Nothing is fitted: tests compare a grid of
+layouts with dry runs. With interleaved stages the tables and messages of a micro-batch in only some stages of a rank
+are estimated, as that part of them which these stages have of its layers.
 """
 
 import math
@@ -23,9 +24,10 @@ from step08_5d.cost import Layout
 from step08_5d.planning import moments
 from step08_5d.planning.moments import Moment, Sizes
 from step08_5d.planning.share import Share, share_of
-from step08_5d.planning.stages import Backward, backwards, fullest_ranks
+from step08_5d.planning.stages import backwards, fullest_ranks
 
 NOTHING = (-math.inf, "")
+LOSS, FIRST, SECOND = "BF", "BI", "W"  # in which parts of a backward a walk is: the loss is computed before it
 
 
 class Peak(NamedTuple):
@@ -110,6 +112,9 @@ def layer_activations(model: ModelConfig, layout: Layout, recompute: str, expert
     dense = block_activations(model, layout.micro_batch, seq, dtype, layout.tp, way)
     if recompute == "selective":
         dense["attention"] -= layout.micro_batch * seq * model.heads * max(4, dtype.itemsize) // layout.tp
+    elif moments.ulysses(layout) and not full_recompute:  # of all tokens, their order, and the output once more
+        size = Sizes.of(model, layout)
+        dense["attention"] += size.queries + 2 * (size.gathered_keys - size.keys) + 8 * layout.seq
     if full_recompute or not experts:
         return sum(dense.values())
     tokens = int(layout.tokens / layout.tp)
@@ -155,11 +160,15 @@ class _Walk(NamedTuple):
     """A part of a stage's backward."""
 
     name: str
+    halves: str  # of the backward in which it is: B or I, W, or F for the loss
     region: int
-    is_loss: bool
     begun: int  # how many gradients of the rank have been stored when it begins
     running: float  # bytes that are there then, but for other micro-batches
     fullest: dict[int, tuple[float, str]]  # and more, at the moments of `_fullest`
+
+    @property
+    def is_loss(self) -> bool:
+        return self.halves == LOSS
 
     @property
     def most(self) -> float:
@@ -177,37 +186,33 @@ def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[str,
     each = _kept_of_stages(model, layout, rank, layers)
     walks = [list(_walks(model, layout, share, size, layers, *here)) for here in enumerate(each)]
     cases, whole = [], sum(each)
+    of_head = moments.kept_after_loss(model, layout, size) if share.is_last and len(each) == 1 else 0.0
+    all_deferred = _deferred(model, layout, share, size)
     for backward in backwards(model, layout, rank):
-        others = max(0.0, backward.micro_batches * whole - each[backward.stage])
+        own = 0.0 if backward.half == "W" else each[backward.stage]
+        others = max(0.0, backward.micro_batches * whole - own)
+        others += backward.deferred * all_deferred + max(0.0, backward.micro_batches - (backward.half != "W")) * of_head
+        begun = share.early if backward.early else 0
         for walk in walks[backward.stage]:
+            messages = backward.at_loss if walk.is_loss else backward.messages
+            if backward.half not in walk.halves or messages is None:
+                continue
             gathered = share.gathered(walk.region, prefetch=not walk.is_loss)
-            there = others + walk.running + _messages(layout, rank, backward, walk.is_loss, size)
-            cases.append((narrow * gathered + there + walk.most, backward, walk, gathered, there))
+            there = others + walk.running + messages * size.stream
+            cases.append((narrow * gathered + there + walk.most, backward, walk, gathered, there, begun))
     cases.sort(key=lambda case: -case[0])
     most, result = -1.0, None
-    for bytes_but_gradients, backward, walk, gathered, there in cases:
+    for bytes_but_gradients, backward, walk, gathered, there, begun in cases:
         if bytes_but_gradients + wide * share.most_gradients < most:
             break  # this case and those after it cannot hold more
         for stored, (more, moment) in walk.fullest.items():
-            gradients = share.gradients(walk.begun + stored, backward.summed)
+            gradients = share.gradients(max(begun, walk.begun + stored), backward.summed)
             held = narrow * gathered + wide * gradients + there + more
             if held > most:
                 most, result = held, (backward, walk, moment, gathered, gradients, there + more)
     backward, walk, moment, *sizes = result
-    return f"{backward.when} backward, {walk.name}{moment}", *sizes, backward.micro_batches * whole
-
-
-def _messages(layout: Layout, rank: int, backward: Backward, is_loss: bool, size: Sizes) -> float:
-    """Hidden states on their way between stages, and gradients, which have this size too.
-
-    A rank keeps what it has sent until it sends again: hidden states, and in a later backward a gradient. What it
-    receives next is there while it works. The gradient that it works with stays until the backward is over.
-    """
-    several = layout.stages > 1  # the last rank sends to the first
-    result = 2 if several or rank < layout.pp - 1 else 0
-    if (several or rank > 0) and backward.when != "first":
-        result += 1 + (backward.when == "later" and not is_loss)
-    return result * size.stream if layout.pp > 1 else 0.0
+    kept = backward.micro_batches * whole + backward.deferred * all_deferred
+    return f"{backward.when} backward, {walk.name}{moment}", *sizes, kept
 
 
 def _walks(
@@ -225,8 +230,8 @@ def _walks(
     if has_loss:
         loss, *head = moments.head(model, layout, size)
         running = each + moments.kept_by_head(model, layout, size)
-        yield _Walk("", share.end, True, 0, running, _fullest([loss]))
-        yield _Walk("", share.end, False, 0, running + loss.left, _fullest(head))
+        yield _Walk("", LOSS, share.end, 0, running, _fullest([loss]))
+        yield _Walk("", FIRST, share.end, 0, running + loss.left, _fullest(head))
     first, last = share.stages[number]
     with_experts = min(last, max(first, model.dense_layers)) if model.experts else last  # from here on
     some = [index for index in {first, with_experts - 1, with_experts, last - 1} if first <= index < last]
@@ -236,11 +241,33 @@ def _walks(
         # A last layer works with the very gradient that has been received
         gradient = 0.0 if layout.pp > 1 and not has_loss and index == last - 1 else size.stream
         running = below + _kept_by_layers(model, layers, first, index) + layer.at_work + gradient + tied
-        yield _Walk(f"layer {index}: ", region, False, share.stored_before(region), running, layer.fullest)
+        running += _deferred(model, layout, share, size, index + 1, received=gradient > 0 and not has_loss)
+        yield _Walk(f"layer {index}: ", FIRST, region, share.stored_before(region), running, layer.fullest)
     if share.is_first and number == 0:
         scattered = size.whole * (1 if size.one else 2) if layout.tp > 1 else 0.0
-        fullest = _fullest([Moment("embedding", matrix + scattered, 0.0, matrix, 1)])
-        yield _Walk("", 0, False, share.stored_before(0), size.stream + tied, fullest)
+        fullest = _fullest([Moment("embedding", matrix + scattered, -size.stream, matrix, 1)])
+        running = size.stream + tied + _deferred(model, layout, share, size, first, received=layout.pp > 1)
+        yield _Walk("", FIRST, 0, share.stored_before(0), running, fullest)
+    if share.split:
+        some = moments.second_half(model, layout, size, last - first, has_loss)
+        yield _Walk("gradients of weights, ", SECOND, share.end, share.early, 0.0, _fullest(some))
+
+
+def _deferred(
+    model: ModelConfig, layout: Layout, share: Share, size: Sizes, index: int = 0, received: bool = False
+) -> float:
+    """Bytes that a stage's layers from `index` on, and the head, keep between the halves of their backward.
+
+    Args:
+        received: whether the gradient of the last layer's output still counts as a message.
+    """
+    if not share.split:
+        return 0.0
+    ((first, last),) = share.stages
+    result = (last - max(first, index)) * moments.deferred(size)
+    if share.is_last:
+        return result + moments.deferred_by_head(model, layout)
+    return result - (size.stream if received and size.gradient_stays else 0.0)
 
 
 def _fullest(some: Iterable[Moment]) -> dict[int, tuple[float, str]]:
@@ -249,6 +276,6 @@ def _fullest(some: Iterable[Moment]) -> dict[int, tuple[float, str]]:
     for moment in some:
         result[stored] = max(result.get(stored, NOTHING), (running + moment.there, moment.name))
         running, stored = running + moment.left, stored + moment.stored
-        if moment.weight:
+        if moment.stored:
             result[stored] = max(result.get(stored, NOTHING), (running + moment.weight, f"{moment.name}, added up"))
     return result

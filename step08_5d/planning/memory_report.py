@@ -1,38 +1,77 @@
 """One layout's memory as a table: for our model by stage of the pipeline, or in the playbook's GPT form.
 
-`--play` adds a dry run of each stage, which counts what the formula says.
+It takes the flags of step 8, so that the words of a command (that `plan` has printed, say) can be copied. What the
+formula does not know is refused in a line. `--play` adds a dry run of each stage, which counts what the formula says.
 """
 
+from dataclasses import replace
+
+from common.config import TrainConfig, flag_names, spelled
 from common.drawing.tables import print_table
 from common.errors import UsageError
+from common.launching.command_line import parse
 from common.model_config import ModelConfig
-from common.presets import resolve
 from common.process_groups import Degrees
+from step08_5d import config as step08
 from step08_5d.cost import Layout
 from step08_5d.planning import gpt_memory
-from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import peak
-from step08_5d.planning.search import Task, check_degrees, flags, named
+from step08_5d.planning.search import check_degrees, named
 from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
 
-DEGREES = ("dp", "tp", "pp", "cp", "ep", "zero", "micro_batch")
+# The flags of step 8 that the formula knows, and the schedules
+KNOWN = {
+    "dtype",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "recompute",
+    "schedule",
+    "virtual_stages",
+    "cp_mode",
+    "zero",
+}
+KNOWN |= {"dp", "tp", "pp", "cp", "ep", *flag_names("model")} - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
+SCHEDULES = ("1f1b", "interleaved", "naive", "afab", "zb-h1", "zb-h2")
+DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of this command; those of step 8 are for a laptop
+GPT_FORM = Layout(0, dtype="bfloat16")
 
 
 def show(options) -> None:
     """The table for the options of the command line."""
-    model = resolve(options.model)
-    layout = Layout(options.seq_len, **{name: getattr(options, name) for name in DEGREES}, dtype="bfloat16")
-    layout = layout._replace(stages=options.virtual_stages)
-    check_degrees(model, layout, options.sequences)
-    micro_batches = max(1, options.sequences // (layout.dp * layout.micro_batch))
-    layout = layout._replace(micro_batches=micro_batches, recompute=options.recompute)
+    words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
+    config = configuration([*words, "--global-batch", str(options.global_batch), *options.rest])
+    model, layout = config.model_config, Layout.of(config)
     if options.form == "gpt":
         _show_gpt(options.model, model, layout)
     else:
-        _show_ours(options.model, model, layout, options.play)
+        _show_ours(config, layout, options.play)
 
 
-def _show_ours(name: str, model: ModelConfig, layout: Layout, play: bool) -> None:
+def configuration(argv: list[str]) -> TrainConfig:
+    """The configuration that these flags of step 8 describe, on as many ranks as its degrees make.
+
+    Raises UsageError for what step 8 would refuse, and for what the formula of memory does not know.
+    """
+    config, default = parse(8, argv), TrainConfig(step_name="step08_5d")
+    for name, value in vars(config).items():
+        if name not in KNOWN and value != getattr(default, name):
+            flag = {True: spelled(name), False: f"--no-{name.replace('_', '-')}"}.get(value, f"{spelled(name)} {value}")
+            raise UsageError(f"{flag} is not in the formula of memory; dry-run takes all flags of step 8")
+    if config.schedule not in SCHEDULES:
+        raise UsageError(f"--schedule {config.schedule}: the formula knows {', '.join(SCHEDULES)}; dry-run all others")
+    if config.dp is None:
+        config.dp = 1
+    config.resolve_and_check(config.dp * config.tp * config.pp * config.cp)
+    if config.schedule.startswith("zb") and config.model_config.experts:
+        raise UsageError(f"--schedule {config.schedule}: the formula knows it without experts; dry-run with them")
+    check_degrees(config.model_config, Layout.of(config), config.global_batch)
+    step08.check(config)
+    return config
+
+
+def _show_ours(config: TrainConfig, layout: Layout, play: bool) -> None:
+    model = config.model_config
     stages = sorted({1, layout.pp // 2, *fullest_ranks(model, layout)} & set(range(layout.pp)))
     layers = layers_of_ranks(model, layout)
     peaks = [peak(model, layout, stage) for stage in stages]
@@ -43,28 +82,26 @@ def _show_ours(name: str, model: ModelConfig, layout: Layout, play: bool) -> Non
         sizes = (f"{size / 1e9:.2f}" for size in kinds.values())
         rows.append((f"{stage}", layers[stage], micro_batches, *sizes, f"{_all(kinds):.2f}"))
     for stage in stages if play else ():
-        run = played(name, model, layout, stage)
+        run = played(config, stage)
         kinds = [*(f"{size / 1e9:.2f}" for size in run.at_peak.values()), ""]
         rows.append((f"{stage}, played", *rows[stages.index(stage)][1:3], *kinds, f"{run.peak / 1e9:.2f}"))
     header = ("rank" if layout.stages > 1 else "stage", "layers", "in flight", *held[0], "all")
-    schedule = "interleaved" if layout.stages > 1 else "under 1F1B"
-    print_table(f"predicted: {name}, {named(layout)}, GB of a rank of the pipeline, {schedule}", header, rows)
+    schedule = "interleaved" if layout.stages > 1 else f"under {layout.schedule.upper()}"
+    print_table(f"predicted: {config.model}, {named(layout)}, GB of a rank of the pipeline, {schedule}", header, rows)
     fullest = max(range(len(held)), key=lambda index: _all(held[index]))
     most = max(held[fullest], key=held[fullest].get)
     print(f"  the fullest is {header[0]} {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most};")
     print(f"  its fullest moment: {peaks[fullest].moment}")
 
 
-def played(name: str, model: ModelConfig, layout: Layout, stage: int):
+def played(config: TrainConfig, stage: int):
     """Return the `DryRun` of the first rank of a stage, with the micro-batches that fill the pipeline and no more."""
-    from step08_5d.planning.dry_run import configuration, dry_run, first_ranks  # here, as it imports all that trains
+    from step08_5d.planning.dry_run import dry_run, first_ranks  # here, as it imports all that trains
 
-    filling = layout.pp + 1 if layout.stages == 1 else 2 * layout.pp
-    short = layout._replace(micro_batches=min(layout.micro_batches, filling))
-    world, sequences = layout.copies * layout.tp * layout.pp, layout.dp * layout.micro_batch * short.micro_batches
-    task = Task(name, model, world, layout.seq, sequences, MACHINES["H100"])
-    config = configuration(flags(task, short), world)
-    return dry_run(config, first_ranks(Degrees.of(config))[stage], progress=True)
+    filling = config.pp + 1 if (config.virtual_stages or 1) == 1 else 2 * config.pp
+    micro_batches = min(config.accumulation_steps, filling)
+    short = replace(config, global_batch=micro_batches * config.dp * config.micro_batch, device="cpu")
+    return dry_run(short, first_ranks(Degrees.of(short))[stage], progress=True)
 
 
 def _all(kinds: dict[str, float]) -> float:
@@ -74,6 +111,9 @@ def _all(kinds: dict[str, float]) -> float:
 def _show_gpt(name: str, model: ModelConfig, layout: Layout) -> None:
     if model.experts:
         raise UsageError(f"--form gpt has no experts, and {name} has {model.experts}")
+    for field in ("dtype", "schedule", "cp_mode", "stages"):
+        if (value := getattr(layout, field)) != getattr(GPT_FORM, field):
+            raise UsageError(f"--form gpt knows bfloat16, 1F1B and the ring, and no {field.replace('_', '-')} {value}")
     shape, kind = gpt_memory.of_model(model)
     columns = [gpt_memory.widget(shape, layout, kind)]
     columns += [gpt_memory.right(shape, layout, kind, stage) for stage in sorted({0, layout.pp - 1})]

@@ -1,4 +1,4 @@
-"""The moments of a step at which a rank may hold most, for one stage of the pipeline under 1F1B.
+"""The moments of a step at which a rank may hold most, for one stage of the pipeline.
 
 Weights, optimizer state and gradients live through a step. The peak is decided by what exists only for a moment while
 the backward goes through a layer: gradients of activations, the gradient of a weight before it has been added to the
@@ -6,7 +6,7 @@ sums, copies in float32, whatever messages fill. A `Moment` names one such insta
 go, so a layer's backward is a list of moments in order, each with what it adds and what it leaves behind.
 
 Sizes are those of the operations that a dry run counts: the fused head, PyTorch's own operations everywhere else,
-`--tp-mode overlap` with sequence parallelism, and the ring with zigzag. On a GPU, kernels need less in some moments.
+`--tp-mode overlap` with sequence parallelism, and zigzag. On a GPU, kernels need less in some moments.
 
 Letters: h hidden width, t tokens of a rank in a micro-batch, r = t / tp of them in the residual stream, w bytes of an
 activation, wide bytes of a sum (at least float32).
@@ -18,6 +18,7 @@ from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step06_context_parallel import cost as context
 from step08_5d.cost import Layout
+from step08_5d.planning.share import splits_backward
 
 RATIO = 1 / 4  # of the memory of the head's gradient: the logits of a chunk of tokens (step 8, fused head)
 FEW_BYTES = 2 * 2**20  # and of a small vocabulary's logits at least as many
@@ -44,8 +45,15 @@ class Sizes(NamedTuple):
     keys: float  # the same of keys; of values
     statistics: float  # the attention's log-sum-exp
     ffn: float  # t ffn / tp w
+    gathered_keys: float  # ulysses: keys of all tokens, of this rank's part of the heads
     one: bool  # a single sequence: gathered parts of it need not be sorted
     w: int
+    split: bool  # the backward comes in halves: inputs of matrices, and gradients of their outputs, stay for the second
+
+    @property
+    def gradient_stays(self) -> bool:
+        """Whether that of the residual stream is the very one that a matrix needs later (with tp that is gathered)."""
+        return self.split and self.whole == self.stream
 
     @classmethod
     def of(cls, model: ModelConfig, layout: Layout) -> "Sizes":
@@ -54,7 +62,9 @@ class Sizes(NamedTuple):
         keys = t * max(model.kv_heads, tp) * d / tp * w
         stream = t * model.hidden / tp
         shape = (t * model.hidden * w, stream * w, stream * high, t * model.heads * d / tp * w, keys)
-        return cls(w < high, *shape, t * model.heads / tp * high, t * model.ffn / tp * w, layout.micro_batch == 1, w)
+        shape += (t * model.heads / tp * high, t * model.ffn / tp * w)
+        copies = max(1, layout.cp // max(1, model.kv_heads // tp))  # ulysses: every rank needs a head
+        return cls(w < high, *shape, keys * copies, layout.micro_batch == 1, w, splits_backward(layout))
 
 
 # ---- the backward of a layer -----------------------------------------------------------------------------------------
@@ -93,6 +103,8 @@ def row(name: str, size: Sizes, inner: float, weight: float, tp: int, input_stay
     left = inner if input_stays else 0.0  # its input goes when its gradient has come
     gathered = size.whole if tp > 1 else 0.0
     result = [] if tp == 1 else [Moment(f"{name}: gathered", gathered * (1 if size.one else 2), 0.0)]
+    if size.split:
+        return [*result, Moment(name, gathered + inner, gathered + inner)]
     return [*result, Moment(name, gathered + inner + weight, left, weight, 1)]
 
 
@@ -101,6 +113,12 @@ def columns(name: str, size: Sizes, inner: list[float], weights: list[float], tp
 
     With tp: the input is gathered again, its gradient is a sum over the layers, sorted and reduce-scattered.
     """
+    if size.split and tp == 1:
+        more = [Moment(name, size.stream, size.stream), Moment(f"{name}: their sum", size.stream, -size.stream)]
+        return [Moment(name, size.stream, size.stream), *more * (len(inner) - 1)]
+    if size.split:
+        there = max(3 * size.whole, 2 * size.whole + size.stream) if size.one else 3 * size.whole + size.stream
+        return [Moment(name, there, size.whole)]
     if tp == 1:
         result = []
         for index, (each, weight) in enumerate(zip(reversed(inner), reversed(weights))):
@@ -131,40 +149,56 @@ def norm(size: Sizes, before: float) -> list[Moment]:
         Moment("norm: scaled", 2 * wide, 0.0),
         Moment("norm: square", 4 * wide, -wide),
         *back,
-        *([Moment("norm: added to the residual stream", x, -x)] if before else []),
+        *([Moment("norm: added to the residual stream", x, 0.0 if size.gradient_stays else -x)] if before else []),
     ]
 
 
 def attention(model: ModelConfig, layout: Layout, size: Sizes) -> list[Moment]:
     """From the gradient of the residual stream, which stays, to that of the attention's input."""
-    q, k, tp = size.queries, size.keys, layout.tp
+    q, k, tp, selective = size.queries, size.keys, layout.tp, layout.recompute == "selective"
     heads, keys = (number * model.head_width / tp for number in (model.heads, max(model.kv_heads, tp)))
     of_q, of_k = (model.hidden * width * size.w for width in (heads, keys))
     rotated = q * (2 * size.wide / size.stream + 1.5 if size.narrow else 2.5)
-    kept = 2 * q + 2 * k + (0 if layout.recompute == "selective" else size.statistics)
+    if ulysses(layout):
+        kept = q + 2 * k if selective else 2 * (q + size.gathered_keys) + size.statistics
+    else:
+        kept = 2 * q + 2 * k + (0 if selective else size.statistics)
+        kept -= q if size.split else 0  # the output, which is the input of a matrix
     return [
-        *row("output projection", size, q, of_q, tp, input_stays=True),
-        *core(model, layout, size, kept),
+        *row("output projection", size, q, of_q, tp, input_stays=not ulysses(layout)),
+        *core(layout, size, kept),
         Moment("rotation", rotated, 0.0),
         *columns("queries, keys and values", size, [q, k, k], [of_q, of_k, of_k], tp),
     ]
 
 
-def core(model: ModelConfig, layout: Layout, size: Sizes, kept: float) -> list[Moment]:
+def ulysses(layout: Layout) -> bool:
+    return layout.cp > 1 and layout.cp_mode == "ulysses"
+
+
+def core(layout: Layout, size: Sizes, kept: float) -> list[Moment]:
     """The attention itself: gradients of queries, keys and values for that of its output.
 
-    Over cp ranks (the ring): sums for all queries, and keys, values and their sums in all places where step 6 holds
-    them, and what a block of half the pairs adds.
+    Over cp ranks: sums for all queries, and keys, values and their sums in all places where step 6 holds them, and what
+    a block of half the pairs adds. All-gathered, the most may be held when the sums have come home. With Ulysses, a
+    rank has all tokens of some heads, in a single block.
     """
-    q, k = size.queries, size.keys
-    new, ratio, again = q + 2 * k, size.wide / size.stream, 0.0
+    q, k = size.queries, size.gathered_keys if ulysses(layout) else size.keys
+    new, ratio, again = q + 2 * size.keys, size.wide / size.stream, 0.0
     if layout.recompute == "selective":
-        again = q + size.statistics + (2 * k if layout.cp > 1 else 0.0)
+        again = q + size.statistics + (2 * k if layout.cp > 1 else 0.0) + (q if ulysses(layout) else 0.0)
     there = new
     if layout.cp > 1:
+        sums = ratio * (q + 4 * k)
         w, wide, _ = WIDTHS[layout.dtype]
-        moving = context.buffers(layout.cp_mode, layout.cp, k / w, w, wide)["backward"]
-        there = moving + ratio * (q + 4 * k) + max(q + k, q / 2 + 2 * k)
+        block, moving = max(q + k, q / 2 + 2 * k), 0.0
+        if ulysses(layout):
+            block = q + 2 * k
+        else:
+            moving = context.buffers(layout.cp_mode, layout.cp, k / w, w, wide)["backward"]
+        if layout.cp_mode == "allgather":
+            block = max(block, 2 * ratio * k + (q + 2 * k if size.narrow else 0.0))
+        there = moving + sums + block
     return [Moment("attention", again + there, new - q - kept)]
 
 
@@ -200,6 +234,38 @@ def of_experts(model: ModelConfig, layout: Layout, size: Sizes) -> list[Moment]:
     ]
 
 
+# ---- the second half of a backward -----------------------------------------------------------------------------------
+
+
+def deferred(size: Sizes) -> float:
+    """Bytes that a dense layer keeps between the halves: inputs of its matrices, and gradients of their outputs."""
+    return 4 * size.whole + 3 * size.ffn + 2 * size.queries + 2 * size.keys
+
+
+def deferred_by_head(model: ModelConfig, layout: Layout) -> float:
+    """Bytes of the gradient of the head's matrix, which the loss has made in the type of sums."""
+    return -(-model.vocab // layout.tp) * model.hidden * WIDTHS[layout.dtype][1]
+
+
+def second_half(model: ModelConfig, layout: Layout, size: Sizes, layers: int, has_head: bool) -> list[Moment]:
+    """The gradients of a stage's matrices, one after the other, from the last layer to the first.
+
+    When one of them is computed, the one before it is still there, but not what that one was computed from.
+    """
+    q, k, ffn, x, tp = size.queries, size.keys, size.ffn, size.whole, layout.tp
+    row_bytes = model.hidden * size.w / tp
+    of_ffn, of_q = row_bytes * model.ffn, row_bytes * model.heads * model.head_width
+    of_k = row_bytes * max(model.kv_heads, tp) * model.head_width
+    layer = [("down", of_ffn, ffn + x), ("up", of_ffn, ffn), ("gate", of_ffn, ffn + x)]
+    layer += [("output projection", of_q, q + x), ("values", of_k, k), ("keys", of_k, k), ("queries", of_q, q + x)]
+    head = [("head", 0.0, deferred_by_head(model, layout))] if has_head else []
+    result, before, operands_before = [], 0.0, 0.0
+    for name, weight, operands in head + layers * layer:
+        result.append(Moment(name, before + weight - operands_before, -operands_before, weight, 1))
+        before, operands_before = weight, operands
+    return result
+
+
 # ---- the ends of the model, and what recomputation brings back -------------------------------------------------------
 
 
@@ -216,6 +282,11 @@ def kept_by_head(model: ModelConfig, layout: Layout, size: Sizes) -> float:
     return size.wide + 2 * size.stream + statistics + (size.whole if layout.tp > 1 else 0.0)
 
 
+def kept_after_loss(model: ModelConfig, layout: Layout, size: Sizes) -> float:
+    """Bytes that the head and the last norm keep of a micro-batch from the loss to the backward, with two gradients."""
+    return kept_by_head(model, layout, size) + head(model, layout, size)[0].left
+
+
 def head(model: ModelConfig, layout: Layout, size: Sizes) -> list[Moment]:
     """Loss and head, some tokens at a time (step 8, fused head), then the last norm.
 
@@ -230,10 +301,10 @@ def head(model: ModelConfig, layout: Layout, size: Sizes) -> list[Moment]:
     copies = max(2 * wide * logits, narrow * matrix) if size.narrow else wide * logits
     inputs = size.stream + (size.whole if layout.tp > 1 else 0.0)  # the norm's output, and that gathered: then released
     rounded = narrow * matrix if size.narrow else 0.0
-    result = [
-        Moment("loss", size.whole + wide * matrix + narrow * logits + copies, size.whole + wide * matrix - inputs),
-        Moment("head", rounded, -wide * matrix, narrow * matrix, 1),
-    ]
+    there = size.whole + wide * matrix + narrow * logits + copies
+    result = [Moment("loss", there, size.whole + wide * matrix - inputs)]
+    if not size.split:  # or it stays in the type of sums
+        result.append(Moment("head", rounded, -wide * matrix, narrow * matrix, 1))
     if layout.tp > 1:
         sorted_parts = 0.0 if size.one else size.whole
         result.append(Moment("head, scattered", sorted_parts + size.stream, size.stream - size.whole))

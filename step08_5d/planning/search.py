@@ -155,6 +155,7 @@ def named(layout: Layout) -> str:
     """The layout in a few words."""
     degrees = [f"{name} {size}" for name in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(layout, name)) > 1]
     degrees += [f"{layout.stages} stages each"] if layout.stages > 1 else []
+    degrees += [layout.cp_mode] if layout.cp > 1 and layout.cp_mode != "ring" else []
     zero = [f"ZeRO-{layout.zero}"] if layout.zero else []
     again = (
         [{"selective": "selective recompute", "full": "recompute"}[layout.recompute]]
@@ -174,7 +175,7 @@ def check_degrees(model: ModelConfig, layout: Layout, sequences: int) -> None:
         ("--cp", 2 * layout.cp, "tokens in two parts of each rank", layout.seq),
         ("--ep", layout.ep, "experts", model.experts or 1),
         ("--ep", layout.ep, "ranks of dp x cp x tp", inner),
-        ("--dp", layout.dp * layout.micro_batch, "sequences (--sequences) in micro-batches", sequences),
+        ("--dp", layout.dp * layout.micro_batch, "sequences (--global-batch) in micro-batches", sequences),
     ):
         if min(size, whole) < 1 or whole % size:
             fitting = [each for each in divisors(whole) if each <= size][-1:] or [1]
@@ -189,7 +190,7 @@ def check_degrees(model: ModelConfig, layout: Layout, sequences: int) -> None:
 
 def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
-    words = ["--model", task.name, "--dtype", "bfloat16", "--seq-len", str(task.seq)]
+    words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
     for name in ("dp", "tp", "pp", "cp", "ep", "zero"):
         if (value := getattr(layout, name)) != (0 if name == "zero" else 1):

@@ -20,6 +20,7 @@ class Parameter(NamedTuple):
     size: float  # elements that a rank has before ZeRO
     region: int  # of the forward: embedding, each layer of the rank, last norm and head
     expert: bool = False
+    late: bool = False  # whether its gradient comes in W, the second half of a backward (a matrix of a linear layer)
 
 
 class Unit(NamedTuple):
@@ -41,6 +42,7 @@ class Share:
 
     def __init__(self, model: ModelConfig, layout: Layout, rank: int):
         self.zero, self.by_layer = layout.zero, layout.zero == 3 and layout.pp == 1
+        self.split = splits_backward(layout)
         self.stages = ranges_of_rank(model, layout, rank)
         self.is_first, self.is_last = rank == 0, rank == layout.pp - 1
         sizes = (last - first for first, last in self.stages)
@@ -51,6 +53,7 @@ class Share:
         self.regions: dict[int, list[Parameter]] = {}
         for each in self.parameters:
             self.regions.setdefault(each.region, []).append(each)
+        self.early = sum(not each.late for each in self.parameters)
         self.units = self._units(layout, WIDTHS[layout.dtype][1])
 
     def _listed(self, model: ModelConfig, layout: Layout) -> list[Parameter]:
@@ -69,10 +72,15 @@ class Share:
                 result += [Parameter(size, region) for size in (*sizes, *[model.ffn // tp * h] * 3)]
         if self.is_last:
             result += [Parameter(h, self.end)] + [Parameter(matrix, self.end)] * (not self.tied)
+        if self.split:  # all but norms and the embedding
+            first = self.is_first
+            result = [each._replace(late=each.size != h and not (first and each.region == 0)) for each in result]
         return result
 
     def _units(self, layout: Layout, wide: int) -> list[Unit]:
-        result, last = [], len(self.parameters) - 1
+        result = []
+        backward = sorted(range(len(self.parameters)), key=lambda number: (self.parameters[number].late, -number))
+        place = {number: index for index, number in enumerate(backward, 1)}  # in the order in which they are stored
         for expert, ranks in ((False, layout.copies), (True, layout.edp)):
             numbers = [number for number, each in enumerate(self.parameters) if each.expert == expert]
             if self.zero == 3:
@@ -85,7 +93,8 @@ class Share:
                 groups = [[numbers[index] for index in bucket] for bucket in filled]
             for group in groups:
                 size = sum(self.parameters[number].size for number in group)
-                result.append(Unit(size, last - group[0] + 1, last - group[-1] + 1, ranks))
+                places = [place[number] for number in group]
+                result.append(Unit(size, min(places), max(places), ranks))
         return sorted(result, key=lambda unit: unit.begun)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -151,17 +160,22 @@ class Share:
         return head + sum(each.size for index in wanted for each in self.regions.get(index, ()))
 
     def stored_before(self, region: int) -> int:
-        """How many gradients have been stored when the backward of a region begins."""
-        return len(self.parameters) - self._parameters_up_to[region]
+        """How many gradients have been stored when the backward of a region (or the first half of it) begins."""
+        return self.early - self._early_up_to[region]
 
     @cached_property
-    def _parameters_up_to(self) -> list[int]:
+    def _early_up_to(self) -> list[int]:
         regions = range(max(self.regions) + 1)
-        return list(accumulate(len(self.regions.get(region, ())) for region in regions))
+        return list(accumulate(sum(not each.late for each in self.regions.get(region, ())) for region in regions))
 
 
 def has_experts(model: ModelConfig, index: int) -> bool:
     return bool(model.experts) and index >= model.dense_layers
+
+
+def splits_backward(layout: Layout) -> bool:
+    """Whether gradients of weights come in a second half of the backward."""
+    return layout.schedule.startswith("zb-h")
 
 
 @lru_cache(maxsize=4096)

@@ -1,14 +1,19 @@
 """What each rank of a pipeline holds: its layers, and of how many micro-batches; and for how long it waits.
 
-The schedule is 1F1B, or interleaved where a rank has several stages. Layers are divided as step 5 divides them: the
-last stage also has the head and holds fewer, and no number of stages has to divide the layers.
+The schedule is 1F1B (or another with one stage per rank), or interleaved where a rank has several. Layers are divided
+as step 5 divides them: the last stage also has the head and holds fewer, and no number of stages has to divide the
+layers.
 """
 
+from collections import Counter
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from common.model_config import ModelConfig
+from step05_pipeline.schedules.actions import Action
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.whole_backward import forwards_ahead
 from step05_pipeline.stages import split_layers
 from step08_5d.cost import Layout
@@ -60,36 +65,93 @@ def fullest_ranks(model: ModelConfig, layout: Layout) -> list[int]:
 
 
 class Backward(NamedTuple):
-    """What a rank holds when a backward of one of its stages begins; of backwards that are alike, the most."""
+    """What a rank holds when a backward of one of its stages begins; of backwards that are alike, the most.
+
+    Messages are hidden states on their way between stages, and gradients, which have this size too. A rank keeps what
+    it has sent until it sends again: hidden states, and in a later backward a gradient. What it receives next is there
+    while it works. The gradient that it works with stays until the backward is over.
+    """
 
     stage: int  # of the rank's: 0 is the first one of a forward
     when: str  # first: of this stage in a step; later: while there are forwards to come; last: after them
     micro_batches: float  # of which it keeps the activations; of some stages only, as a part of a micro-batch
     summed: int | None  # the first of the rank's stages that has gradients; None if that is up to this backward
+    messages: int = 0  # during the backward
+    at_loss: int | None = None  # of those, the ones that are there when the loss is computed; None: it is not now
+    half: str = "B"  # B: all of the backward; I, W: its halves (step 5); F: the forward that ends in the loss
+    deferred: int = 0  # micro-batches that lack the gradients of weights: I has been, W has not
+    early: bool = False  # whether an I has been since the last W
 
 
 def backwards(model: ModelConfig, layout: Layout, rank: int) -> tuple[Backward, ...]:
     """Return the backwards of a rank's stages, as the schedule has them."""
     p, m, v = layout.pp, layout.micro_batches, layout.stages
-    if v == 1:
-        return _backwards_1f1b(min(p - rank, m), m)
-    sizes = stage_sizes(model, p * v, layout.seq)[rank::p]
-    return _backwards_interleaved(sizes, p, min(m, 3 * p), rank)  # after 3 p micro-batches all repeats itself
+    if v > 1:
+        sizes = stage_sizes(model, p * v, layout.seq)[rank::p]
+        return _backwards_interleaved(sizes, p, min(m, 3 * p), rank)  # after 3 p micro-batches all repeats itself
+    if layout.schedule == "1f1b":
+        return _backwards_1f1b(p, m, rank)
+    return _backwards_of_actions(layout.schedule, p, m if layout.schedule == "afab" else min(m, 4 * p), rank)
 
 
 def in_flight(model: ModelConfig, layout: Layout, rank: int) -> float:
-    """Return of how many micro-batches a rank keeps the activations at most."""
-    return max(each.micro_batches for each in backwards(model, layout, rank))
+    """Return of how many micro-batches a rank keeps the activations at most, or what a deferred W needs of them."""
+    return max(each.micro_batches + each.deferred for each in backwards(model, layout, rank))
+
+
+def _messages(when: str, sends: bool, receives: bool) -> tuple[int, int]:
+    """How many there are during a backward, and at the loss before it. A rank may have a next and a previous one."""
+    before, later = receives and when != "first", when == "later"
+    return 2 * sends + before * (1 + later), 2 * sends + before
 
 
 @cache
-def _backwards_1f1b(most: int, m: int) -> tuple[Backward, ...]:
-    result = [Backward(0, "first", most, None)]
+def _backwards_1f1b(p: int, m: int, rank: int) -> tuple[Backward, ...]:
+    most = min(p - rank, m)
+    found = [("first", most, None)]
     if m > most:
-        result.append(Backward(0, "later", most, 0))
+        found.append(("later", most, 0))
     elif most > 1:
-        result.append(Backward(0, "last", most - 1, 0))
-    return tuple(result)
+        found.append(("last", most - 1, 0))
+    return tuple(Backward(0, *each, *_messages(each[0], rank < p - 1, rank > 0)) for each in found)
+
+
+@cache
+def _backwards_of_actions(name: str, p: int, m: int, rank: int) -> tuple[Backward, ...]:
+    """The same of any schedule with one stage per rank, from what step 5 makes of it: actions, sends and receives."""
+    schedule, found = build_schedule(name, p, m), {}
+    kept, deferred, when, summed, early = 0, 0, "first", None, False
+    sent, receiving = set(), Counter()  # directions in which a send is the last one; receives that no action has used
+    for item in place_messages(schedule)[rank] if p > 1 else schedule.actions[rank]:
+        if not isinstance(item, Action):
+            direction = item.output.direction
+            if item.kind == "send":
+                sent.add(direction)
+            else:
+                receiving[direction] += 1
+            continue
+        needed = schedule.input_of(rank, item)
+        if needed:
+            receiving[needed.direction] -= 1
+        messages = len(sent) + receiving.total()
+        if item.kind == "F":
+            kept += 1
+            if rank == p - 1:
+                found[Backward(0, when, kept, summed, 0, messages, "F", deferred, early)] = None
+            continue
+        if item.kind == "W":
+            at = "first" if summed is None else "later"
+            found[Backward(0, at, kept, summed, messages, None, "W", deferred)] = None
+            deferred, early = deferred - 1, False
+        else:
+            messages += bool(needed)  # the gradient that it works with
+            found[Backward(0, when, kept, summed, messages, None, item.kind, deferred, early)] = None
+            kept, when = kept - 1, "later"
+            if item.kind == "I":
+                deferred, early = deferred + 1, True
+        if item.kind in "BW":
+            summed = 0
+    return tuple(found)
 
 
 @cache
@@ -99,7 +161,7 @@ def _backwards_interleaved(sizes: tuple[int, ...], p: int, m: int, rank: int) ->
     Args:
         sizes: layers of the rank's stages. m: micro-batches, a multiple of p.
     """
-    v, most = len(sizes), {}
+    v, most = len(sizes), {}  # the last rank sends to the first
     begun = list(accumulate(size for _ in range(m // p) for size in sizes for _ in range(p)))
     ended = accumulate((size for _ in range(m // p) for size in reversed(sizes) for _ in range(p)), initial=0)
     ahead = forwards_ahead(p, v, p, rank)
@@ -109,7 +171,8 @@ def _backwards_interleaved(sizes: tuple[int, ...], p: int, m: int, rank: int) ->
         summed = None if when == "first" else 0 if turn else stage
         kept = (begun[min(forwards, len(begun)) - 1] - before) / sum(sizes)
         most[stage, when, summed] = max(kept, most.get((stage, when, summed), 0.0))
-    return tuple(Backward(stage, when, kept, summed) for (stage, when, summed), kept in most.items())
+    found = [(stage, when, kept, summed) for (stage, when, summed), kept in most.items()]
+    return tuple(Backward(*each, *_messages(each[1], p > 1, p > 1)) for each in found)
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -229,7 +229,8 @@ function walks_of(model, layout, share, size, each, beside) {
   }
   if (share.is_first) {
     const scattered = layout.tp > 1 ? size.whole * (size.one ? 1 : 2) : 0;
-    const some = fullest_of([[matrix + scattered, 0, matrix, 1]], size.stream + tied, share.stored_before(0));
+    const embedding = [matrix + scattered, -size.stream, matrix, 1], running = size.stream + tied;
+    const some = fullest_of([embedding], running, share.stored_before(0));
     result.push({ region: 0, is_loss: false, some });
   }
   return result;

@@ -131,9 +131,9 @@ def test_it_equals_a_real_step(world):
 def test_memory_that_is_played():
     """Parameters, gradients and optimizer state are what the formula says; all micro-batches have the same peak."""
     model, layout = PRESETS["debug"], Layout(128, 2, 2, zero=1, micro_batch=2, micro_batches=8, dtype="bfloat16")
-    run, held = memory_report.played("debug", model, layout, 1), of_stage(model, layout, 1)
-    assert all(run.at_peak[kind] == pytest.approx(held[kind], rel=0.01) for kind in KINDS)
     words = flags_of(Task("debug", model, 4, 128, 32, MACHINES["H100"]), layout)
+    run, held = memory_report.played(memory_report.configuration(words), 1), of_stage(model, layout, 1)
+    assert all(run.at_peak[kind] == pytest.approx(held[kind], rel=0.01) for kind in KINDS)
     assert dry_run(configuration(words, 4), 1).peak == pytest.approx(run.peak, rel=0.001)
 
 

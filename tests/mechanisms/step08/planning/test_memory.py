@@ -18,7 +18,7 @@ EXPERTS += " --top-k 2 --expert-ffn 1408"
 FINE = "--layers 5 --hidden 1024 --heads 16 --kv-heads 4 --ffn 4096 --vocab 32000 --seq-len 2048 --experts 32 --top-k 4"
 FINE += " --expert-ffn 512 --shared-experts 1 --dense-layers 1"
 BF16 = "--dtype bfloat16"
-# World, shape, layout; every ninth in `make test`
+# World, shape, layout; every eleventh in `make test`
 CASES = [
     f"1 {WIDE} {BF16} --global-batch 4 --micro-batch 2",
     f"1 {WIDE} --global-batch 4 --micro-batch 2",
@@ -83,6 +83,46 @@ INTERLEAVED = [
     f"4 {WIDE} {BF16} --pp 2 --tp 2 --global-batch 16 --micro-batch 2 --virtual-stages 2",
 ]
 
+# How attention sees other ranks' keys; the first in `make test`
+CONTEXT = [
+    f"4 {LONG} {BF16} --cp 4 --global-batch 1 --micro-batch 1 --ffn 512 --vocab 1000 --kv-heads 8",
+    f"2 {LONG} {BF16} --cp 2 --global-batch 2 --micro-batch 1",
+    f"4 {LONG} {BF16} --cp 4 --global-batch 4 --micro-batch 2",
+    f"4 {LONG} {BF16} --cp 4 --global-batch 4 --micro-batch 2 --recompute selective",
+    f"4 {LONG} --cp 4 --global-batch 4 --micro-batch 2 --recompute full",
+    f"8 {LONG} {BF16} --cp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1",
+    f"8 {LONG} {BF16} --cp 2 --dp 4 --zero 3 --global-batch 8 --micro-batch 1",
+    f"8 {LONG} {BF16} --cp 4 --tp 2 --global-batch 2 --micro-batch 1 --recompute selective",
+    f"8 {LONG} {BF16} --cp 8 --global-batch 2 --micro-batch 1 --ffn 1024 --vocab 1000 --kv-heads 16",
+    f"4 {NARROW} --cp 4 --global-batch 4 --micro-batch 4 --vocab 1000",
+    f"8 {EXPERTS} {BF16} --cp 2 --dp 4 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
+]
+CONTEXT = [f"{case} --cp-mode {mode}" for case in CONTEXT for mode in ("allgather", "ulysses")]
+
+# Other schedules with one stage per rank; the first in `make test`
+SCHEDULES = [
+    f"2 {NARROW} {BF16} --schedule zb-h1 --pp 2 --global-batch 4 --micro-batch 1",
+    f"2 {WIDE} {BF16} --schedule zb-h1 --pp 2 --global-batch 8 --micro-batch 1",
+    f"4 {NARROW} {BF16} --schedule zb-h1 --pp 4 --global-batch 32 --micro-batch 4",
+    f"4 {NARROW} --schedule zb-h1 --pp 4 --global-batch 32 --micro-batch 4 --recompute full",
+    f"4 {NARROW} {BF16} --schedule zb-h1 --pp 4 --global-batch 4 --micro-batch 2",
+    f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --tp 2 --global-batch 8 --micro-batch 2",
+    f"4 {WIDE} --schedule zb-h1 --pp 2 --tp 2 --global-batch 4 --micro-batch 1 --recompute full",
+    f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 2 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 3 --global-batch 16 --micro-batch 1",
+    f"4 {NARROW} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 4 --tie-embeddings",
+    f"8 {LONG} {BF16} --schedule zb-h1 --cp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1",
+    f"4 {LONG} {BF16} --schedule zb-h1 --cp 2 --pp 2 --global-batch 8 --micro-batch 1 --recompute selective",
+    f"64 --model llama3-70b --schedule zb-h1 --seq-len 4096 {BF16} --tp 8 --pp 8 --global-batch 16 --micro-batch 1",
+    f"4 {NARROW} {BF16} --schedule zb-h2 --pp 4 --global-batch 32 --micro-batch 4",
+    f"2 {WIDE} {BF16} --schedule zb-h2 --pp 2 --global-batch 8 --micro-batch 1",
+    f"4 {NARROW} {BF16} --schedule afab --pp 4 --global-batch 32 --micro-batch 4",
+    f"2 {WIDE} {BF16} --schedule afab --pp 2 --global-batch 4 --micro-batch 1 --recompute full",
+    f"4 {WIDE} {BF16} --schedule afab --pp 2 --tp 2 --global-batch 8 --micro-batch 2",
+    f"2 {WIDE} {BF16} --schedule naive --pp 2 --global-batch 4 --micro-batch 1",
+]
+
 
 def compare(case: str):
     """For the first rank of each stage: stage, the fullest moment, the formula's bytes by kind, and the dry run."""
@@ -92,10 +132,13 @@ def compare(case: str):
         yield stage, *peak(config.model_config, Layout.of(config), stage), dry_run(config, rank)
 
 
-@pytest.mark.parametrize("case", CASES if os.environ.get("TEST_ALL") else CASES[::9])
+EVERY = bool(os.environ.get("TEST_ALL"))
+
+
+@pytest.mark.parametrize("case", [*CASES, *CONTEXT, *SCHEDULES] if EVERY else [*CASES[::11], CONTEXT[0], SCHEDULES[0]])
 def test_the_formula_is_the_dry_run(case):
     """The peak within 2 %, and its parameters, gradients and optimizer state within 1 %, gathered weights and buckets
-    included. What has been measured is 0.02 % on average and 1.0 % at worst.
+    included. What has been measured is 0.03 % on average and 1.0 % at worst.
     """
     for stage, moment, held, run in compare(case):
         assert sum(held.values()) == pytest.approx(run.peak, rel=0.02), (stage, moment, held, run.at_peak)
@@ -104,7 +147,7 @@ def test_the_formula_is_the_dry_run(case):
                 assert held[kind] == pytest.approx(run.at_peak[kind], rel=0.01), (stage, moment, kind)
 
 
-@pytest.mark.parametrize("case", INTERLEAVED if os.environ.get("TEST_ALL") else INTERLEAVED[:1])
+@pytest.mark.parametrize("case", INTERLEAVED if EVERY else INTERLEAVED[:1])
 def test_interleaved_stages(case):
     """The peak within 2 %; measured are 0.3 % on average and 1.0 % at worst."""
     for stage, moment, held, run in compare(f"{case} --schedule interleaved"):

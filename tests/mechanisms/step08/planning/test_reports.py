@@ -1,6 +1,7 @@
 """The planner's reports: published figures of memory, the widget, overlap, the cheatsheet, and why a plan won."""
 
 import itertools
+import os
 import re
 
 import pytest
@@ -127,6 +128,20 @@ def test_overlap_by_hand():
         ("overlap --model llama3-8b", "error: every degree is 1 or more"),
         ("memory --model llama3-8b --tp 7", "error: --tp: 32 heads cannot be divided by 7; 4 would do"),
         ("memory --model mixtral-8x7b --form gpt", "error: --form gpt has no experts"),
+        ("memory --model llama3-8b --form gpt --dtype float32", "error: --form gpt knows bfloat16"),
+        ("memory --model llama3-8b --order dp,cp,pp,tp", "error: --order dp,cp,pp,tp is not in the formula of memory"),
+        ("memory --model llama3-8b --no-fused", "error: --no-fused is not in the formula of memory; dry-run takes all"),
+        ("memory --model llama3-8b --schedule zbv --pp 2", "error: --schedule zbv: the formula knows 1f1b, "),
+        (
+            "memory --model mixtral-8x7b --schedule zb-h1 --pp 2",
+            "error: --schedule zb-h1: the formula knows it without",
+        ),
+        ("memory --model llama3-8b --gpus 64", "error: --gpus is not a flag of step08_5d"),
+        (
+            "memory --model llama3-8b --pp 2 --virtual-stages 2",
+            "error: --virtual-stages 2: --schedule 1f1b has 1 stage",
+        ),
+        ("memory --model llama3-8b --global-batch 6 --dp 4", "error: --dp: 6 sequences (--global-batch) in micro-ba"),
         ("cheatsheet --model mixtral-8x7b", "error: the cheatsheet knows no experts"),
     ],
 )
@@ -176,6 +191,15 @@ def accepted(mine: Task, layout: Layout) -> bool:
     return True
 
 
+OTHER_MODELS = [
+    "--model llama3-70b --gpus 64",
+    "--model llama3-405b --gpus 1024 --tokens-per-batch 4M",
+    "--model deepseek-v3-like --gpus 1024 --tokens-per-batch 4M",
+    "--model smollm-135m --gpus 32 --seq-len 2048 --interleaved",
+    "--model llama3-1b --gpus 16 --seq-len 128k --gpu A100",
+]
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -184,6 +208,8 @@ def accepted(mine: Task, layout: Layout) -> bool:
         "--model llama3-8b --gpus 8",
         "--model llama3-8b --gpus 512",
         "--model llama3-8b --gpus 512 --interleaved",
+        "--model smollm-1.7b --gpus 2 --seq-len 2048 --tokens-per-batch 32k",
+        *(OTHER_MODELS if os.environ.get("TEST_ALL") else ()),
     ],
 )
 def test_the_printed_command_is_a_command_of_step_8(words, capsys):
@@ -201,6 +227,10 @@ def test_the_printed_command_is_a_command_of_step_8(words, capsys):
     assert ("stages each" in printed) == ("its gain is untested; without it the best takes" in printed) == asked
     assert not asked or "= 32 layers in" in printed
     assert ("mixtral" not in words) or "ep " in printed
+    assert main(["memory", *argv]) == 0, "and `memory` takes it, too"
+    held = re.search(r"the fullest is \w+ \d+: ([\d.]+) GB, most of it (\w+)", capsys.readouterr().out)
+    size, kind = re.search(r"The first fills (\d+) GB, most of it (\w+)", printed).groups()
+    assert abs(float(held[1]) - float(size)) < 0.56 and held[2] == kind
 
 
 def test_neighbours_decide_one_thing_otherwise():
