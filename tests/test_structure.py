@@ -1,6 +1,7 @@
 """The plan of the house, read from the source: who imports whom, what is named where, and how large files get."""
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -28,6 +29,7 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in FILES}
 
 
+@functools.cache
 def imports_of(module: str) -> set[str]:
     """Modules of this project that a module imports, inside functions too."""
     found = set()
@@ -38,9 +40,6 @@ def imports_of(module: str) -> set[str]:
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name for name in whole if name in MODULES} or {node.module}
     return found & MODULES.keys()
-
-
-IMPORTS = {module: imports_of(module) for module in MODULES}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -67,14 +66,14 @@ def step_of(module: str) -> int:
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    assert circle(IMPORTS) == []
+    assert circle({module: imports_of(module) for module in MODULES}) == []
 
 
 def test_no_rooms_of_common_import_each_other_in_a_circle():
     rooms: dict[str, set[str]] = {}
     for module in MODULES:
         if module.split(".")[0] == "common":
-            rooms.setdefault(room_of(module), set()).update(room_of(other) for other in IMPORTS[module])
+            rooms.setdefault(room_of(module), set()).update(room_of(other) for other in imports_of(module))
     assert circle(rooms) == []
     assert rooms["common"] == {"common"}, "the core imports no room"
 
@@ -82,7 +81,7 @@ def test_no_rooms_of_common_import_each_other_in_a_circle():
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
 def test_imports_point_one_way(module):
     number, experiment = step_of(module), re.search(r"\.(experiments|labs|gpu_ladder|narrow_numbers\.__main__)", module)
-    for other in IMPORTS[module]:
+    for other in imports_of(module):
         assert not other.startswith("tests"), f"{module} imports {other}"
         assert step_of(other) <= number, f"{module} imports {other}, which comes later"
         if ".experiments" in other:
@@ -111,7 +110,7 @@ def needed_by(*modules: str) -> set[str]:
     found, ahead = set(), set(modules)
     while ahead:
         found |= ahead
-        ahead = set().union(*(IMPORTS[module] for module in ahead)) - found
+        ahead = set().union(*map(imports_of, ahead)) - found
     return found
 
 

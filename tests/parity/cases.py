@@ -1,5 +1,6 @@
 """What steps 2 to 7 are trained with: hard cases line by line, and flags of which any two meet in some case."""
 
+import functools
 import itertools
 import os
 
@@ -284,11 +285,18 @@ def pairs(step: int, world: int) -> list[dict]:
     return [{"experts": "--expert-ffn 20 --experts 8"} | case for case in every]
 
 
-def cases_of(step: int) -> dict[int, list[str]]:
-    """Flags of all cases of a step, by number of ranks."""
-    found = {}
+def hard_cases(step: int) -> dict[int, list[str]]:
+    """Flags of a step's hard cases, by number of ranks, and none for those that only pairs have."""
+    found = {ranks: [] for ranks in LAYOUTS.get(step, (2, 3, 4))}
     for ranks, *flags in spelled_out(HARD[step]):
         found.setdefault(int(ranks), []).append(" ".join(flags))
+    return found
+
+
+@functools.cache  # pairs take a while, and only the worker that trains them needs them
+def cases_of(step: int) -> dict[int, list[str]]:
+    """Flags of all cases of a step, by number of ranks."""
+    found = hard_cases(step)
     for ranks, cases in thin({ranks: pairs(step, ranks) for ranks in LAYOUTS.get(step, (2, 3, 4))}).items():
-        found.setdefault(ranks, []).extend(" ".join(filter(None, case.values())) for case in cases)
+        found[ranks] += [" ".join(filter(None, case.values())) for case in cases]
     return found

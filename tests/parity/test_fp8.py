@@ -12,7 +12,7 @@ import pytest
 from step08_5d.narrow_numbers.scaling import BLOCKS
 from tests.harness.observing import observe_each
 from tests.harness.ranks import run_ranks
-from tests.parity.cases import CHUNKED, GATHER, OVERLAP, PLAIN, RING, ULYSSES, WHOLE
+from tests.parity.cases import ALL, CHUNKED, GATHER, OVERLAP, PLAIN, RING, ULYSSES, WHOLE
 from tests.parity.pairwise import pairwise, thin
 from tests.parity.runs import ADAMW, SGD, TIED, UNTIED, Result, assemble, assert_parity, train_case, training_of
 
@@ -42,8 +42,9 @@ WITH_EXPERTS = {
 }
 
 
-def arrays() -> dict[int, list[dict]]:
-    """Cases by number of ranks, in which any two values of two factors meet."""
+@functools.cache  # only the worker that trains them needs them
+def cases_of() -> dict[int, list[dict]]:
+    """Cases by number of ranks, in which any two values of two factors meet; thinned without TEST_ALL."""
     found = {}
     for ranks in (2, 4):
         # On 4 ranks, blocks are cut as on 2, and maxima of rows are compared as those of tensors
@@ -67,12 +68,10 @@ def arrays() -> dict[int, list[dict]]:
         several = [each for each in WITH_EXPERTS[ranks] if f"--micro-batch {each[0]}" not in each[1]]
         here += [{"recipe": recipe, "layout": each} for recipe in (ROW, NOW) for each in several]
         found[ranks] += pairwise(sparse, here)
-    return found
+    return thin(found, least=24)
 
 
-CASES = thin(arrays(), least=24)
-TOGETHER = 12  # cases that one start of the ranks trains
-PARTS = [(ranks, first) for ranks, cases in CASES.items() for first in range(0, len(cases), TOGETHER)]
+PARTS = 4 if ALL else 1  # starts of 2 ranks, and of 4: each has a time limit
 
 
 def train_with_small_blocks(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
@@ -95,9 +94,10 @@ def alone(flags: str) -> Result:
     return assemble(train_with_small_blocks([flags]))
 
 
-@pytest.mark.parametrize("ranks, first", PARTS)
-def test_every_layout_trains_as_one_process(ranks, first):
-    chosen = CASES[ranks][first : first + TOGETHER]
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout_trains_as_one_process(ranks, part):
+    chosen = cases_of()[ranks][part::PARTS]
     batches = [case["layout"][0] for case in chosen]
     cases = [" ".join([case["layout"][1], *(v for k, v in case.items() if k != "layout")]) for case in chosen]
     for case, batch, result in zip(cases, batches, run_narrow(ranks, cases), strict=True):

@@ -15,19 +15,25 @@ from step06_context_parallel import context_parallel
 from step07_expert_parallel.router import Router
 from tests.harness.ranks import run_ranks, steps_of
 from tests.parity import runs
-from tests.parity.cases import AUX, BIAS, CAPACITY, DOCUMENTS, FOUR, LIMIT, ONE, SHARED, cases_of
+from tests.parity.cases import AUX, BIAS, CAPACITY, DOCUMENTS, FOUR, LIMIT, ONE, SHARED, cases_of, hard_cases
 from tests.parity.drawn import COUNTS, EVERY, EXPERTS, LAYOUT, TRAINING, draw
 from tests.parity.runs import ADAMW, SGD, SMALL, UNTIED, assemble, assert_parity, reference, train_case, training_of
 
-CASES = {(step, ranks, 0): cases for step in range(2, 8) for ranks, cases in cases_of(step).items()}
-for (world, least), count in COUNTS.items():  # in worlds of eight layouts, since each has a time limit
-    for first in range(0, count, 8):
-        CASES[8, world, 10 * least + first] = draw(world, least, count)[first : first + 8]
+STEPS = [(step, ranks) for step in range(2, 8) for ranks in hard_cases(step)]
+DRAWN = [(*key, first) for key, count in COUNTS.items() for first in range(0, count, 8)]  # each world has a time limit
 
 
-@pytest.mark.parametrize("step, ranks, part", CASES)
-def test_equals_one_process(step, ranks, part):
-    cases = CASES[step, ranks, part]
+@pytest.mark.parametrize("step, ranks", STEPS)
+def test_equals_one_process(step, ranks):
+    assert_each_equals_one_process(step, ranks, cases_of(step)[ranks])
+
+
+@pytest.mark.parametrize("ranks, least, first", DRAWN)
+def test_drawn_layouts_equal_one_process(ranks, least, first):
+    assert_each_equals_one_process(8, ranks, draw(ranks, least, COUNTS[ranks, least])[first : first + 8])
+
+
+def assert_each_equals_one_process(step: int, ranks: int, cases: list[str]) -> None:
     results = runs.run_cases(ranks, step, cases) if ranks else [assemble([train_case(step, case)]) for case in cases]
     for case, result in zip(cases, results, strict=True):
         assert_parity(result, reference(training_of(case)), f"{ranks} ranks, {case}")
