@@ -32,6 +32,8 @@ from tests.harness.ranks import run_ranks
 
 SHAPE = "--layers 4 --hidden 256 --heads 8 --kv-heads 4 --ffn 512 --vocab 1024 --seq-len 256 --data synthetic"
 SHAPE += " --global-batch 16 --steps 1"
+EVERY = bool(os.environ.get("TEST_ALL"))
+SHAPE += "" if EVERY else " --layers 2 --seq-len 64 --global-batch 8"  # instead of the above
 EXPERTS = "--experts 8 --ep 4 --expert-ffn 256"
 CASES = {  # by world; the first of each in `make test`
     2: [
@@ -58,7 +60,6 @@ CASES = {  # by world; the first of each in `make test`
     ],
 }
 # (Not dualpipe with --ep: its second task runs in a thread of its own, whose allocations the meter does not see)
-EVERY = bool(os.environ.get("TEST_ALL"))
 
 
 class Real(NamedTuple):
