@@ -2,15 +2,11 @@
 
 import math
 
-import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.model import Decoder
-from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
 from common.weights import initialisation
-from common.weights.initialisation import materialise, random_box, random_values
+from common.weights.initialisation import random_box
 
 
 def spec_of(*shape: int, name="w", std: float | None = 0.02, box=None) -> ParameterSpec:
@@ -34,21 +30,6 @@ def test_memory(monkeypatch):
     with Sizes():
         random_box(spec_of(500, 40), seed=0)
     assert sorted(sizes)[-2] <= 1000 and max(sizes) == 500 * 40, "the result itself"
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_materialise(tied):
-    model = Decoder(ModelConfig(32, 16, 2, 4, 2, 24, tie_embeddings=tied))
-    specs = {name: p.spec for name, p in model.named_parameters()}
-    materialise(model, torch.float64, torch.device("cpu"), random_values(5))
-    assert (model.head.weight is model.embedding.weight) == tied
-    for name, parameter in model.named_parameters():
-        assert parameter.spec is specs[name] and parameter.dtype == torch.float64
-        assert torch.equal(parameter, random_box(parameter.spec, 5).double())  # drawn in float32 for every type
-    assert model.norm.weight.eq(1).all()
-    down, embedding = model.layers["0"].mlp.down_proj.weight, model.embedding.weight
-    for weight, std in ((down, 0.02 / math.sqrt(4)), (embedding, 0.02 if tied else 1.0), (model.head.weight, 0.02)):
-        assert math.isclose(weight.detach().std(), std, rel_tol=0.15)
 
 
 def test_neighbours_do_not_correlate():
