@@ -35,6 +35,8 @@ def test_commands_work(readme, tmp_path):
             command = re.sub(r"--steps (10|[35]$)", f"--steps {steps}", command)
             command = command.replace("runs/", f"{tmp_path}/")  # runs/ is the reader's
             command = command.replace("--only attention norms", "--only loss")  # test_compiled.py compiles both
+            if command.endswith("planning published"):
+                continue  # test_planning.py runs it, with the fits that it has made
             if "train.py" in command and not command.startswith("diff"):
                 command = re.sub(r" --seq-len \d+", "", command) + " --seq-len 64 --hidden 64 --ffn 96"
         words = shlex.split(command)

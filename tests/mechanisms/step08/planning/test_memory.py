@@ -147,7 +147,7 @@ def test_the_formula_is_the_dry_run(case):
                 assert held[kind] == pytest.approx(run.at_peak[kind], rel=0.01), (stage, moment, kind)
 
 
-@pytest.mark.parametrize("case", INTERLEAVED if EVERY else INTERLEAVED[:1])
+@pytest.mark.parametrize("case", INTERLEAVED if EVERY else INTERLEAVED[1:2])
 def test_interleaved_stages(case):
     """The peak within 2 %; measured are 0.3 % on average and 1.0 % at worst."""
     for stage, moment, held, run in compare(f"{case} --schedule interleaved"):
