@@ -96,7 +96,8 @@ def test_resident_programs(card, registers, shared, warps, resident):
 @needs_triton
 @on_cpu  # a compiled kernel would be timed
 @pytest.mark.parametrize("kernel", [0, 2])
-def test_each_tile_is_tried(kernel):
+def test_each_tile_is_tried(kernel, monkeypatch):
+    monkeypatch.setattr(tune, "HEADS", 1)
     tiles, seen = [(16, 32, 4, 1), (32, 16, 4, 1), (64, 64, 8, 3)], []
     before = {name: dict(getattr(flash_attention, name)) for name in ("TILES", "TILES_IN_REGISTERS", "PRECISE_TILES")}
 

@@ -63,7 +63,7 @@ def test_memory(fused):
 
     The kernels need no copy of a chunk's logits; their reference on the CPU has several.
     """
-    tokens, hidden, vocab, length = 512, 32, 1000, 32
+    tokens, hidden, vocab, length = 256, 32, 1000, 16
     x, weight = random(1, tokens, hidden, dtype=torch.float32), random(vocab, hidden, dtype=torch.float32)
     x, weight = x.requires_grad_(), weight.requires_grad_()
     targets = torch.arange(tokens, device=DEVICE).unsqueeze(0)
