@@ -19,21 +19,14 @@ from tests.parity.cases import AUX, BIAS, CAPACITY, DOCUMENTS, FOUR, LIMIT, ONE,
 from tests.parity.drawn import COUNTS, EVERY, EXPERTS, LAYOUT, TRAINING, draw
 from tests.parity.runs import ADAMW, SGD, SMALL, UNTIED, assemble, assert_parity, reference, train_case, training_of
 
-STEPS = [(step, ranks) for step in range(2, 8) for ranks in hard_cases(step)]
-DRAWN = [(*key, first) for key, count in COUNTS.items() for first in range(0, count, 8)]  # each world has a time limit
+# Step, ranks; and of step 8 at least so many dimensions, in worlds of eight layouts, since each has a time limit
+WORLDS = [(step, ranks, None, None) for step in range(2, 8) for ranks in hard_cases(step)]
+WORLDS += [(8, *key, first) for key, count in COUNTS.items() for first in range(0, count, 8)]
 
 
-@pytest.mark.parametrize("step, ranks", STEPS)
-def test_equals_one_process(step, ranks):
-    assert_each_equals_one_process(step, ranks, cases_of(step)[ranks])
-
-
-@pytest.mark.parametrize("ranks, least, first", DRAWN)
-def test_drawn_layouts_equal_one_process(ranks, least, first):
-    assert_each_equals_one_process(8, ranks, draw(ranks, least, COUNTS[ranks, least])[first : first + 8])
-
-
-def assert_each_equals_one_process(step: int, ranks: int, cases: list[str]) -> None:
+@pytest.mark.parametrize("step, ranks, least, first", WORLDS)
+def test_equals_one_process(step, ranks, least, first):
+    cases = draw(ranks, least, COUNTS[ranks, least])[first : first + 8] if least else cases_of(step)[ranks]
     results = runs.run_cases(ranks, step, cases) if ranks else [assemble([train_case(step, case)]) for case in cases]
     for case, result in zip(cases, results, strict=True):
         assert_parity(result, reference(training_of(case)), f"{ranks} ranks, {case}")

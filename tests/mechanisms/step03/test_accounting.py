@@ -1,7 +1,5 @@
 """What each stage of ZeRO holds, sends and does, and when: no curve shows any of this."""
 
-import os
-
 import pytest
 
 from common.costs.vocabulary import WIDTHS, added
@@ -10,8 +8,9 @@ from tests.harness.observing import configure, observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step03.checks import Plan, check, check_wire
 from tests.mechanisms.step03.observe import BASE, Observation, observe
+from tests.parity.cases import ALL
 
-WORLDS = [2, 3, 4] if os.environ.get("TEST_ALL") else [4]  # copies of two ranks are among those of four
+WORLDS = [2, 3, 4] if ALL else [4]  # copies of two ranks are among those of four
 SMALL = "--bucket-mb 0.02"  # of 40,000 parameters: ten buckets
 LARGE = "--layers 2 --hidden 128 --heads 4 --kv-heads 4 --ffn 384 --vocab 512 --bucket-mb 0.5"
 
