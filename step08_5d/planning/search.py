@@ -18,6 +18,7 @@ from step08_5d.planning.speed import AGAIN, Times, mfu, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 MORE = 64  # times as many GPUs are tried, where nothing fits
+SHORTEST_PART = 256  # tokens of a cp rank: zigzag halves them, and attention kernels take 128 queries at a time
 EQUAL = 0.01  # layouts are equally fast if their times differ by less than this (relative)
 
 
@@ -70,7 +71,7 @@ def layouts(task: Task) -> Iterator[Layout]:
             dp = gpus // (tp * pp * cp)
             if dp * tp * pp * cp != gpus or task.seq // cp % tp or task.sequences % dp:
                 continue
-            if cp > 1 and task.seq // cp < 2048:  # shorter parts do not hide the ring's messages
+            if cp > 1 and task.seq // cp < SHORTEST_PART:
                 continue
             for ep in [each for each in divisors(model.experts or 1) if not dp * cp * tp % each]:
                 shared = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "ep": ep, "dtype": "bfloat16"}

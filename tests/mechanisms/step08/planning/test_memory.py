@@ -114,7 +114,8 @@ SCHEDULES = [
     f"4 {NARROW} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 4 --tie-embeddings",
     f"8 {LONG} {BF16} --schedule zb-h1 --cp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1",
     f"4 {LONG} {BF16} --schedule zb-h1 --cp 2 --pp 2 --global-batch 8 --micro-batch 1 --recompute selective",
-    f"64 --model llama3-70b --schedule zb-h1 --seq-len 4096 {BF16} --tp 8 --pp 8 --global-batch 16 --micro-batch 1",
+    f"8 --model llama3-70b --layers 8 --schedule zb-h1 --seq-len 4096 {BF16} --tp 2 --pp 4 --global-batch 8"
+    " --micro-batch 1 --recompute full",
     f"4 {NARROW} {BF16} --schedule zb-h2 --pp 4 --global-batch 32 --micro-batch 4",
     f"2 {WIDE} {BF16} --schedule zb-h2 --pp 2 --global-batch 8 --micro-batch 1",
     f"4 {NARROW} {BF16} --schedule afab --pp 4 --global-batch 32 --micro-batch 4",

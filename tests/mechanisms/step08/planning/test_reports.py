@@ -157,14 +157,11 @@ def test_bad_input_is_one_line(words, line, capsys):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name, gpus, seq, sequences", [("smollm-1.7b", 4, 2048, 16), ("mixtral-8x7b", 16, 4096, 16)])
 def test_search_finds_what_trying_everything_finds(name, gpus, seq, sequences, interleaved):
-    """Every combination that step 8 accepts, of any divisor and micro-batch: none that fits is faster.
-
-    Apart from parts of a sequence with less than 2,048 tokens, which search leaves out.
-    """
+    """Every combination that step 8 accepts, of any divisor and micro-batch: none that fits is faster."""
     mine, fastest = task(name, gpus, seq, sequences, interleaved), None
     model, sizes = mine.model, divisors(gpus)
     for dp, tp, pp, cp in itertools.product(sizes, repeat=4):
-        if dp * tp * pp * cp != gpus or sequences % dp or pp > model.layers or (cp > 1 and seq // cp < 2048):
+        if dp * tp * pp * cp != gpus or sequences % dp or pp > model.layers:
             continue
         eps = [each for each in divisors(model.experts or 1) if dp * cp * tp % each == 0]
         for ep, zero, again in itertools.product(eps, range(4), ("none", "selective", "full")):
