@@ -1,13 +1,23 @@
-"""The loss, and the head with the loss in chunks, beyond `test_kernels`: memory, and more."""
+"""The loss, and the head with the loss in chunks, beyond `test_kernels`: on ranks, memory, and more."""
 
 import pytest
 import torch
 
 from step01_single_gpu.memory_meter import MemoryMeter
 from step08_5d.kernels.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_cross_entropy_reference
+from tests.harness.ranks import run_ranks
+from tests.mechanisms.step04.test_activations import tp_mesh
 from tests.mechanisms.step08.kernels.case import DEVICE, Maker
 from tests.mechanisms.step08.kernels.cases import ALONE, KERNELS
-from tests.mechanisms.step08.kernels.compare import assert_same, needs_triton, random, use_tiles
+from tests.mechanisms.step08.kernels.compare import (
+    TOLERANCE,
+    assert_same,
+    difference,
+    needs_triton,
+    on_cpu,
+    random,
+    use_tiles,
+)
 
 FUSED = [pytest.param(True, marks=needs_triton), False]
 VOCAB, HIDDEN = 29, 12
@@ -33,12 +43,50 @@ def test_memory_is_used_again(name, fused):
         value.backward()
 
 
+def inputs(dtype=torch.float64, vocab: int = VOCAB, tokens: int = 14):
+    x, weight = random(2, tokens // 2, HIDDEN, dtype=dtype), random(vocab, HIDDEN, dtype=dtype, seed=1)
+    return x.requires_grad_(), weight.requires_grad_(), torch.arange(tokens, device=DEVICE).view(2, -1) % vocab
+
+
+def loss_and_gradients(function, x, weight, targets, *settings) -> list[torch.Tensor]:
+    loss = function(x, weight, targets, *settings)
+    return [loss.detach(), *torch.autograd.grad(loss * 0.3, (x, weight))]
+
+
+def ranks_against_the_whole(fused: bool) -> list[float]:
+    """Errors of the loss, of the sum of the inputs' gradients, and of this rank's rows of the head's.
+
+    Of three ranks the last one has some padding or, with a vocabulary of 4, nothing else.
+    """
+    group, found = tp_mesh().tp, []
+    for vocab, dtype in ((VOCAB, torch.float64), (4, torch.float64), (VOCAB, torch.bfloat16)):
+        x, weight, targets = inputs(dtype, vocab)
+        loss, dx, dw = loss_and_gradients(linear_cross_entropy_reference, x, weight, targets, vocab, ALONE)
+        rows = -(-vocab // group.size)
+        padded = torch.full((rows * group.size, HIDDEN), 1e3, dtype=dtype)  # rubbish behind the vocabulary
+        padded[:vocab] = weight.detach()
+        mine = padded.chunk(group.size)[group.rank].clone().requires_grad_()
+        results = loss_and_gradients(linear_cross_entropy, x, mine, targets, vocab, group, fused, 5)
+        torch.distributed.all_reduce(results[1])
+        padded.zero_()[:vocab] = dw
+        exact = loss, dx, padded.chunk(group.size)[group.rank]
+        found += [difference(*pair) / TOLERANCE[dtype] for pair in zip(results, exact, strict=True)]
+    return found
+
+
+@on_cpu
+@pytest.mark.parametrize("fused", FUSED)
+def test_ranks(fused):
+    for found in run_ranks(3, ranks_against_the_whole, fused):
+        assert len(found) == 9 and max(found) < 2, found
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_sum_over_many_chunks_is_not_rounded(dtype):
     case = KERNELS["linear_cross_entropy"].case(Maker(dtype), 2, 200, HIDDEN, VOCAB, DEVICE.type == "cuda", 2)
     case.slack = 1
     assert_same(case)
-    assert linear_cross_entropy(*case.inputs, *case.settings, VOCAB, ALONE, False).dtype == torch.float32
+    assert linear_cross_entropy(*inputs(dtype), VOCAB, ALONE, False).dtype == torch.float32
 
 
 def test_chunk_length():
