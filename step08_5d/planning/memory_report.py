@@ -20,18 +20,10 @@ from step08_5d.planning.search import check_degrees, named
 from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
 
 # The flags of step 8 that the formula knows, and the schedules
-KNOWN = {
-    "dtype",
-    "seq_len",
-    "global_batch",
-    "micro_batch",
-    "recompute",
-    "schedule",
-    "virtual_stages",
-    "cp_mode",
-    "zero",
-}
-KNOWN |= {"dp", "tp", "pp", "cp", "ep", *flag_names("model")} - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
+KNOWN = set(
+    "dp tp pp cp ep zero micro_batch global_batch seq_len dtype recompute schedule virtual_stages cp_mode".split()
+)
+KNOWN |= set(flag_names("model")) - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
 SCHEDULES = ("1f1b", "interleaved", "naive", "afab", "zb-h1", "zb-h2")
 DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of this command; those of step 8 are for a laptop
 GPT_FORM = Layout(0, dtype="bfloat16")
@@ -60,8 +52,7 @@ def configuration(argv: list[str]) -> TrainConfig:
             raise UsageError(f"{flag} is not in the formula of memory; dry-run takes all flags of step 8")
     if config.schedule not in SCHEDULES:
         raise UsageError(f"--schedule {config.schedule}: the formula knows {', '.join(SCHEDULES)}; dry-run all others")
-    if config.dp is None:
-        config.dp = 1
+    config.dp = config.dp or 1
     config.resolve_and_check(config.dp * config.tp * config.pp * config.cp)
     if config.schedule.startswith("zb") and config.model_config.experts:
         raise UsageError(f"--schedule {config.schedule}: the formula knows it without experts; dry-run with them")
