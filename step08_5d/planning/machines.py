@@ -1,5 +1,6 @@
 """Clusters as numbers: what a GPU computes, holds and sends, and what an implementation makes of it."""
 
+from functools import cache
 from typing import NamedTuple
 
 from common.costs.hardware import MEMORY_BANDWIDTH, vendor_tflops
@@ -19,7 +20,10 @@ class Machine(NamedTuple):
     @property
     def peak(self) -> float:
         """FLOP/s of a GPU in bfloat16, without sparsity."""
-        return 1e12 * vendor_tflops(self.name, "bfloat16")
+        return 1e12 * _tflops(self.name, "bfloat16")
+
+
+_tflops = cache(vendor_tflops)  # a search asks for it with every layout
 
 
 # Data sheets of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200; bandwidths between GPUs in one direction

@@ -55,7 +55,10 @@ def peak(model: ModelConfig, layout: Layout, rank: int) -> Peak:
     """
     narrow, wide, _ = WIDTHS[layout.dtype]
     at_rest = states(model, layout, rank)
-    name, gathered, gradients, activations, needed = _fullest_moment(model, layout, rank)
+    # But for the optimizer state, which is at rest, ZeRO-1 holds what no ZeRO does
+    name, gathered, gradients, activations, needed = _fullest_moment(
+        model, layout._replace(zero=max(1, layout.zero)), rank
+    )
     sizes = at_rest["parameters"] + narrow * gathered, wide * gradients, at_rest["optimizer state"]
     needed = min(activations, needed)
     return Peak(name, dict(zip(KINDS, sizes)) | {"activations": needed, "working": activations - needed})
@@ -175,6 +178,7 @@ class _Walk(NamedTuple):
         return max(self.fullest.values())[0]
 
 
+@lru_cache(maxsize=4096)
 def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[str, float, float, float, float]:
     """Its name, elements of gathered weights and of gradients, bytes of activations, and of those that backwards need.
 

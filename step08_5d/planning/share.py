@@ -184,5 +184,6 @@ def _share(model: ModelConfig, layout: Layout, rank: int) -> Share:
 
 
 def share_of(model: ModelConfig, layout: Layout, rank: int) -> Share:
-    """Return the share of a rank, made once for all layouts that differ in micro-batches or recomputation alone."""
-    return _share(model, layout._replace(micro_batch=1, micro_batches=1, recompute="none"), rank)
+    """Return the share of a rank, made once for all layouts that differ in what makes no difference to it."""
+    same = {"dp": layout.copies, "cp": 1, "micro_batch": 1, "micro_batches": 1, "recompute": "none"}
+    return _share(model, layout._replace(**same), rank)

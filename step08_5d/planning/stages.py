@@ -5,6 +5,7 @@ as step 5 divides them: the last stage also has the head and holds fewer, and no
 layers.
 """
 
+import math
 from collections import Counter
 from functools import cache
 from itertools import accumulate
@@ -172,7 +173,22 @@ def _backwards_interleaved(sizes: tuple[int, ...], p: int, m: int, rank: int) ->
         kept = (begun[min(forwards, len(begun)) - 1] - before) / sum(sizes)
         most[stage, when, summed] = max(kept, most.get((stage, when, summed), 0.0))
     found = [(stage, when, kept, summed) for (stage, when, summed), kept in most.items()]
-    return tuple(Backward(*each, *_messages(each[1], p > 1, p > 1)) for each in found)
+    return _fullest([Backward(*each, *_messages(each[1], p > 1, p > 1)) for each in found])
+
+
+def _fullest(found: list[Backward]) -> tuple[Backward, ...]:
+    """Leave out whole backwards beside which another of the same stage holds at least as much of everything."""
+    result: list[Backward] = []
+    for one in sorted(found, key=_amounts, reverse=True):
+        amounts = (_amounts(each) for each in result if each.stage == one.stage)
+        if not any(all(more >= less for more, less in zip(most, _amounts(one))) for most in amounts):
+            result.append(one)
+    return tuple(result)
+
+
+def _amounts(backward: Backward) -> tuple[float, ...]:
+    summed = -math.inf if backward.summed is None else -backward.summed  # from this stage on there are gradients
+    return backward.micro_batches, summed, backward.messages, backward.at_loss
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
