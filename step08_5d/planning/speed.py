@@ -18,11 +18,12 @@ from step08_5d.planning.machines import OURS, Habits, Machine
 from step08_5d.planning.stages import pace
 from step08_5d.shapes_picture import DIMENSION_OF
 
-UPDATE_BYTES = (
-    32  # per parameter: gradient, master weight and two moments are read, all but the first written; the copy
-)
+# Per parameter: gradient, master weight and two moments are read, all but the first written; the copy
+UPDATE_BYTES = 32
 AGAIN = {"none": 3, "selective": 3, "full": 4}  # forwards' worth of products in a forward and its backward
 CORE_AGAIN = {"none": 3.5, "selective": 4.5, "full": 4.5}  # the same of the attention core: five products for two
+# Operations of a ring's hop, forward and backward, in those of a layer: a dry run counts 97 and 576
+RING_HOP = 0.17
 
 
 class Times(NamedTuple):
@@ -51,6 +52,15 @@ class Times(NamedTuple):
 def small_bytes(model: ModelConfig, layout: Layout) -> float:
     """Bytes that a layer's small operations move for a micro-batch: 40 h for norms and additions, 30 f for SwiGLU."""
     return layout.tokens / layout.tp * (20 * model.hidden + 15 * model.ffn) * WIDTHS[layout.dtype][0]
+
+
+def launching(layout: Layout, habits: Habits) -> float:
+    """Seconds in which the CPU launches a layer, forward and backward, for a micro-batch.
+
+    Recomputation launches the forward again, and a ring of cp ranks cp hops of attention.
+    """
+    hops = layout.cp if layout.cp > 1 else 0
+    return AGAIN[layout.recompute] / 3 * habits.launch * (1 + RING_HOP * hops)
 
 
 def spans(layout: Layout, dimension: str, machine: Machine, order: str) -> tuple[int, int]:
@@ -97,7 +107,7 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, habits: Habi
     of_rank = layout.micro_batch / (layout.cp * layout.tp)  # sequences
     products = AGAIN[layout.recompute] * flops.linear + CORE_AGAIN[layout.recompute] * flops.attention_core / 2
     layer = products / model.layers * of_rank / rate
-    again = AGAIN[layout.recompute] / 3  # small operations are repeated, too, and launched again
+    again = AGAIN[layout.recompute] / 3  # small operations are repeated, too
     layer += again * habits.small * small_bytes(model, layout) / machine.memory_bandwidth
     head = 3 * flops.head * of_rank / rate
     head += habits.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
@@ -111,7 +121,7 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, habits: Habi
     if layout.pp > 1:  # its ranks wait for each other more than the schedule asks for
         nodes = math.ceil(layout.copies * layout.tp * layout.pp / machine.gpus)
         exposed["pp"] = m * layers * habits.stall * nodes**habits.crowd * layout.tp**habits.apart
-    launch = max(0.0, m * layers * (again * habits.launch - layer) - exposed["cp"] - exposed["ep"])
+    launch = max(0.0, m * layers * (launching(layout, habits) - layer) - exposed["cp"] - exposed["ep"])
     return Mean(layer, head, launch, exposed, dp)
 
 

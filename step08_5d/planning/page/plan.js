@@ -175,7 +175,8 @@ function times(model, layout, machine, habits = constants.OURS) {
     const nodes = Math.ceil((layout.copies * layout.tp * layout.pp) / machine.gpus);
     exposed.pp = m * mean * habits.stall * nodes ** habits.crowd * layout.tp ** habits.apart;
   }
-  let launch = Math.max(0, m * mean * (again * habits.launch - layer) - exposed.cp - exposed.ep);
+  const hops = layout.cp > 1 ? layout.cp : 0, launching = habits.launch * again * (1 + constants.RING_HOP * hops);
+  let launch = Math.max(0, m * mean * (launching - layer) - exposed.cp - exposed.ep);
   const slowest = pace(model, layout, layer + (launch + total(exposed)) / (m * mean), head);
   const { layers, waits } = slowest, more = layers / mean;
   head *= slowest.has_head;

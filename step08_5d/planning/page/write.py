@@ -23,7 +23,7 @@ from step08_5d.planning.pictures import words
 from step08_5d.planning.published import predicted, read_runs
 from step08_5d.planning.search import MOST_FULL
 from step08_5d.planning.share import BUCKET
-from step08_5d.planning.speed import AGAIN, CORE_AGAIN, UPDATE_BYTES
+from step08_5d.planning.speed import AGAIN, CORE_AGAIN, RING_HOP, UPDATE_BYTES
 
 FOLDER = Path(__file__).parent
 FORMULAS = ("share.js", "memory.js", "plan.js")
@@ -41,7 +41,7 @@ def constants() -> dict:
     """All numbers of plan.js that are not formulas, by the names that they have in Python."""
     found = {"KINDS": KINDS, "WIDTHS": WIDTHS["bfloat16"], "BUS_GB_PER_S": BUS_GB_PER_S, "NETWORK": NETWORK}
     found |= {"RATIO": RATIO, "FEW_BYTES": FEW_BYTES, "BUCKET": BUCKET}
-    found |= {"MOST_FULL": MOST_FULL, "UPDATE_BYTES": UPDATE_BYTES}
+    found |= {"MOST_FULL": MOST_FULL, "UPDATE_BYTES": UPDATE_BYTES, "RING_HOP": RING_HOP}
     found |= {"RECOMPUTE": RECOMPUTE, "AGAIN": AGAIN, "CORE_AGAIN": CORE_AGAIN, "OURS": OURS._asdict()}
     found["MODELS"] = {name: shape(model) for name, model in PRESETS.items()}
     found["MACHINES"] = {name: machine._asdict() | {"peak": machine.peak} for name, machine in MACHINES.items()}
