@@ -14,10 +14,8 @@ python -m step08_5d.planning published
 python -m step08_5d.planning page
 """
 
-import os
 import sys
 
-from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors
 from common.presets import resolve
@@ -76,45 +74,9 @@ def sweep(options) -> None:
 
 
 def calibrate(options) -> None:
-    """Fit the rates of this machine to a sweep's runs, and judge them on runs that the fit has not seen.
+    from step08_5d.planning import calibration_report  # here, as dry runs import all that trains
 
-    Those are the runs of another sweep (--judge); or the fit sees each third of the runs once, and the others judge.
-    """
-    from step08_5d.planning import calibration, pictures
-    from step08_5d.planning import sweep as sweeps
-
-    cores = options.cores or len(os.sched_getaffinity(0))
-
-    def measured(file: str) -> tuple:
-        asked = sweeps.read(file)
-        records = sweeps.fastest(asked.folder)
-        return asked, records, calibration.measured(records, asked.folder, cores, progress=True)
-
-    asked, records, runs = measured(options.file)
-    if len(runs) < 9:
-        raise UsageError(f"{asked.folder} has {len(runs)} runs that ended; a calibration needs 9")
-    if options.judge:
-        fits = [(f"all of {asked.name}", runs)]
-        asked, records, runs = measured(options.judge)
-        if not runs:
-            raise UsageError(f"{asked.folder} has no run that ended; first run the sweep {options.judge}")
-    else:
-        fits = [(f"the {name} third", runs[first::3]) for first, name in enumerate(("first", "second", "last"))]
-    rates, rows = [calibration.fit(seen) for _, seen in fits], []
-    guesses = {run.name: calibration.seconds(run.layout, rates[0]) for run in runs}
-    names = {run.name for run in fits[0][1] if run in runs}
-    pictures.print_markdown(records, guesses, names)
-    print_table("seconds", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in rates[0]._asdict().items()])
-    for (name, seen), found in zip(fits, rates):
-        judged = calibration.judge([run for run in runs if run not in seen], found)
-        cells = f"{judged.kendall:.2f}", f"{judged.error:.0%}", f"{judged.regret:.0%}"
-        rows.append((name, judged.runs, *cells))
-    header = ("fitted to", "other runs", "Kendall's tau", "median error", "best predicted / best, more")
-    print_table("on runs that the fit has not seen", header, rows)
-    if again := calibration.scatter(sweeps.history(asked.folder)):
-        print(f"{again.runs} runs, repeated: Kendall's tau {again.kendall:.2f}, median difference {again.error:.0%}")
-    reals = {run.name: run.seconds for run in runs}
-    print(f"  figure: {pictures.draw_beside(reals, guesses, names, asked.folder / 'predicted.png')}")
+    calibration_report.show(options)
 
 
 @one_line_errors

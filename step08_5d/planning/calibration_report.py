@@ -1,0 +1,84 @@
+"""What `calibrate` prints: this machine's rates, and how well they predict runs that the fit has not seen."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from common.drawing.tables import print_table
+from common.errors import UsageError
+from step08_5d.planning import calibration, pictures, sweep
+from step08_5d.planning.calibration import Measured, Rates
+
+FEWEST = 9  # runs that a calibration needs: three for each third
+
+
+class MeasuredSweep(NamedTuple):
+    """A sweep that has run."""
+
+    name: str
+    folder: Path
+    records: list[dict]
+    runs: list[Measured]  # of the records, those that ended
+
+
+class Fit(NamedTuple):
+    """Rates, with the runs that they were fitted to."""
+
+    name: str  # of these runs
+    runs: list[Measured]
+    rates: Rates
+
+    @classmethod
+    def to(cls, name: str, runs: list[Measured]) -> "Fit":
+        return cls(name, runs, calibration.fit(runs))
+
+
+def show(options) -> None:
+    """Fit the rates of this machine to a sweep's runs, and judge them on runs that the fit has not seen.
+
+    Those are the runs of another sweep (--judge); or the fit sees each third of the runs once, and the others judge.
+    The tables of runs and rates, and the figure, are those of the first fit.
+    """
+    cores = options.cores or len(os.sched_getaffinity(0))
+    own = measured(options.file, cores)
+    if len(own.runs) < FEWEST:
+        raise UsageError(f"{own.folder} has {len(own.runs)} runs that ended; a calibration needs {FEWEST}")
+    if options.judge:
+        judge, fits = measured(options.judge, cores), [Fit.to(f"all of {own.name}", own.runs)]
+    else:
+        thirds = enumerate(("first", "second", "last"))
+        judge, fits = own, [Fit.to(f"the {name} third", own.runs[start::3]) for start, name in thirds]
+    if not judge.runs:
+        raise UsageError(f"{judge.folder} has no run that ended; first run the sweep {options.judge}")
+    guesses = {run.name: calibration.seconds(run.layout, fits[0].rates) for run in judge.runs}
+    seen = {run.name for run in fits[0].runs if run in judge.runs}
+    pictures.print_markdown(judge.records, guesses, seen)
+    print_rates(fits[0].rates)
+    print_judgements(fits, judge)
+    reals = {run.name: run.seconds for run in judge.runs}
+    print(f"  figure: {pictures.draw_beside(reals, guesses, seen, judge.folder / 'predicted.png')}")
+
+
+def measured(file: str, cores: int) -> MeasuredSweep:
+    """Return the sweep that a TOML file asks for, with the work of each run, which takes a dry run of each stage."""
+    asked = sweep.read(file)
+    records = sweep.fastest(asked.folder)
+    runs = calibration.measured(records, asked.folder, cores, progress=True)
+    return MeasuredSweep(asked.name, asked.folder, records, runs)
+
+
+def print_rates(rates: Rates) -> None:
+    rows = [(name, f"{rate:.2e}") for name, rate in rates._asdict().items()]
+    print_table("seconds", ("for each", ""), rows)
+
+
+def print_judgements(fits: list[Fit], judge: MeasuredSweep) -> None:
+    """How well each fit predicts the runs that it has not seen, and how well their own repetitions do."""
+    rows = []
+    for fit in fits:
+        found = calibration.judge([run for run in judge.runs if run not in fit.runs], fit.rates)
+        rows.append((fit.name, found.runs, f"{found.kendall:.2f}", f"{found.error:.0%}", f"{found.regret:.0%}"))
+    header = ("fitted to", "other runs", "Kendall's tau", "median error", "best predicted / best, more")
+    print_table("on runs that the fit has not seen", header, rows)
+    if again := calibration.scatter(sweep.history(judge.folder)):
+        print(f"{again.runs} runs, repeated: Kendall's tau {again.kendall:.2f}, median difference {again.error:.0%}")
