@@ -10,7 +10,6 @@ import torch
 
 from common.collectives import record
 from common.costs.vocabulary import KINDS, Message, added
-from common.errors import UsageError
 from common.experiments.even_routing import choose_in_turn
 from common.presets import PRESETS
 from common.tracing.tracer import Tracer
@@ -22,10 +21,11 @@ from step08_5d.cost import Layout
 from step08_5d.planning import memory_report
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.dry_run import configuration, dry_run, equally
-from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.machines import MACHINES, OURS
 from step08_5d.planning.memory import of_stage, states
 from step08_5d.planning.search import Task
 from step08_5d.planning.search import flags as flags_of
+from step08_5d.planning.speed import launching
 from tests.harness.observing import configure, mesh_of, observe_each
 from tests.harness.ranks import run_ranks
 
@@ -152,22 +152,30 @@ def test_a_rank_of_thousands(capsys):
     assert f"parameters {weights / 1e6:13,.1f}"[:10] in printed
 
 
-@pytest.mark.parametrize(
-    "flags, line",
-    [
+def test_a_ring_launches_more():
+    """Each of its hops as many operations more in a layer, forward and backward, as the model of time charges."""
+
+    def operations(layers: int, micro_batches: int, cp: int = 1) -> int:
+        flags = f"--layers {layers} --global-batch {micro_batches} --cp {cp} --micro-batch 1 --dtype bfloat16"
+        return dry_run(configuration(flags.split(), cp), 0).operations
+
+    of_layer = operations(2, 2) - operations(1, 2) - operations(2, 1) + operations(1, 1)
+    for cp in (2, 4):  # in two layers and two micro-batches
+        more = (operations(2, 2, cp) - operations(2, 2)) / 4
+        assert launching(Layout(64, cp=cp), OURS) == pytest.approx(OURS.launch * (1 + more / of_layer), rel=0.03)
+
+
+def test_what_it_refuses(capsys):
+    for flags, line in (
         ("--pp 3", "--pp 3 does not divide the world size 8"),
         ("--rank 8", "--rank 8: the world has the ranks 0 to 7"),
         ("--mask-documents --tokenizer x", "--mask-documents depends on the text"),
-        ("--heads 6 --tp 4", "--heads"),
-    ],
-)
-def test_what_it_refuses(flags, line, capsys):
-    assert main(["dry-run", "--world", "8", "--global-batch", "64", *flags.split()]) == 2
-    printed = capsys.readouterr().err
-    assert line in printed and printed.count("\n") == 1
+        ("--init-from somewhere", "--init-from: a dry run has no weights"),
+    ):
+        assert main(["dry-run", "--world", "8", "--global-batch", "64", *flags.split()]) == 2
+        printed = capsys.readouterr().err
+        assert line in printed and printed.count("\n") == 1
 
 
 def test_rows_are_divided_equally():
     assert equally(10, torch.empty(4)) == [2, 3, 2, 3] and equally(4, torch.empty(2, 2)) == [[2, 2], [2, 2]]
-    with pytest.raises(UsageError):
-        configuration(["--init-from", "somewhere"], 1)

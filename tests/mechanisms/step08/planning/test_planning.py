@@ -183,8 +183,6 @@ def test_plans_are_sorted_and_fit(capsys):
     assert command(task("llama3-8b", 12, sequences=12), Layout(4096, dp=12)).startswith(
         "sbatch --nodes 2 --gpus-per-node 6 step08_5d/"
     )
-    with pytest.raises(UsageError, match="llama3-405b on 16 GPUs fits in no layout: at least .* GB a GPU"):
-        plans(task("llama3-405b", 16))
     wrong = {"llama3-405b --gpus 16": "457 of them weights, gradients and optimizer, and 72 of 80 may be filled; 128 G"}
     with pytest.raises(UsageError, match="or --seq-len 262144 would do, as tp 4, recompute"):
         plans(task("llama3-8b", 4, 2**20, 1))

@@ -60,10 +60,7 @@ def test_every_run_is_recorded(grid, capsys, monkeypatch):
     main(["sweep", str(grid)])
     found = {tuple(each["values"].values()): each for each in sweep.records(sweep.read(grid).folder)}
     states = {values: each["status"] for values, each in found.items()}
-    assert states == {
-        **{(1,): "ok", (2,): "crash", (4,): "hang"},
-        **{(2, True): "out of memory", (3, True): "refused"},
-    }
+    assert states == {(1,): "ok", (2,): "crash", (4,): "hang", (2, True): "out of memory", (3, True): "refused"}
     assert found[1,]["step_time_s"] == 6 and found[1,]["tokens_per_s"] == 300, "medians without the first two"
     assert found[2,]["line"] == "a bad number" and "--pp 3 does not divide" in found[3, True]["line"]
     assert found[4,]["seconds"] < 20
@@ -97,8 +94,7 @@ def test_a_bad_file_is_one_line(grid, capsys, old, new, line):
     assert line in printed and printed.count("\n") == 1
 
 
-def test_commands(grid, monkeypatch):
-    monkeypatch.undo()
+def test_commands():
     asked = sweep.Sweep("x", "", [16], [])
     case = sweep.Case("a", 16, {}, ["--pp", "2"])
     slurm = sweep.command(asked._replace(launcher="slurm"), case, asked.folder / "a")
