@@ -34,6 +34,7 @@ def tokens(text: str) -> int:
 
 
 def plan(options) -> None:
+    """The fastest layouts for the options of the command line. Raises UsageError for what cannot be planned."""
     model = resolve(options.model)
     if options.tokens_per_batch % options.seq_len:
         raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
@@ -74,6 +75,7 @@ def sweep(options) -> None:
 
 
 def calibrate(options) -> None:
+    """Fit rates to a sweep's runs, and show how well they predict others."""
     from step08_5d.planning import calibration_report  # here, as dry runs import all that trains
 
     calibration_report.show(options)

@@ -24,7 +24,7 @@ from step08_5d.planning.dry_run import DryRun, configuration, dry_run, first_ran
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
 from step08_5d.planning.sweep import OF_NODES
 
-SCATTER = 0.03  # a run that is further off than this (relative) is fitted less closely: something may have disturbed it
+CLOSE = 0.03  # runs that are further off than this (relative) count less in a fit: something may have disturbed them
 
 
 class Work(NamedTuple):
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 class LayoutWork(NamedTuple):
     """What all ranks of a layout do, as far as time depends on it."""
 
-    stages: list[Work]  # of a rank of each pipeline rank
+    stages: list[Work]  # of one rank at each place in the pipeline; others there do the same
     tokens: int  # of all ranks in a step
     stretch: float = 1.0  # a step takes so many times the work of `stages`, added up: see `on_cores`
     turns: float = 1.0  # ranks for each core, or 1
@@ -58,13 +58,13 @@ class Rates(NamedTuple):
     sent: float = 1e-9
     waits: float = 1e-4  # until a message of the busiest rank has arrived, if every rank has a core of its own
     cable: float = 1.0  # for each second that a cable is busy,
-    behind: float = 1.0  # and with what may hide: less, as far as it does
+    behind: float = 1.0  # and for each second that it is busy with what may hide: below 1, as far as that hides
 
 
-OF_CORES = 3  # of the rates: the others are no work
+OF_CORES = 3  # the first rates are for work, which cores share; the others are for waiting
 
 
-def work_of(run: DryRun, rank: int, of_node: int | None = None) -> Work:
+def work_of_rank(run: DryRun, rank: int, of_node: int | None = None) -> Work:
     """What a dry run has counted, in numbers of `Work`.
 
     Args:
@@ -100,11 +100,17 @@ def share_between_nodes(nodes: list[int], group: str, op: str) -> float:
     return statistics.mean(one != other for one, other in pairs)
 
 
-def layout_of(flags: list[str], world: int, nodes: dict[str, object], cores: int) -> LayoutWork:
-    """Play a rank of each stage. `nodes`: flags of `common.nodes`, if any. Raises UsageError as a real run does."""
+def work_of_layout(flags: list[str], world: int, nodes: dict[str, object], cores: int) -> LayoutWork:
+    """Count what the ranks of a layout do, in a dry run of one rank of each stage.
+
+    Args:
+        flags: of step 8. nodes: flags of `common.nodes`, if any. cores: that the ranks share.
+
+    Raises UsageError as a real run does.
+    """
     config, of_node = configuration(flags, world), world // nodes["nodes"] if nodes else None
     first = first_ranks(Degrees.of(config))
-    works = [work_of(dry_run(config, rank, like_gloo=True), rank, of_node) for rank in first]
+    works = [work_of_rank(dry_run(config, rank, like_gloo=True), rank, of_node) for rank in first]
     cable = behind = 0.0
     if "bandwidth" in nodes:
         of_cable = 8 * of_node / value_of(nodes["bandwidth"])  # seconds, for a byte of each rank
@@ -156,7 +162,7 @@ def costs_of(layout: LayoutWork) -> list[float]:
 
 
 def seconds(layout: LayoutWork, rates: Rates) -> float:
-    """Predict a step."""
+    """Predict how long a step takes."""
     return _dot(costs_of(layout), rates)
 
 
@@ -184,7 +190,7 @@ def measured(records: list[dict], folder: Path, cores: int, progress: bool = Fal
         nodes = {name: value for name, value in each["values"].items() if name in OF_NODES}
         key = f"{each['world']} ranks, {cores} cores, {nodes}: {shlex.join(each['flags'])}"
         if key not in played:
-            played[key] = layout_of(each["flags"], each["world"], nodes, cores)
+            played[key] = work_of_layout(each["flags"], each["world"], nodes, cores)
             file.write_text(json.dumps(played))
         works, *others = played[key]
         layout = LayoutWork([Work(*work) for work in works], *others)
@@ -203,7 +209,7 @@ def fit(runs: list[Measured]) -> Rates:
         best = nonnegative_least_squares(rows, [1.0] * len(runs), weights)
         # a cable that none of these runs has keeps its default
         found = Rates(*(rate if any(some) else default for rate, some, default in zip(best, zip(*rows), Rates())))
-        weights = [1 / max(SCATTER, abs(_dot(row, found) - 1)) for row in rows]
+        weights = [1 / max(CLOSE, abs(_dot(row, found) - 1)) for row in rows]
         if all(math.isclose(old, new, rel_tol=1e-6) for old, new in zip(rates, found)):
             break
         rates = found

@@ -107,12 +107,16 @@ def neighbours(best: list[Plan]) -> list[tuple[str, object, Plan]]:
     return result
 
 
-def print_neighbours(best: list[Plan], each: int = 2) -> None:
-    """What it costs to decide one thing otherwise, with everything else as good as it can then be."""
+def print_neighbours(best: list[Plan], most: int = 2) -> None:
+    """What it costs to decide one thing otherwise, with everything else as good as it can then be.
+
+    Args:
+        most: rows for each of the choices.
+    """
     rows, shown = [], Counter()
     for name, value, plan in neighbours(best):
         shown[name] += 1
-        if shown[name] <= each:
+        if shown[name] <= most:
             cost = plan.times.step / best[0].times.step - 1
             words = f"{LABELS.get(name, name)} {value} and not {getattr(best[0].layout, name)}"
             rows.append(

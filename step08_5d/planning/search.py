@@ -17,7 +17,7 @@ from step08_5d.planning.memory import memory
 from step08_5d.planning.speed import AGAIN, Times, mfu, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
-MORE = 64  # times as many GPUs are tried, where nothing fits
+TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits
 SHORTEST_PART = 256  # tokens of a cp rank: zigzag halves them, and attention kernels take 128 queries at a time
 EQUAL = 0.01  # layouts are equally fast if their times differ by less than this (relative)
 
@@ -28,7 +28,7 @@ class Task(NamedTuple):
     name: str  # for --model
     model: ModelConfig
     gpus: int
-    seq: int
+    seq: int  # tokens of a sequence
     sequences: int  # of a global batch
     machine: Machine
     interleaved: bool = False  # whether pipelines may have several stages on each rank
@@ -55,6 +55,7 @@ class Plan(NamedTuple):
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
+    """All divisors of a number, or those up to `most`, in order."""
     return [each for each in range(1, min(number, most or number) + 1) if number % each == 0]
 
 
@@ -124,6 +125,7 @@ def plans(task: Task) -> tuple[list[Plan], Counter]:
 
 
 def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) -> str:
+    """Say what comes nearest to `room` bytes, and what would fit."""
     where = f"{task.name} on {task.gpus} GPUs"
     if nearest is None:
         return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
@@ -132,7 +134,7 @@ def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) 
     states, advice = sum(held[kind] for kind in KINDS), [_first_that_fits(task, room, gpus=2)]
     if states < needed / 2:
         advice.append(_first_that_fits(task, room, seq=2))
-    fitting = " or ".join(each for each in advice if each) or f"nothing fits on {task.gpus * MORE} GPUs, either"
+    fitting = " or ".join(each for each in advice if each) or f"nothing fits on {task.gpus * TRIED_UP_TO} GPUs, either"
     may = f"{room / 1e9:.0f} of {task.machine.memory / 1e9:.0f} may be filled"
     return (
         f"{where} fits in no layout: at least {needed / 1e9:.0f} GB a GPU ({named(layout)}), {states / 1e9:.0f} of "
@@ -141,8 +143,8 @@ def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) 
 
 
 def _first_that_fits(task: Task, room: float, gpus: int = 1, seq: int = 1) -> str:
-    """What fits on 2, 4, ... times as many GPUs, or with sequences of 1/2, 1/4, ... of the length: give that 2."""
-    while gpus <= MORE and seq <= MORE and task.seq % seq == 0:
+    """Say what fits: 2, 4, ... times as many GPUs (gpus=2), or 1/2, 1/4, ... of the length (seq=2); or nothing."""
+    while gpus <= TRIED_UP_TO and seq <= TRIED_UP_TO and task.seq % seq == 0:
         tried = task._replace(gpus=task.gpus * gpus, seq=task.seq // seq, sequences=task.sequences * seq)
         for layout in layouts(tried):
             if sum(memory(task.model, layout).values()) <= room:

@@ -75,7 +75,7 @@ def spans(layout: Layout, dimension: str, machine: Machine, order: str) -> tuple
 
 
 def seconds_of(message: Message, dimension: str, layout: Layout, machine: Machine, habits: Habits) -> float:
-    """Return the time of all `message.count` of them.
+    """Return the time of all `message.count` messages.
 
     Between nodes a collective uses the cards of all its ranks in a node, starts the later, the more nodes there are,
     and moves bytes as fast as the playbook's authors measured (`bus_bandwidth`, on cards of 50 GB/s).
@@ -130,6 +130,7 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits =
     m, mean = layout.micro_batches, model.layers / layout.pp
     layer, head, launch, exposed, dp = mean_rank(model, layout._replace(stages=1), machine, habits)
     slowest = pace(model, layout, layer + (launch + sum(exposed.values())) / (m * mean), head)
+    # It has `more` times the layers of the mean rank, and so of its launches and messages
     layers, head, more = slowest.layers, head * slowest.head, slowest.layers / mean
     launch, exposed = more * launch, {dimension: more * seconds for dimension, seconds in exposed.items()}
     if layout.pp > 1:
@@ -152,11 +153,11 @@ def not_hidden(messages: list[tuple[Message, float]], forward: float, both: floa
     Args:
         messages: with the seconds of each. forward, both: seconds of a micro-batch's forward, and with its backward.
     """
-    free, exposed = {"the forward": forward, "": both - forward}, 0.0  # "": the backward
+    free, exposed = {"the forward": forward, "the backward": both - forward}, 0.0
     hidden = dict.fromkeys(free, 0.0)
     for message, time in messages:  # those that hide behind the same computation share it
         share = habits.prefetch if message.op == "all_gather" else habits.hides
-        during = message.hidden_by if message.hidden_by in free else ""
+        during = "the forward" if message.hidden_by == "the forward" else "the backward"  # of this or other stages
         hides = min(time, max(0.0, share * free[during] * message.count - hidden[during]))
         hidden[during] += hides
         exposed += time - hides

@@ -168,13 +168,13 @@ def test_what_crosses_the_cable():
     model = "--layers 2 --hidden 64 --heads 4 --kv-heads 2 --ffn 128 --vocab 256 --seq-len 64 --global-batch 8".split()
     nodes, tp, pp = {"nodes": 2, "bandwidth": "8mbit"}, "--dp 2 --tp 2", "--pp 2 --dp 2"
     cases = ("--dp 4", tp, f"{tp} --order dp,cp,pp,tp", f"{pp} --order tp,cp,dp,pp")
-    found = [calibration.layout_of([*model, *each.split()], 4, nodes, 2) for each in cases]
+    found = [calibration.work_of_layout([*model, *each.split()], 4, nodes, 2) for each in cases]
     work, inside, across, stages = (each.stages[0] for each in found)
     assert work.behind == pytest.approx(work.sent / 2, rel=1e-3) and work.far < 100
     assert found[0].behind == pytest.approx(2 * work.behind / 1e6), "a node has two ranks"
     assert inside.behind > 0 and inside.far < 100 and across.far > 1e5 and across.behind == 0
     assert stages.far == pytest.approx(2 * 2 * 64 * 64 * 4, rel=1e-2), "two micro-batches to the next stage"
-    late = calibration.layout_of([*model, *tp.split()], 4, nodes | {"latency": "10ms"}, 2)
+    late = calibration.work_of_layout([*model, *tp.split()], 4, nodes | {"latency": "10ms"}, 2)
     assert late.cable == pytest.approx(found[1].cable + 0.01 * inside.hops) and inside.hops < 20
     assert calibration.share_between_nodes([0, 0, 1, 1], "pp_forward", "send") == pytest.approx(1 / 3)
     assert calibration.share_between_nodes([0, 0, 1, 1], "tp", "all_gather") == pytest.approx(2 / 3)
