@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     cp_split: str = "zigzag"
     recompute: str = "none"
     schedule: str = "1f1b"  # of one stage on each rank; several are interleaved
-    equal_stages: bool = False  # each of layers / pp layers, with which published runs are counted; else as in step 5
+    nanotron: bool = False  # whether stages are those of nanotron, which published runs trained with; else as in step 5
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Layout":

@@ -3,6 +3,7 @@
 python -m step08_5d.planning plan --model llama3-8b --gpus 64 --seq-len 4096 --tokens-per-batch 1M
 python -m step08_5d.planning memory --model llama3-70b --dp 4 --tp 8 --pp 2 --zero 1 --recompute full
 python -m step08_5d.planning memory --model llama3-8b --tp 8 --form gpt
+python -m step08_5d.planning compare --model llama3-8b "--dp 8 --zero 3" "--dp 4 --tp 2 --zero 1"
 python -m step08_5d.planning bars
 python -m step08_5d.planning recipe --model llama3-70b --gpus 1024 --tokens-per-batch 4M
 python -m step08_5d.planning overlap --model llama3-8b --dp 8 --tp 8 --pp 4 --peak 989 --bandwidth 450
@@ -19,11 +20,10 @@ import sys
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors
 from common.presets import resolve
-from step08_5d.planning import bars, cheatsheet, memory_report, overlap, recipe
+from step08_5d.planning import bars, cheatsheet, compare, memory_report, overlap, published_report, recipe
 from step08_5d.planning.explain import print_plans
 from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.page import write
-from step08_5d.planning.published_report import published
 from step08_5d.planning.search import Task, plans
 
 
@@ -87,13 +87,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     functions = {"plan": plan, "memory": memory_report.show, "dry-run": play, "sweep": sweep, "calibrate": calibrate}
-    functions |= {"published": published, "overlap": overlap.show, "cheatsheet": cheatsheet.show}
-    functions |= {"bars": bars.show, "recipe": recipe.show, "page": write.show}
+    functions |= {"published": published_report.show, "overlap": overlap.show, "cheatsheet": cheatsheet.show}
+    functions |= {"bars": bars.show, "recipe": recipe.show, "page": write.show, "compare": compare.show}
     for name, function in functions.items():
         more = "Other flags are those of step 8." if function in (play, memory_report.show) else None
         sub = commands.add_parser(name, allow_abbrev=False, epilog=more)
         sub.set_defaults(run=function)
-        if name in ("plan", "recipe", "memory", "overlap", "cheatsheet"):
+        if name in ("plan", "recipe", "memory", "compare", "overlap", "cheatsheet"):
             sub.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
             sub.add_argument("--seq-len", type=tokens, default=4096)
         if name == "page":
@@ -101,9 +101,12 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument("--sweep", help="the runs.jsonl of a sweep to show, such as runs/sweeps/laptop/runs.jsonl")
         if name in ("published", "bars"):
             sub.add_argument("--out", default=f"runs/planning/{name}.png", help="the figure")
+        if name == "compare":
+            sub.add_argument("layouts", nargs="+", help='flags of step 8 in quotes, such as "--dp 4 --tp 2 --zero 1"')
+        if name in ("plan", "recipe", "compare"):
+            sub.add_argument("--gpu", choices=MACHINES, default="H100")
         if name in ("plan", "recipe"):
             sub.add_argument("--gpus", type=int, required=True)
-            sub.add_argument("--gpu", choices=MACHINES, default="H100")
             sub.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
         if name == "plan":
             sub.add_argument("--shown", type=int, default=8, help="rows of the table")
@@ -128,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
                 sub.add_argument(f"--{degree}", type=int, default=1)
         if name == "cheatsheet":
             sub.add_argument("--zero", type=int, choices=range(4), default=0)
-        if name in ("memory", "cheatsheet"):
+        if name in ("memory", "compare", "cheatsheet"):
             sub.add_argument("--global-batch", "--sequences", type=int, default=256, help="sequences of a step")
         if name == "memory":
             sub.add_argument("--play", action="store_true", help="also a dry run of each stage, on fake tensors")

@@ -9,6 +9,7 @@ from common.drawing.tables import print_table
 from step08_5d.cost import Layout
 from step08_5d.planning.machines import OURS, Habits
 from step08_5d.planning.memory import memory
+from step08_5d.planning.published import PAUSE
 from step08_5d.planning.search import EQUAL, MOST_FULL, Plan, Task, command, named
 from step08_5d.planning.speed import times as times_of
 from step08_5d.planning.stages import layers_of_ranks
@@ -147,6 +148,7 @@ class Condition(NamedTuple):
 CONDITIONS = (
     Condition("half the bandwidth between nodes", far=0.5),
     Condition("gathers of weights that do not hide", habits=OURS._replace(prefetch=0.0)),
+    Condition(f"pipelines whose messages are {PAUSE} s late", habits=OURS._replace(pause=PAUSE)),
     Condition("a batch twice as large", batch=2),
     Condition("two thirds of the memory", room=2 / 3),
 )

@@ -44,15 +44,17 @@ class Habits(NamedTuple):
     The defaults are those of all published runs, rounded to two digits.
     """
 
-    efficiency: float = 0.5  # share of the peak that matrix products reach
-    small: float = 3.5  # bytes that small operations move, in those of `speed.small_bytes`
-    launch: float = 3.4e-3  # seconds, in which the CPU launches a layer's forward and backward
-    near_start: float = 3.4e-5  # seconds, until a collective within a node begins to move bytes
-    far_start: float = 3.4e-4  # the same between two nodes;
-    spread: float = 1.0  # between n + 1 nodes it takes n ** spread times as long
-    stall: float = 1.4e-3  # seconds that a layer loses per micro-batch where stages wait for each other, on one node;
-    crowd: float = 0.52  # on n nodes it loses n ** crowd times as much,
-    apart: float = 0.71  # and on tp tensor ranks tp ** apart times as much
+    efficiency: float = 0.55  # share of the peak that matrix products reach
+    small: float = 4.2  # bytes that small operations move, in those of `speed.small_bytes`
+    launch: float = 3.1e-3  # seconds, in which the CPU launches a layer's forward and backward
+    near_start: float = 7.1e-5  # seconds, until a collective within a node begins to move bytes
+    far_start: float = 4.0e-4  # the same between two nodes;
+    spread: float = 0.96  # between n + 1 nodes it takes n ** spread times as long
+    cards: float = 0.64  # of a node's speed to others, r of its g ranks have a share of (r / g) ** cards
+    paced: float = 6.5e-3  # seconds that a pipeline's layer takes at least, with the messages of its tensor ranks;
+    apart: float = 0.55  # with tp of these tp ** apart times as long,
+    crowd: float = 0.62  # and if they are on n nodes n ** crowd times as long
+    pause: float = 0.0  # seconds by which each message between stages is late: see `published.PAUSE`
     hides: float = 1.0  # share of a backward behind which the sums of gradients may hide
     prefetch: float = 0.0  # share of a forward behind which gathered weights may hide
     order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far

@@ -143,7 +143,7 @@ _Layers = tuple[_Layer, _Layer]  # a dense one, and one with experts
 
 
 def _of_layers(model: ModelConfig, layout: Layout) -> _Layers:
-    return _layers(model, layout._replace(dp=1, pp=1, zero=0, micro_batches=1, stages=1, equal_stages=False))
+    return _layers(model, layout._replace(dp=1, pp=1, zero=0, micro_batches=1, stages=1, nanotron=False))
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same layers in many pipelines

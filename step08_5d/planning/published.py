@@ -19,7 +19,7 @@ from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.fitting import descend, spearman
 from step08_5d.planning.machines import MACHINES, Habits
-from step08_5d.planning.speed import times
+from step08_5d.planning.speed import lateness, times
 
 FILE = Path(__file__).parent / "published" / "playbook_runs.csv"
 SEQ, VOCAB = 4096, 131072
@@ -30,10 +30,12 @@ SHAPES = {  # hidden, layers, heads, ffn; with one stage the two small ones shar
     "80B": (8192, 80, 64, 28672),
 }
 H100 = MACHINES["H100"]
-START = Habits(0.5, 1.0, 1e-3, 1e-4, 1e-3, 1.0, 1e-3, 0.5, 0.5)  # where a fit begins
-WITHOUT_PIPELINES = ("efficiency", "small", "launch", "near_start", "far_start", "spread")
-OF_PIPELINES = ("stall", "crowd", "apart")
+START = Habits(0.5, 1.0, 1e-3, 1e-4, 1e-3, 1.0, 0.7, 5e-3, 0.5, 0.5)  # where a fit begins
+WITHOUT_PIPELINES = ("efficiency", "small", "launch", "near_start", "far_start", "spread", "cards")
+OF_PIPELINES = ("paced", "apart", "crowd")
 MOST = 5  # a run that is further off counts no more than this factor
+PAUSE = 0.3  # seconds by which the messages of a late pipeline are late: the median, printed by `published`
+APART = 1.5  # late and well are told apart if they differ by this factor
 
 
 class Run(NamedTuple):
@@ -61,7 +63,7 @@ def read_runs() -> list[Run]:
             continue
         hidden, layers, heads, ffn = SHAPES[row["model"]]
         tied = row["model"] in ("1B", "3B") and pp == 1
-        layout = Layout(SEQ, dp, pp, tp=tp, zero=zero, micro_batch=int(row["mbs"]), dtype="bfloat16", equal_stages=True)
+        layout = Layout(SEQ, dp, pp, tp=tp, zero=zero, micro_batch=int(row["mbs"]), dtype="bfloat16", nanotron=True)
         result.append(
             Run(
                 row["model"],
@@ -76,7 +78,7 @@ def read_runs() -> list[Run]:
     return result
 
 
-# ---- a fit by coordinate descent -------------------------------------------------------------------------------------
+# ---- what a run should have reached ----------------------------------------------------------------------------------
 
 
 def mfu(run: Run, tokens_per_second: float) -> float:
@@ -86,27 +88,62 @@ def mfu(run: Run, tokens_per_second: float) -> float:
     return tokens_per_second * flops / H100.peak
 
 
-def predicted(run: Run, habits: Habits) -> float:
+class Guess(NamedTuple):
     """The MFU that the model of time predicts."""
-    layout = run.layout
+
+    well: float
+    late: float  # if every message between stages is late by PAUSE
+
+    @property
+    def is_two(self) -> bool:
+        """Whether one can tell from a run which of them it was."""
+        return self.well > APART * self.late
+
+
+def guess(run: Run, habits: Habits) -> Guess:
+    layout, step = run.layout, times(run.model, run.layout, H100, habits).step
     tokens = layout.micro_batches * layout.micro_batch * SEQ / layout.tp / layout.pp
-    return mfu(run, tokens / times(run.model, layout, H100, habits).step)
+    well, late = (mfu(run, tokens / (step + more)) for more in (0.0, lateness(layout, PAUSE)))
+    return Guess(well, late)
+
+
+def off(value: float, run: Run) -> float:
+    return abs(math.log(value / run.mfu))
+
+
+def was_late(run: Run, habits: Habits) -> bool:
+    """Whether a run was as slow as one whose messages are late."""
+    both = guess(run, habits)
+    return both.is_two and off(both.late, run) < off(both.well, run)
+
+
+# ---- a fit by coordinate descent -------------------------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """What some runs show."""
+
+    habits: Habits = Habits()
+    risk: float = 0.014  # of a pipeline to be late, for each node
 
 
 def error(habits: Habits, runs: list[Run]) -> float:
-    """Mean of |log(predicted / published)| of the MFU of runs that have one."""
-    return statistics.mean(min(abs(math.log(predicted(run, habits) / run.mfu)), math.log(MOST)) for run in runs)
+    """Mean of |log(predicted / published)| of the MFU of runs that have one, each by the better of its guesses."""
+    return statistics.mean(min(*(off(each, run) for each in guess(run, habits)), math.log(MOST)) for run in runs)
 
 
-def fit(habits: Habits, runs: list[Run], names: tuple[str, ...]) -> Habits:
-    """Return the habits with these numbers moved, as long as the error falls."""
-    return descend(habits, names, partial(error, runs=runs))
+def fitted(runs: list[Run]) -> Fit:
+    """The habits of runs without a pipeline first, then what a pipeline adds, and how many of them are late."""
+    habits, (whole, divided) = START, ([run for run in runs if run.mfu and (run.layout.pp > 1) == i] for i in (0, 1))
+    for names, some in ((WITHOUT_PIPELINES, whole), (OF_PIPELINES, divided)):
+        habits = descend(habits, names, partial(error, runs=some))
+    return Fit(habits, sum(was_late(run, habits) for run in divided) / sum(run.nodes for run in divided))
 
 
-def fitted(runs: list[Run]) -> Habits:
-    """The habits that these runs show: those without a pipeline first, then what a pipeline adds."""
-    whole, divided = ([run for run in runs if run.mfu and (run.layout.pp > 1) == many] for many in (False, True))
-    return fit(fit(START, whole, WITHOUT_PIPELINES), divided, OF_PIPELINES)
+def predicted(run: Run, fit: Fit) -> float:
+    """The MFU to expect, as we cannot know whether a pipeline is late."""
+    both, risk = guess(run, fit.habits), min(1.0, fit.risk * run.nodes)
+    return (1 - risk) * both.well + risk * both.late
 
 
 def halves(runs: list[Run]) -> list[tuple[list[Run], list[Run]]]:
@@ -124,18 +161,23 @@ class Judgement(NamedTuple):
 
     spearman: float  # over all runs
     within: dict[tuple, float]  # over those of a pair
-    chosen: dict[tuple, float]  # the MFU of the run that the model likes best, over the best of its pair
+    chosen: dict[tuple, Run]  # which run the model likes best
+    gain: dict[tuple, float]  # its MFU, over the best of its pair
 
 
 def judge(
-    runs: list[Run], predict: Callable[[Run], float], published: Callable[[Run], float] = lambda run: run.mfu
+    runs: list[Run],
+    predict: Callable[[Run], float],
+    published: Callable[[Run], float] = lambda run: run.mfu,
+    fits: Callable[[Run], bool] = lambda run: True,
 ) -> Judgement:
-    """Compare predictions with what was published of the runs that came to an end."""
+    """Compare predictions with what was published of the runs that came to an end; choose among those that fit."""
     runs = [run for run in runs if run.mfu]
-    found = [(run, predict(run), published(run)) for run in runs]
-    within, chosen = {}, {}
+    found = {run: (predict(run), published(run)) for run in runs}
+    within, chosen, gain = {}, {}, {}
     for pair in sorted({run.pair for run in runs}):
-        _, ours, theirs = zip(*(each for each in found if each[0].pair == pair))
-        within[pair] = spearman(ours, theirs)
-        chosen[pair] = theirs[ours.index(max(ours))] / max(theirs)
-    return Judgement(spearman(*list(zip(*found))[1:]), within, chosen)
+        of_pair = {run: both for run, both in found.items() if run.pair == pair}
+        within[pair] = spearman(*zip(*of_pair.values()))
+        chosen[pair] = max(filter(fits, of_pair), key=lambda run: of_pair[run][0])
+        gain[pair] = found[chosen[pair]][1] / max(theirs for _, theirs in of_pair.values())
+    return Judgement(spearman(*zip(*found.values())), within, chosen, gain)

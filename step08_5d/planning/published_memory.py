@@ -13,6 +13,7 @@ from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import kept as kept_by_stage
 from step08_5d.planning.memory import states
 from step08_5d.planning.published import VOCAB, Run
+from step08_5d.planning.search import MOST_FULL
 from step08_5d.planning.stages import in_flight
 
 ROOM = 1.2  # how much more than predicted a run may need and still fits
@@ -52,6 +53,16 @@ def needed(stages: list[Kept], holds: Holds) -> float:
         holds.states * each.states + holds.activations * each.activations + holds.logit * each.logits for each in stages
     )
     return most + holds.else_
+
+
+def predicted(run: Run, holds: Holds) -> float:
+    """Bytes of the fullest stage of a run."""
+    return needed(kept(run), holds)
+
+
+def fits(run: Run, holds: Holds) -> bool:
+    """Whether the planner would call this a layout that fits."""
+    return predicted(run, holds) <= MOST_FULL * MACHINES["H100"].memory
 
 
 def fitted(runs: list[Run]) -> Holds:

@@ -1,4 +1,4 @@
-"""The published runs as a report: how well predictions rank them, the worst choice, memory, failures, and a figure."""
+"""The published runs as a report: how well predictions rank them, late pipelines, memory, failures, and a figure."""
 
 import math
 import statistics
@@ -7,41 +7,59 @@ from pathlib import Path
 
 from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
 from common.drawing.tables import print_table
-from step08_5d.planning import published_memory
+from common.model_config import ModelConfig
+from step08_5d.cost import Layout
+from step08_5d.planning import published, published_memory
 from step08_5d.planning.machines import Habits
-from step08_5d.planning.memory import memory
-from step08_5d.planning.published import Run, fitted, halves, judge, predicted, read_runs
+from step08_5d.planning.published import H100, PAUSE, Fit, Judgement, Run, guess, was_late
+from step08_5d.planning.published_memory import Holds
 from step08_5d.planning.search import named
+from step08_5d.planning.speed import lateness, times
+
+NEARLY_FULL = 68e9  # bytes of an 80 GB GPU
+# Tokens per second and GPU in figures of the playbook, which no fit has seen; its size is not said, but 3B comes close
+DEGREES = (2, 4, 8, 16, 32)
+SCALING = {  # read off; m: micro-batches
+    "pp_1f1b_scaling, m = pp - 1": (7400, 8000, 7900, 6700, 3700),
+    "pp_1f1b_scaling, m = 32": (15300, 13900, 11600, 7900, 3700),
+    "tp_scaling": (13923, 12421, 10903, 6246, 2146),
+}
+LARGEST = (3, 8, 12, 16, 20)  # micro-batch of tp_scaling
 
 
-def published(options) -> None:
+def show(options) -> None:
     """Fit the models of time and memory to half of the published runs and judge them on the other half, both ways."""
-    runs = read_runs()
+    runs = published.read_runs()
     print(f"{len(runs):,} published runs of {len({run.pair for run in runs})} pairs of model and nodes")
-    parts = halves(runs)
+    parts, seen_by = published.halves(runs), {}
     for number, (of_fit, others) in enumerate(parts):
-        habits = fitted(of_fit)
-        result = judge(others, partial(predicted, habits=habits))
+        fit, holds = published.fitted(of_fit), published_memory.fitted(of_fit)
+        fits = partial(published_memory.fits, holds=holds)
+        result = published.judge(others, partial(published.predicted, fit=fit), fits=fits)
         rows = [
-            (f"{name} on {nodes} nodes", f"{result.within[name, nodes]:.2f}", f"{result.chosen[name, nodes]:.0%}")
+            (f"{name} on {nodes} nodes", f"{result.within[name, nodes]:.2f}", f"{result.gain[name, nodes]:.0%}")
             for name, nodes in result.within
         ]
-        print_table(
-            f"half {number + 1}, fitted to the other", ("", "Spearman", "MFU of the chosen run / best MFU"), rows
-        )
-        medians = (f"{statistics.median(each.values()):.2f}" for each in (result.within, result.chosen))
+        header = ("", "Spearman", "MFU of the chosen run / best MFU")
+        print_table(f"half {number + 1}, fitted to the other", header, rows)
+        medians = (f"{statistics.median(each.values()):.2f}" for each in (result.within, result.gain))
         print(f"  over all runs: {result.spearman:.2f}; medians of the columns: {', '.join(medians)}")
-        print_worst(others, habits, min(result.chosen, key=result.chosen.get))
-    print_memory(runs, parts)
-    print(f"  figure: {draw(runs, fitted(runs), options.out)}")
+        print_worst(others, result, fit)
+        seen_by |= dict.fromkeys(others, holds)
+    fit = published.fitted(runs)
+    print_late(runs, fit)
+    print_scaling(fit)
+    print_memory(runs, parts, seen_by)
+    print(f"  figure: {draw(runs, fit, options.out)}")
 
 
-def print_worst(runs: list[Run], habits: Habits, pair: tuple[str, int], shown: int = 3) -> None:
+def print_worst(runs: list[Run], result: Judgement, fit: Fit, shown: int = 3) -> None:
     """The fastest runs of the pair in which the model chose worst, and the one that it chose."""
+    pair = min(result.gain, key=result.gain.get)
     of_pair = sorted((run for run in runs if run.pair == pair and run.mfu), key=lambda run: -run.mfu)
-    chosen = max(of_pair, key=partial(predicted, habits=habits))
+    chosen = result.chosen[pair]
     rows = [
-        (name, named(run.layout), f"{run.mfu:.1%}", f"{predicted(run, habits):.1%}")
+        (name, named(run.layout), f"{run.mfu:.1%}", f"{published.predicted(run, fit):.1%}")
         for name, run in [*((f"place {place + 1}", run) for place, run in enumerate(of_pair[:shown])), ("", chosen)]
     ]
     rows[-1] = (f"chosen: place {of_pair.index(chosen) + 1}", *rows[-1][1:])
@@ -50,15 +68,73 @@ def print_worst(runs: list[Run], habits: Habits, pair: tuple[str, int], shown: i
     print_table(title, ("", "layout", "MFU", "predicted"), rows)
 
 
-def print_memory(runs: list[Run], parts: list[tuple[list[Run], list[Run]]]) -> None:
-    """Memory: how our formulas rank the runs, what that implementation holds, and the failures that should have fit."""
-    result = judge(runs, lambda run: sum(memory(run.model, run.layout).values()), lambda run: run.memory)
-    print(f"\nSpearman of predicted and published memory: {result.spearman:.3f}")
+def seconds_late(run: Run, fit: Fit) -> float:
+    """By how many seconds each message between stages was late, if that explains what the step took."""
+    layout = run.layout
+    step = layout.micro_batches * layout.tokens / layout.tp / layout.pp / run.tokens_per_second
+    found = times(run.model, layout, H100, fit.habits).step
+    return (step - found) / lateness(layout, pause=1.0)
+
+
+def print_late(runs: list[Run], fit: Fit) -> None:
+    """Pipelines that are late: how many, and by how much; and those whose GPUs were nearly full."""
+    piped = [run for run in runs if run.mfu and run.layout.pp > 1]
+    full = [run for run in piped if run.memory > NEARLY_FULL]
+    piped = [run for run in piped if run.memory <= NEARLY_FULL]
+    late = {run for run in piped if was_late(run, fit.habits)}
+    rows = []
+    groups = [(f"{nodes} nodes", "nodes", nodes) for nodes in sorted({run.nodes for run in piped})]
+    groups += [(name, "name", name) for name in sorted({run.name for run in piped}, key=lambda name: float(name[:-1]))]
+    for words, field, value in groups:
+        some = [run for run in piped if getattr(run, field) == value]
+        pauses = [seconds_late(run, fit) for run in some if run in late]
+        cells = (f"{each:.2f}" for each in statistics.quantiles(pauses, n=4)) if len(pauses) > 1 else ("", "", "")
+        rows.append((words, len(some), f"{len(pauses) / len(some):.0%}", *cells))
+    all_pauses = [seconds_late(run, fit) for run in late]
+    cells = (f"{each:.2f}" for each in statistics.quantiles(all_pauses, n=4))
+    rows.append(("all", len(piped), f"{len(late) / len(piped):.0%}", *cells))
+    print_table("pipelines", ("", "runs", "late", "s late per message: quarter", "half", "three quarters"), rows)
+    well = [run for run in piped if run not in late]
+    off = [abs(math.log(guess(run, fit.habits).well / run.mfu)) for run in well]
+    print(f"  the other {len(well)} are off by {statistics.median(off):.0%} in the median")
+    slow = sum(guess(run, fit.habits).well > 2 * run.mfu for run in full)
+    print(f"  {slow} of {len(full)} that held more than {NEARLY_FULL / 1e9:.0f} GB took over twice the predicted time")
+
+
+def scaling(figure: str, habits: Habits) -> list[float]:
+    """Return the tokens per second and GPU that the model predicts for the bars of a figure."""
+    hidden, layers, heads, ffn = published.SHAPES["3B"]
+    model = ModelConfig(published.VOCAB, hidden, layers, heads, heads, ffn, figure == "tp_scaling")
+    result = []
+    for degree, largest in zip(DEGREES, LARGEST):
+        layout = Layout(published.SEQ, pp=degree, micro_batches=degree - 1, dtype="bfloat16", nanotron=True)
+        if figure == "tp_scaling":
+            layout = layout._replace(pp=1, tp=degree, micro_batch=largest, micro_batches=1)
+        elif figure.endswith("32"):
+            layout = layout._replace(micro_batches=32)
+        tokens = layout.micro_batches * layout.tokens / degree
+        result.append(tokens / times(model, layout, H100, habits).step)
+    return result
+
+
+def print_scaling(fit: Fit) -> None:
+    """Figures of scaling, beside what the model says of them."""
+    rows = []
+    for figure, bars in SCALING.items():
+        rows.append((figure, *(f"{value:,}" for value in bars)))
+        rows.append(("  predicted", *(f"{value:,.0f}" for value in scaling(figure, fit.habits))))
+    print_table("tokens/s of a GPU in the playbook's figures", ("pp or tp", *map(str, DEGREES)), rows)
+
+
+def print_memory(runs: list[Run], parts: list[tuple[list[Run], list[Run]]], seen_by: dict[Run, Holds]) -> None:
+    """Memory: how predictions rank the runs, what that implementation holds, and the failures that should have fit."""
+    result = published.judge(runs, lambda run: published_memory.predicted(run, seen_by[run]), lambda run: run.memory)
+    print(f"\nSpearman of predicted (from the other half) and published memory: {result.spearman:.3f}")
     rows = []
     for name, some, others in (("half 1", *parts[0]), ("half 2", *parts[1]), ("all", runs, runs)):
         holds = published_memory.fitted(some)
         ended = [run for run in others if run.mfu]
-        off = [abs(math.log(published_memory.needed(published_memory.kept(run), holds) / run.memory)) for run in ended]
+        off = [abs(math.log(published_memory.predicted(run, holds) / run.memory)) for run in ended]
         numbers = (f"{each:.2f}" for each in holds[:2])
         cells = (*numbers, f"{holds.logit:.1f}", f"{holds.else_ / 1e9:.2f}", f"{statistics.mean(off):.1%}")
         rows.append((name, *cells, f"{sum(each < math.log(1.2) for each in off) / len(off):.0%}"))
@@ -72,12 +148,17 @@ def print_memory(runs: list[Run], parts: list[tuple[list[Run], list[Run]]]) -> N
     )
 
 
-def draw(runs: list[Run], habits: Habits, path: str) -> Path:
-    """Published over predicted MFU, with and without pipelines. Returns the path."""
-    figure, axes = new_figure(1, 2, height=3.4, sharey=True)
-    for axis, many, title in zip(axes, (False, True), ("one stage", "a pipeline")):
-        some = [run for run in runs if run.mfu and (run.layout.pp > 1) == many]
-        axis.loglog([predicted(run, habits) for run in some], [run.mfu for run in some], ".", ms=3, color=SERIES[many])
+def draw(runs: list[Run], fit: Fit, path: str) -> Path:
+    """Published over predicted MFU: without pipelines, with them, and late ones as late. Returns the path."""
+    ended = {run: guess(run, fit.habits) for run in runs if run.mfu}
+    late = {run for run in ended if was_late(run, fit.habits)}
+    whole, piped = ([run for run in ended if (run.layout.pp > 1) == many] for many in (False, True))
+    figure, axes = new_figure(1, 3, height=3.0, sharex=True, sharey=True)
+    titles = "one stage", "pipelines", f"late by {PAUSE} s"
+    for axis, title, some, as_late in zip(axes, titles, (whole, piped, piped), (False, False, True)):
+        for color, kind in ((SERIES[0], set(some) - late), (SERIES[1], late & set(some))):
+            guesses = [ended[run].late if as_late and run in late else ended[run].well for run in kind]
+            axis.loglog(guesses, [run.mfu for run in kind], ".", ms=3, color=color)
         axis.loglog([0.001, 0.6], [0.001, 0.6], color=COLOURS["other"], lw=1)
         axis.set(title=title, xlabel="MFU, predicted")
     axes[0].set_ylabel("MFU, published")

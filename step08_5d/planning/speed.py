@@ -30,7 +30,7 @@ class Times(NamedTuple):
     """Seconds of a step on a rank; they add up to the step."""
 
     compute: float  # products, attention and small operations, of the slowest rank of a pipeline
-    launch: float  # more than that, if the CPU cannot launch a layer any faster
+    launch: float  # more than that, if no layer is faster: the CPU has to launch it
     tp: float  # communication that nothing hides, by dimension
     cp: float
     ep: float
@@ -54,15 +54,6 @@ def small_bytes(model: ModelConfig, layout: Layout) -> float:
     return layout.tokens / layout.tp * (20 * model.hidden + 15 * model.ffn) * WIDTHS[layout.dtype][0]
 
 
-def launching(layout: Layout, habits: Habits) -> float:
-    """Seconds in which the CPU launches a layer, forward and backward, for a micro-batch.
-
-    Recomputation launches the forward again, and a ring of cp ranks cp hops of attention.
-    """
-    hops = layout.cp if layout.cp > 1 else 0
-    return AGAIN[layout.recompute] / 3 * habits.launch * (1 + RING_HOP * hops)
-
-
 def spans(layout: Layout, dimension: str, machine: Machine, order: str) -> tuple[int, int]:
     """Return over how many nodes a group of `dimension` reaches, and how many of its ranks are in each."""
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
@@ -74,11 +65,24 @@ def spans(layout: Layout, dimension: str, machine: Machine, order: str) -> tuple
     return math.ceil(size / together), together
 
 
+def launching(layout: Layout, machine: Machine, habits: Habits) -> float:
+    """Seconds in which the CPU launches a layer, forward and backward, for a micro-batch: no layer takes less.
+
+    Recomputation launches the forward again, and a ring of cp ranks cp hops of attention. In a pipeline a layer takes
+    longer, which includes the messages of its tensor ranks.
+    """
+    least, hops = habits.launch, layout.cp if layout.cp > 1 else 0
+    if layout.pp > 1:
+        nodes, _ = spans(layout, "tp", machine, habits.order)
+        least = max(least, habits.paced * layout.tp**habits.apart * nodes**habits.crowd)
+    return AGAIN[layout.recompute] / 3 * least * (1 + RING_HOP * hops)
+
+
 def seconds_of(message: Message, dimension: str, layout: Layout, machine: Machine, habits: Habits) -> float:
     """Return the time of all `message.count` messages.
 
-    Between nodes a collective uses the cards of all its ranks in a node, starts the later, the more nodes there are,
-    and moves bytes as fast as the playbook's authors measured (`bus_bandwidth`, on cards of 50 GB/s).
+    Between nodes a collective starts the later, the more nodes there are, and moves bytes as fast as the playbook's
+    authors measured for whole nodes (`bus_bandwidth`, on cards of 50 GB/s); slower, if it has few of a node's ranks.
     """
     nodes, together = spans(layout, dimension, machine, habits.order)
     if nodes == 1:
@@ -86,7 +90,8 @@ def seconds_of(message: Message, dimension: str, layout: Layout, machine: Machin
     start = habits.far_start * (nodes - 1) ** habits.spread
     op = message.op if message.op in ("all_reduce", "reduce_scatter") else "all_gather"
     whole_nodes = bus_bandwidth(op, nodes * machine.gpus) * machine.far / NETWORK
-    return message.count * (start + message.bytes / min(machine.near, whole_nodes * together / machine.gpus))
+    speed = whole_nodes * (together / machine.gpus) ** habits.cards
+    return message.count * (start + message.bytes / min(machine.near, speed))
 
 
 class Mean(NamedTuple):
@@ -118,10 +123,8 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, habits: Habi
             dp.append((message, seconds_of(message, dimension, layout, machine, habits)))
         elif dimension != "pp":
             exposed[dimension] += seconds_of(message, dimension, layout, machine, habits)
-    if layout.pp > 1:  # its ranks wait for each other more than the schedule asks for
-        nodes = math.ceil(layout.copies * layout.tp * layout.pp / machine.gpus)
-        exposed["pp"] = m * layers * habits.stall * nodes**habits.crowd * layout.tp**habits.apart
-    launch = max(0.0, m * layers * (launching(layout, habits) - layer) - exposed["cp"] - exposed["ep"])
+    meanwhile = exposed["cp"] + exposed["ep"] + (exposed["tp"] if layout.pp > 1 else 0.0)
+    launch = max(0.0, m * layers * (launching(layout, machine, habits) - layer) - meanwhile)
     return Mean(layer, head, launch, exposed, dp)
 
 
@@ -136,15 +139,23 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits =
     if layout.pp > 1:
         start = habits.near_start if spans(layout, "pp", machine, habits.order)[0] == 1 else habits.far_start
         sends = 2 * layout.stages * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp
-        # `stall` contains the starts of one stage's messages
-        exposed["pp"] += m * (sends / machine.far + 2 * (layout.stages - 1) * start)
+        exposed["pp"] = m * (sends / machine.far + 2 * layout.stages * start)
     forward = layers * layer / AGAIN[layout.recompute] + head / 3
     exposed["dp"] = not_hidden([(message, more * time) for message, time in dp], forward, layers * layer + head, habits)
     compute, share = m * (layers * layer + head), slowest.waits / (layout.stages * m + slowest.waits)
     busy = compute + launch + sum(exposed.values()) - exposed["dp"]
+    exposed["pp"] += lateness(layout, habits.pause)
     held = sum(cost.parameters(model, layout)) / (layout.copies if layout.zero else 1)
     update = UPDATE_BYTES * held / machine.memory_bandwidth
     return Times(compute, launch, bubble=busy * share / (1 - share), update=update, **exposed)
+
+
+def lateness(layout: Layout, pause: float) -> float:
+    """Return the seconds that a step takes more if each message between stages is late by `pause`.
+
+    A stage in the middle exchanges four of them per micro-batch, one after the other; with two stages, each has two.
+    """
+    return pause * 2 * min(2, layout.pp - 1) * layout.micro_batches
 
 
 def not_hidden(messages: list[tuple[Message, float]], forward: float, both: float, habits: Habits) -> float:

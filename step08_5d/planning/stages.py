@@ -8,7 +8,7 @@ layers.
 import math
 from collections import Counter
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from common.model_config import ModelConfig
@@ -21,8 +21,20 @@ from step08_5d.cost import Layout
 
 
 @cache  # a search asks for a few hundred of them, and often
-def _ranges(model: ModelConfig, stages: int, seq: int) -> list[tuple[int, int]]:
-    return split_layers(model, stages, seq)
+def _ranges(model: ModelConfig, stages: int, seq: int, nanotron: bool = False) -> list[tuple[int, int]]:
+    return split_like_nanotron(model, stages) if nanotron else split_layers(model, stages, seq)
+
+
+def split_like_nanotron(model: ModelConfig, stages: int) -> list[tuple[int, int]]:
+    """Return the layers [first, last) of each stage of a published run: the layer that fills a stage is still its own.
+
+    A stage is full when it and those before it have their share of all multiplications by weights, those of the head
+    included (nanotron, `models/base.py`). The last stage may have the head alone.
+    """
+    layer, head = 4 * model.hidden**2 + 3 * model.hidden * model.ffn, model.hidden * model.vocab
+    share = (model.layers * layer + head) / stages
+    bounds = [min(model.layers, math.floor(share * stage / layer) + 1) for stage in range(1, stages)]
+    return list(pairwise([0, *bounds, model.layers]))
 
 
 def stage_sizes(model: ModelConfig, stages: int, seq: int) -> tuple[int, ...]:
@@ -31,23 +43,18 @@ def stage_sizes(model: ModelConfig, stages: int, seq: int) -> tuple[int, ...]:
 
 
 def ranges_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[tuple[int, int]]:
-    """Return the layers [first, last) of each stage of a rank; equal stages in whole layers, of which earlier ones
-    have more."""
-    if layout.equal_stages:
-        return [(-(-rank * model.layers // layout.pp), -(-(rank + 1) * model.layers // layout.pp))]
-    return _ranges(model, layout.pp * layout.stages, layout.seq)[rank :: layout.pp]
+    """Return the layers [first, last) of each stage of a rank."""
+    return _ranges(model, layout.pp * layout.stages, layout.seq, layout.nanotron)[rank :: layout.pp]
 
 
-def layers_of_ranks(model: ModelConfig, layout: Layout) -> tuple[float, ...]:
+def layers_of_ranks(model: ModelConfig, layout: Layout) -> tuple[int, ...]:
     """Return how many layers each rank of the pipeline has, in all of its stages."""
-    if layout.equal_stages:
-        return (model.layers / layout.pp,) * layout.pp
-    return _layers_of_ranks(model, layout.pp, layout.stages, layout.seq)
+    return _layers_of_ranks(model, layout.pp, layout.stages, layout.seq, layout.nanotron)
 
 
 @cache
-def _layers_of_ranks(model: ModelConfig, p: int, v: int, seq: int) -> tuple[int, ...]:
-    sizes = stage_sizes(model, p * v, seq)
+def _layers_of_ranks(model: ModelConfig, p: int, v: int, seq: int, nanotron: bool) -> tuple[int, ...]:
+    sizes = [last - first for first, last in _ranges(model, p * v, seq, nanotron)]
     return tuple(sum(sizes[rank::p]) for rank in range(p))
 
 
@@ -61,7 +68,8 @@ def fullest_ranks(model: ModelConfig, layout: Layout) -> list[int]:
     """
     first_with = {}
     for rank, layers in enumerate(layers_of_ranks(model, layout)[1:-1], 1):
-        first_with.setdefault(layers, rank)
+        if layers:  # nanotron leaves some without any
+            first_with.setdefault(layers, rank)
     return sorted({0, layout.pp - 1, *first_with.values()})
 
 
@@ -212,8 +220,6 @@ def pace(model: ModelConfig, layout: Layout, layer: float, head: float) -> Pace:
         layer, head: seconds of a micro-batch, forward and backward, in a layer and in the head.
     """
     *others, last = layers_of_ranks(model, layout)
-    if layout.equal_stages:
-        return Pace(last, True, layout.pp - 1)
     most = max(others, default=0)
     if last * layer + head >= most * layer:
         return Pace(last, True, sum(others) * layer / (last * layer + head))

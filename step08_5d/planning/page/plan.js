@@ -148,7 +148,8 @@ function seconds_of(message, layout, machine, habits) {
   const start = habits.far_start * (nodes - 1) ** habits.spread;
   const op = ["all_reduce", "reduce_scatter"].includes(message.op) ? message.op : "all_gather";
   const whole_nodes = (bus_bandwidth(op, nodes * machine.gpus) * machine.far) / constants.NETWORK;
-  return message.count * (start + message.bytes / Math.min(machine.near, (whole_nodes * together) / machine.gpus));
+  const speed = whole_nodes * (together / machine.gpus) ** habits.cards;
+  return message.count * (start + message.bytes / Math.min(machine.near, speed));
 }
 
 // Seconds of a step by what they go to
@@ -171,18 +172,23 @@ function times(model, layout, machine, habits = constants.OURS) {
     if (message.dimension === "dp") dp.push([message, time]);
     else exposed[message.dimension] += time;
   }
+  let least = habits.launch, meanwhile = exposed.cp + exposed.ep;
   if (layout.pp > 1) {
-    const nodes = Math.ceil((layout.copies * layout.tp * layout.pp) / machine.gpus);
-    exposed.pp = m * mean * habits.stall * nodes ** habits.crowd * layout.tp ** habits.apart;
+    const [nodes] = spans(layout, "tp", machine, habits.order);
+    least = Math.max(least, habits.paced * layout.tp ** habits.apart * nodes ** habits.crowd);
+    meanwhile += exposed.tp;
   }
-  const hops = layout.cp > 1 ? layout.cp : 0, launching = habits.launch * again * (1 + constants.RING_HOP * hops);
-  let launch = Math.max(0, m * mean * (launching - layer) - exposed.cp - exposed.ep);
+  const hops = layout.cp > 1 ? layout.cp : 0, launching = again * least * (1 + constants.RING_HOP * hops);
+  let launch = Math.max(0, m * mean * (launching - layer) - meanwhile);
   const slowest = pace(model, layout, layer + (launch + total(exposed)) / (m * mean), head);
   const { layers, waits } = slowest, more = layers / mean;
   head *= slowest.has_head;
   launch *= more;
   for (const dimension in exposed) exposed[dimension] *= more;
-  if (layout.pp > 1) exposed.pp += (m * 2 * layout.tokens * model.hidden * narrow) / layout.tp / machine.far;
+  if (layout.pp > 1) {
+    const start = spans(layout, "pp", machine, habits.order)[0] === 1 ? habits.near_start : habits.far_start;
+    exposed.pp = m * ((2 * layout.tokens * model.hidden * narrow) / layout.tp / machine.far + 2 * start);
+  }
   const forward = (layers * layer) / AGAIN[layout.recompute] + head / 3, both = layers * layer + head;
   exposed.dp = not_hidden(dp.map(([message, time]) => [message, more * time]), forward, both, habits);
   const compute = m * both, share = waits / (m + waits);

@@ -17,10 +17,10 @@ from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step08_5d.planning import sweep
 from step08_5d.planning.explain import NAMES
-from step08_5d.planning.machines import MACHINES, OURS, Habits
+from step08_5d.planning.machines import MACHINES, OURS
 from step08_5d.planning.moments import FEW_BYTES, RATIO
 from step08_5d.planning.pictures import words
-from step08_5d.planning.published import predicted, read_runs
+from step08_5d.planning.published import Fit, predicted, read_runs
 from step08_5d.planning.search import MOST_FULL
 from step08_5d.planning.share import BUCKET
 from step08_5d.planning.speed import AGAIN, CORE_AGAIN, RING_HOP, UPDATE_BYTES
@@ -59,7 +59,7 @@ def published_dots() -> list[dict]:
         dot |= {"status": "failed", "line": "published without numbers"} if failed else {"status": "ok"}
         if not failed:
             dot |= {"mfu": run.mfu, "speed": run.tokens_per_second, "memory": run.memory}
-            dot["predicted"] = predicted(run, Habits())
+            dot["predicted"] = predicted(run, Fit())
         result.append(dot)
     return result
 

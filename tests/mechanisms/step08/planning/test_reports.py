@@ -251,5 +251,6 @@ def test_zero_2_in_a_pipeline_sends_more_than_zero_1():
     found = recipe.choices(task("llama3-70b", 1024, sequences=1024))
     one, two = found[8, 1], found[8, 2]
     m = two.layout.micro_batches
-    assert two.sent / one.sent == pytest.approx((4 * m + 2) / 6) and two.held < one.held
+    assert two.sent / one.sent == pytest.approx((4 * m + 2) / 6)
+    assert two.held < sum(memory(PRESETS["llama3-70b"], two.layout._replace(zero=1)).values())
     assert found[1, 0] is None, "70 B with tp 8 and nothing else do not fit"

@@ -1,0 +1,47 @@
+"""Layouts that you name side by side: how fast, how much memory, and how many bytes over which dimension.
+
+    python -m step08_5d.planning compare --model mixtral-8x7b "--dp 64 --ep 8 --zero 1" "--dp 32 --tp 2 --ep 8 --zero 1"
+
+Each is a text of flags of step 8, such as `plan` prints.
+"""
+
+import shlex
+from collections import Counter
+
+from common.drawing.tables import print_table
+from step08_5d import cost
+from step08_5d.cost import Layout
+from step08_5d.planning.explain import NAMES
+from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.memory import memory
+from step08_5d.planning.memory_report import DEFAULTS, configuration
+from step08_5d.planning.search import named
+from step08_5d.planning.speed import mfu, times
+from step08_5d.shapes_picture import DIMENSION_OF
+
+SENT = ("tp", "cp", "ep", "pp", "dp")
+
+
+def show(options) -> None:
+    """The table for the options of the command line."""
+    machine, rows = MACHINES[options.gpu], []
+    for text in options.layouts:
+        words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
+        config = configuration([*words, "--global-batch", str(options.global_batch), *shlex.split(text)])
+        model, layout = config.model_config, Layout.of(config)
+        found, sent = times(model, layout, machine), Counter()
+        for each in cost.messages(model, layout, ends=False):
+            sent[DIMENSION_OF[each.group]] += each.bytes * each.count
+        gpus = layout.copies * layout.tp * layout.pp
+        held = sum(memory(model, layout).values())
+        cells = f"{mfu(model, layout, found.step, machine):.1%}", f"{found.step:.2f}", f"{held / 1e9:.0f}"
+        sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
+        rows.append((gpus, named(layout), *cells, *sizes, f"{NAMES[found.binds]} ({_share(found):.0%})"))
+    title = f"predicted: {options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
+    header = ("GPUs", "layout", "MFU", "s", "GB held", *(f"sent: {SENT[0]}", *SENT[1:]), "most of the rest of the step")
+    print_table(title, header, rows)
+    print("  sent: GB of a rank in a step, in a stage in the middle")
+
+
+def _share(found) -> float:
+    return getattr(found, found.binds) / found.step
