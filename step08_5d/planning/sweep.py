@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -76,14 +77,42 @@ def read(path: str) -> Sweep:
     if unknown or missing:
         what = f"has no key {min(missing)}" if missing else f"has an unknown key {min(unknown)}"
         raise UsageError(f"{path} {what}; the keys are {', '.join(Sweep._fields)}")
-    for key, kind in (("name", str), ("flags", str), ("world", list), ("grid", list)):
-        if not isinstance(content[key], kind):
-            raise UsageError(f"{path}: {key} must be a {'text' if kind is str else 'list'}")
-    if not all(isinstance(values, list) for table in content["grid"] for values in table.values()):
-        raise UsageError(f"{path}: every value in a [[grid]] table must be a list")
-    if any("nodes" not in table and table.keys() & set(OF_NODES) for table in content["grid"]):
-        raise UsageError(f"{path}: bandwidth and latency are those between nodes = [2]")
-    return Sweep(**content)
+    sweep = Sweep(**content)
+    if wrong := _what_is_wrong(sweep):
+        raise UsageError(f"{path}: {wrong}")
+    return sweep
+
+
+def _what_is_wrong(sweep: Sweep) -> str:
+    """A line about a key whose value nothing can be done with, or nothing."""
+    name, grid = sweep.name, sweep.grid
+    rules = {
+        "name must be that of a folder": isinstance(name, str) and Path(name).name == name not in ("", ".."),
+        "flags must be a text": isinstance(sweep.flags, str),
+        "world must be a list of numbers, each at least 1": _are_counts(sweep.world),
+        "grid must be tables, [[grid]]": isinstance(grid, list) and all(isinstance(each, dict) for each in grid),
+        "timeout must be above 0": isinstance(sweep.timeout, int | float) and sweep.timeout > 0,
+        "launcher must be torchrun or slurm": sweep.launcher in ("torchrun", "slurm"),
+        "gpus must be at least 1": _are_counts([sweep.gpus]),
+    }
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        return broken[0]
+    try:
+        shlex.split(sweep.flags)
+    except ValueError as error:  # a quotation mark too many, say
+        return f"flags: {error}"
+    for table in grid:
+        if not all(isinstance(values, list) for values in table.values()):
+            return "every value in a [[grid]] table must be a list"
+        if not _are_counts(table.get("world", [1]) + table.get("nodes", [1])):
+            return "world and nodes in a [[grid]] table must be numbers, each at least 1"
+        if "nodes" not in table and table.keys() & set(OF_NODES):
+            return "bandwidth and latency are those between nodes = [2]"
+    return ""
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(each) is int and each > 0 for each in values)
 
 
 def cases(sweep: Sweep) -> Iterator[Case]:
@@ -193,16 +222,20 @@ def fastest(folder: Path) -> list[dict]:
 
 
 def history(folder: Path) -> dict[str, list[dict]]:
-    """All records of each run, the newest last: --again repeats runs."""
+    """All records of each run with its newest flags, the newest last: --again repeats runs."""
     file = folder / "runs.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     found = {}
     for line in lines:
         try:
             each = json.loads(line)
-        except ValueError:  # an interrupted write
+            name, flags = each["id"], each.get("flags")
+        except (ValueError, TypeError, KeyError):  # an interrupted write, or not a sweep's file
             continue
-        found.setdefault(each["id"], []).append(each)
+        earlier = found.setdefault(name, [])
+        if earlier and earlier[0].get("flags") != flags:  # the TOML file's flags have changed: another run
+            earlier.clear()
+        earlier.append(each)
     return found
 
 
@@ -210,8 +243,10 @@ def carry_out(sweep: Sweep, again: list[str]) -> list[dict]:
     """Run all cases that have no record, or one with a status in `again`. Returns all records of the sweep."""
     sweep.folder.mkdir(parents=True, exist_ok=True)
     wanted = list(cases(sweep))
-    done = {each["id"] for each in records(sweep.folder) if each["status"] not in again}
-    left = [case for case in wanted if case.id not in done]
+    done = {each["id"]: each.get("flags") for each in records(sweep.folder) if each["status"] not in again}
+    left = [case for case in wanted if done.get(case.id) != case.flags]
+    if left and sweep.launcher == "slurm" and not shutil.which("sbatch"):
+        raise UsageError("launcher slurm needs the command sbatch, which is not installed here")
     terminal = sys.stderr.isatty()
     for case in tqdm(left, unit="run", desc=sweep.name, disable=not terminal):
         record = run(sweep, case)

@@ -74,6 +74,9 @@ def test_every_run_is_recorded(grid, capsys, monkeypatch):
     assert started == [], "started again, it runs nothing"
     main(["sweep", str(grid), "--again", "crash"])
     assert started == [{"micro_batch": 2}]
+    grid.write_text(GRID.replace("--steps 4", "--steps 5"))
+    main(["sweep", str(grid)])
+    assert len(started) == 1 + 5, "with other flags, these are other runs"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,8 @@ def test_every_run_is_recorded(grid, capsys, monkeypatch):
         ("world = [2]\n", "", "has no key world"),
         ("timeout", "time_out", "has an unknown key time_out"),
         ("[1, 2, 4]", "4", "every value in a [[grid]] table must be a list"),
-        ("world = [2]", "world = 2", "world must be a list"),
+        ("world = [2]", "world = [0]", "world must be a list of numbers, each at least 1"),
+        ("[1, 2, 4]", "[1]\nnodes = [0]", "world and nodes in a [[grid]] table must be numbers, each at least 1"),
         ("[[grid]]", "[[grid", "cannot read"),
         ("micro_batch = [1, 2, 4]", 'bandwidth = ["50mbit"]', "bandwidth and latency are those between nodes"),
     ],
