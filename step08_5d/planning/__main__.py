@@ -15,6 +15,8 @@ python -m step08_5d.planning published
 python -m step08_5d.planning page
 """
 
+import argparse
+import math
 import sys
 
 from common.errors import UsageError
@@ -30,22 +32,34 @@ from step08_5d.planning.search import Task, plans
 def tokens(text: str) -> int:
     """A number of tokens, such as 4096, 512k or 4M (of 1,024 each). Raises ValueError for anything else."""
     unit = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
-    return int(float(text.rstrip("kKmM")) * unit)
+    number = float(text.rstrip("kKmM")) * unit
+    if number < 1 or number % 1:  # also of infinity
+        raise ValueError(text)
+    return int(number)
+
+
+def count(text: str) -> int:
+    """A number of GPUs, ranks or the like, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
+def speed(text: str) -> float:
+    """GB/s or TFLOP/s, for argparse."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{number:g} must be above 0")
+    return number
 
 
 def plan(options) -> None:
     """The fastest layouts for the options of the command line. Raises UsageError for what cannot be planned."""
     model = resolve(options.model)
-    if options.tokens_per_batch % options.seq_len:
-        raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
     sequences, machine = options.tokens_per_batch // options.seq_len, MACHINES[options.gpu]
-    if options.gpus < 1 or options.gpus > machine.gpus and options.gpus % -(-options.gpus // machine.gpus):
-        raise UsageError(f"--gpus {options.gpus} must be at least 1, and as many on every node of {machine.gpus}")
-    for name in ("within", "between"):
-        if (speed := getattr(options, name)) is not None and speed <= 0:
-            raise UsageError(f"--{name} {speed:g} must be above 0")
+    if options.gpus % -(-options.gpus // machine.gpus):
+        raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}")
     if options.within:
         machine = machine._replace(near=1e9 * options.within)
     if options.between:
@@ -106,13 +120,13 @@ def main(argv: list[str] | None = None) -> None:
         if name in ("plan", "recipe", "compare"):
             sub.add_argument("--gpu", choices=MACHINES, default="H100")
         if name in ("plan", "recipe"):
-            sub.add_argument("--gpus", type=int, required=True)
+            sub.add_argument("--gpus", type=count, required=True)
             sub.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
         if name == "plan":
-            sub.add_argument("--shown", type=int, default=8, help="rows of the table")
+            sub.add_argument("--shown", type=count, default=8, help="rows of the table")
             sub.add_argument("--interleaved", action="store_true", help="also several stages on each pipeline rank")
-            sub.add_argument("--within", type=float, help="GB/s of a GPU to others of its node (default: data sheet)")
-            sub.add_argument("--between", type=float, help="GB/s of a GPU to other nodes (default: data sheet)")
+            sub.add_argument("--within", type=speed, help="GB/s of a GPU to others of its node (default: data sheet)")
+            sub.add_argument("--between", type=speed, help="GB/s of a GPU to other nodes (default: data sheet)")
         if name in ("sweep", "calibrate"):
             sub.add_argument("file", help="a TOML file that says what to run, such as step08_5d/planning/laptop.toml")
         if name == "sweep":
@@ -122,28 +136,30 @@ def main(argv: list[str] | None = None) -> None:
             sub.add_argument(
                 "--judge", help="another sweep's TOML file: fit to all runs of FILE, judge on those of this one"
             )
-            sub.add_argument("--cores", type=int, help="that the ranks share (default: those of this process)")
+            sub.add_argument("--cores", type=count, help="that the ranks share (default: those of this process)")
         if name == "dry-run":
-            sub.add_argument("--world", type=int, required=True, help="how many ranks there would be")
+            sub.add_argument("--world", type=count, required=True, help="how many ranks there would be")
             sub.add_argument("--rank", type=int, default=0, help="which of them to play")
         if name in ("overlap", "cheatsheet"):
             for degree in ("dp", "tp", "pp", "cp", "ep", "micro-batch"):
-                sub.add_argument(f"--{degree}", type=int, default=1)
+                sub.add_argument(f"--{degree}", type=count, default=1)
         if name == "cheatsheet":
             sub.add_argument("--zero", type=int, choices=range(4), default=0)
         if name in ("memory", "compare", "cheatsheet"):
-            sub.add_argument("--global-batch", "--sequences", type=int, default=256, help="sequences of a step")
+            sub.add_argument("--global-batch", "--sequences", type=count, default=256, help="sequences of a step")
         if name == "memory":
             sub.add_argument("--play", action="store_true", help="also a dry run of each stage, on fake tensors")
             sub.add_argument("--form", choices=("ours", "gpt"), default="ours", help="our model, or the playbook's GPT")
         if name == "overlap":
-            sub.add_argument("--peak", type=float, default=989, help="TFLOP/s that a GPU's products reach")
-            sub.add_argument("--bandwidth", type=float, default=450, help="GB/s of a GPU to others of its node")
-            sub.add_argument("--between", type=float, default=50, help="GB/s of a GPU to other nodes")
+            sub.add_argument("--peak", type=speed, default=989, help="TFLOP/s that a GPU's products reach")
+            sub.add_argument("--bandwidth", type=speed, default=450, help="GB/s of a GPU to others of its node")
+            sub.add_argument("--between", type=speed, default=50, help="GB/s of a GPU to other nodes")
             sub.add_argument("--near", nargs="*", choices=overlap.DEGREES, default=["tp"], help="within a node")
     options, options.rest = parser.parse_known_args(argv)
     if options.rest and options.run not in (play, memory_report.show):
         parser.error(f"unknown: {' '.join(options.rest)}")
+    if "gpus" in options and options.tokens_per_batch % options.seq_len:
+        raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
     options.run(options)
 
 

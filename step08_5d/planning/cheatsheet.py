@@ -11,6 +11,7 @@ from common.presets import resolve
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
 from step08_5d.planning.memory import of_stage, states
+from step08_5d.planning.search import check_degrees
 
 Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they differ
 
@@ -52,7 +53,8 @@ def show(options) -> None:
     if model.experts:
         raise UsageError(f"the cheatsheet knows no experts, and {options.model} has {model.experts}")
     layout = Layout(options.seq_len, **degrees, dtype="bfloat16")
-    layout = layout._replace(micro_batches=max(1, options.global_batch // (layout.dp * layout.micro_batch)))
+    check_degrees(model, layout, options.global_batch)
+    layout = layout._replace(micro_batches=options.global_batch // (layout.dp * layout.micro_batch))
     cells = [(name, f"{t / 1e9:.2f}", f"{o / 1e9:.2f}", why) for name, t, o, why in rows(model, layout)]
     title = f"predicted: {options.model}, the first stage's rank of 1F1B, GB"
     print_table(title, ("", "cheatsheet", "ours", "why they differ"), cells)

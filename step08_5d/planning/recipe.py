@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from common.drawing.tables import print_table
+from common.errors import UsageError
 from common.presets import resolve
 from step08_5d import cost
 from step08_5d.cost import Layout
@@ -57,8 +58,11 @@ def show(options) -> None:
     model = replace(model, max_positions=max(model.max_positions, options.seq_len))
     sequences = options.tokens_per_batch // options.seq_len
     task = Task(options.model, model, options.gpus, options.seq_len, sequences, MACHINES[options.gpu])
-    rows = []
-    for (pp, zero), choice in choices(task).items():
+    found, rows = choices(task), []
+    if not found:
+        rule = f"dp x tp {TP} x pp must make them up, pp divide {model.layers} layers and dp {sequences} sequences"
+        raise UsageError(f"--gpus {options.gpus}: {rule}")
+    for (pp, zero), choice in found.items():
         if choice is None:
             rows.append((f"pp {pp}, ZeRO-{zero}", *["-"] * 5, "does not fit"))
             continue

@@ -175,7 +175,7 @@ def check_degrees(model: ModelConfig, layout: Layout, sequences: int) -> None:
     for flag, size, what, whole in (
         ("--tp", layout.tp, "heads", model.heads),
         ("--tp", layout.tp, "columns of the MLP", model.ffn),
-        ("--cp", 2 * layout.cp, "tokens in two parts of each rank", layout.seq),
+        ("--cp", 2 * layout.cp if layout.cp > 1 else 1, "tokens in two parts of each rank", layout.seq),
         ("--ep", layout.ep, "experts", model.experts or 1),
         ("--ep", layout.ep, "ranks of dp x cp x tp", inner),
         ("--dp", layout.dp * layout.micro_batch, "sequences (--global-batch) in micro-batches", sequences),
