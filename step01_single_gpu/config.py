@@ -9,6 +9,9 @@ NEEDS |= {"keep": "save_every", "async_save": "save_every"}  # a flag, and anoth
 
 def check(config: TrainConfig) -> None:
     """Raises UsageError, with flag, value and rule, for flags that do not fit together. `dp` has been filled in."""
+    for name, value in vars(config).items():
+        if value == "" and name != "step_name":  # of an empty shell variable, say
+            raise UsageError(f"{spelled(name)} is empty")
     if config.global_batch % config.micro_batch:
         raise UsageError(f"--global-batch {config.global_batch} is not divisible by --micro-batch {config.micro_batch}")
     if config.data == "synthetic" and config.tokenizer:

@@ -22,7 +22,7 @@ REFUSED = {  # by step, world size and other flags: those named in the error lin
     --trace a:b; --trace 1:²; --trace=-1:2; --trace 100:100; --heads 3; --hidden 24; --dp 3; --kv-heads 3;
     --model debug | --hidden 100000000000; --seq-len 4096 --model smollm-135m; --global-batch 3; stray; --laye;
     | --trace 3:5 | --trace --run-dir; | --save-every 5 | --save-every --run-dir; --resume auto | | --run-dir;
-    --profile | | --trace; --memory-snapshot | | --trace; | --keep 2 | --keep --save-every;
+    --profile | | --trace; --memory-snapshot | | --trace; | --keep 2 | --keep --save-every; --run-dir= | | empty;
     --async-save | | --save-every; --profile --measure-memory | --trace 1:2 --run-dir x""",
     (6, 2, ""): """--tp 2 --dp 2; --tp 4; --tp 2 --seq-len 255; --tp-mode chunked | --tp 2 --no-sequence-parallel;
     --pp 3; --zero-replicas 2; --pp 2 | --virtual-stages 3; --dp-mode naive | --zero 1; --zero-reduce step | --zero 1;
