@@ -30,7 +30,7 @@ class DamagedCheckpoint(UsageError):
 def complete(run_dir: str | Path, after: int = -1) -> list[Path]:
     """The complete checkpoints of a run that were saved after step `after`, newest first."""
     folders = [manifest.parent for manifest in Path(run_dir).glob(f"checkpoints/step-*/{MANIFEST}")]
-    steps = {int(folder.name.removeprefix("step-")): folder for folder in folders if not folder.suffix}
+    steps = {int(folder.name[5:]): folder for folder in folders if folder.name[5:].isdecimal()}  # not step-40.damaged
     return [steps[step] for step in sorted(steps, reverse=True) if step > after]
 
 

@@ -45,6 +45,7 @@ def end_cleanly(job) -> None:
     """
     rank, world_size, _ = environment()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C; Python's handler would wait for a rank that is blocked
+    status = 1
     try:
         job()
         if torch.cuda.is_initialized():
@@ -55,14 +56,14 @@ def end_cleanly(job) -> None:
     except UsageError as error:
         status = 2
         _report(f"error: {error}\n", rank, world_size)
+    except BrokenPipeError:
+        os._exit(status)  # nobody reads what is printed any more, as in `train.py | head`
     except CommunicationError as error:
-        status = 1
         line = f"rank {rank}: lost contact with another rank: {error}\n"
         sys.stderr.write(line)  # in one piece
         time.sleep(LINGER)
         _tell_launcher(line)  # not before: the rank that died has no such file, and counts as the first without it
     except Exception:
-        status = 1
         report = f"rank {rank} failed:\n{traceback.format_exc()}"
         print(report, file=sys.stderr)
         _tell_launcher(report)
@@ -89,8 +90,7 @@ def _report(line: str, rank: int, world_size: int) -> None:
 
 def _tell_launcher(message: str) -> None:
     """Make torchrun's report, which comes last, end with this message: it quotes the file of the first that failed."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": message.strip(), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError):  # the message has been printed already
             Path(f"{file}.unfinished").write_text(json.dumps({"message": content}))

@@ -86,8 +86,11 @@ class RunRecord:
         for name, flops in (("mfu", "model_flops_per_step"), ("hfu", "hardware_flops_per_step")):
             timed[name] = utilisation(self.facts[flops], seconds, *devices)
         if self.file is not None:
-            self.file.write(line_of({"step": step} | measured | timed))
-            self.file.flush()
+            try:
+                self.file.write(line_of({"step": step} | measured | timed))
+                self.file.flush()
+            except OSError as error:  # the disk is full, say
+                raise UsageError(f"--run-dir {self.config.run_dir} cannot be written: {error.strerror}") from None
         steps, now = self.config.steps, time.monotonic()
         worth_a_line = step % max(1, steps // 20) == 0 or step == steps - 1 or now - self.shown > SILENCE
         if self.mesh.rank == 0 and worth_a_line:

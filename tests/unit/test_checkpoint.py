@@ -194,6 +194,7 @@ def test_all_ranks_do_the_same_about_a_fault(tmp_path, capsys):
     for what, line in zip(("__1_0.distcp cannot be read", "manifest.json is corrupt"), printed, strict=True):
         assert line.startswith(f"[rank 0] cannot load {folder_of(tmp_path, 6)}: {what}")
         assert line.endswith("; going on from step-00000005; renamed to step-00000006.damaged")
+    shutil.copytree(folder, f"{folder}-copy")  # as a user may do
     assert {"05", "06.damaged"} <= set(names(tmp_path)) and files.complete(tmp_path) == [folder]
     assert not (tmp_path / "checkpoints/step-00000006.damaged/old").exists(), "it was an older one of the same step"
     for path in (tmp_path / "nothing", tmp_path / "checkpoints"):
