@@ -12,6 +12,7 @@ python -m common.labs slides [STEP]      the lessons' figures as slides, in runs
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -41,7 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--student", type=int, metavar="N", help="your number, which chooses variants; it is kept")
     parser.add_argument("--home", type=Path, default=HOME, metavar="DIR", help="where files and results are kept")
     options = parser.parse_args(argv)
-    state = State.load(options.home)
+    try:
+        return carry_out(options, State.load(options.home))
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+
+
+def carry_out(options: argparse.Namespace, state: State) -> int:
+    """Do the command of the command line. Returns 1 if a check was not passed."""
     if options.student is not None:
         if options.student < 0:
             raise UsageError(f"--student {options.student} must be at least 0")
@@ -162,9 +172,10 @@ def hint(state: State, lab: Lab) -> None:
 
 
 def reset(state: State, lab: Lab) -> None:
-    folder, old = state.folder(lab), state.home / f"{lab.id}.old"
+    folder = state.folder(lab)
     if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        names = (f"{lab.id}.old{number or ''}" for number in itertools.count())
+        old = next(path for name in names if not (path := state.home / name).exists())
         folder.rename(old)
         print(f"What you had is in {shown(old)}.")
     make(state, lab)

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from common.errors import UsageError
 from common.labs.find import ROOT
 from common.labs.lab import Lab
 
@@ -37,19 +38,24 @@ class State:
 
     @classmethod
     def load(cls, home: Path = HOME) -> "State":
-        """A new one if the folder has none yet."""
+        """A new one if the folder has none yet. Raises UsageError if it cannot be read."""
         path = home / "state.json"
         if not path.exists():
             return cls(home)
-        found = json.loads(path.read_text())
-        labs = {id: Progress(**{"student": found["student"]} | progress) for id, progress in found["labs"].items()}
-        return cls(home, found["student"], found["current"], labs)
+        try:
+            found = json.loads(path.read_text())
+            labs = {id: Progress(**{"student": found["student"]} | progress) for id, progress in found["labs"].items()}
+            return cls(home, found["student"], found["current"], labs)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UsageError(f"{path} is damaged ({error}); without it, all labs count as not started") from None
 
     def save(self) -> None:
+        """Write the file, in one piece."""
         self.home.mkdir(parents=True, exist_ok=True)
         labs = {id: asdict(progress) for id, progress in self.labs.items()}
         text = json.dumps({"student": self.student, "current": self.current, "labs": labs}, indent=2)
-        (self.home / "state.json").write_text(text + "\n")
+        (self.home / "state.json.new").write_text(text + "\n")
+        (self.home / "state.json.new").replace(self.home / "state.json")
 
     def folder(self, lab: Lab) -> Path:
         return self.home / lab.id

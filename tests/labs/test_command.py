@@ -47,10 +47,8 @@ def labs(monkeypatch, tmp_path, capsys):
 
 def test_a_course(labs):
     assert labs()[1].endswith("0 of 2 are done. Next: python -m common.labs start write-01-x\n")
-    assert labs("check", "write-01-x") == (
-        2,
-        "error: write-01-x has not been started: python -m common.labs start write-01-x\n",
-    )
+    line = "error: write-01-x has not been started: python -m common.labs start write-01-x\n"
+    assert labs("check", "write-01-x") == (2, line)
     assert "Write your number." in labs("start", "write-01-x", "--student", "7")[1]
     status, printed = labs("check")  # the one that was started last
     assert status == 1 and "write-01-x: 50%" in printed and "look at your number" in printed
@@ -63,9 +61,12 @@ def test_a_course(labs):
     assert labs("check")[0] == 0 and "the answer is 7" in labs("solution", "write-01-x")[1]
     assert "done  write-01-x" in labs()[1]
     labs("reset", "write-01-x")
+    labs("reset", "write-01-x")
     assert (labs.home / "write-01-x" / "answer.txt").read_text() == "?\n"
     assert (labs.home / "write-01-x.old" / "answer.txt").read_text() == "7"
     assert labs("check", "write-01-x")[0] == 1 and "done  write-01-x" in labs()[1]  # the best score counts
+    (labs.home / "state.json").write_text("{}")
+    assert labs()[0] == 2, "a damaged record is an error"
 
 
 def test_who_gives_up_is_on_record(labs):
