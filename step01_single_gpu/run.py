@@ -46,11 +46,14 @@ class Run:
     def __exit__(self, error, *_) -> None:
         self._steps.close()  # ends the contexts of a step that an error has left
         if error is None:  # after an error, other ranks may be gone
-            if self.background:
-                self.background.wait()
-            self.profilers.close()
-            self.tracer.close()
-            self.record.close()
+            try:
+                if self.background:
+                    self.background.wait()
+                self.profilers.close()
+                self.tracer.close()
+                self.record.close()
+            except OSError as full:
+                raise UsageError(f"--run-dir {self.config.run_dir} cannot be written: {full.strerror}") from None
 
     def steps(self) -> Iterator[int]:
         """The steps that are left to take. Each is timed and traced while the loop's body runs, and may be saved."""
