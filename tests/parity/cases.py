@@ -100,12 +100,9 @@ HARD = {
     """,
     5: f"""
         # One process: gradient accumulation, under any schedule
-        0 {TIED} {ADAMW} --schedule 1f1b
         0 {TIED} {ADAMW} --schedule zb-h1 --zero 1
         0 {TIED} {ADAMW} --schedule interleaved --virtual-stages 2
         # Two copies of the model
-        2 {UNTIED} {ADAMW} --pp 2 --schedule dualpipe
-        2 {TIED} {SGD} --pp 2 --schedule dualpipe --recompute full
         4 {TIED} {ADAMW} --pp 4 --layers 5 --schedule dualpipe --micro-batch 1
         4 {TIED} {ADAMW} --pp 2 --dp 2 --schedule dualpipe --zero 1 --bucket-mb 0.01
         4 {UNTIED} {SGD} --pp 2 --tp 2 {FOUR} --schedule dualpipe --kv-heads 1
@@ -124,7 +121,6 @@ HARD = {
         # All at once
         8 {TIED} {ADAMW} --dp 2 --pp 2 --tp 2 {FOUR} --schedule 1f1b --zero 1
         8 {UNTIED} {ADAMW} --dp 2 --pp 2 --tp 2 {FOUR} --layers 4 --schedule interleaved --zero 3 --recompute full
-        8 {TIED} {SGD} --dp 2 --pp 2 --tp 2 --schedule dualpipe --zero 1 --micro-batch 1 --global-batch 8
         8 {TIED} {ADAMW} --dp 2 --pp 2 --tp 2 {FOUR} --layers 4 --schedule zbv --zero 2 {PADDED}
         # More stages on a rank, fewer micro-batches than stages
         2 {UNTIED} {SGD} --pp 2 --layers 8 --virtual-stages 4 --schedule breadth-first --micro-batch 12
@@ -159,9 +155,7 @@ HARD = {
         0 {ADAMW} --expert-ffn 20 --experts 6 {AUX} {CAPACITY} --recompute full --micro-batch 3
         0 {ADAMW} --expert-ffn 20 --experts 6 {AUX} {CAPACITY} --recompute selective --micro-batch 2 --zero 1
         # Without experts
-        2 {ADAMW} --dp 2 --zero 3
-        2 {ADAMW} --pp 2 --schedule zb-h1 --micro-batch 3
-        2 {ADAMW} --cp 2
+        4 {ADAMW} --cp 2 --pp 2 {TWO} --schedule zb-h1 --zero 3
         # Most experts get no token, and some ranks none at all
         2 {ADAMW} {FEW_TOKENS} --top-k 1 --dp 2 --ep 2 --zero 3
         4 {SGD} {FEW_TOKENS} --top-k 2 --tp 2 --cp 2 --ep 4 --recompute full {CAPACITY}
@@ -179,10 +173,7 @@ if ALL:
         4 {UNTIED} {SGD} --cp 4 --seq-len 4 {ONE} {CONTIGUOUS}
         4 {UNTIED} {SGD} --cp 2 --pp 2 {TWO} --schedule dualpipe --zero 1 {CONTIGUOUS}
         8 {UNTIED} {ADAMW} --cp 4 --tp 2 {ONE} {ULYSSES} --heads 8 --kv-heads 4 --recompute full
-        8 {TIED} {SGD} --cp 2 --dp 2 --tp 2 {TWO} --zero 3 {STRIPED} {WHOLE}
         8 {TIED} {ADAMW} --cp 4 --pp 2 {TWO} --layers 4 --schedule dualpipev {ULYSSES} {MHA}
-        16 {UNTIED} {ADAMW} --cp 2 --dp 2 --tp 2 --pp 2 --micro-batch 3 --zero 2
-        16 {TIED} {SGD} --cp 4 --dp 2 --tp 2 {TWO} --zero 3 {GATHER}
         2 {DOCUMENTS} {UNTIED} {ADAMW} --cp 2 {TWO} {GATHER} {CONTIGUOUS}
         4 {DOCUMENTS} {UNTIED} {SGD} --cp 2 --tp 2 {ONE} --zero 1
         4 {DOCUMENTS} {UNTIED} {ADAMW} --tp 2 --pp 2 {TWO} --recompute full
@@ -193,9 +184,6 @@ if ALL:
         4 {ADAMW} --experts 8 --cp 4 --ep 4 {ONE} {ULYSSES} {CONTIGUOUS} {MHA} {CAPACITY}
         4 {ADAMW} --experts 8 --dp 4 --ep 2 {FOUR} --dp-mode overlap --mask-documents {BIAS}
         8 {ADAMW} {FEW_TOKENS} --top-k 2 --dp 2 --tp 2 --cp 2 --ep 8 --zero 3 {CAPACITY} {SHARED}
-        8 {SGD} --experts 8 --dp 2 --tp 2 --pp 2 --ep 2 {FOUR} --schedule zbv --layers 4 --zero 3 --recompute full
-        16 {ADAMW} --experts 8 {SHARED} --dp 2 --cp 2 --tp 2 --pp 2 --ep 8 {FOUR} --zero 2 {BIAS} {CAPACITY}
-        16 {SGD} --experts 8 {AUX} --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 {FOUR} --schedule zb-h1 --zero 1
     """
 
 
