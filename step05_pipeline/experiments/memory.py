@@ -133,9 +133,9 @@ def draw_tradeoff(shares: dict[str, list[float]], ranks: int, micro_batches: int
         schedule, costs = pipeline_of(name, ranks, micro_batches)
         kept, bubble = max(shares[name]), simulate(schedule, costs).bubble
         taught = name in TAUGHT
-        look = {"color": COLOURS["measured"] if taught else "#999999", "markersize": 11 if taught else 8}
-        axis.plot(kept, bubble, "o", **look)
-        font = {"fontsize": 13, "fontweight": "bold"} if taught else {"fontsize": 11, "color": "#555555"}
+        look = {"fillstyle": "full" if taught else "none", "markersize": 11 if taught else 8}
+        axis.plot(kept, bubble, "o", color=COLOURS["measured"], **look)
+        font = {"fontsize": 13, "fontweight": "bold"} if taught else {"fontsize": 11}
         axis.annotate(label, (kept, bubble), xytext=(9, -4), textcoords="offset points", **font)
     arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 2}
     axis.annotate("", (1.72, 5.5), (1.95, 6.7), arrowprops=arrow)
