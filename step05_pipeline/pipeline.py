@@ -69,8 +69,8 @@ class Pipeline:
         self.last_actions = {action.chunk: action for action in schedule.actions[self.rank] if action.kind in "BW"}
         split = config.tp if config.sequence_parallel else 1
         self.shape = config.micro_batch, config.rank_seq_len // split, config.model_config.hidden  # of every message
-        # With sequence parallelism, a later stage's input holds fewer tokens than these
-        self.positions = torch.arange(config.rank_seq_len, device=mesh.device)
+        # Of all tokens: with sequence parallelism, a later stage's input holds fewer. A later step sets those of a part
+        self.positions = torch.arange(config.seq_len, device=mesh.device)
         self.step: Step | None = None  # the last one that has begun
 
     def run(
@@ -79,8 +79,8 @@ class Pipeline:
         """Run forward and backward of all micro-batches of a step.
 
         Args:
-            micro_batch: index -> (tokens, targets), each (micro_batch, seq_len), and perhaps what every stage's forward
-                takes after its input: positions (by default 0, 1, 2, ...) and mask.
+            micro_batch: index -> (tokens, targets), each (micro_batch, seq_len), and perhaps a mask for the attention
+                of all stages. Without one, only the first stage and the last call it.
             target_tokens: of the whole global batch, since every loss is a share of its mean.
             scale: a factor for the losses before the backward, see `LossScaler`.
 
@@ -128,11 +128,13 @@ class Pipeline:
         return time.perf_counter()
 
     def _forward(self, action: Action, stage_input: torch.Tensor | None) -> None:
-        x, targets, *context = self.step.micro_batch(action.micro_batch)
+        stage = self.stages[action.chunk]
+        # Tokens enter at the embedding, targets at the head; but all stages need a later step's masks of documents
+        needs_data = stage.has_embedding or stage.has_head or self.config.mask_documents
+        x, targets, *mask = self.step.micro_batch(action.micro_batch) if needs_data else (None, None)
         if stage_input is not None:
             x = stage_input.detach().requires_grad_()  # the graph of this stage begins here
-        stage = self.stages[action.chunk]
-        y = stage(x, *(context or [self.positions]), targets=targets)  # context: of later steps, which divide sequences
+        y = stage(x, self.positions, *mask, targets=targets)
         if self.stage_numbers[action.chunk] < self.schedule.stages - 1:
             self.step.outputs[self.schedule.output_of(self.rank, action)] = y.detach()
         else:

@@ -50,9 +50,14 @@ def apply_context_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> N
             layer.attention.core = partial(attention, config=config, cp=mesh.cp)
 
 
+def positions_of(config: TrainConfig, mesh: Mesh) -> Tensor:
+    """Return the positions of this rank's tokens in their sequence: (seq_len / cp,) of int64, on the CPU."""
+    return torch.from_numpy(SequenceLayout(config.cp_split, config.seq_len, mesh.cp.size).positions(mesh.cp.rank))
+
+
 def take_part(
     tokens: Tensor, targets: Tensor, config: TrainConfig, mesh: Mesh, end: int | None
-) -> tuple[Tensor, Tensor, Tensor, Documents] | tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Documents] | tuple[Tensor, Tensor]:
     """Return this rank's part of the sequences of a micro-batch, on its device.
 
     Args:
@@ -60,11 +65,10 @@ def take_part(
             its own, although the token that follows is on another rank.
         end: the token that ends a document.
 
-    Returns tokens and targets, each (micro_batch, seq_len / cp), their positions in the sequence and, with
-    --mask-documents, the documents.
+    Returns tokens and targets, each (micro_batch, seq_len / cp), and, with --mask-documents, the documents.
     """
-    mine = torch.from_numpy(SequenceLayout(config.cp_split, config.seq_len, mesh.cp.size).positions(mesh.cp.rank))
-    part = to_device((tokens[:, mine], targets[:, mine], mine), mesh.device)
+    mine = positions_of(config, mesh)
+    part = to_device((tokens[:, mine], targets[:, mine]), mesh.device)
     if not config.mask_documents:
         return part
     # No document begins behind the last token

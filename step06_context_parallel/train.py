@@ -30,7 +30,7 @@ from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, mark_shared_parameters, place_stages
 from step06_context_parallel.config import check
-from step06_context_parallel.context_parallel import apply_context_parallel, take_part
+from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
@@ -47,7 +47,9 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
     wrapper = ZeroByLayer if config.zero == 3 and config.pp == 1 else Zero
     zero_wrappers = [wrapper(stage, config, mesh) for stage in stages]
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)
-    return Pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer
+    pipeline = Pipeline(schedule, stages, zero_wrappers, config, mesh)
+    pipeline.positions = positions_of(config, mesh).to(mesh.device)
+    return pipeline, optimizer
 
 
 def train_step(

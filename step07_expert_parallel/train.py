@@ -31,7 +31,7 @@ from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import build_stages, mark_shared_parameters, place_stages
-from step06_context_parallel.context_parallel import apply_context_parallel, take_part
+from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
 from step07_expert_parallel.balancing import Balancing, routers_of
 from step07_expert_parallel.config import check
 from step07_expert_parallel.interleave import InterleavedPipeline
@@ -58,8 +58,9 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config, biases)
     # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
     kind = InterleavedPipeline if config.schedule.startswith("dualpipe") and config.ep > 1 else Pipeline
-    balancing = Balancing(stages, config, mesh, optimizer.scaler)
-    return kind(schedule, stages, zero_wrappers, config, mesh), optimizer, balancing
+    pipeline = kind(schedule, stages, zero_wrappers, config, mesh)
+    pipeline.positions = positions_of(config, mesh).to(mesh.device)
+    return pipeline, optimizer, Balancing(stages, config, mesh, optimizer.scaler)
 
 
 def train_step(

@@ -82,8 +82,8 @@ def kept_for_backward(mesh: Mesh, flags: dict) -> int:
     run = Training(train, *checked(mesh, **flags))
     (stage,) = run.parts[0].stages
     whole = run.batches.micro_batch(0, 0, run.config.micro_batch)
-    tokens, _, *context = train.take_part(*whole, run.config, run.mesh, run.batches.corpus.end)
+    tokens, _ = train.take_part(*whole, run.config, run.mesh, run.batches.corpus.end)
     with SavedTensors(stage) as saved:
-        logits = stage(tokens, *context)
+        logits = stage(tokens, run.parts[0].positions)
     del logits
     return saved.bytes

@@ -5,7 +5,7 @@ from common.labs.hunt import NOBODY, Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, RING = "step06_context_parallel/train.py", "step06_context_parallel/ring_attention.py"
-PARTS, BLOCK = "step06_context_parallel/context_parallel.py", "step06_context_parallel/attention_block.py"
+BLOCK = "step06_context_parallel/attention_block.py"
 ONE = Training("step01_single_gpu/train.py")
 
 STALE_KEYS = Bug(
@@ -28,10 +28,9 @@ STALE_KEYS = Bug(
 PART_POSITIONS = Bug(
     edits=(
         Edit(
-            PARTS,
-            "to_device((tokens[:, mine], targets[:, mine], mine), mesh.device)",
-            "to_device((tokens[:, mine], targets[:, mine], torch.arange(len(mine)) + mesh.cp.rank * len(mine)), "
-            "mesh.device)",
+            TRAIN,
+            "positions_of(config, mesh).to(mesh.device)",
+            "torch.arange(config.rank_seq_len, device=mesh.device) + mesh.cp.rank * config.rank_seq_len",
         ),
     ),
     seen=(ONE, Training(TRAIN, "--cp 2", 2)),

@@ -11,7 +11,6 @@ counted here.
 import math
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -103,9 +102,9 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
             optimizer.slices()  # makes the moments, which otherwise come with the first update
             parts += [pipeline, optimizer]
             allocations.start_over()
-            bar = tqdm(total=config.accumulation_steps * len(pipeline.stages), disable=None if progress else True)
-            with record() as calls, bar:
-                batches, tracer = _batches(config, bar.update), Tracer(None, mesh, None)
+            pipeline.program = tqdm(pipeline.program, disable=None if progress else True)
+            with record() as calls:
+                batches, tracer = _batches(config), Tracer(None, mesh, None)
                 arguments = pipeline, optimizer, balancing, batches, config, pipeline.mesh, tracer
                 step08_train.train_step(0, *arguments)
             between = by_kind(pipeline, optimizer, allocations.bytes)
@@ -155,11 +154,10 @@ def _rank_of_a_fake_world(rank: int, world: int):
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _batches(config: TrainConfig, read: Callable[[], object]) -> SimpleNamespace:
-    """In place of `Batches`: micro-batches of the right shapes. Each calls `read()`."""
+def _batches(config: TrainConfig) -> SimpleNamespace:
+    """In place of `Batches`: micro-batches of the right shapes."""
 
     def micro_batch(*_) -> tuple[torch.Tensor, torch.Tensor]:
-        read()
         tokens = torch.zeros(config.micro_batch, config.seq_len, dtype=torch.int64)
         return tokens, torch.zeros_like(tokens)
 

@@ -88,13 +88,15 @@ def kept(model: ModelConfig, layout: Layout, rank: int) -> float:
 
 def _kept_of_stages(model: ModelConfig, layout: Layout, rank: int, layers: "_Layers") -> list[float]:
     narrow, wide, _ = WIDTHS[layout.dtype]
-    tables = 2 * layout.seq / layout.cp * model.head_width * wide + 16 * layout.tokens  # and tokens and targets
+    tables = 2 * layout.seq / layout.cp * model.head_width * wide
     # What a later stage has received is a copy of its own, unless it is what the first norm or recomputation keeps
     copied = narrow < wide and layout.recompute != "full"
     received = layout.tokens * model.hidden / layout.tp * narrow if copied else 0.0
     result = []
     for number, (first, last) in enumerate(share_of(model, layout, rank).stages):
-        result.append(_kept_by_layers(model, layers, first, last) + tables + (received if rank or number else 0.0))
+        data = 8 * layout.tokens * ((first == 0) + (last == model.layers))  # tokens or targets, or both
+        each = _kept_by_layers(model, layers, first, last) + tables + data
+        result.append(each + (received if rank or number else 0.0))
     return result
 
 

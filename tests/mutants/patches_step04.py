@@ -105,10 +105,9 @@ PIPELINE = Mutants(r"""
 # Every micro-batch's loss is the mean over its own tokens: gradients are as many times too large as there are
 # micro-batches. The loss is reported right, and AdamW divides the factor away
 missing share of micro-batches: self.step.scale => … * self.schedule.micro_batches
-targets of another micro-batch: x, targets, *context = self.step.micro_batch(action.micro_batch) =>
-    (x, *_), (_, targets, *context) = map(self.step.micro_batch, (action.micro_batch, action.micro_batch ^ 1))
+targets of another micro-batch: y = stage( => _, targets, *_ = self.step.micro_batch(action.micro_batch ^ 1); …
 # Under sequence parallelism, later stages count positions over their input: a part of the sequence
-positions of the slice: [self.positions] => [self.positions % x.shape[1]]
+positions of the slice: stage(x, self.positions => … % x.shape[1]
 @ step05_pipeline.train:train_step
 loss of one rank: collectives.all_reduce(loss, mesh.pp_forward) => pass
 # Gradients are reduced with the first micro-batch, and not after the last one: those of later ones stay on their rank
@@ -169,7 +168,8 @@ operands of weight gradients kept: with self._gradients_complete(action): =>
 reduced at the end: with zero.backward(last): => with zero.backward(last=False):
 reduced at the end: if last and => if False and
 @ step05_pipeline.pipeline:Pipeline._forward
-gathered for each micro-batch: x, targets, *context = self.step.micro_batch(action.micro_batch) =>
+data read by every stage: needs_data = => … True or
+gathered for each micro-batch: stage = self.stages[action.chunk] =>
     [(unit.fetch().wait(), unit.free()) for unit in self.zero_wrappers[action.chunk].units]; …
 @ step03_zero.unit:Unit.start_over
 weights kept after the step: self.gathering = self.bucket => built = hasattr(self, 'bucket'); …

@@ -19,13 +19,13 @@ from tests.mutants.patches_step04 import wrong_gather
 
 CONTEXT = Mutants(r"""
 # ---- wrong results
-@ step06_context_parallel.train:take_part
+@ step06_context_parallel.train:positions_of
 # Rotary embeddings get the positions of a contiguous part, whatever the split; or every rank counts its own tokens
-positions not permuted: targets[:, mine], mine) =>
-    targets[:, mine], torch.arange(len(mine)) + mesh.cp.rank * len(mine))
-positions from zero: targets[:, mine], mine) => targets[:, mine], torch.arange(len(mine)))
+positions not permuted: config.cp_split => 'contiguous'
+positions from zero: torch.from_numpy => torch.arange(config.rank_seq_len) + 0 * …
+@ step06_context_parallel.train:take_part
 # Every rank shifts its own tokens: the last one of a chunk gets no label from the next chunk
-boundary labels lost: targets[:, mine], mine) => tokens[:, mine].roll(-1, 1), mine)
+boundary labels lost: targets[:, mine]) => tokens[:, mine].roll(-1, 1))
 @ step01_single_gpu.data.batches:Batches.target_tokens
 # Each rank's loss is the mean over its own tokens, and gradients are summed: they are cp times too large
 loss averaged over a rank's tokens: self.seq_len => … // torch.distributed.get_world_size()

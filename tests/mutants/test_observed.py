@@ -82,6 +82,7 @@ NOTICED = {  # mutant: ranks, observation and check, what that says
     "reduced at the end": (4, of_pipeline("reductions", f"{DP_2} zbv --zero 1"), "reduced in the optimizer"),
     "gathered for each micro-batch": (4, of_pipeline("gathers", f"{DP_2} 1f1b --zero 3"), "gathered"),
     "weights kept after the step": (4, of_pipeline("gathers", f"{DP_2} 1f1b --zero 3"), "bytes of weights"),
+    "data read by every stage": (4, of_pipeline("order", f"{PP_4} 1f1b"), "micro-batches read"),
     "received when needed": (4, of_pipeline("program", f"{PP_4} 1f1b"), "order of messages"),
     "sends waited for": (4, of_pipeline("program", f"{PP_4} 1f1b"), "waits for its sends"),
     "wait counted as work": (4, of_pipeline("messages", f"{PP_4} 1f1b"), "counts the wait as part of the action"),

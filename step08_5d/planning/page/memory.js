@@ -173,9 +173,10 @@ function kept_by(model, layout, rank, share, size) {
   let layers = 0;
   for (let index = share.layers[0]; index < share.layers[1]; index++)
     layers += layer_activations(model, layout, layout.recompute, has_experts(model, index));
-  const tables = ((2 * layout.seq) / layout.cp) * model.head_width * constants.WIDTHS[1] + 16 * layout.tokens;
+  const tables = ((2 * layout.seq) / layout.cp) * model.head_width * constants.WIDTHS[1];
+  const data = 8 * layout.tokens * ((rank === 0) + (rank === layout.pp - 1)); // tokens or targets, or both
   const received = rank && layout.recompute !== "full" ? size.stream : 0;
-  return [layers, tables + received];
+  return [layers, tables + data + received];
 }
 
 function moments(model, layout, rank, share) {

@@ -4,6 +4,7 @@ import weakref
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -36,6 +37,7 @@ class Observation:
 
     actions: (kind, micro-batch, chunk) as they ran; parity shows that each is what it says.
     phases: (name, action) of all phases of the trace.
+    reads: the actions that have read tokens and targets.
     in_flight, stores: peaks of the number of graphs whose tensors autograd still keeps, and of stores with a tensor.
     claimed: `peak_in_flight` of the pipeline.
     communicators: by group, the name of what torch made for the messages between stages.
@@ -44,6 +46,7 @@ class Observation:
 
     actions: list[tuple[str, int, int]] = field(default_factory=list)
     phases: list[tuple[str, str]] = field(default_factory=list)
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
     calls: list[collectives.Call] = field(default_factory=list)
     communicators: dict[str, str] = field(default_factory=dict)
     in_flight: int = 0
@@ -71,6 +74,7 @@ class Watch:
     def __init__(self, run: Training):
         self.run, self.pipeline, self.tracer = run, run.parts[0], Tracer(None, run.mesh, None)
         self.marks, self.micro_batch, self.inside = 0, None, False
+        run.batches.micro_batch = partial(self.read, run.batches.micro_batch)
         for chunk, stage in enumerate(self.pipeline.stages):
             for layer in stage.layers.values():  # of what a graph keeps, that of one operation: no weights are in it
                 layer.attention.core = self.keeping(layer.attention.core, chunk)
@@ -87,6 +91,10 @@ class Watch:
         groups = {f"pp_{each}": self.pipeline._group(each) for each in ("forward", "backward")}
         seen.communicators = {name: group.handle.group_name for name, group in groups.items()}
         return seen
+
+    def read(self, real, *arguments) -> tuple[torch.Tensor, ...]:
+        self.seen.reads.append(self.seen.actions[-1])
+        return real(*arguments)
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for stage in self.pipeline.stages for parameter in stage.parameters()]

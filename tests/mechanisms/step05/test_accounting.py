@@ -59,9 +59,12 @@ def observed() -> dict[str, list[Observation]]:
 
 
 def check_order(ranks: list[Observation], flags: str) -> None:
-    """The trace has a phase for each action."""
+    """The trace has a phase for each action; only the first stage and the last read tokens and targets."""
     for rank, seen in enumerate(ranks):
         _, schedule, pp = plan(flags, rank)
+        stages = [schedule.stage_of(pp, chunk)[1] for chunk in range(schedule.chunks(pp))]
+        reads = [each for each in seen.actions if each[0] == "F" and stages[each[2]] in (0, schedule.stages - 1)]
+        assert seen.reads == reads, f"{flags}, rank {rank}: micro-batches read"
         phases = [("forward" if each.kind == "F" else "backward", str(each)) for each in schedule.actions[pp]]
         assert seen.phases == [("forward", ""), *phases, ("optimizer", "")], f"{flags}, rank {rank}: trace"
 
