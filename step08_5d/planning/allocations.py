@@ -21,7 +21,7 @@ class Allocations(TorchDispatchMode):
     What has no name of its own in an operation (a buffer inside a kernel) is not seen.
 
     Args:
-        on_peak: called whenever the bytes have grown by a thousandth since it was last called.
+        on_peak: called whenever there are more bytes than ever.
     """
 
     def __init__(self, on_peak: Callable[[], None] = lambda: None):
@@ -31,7 +31,7 @@ class Allocations(TorchDispatchMode):
 
     def start_over(self) -> None:
         """Forget all but the storages that exist."""
-        self.peak = self.reported = self.flops = self.number = 0
+        self.peak = self.flops = self.number = 0
 
     def __enter__(self) -> "Allocations":
         self.resize = torch.UntypedStorage.resize_
@@ -70,9 +70,7 @@ class Allocations(TorchDispatchMode):
         self.sizes[key] = size
         if self.bytes > self.peak:
             self.peak = self.bytes
-            if self.peak > 1.001 * self.reported:
-                self.reported = self.peak
-                self.on_peak()
+            self.on_peak()
 
     def _freed(self, key: int) -> None:
         self.bytes -= self.sizes.pop(key)

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
-from common.collectives import record
 from common.config import TrainConfig
 from common.costs.vocabulary import KINDS, Message, added
 from common.drawing.tables import print_table
@@ -36,7 +35,7 @@ from step05_pipeline.pipeline import Pipeline
 from step07_expert_parallel.moe import MoE
 from step08_5d import config as step08
 from step08_5d import train as step08_train
-from step08_5d.planning.allocations import Allocations
+from step08_5d.planning.fake_allocations import FakeAllocations
 
 
 class DryRun(NamedTuple):
@@ -87,9 +86,9 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
 
     def look() -> None:
         if parts:
-            seen["at peak"] = by_kind(*parts, allocations.bytes)
+            seen["at peak"] = by_kind(*parts, allocations)
 
-    parts, allocations = [], _FakeAllocations(look)
+    parts, allocations = [], FakeAllocations(look)
     with _rank_of_a_fake_world(rank, world), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # all of them are 0: no copies
         mesh = mesh_of(config, torch.device("cpu"))
@@ -103,11 +102,11 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
             parts += [pipeline, optimizer]
             allocations.start_over()
             pipeline.program = tqdm(pipeline.program, disable=None if progress else True)
-            with record() as calls:
+            with allocations.record() as calls:
                 batches, tracer = _batches(config), Tracer(None, mesh, None)
                 arguments = pipeline, optimizer, balancing, batches, config, pipeline.mesh, tracer
                 step08_train.train_step(0, *arguments)
-            between = by_kind(pipeline, optimizer, allocations.bytes)
+            between = by_kind(pipeline, optimizer, allocations)
     return DryRun(
         config,
         coordinates(rank, mesh.degrees),
@@ -126,16 +125,6 @@ def first_ranks(degrees: Degrees) -> list[int]:
     inside = degrees.axes[degrees.axes.index("pp") + 1 :]
     apart = math.prod(getattr(degrees, axis) for axis in inside)
     return [stage * apart for stage in range(degrees.pp)]
-
-
-class _FakeAllocations(Allocations):
-    """Knows the shape of the experts' product in every type; torch's own idea of it is limited to bfloat16."""
-
-    def call(self, function, args: tuple, kwargs: dict):
-        if function is torch.ops.aten._grouped_mm.default:
-            a, b, ends = args[0], args[1], (*args, kwargs.get("offs"))[2]
-            return a.new_empty(len(a), b.shape[-1]) if b.dim() == 3 else a.new_empty(len(ends), len(a), b.shape[-1])
-        return super().call(function, args, kwargs)
 
 
 @contextmanager
@@ -187,8 +176,8 @@ def equally(rows: int, counts: torch.Tensor) -> list:
     return [rows * (index + 1) // number - rows * index // number for index in range(number)]
 
 
-def by_kind(pipeline: Pipeline, optimizer: Optimizer, total: int) -> dict[str, float]:
-    """The bytes that are held now, of `total`: parameters, gradients, optimizer state, and all else as activations."""
+def by_kind(pipeline: Pipeline, optimizer: Optimizer, allocations: FakeAllocations) -> dict[str, float]:
+    """The bytes that are held now: parameters, gradients, optimizer state, communication, all else as activations."""
     units = [unit for zero in pipeline.zero_wrappers for unit in zero.units]
     tensors = {
         "parameters": [each for unit in units for each in (unit.weights, unit.shard)],
@@ -202,7 +191,8 @@ def by_kind(pipeline: Pipeline, optimizer: Optimizer, total: int) -> dict[str, f
         storages = {id(each.untyped_storage()): each.untyped_storage() for each in tensors[kind] if each is not None}
         result[kind] = sum(storage.nbytes() for key, storage in storages.items() if key not in taken)
         taken |= storages.keys()
-    return result | {"activations": total - sum(result.values())}
+    result["communication"] = allocations.communication(taken)
+    return result | {"activations": allocations.bytes - sum(result.values())}
 
 
 def show(run: DryRun, rank: int) -> None:

@@ -9,8 +9,8 @@ import statistics
 from typing import NamedTuple
 
 from step08_5d.planning.fitting import descend
+from step08_5d.planning.kept import kept as kept_by_stage
 from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import kept as kept_by_stage
 from step08_5d.planning.memory import states
 from step08_5d.planning.published import VOCAB, Run
 from step08_5d.planning.search import MOST_FULL

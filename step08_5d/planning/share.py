@@ -72,9 +72,9 @@ class Share:
                 result += [Parameter(size, region) for size in (*sizes, *[model.ffn // tp * h] * 3)]
         if self.is_last:
             result += [Parameter(h, self.end)] + [Parameter(matrix, self.end)] * (not self.tied)
-        if self.split:  # all but norms and the embedding
-            first = self.is_first
-            result = [each._replace(late=each.size != h and not (first and each.region == 0)) for each in result]
+        if self.split:  # all but norms, routers and the embedding
+            early, embedding = (h, model.experts * h), 0 if self.is_first else -1
+            result = [each._replace(late=each.size not in early and each.region != embedding) for each in result]
         return result
 
     def _units(self, layout: Layout, wide: int) -> list[Unit]:

@@ -1,7 +1,8 @@
-// Memory: the formulas of memory.py and moments.py once more; see plan.js, whose `constants`, `sum` and `total` they use.
+// Memory: the formulas of memory.py and of what it calls once more; see plan.js, whose `constants`, `sum` and `total`
+// they use.
 "use strict";
 
-// ---- step08_5d/planning/moments.py: moments are [there, left, weight, stored] --------------------------------------
+// ---- step08_5d/planning/sizes.py -----------------------------------------------------------------------------------
 
 function sizes_of(model, layout) {
   const [w, high] = constants.WIDTHS, { tokens: t, tp } = layout, d = model.head_width;
@@ -14,9 +15,12 @@ function sizes_of(model, layout) {
     keys: ((t * Math.max(model.kv_heads, tp) * d) / tp) * w,
     statistics: ((t * model.heads) / tp) * high,
     one: layout.micro_batch === 1,
+    as_gathered: layout.micro_batch === 1 ? t * model.hidden * w : 0,
     w,
   };
 }
+
+// ---- step08_5d/planning/moments.py: moments are [there, left, weight, stored, communication, arrived] --------------
 
 function mlp(model, layout, size, ffn, divided = true) {
   const tp = divided ? layout.tp : 1, tokens = divided ? layout.tokens : layout.tokens / layout.tp;
@@ -30,15 +34,18 @@ function mlp(model, layout, size, ffn, divided = true) {
 }
 
 function row_backward(size, inner, weight, tp, input_stays) {
-  const gathered = tp > 1 ? size.whole : 0, first = tp > 1 ? [[gathered * (size.one ? 1 : 2), 0]] : [];
-  return [...first, [gathered + inner + weight, input_stays ? inner : 0, weight, 1]];
+  const [gathered, as_gathered] = tp > 1 ? [size.whole, size.as_gathered] : [0, 0];
+  const gather = tp > 1 ? [[2 * gathered - as_gathered, 0, 0, 0, gathered]] : [];
+  return [...gather, [gathered + inner + weight, input_stays ? inner : 0, weight, 1, as_gathered]];
 }
 
 function columns(size, inner, weights, tp) {
   if (tp > 1) {
-    const made = size.stream + sum(weights);
-    const there = size.one ? Math.max(3 * size.whole, 2 * size.whole + made) : 3 * size.whole + made;
-    return [[there, -sum(inner), sum(weights), weights.length]];
+    const x = size.whole, there = 3 * x + size.stream - size.as_gathered + sum(weights);
+    return [
+      [3 * x, 0, 0, 0, x],
+      [there, -sum(inner), sum(weights), weights.length, 2 * x + size.stream, size.stream],
+    ];
   }
   const result = [];
   for (let index = inner.length - 1; index >= 0; index--) {
@@ -50,9 +57,9 @@ function columns(size, inner, weights, tp) {
   return result;
 }
 
-function norm(size, added) {
-  const { stream: x, wide } = size;
-  const result = [[2 * x, -x, 0, 1], [wide, wide - x], [2 * wide, 0], [4 * wide, -wide], [x, x - wide]];
+function norm(size, added, arrived) {
+  const { stream: x, wide } = size, cast = [wide, wide - x, 0, 0, arrived];
+  const result = [[2 * x, -x, 0, 1, arrived], cast, [2 * wide, 0], [4 * wide, -wide], [x, x - wide]];
   return added ? [...result, [x, -x]] : result;
 }
 
@@ -63,12 +70,13 @@ function attention(model, layout, size) {
   );
   const ratio = size.wide / size.stream, selective = layout.recompute === "selective";
   const kept = 2 * q + 2 * k + (selective ? 0 : size.statistics);
+  const moving = layout.cp > 1 ? ring_buffers(layout.cp, k) : 0;
   let there = q + 2 * k;
-  if (layout.cp > 1) there = ring_buffers(layout.cp, k) + ratio * (q + 4 * k) + Math.max(q + k, q / 2 + 2 * k);
+  if (layout.cp > 1) there = moving + ratio * (q + 4 * k) + Math.max(q + k, q / 2 + 2 * k);
   if (selective) there += q + size.statistics + (layout.cp > 1 ? 2 * k : 0);
   return [
     ...row_backward(size, q, of_q, tp, true),
-    [there, q + 2 * k - q - kept],
+    [there, q + 2 * k - q - kept, 0, 0, moving],
     [q * (2 * ratio + 1.5), 0],
     ...columns(size, [q, k, k], [of_q, of_k, of_k], tp),
   ];
@@ -84,11 +92,13 @@ function experts_backward(model, layout, size) {
   const ratio = size.wide / size.stream, rows = model.top_k * size.stream;
   const inner = ((model.top_k * layout.tokens) / layout.tp) * model.expert_ffn * size.w;
   const weight = (model.experts / layout.ep) * model.hidden * model.expert_ffn * size.w;
-  const travel = layout.ep > 1 ? [[rows, 0], [rows, 0]] : [];
+  const away = layout.ep > 1, arrived = away ? rows : 0;
+  const home = away ? [[rows, 0], [rows, 0, 0, 0, rows]] : [], travel = away ? [[rows, 0], [rows, 0]] : [];
   const shared = model.shared_experts ? mlp(model, layout, size, model.shared_experts * model.expert_ffn, false) : [];
+  for (const each of shared) [each[2], each[3], each[4], each[5]] = [each[2] || 0, each[3] || 0, arrived, arrived];
   return [
     [size.wide + 2 * ratio * rows, 0],
-    ...travel,
+    ...home,
     [inner + weight, -rows, weight, 1],
     [2 * inner, -inner],
     [inner, -inner],
@@ -97,15 +107,19 @@ function experts_backward(model, layout, size) {
     [rows, -rows],
     ...travel,
     ...shared,
-    [ratio * rows + size.wide + size.stream, size.stream - rows],
+    [ratio * rows + size.wide + size.stream, size.stream - rows, 0, 0, arrived],
     [size.wide, -size.wide, 0, 1],
   ];
 }
 
 function layer_backward(model, layout, size, experts) {
   const second = experts ? experts_backward(model, layout, size) : mlp(model, layout, size, model.ffn);
-  return [...second, ...norm(size, true), ...attention(model, layout, size), ...norm(size, true)];
+  const arrived = layout.tp > 1 ? size.stream : 0, first = attention(model, layout, size);
+  if (layout.recompute === "full" && layout.tp > 1 && !experts) second.unshift([2 * size.whole - size.as_gathered, 0]);
+  return [...second, ...norm(size, true, experts ? 0 : arrived), ...first, ...norm(size, true, arrived)];
 }
+
+// ---- step08_5d/planning/ends.py ------------------------------------------------------------------------------------
 
 function head_backward(model, layout, size) {
   const [narrow, wide] = constants.WIDTHS, rows = Math.ceil(model.vocab / layout.tp), { RATIO, FEW_BYTES } = constants;
@@ -113,35 +127,15 @@ function head_backward(model, layout, size) {
   const length = Math.max(16, share, Math.floor(FEW_BYTES / (rows * narrow)));
   const logits = Math.min(length, layout.tokens) * rows, matrix = rows * model.hidden;
   const copies = Math.max(2 * wide * logits, narrow * matrix);
-  const inputs = size.stream + (layout.tp > 1 ? size.whole : 0);
-  const loss = [size.whole + wide * matrix + narrow * logits + copies, size.whole + wide * matrix - inputs];
+  const [inputs, gathered] = layout.tp > 1 ? [size.stream + size.whole, size.as_gathered] : [size.stream, 0];
+  const there = size.whole + wide * matrix + narrow * logits + copies;
+  const loss = [there, size.whole + wide * matrix - inputs, 0, 0, gathered];
   const result = [loss, [narrow * matrix, -wide * matrix, narrow * matrix, 1]];
-  if (layout.tp > 1) result.push([(size.one ? 0 : size.whole) + size.stream, size.stream - size.whole]);
-  return [...result, ...norm(size, false)];
+  if (layout.tp > 1) result.push([size.whole - size.as_gathered + size.stream, size.stream - size.whole]);
+  return [...result, ...norm(size, false, layout.tp > 1 ? size.stream : 0)];
 }
 
-// ---- step08_5d/planning/memory.py ----------------------------------------------------------------------------------
-
-// Bytes by kind of the fullest rank
-function memory(model, layout) {
-  const found = fullest_ranks(model, layout).map((rank) => of_stage(model, layout, rank));
-  return found.reduce((most, each) => (total(each) > total(most) ? each : most));
-}
-
-// Bytes by kind at the fullest moment of a rank
-function of_stage(model, layout, rank) {
-  const share = share_of(model, layout, rank), [narrow, wide, states] = constants.WIDTHS;
-  const at_rest = (width, first) => {
-    const ranks = layout.zero >= first ? [layout.copies, layout.edp] : [1, 1];
-    return width * (share.shards[0] / ranks[0] + share.shards[1] / ranks[1]);
-  };
-  const bytes = (state) => narrow * state.gathered + wide * state.gradients + state.activations;
-  const fullest = moments(model, layout, rank, share).reduce((one, other) => (bytes(other) > bytes(one) ? other : one));
-  const activations = Math.min(fullest.activations, fullest.kept);
-  const sizes = [at_rest(narrow, 3) + narrow * fullest.gathered, wide * fullest.gradients, at_rest(states, 1)];
-  const held = Object.fromEntries(constants.KINDS.map((kind, index) => [kind, sizes[index]]));
-  return { ...held, activations, working: fullest.activations - activations };
-}
+// ---- step08_5d/planning/kept.py ------------------------------------------------------------------------------------
 
 function layer_activations(model, layout, recompute, experts) {
   const [width, high] = constants.WIDTHS, { tp } = layout, { hidden: h, head_width: d } = model;
@@ -176,12 +170,36 @@ function kept_by(model, layout, rank, share, size) {
   const tables = ((2 * layout.seq) / layout.cp) * model.head_width * constants.WIDTHS[1];
   const data = 8 * layout.tokens * ((rank === 0) + (rank === layout.pp - 1)); // tokens or targets, or both
   const received = rank && layout.recompute !== "full" ? size.stream : 0;
-  return [layers, tables + data + received];
+  return [layers, tables + data, received];
+}
+
+// ---- step08_5d/planning/memory.py ----------------------------------------------------------------------------------
+
+// Bytes by kind of the fullest rank
+function memory(model, layout) {
+  const found = fullest_ranks(model, layout).map((rank) => of_stage(model, layout, rank));
+  return found.reduce((most, each) => (total(each) > total(most) ? each : most));
+}
+
+// Bytes by kind at the fullest moment of a rank
+function of_stage(model, layout, rank) {
+  const share = share_of(model, layout, rank), [narrow, wide, states] = constants.WIDTHS;
+  const at_rest = (width, first) => {
+    const ranks = layout.zero >= first ? [layout.copies, layout.edp] : [1, 1];
+    return width * (share.shards[0] / ranks[0] + share.shards[1] / ranks[1]);
+  };
+  const bytes = (state) => narrow * state.gathered + wide * state.gradients + state.there;
+  const fullest = moments(model, layout, rank, share).reduce((one, other) => (bytes(other) > bytes(one) ? other : one));
+  const rest = fullest.there - fullest.communication, activations = Math.min(rest, fullest.kept);
+  const sizes = [at_rest(narrow, 3) + narrow * fullest.gathered, wide * fullest.gradients, at_rest(states, 1)];
+  const held = Object.fromEntries(constants.KINDS.map((kind, index) => [kind, sizes[index]]));
+  return { ...held, communication: fullest.communication, activations, working: rest - activations };
 }
 
 function moments(model, layout, rank, share) {
-  const size = sizes_of(model, layout), [of_layers, beside] = kept_by(model, layout, rank, share, size);
-  const each = of_layers + beside, flights = Math.min(layout.pp - rank, layout.micro_batches), result = [];
+  const size = sizes_of(model, layout), [of_layers, tables, received] = kept_by(model, layout, rank, share, size);
+  const beside = tables + received, each = of_layers + beside, result = [];
+  const flights = Math.min(layout.pp - rank, layout.micro_batches);
   const cases = [["first", flights]];
   if (layout.micro_batches > flights) cases.push(["later", flights]);
   else if (flights > 1) cases.push(["second", flights - 1]);
@@ -189,10 +207,11 @@ function moments(model, layout, rank, share) {
   for (const [when, in_flight] of cases) {
     for (const { region, is_loss, some } of walks) {
       const messages = messages_of(layout, rank, when, is_loss, size);
-      for (const [stored, working] of some) {
+      for (const [stored, [working, moving]] of some) {
         const gathered = share.gathered(region, !is_loss), gradients = share.gradients(stored, when !== "first");
-        const activations = (in_flight - 1) * each + working + messages;
-        result.push({ gathered, gradients, activations, kept: in_flight * each });
+        const there = (in_flight - 1) * each + working + messages;
+        const communication = moving + messages + in_flight * received;
+        result.push({ gathered, gradients, there, communication, kept: in_flight * (each - received) });
       }
     }
   }
@@ -204,6 +223,8 @@ function messages_of(layout, rank, when, is_loss, size) {
   const later = rank > 0 && when !== "first" ? 1 + Number(when === "later" && !is_loss) : 0;
   return ((rank < layout.pp - 1 ? 2 : 0) + later) * size.stream;
 }
+
+// ---- step08_5d/planning/walks.py -----------------------------------------------------------------------------------
 
 function walks_of(model, layout, share, size, each, beside) {
   const matrix = Math.ceil(model.vocab / layout.tp) * model.hidden * size.w, tied = share.tied ? matrix : 0;
@@ -229,21 +250,25 @@ function walks_of(model, layout, share, size, each, beside) {
     below += layer_activations(model, layout, recompute, experts);
   }
   if (share.is_first) {
-    const scattered = layout.tp > 1 ? size.whole * (size.one ? 1 : 2) : 0;
-    const embedding = [matrix + scattered, -size.stream, matrix, 1], running = size.stream + tied;
-    const some = fullest_of([embedding], running, share.stored_before(0));
+    const { whole, stream } = size, before = size.one ? stream : 0, running = stream + tied;
+    const gathered = [2 * whole - before, whole - stream, 0, 0, whole];
+    const embedding = layout.tp > 1 ? [gathered, [matrix, -whole, matrix, 1]] : [[matrix, -stream, matrix, 1]];
+    const some = fullest_of(embedding, running, share.stored_before(0));
     result.push({ region: 0, is_loss: false, some });
   }
   return result;
 }
 
 function fullest_of(some, running, stored) {
-  const result = new Map(), add = (size) => result.set(stored, Math.max(result.get(stored) || 0, size));
-  for (const [there, left, weight = 0, more = 0] of some) {
-    add(running + there);
+  const result = new Map();
+  const add = (size, communication) => {
+    if (!result.has(stored) || size > result.get(stored)[0]) result.set(stored, [size, communication]);
+  };
+  for (const [there, left, weight = 0, more = 0, communication = 0, arrived = 0] of some) {
+    add(running + there, communication);
     running += left;
     stored += more;
-    if (weight) add(running + weight);
+    if (weight) add(running + weight, arrived);
   }
   return result;
 }

@@ -16,9 +16,9 @@ from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step08_5d.planning import sweep
+from step08_5d.planning.ends import FEW_BYTES, RATIO
 from step08_5d.planning.explain import NAMES
 from step08_5d.planning.machines import MACHINES, OURS
-from step08_5d.planning.moments import FEW_BYTES, RATIO
 from step08_5d.planning.pictures import words
 from step08_5d.planning.published import Fit, predicted, read_runs
 from step08_5d.planning.search import MOST_FULL
@@ -88,6 +88,7 @@ def write_page(path: str, file: str | None = None) -> Path:
     """
     colours = COLOURS | DIMENSIONS | {"working": COLOURS["temporaries"], "compute": COLOURS["forward"]}
     colours |= {"launch": COLOURS["recompute"], "bubble": COLOURS["other"], "update": COLOURS["optimizer"]}
+    colours |= {"communication": COLOURS["all_gather"]}
     dots = [*(sweep_dots(file) if file else ()), *published_dots()]
     data = {"constants": constants(), "COLOURS": colours, "NAMES": NAMES, "DOTS": dots}
     text = (FOLDER / "page.html").read_text()

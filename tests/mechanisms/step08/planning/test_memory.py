@@ -18,14 +18,13 @@ EXPERTS += " --top-k 2 --expert-ffn 1408"
 FINE = "--layers 5 --hidden 1024 --heads 16 --kv-heads 4 --ffn 4096 --vocab 32000 --seq-len 2048 --experts 32 --top-k 4"
 FINE += " --expert-ffn 512 --shared-experts 1 --dense-layers 1"
 BF16 = "--dtype bfloat16"
-# World, shape, layout; every eleventh in `make test`
+# World, shape, layout; every tenth in `make test`
 CASES = [
     f"1 {WIDE} {BF16} --global-batch 4 --micro-batch 2",
     f"1 {WIDE} --global-batch 4 --micro-batch 2",
     f"1 {WIDE} {BF16} --global-batch 2 --micro-batch 2",
     f"1 {WIDE} {BF16} --global-batch 4 --micro-batch 1 --recompute full",
     f"1 {NARROW} {BF16} --global-batch 8 --micro-batch 8 --recompute selective",
-    f"1 {NARROW} --global-batch 8 --micro-batch 4 --recompute full",
     f"1 {NARROW} {BF16} --global-batch 2 --micro-batch 1 --tie-embeddings",
     f"1 {LONG} {BF16} --global-batch 2 --micro-batch 1",
     f"4 {WIDE} {BF16} --dp 4 --zero 1 --global-batch 16 --micro-batch 2",
@@ -38,25 +37,16 @@ CASES = [
     f"4 {WIDE} {BF16} --tp 4 --global-batch 4 --micro-batch 2",
     f"4 {WIDE} {BF16} --tp 4 --global-batch 4 --micro-batch 1",
     f"4 {WIDE} --tp 4 --global-batch 4 --micro-batch 4 --recompute full",
-    f"2 {LONG} {BF16} --tp 2 --global-batch 2 --micro-batch 1",
     f"8 {LONG} {BF16} --tp 8 --global-batch 2 --micro-batch 2 --recompute selective",
     f"8 {WIDE} {BF16} --tp 4 --dp 2 --zero 3 --global-batch 4 --micro-batch 1",
-    f"8 {WIDE} {BF16} --tp 4 --dp 2 --zero 1 --global-batch 4 --micro-batch 1",
     f"2 {WIDE} {BF16} --pp 2 --global-batch 8 --micro-batch 1",
     f"4 {NARROW} {BF16} --pp 4 --global-batch 32 --micro-batch 4",
     f"4 {NARROW} --pp 4 --global-batch 32 --micro-batch 4 --recompute full",
     f"4 {NARROW} {BF16} --pp 4 --global-batch 4 --micro-batch 2",
-    f"4 {WIDE} {BF16} --pp 2 --tp 2 --global-batch 8 --micro-batch 2",
-    f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --pp 2 --tp 2 --global-batch 8 --micro-batch 1",
     f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 2 --global-batch 16 --micro-batch 1",
     f"4 {WIDE} {BF16} --pp 2 --dp 2 --zero 3 --global-batch 16 --micro-batch 1",
     f"4 {NARROW} {BF16} --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 4 --tie-embeddings",
-    f"2 {LONG} {BF16} --cp 2 --global-batch 2 --micro-batch 1",
-    f"4 {LONG} {BF16} --cp 4 --global-batch 4 --micro-batch 2",
-    f"4 {LONG} --cp 4 --global-batch 4 --micro-batch 2 --recompute full",
-    f"8 {LONG} {BF16} --cp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1",
-    f"8 {LONG} {BF16} --cp 2 --dp 4 --zero 3 --global-batch 8 --micro-batch 1",
-    f"8 {LONG} {BF16} --cp 4 --tp 2 --global-batch 2 --micro-batch 1 --recompute selective",
     f"1 {EXPERTS} {BF16} --global-batch 4 --micro-batch 2",
     f"4 {EXPERTS} {BF16} --dp 4 --ep 4 --global-batch 16 --micro-batch 2",
     f"4 {EXPERTS} --dp 4 --ep 2 --zero 1 --global-batch 16 --micro-batch 2",
@@ -70,8 +60,8 @@ CASES = [
     f"8 --model llama3-1b --seq-len 4096 {BF16} --dp 8 --zero 3 --global-batch 16 --micro-batch 2",
     f"64 --model llama3-70b --seq-len 4096 {BF16} --tp 8 --pp 8 --global-batch 16 --micro-batch 1 --recompute full",
     f"8 --model mixtral-8x7b --layers 6 --seq-len 4096 {BF16} --dp 8 --ep 8 --zero 1 --global-batch 8 --micro-batch 1",
-    f"8 {LONG} {BF16} --cp 8 --global-batch 2 --micro-batch 1 --ffn 1024 --vocab 1000 --kv-heads 16",
     f"4 {LONG} --dp 2 --tp 2 --global-batch 2 --micro-batch 1 --vocab 1000 --seq-len 128",
+    f"2 {FINE} --pp 2 --global-batch 4 --micro-batch 1",
     f"16 {FINE} {BF16} --dp 2 --pp 2 --tp 2 --cp 2 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
 ]
 
@@ -97,7 +87,7 @@ CONTEXT = [
     f"4 {NARROW} --cp 4 --global-batch 4 --micro-batch 4 --vocab 1000",
     f"8 {EXPERTS} {BF16} --cp 2 --dp 4 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
 ]
-CONTEXT = [f"{case} --cp-mode {mode}" for case in CONTEXT for mode in ("allgather", "ulysses")]
+CONTEXT = [f"{case} --cp-mode {mode}" for case in CONTEXT for mode in ("allgather", "ring", "ulysses")]
 
 # Other schedules with one stage per rank; the first in `make test`
 SCHEDULES = [
@@ -105,11 +95,8 @@ SCHEDULES = [
     f"2 {WIDE} {BF16} --schedule zb-h1 --pp 2 --global-batch 8 --micro-batch 1",
     f"4 {NARROW} {BF16} --schedule zb-h1 --pp 4 --global-batch 32 --micro-batch 4",
     f"4 {NARROW} --schedule zb-h1 --pp 4 --global-batch 32 --micro-batch 4 --recompute full",
-    f"4 {NARROW} {BF16} --schedule zb-h1 --pp 4 --global-batch 4 --micro-batch 2",
     f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --tp 2 --global-batch 8 --micro-batch 2",
     f"4 {WIDE} --schedule zb-h1 --pp 2 --tp 2 --global-batch 4 --micro-batch 1 --recompute full",
-    f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 1",
-    f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 2 --global-batch 16 --micro-batch 1",
     f"4 {WIDE} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 3 --global-batch 16 --micro-batch 1",
     f"4 {NARROW} {BF16} --schedule zb-h1 --pp 2 --dp 2 --zero 1 --global-batch 16 --micro-batch 4 --tie-embeddings",
     f"8 {LONG} {BF16} --schedule zb-h1 --cp 2 --tp 2 --pp 2 --global-batch 8 --micro-batch 1",
@@ -117,11 +104,21 @@ SCHEDULES = [
     f"8 --model llama3-70b --layers 8 --schedule zb-h1 --seq-len 4096 {BF16} --tp 2 --pp 4 --global-batch 8"
     " --micro-batch 1 --recompute full",
     f"4 {NARROW} {BF16} --schedule zb-h2 --pp 4 --global-batch 32 --micro-batch 4",
-    f"2 {WIDE} {BF16} --schedule zb-h2 --pp 2 --global-batch 8 --micro-batch 1",
     f"4 {NARROW} {BF16} --schedule afab --pp 4 --global-batch 32 --micro-batch 4",
     f"2 {WIDE} {BF16} --schedule afab --pp 2 --global-batch 4 --micro-batch 1 --recompute full",
     f"4 {WIDE} {BF16} --schedule afab --pp 2 --tp 2 --global-batch 8 --micro-batch 2",
     f"2 {WIDE} {BF16} --schedule naive --pp 2 --global-batch 4 --micro-batch 1",
+    f"2 {EXPERTS} {BF16} --schedule zb-h1 --pp 2 --global-batch 4 --micro-batch 1",
+    f"4 {EXPERTS} {BF16} --schedule zb-h1 --dp 2 --ep 2 --pp 2 --global-batch 8 --micro-batch 1",
+    f"2 {EXPERTS} {BF16} --schedule zb-h2 --pp 2 --global-batch 8 --micro-batch 1",
+    f"4 {EXPERTS} {BF16} --schedule zb-h1 --tp 2 --pp 2 --global-batch 8 --micro-batch 2",
+    f"8 {EXPERTS} --schedule zb-h1 --dp 2 --pp 4 --ep 2 --zero 2 --global-batch 16 --micro-batch 2",
+    f"8 {EXPERTS} {BF16} --schedule zb-h1 --pp 2 --cp 2 --dp 2 --ep 4 --zero 3 --global-batch 8 --micro-batch 2",
+    f"2 {FINE} --schedule zb-h1 --pp 2 --global-batch 4 --micro-batch 1",
+    f"4 {FINE} {BF16} --schedule zb-h1 --dp 2 --ep 2 --pp 2 --global-batch 8 --micro-batch 1",
+    f"8 {FINE} {BF16} --schedule zb-h1 --dp 2 --tp 2 --pp 2 --ep 2 --global-batch 8 --micro-batch 1",
+    f"8 {FINE} {BF16} --schedule zb-h1 --dp 2 --tp 2 --pp 2 --ep 4 --zero 1 --global-batch 16 --micro-batch 2"
+    " --recompute full",
 ]
 
 
@@ -136,13 +133,15 @@ def compare(case: str):
 EVERY = bool(os.environ.get("TEST_ALL"))
 
 
-@pytest.mark.parametrize("case", [*CASES, *CONTEXT, *SCHEDULES] if EVERY else [*CASES[::11], CONTEXT[0], SCHEDULES[0]])
+@pytest.mark.parametrize("case", [*CASES, *CONTEXT, *SCHEDULES] if EVERY else [*CASES[::10], CONTEXT[0], SCHEDULES[0]])
 def test_the_formula_is_the_dry_run(case):
     """The peak within 2 %, and its parameters, gradients and optimizer state within 1 %, gathered weights and buckets
-    included. What has been measured is 0.01 % on average and 1.0 % at worst.
+    included. So is communication but for vectors, up to 0.01 % of the peak. Measured: 0.01 %, at worst 1.0 %.
     """
     for stage, moment, held, run in compare(case):
         assert sum(held.values()) == pytest.approx(run.peak, rel=0.02), (stage, moment, held, run.at_peak)
+        sent = pytest.approx(run.at_peak["communication"], rel=0.01, abs=1e-4 * run.peak)
+        assert held["communication"] == sent, (stage, moment)
         for kind in KINDS:
             if not (kind == "gradients" and moment.endswith("added up")):  # a bucket that is being made has no kind yet
                 assert held[kind] == pytest.approx(run.at_peak[kind], rel=0.01), (stage, moment, kind)

@@ -18,8 +18,9 @@ from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning import published, published_memory, published_report
 from step08_5d.planning.__main__ import main
+from step08_5d.planning.kept import kept
 from step08_5d.planning.machines import MACHINES, Habits, Machine
-from step08_5d.planning.memory import kept, memory, of_stage, parameters, peak, states
+from step08_5d.planning.memory import memory, of_stage, parameters, peak, states
 from step08_5d.planning.search import Task, command, flags, layouts, plans
 from step08_5d.planning.speed import mfu, spans, times
 from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks, pace, ranges_of_rank, stage_sizes

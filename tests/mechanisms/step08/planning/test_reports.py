@@ -130,7 +130,6 @@ def test_overlap_by_hand():
         ("memory --model llama3-8b --order dp,cp,pp,tp", "error: --order dp,cp,pp,tp is not in the formula of memory"),
         ("memory --model llama3-8b --no-fused", "error: --no-fused is not in the formula of memory; dry-run takes all"),
         ("memory --model llama3-8b --schedule zbv --pp 2", "error: --schedule zbv: the formula knows 1f1b, "),
-        ("memory --model mixtral-8x7b --schedule zb-h1 --pp 2", "error: --schedule zb-h1: the formula knows it"),
         ("memory --model llama3-8b --gpus 64", "error: --gpus is not a flag of step08_5d"),
         ("memory --model llama3-8b --pp 2 --virtual-stages 2", "error: --virtual-stages 2: --schedule 1f1b has"),
         ("memory --model llama3-8b --global-batch 6 --dp 4", "error: --dp: 6 sequences (--global-batch) in micro-ba"),

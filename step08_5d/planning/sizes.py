@@ -1,0 +1,57 @@
+"""Bytes of the tensors with which a layer works, on a rank.
+
+Letters: h hidden width, t tokens of a rank in a micro-batch, r = t / tp of them in the residual stream, w bytes of an
+activation, wide bytes of a sum (at least float32).
+"""
+
+from typing import NamedTuple
+
+from common.costs.vocabulary import WIDTHS
+from common.model_config import ModelConfig
+from step08_5d.cost import Layout
+from step08_5d.planning.share import splits_backward
+
+
+class Sizes(NamedTuple):
+    """Bytes of what a layer works with on this rank."""
+
+    narrow: bool  # activations are narrower than sums
+    whole: float  # t h w: hidden states of all tokens of the rank's sequences, gathered over tp
+    stream: float  # r h w: those of the residual stream
+    wide: float  # the same in the type of sums
+    queries: float  # t heads d / tp w
+    keys: float  # the same of keys; of values
+    statistics: float  # the attention's log-sum-exp
+    ffn: float  # t ffn / tp w
+    gathered_keys: float  # ulysses: keys of all tokens, of this rank's part of the heads
+    one: bool  # a single sequence: gathered parts of it need not be sorted
+    w: int
+    split: bool  # the backward comes in halves: inputs of matrices, and gradients of their outputs, stay for the second
+
+    @property
+    def as_gathered(self) -> float:
+        """Hidden states of all tokens that are still in the buffer which the collective filled, not sorted."""
+        return self.whole if self.one else 0.0
+
+    @classmethod
+    def of(cls, model: ModelConfig, layout: Layout) -> "Sizes":
+        w, high, _ = WIDTHS[layout.dtype]
+        t, tp, d = layout.tokens, layout.tp, model.head_width
+        keys = t * max(model.kv_heads, tp) * d / tp * w
+        stream = t * model.hidden / tp
+        shape = (t * model.hidden * w, stream * w, stream * high, t * model.heads * d / tp * w, keys)
+        shape += (t * model.heads / tp * high, t * model.ffn / tp * w)
+        copies = max(1, layout.cp // max(1, model.kv_heads // tp))  # ulysses: every rank needs a head
+        return cls(w < high, *shape, keys * copies, layout.micro_batch == 1, w, splits_backward(layout))
+
+
+def ulysses(layout: Layout) -> bool:
+    return layout.cp > 1 and layout.cp_mode == "ulysses"
+
+
+def gradient_stays(model: ModelConfig, size: Sizes, experts: bool = False) -> bool:
+    """Whether a second half needs the gradient of a sublayer's output, which is that of the residual stream.
+
+    It does for the last matrix of the attention or the MLP, unless tp gathers it first, and for that of shared experts.
+    """
+    return size.split and (model.shared_experts > 0 if experts else size.whole == size.stream)
