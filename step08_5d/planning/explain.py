@@ -18,7 +18,7 @@ NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "s
 NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}
 NAMES |= {"launch": "launching small kernels", "update": "the update", "compute": "computing"}
 CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "micro_batch", "recompute")
-WORKING = ": a layer at work, the loss, gathered weights"
+WORKING = ": what a layer at work and the loss need for a moment"
 MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
 LABELS = {"stages": "virtual-stages", "micro_batch": "micro-batch"}
 

@@ -16,11 +16,11 @@ from common.costs.vocabulary import KINDS, WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning import ends
-from step08_5d.planning.kept import kept_by_stages
+from step08_5d.planning.kept import Kept, kept_by_stages
 from step08_5d.planning.share import share_of
 from step08_5d.planning.sizes import Sizes
 from step08_5d.planning.stages import Backward, backwards, fullest_ranks
-from step08_5d.planning.walks import Top, Walk, deferred, walks
+from step08_5d.planning.walks import Top, Walk, deferred, walks_of_stage
 
 
 class Peak(NamedTuple):
@@ -112,9 +112,8 @@ def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Cas
 
 def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
     share, size = share_of(model, layout, rank), Sizes.of(model, layout)
-    kept = kept_by_stages(model, layout, rank)
+    kept, walks = _stages(model, layout._replace(zero=1), rank)
     whole, received = sum(each.all for each in kept), sum(each.received for each in kept)
-    all_walks = [list(walks(model, layout, share, *here)) for here in enumerate(kept)]
     all_deferred = deferred(model, layout, share)
     of_head = ends.kept_after_loss(model, layout, size) if share.is_last and len(kept) == 1 else 0.0
     for backward in backwards(model, layout, rank):
@@ -123,7 +122,7 @@ def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
         others = max(0.0, in_flight * whole - own)
         others += max(0.0, in_flight - at_work) * of_head + backward.deferred * all_deferred
         needed = in_flight * (whole - received) + backward.deferred * all_deferred
-        for walk in all_walks[backward.stage]:
+        for walk in walks[backward.stage]:
             messages = backward.at_loss if walk.is_loss else backward.messages
             if backward.half not in walk.halves or messages is None:
                 continue
@@ -132,3 +131,10 @@ def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
             communication = messages * size.stream - walk.put_off + in_flight * received
             begun = share.early if backward.early else 0
             yield _Case(backward, walk, gathered, begun, there, communication, needed)
+
+
+@lru_cache(maxsize=512)
+def _stages(model: ModelConfig, layout: Layout, rank: int) -> tuple[list[Kept], list[list[Walk]]]:
+    """Return what each stage of a rank keeps, and the walks through it: the same ones with all stages of ZeRO."""
+    kept, share = kept_by_stages(model, layout, rank), share_of(model, layout, rank)
+    return kept, [list(walks_of_stage(model, layout, share, *here)) for here in enumerate(kept)]

@@ -53,7 +53,7 @@ class Walk(NamedTuple):
         return max(self.tops.values()).size
 
 
-def walks(model: ModelConfig, layout: Layout, share: Share, number: int, kept: Kept) -> Iterator[Walk]:
+def walks_of_stage(model: ModelConfig, layout: Layout, share: Share, number: int, kept: Kept) -> Iterator[Walk]:
     """Yield the walks through a stage.
 
     Args:
