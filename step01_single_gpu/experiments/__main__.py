@@ -13,6 +13,7 @@ EXPERIMENTS = [
     compute.recomputation,
     compute.flops,
     launches.launches,
+    launches.loading,
     precision.master_weights,
     precision.loss_scaling,
     precision.curves,

@@ -5,16 +5,21 @@ for: not views, which compute nothing, and not allocations. A foreach operator c
 launches one kernel for every few dozen tensors.
 """
 
+import statistics
 import tempfile
+import time
 
+import numpy as np
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.config import TrainConfig
 from common.costs.hardware import H100_TFLOPS
-from common.counts import count_parameters
+from common.counts import count_flops, count_parameters
 from common.drawing.tables import print_table
 from common.presets import PRESETS
+from step01_single_gpu.data.batches import Batches
+from step01_single_gpu.data.token_cache import Corpus
 from step01_single_gpu.experiments.compute import cpu_times
 from step01_single_gpu.experiments.tools import Run, train_in
 
@@ -87,3 +92,23 @@ def launches(quick: bool) -> None:
         rows.append((name, f"{layer / 1e6:.2f}", f"{host * 1e12 * H100_TFLOPS / (6 * layer):,.0f}"))
     header = ("", "million parameters of a layer", "tokens")
     print_table("Predicted: tokens of a micro-batch from which an H100 at its peak is never idle", header, rows)
+
+
+def loading(quick: bool) -> None:
+    """How fast shuffled micro-batches are read from a large memory map, beside the time that a GPU computes on them."""
+    rows, tokens = [], 2**23 if quick else 2**28
+    with tempfile.NamedTemporaryFile() as file:
+        np.zeros(tokens, np.uint16).tofile(file.name)
+        corpus = Corpus("zeros", np.memmap(file.name, np.uint16, "r"), "", 2, None)
+        for seq_len, rows_at_once in ((512, 8), (4096, 1), (4096, 8)):
+            batches, times = Batches(corpus, seq_len, rows_at_once, seed=0), []
+            for step in range(20 if quick else 200):
+                start = time.perf_counter()
+                batches.micro_batch(step, 0, rows_at_once)
+                times.append(time.perf_counter() - start)
+            speed = rows_at_once * seq_len / statistics.median(times)  # the first call draws the order of the epoch
+            flops = 3 * count_flops(PRESETS["llama3-8b"], seq_len).forward / seq_len
+            share = 1e12 * H100_TFLOPS / flops / speed
+            rows.append((f"{rows_at_once} x {seq_len:,}", f"{speed / 1e6:,.0f}", f"{share:.2%}"))
+    header = ("micro-batch", "million tokens/s", "of the time of an H100 at its peak, Llama 3 8B")
+    print_table("Reading a corpus", header, rows)
