@@ -1,5 +1,6 @@
 """Counts the storages of a dry run, and knows which of them are there for communication."""
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +40,10 @@ class FakeAllocations(Allocations):
 
     @contextmanager
     def record(self) -> Iterator[list[Call]]:
-        """Record collectives, as `common.collectives.record` does, and note their buffers and what backwards need."""
+        """Record collectives, as `common.collectives.record` does, and note their buffers and what backwards need.
+
+        Meanwhile Python's collector rests. What it frees depends on when it runs, which all this counting changes.
+        """
 
         def launched(handles: list, *_) -> None:
             self.sending.update(self.launching)
@@ -58,11 +62,15 @@ class FakeAllocations(Allocations):
             return tensor
 
         WeightGradStore.append, self.launching = put_off, []
+        collects = gc.isenabled()
+        gc.disable()
         try:
             with record(launched=launched) as calls, saved_tensors_hooks(need, lambda saved: saved):
                 yield calls
         finally:
             del WeightGradStore.append
+            if collects:
+                gc.enable()
 
     def communication(self, states: set[int]) -> int:
         """Return the bytes in buffers that a collective has filled or is sending, and that no backward needs.
