@@ -35,7 +35,7 @@ WITHOUT_PIPELINES = ("efficiency", "small", "launch", "near_start", "far_start",
 OF_PIPELINES = ("paced", "apart", "crowd")
 MOST = 5  # a run that is further off counts no more than this factor
 PAUSE = 0.3  # seconds by which the messages of a late pipeline are late: the median, printed by `published`
-APART = 1.5  # late and well are told apart if they differ by this factor
+TELLABLE = 1.5  # whether a run was late can be told if that makes this factor
 
 
 class Run(NamedTuple):
@@ -95,9 +95,9 @@ class Guess(NamedTuple):
     late: float  # if every message between stages is late by PAUSE
 
     @property
-    def is_two(self) -> bool:
+    def can_tell(self) -> bool:
         """Whether one can tell from a run which of them it was."""
-        return self.well > APART * self.late
+        return self.well > TELLABLE * self.late
 
 
 def guess(run: Run, habits: Habits) -> Guess:
@@ -114,7 +114,7 @@ def off(value: float, run: Run) -> float:
 def was_late(run: Run, habits: Habits) -> bool:
     """Whether a run was as slow as one whose messages are late."""
     both = guess(run, habits)
-    return both.is_two and off(both.late, run) < off(both.well, run)
+    return both.can_tell and off(both.late, run) < off(both.well, run)
 
 
 # ---- a fit by coordinate descent -------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Fit(NamedTuple):
     """What some runs show."""
 
     habits: Habits = Habits()
-    risk: float = 0.014  # of a pipeline to be late, for each node
+    risk: float = 0.014  # probability of a pipeline to be late, per node
 
 
 def error(habits: Habits, runs: list[Run]) -> float:

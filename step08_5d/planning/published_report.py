@@ -16,7 +16,6 @@ from step08_5d.planning.published_memory import Holds
 from step08_5d.planning.search import named
 from step08_5d.planning.speed import lateness, times
 
-NEARLY_FULL = 68e9  # bytes of an 80 GB GPU
 # Tokens per second and GPU in figures of the playbook, which no fit has seen; its size is not said, but 3B comes close
 DEGREES = (2, 4, 8, 16, 32)
 SCALING = {  # read off; m: micro-batches
@@ -24,6 +23,7 @@ SCALING = {  # read off; m: micro-batches
     "pp_1f1b_scaling, m = 32": (15300, 13900, 11600, 7900, 3700),
     "tp_scaling": (13923, 12421, 10903, 6246, 2146),
 }
+FULL = 68e9  # bytes of an 80 GB GPU: all pipelines that held more were late
 LARGEST = (3, 8, 12, 16, 20)  # micro-batch of tp_scaling
 
 
@@ -44,6 +44,7 @@ def show(options) -> None:
         print_table(f"half {number + 1}, fitted to the other", header, rows)
         medians = (f"{statistics.median(each.values()):.2f}" for each in (result.within, result.gain))
         print(f"  over all runs: {result.spearman:.2f}; medians of the columns: {', '.join(medians)}")
+        print_unseen(others, fit)
         print_worst(others, result, fit)
         seen_by |= dict.fromkeys(others, holds)
     fit = published.fitted(runs)
@@ -69,7 +70,7 @@ def print_worst(runs: list[Run], result: Judgement, fit: Fit, shown: int = 3) ->
 
 
 def seconds_late(run: Run, fit: Fit) -> float:
-    """By how many seconds each message between stages was late, if that explains what the step took."""
+    """By how many seconds each message between stages was late, if all were by the same."""
     layout = run.layout
     step = layout.micro_batches * layout.tokens / layout.tp / layout.pp / run.tokens_per_second
     found = times(run.model, layout, H100, fit.habits).step
@@ -77,28 +78,38 @@ def seconds_late(run: Run, fit: Fit) -> float:
 
 
 def print_late(runs: list[Run], fit: Fit) -> None:
-    """Pipelines that are late: how many, and by how much; and those whose GPUs were nearly full."""
+    """Pipelines that are late: how many, and by how much."""
     piped = [run for run in runs if run.mfu and run.layout.pp > 1]
-    full = [run for run in piped if run.memory > NEARLY_FULL]
-    piped = [run for run in piped if run.memory <= NEARLY_FULL]
     late = {run for run in piped if was_late(run, fit.habits)}
+    groups = {f"{nodes} nodes": [run for run in piped if run.nodes == nodes] for nodes in (1, 2, 4, 8, 16, 32, 64)}
+    full = [run for run in piped if run.memory > FULL]
+    small = [run for run in piped if 2 <= run.nodes <= 8 and run not in full]
+    replicas = [run for run in small if run.layout.zero == 0 and run.layout.dp > 1]
+    groups["nearly full GPUs"] = full
+    groups["of the rest, 2 to 8 nodes: ZeRO-0 with dp"] = replicas
+    groups["and all others on 2 to 8 nodes"] = [run for run in small if run not in replicas]
+    groups |= {name: [run for run in piped if run.name == name] for name in published.SHAPES} | {"all": piped}
     rows = []
-    groups = [(f"{nodes} nodes", "nodes", nodes) for nodes in sorted({run.nodes for run in piped})]
-    groups += [(name, "name", name) for name in sorted({run.name for run in piped}, key=lambda name: float(name[:-1]))]
-    for words, field, value in groups:
-        some = [run for run in piped if getattr(run, field) == value]
+    for words, some in groups.items():
         pauses = [seconds_late(run, fit) for run in some if run in late]
-        cells = (f"{each:.2f}" for each in statistics.quantiles(pauses, n=4)) if len(pauses) > 1 else ("", "", "")
-        rows.append((words, len(some), f"{len(pauses) / len(some):.0%}", *cells))
-    all_pauses = [seconds_late(run, fit) for run in late]
-    cells = (f"{each:.2f}" for each in statistics.quantiles(all_pauses, n=4))
-    rows.append(("all", len(piped), f"{len(late) / len(piped):.0%}", *cells))
-    print_table("pipelines", ("", "runs", "late", "s late per message: quarter", "half", "three quarters"), rows)
-    well = [run for run in piped if run not in late]
-    off = [abs(math.log(guess(run, fit.habits).well / run.mfu)) for run in well]
-    print(f"  the other {len(well)} are off by {statistics.median(off):.0%} in the median")
-    slow = sum(guess(run, fit.habits).well > 2 * run.mfu for run in full)
-    print(f"  {slow} of {len(full)} that held more than {NEARLY_FULL / 1e9:.0f} GB took over twice the predicted time")
+        cells = [f"{each:.2f}" for each in statistics.quantiles(pauses, n=4)] if len(pauses) > 1 else [""] * 3
+        rows.append((words, len(some), sum(guess(run, fit.habits).can_tell for run in some), len(pauses), *cells))
+    header = ("", "runs", "can be told", "late", "s late per message: quarter", "half", "three quarters")
+    print_table("pipelines", header, rows)
+
+
+def print_unseen(runs: list[Run], fit: Fit) -> None:
+    """The same in a line, of runs that the fit has not seen, with the error of the others."""
+    piped = [run for run in runs if run.mfu and run.layout.pp > 1]
+    late = [run for run in piped if was_late(run, fit.habits)]
+    off = [abs(math.log(guess(run, fit.habits).well / run.mfu)) for run in piped if run not in late]
+    expected = [abs(math.log(published.predicted(run, fit) / run.mfu)) for run in piped]
+    pause = statistics.median(seconds_late(run, fit) for run in late)
+    print(
+        f"  {len(late)} of {len(piped)} pipelines are late, by {pause:.2f} s per message; the others are off by "
+        f"{statistics.median(off):.0%} in the median. What was to be expected of all is off by "
+        f"{statistics.median(expected):.0%}"
+    )
 
 
 def scaling(figure: str, habits: Habits) -> list[float]:

@@ -154,8 +154,11 @@ def lateness(layout: Layout, pause: float) -> float:
     """Return the seconds that a step takes more if each message between stages is late by `pause`.
 
     A stage in the middle exchanges four of them per micro-batch, one after the other; with two stages, each has two.
+    All of them count, also those that a bubble might hide: so do the published runs that are late.
     """
-    return pause * 2 * min(2, layout.pp - 1) * layout.micro_batches
+    if layout.pp == 1:
+        return 0.0
+    return pause * 2 * layout.stages * min(2, layout.pp * layout.stages - 1) * layout.micro_batches
 
 
 def not_hidden(messages: list[tuple[Message, float]], forward: float, both: float, habits: Habits) -> float:
