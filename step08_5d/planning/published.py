@@ -108,6 +108,7 @@ def guess(run: Run, habits: Habits) -> Guess:
 
 
 def off(value: float, run: Run) -> float:
+    """How far a predicted MFU is from the published one, as |log| of their ratio."""
     return abs(math.log(value / run.mfu))
 
 
@@ -171,13 +172,14 @@ def judge(
     published: Callable[[Run], float] = lambda run: run.mfu,
     fits: Callable[[Run], bool] = lambda run: True,
 ) -> Judgement:
-    """Compare predictions with what was published of the runs that came to an end; choose among those that fit."""
+    """Compare predictions with what was published of the runs that ended; choose among those that fit, if any does."""
     runs = [run for run in runs if run.mfu]
     found = {run: (predict(run), published(run)) for run in runs}
     within, chosen, gain = {}, {}, {}
     for pair in sorted({run.pair for run in runs}):
         of_pair = {run: both for run, both in found.items() if run.pair == pair}
         within[pair] = spearman(*zip(*of_pair.values()))
-        chosen[pair] = max(filter(fits, of_pair), key=lambda run: of_pair[run][0])
+        candidates = list(filter(fits, of_pair)) or list(of_pair)
+        chosen[pair] = max(candidates, key=lambda run: of_pair[run][0])
         gain[pair] = found[chosen[pair]][1] / max(theirs for _, theirs in of_pair.values())
     return Judgement(spearman(*zip(*found.values())), within, chosen, gain)
