@@ -133,6 +133,7 @@ def test_overlap_by_hand():
         ("memory --model llama3-8b --gpus 64", "error: --gpus is not a flag of step08_5d"),
         ("memory --model llama3-8b --pp 2 --virtual-stages 2", "error: --virtual-stages 2: --schedule 1f1b has"),
         ("memory --model llama3-8b --global-batch 6 --dp 4", "error: --dp: 6 sequences (--global-batch) in micro-ba"),
+        ("compare --model llama3-8b --dp 8", "error: unknown: --dp"),
         ("cheatsheet --model mixtral-8x7b", "error: the cheatsheet knows no experts"),
         ("cheatsheet --model llama3-8b --tp 3", "error: --tp: 32 heads cannot be divided by 3"),
         ("recipe --model llama3-70b --gpus 7", "error: --gpus 7: dp x tp 8 x pp must make them up"),
@@ -251,3 +252,12 @@ def test_zero_2_in_a_pipeline_sends_more_than_zero_1():
     assert two.sent / one.sent == pytest.approx((4 * m + 2) / 6)
     assert two.held < sum(memory(PRESETS["llama3-70b"], two.layout._replace(zero=1)).values())
     assert found[1, 0] is None, "70 B with tp 8 and nothing else do not fit"
+
+
+def test_layouts_side_by_side(capsys):
+    """What `plan` says of its first layout, and another one."""
+    first = plans(task("llama3-8b", 64))[0][0]
+    main(["compare", "--model", "llama3-8b", " ".join(flags(task("llama3-8b", 64), first.layout)), "--dp 2 --pp 2"])
+    ours, pipeline = (line.split() for line in capsys.readouterr().out.splitlines()[4:6])
+    sizes = f"{sum(first.held.values()) / 1e9:.0f}", f"{first.sent(LLAMA) / 1e9:.1f}"
+    assert {"64", f"{first.mfu:.1%}", f"{first.times.step:.2f}", *sizes} <= set(ours) and pipeline[0] == "4"

@@ -201,3 +201,4 @@ def test_laptop_is_accepted():
     asked = sweep.read("step08_5d/planning/laptop.toml")
     lines = [sweep.refusal(case) for case in sweep.cases(asked)]
     assert lines.count("") >= 45 and all("divide the world" in line for line in lines if line), json.dumps(lines)
+    assert not any(sweep.refusal(case) for case in sweep.cases(sweep.read("step08_5d/planning/crossing.toml")))
