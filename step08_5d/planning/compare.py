@@ -11,7 +11,7 @@ from collections import Counter
 from common.drawing.tables import print_table
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.explain import NAMES
+from step08_5d.planning.explain import most_of_the_rest
 from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import memory
 from step08_5d.planning.memory_report import DEFAULTS, configuration
@@ -36,12 +36,8 @@ def show(options) -> None:
         held = sum(memory(model, layout).values())
         cells = f"{mfu(model, layout, found.step, machine):.1%}", f"{found.step:.2f}", f"{held / 1e9:.0f}"
         sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
-        rows.append((gpus, named(layout), *cells, *sizes, f"{NAMES[found.binds]} ({_share(found):.0%})"))
+        rows.append((gpus, named(layout), *cells, *sizes, most_of_the_rest(found)))
     title = f"predicted: {options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
     header = ("GPUs", "layout", "MFU", "s", "GB held", *(f"sent: {SENT[0]}", *SENT[1:]), "most of the rest of the step")
     print_table(title, header, rows)
     print("  sent: GB of a rank in a step, in a stage in the middle")
-
-
-def _share(found) -> float:
-    return getattr(found, found.binds) / found.step

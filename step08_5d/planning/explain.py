@@ -11,6 +11,7 @@ from step08_5d.planning.machines import OURS, Habits
 from step08_5d.planning.memory import memory
 from step08_5d.planning.published import PAUSE
 from step08_5d.planning.search import EQUAL, MOST_FULL, Plan, Task, command, named
+from step08_5d.planning.speed import Times
 from step08_5d.planning.speed import times as times_of
 from step08_5d.planning.stages import layers_of_ranks
 
@@ -29,9 +30,7 @@ def print_plans(task: Task, best: list[Plan], misfits: Counter, shown: int) -> N
     for plan in different(best)[:shown]:
         times, held = plan.times, sum(plan.held.values())
         cells = (f"{plan.mfu:.1%}", f"{plan.tokens_per_second:,.0f}", f"{times.step:.2f}", f"{held / 1e9:.0f}")
-        share = getattr(times, times.binds) / times.step
-        most = f"{NAMES[times.binds]} ({share:.0%})" if share >= 0.005 else "nothing: all messages hide"
-        rows.append((named(plan.layout), *cells, most))
+        rows.append((named(plan.layout), *cells, most_of_the_rest(times)))
     title = f"predicted: {task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
     print_table(title, ("layout", "MFU", "tokens/s/GPU", "s", "GB", "most of the rest of the step"), rows)
     print(f"  {MFU}")
@@ -39,6 +38,12 @@ def print_plans(task: Task, best: list[Plan], misfits: Counter, shown: int) -> N
     print_neighbours(best)
     print_changes(task, best)
     print(f"\n{command(task, best[0].layout)}")
+
+
+def most_of_the_rest(times: Times) -> str:
+    """What a step needs most besides the computation, and its share of the step."""
+    share = getattr(times, times.binds) / times.step
+    return f"{NAMES[times.binds]} ({share:.0%})" if share >= 0.005 else "nothing: all messages hide"
 
 
 def different(best: list[Plan]) -> list[Plan]:

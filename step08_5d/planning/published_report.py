@@ -71,10 +71,14 @@ def print_worst(runs: list[Run], result: Judgement, fit: Fit, shown: int = 3) ->
 
 def seconds_late(run: Run, fit: Fit) -> float:
     """By how many seconds each message between stages was late, if all were by the same."""
+    return _seconds_lost(run, fit) / lateness(run.layout, pause=1.0)
+
+
+def _seconds_lost(run: Run, fit: Fit) -> float:
+    """By how much its step took longer than predicted."""
     layout = run.layout
     step = layout.micro_batches * layout.tokens / layout.tp / layout.pp / run.tokens_per_second
-    found = times(run.model, layout, H100, fit.habits).step
-    return (step - found) / lateness(layout, pause=1.0)
+    return step - times(run.model, layout, H100, fit.habits).step
 
 
 def print_late(runs: list[Run], fit: Fit) -> None:
@@ -96,6 +100,21 @@ def print_late(runs: list[Run], fit: Fit) -> None:
         rows.append((words, len(some), sum(guess(run, fit.habits).can_tell for run in some), len(pauses), *cells))
     header = ("", "runs", "can be told", "late", "s late per message: quarter", "half", "three quarters")
     print_table("pipelines", header, rows)
+    ratios = {run: guess(run, fit.habits).well / run.mfu for run in runs if run.mfu}
+    pauses = [seconds_late(run, fit) for run in piped if ratios[run] > 2]
+    quarters = ", ".join(f"{each:.2f}" for each in statistics.quantiles(pauses, n=4))
+    slowest = max(ratios[run] for run in piped)
+    print(
+        f"  {len(pauses)} take over twice the predicted time (the slowest {slowest:.0f} times): whether called late or "
+        f"not,\n  their quarters are {quarters} s per message"
+    )
+    whole = [run for run in runs if run.mfu and run.layout.pp == 1 and run.nodes == 64]
+    slow = [run for run in whole if ratios[run] > 1.5]
+    lost = [_seconds_lost(run, fit) / run.layout.micro_batches for run in slow]
+    print(
+        f"  without a pipeline, {len(slow)} of {len(whole)} runs on 64 nodes take over 1.5 times that, and lose "
+        f"{statistics.median(lost):.1f} s per micro-batch"
+    )
 
 
 def print_unseen(runs: list[Run], fit: Fit) -> None:

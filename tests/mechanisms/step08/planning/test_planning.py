@@ -62,6 +62,9 @@ def test_published_runs(tmp_path, monkeypatch):
         assert statistics.median(pauses) == pytest.approx(published.PAUSE, rel=0.15), name
         quarters = statistics.quantiles(pauses, n=4)
         assert quarters[2] < 1.4 * quarters[0], name
+    heaviest = [run for run in runs if run.pair == ("80B", 4) and run.mfu and run.layout.pp == 4]
+    assert {round(100 * published.guess(run, fitted.habits).well, 1) for run in heaviest} == {15.4}
+    assert published.mfu(heaviest[0], 665) == pytest.approx(0.344, abs=5e-4), "two runs in one cell of the heat map"
     one = min(late, key=lambda run: run.nodes)
     made = one._replace(mfu=published.guess(one, fitted.habits).well)
     assert not published.was_late(made, fitted.habits)
