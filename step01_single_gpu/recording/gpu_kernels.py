@@ -1,10 +1,12 @@
-"""What the GPU did between its kernels' starts and ends: a table from the trace of torch.profiler (`--profile`).
+"""What the GPU did between its kernels' starts and ends: tables from the trace of torch.profiler (`--profile`).
 
     python -m step01_single_gpu.recording.gpu_kernels RUN_DIR
 
-The tracer's spans count a phase as compute even while the GPU waits for Python. This table shows such gaps.
+The tracer's spans count a phase as compute even while the GPU waits for Python. The first table shows such gaps, the
+second which kernels take longest.
 """
 
+import collections
 import json
 import sys
 from pathlib import Path
@@ -61,15 +63,32 @@ def classify_kernels(kineto_events: list[dict]) -> dict[str, float]:
     return {name: sum(time for now, time in states if holds(now)) for name, holds in TIMES.items()}
 
 
+def longest_kernels(kineto_events: list[dict], count: int = 25) -> list[tuple[str, int, float]]:
+    """Return the names of the `count` kernels on which a GPU spent most time, how often each ran, and its seconds."""
+    calls, seconds = collections.Counter(), collections.Counter()
+    for event in kineto_events:
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            calls[event["name"]] += 1
+            seconds[event["name"]] += 1e-6 * event["dur"]
+    return [(name, calls[name], total) for name, total in seconds.most_common(count)]
+
+
 def print_kernels(run_dir: str | Path) -> None:
-    """Print `classify_kernels` of each RUN_DIR/profile/rank-N.json as a table; nothing if no GPU was profiled."""
-    rows = []
+    """Print `classify_kernels` of each RUN_DIR/profile/rank-N.json as a table, and the first one's `longest_kernels`.
+
+    Prints nothing if no GPU was profiled.
+    """
+    rows, longest = [], []
     for path in sorted((Path(run_dir) / "profile").glob("rank-*.json"), key=lambda path: (len(path.name), path.name)):
-        if times := classify_kernels(json.loads(path.read_text())["traceEvents"]):
+        events = json.loads(path.read_text())["traceEvents"]
+        if times := classify_kernels(events):
             rows.append((path.stem, *(f"{1e3 * seconds:.3f}" for seconds in times.values())))
+            longest = longest or longest_kernels(events)
     if rows:
         title = "GPU kernels of all profiled steps, in ms: span = compute + exposed + copies + idle"
         print_table(title, ("", *TIMES), rows)
+        cells = [(f"{1e3 * seconds:.3f}", calls, name[:80]) for name, calls, seconds in longest]
+        print_table(f"The longest kernels of {rows[0][0]}, in ms", ("ms", "calls", "kernel"), cells)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""`python -m tests.gpu_check [--only PART ...] [--again] [--device cpu --quick]`: write the report.
+"""`python -m tests.gpu_check [--only PART ...] [--minutes M] [--again] [--device cpu --quick]`: write the report.
 
 Parts that have ended are kept in the folder and not run again; one that was interrupted goes on where it was.
 """
 
 import argparse
+import math
 import shutil
 import sys
 import time
@@ -18,21 +19,22 @@ from tests.gpu_check.launching import CANNOT_MEET
 from tests.harness.ranks import CommandTimeout, run_command
 
 PARTS = {  # in order of value: their tests, and their limits in seconds. All fit into commands of ten minutes
-    "nccl": (530, "test_training.py::test_nccl"),
-    "bfloat16": (400, "test_training.py::test_bfloat16"),
-    "one_gpu": (530, "test_training.py::test_numbers", "test_training.py::test_marked"),
-    "kernels": (530, "test_speed.py::test_kernel"),
-    "ladder": (300, "test_ladder.py"),
+    "one_gpu": (300, "test_training.py::test_numbers", "test_training.py::test_waits", "test_training.py::test_marked"),
     "models": (530, "test_speed.py::test_model"),
-    "node": (530, "test_node.py::test_dimension"),
-    "shared_gpu": (400, "test_training.py::test_shared_gpu"),
+    "kernels": (530, "test_speed.py::test_kernel"),
+    "bfloat16": (400, "test_training.py::test_bfloat16"),
+    "tracer": (90, "test_node.py::test_tracer"),
+    "nccl": (530, "test_training.py::test_nccl"),
     "faults": (300, "test_gpu_faults.py::test_lost_rank", "test_gpu_faults.py::test_restart"),
     "async_save": (180, "test_gpu_faults.py::test_async_save"),
-    "tracer": (90, "test_node.py::test_tracer"),
     "kernel_tests": (360, "test_training.py::test_kernels"),
+    "ladder": (300, "test_ladder.py"),
+    "node": (530, "test_node.py::test_dimension"),
+    "shared_gpu": (400, "test_training.py::test_shared_gpu"),
 }
 PASSED, FAILED, UNFINISHED = "passed", "failed", "unfinished"
 NOTHING_LEFT = 5  # pytest's status if there was no test
+LEAST = 20  # seconds: with less time left, no part is begun
 SHOWN = 3000  # characters of what a part printed that has not passed, from the end
 
 
@@ -42,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m tests.gpu_check", description="What only a GPU can show.")
     names = f"these parts, of {', '.join(PARTS)} (default: all)"
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help=names)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop by then; the same command goes on")
     parser.add_argument("--again", action="store_true", help="also run what has ended, and from its beginning")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: what has a meaning there")
@@ -53,12 +56,16 @@ def main(argv: list[str] | None = None) -> int:
     where = [options.device, *["quick"] * options.quick]
     out = options.out.resolve() / ("" if where == ["cuda"] else "-".join(where))
     reports = {name: out / name / "report.md" for name in PARTS}
+    end = time.monotonic() + 60 * options.minutes
     for name in options.only:
         if options.again:
             shutil.rmtree(out / name, ignore_errors=True)
         kept = status_of(reports[name]) in (PASSED, FAILED)
+        if not kept and time.monotonic() > end - LEAST:
+            print(f"{name}: no time is left for it", flush=True)
+            continue
         if not kept:
-            run_part(name, reports[name], options)
+            run_part(name, reports[name], options, end)
             texts = [report.read_text() for report in reports.values() if report.exists()]
             (out / "gpu.md").write_text(
                 "\n".join(["# What GPUs show", "", *facts(torch.device(options.device)), *texts])
@@ -73,8 +80,10 @@ def status_of(report: Path) -> str | None:
     return report.read_text().split()[2].strip(",") if report.exists() else None
 
 
-def run_part(name: str, report: Path, options: argparse.Namespace) -> None:
+def run_part(name: str, report: Path, options: argparse.Namespace, end: float) -> None:
     """Run the tests of a part until none is left or its time is over; after each failure, in a new process.
+
+    `end`: when to stop at the latest, on the clock of `time.monotonic`.
 
     The report has its status and findings and, unless it passed, what it printed last.
     """
@@ -84,13 +93,14 @@ def run_part(name: str, report: Path, options: argparse.Namespace) -> None:
     command += ["--device", options.device, *["--quick"] * options.quick]
     found.write([line for line in found.lines if line["value"] != STARTED])  # it was interrupted there
     start, status, printed = time.monotonic(), FAILED, ""
+    limit = min(limit, end - start)
     while True:
         before = sum(line["passed"] is False for line in found.lines)
         try:
             done = run_command(command, timeout=max(1.0, limit - (time.monotonic() - start)))
         except CommandTimeout as error:
             status = UNFINISHED
-            printed = f"{error}\nIts limit of {limit} s was over; the same command goes on with it."
+            printed = f"{error}\nIts limit of {limit:.0f} s was over; the same command goes on with it."
             break
         failures = sum(line["passed"] is False for line in found.lines)
         ended = {STARTED: f"its process ended with status {done.returncode}"}

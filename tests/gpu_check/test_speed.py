@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -15,12 +16,13 @@ from common.counts import count_flops
 from common.launching.command_line import parse
 from common.presets import HUGGINGFACE_NAMES
 from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.recording.gpu_kernels import classify_kernels, longest_kernels
 from step01_single_gpu.recording.utilisation import peak_flops
 from step08_5d.gpu_ladder import machine
 from step08_5d.kernels.launching import HAS_TRITON
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone
-from tests.gpu_check.test_node import TINY
+from tests.gpu_check.test_node import TINY, kineto_events
 from tests.harness.ranks import steps_of
 from tests.mechanisms.step08.kernels.case import BOTH, Case, Maker
 from tests.mechanisms.step08.kernels.cases import KERNELS
@@ -85,19 +87,20 @@ def prepared(case: Case, function: Callable, which: str) -> Callable[[], tuple[t
         return tuple_of(function(*case.inputs, *case.settings))
 
     def backward(outputs: tuple[torch.Tensor, ...], again: bool = False) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(outputs, case.inputs, list(map(torch.ones_like, outputs)), retain_graph=again)
+        return torch.autograd.grad(outputs, case.inputs, gradients, retain_graph=again)
 
-    if which != "backward":
-        return forward if which != BOTH else lambda: backward(forward())
+    if which not in ("backward", BOTH):
+        return forward
     outputs = forward()
-    return lambda: backward(outputs, again=True)
+    gradients = [torch.ones_like(output) for output in outputs]  # here, or each call would also write them
+    return lambda: backward(forward()) if which == BOTH else backward(outputs, again=True)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
-SEQ, STEPS, WARM = 4096, 10, 3  # steps: the first ones compile; the last is profiled, for which the one before warms up
-MICRO_BATCHES = 8  # of a step
-MODELS = {"smollm-1.7b": 1, "llama3-1b": 1, "smollm-360m": 2, "smollm-135m": 4}  # sequences of a micro-batch
+STEPS, WARM = 10, 3  # the first ones compile; the last is profiled, for which the one before warms up
+SEQ, SEQUENCES = 4096, 16  # tokens of a sequence; sequences of a step
+PROFILED = ("fused",)
 OURS = {
     "eager": "--no-fused",
     "compiled": "--no-fused --compile",
@@ -106,20 +109,27 @@ OURS = {
     "fused and full recomputation": "--fused --recompute full",
 }
 EAGER, COMPILED, LIGER = "transformers", "transformers compiled", "transformers with Liger"
-ITEMS = [f"{model}, {way}" for model in MODELS for way in (*OURS, EAGER, COMPILED)]
-ITEMS += [f"{model}, {LIGER}" for model in MODELS]  # last, since it changes transformers
+MODELS = {  # sequences of a micro-batch, and the ways to train
+    "2 x smollm-1.7b": (*OURS, EAGER, COMPILED),
+    "1 x smollm-1.7b": ("fused",),  # sums are read and written once per micro-batch, and small products fill no GPU
+    "4 x smollm-1.7b": ("fused",),
+    "2 x llama3-1b": ("eager", "compiled", "fused", EAGER, COMPILED),
+    "4 x smollm-360m": ("fused", COMPILED),
+    "8 x smollm-135m": ("fused", COMPILED),
+}
+ITEMS = [f"{model}, {way}" for model, ways in MODELS.items() for way in ways]
+ITEMS += ["2 x smollm-1.7b, " + LIGER, "2 x llama3-1b, " + LIGER]  # last, since it changes transformers
 LIKE_EAGER = 1e-2  # relative difference of the losses in bfloat16
 MODEL_HEADER = ["model", "how", "ms per step", "tokens/s", "MFU", "MFU, measured peak", "HFU", "peak GiB"]
 
 
-@on_devices(ITEMS, quick=[f"smollm-1.7b, {way}" for way in ("eager", "compiled", "fused", EAGER)])
+@on_devices(ITEMS, quick=[f"2 x smollm-1.7b, {way}" for way in ("eager", "compiled", "fused", EAGER)])
 def test_model(found, item):
     """Tokens/s, MFU, HFU and peak memory of a model; and losses like those of the eager one."""
     model, _, way = item.partition(", ")
-    shape, rows = TINY.format(2, 1, 64), MODELS[model]
+    shape, (rows, name) = TINY.format(2, 1, 64), model.split(" x ")
     if not found.quick:
-        shape = f"--model {model} --dtype bfloat16 --micro-batch {rows} --global-batch {rows * MICRO_BATCHES}"
-        shape += f" --seq-len {SEQ}"
+        shape = f"--model {name} --dtype bfloat16 --micro-batch {rows} --global-batch {SEQUENCES} --seq-len {SEQ}"
     gc.collect()  # models refer to themselves, through their hooks
     torch._dynamo.reset()
     if found.device.type == "cuda":
@@ -150,14 +160,28 @@ def longer(config: TrainConfig) -> None:
 
 def train_ours(found: Findings, name: str, way: str, shape: str) -> tuple[float, int | None]:
     """Train with step 8. Returns the median seconds of a step, and the peak bytes."""
-    flags = f"{shape} {OURS[way]} --data synthetic --warmup 2 --steps {STEPS} --trace {STEPS - 1}:{STEPS - 1} --profile"
+    flags = f"{shape} {OURS[way]} --data synthetic --warmup 2 --steps {STEPS}"
+    if profiled := (way in PROFILED and not found.quick):
+        flags += f" --trace {STEPS - 1}:{STEPS - 1} --profile"
     torch._dynamo.utils.counters.clear()
     lines = train_alone(found, name, 8, flags, change=longer)
     if way == "compiled":
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert 4 <= graphs <= 8, f"four functions, each for few shapes, are {graphs} graphs"
+    if profiled:
+        note_kernels(found, name)
     seconds = statistics.median(line["step_time_s"] for line in lines[WARM : STEPS - 2])
     return seconds, lines[WARM]["peak_memory_bytes"]
+
+
+def note_kernels(found: Findings, name: str) -> None:
+    """Write down where a profiled step's time goes, and delete the profile, which is large."""
+    events = kineto_events(found, name)
+    times = {kind: f"{1e3 * seconds:.2f}" for kind, seconds in classify_kernels(events).items()}
+    found.row("where a profiled step's time goes, in ms", ["model and way", *times], [name, *times.values()])
+    cells = [[f"{1e3 * seconds:.2f}", str(calls), kernel[:90]] for kernel, calls, seconds in longest_kernels(events)]
+    found.note(f"{name}: the longest kernels of a step", [["ms", "calls", "kernel"], *cells])
+    shutil.rmtree(found.folder / name / "profile")
 
 
 def train_theirs(found: Findings, name: str, way: str, config: TrainConfig) -> tuple[float, int | None]:

@@ -75,7 +75,7 @@ def run_command(
     of this process. After `timeout` seconds all that it started is killed, and CommandTimeout raised.
     """
     mark = new_mark()
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}) | dict([mark])
+    environment = variables() | (env or {}) | dict([mark])
     files = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [str(each) for each in args]
     process = subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **files)
@@ -228,8 +228,14 @@ def _describe(rank: int, report: dict) -> str:
 def in_background(command: list, log: Path, environment: dict | None = None) -> subprocess.Popen:
     """Start a command line, with these variables besides, and write what it prints to `log`."""
     io = {"stdin": subprocess.DEVNULL, "stdout": open(log, "w"), "stderr": subprocess.STDOUT, "start_new_session": True}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+    environment = variables() | (environment or {})
     return subprocess.Popen([str(each) for each in command], cwd=ROOT, env=environment, **io)
+
+
+def variables() -> dict[str, str]:
+    """The environment of a command: scripts that are started by path find the project where it is not installed."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, process: subprocess.Popen | None = None) -> float | None:

@@ -20,7 +20,7 @@ from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_b
 from common.tracing.clocks import CudaClock
 from common.tracing.report import TIMES, main, report
 from common.tracing.tracer import Tracer
-from step01_single_gpu.recording.gpu_kernels import classify_kernels
+from step01_single_gpu.recording.gpu_kernels import classify_kernels, longest_kernels
 from step01_single_gpu.recording.profilers import Profilers
 from tests.harness.ranks import run_ranks
 
@@ -259,3 +259,6 @@ def test_kernels_of_a_kineto_trace():
     parts = {"span": 90, "compute": 30, "exposed": 20, "copies": 20, "idle": 20}  # idle 50-65 and 75-80
     assert microseconds == parts | {"communication": 30, "overlapped": 10, "starved": 12}  # starved 50-62
     assert classify_kernels(events[:4]) == {}, "no GPU"
+    events.append(events[6] | {"ts": 200, "dur": 15})  # the norm again
+    longest = [(name.split("_")[0], calls, round(1e6 * seconds)) for name, calls, seconds in longest_kernels(events, 2)]
+    assert longest == [("ncclDevKernel", 1, 30), ("vectorized", 2, 25)]
