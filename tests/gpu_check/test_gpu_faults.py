@@ -52,8 +52,8 @@ def test_lost_rank(found, item):
             assert seconds is not None and seconds < TIMEOUT + GRACE
         assert set(agents.statuses(GRACE)) == {1}, agents.log()
         found.note(f"{item}: exit statuses of the ranks", agents.exit_codes())
-    if item == "SIGKILL":
-        assert agents.exit_codes() == "1, -9"
+    if item == "SIGKILL":  # NCCL's watchdog ends its process by SIGABRT; with gloo the rank itself says what is wrong
+        assert agents.exit_codes() == ("1, -9" if found.device.type == "cpu" else "-6, -9")
 
 
 @on_devices([""])

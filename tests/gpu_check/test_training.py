@@ -32,6 +32,7 @@ FREE = "--experts 8 --expert-ffn 32"  # no tokens are dropped: in a narrow type,
 NARROW, BAND = "--dtype bfloat16", 5e-3  # ten times what the CPU shows
 TILES = "--dtype bfloat16 --fp8 tile --hidden 128 --kv-heads 4 --ffn 256 --seq-len 128"  # wide enough for whole ones
 EXPERTS = "--experts 8 --expert-ffn 32 --shared-experts 1 --balance bias --z-coef 0.01 --capacity-factor 1"
+DIFFERENCES = ["layout", "flags", "largest relative difference of a loss or norm"]
 # Of each part: ranks, step and flags. Step 0 is the tour of the collectives
 LAYOUTS = {
     "nccl": f"""
@@ -82,7 +83,8 @@ def check_layouts(found: Findings, part: str, item: str, backend: str, together:
         step = 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
         train_alone(found, alone, step, f"{runs.SMALL} {runs.training_of(flags)}".replace(NARROW, ""))
         worst = difference(found, f"{item}, {index}", alone)
-        found.note(f"largest difference, {item} {flags} through {backend}", f"{worst:.1e}")
+        own = flags.removeprefix(test_asynchrony.BASE).removeprefix(TRAINING).strip()
+        found.row(f"largest differences through {backend}", DIFFERENCES, [item, own, f"{worst:.1e}"])
         if not worst < (BAND if NARROW in flags else TOLERANCE):
             wrong[flags] = worst
     assert not wrong
