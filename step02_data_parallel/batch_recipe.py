@@ -146,7 +146,7 @@ def _choose_micro_batch(model: ModelConfig, options: argparse.Namespace) -> int 
         print(": try --recompute full" if more else ": data parallelism makes no state smaller")
         print("               (--micro-batch N goes on regardless)")
         return None
-    chosen = 2 ** int(math.log2(largest))  # a power of two divides the usual global batches
+    chosen = 1 << largest.bit_length() - 1  # a power of two divides the usual global batches
     print(f"; {chosen} is taken" if chosen < largest else "")
     return chosen
 

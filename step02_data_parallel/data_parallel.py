@@ -145,8 +145,8 @@ def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) ->
 
     A larger parameter gets a bucket to itself, and so does every parameter in modes naive and overlap.
     """
-    limit = bucket_mb * 1e6 if mode == "bucket" else 0.0
-    buckets, room = [], 0.0
+    limit = round(bucket_mb * 1e6) if mode == "bucket" else 0
+    buckets, room = [], 0
     for parameter in reversed(parameters):
         size = parameter.numel() * at_least_float32(parameter.dtype).itemsize
         if size > room or not buckets:

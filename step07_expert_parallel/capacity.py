@@ -5,6 +5,7 @@ nothing is dropped.
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -21,9 +22,16 @@ def beyond_capacity(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -
     """chosen (batch, seq, k) -> which choices are dropped, bool of the same shape."""
     if not config.capacity_factor:
         return torch.zeros_like(chosen, dtype=torch.bool)
-    evenly = config.model_config.top_k * config.seq_len / config.model_config.experts
-    capacity = math.ceil(min(config.capacity_factor * evenly, config.seq_len))  # tokens of a sequence, for each expert
-    return earlier_choices(chosen, config, tp, cp) >= capacity
+    return earlier_choices(chosen, config, tp, cp) >= capacity(config)
+
+
+def capacity(config: TrainConfig) -> int:
+    """How many tokens of a sequence an expert takes: its equal share times the factor, rounded up.
+
+    The factor is the decimal number that was typed: 1.1 * 50 is 55, but 55.000000000000007 in floating point.
+    """
+    evenly = Fraction(config.model_config.top_k * config.seq_len, config.model_config.experts)
+    return min(math.ceil(Fraction(str(config.capacity_factor)) * evenly), config.seq_len)
 
 
 def earlier_choices(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -> Tensor:

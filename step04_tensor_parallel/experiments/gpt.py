@@ -42,15 +42,15 @@ class GptBlock(nn.Module):
 
     def __init__(self, split: Split, seeds: tuple[int, int]):
         super().__init__()
-        share = 1 / split.group.size
+        ranks = split.group.size
 
         def column(out: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(nn.Parameter(torch.randn(int(out * share), HIDDEN) / 16), split)
+            return ColumnParallelLinear(nn.Parameter(torch.randn(out // ranks, HIDDEN) / 16), split)
 
         def row(inside: int) -> RowParallelLinear:
-            return RowParallelLinear(nn.Parameter(torch.randn(HIDDEN, int(inside * share)) / 16), split)
+            return RowParallelLinear(nn.Parameter(torch.randn(HIDDEN, inside // ranks) / 16), split)
 
-        self.heads = int(HEADS * share)
+        self.heads = HEADS // ranks
         self.norms = nn.ModuleList([nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)])
         self.qkv, self.out = nn.ModuleList([column(HIDDEN) for _ in range(3)]), row(HIDDEN)
         self.up, self.down = column(4 * HIDDEN), row(4 * HIDDEN)

@@ -32,8 +32,8 @@ def split_like_nanotron(model: ModelConfig, stages: int) -> list[tuple[int, int]
     included (nanotron, `models/base.py`). The last stage may have the head alone.
     """
     layer, head = 4 * model.hidden**2 + 3 * model.hidden * model.ffn, model.hidden * model.vocab
-    share = (model.layers * layer + head) / stages
-    bounds = [min(model.layers, math.floor(share * stage / layer) + 1) for stage in range(1, stages)]
+    whole = model.layers * layer + head
+    bounds = [min(model.layers, whole * stage // (stages * layer) + 1) for stage in range(1, stages)]
     return list(pairwise([0, *bounds, model.layers]))
 
 

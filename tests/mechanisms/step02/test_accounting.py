@@ -13,6 +13,7 @@ from common.costs.alpha_beta import fill_buckets
 from common.model import Decoder
 from common.start import environment
 from step02_data_parallel.data_parallel import DataParallel
+from step02_data_parallel.data_parallel import fill_buckets as fill_with_parameters
 from step02_data_parallel.train import build, train
 from tests.harness.observing import configure, mesh_of, observe_each, watching
 from tests.harness.ranks import run_ranks
@@ -94,6 +95,12 @@ def test_what_train_issues_and_when(world):
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_filled_to_the_last_byte():
+    """1.001 * 1e6 is below 1,001,000 in floating point."""
+    parameters = [nn.Parameter(torch.empty(125_125, device="meta")) for _ in range(4)]  # 500,500 bytes each
+    assert [len(some) for some in fill_with_parameters(parameters, "bucket", 1.001)] == [2, 2]
 
 
 def build_alone(flags: str) -> tuple[list[nn.Parameter], DataParallel]:

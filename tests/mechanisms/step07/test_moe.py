@@ -17,6 +17,7 @@ from step01_single_gpu.mixed_precision import LossScaler
 from step05_pipeline.weight_gradients import defer_weight_gradients
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.balancing import Balancing
+from step07_expert_parallel.capacity import capacity
 from step07_expert_parallel.experts import Counts, Experts
 from step07_expert_parallel.moe import MoE, apply_experts
 from step07_expert_parallel.router import Router
@@ -145,6 +146,33 @@ def test_of_equal_scores_the_first_wins():
         assert router.choose(scores).tolist() == [[0, 1, 2]]
         assert router.choose(scores.index_fill(1, torch.tensor(5), 1)).tolist() == [[5, 0, 1]]
     assert router.weigh(scores, torch.tensor([[0, 1, 2]])).isfinite().all(), "sigmoids may all be 0"
+
+
+def test_sigmoids_that_underflow():
+    """The first token's scores are all 0 in float32. The loss and its gradient are those of float64, where none is."""
+    config = configured("--experts 4 --gate sigmoid --balance aux --dtype float32")
+    router, found = Router(config, mesh_of(config)), []
+    counts = torch.tensor([[3, 2, 1, 0]])
+    for dtype in (torch.float32, torch.float64):
+        logits = torch.tensor([[[-200.0, -201, -202, -203], [-60, -61, -62, -63], [1, 2, 0, -1]]], dtype=dtype)
+        scores = logits.requires_grad_().sigmoid()
+        loss = router.auxiliary_loss(logits, scores, counts)
+        found.append((loss, *torch.autograd.grad(loss, logits)))
+        probabilities = scores / scores.sum(-1, keepdim=True)
+    f, p = counts.double() * 4 / (2 * 12), probabilities.sum(1) / 12
+    expected = 0.01 / 8 * (f * p).sum()
+    assert found[1][0].item() == pytest.approx(expected.item(), rel=1e-12) and found[1][1].ne(0).all()
+    torch.testing.assert_close(found[0], tuple(each.float() for each in found[1]))
+
+
+def test_the_capacity_is_the_product_of_the_decimal_numbers():
+    """In floating point 1.1 * 50 and 2.2 * 50 exceed 55 and 110, and 0.07 * 100 exceeds 7."""
+    shares = {50: "--experts 4 --top-k 2 --seq-len 100", 100: "--experts 4 --top-k 1 --seq-len 400"}
+    cases = [(1.1, 50, 55), (2.2, 50, 100), (1.1, 100, 110), (2.2, 100, 220), (0.07, 100, 7), (1.11, 50, 56)]
+    for factor, share, expected in cases:
+        config = configured(f"{shares[share]} --capacity-factor {factor}")
+        assert capacity(config) == expected, (factor, share)
+    assert capacity(configured("--experts 7 --top-k 2 --seq-len 12 --capacity-factor 1.75")) == 6  # 24 / 7 * 7 / 4
 
 
 COUNTS = [4, 4, 4, 4], [0, 9, 0, 7], [0, 0, 16, 0], [0, 0, 0, 16], [0, 0, 0, 0]
