@@ -142,8 +142,12 @@ def _choose_micro_batch(model: ModelConfig, options: argparse.Namespace) -> int 
         print(f"; {options.micro_batch} was given")
         return options.micro_batch
     if not largest:
-        more = options.recompute != "full" and held < limit
-        print(": try --recompute full" if more else ": data parallelism makes no state smaller")
+        if largest_micro_batch(model, options.seq_len, limit, dtype, "full"):
+            print(": --recompute full would do")
+        elif held < limit:
+            print(": what one sequence needs beside them is too large, even with --recompute full")
+        else:
+            print(": data parallelism makes no state smaller")
         print("               (--micro-batch N goes on regardless)")
         return None
     chosen = 1 << largest.bit_length() - 1  # a power of two divides the usual global batches

@@ -16,6 +16,6 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--tp {tp} and --kv-heads {model.kv_heads}: one must divide the other")
     if config.sequence_parallel and config.rank_seq_len % tp:
         tokens = f"--seq-len {config.seq_len}" + f" / --cp {config.cp}" * (config.cp > 1)
-        raise UsageError(f"--tp {tp} does not divide {tokens} (or use --no-sequence-parallel)")
+        raise UsageError(f"--tp {tp} does not divide {tokens}, as sequence parallelism needs")
     if config.tp_mode == "chunked" and not config.sequence_parallel:
         raise UsageError("--tp-mode chunked splits gathers along the sequence: it needs --sequence-parallel")

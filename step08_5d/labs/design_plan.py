@@ -9,7 +9,7 @@ from common.presets import resolve
 from step08_5d.cost import Layout
 from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import memory
-from step08_5d.planning.search import MOST_FULL, Plan, Task, check_degrees, named, plans
+from step08_5d.planning.search import MOST_FULL, Plan, Task, flags, named, plans
 from step08_5d.planning.speed import mfu, times
 
 CASES = (  # model, GPUs, kind, sequences of a batch, tokens in each
@@ -53,7 +53,7 @@ def layout_of(answers: dict[str, str], task: Task) -> Layout:
     product = layout.dp * layout.tp * layout.pp * layout.cp
     if product != task.gpus:
         raise UsageError(f"dp x tp x pp x cp is {product}, and there are {task.gpus} GPUs")
-    check_degrees(task.model, layout, task.sequences)
+    flags(task, layout)  # which raises UsageError where step 8 would
     return layout._replace(micro_batches=task.sequences // layout.dp // size)
 
 

@@ -4,6 +4,7 @@ The cheatsheet counts in `model_bf16` = 2 x layers x 16 h^2 bytes (its A2: atten
 has neither embeddings nor fewer heads of keys and values. Its activations come from the text: 34 s b h for each layer.
 """
 
+from common.config import spelled
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.model_config import ModelConfig
@@ -11,7 +12,7 @@ from common.presets import resolve
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
 from step08_5d.planning.memory import of_stage, states
-from step08_5d.planning.search import check_degrees
+from step08_5d.planning.memory_report import DEFAULTS, configuration
 
 Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they differ
 
@@ -53,9 +54,10 @@ def show(options) -> None:
     degrees = {name: getattr(options, name) for name in ("dp", "tp", "pp", "cp", "zero", "micro_batch")}
     if model.experts:
         raise UsageError(f"the cheatsheet knows no experts, and {options.model} has {model.experts}")
-    layout = Layout(options.seq_len, **degrees, dtype="bfloat16")
-    check_degrees(model, layout, options.global_batch)
-    layout = layout._replace(micro_batches=options.global_batch // (layout.dp * layout.micro_batch))
+    words = ["--model", options.model, "--seq-len", options.seq_len, "--global-batch", options.global_batch]
+    for name, value in degrees.items():
+        words += [spelled(name), value]
+    layout = Layout.of(configuration([*DEFAULTS.split(), *map(str, words)]))
     cells = [(name, f"{t / 1e9:.2f}", f"{o / 1e9:.2f}", why) for name, t, o, why in rows(model, layout)]
     title = f"predicted: {options.model}, the first stage's rank of 1F1B, GB"
     print_table(title, ("", "cheatsheet", "ours", "why they differ"), cells)

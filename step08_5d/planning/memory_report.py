@@ -16,7 +16,7 @@ from step08_5d import config as step08
 from step08_5d.cost import Layout
 from step08_5d.planning import gpt_memory
 from step08_5d.planning.memory import peak
-from step08_5d.planning.search import check_degrees, named
+from step08_5d.planning.search import named
 from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
 
 # The flags of step 8 that the formula knows, and the schedules
@@ -54,7 +54,6 @@ def configuration(argv: list[str]) -> TrainConfig:
         raise UsageError(f"--schedule {config.schedule}: the formula knows {', '.join(SCHEDULES)}; dry-run all others")
     config.dp = config.dp or 1
     config.resolve_and_check(config.dp * config.tp * config.pp * config.cp)
-    check_degrees(config.model_config, Layout.of(config), config.global_batch)
     step08.check(config)
     return config
 

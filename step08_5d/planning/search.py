@@ -169,28 +169,6 @@ def named(layout: Layout) -> str:
     return ", ".join([*(degrees or ["one GPU"]), *zero, *again, micro_batches])
 
 
-def check_degrees(model: ModelConfig, layout: Layout, sequences: int) -> None:
-    """Raise UsageError, with what would do, if the degrees of a layout do not divide what they must."""
-    inner = layout.dp * layout.cp * layout.tp
-    for flag, size, what, whole in (
-        ("--tp", layout.tp, "heads", model.heads),
-        ("--tp", layout.tp, "columns of the MLP", model.ffn),
-        ("--cp", 2 * layout.cp if layout.cp > 1 else 1, "tokens in two parts of each rank", layout.seq),
-        ("--ep", layout.ep, "experts", model.experts or 1),
-        ("--ep", layout.ep, "ranks of dp x cp x tp", inner),
-        ("--dp", layout.dp * layout.micro_batch, "sequences (--global-batch) in micro-batches", sequences),
-    ):
-        if min(size, whole) < 1 or whole % size:
-            fitting = [each for each in divisors(whole) if each <= size][-1:] or [1]
-            raise UsageError(f"{flag}: {whole:,} {what} cannot be divided by {size}; {fitting[0]} would do")
-    if min(layout.pp, layout.stages) < 1 or layout.pp * layout.stages > model.layers:
-        raise UsageError(
-            f"--pp {layout.pp}, --virtual-stages {layout.stages}: 1 to {model.layers} stages in all would do"
-        )
-    if layout.stages > 1 and (m := sequences // layout.dp // layout.micro_batch) % layout.pp:
-        raise UsageError(f"--virtual-stages {layout.stages}: --pp {layout.pp} does not divide {m} micro-batches")
-
-
 def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
     words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]

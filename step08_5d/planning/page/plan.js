@@ -232,7 +232,7 @@ function refusal(name, model, layout) {
   if (model.ffn % tp) return `--tp ${tp} does not divide --ffn ${model.ffn}`;
   if (model.kv_heads % tp && tp % model.kv_heads)
     return `--tp ${tp} and --kv-heads ${model.kv_heads}: one must divide the other`;
-  if (Math.floor(seq / cp) % tp) return `--tp ${tp} does not divide ${tokens} (or use --no-sequence-parallel)`;
+  if (Math.floor(seq / cp) % tp) return `--tp ${tp} does not divide ${tokens}, as sequence parallelism needs`;
   if (pp > model.layers) return `--pp ${pp} with ${pp} stages in all needs as many --layers, not ${model.layers}`;
   if (seq % cp) return `--cp ${cp} does not divide --seq-len ${seq}`;
   if (cp > 1 && seq % (2 * cp))

@@ -32,6 +32,9 @@ EXAMPLE = "--model llama3-8b --tokens-per-batch 4e6 --seq-len 4096 --gpus 128 --
 COMMANDS = [  # flags, status, a part of what is printed
     (EXAMPLE, 0, "1,024 / (2 x 128) = 4 per rank"),
     ("--model llama3-8b --gpus 128", 1, "makes no state smaller"),
+    ("--model llama3-1b --gpus 8 --memory-gib 30", 1, ": --recompute full would do"),
+    ("--model llama3-1b --gpus 8 --memory-gib 30 --recompute full", 0, "at most 1 fits 30 GiB"),
+    ("--model llama3-1b --gpus 8 --memory-gib 24", 1, "is too large, even with --recompute full"),
     ("--model llama3-1b --gpus 1024 --micro-batch 2 --tokens-per-batch 4.2e6", 0, "only 0.50 micro-batches"),
     ("--tokens-per-batch nan", 2, "error: --tokens-per-batch nan"),
     ("--model mixtral-8x7b", 2, "error: --model mixtral-8x7b"),
