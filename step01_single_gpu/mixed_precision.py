@@ -29,7 +29,11 @@ def take_gradients(parameters: list[nn.Parameter], sums) -> None:
     `sums` is whatever adds them up: `GradientSums` here, and what later steps put in its place.
 
     The gradient is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
+    Raises ValueError for a frozen parameter, which never has one.
     """
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            raise ValueError(f"{parameter.spec.name} is frozen (requires_grad is False): its gradient never comes")
 
     def take(parameter: nn.Parameter) -> None:  # torch passes the parameter, not its gradient
         gradient, parameter.grad = parameter.grad, None

@@ -83,7 +83,8 @@ def _cut(module: nn.Module, axis: int, part: tuple[int, int], **changes) -> nn.P
     """Return [start, stop) of a layer's weight along `axis`, with `changes` to its spec."""
     spec = module.weight.spec
     box = tuple(part if index == axis else whole for index, whole in enumerate(spec.box))
-    weight = nn.Parameter(torch.empty([stop - start for start, stop in box], device="meta"))
+    empty = torch.empty([stop - start for start, stop in box], device="meta")
+    weight = nn.Parameter(empty, requires_grad=module.weight.requires_grad)
     weight.spec = replace(spec, box=box, **changes)
     return weight
 

@@ -23,13 +23,14 @@ def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, val
 def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
     """Replace every parameter of a module on the meta device by one whose memory is the tensor `allocate(parameter)`.
 
-    A parameter that two modules share (tied) is allocated once and still shared. Specs are kept.
+    A parameter that two modules share (tied) is allocated once and still shared. Specs are kept, and what is frozen.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in module.parameters():
         values = allocate(parameter)
         # set as `.data`, so that autograd does not take later writes to the memory behind it for changes of the weight
-        made[parameter] = nn.Parameter(torch.empty(0, dtype=values.dtype, device=values.device))
+        empty = torch.empty(0, dtype=values.dtype, device=values.device)
+        made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         made[parameter].data = values
         made[parameter].spec = parameter.spec
     for child in module.modules():

@@ -16,6 +16,9 @@ from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.experiments.tools import Run
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler
+from step02_data_parallel.data_parallel import DataParallel
+from step03_zero.zero import Zero
+from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from tests.harness.observing import configure, mesh_of
 from tests.parity.runs import SMALL, Result, assert_parity, reference
 
@@ -43,6 +46,24 @@ def test_gradients_add_up_in_float32_and_unused_parameters_get_zeros():
     assert [each.tolist() for each in total] == [[259.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
     assert all(each.dtype == torch.float32 for each in total)
     assert gradients.finish()[0].tolist() == [0.0, 0.0]  # starts over
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "layers.0.attention.o_proj", "layers.0.mlp.gate_proj", "norm"])
+def test_a_frozen_parameter_is_named(frozen):
+    """Also if it was frozen before it was cut into parts and got its memory: it does not thaw without a word."""
+    config = configure(4, f"{SMALL} {BASE} --zero 1", 1)
+    mesh = mesh_of(config)
+    for wrap in (
+        lambda model: GradientSums(list(model.parameters())),
+        lambda model: DataParallel(list(model.parameters()), mesh.dp_cp),
+        lambda model: Zero(model, config, mesh),
+    ):
+        model = Decoder(config.model_config)
+        model.get_submodule(frozen).weight.requires_grad = False
+        apply_tensor_parallel(model, config, mesh)
+        materialise(model, config.torch_dtype, mesh.device, random_values(0))
+        with pytest.raises(ValueError, match=f"^{frozen}.weight is frozen"):
+            wrap(model)
 
 
 def test_scale_halves_on_overflow_and_doubles_after_the_interval(capsys):
