@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from common.errors import UsageError, first_line
 from common.model_config import ModelConfig, RopeScaling
@@ -78,7 +79,11 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
 
 @contextmanager
 def hub_errors_in_one_line(what: str) -> Iterator[None]:
-    """Turn what Hugging Face's libraries raise in here into a UsageError of one line: "`what` cannot be read (...)"."""
+    """Turn what Hugging Face's libraries raise in here into a UsageError of one line: "`what` cannot be read (...)".
+
+    Or, if it is their cache that cannot be used (in a home that is read-only, say), a line that says so.
+    """
+    from huggingface_hub.constants import HF_HOME
     from huggingface_hub.utils import logging
 
     logging.set_verbosity_error()  # otherwise the Hub's client logs every retry
@@ -87,4 +92,8 @@ def hub_errors_in_one_line(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:  # no network, no such name, a damaged file: each library has types of its own
+        file = str(isinstance(error, OSError) and error.filename or "")
+        if file and (Path(HF_HOME).is_relative_to(file) or Path(file).is_relative_to(HF_HOME)):
+            line = f"{what} needs the cache of Hugging Face's libraries in {HF_HOME} ({first_line(error)})"
+            raise UsageError(f"{line}; HF_HOME names another folder") from error
         raise UsageError(f"{what} cannot be read ({first_line(error)})") from error

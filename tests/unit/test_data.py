@@ -1,5 +1,6 @@
 """Text as tokens, what is no text, the cache that processes share, and the order of samples."""
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -10,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.constants import HF_HOME
 
 from common.errors import UsageError
 from common.launching.command_line import parse
+from common.presets import hub_errors_in_one_line
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.data import text_sources, token_cache
 from step01_single_gpu.data.batches import Batches, epoch_order, load_batches
@@ -103,6 +106,18 @@ def test_bad_data_is_refused_in_one_line(tmp_path, cache, capfd, monkeypatch):
     monkeypatch.setenv("ULTRASCALE_CACHE", text)
     with pytest.raises(UsageError, match="^cannot keep tokens in .*$"):
         load_corpus(text, None, 1)
+
+
+def test_a_read_only_home_is_not_the_data_s_fault():
+    """The libraries of Hugging Face keep a cache of their own, also of local files."""
+    home = Path(HF_HOME)
+    for file in (home.parent, home, home / "datasets" / "json"):
+        with pytest.raises(UsageError, match=f"^--data a.jsonl needs the cache .* in {home} .*; HF_HOME names another"):
+            with hub_errors_in_one_line("--data a.jsonl"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(file))
+    with pytest.raises(UsageError, match="^--data a.jsonl cannot be read .*a.jsonl'.$"):
+        with hub_errors_in_one_line("--data a.jsonl"):
+            raise PermissionError(errno.EACCES, "Permission denied", "/data/a.jsonl")
 
 
 def test_hugging_face_tokenizers(tmp_path):
