@@ -5,6 +5,7 @@ Linux promises more memory than it has. It would let a model that is far too lar
 
 import math
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -60,15 +61,24 @@ def free_memory(device: torch.device) -> tuple[str, int | float]:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0] + cached
+    lines = dict(line.split(":") for line in _read("proc/meminfo").splitlines())
     try:
-        lines = dict(line.split(":") for line in (SYSTEM / "proc/meminfo").read_text().splitlines())
         free = sum(int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
-        place = platform.node() + (SYSTEM / "proc/sys/kernel/random/boot_id").read_text()
-    except (OSError, KeyError):  # not Linux
+    except KeyError:  # not Linux
         return "", math.inf
-    # A container or Slurm may set a limit for this process's control group, or for one around it
-    own = SYSTEM / "sys/fs/cgroup" / (SYSTEM / "proc/self/cgroup").read_text().rpartition("::/")[2].strip()
-    for file in (folder / "memory.max" for folder in (own, *own.parents)):
-        if file.exists() and (limit := file.read_text().strip()) != "max" and int(limit) < free:
+    place = platform.node() + _read("proc/sys/kernel/random/boot_id")
+    # A container or Slurm may set a limit for this process's control group, or for one around it (version 2 of these)
+    own = re.search(r"^0::/(.*)", _read("proc/self/cgroup"), re.MULTILINE)
+    group = Path("sys/fs/cgroup", own[1] if own else "")
+    for file in (folder / "memory.max" for folder in (group, *group.parents)):
+        if (limit := _read(file).strip()).isdecimal() and int(limit) < free:  # others say "max"
             place, free = f"{place} {file}", int(limit)
     return place, free
+
+
+def _read(path: Path | str) -> str:
+    """A file of the system; "" if it does not exist here or must not be read."""
+    try:
+        return (SYSTEM / path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

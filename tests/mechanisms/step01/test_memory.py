@@ -106,15 +106,21 @@ def test_the_memory_of_a_machine(tmp_path, monkeypatch):
     """What Linux can give, or a smaller limit of a control group around this process."""
     monkeypatch.setattr(capacity, "SYSTEM", tmp_path)
     assert capacity.free_memory(torch.device("cpu"))[1] == math.inf, "not Linux: nothing is known, nothing is refused"
-    files = {"proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 40 kB\nSwapFree: 2 kB\n"}
-    files |= {"proc/self/cgroup": "0::/job/1\n", "proc/sys/kernel/random/boot_id": "abc\n"}
-    files |= {"sys/fs/cgroup/job/memory.max": "max\n"}
-    for limit, expected in (("50000\n", 42 * 1024), ("30000\n", 30000)):
-        for name, text in (files | {"sys/fs/cgroup/memory.max": limit}).items():
+    meminfo = {"proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 40 kB\nSwapFree: 2 kB\n"}
+    boot, groups, none = "proc/sys/kernel/random/boot_id", "proc/self/cgroup", "sys/fs/cgroup/job/memory.max"
+    version_1 = "".join(f"{number}:controller-{number}:/{number * 'job'}\n" for number in range(1, 20))
+    for files, expected in (
+        (meminfo, 42 * 1024),  # a sandbox shows no more
+        ({boot: "abc\n", groups: "0::/job/1\n", none: "max\n", "sys/fs/cgroup/memory.max": "50000\n"}, 42 * 1024),
+        ({"sys/fs/cgroup/memory.max": "30000\n"}, 30000),
+        ({groups: version_1, "sys/fs/cgroup/memory.max": "50000\n"}, 42 * 1024),
+        ({groups: f"{version_1}0::/job/2\n", "sys/fs/cgroup/job/2/memory.max": "20000\n"}, 20000),
+    ):
+        for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
         place, free = capacity.free_memory(torch.device("cpu"))
-        assert free == expected and "abc" in place and ("memory.max" in place) == (free == 30000)
+        assert free == expected and ("abc" in place) == (files != meminfo) and ("memory.max" in place) == (free < 42000)
 
 
 def ranks_are_refused(free: list[tuple[str, int]]) -> list[str | None]:
