@@ -85,7 +85,9 @@ class TrainConfig:
     profile: bool = flag(False, 1, "logging", "also run torch.profiler over the traced steps")
     memory_snapshot: bool = flag(False, 1, "logging", "the CUDA allocator's history of the traced steps")
     measure_memory: bool = flag(False, 1, "logging", "record peak memory on the CPU too (slower)")
-    peak_tflops: float | None = flag(None, 1, "logging", "a device's peak, for MFU (default: known or measured)")
+    peak_tflops: float | None = flag(
+        None, 1, "logging", "a device's peak in --dtype (default: known or measured)"
+    )
     link: str | None = flag(None, 1, "logging", "ALPHA_US,GB_PER_S: let messages cross such a link")
     compute: float | None = flag(None, 1, "logging", "GFLOP/s of products and attention, simulated")
 
@@ -227,5 +229,5 @@ class TrainConfig:
 
 def flag_names(*roles: str) -> tuple[str, ...]:
     """The names of all fields of `TrainConfig` whose flag has one of these `ROLES`, in the order of the fields."""
-    assert ROLES.keys() >= set(roles), f"{roles} are not among the roles {list(ROLES)}"
-    return tuple(item.name for item in dataclasses.fields(TrainConfig) if item.metadata.get("role") in roles)
+    chosen = {role: ROLES[role] for role in roles}  # KeyError for what is none
+    return tuple(item.name for item in dataclasses.fields(TrainConfig) if item.metadata.get("role") in chosen)

@@ -15,6 +15,9 @@ def utilisation(flops_per_step: float, step_time_s: float, world_size: int, peak
 
     With the model's FLOPs (three times the forward's, attention included) this is the MFU of PaLM (arXiv:2204.02311,
     appendix B). With all FLOPs that the hardware executes, recomputed forwards included, it is the HFU.
+
+    The peak is always that of products in `--dtype` (`peak_source` in config.json names it), so that MFU compares runs
+    as tokens per second do. A run that multiplies in a narrower and faster type may therefore exceed 1.
     """
     return flops_per_step / (step_time_s * world_size * peak_flops)
 
