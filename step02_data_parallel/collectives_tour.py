@@ -198,7 +198,8 @@ def ring(group: Group, device: torch.device) -> None:
     ring_all_reduce(tensor, group, look)
     sent = collectives.sent_bytes[group.name]
     check(tensor, library, "ring all-reduce equals the library's")
-    assert sent == 2 * (n - 1) * size // n, f"{sent} bytes sent, expected 2({n}-1)/{n} x {size}"
+    if sent != 2 * (n - 1) * size // n:
+        raise AssertionError(f"{sent} bytes sent, expected 2({n}-1)/{n} x {size}")
     if group.rank == 0:
         print(f"  each rank sent {2 * (n - 1)} messages of K/N = {size // n} bytes,", end=" ")
         print(f"{sent} in all = 2(N-1)/N K for K = {size}")
@@ -212,7 +213,8 @@ def barrier(group: Group, device: torch.device) -> None:
     collectives.barrier(group)
     left = time.perf_counter() - start
     last = NAP * (group.size - 1)
-    assert left > last - 0.1, f"rank {group.rank} left after {left:.2f} s, the last one came after {last:.2f} s"
+    if left <= last - 0.1:
+        raise AssertionError(f"rank {group.rank} left after {left:.2f} s, the last one came after {last:.2f} s")
     idea = f"nobody leaves before the last has come (rank r sleeps {NAP:g} r seconds)"
     show("barrier", idea, f"came after {came:.2f} s", f"left after {left:.2f} s", group)
 

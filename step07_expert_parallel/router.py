@@ -119,9 +119,8 @@ class Router(nn.Module):
             for group in self.sequence_groups:
                 collectives.all_reduce(counts, group)
             f = counts.to(scores.dtype) * (self.shape.experts / (self.shape.top_k * tokens))
-            # The sigmoids over their sum, as a softmax of their logarithms: they may all underflow to 0
-            probabilities = scores if self.shape.gate == "softmax" else F.logsigmoid(logits).softmax(-1)
-            p = probabilities.sum(1) / tokens
+            shares = scores if self.shape.gate == "softmax" else F.logsigmoid(logits).softmax(-1)  # sigmoids may be 0
+            p = shares.sum(1) / tokens
             loss = loss + config.aux_coef * factor * (f * p).sum()
         if config.z_coef:
             loss = loss + config.z_coef * factor * logits.logsumexp(-1).square().sum() / tokens

@@ -109,7 +109,8 @@ class Watch:
         if "rows" in formula:  # only the router knows how many
             self.names["rows"] = len(tensor)
         expected = evaluate(formula, self.names)
-        assert tuple(tensor.shape) == expected, f"{place}: {tuple(tensor.shape)}, but ({formula}) is {expected}"
+        if tuple(tensor.shape) != expected:
+            raise AssertionError(f"{place}: {tuple(tensor.shape)}, but ({formula}) is {expected}")
         new, self.seen = self.calls[self.seen :], len(self.calls)
         self.rows.append(Row(place, formula, expected, tensor.numel() * tensor.element_size(), new))
 

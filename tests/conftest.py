@@ -20,7 +20,11 @@ if not torch.cuda.device_count():
 
 
 def pytest_configure():
-    """Refuse the one pair of versions that pyproject.toml's ranges allow and that cannot run the kernels here."""
+    """Refuse to run without assertions, and the one pair of versions that pyproject.toml's ranges allow and that cannot
+    run the kernels here.
+    """
+    if not __debug__:
+        raise pytest.UsageError("python -O and PYTHONOPTIMIZE remove the assertions that tests are made of")
     try:
         old = numpy.lib.NumpyVersion(metadata.version("triton")) < "3.7.0"
     except metadata.PackageNotFoundError:  # the tests of kernels are skipped

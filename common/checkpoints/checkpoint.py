@@ -44,7 +44,7 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
 
     with boxes.clear_errors(f"cannot load {folder}: "):
         on_all_ranks(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
-        extra = json.loads((folder / files.EXTRA).read_text())
+        extra = json.loads((folder / files.EXTRA).read_text(encoding="utf-8"))
         saved, now = extra.get("identity", {}), identity or {}
         fields = [(name, saved.get(name), now.get(name)) for name in sorted(saved.keys() | now.keys())]
         lines = [f"{name} is {a} in the checkpoint and {b} in this run" for name, a, b in fields if a != b]

@@ -97,7 +97,7 @@ def verify(folder: Path, rank: int, world: int) -> None:
     if not (folder / MANIFEST).is_file():
         raise UsageError(f"rank {rank} sees no {MANIFEST} there; all ranks must share the storage of --run-dir")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if EXTRA not in manifest or METADATA not in manifest:
             raise ValueError
     except (ValueError, TypeError):
@@ -120,7 +120,7 @@ def _describe(path: Path) -> dict:
 
 
 def _write(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=1))
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
     _flush(path)
 
 

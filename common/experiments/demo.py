@@ -8,7 +8,6 @@ rounding to 8 bits does to the gradient norm. Everything is written to runs/demo
 same hardware computes them.
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from common.errors import UsageError
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.record import compare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,12 +69,14 @@ def train(script: str, ranks: int, flags: str, folder: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     words = [*launcher, f"{script}/train.py", *flags.split(), "--run-dir", str(folder.relative_to(ROOT))]
     print("$ " + " ".join(["python", *words]), flush=True)
-    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    if status := subprocess.run([sys.executable, *words], cwd=ROOT).returncode:
+        raise UsageError(f"this run ended with status {status}")
 
 
+@one_line_errors
 def main() -> int:
     """Run everything; the exit status is that of the comparisons (1: a difference above the tolerance)."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=summary(__doc__))
     parser.add_argument("--all", action="store_true", help="train more layouts of each step")
     everything = parser.parse_args().all
     status, began = 0, time.monotonic()

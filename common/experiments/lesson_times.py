@@ -38,7 +38,7 @@ def seconds(command: str) -> float:
     environment = {**os.environ, "PET_STANDALONE": "1"}  # torchrun takes a free port
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     began = time.perf_counter()
-    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8")
     if done.returncode > command.startswith("diff"):  # which returns 1 if files differ
         raise SystemExit(f"{command}\n{done.stderr}")
     return time.perf_counter() - began
@@ -48,10 +48,10 @@ def main() -> None:
     """Print one row per lesson, or per section."""
     by_section, numbers, rows = "--sections" in sys.argv, [each for each in sys.argv[1:] if each[0] != "-"], []
     for lesson in sorted(ROOT.glob("step*/README.md")):
-        folder, text = lesson.parent, lesson.read_text()
+        folder, text = lesson.parent, lesson.read_text(encoding="utf-8")
         if numbers and folder.name[5:6] not in numbers:
             continue
-        parts = {folder.name: [text, (folder / "sketch.py").read_text()]}
+        parts = {folder.name: [text, (folder / "sketch.py").read_text(encoding="utf-8")]}
         if by_section:
             pieces = re.split(r"(?:^## |\A# )(.+)$", text, flags=re.MULTILINE)[1:]
             parts = {f"{folder.name[4:6]} {head}": [part] for head, part in zip(pieces[::2], pieces[1::2])}

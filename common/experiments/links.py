@@ -19,7 +19,7 @@ import torch
 from common import collectives
 from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, summary
 from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, Group, Mesh, build_mesh
 from common.start import environment, init_distributed
@@ -102,7 +102,7 @@ def measure(mesh: Mesh, sizes: list[int], tries: int) -> dict[str, list[tuple]]:
 
 def main() -> None:
     """On every rank: measure and, on rank 0, print."""
-    parser = OneLineParser(prog="python -m common.experiments.links", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m common.experiments.links", description=summary(__doc__))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--max-mb", type=float, default=300, help="the largest message (default: %(default)s)")
     parser.add_argument("--tries", type=int, default=20, help="of each size (default: %(default)s)")

@@ -79,6 +79,6 @@ def train_quietly(train: Callable, **flags) -> None:
     config = TrainConfig(device="cpu", **flags)
     config.resolve_and_check(environment().world_size)
     mesh = mesh_of(config, torch.device("cpu"))
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             train(config, mesh)

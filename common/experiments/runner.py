@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.drawing import figures
-from common.launching.command_line import OneLineParser, one_line_errors
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 EPILOG = """
@@ -21,7 +21,11 @@ a trace, an allocator or a counter of the kernel; what this machine cannot show 
 
 @one_line_errors
 def run_experiments(
-    package: str, description: str, experiments: list[Callable], argv: list[str] | None = None, step: str | None = None
+    package: str,
+    description: str | None,
+    experiments: list[Callable],
+    argv: list[str] | None = None,
+    step: str | None = None,
 ) -> int:
     """Run the experiments that the command line names, all of them by default. Returns the exit status.
 
@@ -31,14 +35,14 @@ def run_experiments(
         step: name of the folder in which figures/ is, by default the first part of `package`.
     """
     by_name, step = {function.__name__: function for function in experiments}, step or package.partition(".")[0]
-    parser = OneLineParser(prog=f"python -m {package}", description=description.splitlines()[0], epilog=EPILOG)
+    parser = OneLineParser(prog=f"python -m {package}", description=summary(description), epilog=EPILOG)
     parser.add_argument("--only", choices=by_name, help="one experiment (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements, rougher numbers")
     options = parser.parse_args(argv)
     figures.folder = Path(f"runs/{step.partition('_')[0]}-figures") if options.quick else ROOT / step / "figures"
     names = [options.only] if options.only else list(by_name)
     for number, name in enumerate(names, 1):
-        print(f"\n==== {number} of {len(names)}, {name}: {by_name[name].__doc__.splitlines()[0]}", flush=True)
+        print(f"\n==== {number} of {len(names)}, {name}: {summary(by_name[name].__doc__)}", flush=True)
         start = time.perf_counter()
         try:
             by_name[name](options.quick)

@@ -29,7 +29,7 @@ def sent_by_me() -> int | None:
 
 def sent_through(interface: str) -> int | None:
     """Return the bytes that have left through a network interface of this node, headers included; None elsewhere."""
-    for line in Path("/proc/net/dev").read_text().splitlines() if sys.platform == "linux" else []:
+    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else []:
         name, _, counters = line.partition(":")
         if name.strip() == interface:
             return int(counters.split()[8])

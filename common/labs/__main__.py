@@ -14,11 +14,9 @@ python -m common.labs slides [STEP]      the lessons' figures as slides, in runs
 import argparse
 import itertools
 import json
-import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UsageError
@@ -109,7 +107,7 @@ def make(state: State, lab: Lab) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     lab.start(part, state.student)
-    (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n")
+    (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n", encoding="utf-8")
     part.rename(folder)
 
 
@@ -203,7 +201,7 @@ def report(state: State) -> int:
         rows.append(row | {"checks": progress.checks, "hints": progress.hints, "gave_up": progress.gave_up})
     state.home.mkdir(parents=True, exist_ok=True)
     path = state.home / "report.json"
-    path.write_text(json.dumps({"student": state.student, "labs": rows}, indent=2) + "\n")
+    path.write_text(json.dumps({"student": state.student, "labs": rows}, indent=2) + "\n", encoding="utf-8")
     print(f"{'lab':13} {'score':>6} {'checks':>7} {'hints':>6}")
     for row in rows:
         note = "  given up" if row["gave_up"] else ""
@@ -231,16 +229,5 @@ COMMANDS = {"start": start, "check": check, "watch": watch, "hint": hint, "reset
 COMMANDS |= {"report": report, "slides": slides}
 
 
-def quietly(main: Callable[[], int]) -> int:
-    """Call `main`, and end without a word where no one reads on, as in `python -m common.labs | head -3`."""
-    try:
-        status = main()
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(quietly(main))
+    sys.exit(main())

@@ -29,8 +29,8 @@ def main(path: str) -> None:
     import torch._dynamo  # noqa: F401  which optimizers load when they are first used
     import torch.distributed  # noqa: F401
 
-    for job in json.loads(Path(path).read_text()):
-        Path(job["out"]).write_text(json.dumps(run(job)))
+    for job in json.loads(Path(path).read_text(encoding="utf-8")):
+        Path(job["out"]).write_text(json.dumps(run(job)), encoding="utf-8")
 
 
 def run(job: dict) -> list[dict]:
@@ -55,7 +55,8 @@ def run(job: dict) -> list[dict]:
             told, deadline = told + 1, time.monotonic() + GRACE
         else:
             time.sleep(0.02)
-    texts = [Path(f"{job['out']}.{rank}").read_text(errors="replace") for rank in range(job["ranks"])]
+    files = [Path(f"{job['out']}.{rank}") for rank in range(job["ranks"])]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     return [found[rank] | {"text": text} for rank, text in enumerate(texts)]
 
 

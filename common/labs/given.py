@@ -10,7 +10,7 @@ from common.labs.find import ROOT
 @functools.cache
 def text_of(path: str) -> str:
     """A file of the project, read once."""
-    return (ROOT / path).read_text()
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def given(path: str) -> Callable[[Callable], Callable]:

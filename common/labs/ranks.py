@@ -131,7 +131,7 @@ class _Clock:
 def _state(process: int) -> tuple[str, float]:
     """What the main thread of a process does (R: it computes or would like to, S: it waits), and CPU seconds so far."""
     try:
-        fields = Path(f"/proc/{process}/task/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/task/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):  # not on Linux, or it has ended
         return "S" if Path("/proc/self").exists() else "R", 0.0

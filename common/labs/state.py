@@ -43,7 +43,7 @@ class State:
         if not path.exists():
             return cls(home)
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             labs = {id: Progress(**{"student": found["student"]} | progress) for id, progress in found["labs"].items()}
             return cls(home, found["student"], found["current"], labs)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -54,7 +54,7 @@ class State:
         self.home.mkdir(parents=True, exist_ok=True)
         labs = {id: asdict(progress) for id, progress in self.labs.items()}
         text = json.dumps({"student": self.student, "current": self.current, "labs": labs}, indent=2)
-        (self.home / "state.json.new").write_text(text + "\n")
+        (self.home / "state.json.new").write_text(text + "\n", encoding="utf-8")
         (self.home / "state.json.new").replace(self.home / "state.json")
 
     def folder(self, lab: Lab) -> Path:

@@ -48,10 +48,10 @@ def train(
         job = {"root": str(root.resolve()), "command": [training.script, *flags], "ranks": training.ranks}
         jobs.append(job | {"out": f"{run_dir}.out", "seconds": seconds})
     path = folder / "jobs.json"
-    path.write_text(json.dumps(jobs))
+    path.write_text(json.dumps(jobs), encoding="utf-8")
     run_jobs(path)
     for job, (training, _) in zip(jobs, trainings):
-        ranks = json.loads(Path(job["out"]).read_text())
+        ranks = json.loads(Path(job["out"]).read_text(encoding="utf-8"))
         if any(rank["status"] for rank in ranks):
             raise UsageError(f"{training.script} {training.flags} {_reason(ranks, seconds)}")
     return [read_run(folder / str(number)) for number in range(len(jobs))]

@@ -53,11 +53,12 @@ class WriteLab(Lab):
     errors: Callable[[Case], dict[str, str]] = lambda case: {}  # a part of an error's message -> what it comes from
 
     def start(self, folder: Path, student: int) -> None:
-        text = starter((ROOT / self.source).read_text(), self.bodies, self.only, self.hidden, self.source)
-        (folder / Path(self.source).name).write_text(text)
+        text = (ROOT / self.source).read_text(encoding="utf-8")
+        text = starter(text, self.bodies, self.only, self.hidden, self.source)
+        (folder / Path(self.source).name).write_text(text, encoding="utf-8")
 
     def solution(self, student: int) -> str:
-        bodies = bodies_of((ROOT / self.source).read_text())
+        bodies = bodies_of((ROOT / self.source).read_text(encoding="utf-8"))
         return "\n".join([*(bodies[number - 1] for number in self.bodies), self.moral])
 
     def check(self, folder: Path, student: int) -> Verdict:
@@ -91,7 +92,8 @@ class WriteLab(Lab):
 
 def page(module: str, id: str) -> dict:
     """What ID.md, beside the module, says: the fields of a lab that are prose."""
-    head, *parts = re.split(r"^## .*\n+", Path(module).with_name(f"{id}.md").read_text(), flags=re.MULTILINE)
+    text = Path(module).with_name(f"{id}.md").read_text(encoding="utf-8")
+    head, *parts = re.split(r"^## .*\n+", text, flags=re.MULTILINE)
     title, _, task = head.partition("\n")
     *hints, moral = (part.strip() for part in parts)
     minutes = int(re.search(r"\*(\d+) minutes", task)[1])

@@ -4,8 +4,10 @@ import argparse
 import dataclasses
 import functools
 import os
+import select
 import sys
 import typing
+from contextlib import suppress
 
 from common.config import TrainConfig, spelled
 from common.errors import UsageError
@@ -23,19 +25,52 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(message)
 
+    def exit(self, status=0, message=None):
+        sys.stdout.flush()  # the help; if nobody reads it, the command still hears of it
+        super().exit(status, message)
+
 
 def one_line_errors(main):
-    """Decorates the main function of a command that is one process: for bad input it prints a line and returns 2."""
+    """Decorates the main function of a command that is one process: for bad input it prints a line and returns 2.
+
+    If nobody reads on, as in `COMMAND | head -3`, it returns 141, the status of a program that such a pipe has ended.
+    """
 
     @functools.wraps(main)
     def run(*args, **options) -> int:
         try:
-            return main(*args, **options) or 0
+            escape_what_cannot_be_printed()
+            status = main(*args, **options) or 0
+            sys.stdout.flush()
+            return status
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except BrokenPipeError:
+            if not _nobody_reads():  # it was another pipe
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+            return 141
 
     return run
+
+
+def escape_what_cannot_be_printed() -> None:
+    """Let characters that the terminal's encoding lacks appear as on stderr, such as \\u03b2 on an ASCII terminal."""
+    with suppress(AttributeError):  # what a notebook has instead
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+    return bool(poll.poll(0))
+
+
+def summary(doc: str | None) -> str:
+    """The first line of a docstring; of none, as under python -OO, nothing."""
+    return (doc or "").partition("\n")[0]
 
 
 @functools.cache

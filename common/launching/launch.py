@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import CommunicationError, UsageError
-from common.launching.command_line import parse
+from common.launching.command_line import escape_what_cannot_be_printed, parse
 from common.process_groups import mesh_of
 from common.start import environment, init_distributed, meet
 
@@ -47,7 +47,9 @@ def end_cleanly(job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C; Python's handler would wait for a rank that is blocked
     status = 1
     try:
+        escape_what_cannot_be_printed()
         job()
+        sys.stdout.flush()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # or the exit could meet a kernel of NCCL that still waits for another rank
         if dist.is_initialized():
@@ -70,7 +72,8 @@ def end_cleanly(job) -> None:
     if status or world_size > 1:
         # Not the regular exit. After an error it would wait for collectives that can no longer complete; after success
         # gloo's threads may still be releasing tensors, which aborts the process once the interpreter is gone.
-        sys.stdout.flush()
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
         os._exit(status)
 
 
@@ -93,5 +96,5 @@ def _tell_launcher(message: str) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         content = {"message": message.strip(), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError):  # the message has been printed already
-            Path(f"{file}.unfinished").write_text(json.dumps({"message": content}))
+            Path(f"{file}.unfinished").write_text(json.dumps({"message": content}), encoding="utf-8")
             os.replace(f"{file}.unfinished", file)  # torchrun may end this rank now, and fails itself on half a file

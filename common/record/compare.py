@@ -5,6 +5,7 @@ The exit status is 1 if a difference exceeds the tolerance, and 2, after one lin
 
 import json
 import math
+import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Run:
     def label(self) -> str:
         """The step and every layout flag that is not at its default, as `step02 dp 2 dp-mode naive`, or the folder."""
         if not self.config.get("step_name"):
-            return self.path.name
+            return readable(self.path.name)
         parts = [self.config["step_name"].partition("_")[0]]
         for name in flag_names("layout"):
             value, default = self.config.get(name), 1 if name == "dp" else getattr(TrainConfig, name)
@@ -66,7 +67,8 @@ def read_run(path: Path | str) -> Run:
     path = path.parent if path.name == "metrics.jsonl" else path
     try:
         records = read_metrics(path / "metrics.jsonl")
-        config = dict(json.loads((path / "config.json").read_text())) if (path / "config.json").exists() else {}
+        file = path / "config.json"
+        config = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if not records:
@@ -106,10 +108,15 @@ def compare(runs: list[Run], keys: tuple[str, ...] = KEYS, steps: int | None = N
 def labels(runs: list[Run]) -> list[str]:
     """A name for every run: its label, and the folder where that alone is not unique."""
     names = [run.label for run in runs]
-    folders = [run.path.name for run in runs]
+    folders = [readable(run.path.name) for run in runs]
     if len(set(folders)) < len(folders):
-        folders = [str(run.path) for run in runs]
+        folders = [readable(run.path) for run in runs]
     return [f"{name} ({folder})" if names.count(name) > 1 else name for name, folder in zip(names, folders)]
+
+
+def readable(path: Path | str) -> str:
+    """A path as text that can be drawn, whatever encoding the locale has."""
+    return os.fsencode(path).decode("utf-8", errors="replace")
 
 
 def notes(rows: list[Row]) -> list[str]:

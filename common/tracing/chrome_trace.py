@@ -106,7 +106,7 @@ def read_trace(run_dir: str | Path) -> Trace:
     """Read the trace of a run. Raises UsageError if RUN_DIR/trace.json is missing or is no trace of this project."""
     path = Path(run_dir) / "trace.json"
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         metadata = content["metadata"]
         spans = {rank: [] for rank in metadata["ranks"]}
         for event in content["traceEvents"]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from common.drawing.tables import print_table
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser, one_line_errors
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.tracing.chrome_trace import Trace, read_trace, time_by_state
 from common.tracing.timelines import draw_timelines
 
@@ -101,7 +101,7 @@ def print_report(trace: Trace, step: int | None = None) -> None:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Print the report and draw the timeline."""
-    parser = OneLineParser(prog="python -m common.tracer", description=main.__doc__)
+    parser = OneLineParser(prog="python -m common.tracer", description=summary(main.__doc__))
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int, metavar="K", help="only this step (default: report all, draw the last)")
     parser.add_argument("--out", type=Path, metavar="PNG", help="where to draw (default: RUN_DIR/timeline.png)")

@@ -104,7 +104,7 @@ class Tracer:
             metadata |= {"degrees": {axis: getattr(degrees, axis) for axis in indices}, "clock": self._clock.name}
             content = {"traceEvents": chrome_events(ranks), "displayTimeUnit": "ms", "metadata": metadata}
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            result.write_text(json.dumps(content))
+            result.write_text(json.dumps(content), encoding="utf-8")
         return result
 
     def _add_calls(self, step: int, calls: list[collectives.Call], launched) -> None:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser, one_line_errors
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 
 SEPARATE = "unshare --user --map-root-user --net --mount"  # users, networks and mounts of one's own
 ADVICE = "Nodes need Linux with util-linux and iproute2, and sudo or a container started with --privileged where users"
@@ -56,7 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """What the command line asks for. Raises UsageError when that is impossible."""
     own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     text = "everything after -- is for torchrun: a script, or -m and a module, and its flags"
-    parser = OneLineParser(prog="python -m common.nodes", description=__doc__.splitlines()[0], epilog=text)
+    parser = OneLineParser(prog="python -m common.nodes", description=summary(__doc__), epilog=text)
     parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each node (default: 2)")
     parser.add_argument("--bandwidth", help="of each cable, per direction: 200mbit (default: no limit)")

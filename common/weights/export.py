@@ -11,7 +11,7 @@ import torch
 from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError, first_line
-from common.launching.command_line import OneLineParser, one_line_errors
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.model import at_least_float32
 from common.model_config import ModelConfig, RopeScaling
 from common.parameter import ParameterSpec
@@ -26,7 +26,7 @@ def export_checkpoint(source: str, out: str) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
     [folder] = files.candidates(os.path.join(".", source), "")  # a folder called auto is a folder
-    run = json.loads((folder.parent.parent / "config.json").read_text())
+    run = json.loads((folder.parent.parent / "config.json").read_text(encoding="utf-8"))
     rope, scaling = {"rope_type": "default"}, run["model_config"]["rope_scaling"]
     if scaling:
         rope = {"rope_type": "llama3", **dict(zip(ROPE_SCALING_NAMES, scaling.values(), strict=True))}
@@ -70,7 +70,7 @@ def export_checkpoint(source: str, out: str) -> str:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Export what the command line names."""
-    parser = OneLineParser(prog="python -m common.export", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m common.export", description=summary(__doc__))
     parser.add_argument("source", help="run folder (its newest checkpoint) or checkpoint")
     parser.add_argument("out", help="folder to make")
     arguments = parser.parse_args(argv)

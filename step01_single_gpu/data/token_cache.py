@@ -61,7 +61,8 @@ def load_corpus(data: str | None, tokenizer: str | None, needed_tokens: int) -> 
 def _open(stem: str) -> Corpus | None:
     """The corpus in STEM.npy and STEM.json; None if it is missing or damaged."""
     try:
-        return Corpus(tokens=np.load(f"{stem}.npy", mmap_mode="r"), **json.loads(Path(f"{stem}.json").read_text()))
+        facts = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+        return Corpus(tokens=np.load(f"{stem}.npy", mmap_mode="r"), **facts)
     except (FileNotFoundError, ValueError, EOFError, TypeError):
         return None
 
@@ -84,7 +85,7 @@ def _make(stem: str, source: Source, tokenizer: str | None) -> Corpus:
     if not count:
         raise UsageError(f"--data {source.name} holds no text")
     facts = {"name": source.name, "sha256": sha256.hexdigest(), "vocab": vocab, "end": end}
-    Path(f"{stem}.json").write_text(json.dumps(facts))
+    Path(f"{stem}.json").write_text(json.dumps(facts), encoding="utf-8")
     np.save(f"{stem}.tmp.npy", np.concatenate(parts))
     os.replace(f"{stem}.tmp.npy", f"{stem}.npy")
     return _open(stem)

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,8 @@ def out_of_memory(quick: bool) -> None:
     held = states(config.model_config, torch.float32)
     limit = first + held["moments"] // 2
     print(f"\npredicted peak in MiB: first step {first / MIB:.0f}, second {second / MIB:.0f}, limit {limit / MIB:.0f}")
+    if sys.platform != "linux":
+        return print("  only Linux limits the memory of a process: nothing is measured here")
     ((survived, phase, message),) = on_ranks(1, starve, config, limit - held["parameters"])
     print(f"  {survived} step survived; in the {phase} of the next one: {message}")
 
@@ -62,7 +65,7 @@ def starve(mesh, done, config: TrainConfig, spare: int) -> tuple[int, str, str]:
         phases.append(name)
         yield
 
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare, resource.RLIM_INFINITY))
     for step in range(5):
         try:

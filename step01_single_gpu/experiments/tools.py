@@ -56,4 +56,4 @@ class Run(Training):
 def train_in(folder: str | Path, **flags) -> list[dict]:
     """Run train.py's own train() in this process. Returns the lines of its metrics.jsonl."""
     train_quietly(train.train, **flags, run_dir=str(folder))
-    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]

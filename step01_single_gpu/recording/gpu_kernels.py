@@ -80,7 +80,7 @@ def print_kernels(run_dir: str | Path) -> None:
     """
     rows, longest = [], []
     for path in sorted((Path(run_dir) / "profile").glob("rank-*.json"), key=lambda path: (len(path.name), path.name)):
-        events = json.loads(path.read_text())["traceEvents"]
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         if times := classify_kernels(events):
             rows.append((path.stem, *(f"{1e3 * seconds:.3f}" for seconds in times.values())))
             longest = longest or longest_kernels(events)

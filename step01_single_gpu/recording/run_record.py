@@ -108,8 +108,10 @@ class RunRecord:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = read_metrics(path) if first_step and path.exists() else []
-            (folder / "config.json").write_text(json.dumps(self.facts, indent=2, sort_keys=True) + "\n")
-            rewritten.write_text("".join(line_of(each) for each in earlier if each["step"] < first_step))
+            facts = json.dumps(self.facts, indent=2, sort_keys=True)
+            (folder / "config.json").write_text(f"{facts}\n", encoding="utf-8")
+            kept = "".join(line_of(each) for each in earlier if each["step"] < first_step)
+            rewritten.write_text(kept, encoding="utf-8")
             os.replace(rewritten, path)  # a kill leaves the old file or the new one
             self.file = path.open("a", encoding="utf-8")
         except OSError as error:

@@ -49,7 +49,8 @@ def activations(quick: bool) -> None:
         measured = [found[rank][index]["kept"] for rank in range(ranks)]
         alive = [found[rank][index]["alive"] for rank in range(ranks)]
         expected = [cost.peak_kept(schedule, rank, kept, stored) for rank in range(ranks)]
-        assert alive == in_flight, f"{name}: {alive} micro-batches were in flight, not {in_flight}"
+        if alive != in_flight:
+            raise AssertionError(f"{name}: {alive} micro-batches were in flight, not {in_flight}")
         for rank in range(ranks):
             rows.append((f"{name}, rank {rank}", in_flight[rank], *compared(expected[rank], measured[rank])))
         figures[name] = [each / whole for each in measured]

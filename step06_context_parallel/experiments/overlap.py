@@ -162,7 +162,8 @@ def of_rank_0(trace: Trace, mode: str) -> Trace:
             free = start + 1e6 * arguments["bytes"] / bandwidth
             span = span | {"ts": start, "dur": free - start}
         spans.append(span | {"args": arguments})
-    assert not any(words.values()), words
+    if any(words.values()):
+        raise AssertionError(f"labels without a message: {words}")
     return Trace({0: spans}, trace.steps, trace.degrees)
 
 

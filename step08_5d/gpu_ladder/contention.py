@@ -66,7 +66,8 @@ def measure(sizes: tuple[int, ...] = SIZES) -> dict[tuple[int, int], float]:
                         copy_on(source[:taken], target[:taken], rounds)
                 stop = clock(partial(torch.matmul, a, b), cache)
                 torch.cuda.current_stream().synchronize()
-                assert not (taken and beside.query()), "the copying has ended before the product"
+                if taken and beside.query():
+                    raise AssertionError("the copying has ended before the product")
                 times.append(stop())
             found[size, taken] = statistics.median(times)
     return {(size, taken): each / found[size, 0] for (size, taken), each in found.items()}

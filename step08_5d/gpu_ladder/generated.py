@@ -62,7 +62,7 @@ def as_function(kernel: str):
     name = re.match(r"def (\w+)", kernel)[1]
     with tempfile.TemporaryDirectory() as folder:  # Triton reads the source again
         path = Path(folder, f"{name}.py")
-        path.write_text(f"{HEAD}\n\n@triton.jit\n{kernel.replace('libdevice.', 'tl.')}")
+        path.write_text(f"{HEAD}\n\n@triton.jit\n{kernel.replace('libdevice.', 'tl.')}", encoding="utf-8")
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -82,7 +82,8 @@ def adamw(master, exp_avg, exp_avg_sq, gradient, copy, step, lr, factor=None, sk
     """
     size, logs = master.numel(), [math.log(beta) for beta in betas]
     tensors = [each for each in (master, exp_avg, exp_avg_sq, gradient, copy) if each is not None]
-    assert all(each.is_contiguous() and each.numel() == size for each in tensors)
+    if not all(each.is_contiguous() and each.numel() == size for each in tensors):
+        raise ValueError("the tensors of an update are contiguous, and of one size")
     if size:
         _adamw_kernel[ceil_div(size, BLOCK),](
             master, exp_avg, exp_avg_sq, gradient, copy, step, lr, factor, skip, size,

@@ -10,7 +10,6 @@ overlap with everything else, are *serialized*: the program waits for each of th
 together decide how many programs a multiprocessor can keep at once.
 """
 
-import argparse
 import contextlib
 import functools
 import io
@@ -18,6 +17,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":  # before Triton is loaded
 import torch
 
 from common.drawing.tables import print_table
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from step07_expert_parallel.experts import Counts
 from step08_5d.gpu_ladder import elu, fusion
 from step08_5d.gpu_ladder import matmul as products
@@ -249,8 +250,10 @@ def cells(row: Compiled) -> tuple:
     return f"{row.kernel}, {row.case}", *sizes, resident, row.resident * row.warps, f"{row.waves:.2f}", notes
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+@one_line_errors
+def main() -> None:
+    """Print how kernels compile, as the command line asks."""
+    parser = OneLineParser(description=summary(__doc__))
     parser.add_argument("--card", type=int, default=90, choices=CARDS, help="compute capability; 90 is Hopper")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="groups of kernels")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"])
@@ -263,3 +266,7 @@ if __name__ == "__main__":
         title = f"Compiled by Triton {triton.__version__} for {CARDS[arguments.card].name}, {arguments.dtype}"
         header = "", "registers", "spilled", "shared KiB", "warps", "resident", "their warps", "waves", ""
         print_table(title, header, map(cells, rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -52,7 +52,8 @@ def merge(out_so_far: Tensor, lse_so_far: Tensor, out: Tensor, lse: Tensor) -> N
     batch, heads, queries, width = out.shape
     padded = next_power_of_two(width)
     rows = max(1, 2048 // padded)
-    assert all(each.stride(-1) == 1 for each in (out_so_far, lse_so_far, out, lse))
+    if any(each.stride(-1) != 1 for each in (out_so_far, lse_so_far, out, lse)):
+        raise ValueError("the last dimension of what is merged is dense")
     _merge_kernel[ceil_div(queries, rows), batch * heads](
         *(out_so_far, lse_so_far, out, lse, *(each.stride() for each in (out_so_far, lse_so_far, out, lse))),
         *(heads, queries, width, padded, rows, wide_type(out_so_far.dtype)),

@@ -6,8 +6,8 @@ The compiler can tell what spills and how many programs live at once (`kernels.c
 tiles is faster. The table stays in the source, where a reader sees it: this command prints, and changes nothing.
 """
 
-import argparse
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 from common.drawing.tables import print_table
+from common.errors import UsageError
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from step08_5d.gpu_ladder.machine import DEVICE, seconds_of
 from step08_5d.kernels import flash_attention
 from step08_5d.kernels.flash_attention_backward import attend_backward
@@ -67,13 +69,15 @@ def trials(width: int, kernel: int, tiles: list[tuple], clock: Callable = second
     return sorted(found, key=lambda trial: trial.seconds or float("inf"))
 
 
+@one_line_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print the fastest tiles of each kernel."""
+    parser = OneLineParser(description=summary(__doc__))
     parser.add_argument("--width", type=int, default=128, help="of a head")
     parser.add_argument("--shown", type=int, default=5, help="rows of a table")
     options = parser.parse_args()
     if DEVICE.type != "cuda" or not HAS_TRITON:
-        parser.exit(2, "error: only a GPU with Triton can tell; python -m step08_5d.kernels.compiled needs none\n")
+        raise UsageError("only a GPU with Triton can tell; python -m step08_5d.kernels.compiled needs none")
     for kernel, name in enumerate(KERNELS):
         tried = trials(options.width, kernel, candidates())
         q = torch.empty(1, HEADS, 1, options.width, device=DEVICE, dtype=torch.bfloat16)
@@ -88,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

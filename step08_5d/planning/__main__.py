@@ -20,7 +20,7 @@ import math
 import sys
 
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser, one_line_errors
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.presets import resolve
 from step08_5d.planning import bars, cheatsheet, compare, memory_report, overlap, published_report, recipe
 from step08_5d.planning.explain import print_plans
@@ -98,7 +98,7 @@ def calibrate(options) -> None:
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the command line names."""
-    parser = OneLineParser(prog="python -m step08_5d.planning", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m step08_5d.planning", description=summary(__doc__))
     commands = parser.add_subparsers(dest="command", required=True)
     functions = {"plan": plan, "memory": memory_report.show, "dry-run": play, "sweep": sweep, "calibrate": calibrate}
     functions |= {"published": published_report.show, "overlap": overlap.show, "cheatsheet": cheatsheet.show}

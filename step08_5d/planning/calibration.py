@@ -184,14 +184,14 @@ def measured(records: list[dict], folder: Path, cores: int, progress: bool = Fal
     What dry runs have counted is kept in the sweep's folder, in work.json.
     """
     file, result = folder / "work.json", []
-    played = json.loads(file.read_text()) if file.exists() else {}
+    played = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     ended = [each for each in records if each["status"] == "ok"]
     for each in tqdm(ended, unit="dry run", disable=None if progress else True):
         nodes = {name: value for name, value in each["values"].items() if name in OF_NODES}
         key = f"{each['world']} ranks, {cores} cores, {nodes}: {shlex.join(each['flags'])}"
         if key not in played:
             played[key] = work_of_layout(each["flags"], each["world"], nodes, cores)
-            file.write_text(json.dumps(played))
+            file.write_text(json.dumps(played), encoding="utf-8")
         works, *others = played[key]
         layout = LayoutWork([Work(*work) for work in works], *others)
         result.append(Measured(each["id"], layout, each["step_time_s"]))

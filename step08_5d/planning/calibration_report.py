@@ -39,7 +39,9 @@ def show(options) -> None:
     Those are the runs of another sweep (--judge); or the fit sees each third of the runs once, and the others judge.
     The tables of runs and rates, and the figure, are those of the first fit.
     """
-    cores = options.cores or len(os.sched_getaffinity(0))
+    # macOS does not say on which cores a process may run
+    own_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = options.cores or own_cores
     own = measured(options.file, cores)
     if len(own.runs) < FEWEST:
         raise UsageError(f"{own.folder} has {len(own.runs)} runs that ended; a calibration needs {FEWEST}")

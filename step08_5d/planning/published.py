@@ -57,7 +57,7 @@ class Run(NamedTuple):
 def read_runs() -> list[Run]:
     """Return all published runs whose columns agree with each other."""
     result = []
-    for row in csv.DictReader(FILE.open()):
+    for row in csv.DictReader(FILE.open(encoding="utf-8")):
         dp, pp, tp, zero = (int(row[key]) for key in ("dp", "pp", "tp", "zero"))
         if dp * int(row["mbs"]) * int(row["accumulation"]) != int(row["gbs"]):
             continue

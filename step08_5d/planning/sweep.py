@@ -69,7 +69,7 @@ def read(path: str) -> Sweep:
     except ImportError:
         raise UsageError("sweep reads TOML, which Python can do from 3.11 on") from None
     try:
-        content = tomllib.loads(Path(path).read_text())
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
     unknown = content.keys() - set(Sweep._fields)
@@ -175,7 +175,7 @@ def run(sweep: Sweep, case: Case) -> dict:
     for old in ("metrics.jsonl", "output.txt"):
         (run_dir / old).unlink(missing_ok=True)
     start, status = time.perf_counter(), None
-    with (run_dir / "output.txt").open("a") as output:
+    with (run_dir / "output.txt").open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
             command(sweep, case, run_dir), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -190,7 +190,7 @@ def run(sweep: Sweep, case: Case) -> dict:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     record["seconds"] = round(time.perf_counter() - start, 1)
-    printed = (run_dir / "output.txt").read_text(errors="replace")
+    printed = (run_dir / "output.txt").read_text(encoding="utf-8", errors="replace")
     if status is None and process.returncode == 0:
         return record | {"status": "ok"} | numbers(run_dir)
     lines = ERROR.findall(printed) or printed.strip().splitlines()[-1:] or [""]
@@ -200,7 +200,7 @@ def run(sweep: Sweep, case: Case) -> dict:
 
 def numbers(run_dir: Path) -> dict[str, float]:
     """What a run's record says of its steps: medians, without the first two, which warm up."""
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = steps[2:] or steps
     result = {}
     for name in ("step_time_s", "tokens_per_s", "mfu", "peak_memory_bytes"):
@@ -224,7 +224,7 @@ def fastest(folder: Path) -> list[dict]:
 def history(folder: Path) -> dict[str, list[dict]]:
     """All records of each run with its newest flags, the newest last: --again repeats runs."""
     file = folder / "runs.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = {}
     for line in lines:
         try:
@@ -250,7 +250,7 @@ def carry_out(sweep: Sweep, again: list[str]) -> list[dict]:
     terminal = sys.stderr.isatty()
     for case in tqdm(left, unit="run", desc=sweep.name, disable=not terminal):
         record = run(sweep, case)
-        with (sweep.folder / "runs.jsonl").open("a") as file:
+        with (sweep.folder / "runs.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         if not terminal:
             speed = f"{record['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in record else record.get("line", "")

@@ -91,13 +91,13 @@ def write_page(path: str, file: str | None = None) -> Path:
     colours |= {"communication": COLOURS["all_gather"]}
     dots = [*(sweep_dots(file) if file else ()), *published_dots()]
     data = {"constants": constants(), "COLOURS": colours, "NAMES": NAMES, "DOTS": dots}
-    text = (FOLDER / "page.html").read_text()
+    text = (FOLDER / "page.html").read_text(encoding="utf-8")
     for name in ("style.css", *FORMULAS, "view.js"):
-        text = text.replace(f"/* {name} */", (FOLDER / name).read_text())
+        text = text.replace(f"/* {name} */", (FOLDER / name).read_text(encoding="utf-8"))
     text = text.replace("/* data */", json.dumps(data).replace("<", "\\u003c"))  # no text may end the script
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error}") from None
     return Path(path)

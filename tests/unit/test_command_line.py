@@ -1,0 +1,79 @@
+"""Commands of one process: what they return, and what becomes of what they print."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from common.errors import UsageError
+from common.launching.command_line import OneLineParser, one_line_errors
+from tests.harness.ranks import ROOT
+
+
+def fails():
+    raise UsageError("what was wrong")
+
+
+def test_status_and_line(capsys):
+    assert [one_line_errors(main)() for main in (lambda: None, lambda: 1, fails)] == [0, 1, 2]
+    assert capsys.readouterr().err == "error: what was wrong\n"
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_nobody_reads(monkeypatch, buffered):
+    """Without a buffer, as under `python -u`, it is `print` that fails."""
+
+    def help():
+        OneLineParser(prog="command").parse_args(["--help"])
+
+    for main in (lambda: print("three lines are enough"), help):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with (
+            os.fdopen(writer, "w") if buffered else io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as pipe
+        ):
+            monkeypatch.setattr(sys, "stdout", pipe)
+            if main is help and not buffered:  # argparse does not mind
+                with pytest.raises(SystemExit, match="0"):
+                    one_line_errors(main)()
+            else:
+                assert one_line_errors(main)() == 141
+
+
+def test_another_pipe_is_an_error():
+    @one_line_errors
+    def main():
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.write(writer, b"to a rank, say")
+
+    with pytest.raises(BrokenPipeError):
+        main()
+
+
+def test_what_the_terminal_cannot_show(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed := io.BytesIO(), encoding="ascii"))
+    assert one_line_errors(lambda: print("2 \N{GREEK CAPITAL LETTER PSI}"))() == 0
+    assert printed.getvalue() == b"2 \\u03a8\n"
+
+
+def test_a_command_in_any_python(tmp_path):
+    """Without docstrings and assertions, in an ASCII locale, with names that it lacks, and into a closed pipe."""
+    for name in ("\u00fcbung", "zweite"):
+        (folder := tmp_path / name).mkdir()
+        record = {"step": 0, "loss": 1.0, "grad_norm": 2.0, "tokens_per_s": 3.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        (folder / "config.json").write_text(f'{{"data": "{name}.txt"}}', encoding="utf-8")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONOPTIMIZE": "2"}
+    runs = [tmp_path / name for name in ("zweite", "\u00fcbung")]
+    command = [sys.executable, "-m", "common.compare", *runs, "--out", tmp_path / "picture.png"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"") and b"bung.txt instead of zweite.txt" in done.stdout
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
