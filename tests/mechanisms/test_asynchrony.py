@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-import tests.mutants.patches  # noqa: F401  once in the fork server, instead of in every rank
 from tests.harness.asynchrony import Seen, asynchrony
 from tests.harness.communicators import play_strictly
 from tests.harness.ranks import run_ranks
+from tests.mutants.patches import assert_applies  # loads every step once in the fork server
 from tests.mutants.patches_hidden import ASYNCHRONY
 from tests.parity.runs import TOLERANCE, Result, assemble, differences, reference, train_case, training_of
 
@@ -118,6 +118,7 @@ def test_mechanisms_rely_on_waits_alone(outcomes, layout):
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_errors_are_rejected(outcomes, name):
+    assert_applies(name)
     layout, message = PLANTED[name]
     with pytest.raises(AssertionError, match=message):
         check(outcomes[layout, name], layout)

@@ -175,10 +175,30 @@ EVERY = dict(item for mutants in STEPS.values() for item in mutants.items())
 EVERY |= patches_hidden.ASYNCHRONY | patches_hidden.NARROW | patches_fp8.MUTANTS
 
 
+def misfit(mutant: str) -> str:
+    """Why a mutant cannot be applied: the code that it changes is not there any more. Empty if it can."""
+    with contextlib.ExitStack() as stack:
+        try:
+            EVERY[mutant](stack)
+        except Exception as error:
+            return f"the patch of {mutant!r} no longer applies: {error}"
+    return ""
+
+
 @contextlib.contextmanager
 def patched(mutant: str | None):
-    """Apply a mutant of any step to this process for the duration; None: nothing."""
+    """Apply a mutant of any step to this process for the duration; None: nothing.
+
+    One that cannot be applied changes nothing, so that a world which observes many still observes the others. Its own
+    test says so with `assert_applies`.
+    """
     with contextlib.ExitStack() as stack:
-        if mutant is not None:
+        if mutant is not None and not misfit(mutant):
             EVERY[mutant](stack)
         yield
+
+
+def assert_applies(*mutants: str) -> None:
+    """Raise AssertionError that names the first of these mutants that cannot be applied, and why."""
+    for mutant in mutants:
+        assert not (why := misfit(mutant)), why

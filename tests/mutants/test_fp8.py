@@ -3,7 +3,7 @@
 import pytest
 
 from tests.mechanisms.step08.test_narrow_numbers import check_cast, check_weight_gradient
-from tests.mutants.patches import patched
+from tests.mutants.patches import assert_applies, patched
 from tests.mutants.patches_fp8 import MUTANTS
 from tests.parity.runs import ADAMW, SGD, UNTIED, assert_parity
 from tests.parity.test_fp8 import DELAYED, GATHERED, NOW, SHAPE, TILE, TOLERANCE, one_process, run_narrow
@@ -25,6 +25,7 @@ CHECKED = {"saturation left out": check_cast, "weight gradient in bfloat16": che
 
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: ", ".join(TRAINED[case]))
 def test_parity_shows_it(case):
+    assert_applies(*TRAINED[case])
     flags, micro_batch = case
     ranks = 4 if "--dp 2 --tp 2" in flags else 2
     sound, *wrong = run_narrow(ranks, [flags] * (1 + len(TRAINED[case])), [None, *TRAINED[case]])
@@ -37,6 +38,7 @@ def test_parity_shows_it(case):
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_check_shows_it(name):
+    assert_applies(name)
     CHECKED[name]()
     with patched(name), pytest.raises(AssertionError):
         CHECKED[name]()

@@ -7,6 +7,7 @@ import pytest
 
 from tests.harness.narrow_operations import NarrowOperations
 from tests.harness.ranks import run_ranks
+from tests.mutants.patches import assert_applies
 from tests.mutants.patches_hidden import NARROW as MUTANTS
 from tests.parity.runs import train_case
 
@@ -91,4 +92,5 @@ def test_all_of_it(found):
 
 @pytest.mark.parametrize("name", SHOWN_BY)
 def test_mutant_is_rejected(found, name):
+    assert_applies(name)
     assert beyond(found[(*SHOWN_BY[name], name)])

@@ -18,7 +18,7 @@ from tests.mechanisms.step05.observe import observe as observe_pipeline
 from tests.mechanisms.step06 import test_accounting as step06
 from tests.mechanisms.step07 import test_accounting as step07
 from tests.mechanisms.step08.test_fused import TINY, assert_recomputes, train_in_pieces
-from tests.mutants.patches import STEPS, patched
+from tests.mutants.patches import STEPS, assert_applies, patched
 from tests.parity.runs import ADAMW, assert_parity, reference
 
 Check = tuple[Callable, Callable]  # what each rank observes, and the check of what all have observed
@@ -119,6 +119,7 @@ def observed(ranks: int, step: int) -> list[dict]:
 
 @pytest.mark.parametrize("name", NOTICED)
 def test_a_higher_price_is_noticed(name):
+    assert_applies(name)
     ranks, (_, check), message = NOTICED[name]
     seen = observed(ranks, next(step for step, mutants in STEPS.items() if name in mutants))
     check([rank[name, None] for rank in seen])
@@ -133,6 +134,7 @@ NOTICED_ALONE = *LAUNCHES, "recompute before the kernels"
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_complete_buckets_do_not_wait(name):
+    assert_applies(name)
     LAUNCHES[name]()
     with patched(name), pytest.raises(AssertionError, match="launches: complete"):
         LAUNCHES[name]()
@@ -140,6 +142,7 @@ def test_complete_buckets_do_not_wait(name):
 
 def test_a_lost_recompute_is_noticed():
     """No curve shows it: it trains the same."""
+    assert_applies("recompute before the kernels")
     flags = f"{TINY} {ADAMW} --layers 2 --recompute full"
     result, calls = train_in_pieces(flags, "recompute before the kernels")
     assert_parity(result, reference(flags), "recompute before the kernels")

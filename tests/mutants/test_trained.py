@@ -7,7 +7,7 @@ import pytest
 from common.start import environment
 from tests.mechanisms.step08.kernels.compare import needs_triton
 from tests.mechanisms.step08.test_fused import TINY, train_with_kernels
-from tests.mutants.patches import STEPS, patched
+from tests.mutants.patches import STEPS, assert_applies, patched
 from tests.mutants.test_observed import NOTICED, NOTICED_ALONE
 from tests.parity import runs
 from tests.parity.cases import BIAS, CAPACITY, CHUNKED, CONTIGUOUS, DOCUMENTS, FOUR, GATHER, ODD, ONE, SHARED, TWO
@@ -91,6 +91,7 @@ def assert_rejected(sound: Result, wrong: Result, expected: Result, name: str, t
 @pytest.mark.parametrize("name", CASES)
 def test_parity_shows_wrong_numbers_only(name):
     """Those at a higher price, or whose checkpoints are wrong, train right: why parity is not enough."""
+    assert_applies(name)
     step, ranks, flags = CASES[name]
     sound, wrong = (trained(step, ranks)[flags, mutant] for mutant in (None, name))
     if name in (*NOTICED, *NOTICED_ALONE, SAVED_WRONG):
@@ -114,6 +115,7 @@ WITH_KERNELS = {  # mutant: ranks and flags
 @needs_triton
 @pytest.mark.parametrize("name", WITH_KERNELS)
 def test_wrong_numbers_of_kernels(name):
+    assert_applies(name)
     ranks, flags = WITH_KERNELS[name]
     sound, wrong = runs.results_of(ranks, train_with_kernels, [flags] * 2, [None, name])
     tolerance = 2e-2 if "bfloat16" in flags else runs.TOLERANCE
@@ -135,6 +137,7 @@ def ranks_save_and_resume(folder: str, mutants: list[str | None]) -> list[dict]:
 
 def test_a_checkpoint_with_the_experts_of_one_rank_is_noticed(tmp_path):
     """Nothing complains when it is loaded, and the run that saved it goes on well."""
+    assert_applies(SAVED_WRONG)
     sound, wrong = runs.results_of(2, ranks_save_and_resume, str(tmp_path), [None, SAVED_WRONG])
     assert_rejected(sound, wrong, reference(training_of(LONGER)), SAVED_WRONG)
 
