@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.launching.process_tree import kill, marked, new_mark
 from common.virtual.nodes import SEPARATE
 from step05_pipeline import cost
-from tests.harness.ranks import in_background, kill, marked, new_mark, run_command, run_script, steps_of, wait_for
+from tests.harness.ranks import in_background, run_command, run_script, steps_of, wait_for
 
 TRY = "ip link add cable0 type veth peer name cable1; tc qdisc add dev cable0 root tbf rate 1mbit burst 2kb latency 1s"
 TRIED = sys.platform == "linux" and subprocess.run(

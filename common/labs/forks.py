@@ -19,6 +19,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def run(job: dict) -> list[dict]:
 def be_rank(job: dict, rank: int, port: int) -> None:
     """Run the script as torchrun's rank would, and end this process."""
     status = 1
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     try:
         output = os.open(f"{job['out']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -88,6 +90,15 @@ def be_rank(job: dict, rank: int, port: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended, even if that was killed: a rank that waits for another hears of it
+    from nobody else.
+    """
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
 
 
 def free_port() -> int:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from common.errors import UsageError
 from common.launching.command_line import parse
+from common.launching.process_tree import kill, new_mark
 from step08_5d import config as step08
 
 STATES = ("ok", "refused", "out of memory", "crash", "hang")
@@ -174,21 +175,20 @@ def run(sweep: Sweep, case: Case) -> dict:
     run_dir.mkdir(parents=True, exist_ok=True)
     for old in ("metrics.jsonl", "output.txt"):
         (run_dir / old).unlink(missing_ok=True)
-    start, status = time.perf_counter(), None
+    start, status, mark = time.perf_counter(), None, new_mark()
     with (run_dir / "output.txt").open("a", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command(sweep, case, run_dir), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(command(sweep, case, run_dir), env=os.environ | dict([mark]), **options)
         try:
             process.wait(sweep.timeout)
         except subprocess.TimeoutExpired:
             status = "hang"
-        finally:  # also after Ctrl-C: nothing of a run stays behind
+        finally:  # also after Ctrl-C, or a launcher that died: nothing of a run stays behind
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 time.sleep(1)
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            kill(process, mark)
+            process.wait()
     record["seconds"] = round(time.perf_counter() - start, 1)
     printed = (run_dir / "output.txt").read_text(encoding="utf-8", errors="replace")
     if status is None and process.returncode == 0:

@@ -6,7 +6,6 @@ what starts threads (datasets, transformers) is to be imported inside functions.
 """
 
 import atexit
-import contextlib
 import json
 import math
 import os
@@ -19,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from common.launching.process_tree import kill, new_mark
 from tests.harness.fork_server import MARGIN
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -246,32 +245,3 @@ def wait_for(condition: Callable[[], bool], seconds: float, process: subprocess.
             return None
         time.sleep(0.05)
     return time.monotonic() - start
-
-
-def new_mark() -> tuple[str, str]:
-    """An environment variable, name and value, for a command and what it starts. A command within inherits both marks,
-    so whoever kills the outer one also kills the inner one.
-    """
-    return f"STARTED_BY_TEST_{uuid.uuid4().hex}", "1"
-
-
-def kill(process: subprocess.Popen, mark: tuple[str, str]) -> None:
-    """Kill a command and what it started: its group, and every process with `mark` in its environment.
-
-    torchrun gives each rank a session of its own, out of reach for the first; the second needs /proc.
-    """
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    for number in marked(mark):
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            os.kill(number, signal.SIGKILL)
-
-
-def marked(mark: tuple[str, str]) -> list[int]:
-    """The processes with `mark` in their environment."""
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if "=".join(mark).encode() in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from tests.harness.ranks import ROOT, CommandTimeout, RankFailure, marked, new_mark, run_command, run_ranks, wait_for
+from common.launching.process_tree import marked, new_mark
+from tests.harness.ranks import ROOT, CommandTimeout, RankFailure, run_command, run_ranks, wait_for
 
 
 def ranks_do(what: str, offset: int = 0):

@@ -15,6 +15,7 @@ from common.labs.copies import edited, read
 from common.labs.find import ROOT
 from common.labs.hunt import TOLERANCE, Bug, Hunt
 from common.labs.training import SMALL, Training, first_difference, train
+from common.launching.process_tree import marked, new_mark
 from step01_single_gpu.labs import hunt_means
 from step02_data_parallel.labs import hunt_samples
 from step03_zero.labs import hunt_shards
@@ -23,7 +24,7 @@ from step05_pipeline.labs import hunt_stages
 from step06_context_parallel.labs import hunt_ring
 from step07_expert_parallel.labs import hunt_experts
 from step08_5d.labs import hunt_together
-from tests.harness.ranks import run_command, run_ranks
+from tests.harness.ranks import in_background, run_command, run_ranks, wait_for
 
 MODULES = hunt_means, hunt_samples, hunt_shards, hunt_parts, hunt_stages, hunt_ring, hunt_experts, hunt_together
 LABS = [lab for module in MODULES for lab in module.LABS]
@@ -166,3 +167,18 @@ def test_a_hang_and_an_error_are_told(tmp_path):
         train([(Training("step00/hangs.py", "", 2), tmp_path)], tmp_path, seconds=2)
     with pytest.raises(UsageError, match="failed: ValueError: three ranks"):
         train([(Training("step00/fails.py", "", 2), tmp_path)], tmp_path)
+
+
+def test_ranks_end_with_whoever_started_them(tmp_path, monkeypatch):
+    """Also when Ctrl-C or a signal ends the process that forked them, while they wait for each other."""
+    monkeypatch.setenv(*(mark := new_mark()))
+    (tmp_path / "sleeps.py").write_text("import pathlib, time; pathlib.Path('began').touch(); time.sleep(60)")
+    job = {"root": str(tmp_path), "command": ["sleeps.py"], "ranks": 2, "seconds": 60, "out": str(tmp_path / "out")}
+    code = f"from common.labs import forks; forks.run({job})"
+    process = in_background([sys.executable, "-c", code], tmp_path / "log")
+    try:
+        assert wait_for(lambda: (tmp_path / "began").exists() and len(marked(mark)) == 3, 60, process)
+    finally:
+        process.kill()
+    process.wait()
+    assert wait_for(lambda: not marked(mark), 10) is not None, "ranks stay behind"

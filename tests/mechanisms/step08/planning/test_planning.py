@@ -1,5 +1,7 @@
 """The planner: memory and time by hand, beside published runs, and commands that step 8 accepts."""
 
+import contextlib
+import itertools
 import math
 import statistics
 from dataclasses import replace
@@ -213,6 +215,51 @@ def test_every_layout_is_accepted_by_step_8(case):
     interleaved = [each for each in every if each.stages > 1]
     flags(mine, max(interleaved, key=lambda each: each.pp * each.stages))
     assert case[0] not in ("smollm-135m", "llama3-405b") or any(mine.model.layers % each.pp for each in interleaved)
+
+
+def accepted(mine: Task) -> set[Layout]:
+    """All layouts without recomputation that step 8 itself accepts for a task."""
+    model, degree, found = mine.model, range(1, mine.gpus + 1), set()
+    for tp, pp, cp, ep in itertools.product(degree, degree, degree, range(1, (model.experts or 1) + 1)):
+        dp, rest = divmod(mine.gpus, tp * pp * cp)
+        sizes = [] if rest or mine.sequences % dp else range(1, mine.sequences // dp + 1)
+        of_rank = range(1, model.layers + 1) if mine.interleaved and pp > 1 else [1]
+        for size, zero, stages in itertools.product(sizes, range(4), of_rank):
+            ways = {"zero": zero, "stages": stages, "micro_batch": size, "micro_batches": len(sizes) // size}
+            layout = Layout(mine.seq, dp, tp=tp, pp=pp, cp=cp, ep=ep, dtype="bfloat16", **ways)
+            with contextlib.suppress(UsageError):
+                if len(sizes) % size == 0 and flags(mine, layout):
+                    found.add(layout)
+    return found
+
+
+def is_tried(layout: Layout) -> bool:
+    """Whether the search, as it says, tries a layout that step 8 accepts."""
+    powers = all(size.bit_count() == 1 for size in (layout.micro_batch, layout.stages))
+    fine = layout.cp > 1 and layout.seq // layout.cp < 256  # parts of a sequence too short for the kernels
+    pointless = layout.zero > 0 and layout.dp * layout.cp == 1 or layout.zero == 2 and layout.pp > 1
+    return powers and layout.micro_batch <= 64 and not fine and not pointless
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("smollm-135m", 6, 768, 12),  # 9 heads of queries, 3 of keys
+        ("smollm-1.7b", 8, 2048, 8),
+        ("mixtral-8x7b", 4, 1024, 8),
+        ("smollm-135m", 4, 512, 4, True),  # interleaved
+        ("smollm-135m", 1, 256, 128),
+    ],
+)
+def test_the_search_tries_every_layout_that_step_8_accepts(case):
+    """But for those that it says it leaves out. Each of them once, with each kind of recomputation."""
+    mine = task(*case)
+    found = list(layouts(mine))
+    expected = {each for each in accepted(mine) if is_tried(each)}
+    for recompute in ("none", "selective", "full"):
+        ours = [each._replace(recompute="none") for each in found if each.recompute == recompute]
+        assert len(set(ours)) == len(ours) == len(found) / 3
+        assert set(ours) == expected, sorted(set(ours) ^ expected)[:5]
 
 
 def test_plans_are_sorted_and_fit(capsys):

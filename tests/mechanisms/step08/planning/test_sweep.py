@@ -1,17 +1,21 @@
 """A sweep whose runs crash, hang and run out of memory ends with a complete table, and a calibration ranks runs."""
 
 import json
+import os
 import re
+import signal
 import sys
 
 import pytest
 
+from common.launching.process_tree import marked, new_mark
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d.planning import calibration, sweep
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.calibration import LayoutWork, Measured, Rates, Work
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
+from tests.harness.ranks import wait_for
 
 GRID = """name = "test"
 timeout = 4
@@ -25,8 +29,8 @@ micro_batch = [1, 2, 4]
 pp = [2, 3]
 sequence_parallel = [true]
 """
-# What a run does, by its micro-batch; --pp 2 takes all memory
-RUN = """import json, pathlib, sys, time
+# What a run does, by its micro-batch; --pp 2 takes all memory, and leaves a rank when its launcher ends
+RUN = """import json, pathlib, subprocess, sys, time
 flags = dict(zip(sys.argv[1:], sys.argv[2:]))
 size, folder = flags.get("--micro-batch"), pathlib.Path(flags["--run-dir"])
 if size == "1":
@@ -35,8 +39,13 @@ if size == "1":
 elif size == "2":
     sys.exit("ValueError: a bad number")
 elif size == "4":
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    rank = {"start_new_session": True, "stdout": subprocess.PIPE}  # as torchrun starts one; this one hangs for good
+    subprocess.Popen([sys.executable, "-c", deaf], **rank).stdout.readline()
+    (folder / "rank").touch()
     time.sleep(60)
 else:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     sys.exit("[rank1]: RuntimeError: DefaultCPUAllocator: can't allocate memory")
 """
 
@@ -56,8 +65,19 @@ def grid(tmp_path, monkeypatch):
     return file
 
 
-def test_every_run_is_recorded(grid, capsys, monkeypatch):
+@pytest.fixture
+def mark(monkeypatch) -> tuple[str, str]:
+    """That of all that the test starts."""
+    monkeypatch.setenv(*(mark := new_mark()))
+    yield mark
+    for number in marked(mark):
+        os.kill(number, signal.SIGKILL)
+
+
+def test_every_run_is_recorded(grid, capsys, monkeypatch, mark):
     main(["sweep", str(grid)])
+    assert (sweep.read(grid).folder / "ranks-2_micro_batch-4" / "rank").exists(), "the run that hangs had a rank"
+    assert wait_for(lambda: not marked(mark), 10) is not None, "ranks stay behind"
     found = {tuple(each["values"].values()): each for each in sweep.records(sweep.read(grid).folder)}
     states = {values: each["status"] for values, each in found.items()}
     assert states == {(1,): "ok", (2,): "crash", (4,): "hang", (2, True): "out of memory", (3, True): "refused"}
