@@ -1,4 +1,4 @@
-// What one sees: controls, bars and dots. All numbers come from plan.js, or were embedded.
+// What one sees: controls, bars and dots. All numbers come from plan.js, or were embedded; looks.js says how they look.
 "use strict";
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
@@ -15,14 +15,6 @@ function make(name, attributes = {}, ...children) {
   element.append(...children);
   return element;
 }
-
-const short = (number) => {
-  const [unit, name] = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]].find(([each]) => number >= each) || [1, ""];
-  return `${Number((number / unit).toPrecision(3))}${name}`;
-};
-const percent = (share) => `${(100 * share).toFixed(1)} %`;
-const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(1)} GB`;
-const duration = (seconds) => (seconds >= 1 ? `${seconds.toFixed(2)} s` : `${(1000 * seconds).toFixed(1)} ms`);
 
 // ---- controls: their values are the settings, and the address after # keeps them -----------------------------------
 
@@ -87,17 +79,14 @@ function show_layout() {
   if (refusal) return say("bad", `Step 8 refuses it: ${refusal}`);
   const fullest = plan.total(plan.memory(model, layout));
   const times = plan.times(model, layout, machine), seconds = plan.total(times);
-  const of_memory = `${gigabytes(fullest)} of ${gigabytes(machine.memory)} predicted on the fullest rank`;
-  if (fullest > machine.memory) say("bad", `Does not fit: ${of_memory}`);
-  else if (fullest > MOST_FULL * machine.memory) say("tight", `Too tight: ${of_memory}; CUDA and NCCL need some, too`);
-  else say("good", `Should fit: ${of_memory}`);
-  const [binds, longest] = Object.entries(times).slice(1).reduce((most, each) => (each[1] > most[1] ? each : most));
+  say(...verdict(fullest, machine.memory, MOST_FULL));
+  const [binds, longest] = longest_of_the_rest(times);
   show_numbers({
     parameters: short(model.count.total),
-    GPUs: layout.gpus.toLocaleString("en"),
+    GPUs: thousands(layout.gpus),
     "tokens per batch": short(layout.dp * layout.micro_batch * layout.micro_batches * layout.seq),
     "time of a step": duration(seconds),
-    "tokens/s/GPU": Math.round(plan.speed(layout, seconds)).toLocaleString("en"),
+    "tokens/s/GPU": thousands(plan.speed(layout, seconds)),
     MFU: percent(plan.mfu(model, layout, seconds, machine)),
     "most of the rest of the step": `${NAMES[binds]} (${percent(longest / seconds)})`,
   });
@@ -119,9 +108,10 @@ function show_numbers(values) {
 
 // A bar of parts: {name: number}, of which `whole` would fill it
 function bar(parts, whole, words) {
-  const pieces = Object.entries(parts).filter(([, size]) => size > 0);
-  const style = (name, size) => `width: ${(100 * size) / whole}%; background: ${COLOURS[name]}`;
-  const spans = pieces.map(([name, size]) => make("span", { style: style(name, size), title: words(name, size) }));
+  const style = (name, width) => `width: ${width}%; background: ${COLOURS[name]}`;
+  const spans = pieces(parts, whole).map(([name, size, width]) =>
+    make("span", { style: style(name, width), title: words(name, size) }),
+  );
   return make("div", { class: "bar" }, ...spans);
 }
 
@@ -130,21 +120,21 @@ const row = (kind, ...cells) => make("tr", {}, ...cells.map((cell) => make(kind,
 
 function show_memory(model, layout, machine) {
   const stages = plan.fullest_ranks(model, layout).map((stage) => [stage, plan.of_stage(model, layout, stage)]);
-  const whole = 1.02 * Math.max(machine.memory, ...stages.map(([, kinds]) => plan.total(kinds)));
+  const held = stages.map(([, kinds]) => plan.total(kinds));
+  const { whole, most, all } = memory_scale(held, machine.memory, MOST_FULL);
   const bars = stages.map(([, kinds]) => bar(kinds, whole, (kind, size) => `${kind}: ${gigabytes(size)}`));
-  const mark = (kind, size, title) => make("i", { class: kind, style: `left: ${(100 * size) / whole}%`, title });
+  const mark = (kind, place, title) => make("i", { class: kind, style: `left: ${place}%`, title });
   for (const each of bars) {
-    each.append(mark("most", MOST_FULL * machine.memory, `${percent(MOST_FULL)} of the GPU's memory`));
-    each.append(mark("", machine.memory, `the GPU's memory, ${gigabytes(machine.memory)}`));
+    each.append(mark("most", most, `${percent(MOST_FULL)} of the GPU's memory`));
+    each.append(mark("", all, `the GPU's memory, ${gigabytes(machine.memory)}`));
   }
   const ends = { 0: "first stage", [layout.pp - 1]: "last stage" };
   const names = stages.length > 1 ? stages.map(([stage]) => ends[stage] || `stage ${stage}`) : ["a rank"];
   const rows = Object.keys(stages[0][1]).map((kind) =>
     row("td", [swatch(kind), kind], ...stages.map(([, kinds]) => gigabytes(kinds[kind]))),
   );
-  rows.push(row("td", "all", ...stages.map(([, kinds]) => gigabytes(plan.total(kinds)))));
-  const layers = plan.layers_of_ranks(model, layout), few = Math.min(...layers), many = Math.max(...layers);
-  const uneven = few < many ? `Stages have ${few} to ${many} layers, the last one ${layers.at(-1)} and the head.` : "";
+  rows.push(row("td", "all", ...held.map(gigabytes)));
+  const uneven = unevenness(plan.layers_of_ranks(model, layout));
   find("memory").replaceChildren(...bars, make("table", {}, row("th", "", ...names), ...rows), make("em", {}, uneven));
 }
 
@@ -160,25 +150,9 @@ function show_time(times, seconds) {
 
 // ---- many runs -----------------------------------------------------------------------------------------------------
 
-const RAMP = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"]; // viridis
-const SIZE = 34; // of a cell
-
-function colour(share) {
-  const place = Math.min(0.999, Math.max(0, share)) * (RAMP.length - 1), index = Math.floor(place);
-  return `color-mix(in srgb, ${RAMP[index + 1]} ${100 * (place - index)}%, ${RAMP[index]})`;
-}
-
-const in_order = (names) => [...new Set(names)].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-
 function show_runs() {
   const dots = DOTS.filter((dot) => dot.grid === find("grid").value);
-  const rows = in_order(dots.map((dot) => dot.row)), columns = in_order(dots.map((dot) => dot.column));
-  const ended = dots.filter((dot) => dot.status === "ok");
-  const value = (dot) => dot.mfu ?? dot.speed; // what a CPU reaches has no MFU
-  const most = Math.max(...ended.map(value)), fastest = Math.max(...ended.map((dot) => dot.speed));
-  const longest = (names) => Math.max(...names.map((name) => name.length));
-  const left = 8 + 7 * longest(rows), top = 16 + 6 * longest(columns); // pixels for their names
-  const [width, height] = [left + SIZE * columns.length + 0.7 * top, top + SIZE * rows.length + 4];
+  const { rows, columns, left, top, width, height, marks } = picture_of(dots), { ends, unit, detail } = legend_of(dots);
   const picture = make("svg", { width, height });
   columns.forEach((name, x) => {
     const transform = `translate(${left + SIZE * (x + 0.55)}, ${top - 6}) rotate(-55)`;
@@ -190,25 +164,18 @@ function show_runs() {
     const cells = columns.map((_, x) => ({ x: left + SIZE * x, y, width: SIZE, height: SIZE, class: "cell" }));
     picture.append(...cells.map((place) => make("rect", place)));
   });
-  for (const dot of dots) {
-    const x = left + SIZE * (columns.indexOf(dot.column) + 0.5), y = top + SIZE * (rows.indexOf(dot.row) + 0.5);
-    picture.append(draw_dot(dot, x, y, value(dot) / most, dot.speed / fastest));
-  }
+  picture.append(...marks.map(draw_dot));
   find("dots").replaceChildren(picture);
-  const ends = `${ended.length} of ${dots.length} runs ended; a cross failed. Click one for its numbers. `;
-  const unit = ended.some((dot) => dot.mfu) ? `MFU up to ${percent(most)}` : `up to ${short(most)} tokens/s per rank`;
   const ramp = make("span", { class: "ramp", style: `background: linear-gradient(90deg, ${RAMP})` });
-  const colours = ended.length ? ["Area: tokens per second. Colour: 0 ", ramp, ` ${unit}`] : [];
+  const colours = unit ? ["Area: tokens per second. Colour: 0 ", ramp, ` ${unit}`] : [];
   find("legend").replaceChildren(ends, ...colours);
-  const best = ended.find((dot) => value(dot) === most);
-  find("detail").textContent = best ? `The best: ${described(best)}` : "";
+  find("detail").textContent = detail;
 }
 
-function draw_dot(dot, x, y, share, size) {
-  const r = dot.status === "ok" ? Math.max(2, (SIZE / 2 - 2) * Math.sqrt(size)) : 5;
+function draw_dot({ dot, x, y, r, fill }) {
   const shape =
     dot.status === "ok"
-      ? make("circle", { class: "dot", cx: x, cy: y, r, fill: colour(share), tabindex: 0 })
+      ? make("circle", { class: "dot", cx: x, cy: y, r, fill, tabindex: 0 })
       : make("path", { class: "dot cross", d: `M${x - r},${y - r} l10,10 m-10,0 l10,-10`, tabindex: 0 });
   shape.append(make("title", {}, described(dot)));
   const choose = () => {
@@ -218,15 +185,6 @@ function draw_dot(dot, x, y, share, size) {
   };
   for (const event of ["click", "focus"]) shape.addEventListener(event, choose); // focus: with the keyboard
   return shape;
-}
-
-function described(dot) {
-  const words = [`${dot.row}, ${dot.column}`];
-  if (dot.status !== "ok") return `${words}: ${dot.status} (${dot.line})`;
-  if (dot.mfu) words.push(`MFU ${percent(dot.mfu)}` + (dot.predicted ? ` (predicted ${percent(dot.predicted)})` : ""));
-  words.push(`${Math.round(dot.speed).toLocaleString("en")} tokens/s per rank`);
-  if (dot.memory) words.push(gigabytes(dot.memory));
-  return words.join(" · ");
 }
 
 // ---- begin ---------------------------------------------------------------------------------------------------------

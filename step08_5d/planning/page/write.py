@@ -92,7 +92,7 @@ def write_page(path: str, file: str | None = None) -> Path:
     dots = [*(sweep_dots(file) if file else ()), *published_dots()]
     data = {"constants": constants(), "COLOURS": colours, "NAMES": NAMES, "DOTS": dots}
     text = (FOLDER / "page.html").read_text(encoding="utf-8")
-    for name in ("style.css", *FORMULAS, "view.js"):
+    for name in ("style.css", *FORMULAS, "looks.js", "view.js"):
         text = text.replace(f"/* {name} */", (FOLDER / name).read_text(encoding="utf-8"))
     text = text.replace("/* data */", json.dumps(data).replace("<", "\\u003c"))  # no text may end the script
     try:

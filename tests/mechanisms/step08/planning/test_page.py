@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -60,7 +61,10 @@ def expected(name: str, gpu: str, layout: Layout) -> dict:
     return numbers | {"command": command(task, layout)}
 
 
-@pytest.mark.skipif(not NODE, reason="node, which runs the page's formulas, is not installed")
+needs_node = pytest.mark.skipif(not NODE, reason="node, which runs the page's code, is not installed")
+
+
+@needs_node
 def test_the_page_says_what_python_says(tmp_path):
     """Of more than 200 settings that step 8 accepts all numbers, of those that it refuses the same line."""
     cases = random_settings(700)
@@ -81,6 +85,82 @@ def test_the_page_says_what_python_says(tmp_path):
     assert accepted >= 200 and len(cases) - accepted >= 100
 
 
+def look(expression: str) -> object:
+    """What an expression with the functions of looks.js gives."""
+    code = f"const looks = require({str(write.FOLDER / 'looks.js')!r}); console.log(JSON.stringify({expression}))"
+    return json.loads(subprocess.run([NODE, "-e", code], capture_output=True, text=True, check=True).stdout)
+
+
+OF_LAYOUT = """[
+  [70, 72, 72.1, 80, 80.1].map((size) => looks.verdict(size * 1e9, 80e9, 0.9)),
+  looks.longest_of_the_rest({ compute: 9, bubble: 2, tp: 3, dp: 1 }),
+  looks.pieces({ weights: 20, gradients: 0, activations: 30 }, 80),
+  [looks.memory_scale([60], 100, 0.9), looks.memory_scale([60, 200], 100, 0.9)],
+  [[4, 4], [5, 5, 5, 3]].map(looks.unevenness),
+  [999, 1234, 8.03e9, 4e12].map(looks.short), [0.5, 1.5].map(looks.duration), looks.percent(0.4567),
+]"""
+
+
+@needs_node
+def test_what_one_layout_looks_like():
+    verdicts, longest, pieces, scales, uneven, short, durations, percent = look(OF_LAYOUT)
+    assert [kind for kind, _ in verdicts] == ["good", "good", "tight", "tight", "bad"]
+    assert verdicts[0][1] == "Should fit: 70.0 GB of 80.0 GB predicted on the fullest rank"
+    assert longest == ["tp", 3] and pieces == [["weights", 20, 25], ["activations", 30, 37.5]]
+    assert [each["whole"] for each in scales] == [102, 204]
+    marks = [scale[name] for scale in scales for name in ("most", "all")]
+    assert marks == pytest.approx([100 * 90 / 102, 100 * 100 / 102, 100 * 90 / 204, 100 * 100 / 204])
+    assert uneven == ["", "Stages have 3 to 5 layers, the last one 3 and the head."]
+    assert [*short, *durations, percent] == ["999", "1.23k", "8.03B", "4T", "500.0 ms", "1.50 s", "45.7 %"]
+
+
+def dot(row: str, column: str, **values) -> dict:
+    return {"grid": "g", "row": row, "column": column, "status": "ok"} | values
+
+
+@needs_node
+def test_what_many_runs_look_like():
+    """A dot's area is its speed, its colour its MFU; both of the best in the picture, and each in its own cell."""
+    dots = [
+        dot("dp 16", "tp 2", speed=100.0, mfu=0.2, predicted=0.25, memory=3e9),
+        dot("dp 2", "tp 2", speed=400.0, mfu=0.1),
+        dot("dp 2", "tp 10", speed=1.0, mfu=0.4),
+        dot("dp 16", "tp 10", status="hang", line="late"),
+    ]
+    found, legend = look(f"[looks.picture_of({json.dumps(dots)}), looks.legend_of({json.dumps(dots)})]")
+    assert (found["rows"], found["columns"]) == (["dp 2", "dp 16"], ["tp 2", "tp 10"])
+    first, second, least, cross = found["marks"]
+    assert (first["r"] / second["r"]) ** 2 == pytest.approx(100 / 400) and second["r"] == 15 and least["r"] == 2
+    left, top, cell = found["left"], found["top"], 34
+    places = [((mark["x"] - left) / cell, (mark["y"] - top) / cell) for mark in found["marks"]]
+    assert places == [(0.5, 1.5), (0.5, 0.5), (1.5, 0.5), (1.5, 1.5)] and 2 * 15 < cell
+    assert found["width"] >= left + 2 * cell and found["height"] >= top + 2 * cell
+    viridis = ["#440154", "#3b528b", "#21918c", "#5ec962", "#fde725"]
+    mixed = "color-mix(in srgb, {} {:g}%, {})".format
+    assert first["fill"] == mixed(viridis[3], 0, viridis[2]) and second["fill"] == mixed(viridis[2], 0, viridis[1])
+    assert least["fill"].startswith("color-mix(in srgb, #fde725 99.") and "fill" not in cross
+    assert legend["ends"].startswith("3 of 4 runs ended; a cross failed.") and legend["unit"] == "MFU up to 40.0 %"
+    assert legend["detail"] == "The best: dp 2, tp 10 · MFU 40.0 % · 1 tokens/s per rank"
+    described = look(f"{json.dumps(dots)}.map(looks.described)")
+    assert described[0] == "dp 16, tp 2 · MFU 20.0 % (predicted 25.0 %) · 100 tokens/s per rank · 3.0 GB"
+    assert described[3] == "dp 16, tp 10: hang (late)"
+    slow = [dot("a", "b", speed=2500.0), dot("a", "c", speed=5000.0)]  # on a CPU: no MFU
+    found, legend = look(f"[looks.picture_of({json.dumps(slow)}), looks.legend_of({json.dumps(slow)})]")
+    assert legend["unit"] == "up to 5k tokens/s per rank" and found["marks"][0]["fill"] == first["fill"]
+    assert look(f"looks.legend_of([{json.dumps(dots[3])}])")["unit"] == ""
+
+
+@needs_node
+def test_all_code_of_the_page_is_one_program(tmp_path):
+    """Its files share their names in a browser: none may be declared twice."""
+    write.write_page(str(tmp_path / "plan.html"))
+    text = (tmp_path / "plan.html").read_text()
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == len(write.FORMULAS) + 2 and "/* " not in text
+    (tmp_path / "page.js").write_text("\n".join(scripts))
+    subprocess.run([NODE, "--check", tmp_path / "page.js"], check=True)
+
+
 CLICKS = """<script>
   const set = (id, value) => {
     find(id).value = value;
@@ -96,31 +176,97 @@ CLICKS = """<script>
   seen.push(find("detail").textContent, String(find("layout").hidden));
   document.body.replaceChildren(make("pre", {}, seen.join("\\n")));
 </script></body>"""
+IN_DOM = """
+const { body, find, location, open_page } = require(process.argv[1]);
+open_page(require("fs").readFileSync(0, "utf8"));
+const set = (id, value) => {
+  find(id).value = value;
+  find(id).dispatch("input");
+};
+const seen = { opened: ["layout", "runs"].map((id) => find(id).hidden), address: location.hash };
+set("model", "llama3-70b");
+set("tp", 8);
+seen.numbers = find("numbers").textContent;
+seen.command = find("command").textContent;
+seen.verdict = [find("verdict").attributes.class, find("verdict").textContent];
+seen.bars = ["memory", "time"].map((id) => {
+  const bar = find(id).all().find((each) => each.words().includes("bar"));
+  return bar.all().map((each) => [each.name, each.attributes.title, parseFloat(each.attributes.style.split(": ")[1])]);
+});
+set("tp", 3);
+seen.refused = [find("verdict").attributes.class, find("verdict").textContent, find("costs").hidden];
+find("show-runs").dispatch("click");
+const marks = find("dots").all().filter((each) => each.words().includes("dot"));
+seen.marks = marks.map((each) => [each.name, each.attributes.r, each.textContent]);
+seen.best = find("detail").textContent;
+seen.legend = find("legend").textContent;
+for (const each of marks) each.dispatch("click");
+seen.chosen = [find("detail").textContent, body.all().filter((each) => each.words().includes("chosen")).length];
+seen.shown = ["layout", "runs"].map((id) => find(id).hidden);
+console.log(JSON.stringify(seen));
+"""
+
+
+def page_with_runs(tmp_path) -> str:
+    """The page with a sweep of a fast run, one at a quarter of its speed, and one that hung."""
+    ok = {"status": "ok", "mfu": None, "peak_memory_bytes": None}
+    records = [
+        {"id": "a", "world": 2, "values": {"tp": 2, "micro_batch": 1}, "tokens_per_s": 4096.0} | ok,
+        {"id": "b", "world": 4, "values": {"pp": 4, "micro_batch": 1}, "status": "hang", "line": "</script> & gone"},
+        {"id": "c", "world": 2, "values": {"tp": 2, "micro_batch": 2}, "tokens_per_s": 1024.0} | ok,
+    ]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    main(["page", "--out", str(tmp_path / "plan.html"), "--sweep", str(tmp_path / "runs.jsonl")])
+    return (tmp_path / "plan.html").read_text()
+
+
+CLICKED = expected("llama3-70b", "H100", Layout(4096, 32, tp=8, zero=1, micro_batches=8, dtype="bfloat16"))
+FULLEST = sum(CLICKED["memory"].values())
+TIGHT = f"Too tight: {FULLEST / 1e9:.1f} GB of 80.0 GB predicted on the fullest rank; CUDA and NCCL need some, too"
+REFUSED = "Step 8 refuses it: --tp 3 does not divide --heads 64"
+
+
+@needs_node
+def test_clicks_without_a_browser(tmp_path):
+    words = [NODE, "-e", IN_DOM, Path(__file__).with_name("dom.js")]
+    done = subprocess.run(words, input=page_with_runs(tmp_path), capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["opened"] == [False, True] and seen["shown"] == [True, False]
+    assert seen["address"].startswith("#model=llama3-8b&gpu=H100&dp=32&tp=2&pp=1")
+    step, speed = sum(CLICKED["times"].values()), CLICKED["speed"]
+    assert f"time of a step{step:.2f} s" in seen["numbers"] and f"tokens/s/GPU{speed:,.0f}" in seen["numbers"]
+    assert "GPUs256" in seen["numbers"] and f"MFU{100 * CLICKED['mfu']:.1f} %" in seen["numbers"]
+    assert seen["command"] == CLICKED["command"] and seen["verdict"] == ["tight", TIGHT]
+    memory, time = seen["bars"]
+    whole = 1.02 * max(80e9, FULLEST)
+    widths = {title.split(":")[0]: width for name, title, width in memory if name == "span"}
+    assert widths == pytest.approx({kind: 100 * size / whole for kind, size in CLICKED["memory"].items() if size})
+    assert [width for name, _, width in memory if name == "i"] == pytest.approx([7.2e12 / whole, 8e12 / whole])
+    assert sum(width for *_, width in time) == pytest.approx(100)
+    assert seen["refused"] == ["bad", REFUSED, True]
+    (circle, large, fast), (cross, _, gone), (_, small, slow) = seen["marks"]
+    assert (circle, cross) == ("circle", "path") and gone == "ranks 4, pp 4, micro batch 1: hang (</script> & gone)"
+    assert (float(large) / float(small)) ** 2 == pytest.approx(4)
+    assert fast.endswith("2,048 tokens/s per rank") and slow.endswith("512 tokens/s per rank")
+    assert seen["best"] == f"The best: {fast}" and "2 of 3 runs ended" in seen["legend"]
+    assert seen["chosen"] == [slow, 1]
+
+
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync --dump-dom"
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium, which would show the page")
 def test_clicks_in_a_browser(tmp_path):
-    ok = {"status": "ok", "step_time_s": 0.5, "tokens_per_s": 4096.0, "mfu": None, "peak_memory_bytes": None}
-    records = [
-        {"id": "a", "world": 2, "values": {"tp": 2, "micro_batch": 1}} | ok,
-        {"id": "b", "world": 4, "values": {"pp": 4, "micro_batch": 1}, "status": "hang", "line": "</script> & gone"},
-    ]
-    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    main(["page", "--out", str(tmp_path / "plan.html"), "--sweep", str(tmp_path / "runs.jsonl")])
-    text = (tmp_path / "plan.html").read_text()
+    text = page_with_runs(tmp_path)
     assert not re.findall(r"(?:src|href)=|https?://(?!www.w3.org/2000/svg)", text), "needs nothing else"
     (tmp_path / "plan.html").write_text(text.replace("</body>", CLICKS))
     words = [CHROMIUM, *FLAGS.split(), f"--user-data-dir={tmp_path}/chromium", (tmp_path / "plan.html").as_uri()]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     lines = html.unescape(re.search("<pre>(.*)</pre>", done.stdout, re.DOTALL).group(1)).splitlines()
-    right = expected("llama3-70b", "H100", Layout(4096, 32, tp=8, zero=1, micro_batches=8, dtype="bfloat16"))
-    size = sum(right["memory"].values()) / 1e9
     assert lines == [
-        f"Too tight: {size:.1f} GB of 80.0 GB predicted on the fullest rank; CUDA and NCCL need some, too",
-        right["command"],
-        "Step 8 refuses it: --tp 3 does not divide --heads 64",
+        *(TIGHT, CLICKED["command"], REFUSED),
         "ranks 4, pp 4, micro batch 1: hang (</script> & gone)",
         "true",
     ]
