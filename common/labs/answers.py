@@ -1,5 +1,6 @@
 """A student's answers to questions: a file answer.toml with a line for each, `name = value`."""
 
+import math
 import re
 from pathlib import Path
 
@@ -32,6 +33,9 @@ def number(answers: dict[str, str], name: str) -> float | None:
     """
     text = answers.get(name, "").replace("_", "")
     try:
-        return float(text) if text else None
+        value = float(text) if text else None
+        if value is not None and not math.isfinite(value):
+            raise ValueError
+        return value
     except ValueError:
         raise UsageError(f"answer.toml: {name} = {text} is not a number") from None

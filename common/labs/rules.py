@@ -36,7 +36,7 @@ def hides(notes: Notes, op: str, but: int = 1) -> Iterator[str]:
     calls = notes.of(op)
     waits = iter(notes.waits)
     for call in calls[: len(calls) - but]:
-        line, products = (call.line, call.products) if call.blocks else next(waits, (0, notes.products))
+        line, products = next(waits, (0, notes.products))
         if products <= call.products:
             yield f"line {line} waits for the {op} of line {call.line} at once: compute something in between."
             return

@@ -43,7 +43,6 @@ class Call(NamedTuple):
     op: str
     bytes: int  # of the whole: what is summed, or what has been gathered
     members: tuple[int, ...]  # ranks of the group
-    blocks: bool  # returns only when it has completed
     line: int  # of the student's file
     products: int  # matrix products that this rank had computed before
     peer: int | None = None  # of a message: the other rank
@@ -63,7 +62,9 @@ class Notes:
     """Of one rank."""
 
     calls: list[Call] = field(default_factory=list)
-    waits: list[tuple[int, int]] = field(default_factory=list)  # line and products at each wait of an asynchronous call
+    waits: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # line and products at each wait; a call that blocks waits itself
     products: int = 0  # matrix products; a batched one counts as many as it holds
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
     unwaited: list[Call] = field(default_factory=list)  # messages that were never waited for
@@ -144,13 +145,12 @@ class Watching(TorchDispatchMode):
         else:
             group = _resolve_process_group([each for each in args if isinstance(each, str)][-1])
         ranks = get_process_group_ranks(group)
-        blocks = next((each for each in args if isinstance(each, bool)), False)
         peer = ranks[args[2]] if op in ("send", "receive") else None
         first, second = (_bytes(argument) for argument in args[:2])
         whole = max(first, second) if op in ("all_gather", "reduce_scatter") else second or first
         if op == "all_gather" and not scripted:  # the functional ones know their input alone
             whole *= len(ranks)
-        return Call(op, whole, tuple(ranks), blocks, line, self.notes.products, peer)
+        return Call(op, whole, tuple(ranks), line, self.notes.products, peer)
 
     def _measure(self, args: tuple, out) -> None:
         known = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}

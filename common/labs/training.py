@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UsageError
+from common.record.compare import TINY, compare, read_run
 from common.record.compare import Run as Record
-from common.record.compare import compare, read_run
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
 SMALL += "--global-batch 12 --micro-batch 3 --dtype float64 --steps 3 --seed 3 --optimizer sgd --lr 0.1 --clip 0"
@@ -95,7 +95,7 @@ def first_difference(expected: Record, found: Record, tolerance: float) -> str |
         for key in ("loss", "grad_norm"):
             ours, theirs = found.value(step, key), expected.value(step, key)
             if not abs(ours - theirs) <= tolerance * abs(theirs):
-                ratio = ours / theirs
+                ratio = ours / (theirs or TINY)
                 size = f"{ratio:.4g} times as large" if abs(ratio - 1) > 0.01 else f"off by {abs(ratio - 1):.1e}"
                 return f"{key} of step {step} is {ours:.9g} instead of {theirs:.9g} ({size})"
     return None

@@ -1,0 +1,397 @@
+"""What grades a lab, as functions of what somebody might hand in: made-up notes, values and records, no ranks."""
+
+import importlib.util
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common.errors import UsageError
+from common.labs import hunt
+from common.labs.answers import number
+from common.labs.copies import Edit
+from common.labs.find import ROOT, all_labs
+from common.labs.hunt import TOLERANCE, Bug, Hunt
+from common.labs.predict import Question
+from common.labs.predict import grade as grade_prediction
+from common.labs.ranks import Case, Outcome
+from common.labs.rules import hides, holds_at_most, sends_at_most, waits_for_messages
+from common.labs.seen import Call, Notes, Watching, line_of
+from common.labs.training import Training, first_difference
+from common.labs.write import Expected, WriteLab
+from step07_expert_parallel.labs import write_07
+
+FOUR = (0, 1, 2, 3)
+
+
+def call(op: str = "all_reduce", bytes: int = 1000, line: int = 1, products: int = 0) -> Call:
+    return Call(op, bytes, FOUR, line, products, 1 if op in ("send", "receive") else None)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_are_sent():
+    """Of four ranks: an all-reduce 2 x 3/4 of the tensor, a message and a broadcast all of it, the others 3/4."""
+    ops = {"all_reduce": 1500, "reduce_scatter": 750, "all_gather": 750, "all_to_all": 750, "broadcast": 1000}
+    ops |= {"send": 1000, "receive": 0, "barrier": 0}
+    assert {op: call(op).sent for op in ops} == ops
+    assert Notes([call(op) for op in ops]).sent == sum(ops.values())
+
+
+@pytest.mark.parametrize("share, said", [(0.5, False), (1, False), (1.01, False), (1.05, True), (1.2, True), (2, True)])
+def test_more_than_enough(share, said):
+    notes = Notes([call("send", round(10**6 * share), line=7)], peak=round(10**6 * share))
+    sent, held = list(sends_at_most(notes, 10**6, {"send": "too often."})), list(holds_at_most(notes, 10**6, "Free."))
+    assert len(sent) == len(held) == said
+    if said:
+        bytes = f"{round(10**6 * share):,}"
+        assert sent == [
+            f"it sends {bytes} bytes, and 1,000,000 are enough. Look at the send of {bytes} bytes in line 7: too often."
+        ]
+        assert held == [f"up to {bytes} bytes of tensors live at once, and 1,000,000 are enough. Free."]
+
+
+def test_the_collective_that_sends_most_is_named():
+    notes = Notes([call("all_gather", 900, 3), call("all_gather", 4000, 4), call("all_reduce", 1000, 5)])
+    (line,) = sends_at_most(notes, 100, {"all_reduce": "a sum.", "all_gather": "gathered.", "broadcast": "never."})
+    assert line.endswith("Look at the all_gather of 4,000 bytes in line 4: gathered.")
+
+
+# The products that each of three calls comes after, where it is waited for, and the line that is told of
+HIDDEN = {
+    "all but the last": ([0, 1, 2], [1, 2, 2], None),
+    "all": ([0, 1, 2], [1, 2, 3], None),
+    "all, waited for at the end": ([0, 1, 2], [3, 3, 3], None),
+    "the first is not": ([0, 1, 2], [0, 2, 3], 10),
+    "the middle is not": ([0, 1, 2], [1, 1, 3], 20),
+    "none": ([0, 1, 2], [0, 1, 2], 10),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_only_the_last_call_need_not_be_hidden(name):
+    started, waited, line = HIDDEN[name]
+    calls = [call(line=number + 1, products=products) for number, products in enumerate(started)]
+    waits = [(10 * (number + 1), products) for number, products in enumerate(waited)]
+    said = list(hides(Notes(calls, waits, products=3), "all_reduce"))
+    assert len(said) == (line is not None)
+    assert not said or said[0].startswith(f"line {line} waits for the all_reduce of line {line // 10} at once")
+    assert bool(list(hides(Notes(calls, waits, products=3), "all_reduce", but=3))) is False
+
+
+def test_messages_that_nothing_waits_for():
+    assert list(waits_for_messages(Notes([call("send")]))) == []
+    (line,) = waits_for_messages(Notes(unwaited=[call("send", line=4), call("receive", line=5)]))
+    assert line.startswith("the send of 1,000 bytes to rank 1 in line 4 is never waited for (nor are 1 others)")
+
+
+# ---- notes -----------------------------------------------------------------------------------------------------------
+
+STUDENT = """import torch
+import torch.distributed as dist
+
+def given(x):
+    return x @ x.T
+
+def run():
+    x = torch.ones(8, 2, dtype=torch.float64)
+    dist.all_reduce(x)
+    first = dist.all_reduce(x, async_op=True)
+    given(x)
+    first.wait()
+    dist.reduce_scatter_tensor(x[:2], x)
+    dist.all_gather_into_tensor(torch.empty(32, 2, dtype=torch.float64), x)
+    dist.all_to_all_single(torch.empty_like(x), x)
+    dist.broadcast(x, 0)
+    torch.ones(3, 2, 2) @ torch.ones(3, 2, 2)
+    works = [dist.isend(x, 2), dist.irecv(x, 3), dist.isend(x[:1], 0)]
+    works[1].wait()
+"""
+
+
+@pytest.fixture
+def fake_ranks(monkeypatch):
+    """Makes this process rank 1 of 4, whose messages need no others, and whose waits can be noted as gloo's are."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    kind = type(dist.all_reduce(torch.ones(1), async_op=True))
+    if kind is not dist.Work:
+        monkeypatch.setattr(kind, "wait", lambda work, *args: dist.Work.wait(work, *args))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")  # the names of torch 2.11
+def test_notes_of_what_a_rank_does(tmp_path, fake_ranks):
+    """x has 128 bytes. A wait is that of one message: the two others are in flight to the end."""
+    path = tmp_path / "student.py"
+    path.write_text(STUDENT)
+    spec = importlib.util.spec_from_file_location("student", path)
+    spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
+    with Watching(str(path), ["given"]) as notes:
+        student.run()
+    found = [(each.op, each.bytes, each.line, each.products, each.peer) for each in notes.calls]
+    assert found == [
+        ("all_reduce", 128, 9, 0, None),
+        ("all_reduce", 128, 10, 0, None),
+        ("reduce_scatter", 128, 13, 1, None),
+        ("all_gather", 512, 14, 1, None),
+        ("all_to_all", 128, 15, 1, None),
+        ("broadcast", 128, 16, 1, None),
+        ("send", 128, 18, 4, 2),
+        ("receive", 128, 18, 4, 3),
+        ("send", 16, 18, 4, 0),
+    ]
+    assert {each.members for each in notes.calls} == {FOUR} and notes.products == 1 + 3
+    blocking = [(9, 0), (13, 1), (14, 1), (15, 1), (16, 1)]
+    assert notes.waits == [blocking[0], (12, 1), *blocking[1:], (19, 4)]
+    assert [(each.op, each.peer) for each in notes.unwaited] == [("send", 2), ("send", 0)]
+    assert 512 <= notes.peak <= 2 * 512
+
+
+def test_a_line_is_the_students_own():
+    """The innermost in the file, and if possible in no helper that was given."""
+
+    def frame(name, line, back, file="mine.py"):
+        return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name=name), f_lineno=line, f_back=back)
+
+    outer = frame("run", 5, frame("main", 1, None, "other.py"))
+    inner = frame("torch", 9, frame("given", 3, outer), "torch.py")
+    assert line_of("mine.py", inner) == 3 and line_of("mine.py", inner, ["given"]) == 5
+    assert line_of("mine.py", inner, ["given", "run"]) == 3 and line_of("theirs.py", inner) == 0
+
+
+# ---- write -----------------------------------------------------------------------------------------------------------
+
+CASES = [Case(ranks=1, width=2), Case(ranks=3, width=4)]
+
+
+def lab_for(judge=lambda case, rank, notes: (), **more) -> WriteLab:
+    """Rank r must return r + 1 as x and the same negative as y; twice as much comes from a mistake."""
+
+    def expect(case):
+        right = [torch.full((2,), rank + 1.0, dtype=torch.float64) for rank in range(case.ranks)]
+        return [Expected.of({"x": each, "y": -each}, {"it was added twice.": {"x": 2 * each}}) for each in right]
+
+    texts = {
+        "id": "write-02-z",
+        "title": "",
+        "minutes": 1,
+        "task": "",
+        "hints": ("", "", ""),
+        "moral": "",
+        "source": "",
+    }
+    return WriteLab(**texts, bodies=(), cases=tuple(CASES), run=None, expect=expect, judge=judge, **more)
+
+
+def results(case: Case, change=lambda rank, values: None, notes=lambda rank: Notes()) -> list[tuple[dict, Notes]]:
+    found = []
+    for rank in range(case.ranks):
+        x = torch.full((2,), rank + 1.0, dtype=torch.float64)
+        change(rank, values := {"x": x, "y": -x})
+        found.append((values, notes(rank)))
+    return found
+
+
+def grade(lab: WriteLab, *of_last, failure: str = ""):
+    """The verdict on a first case that is right, and a second one as described."""
+    return lab.grade(
+        CASES, Outcome([results(CASES[0]), *([results(CASES[1], *of_last)] if not failure else [])], failure)
+    )
+
+
+def test_what_is_right_passes():
+    verdict = grade(lab_for())
+    assert verdict.passed and verdict.feedback == ("Numbers and mechanism are right.",)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_mechanism_of_every_rank_is_judged(rank):
+    """Once for each fault: the numbers are right, so three quarters."""
+    lab = lab_for(lambda case, each, notes: ["it waits."] if notes.products else ())
+    verdict = grade(lab, lambda *_: None, lambda each: Notes(products=int(each >= rank)))
+    told = f"With 3 ranks, width 4, rank {rank}: it waits."
+    assert verdict.score == 0.75 and verdict.feedback == ("The numbers are right, but not the way to them.", told)
+    verdict = grade(lab_for(), lambda *_: None, lambda each: Notes(unwaited=[call("send")] * (each == rank)))
+    assert verdict.score == 0.75 and f"rank {rank}: the send of 1,000 bytes" in verdict.feedback[1]
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("x", [math.nan, math.nan], "differs first at [0]: nan instead of"),
+        ("y", [-1.0, math.nan], "differs first at"),
+        ("x", [math.inf, 1.0], "differs first at [0]: inf instead of"),
+        ("x", [0.0, 0.0], "it was never filled."),
+        ("x", [1.0], "should have the shape (2,), and has (1,)."),
+        ("x", None, "should be a tensor, and is None."),
+    ],
+)
+def test_a_wrong_value_of_any_rank(rank, name, value, said):
+    def change(each, values):
+        if each == rank:
+            values[name] = value and torch.tensor(value, dtype=torch.float64)
+
+    verdict = grade(lab_for(), change)
+    assert verdict.score == 0.75 / 2, "one case of two"
+    where = f"With 3 ranks, width 4: `{name}` on rank {rank}" if value != [-1.0, math.nan] else f"`{name}` on rank"
+    assert where in verdict.feedback[0] and any(said in line for line in verdict.feedback)
+
+
+def test_how_near_a_value_must_be():
+    for error, right in ((1e-12, True), (1e-10, True), (1e-8, False), (-1e-8, False)):
+        verdict = grade(lab_for(), lambda rank, values, error=error: values["x"].mul_(1 + error))
+        assert verdict.passed == right, error
+
+
+def test_a_mistake_that_is_known_is_told():
+    verdict = grade(lab_for(), lambda rank, values: values["x"].mul_(2))
+    assert verdict.feedback[1] == "What this usually is: it was added twice."
+    verdict = grade(lab_for(), lambda rank, values: values["y"].mul_(3))
+    assert "`y` on rank 0" in verdict.feedback[0] and "all of it is 3 times" in verdict.feedback[1]
+
+
+def test_what_ends_before_the_last_case():
+    lab = lab_for(errors=lambda case: {"no such": "a name is wrong."})
+    verdict = grade(lab, failure="rank 1 raised: no such tensor")
+    assert verdict.score == 0.75 / 2 and not verdict.passed
+    assert verdict.feedback == ("rank 1 raised: no such tensor", "What this usually is: a name is wrong.")
+
+
+def chosen(case: Case) -> list[int]:
+    """Of each rank of write-07: how many tokens come to its experts."""
+    x, router, *_ = write_07._drawn(case)
+    arrived, of_rank = [0] * case.ranks, case.experts // case.ranks
+    for scores in (x @ router).tolist():
+        for expert in sorted(range(case.experts), key=lambda each: -scores[each])[: case.choices]:
+            arrived[expert // of_rank] += 1
+    return arrived
+
+
+SEED = Case(**vars(write_07.CASES[-1]), seed=1002)
+ROWS, MOST = 8 * 10 * 2 * 16, 8 * 16 * max(chosen(SEED))  # bytes of a rank's choices, and of what comes to the fullest
+ENOUGH = {  # bytes that a rank sends in the last case of a lab, of 8-byte numbers on 4 ranks (04-b: 3, 08-b: 8)
+    "write-02-a": 2 * 3 / 4 * 8 * 8 * 12**2,  # an all-reduce of 8 layers of 12 x 12
+    "write-02-b": 2 * 3 / 4 * 8 * 160 * 3,  # of 160 rows of 3
+    "write-03-a": 3 * 3 / 4 * 8 * 10 * 64**2,  # two gathers and a reduce-scatter of 10 matrices of 64 x 64
+    "write-03-b": 2 * 2 * 3 / 4 * 8 * 2000,  # in each of two steps, a reduce-scatter and a gather of 2,000
+    "write-04-a": 3 / 4 * 8 * (5 * 12 * 5 + 2 * 5),  # five times 12 tokens of width 5, and a sum of the norm's 5
+    "write-04-b": 3 * 2 * 2 / 3 * 8 * 2 * 16,  # three all-reduces of a number per token, of 2 x 16
+    "write-06-a": 4 * 2 * 8 * 8 * 512,  # keys and values of 8 tokens of width 512, once around
+    "write-06-b": 4 * 4 * 8 * 8 * 512,  # and their gradients
+    "write-07-a": 3 / 4 * (ROWS + MOST + 8 * 8),  # there and back, and the counts of 8 experts
+    "write-07-b": 2 * 3 / 4 * (ROWS + MOST) + 8 * 8,
+    "write-08-b": 2 * (8 * (16 + 2 * 16 * 8) / 2 + 8 * 16 / 2 + 8 * 7 / 8),  # over dp 2, tp 2, and all 8
+}
+
+
+@pytest.mark.parametrize("id", ENOUGH)
+def test_each_lab_knows_how_many_bytes_are_enough(id):
+    lab = all_labs()[id]
+    case = type(lab.cases[-1])(**vars(lab.cases[-1]), seed=1002)
+    for share, said in ((1, False), (1.1, True)):
+        notes = Notes([call("send", math.ceil(share * ENOUGH[id]) + 65 * said)])
+        assert any("it sends" in line for line in lab.judge(case, 0, notes)) == said, share
+
+
+# ---- hunt ------------------------------------------------------------------------------------------------------------
+
+SEEN = Training("seen.py", "right"), Training("seen.py", "wrong")
+UNSEEN = Training("unseen.py", "right"), Training("unseen.py", "wrong")
+EDIT = Edit("common/labs/rules.py", "SLACK = 1.02", "SLACK = 1.2")
+
+
+@pytest.fixture
+def hunted(tmp_path, monkeypatch):
+    """Hand in an answer near this line with a fix after which the unseen training has this loss."""
+    monkeypatch.setattr(hunt, "copy_project", lambda *_: None)
+    monkeypatch.setattr(hunt, "files", lambda *_: [])
+    lab = Hunt("hunt-01-z", "", 1, "", ("", "", ""), bugs=(Bug((EDIT,), SEEN, UNSEEN, "why", "nobody"),))
+    (line,) = lab.places(lab.bug(0))["common/labs/rules.py"]
+
+    def hand_in(loss: float, away: int = 0, fixed: bool = True):
+        trained = []
+
+        def train(trainings, folder, base):
+            trained.extend(trainings)
+            return record(1.0), record(loss)
+
+        monkeypatch.setattr(hunt, "train", train)
+        monkeypatch.setattr(Hunt, "_changed", lambda *_: fixed)
+        answer = f'file = "common/labs/rules.py"\nline = {line[0] + away}\nwhy = "it lets too much pass"\n'
+        (tmp_path / "answer.toml").write_text(answer)
+        return lab.check(tmp_path, 0), trained
+
+    hand_in.folder = tmp_path
+    return hand_in
+
+
+def record(*losses: float, norms=None):
+    """What `train` returns of a training: as much of it as `compare` reads."""
+    from common.record.compare import Run
+
+    lines = [{"step": step, "loss": loss, "grad_norm": (norms or losses)[step]} for step, loss in enumerate(losses)]
+    return Run(path=ROOT, config={}, records=dict(enumerate(lines)))
+
+
+def test_a_fix_is_graded_on_the_training_that_nobody_has_seen(hunted):
+    """Ours, as it is, on one side; the student's folder on the other."""
+    verdict, trained = hunted(1.0)
+    assert verdict.passed and trained == [(UNSEEN[0], ROOT), (UNSEEN[1], hunted.folder)]
+    for loss in (1 + 3e-9, 1 - 3e-9, 2.0, math.nan, math.inf):
+        verdict, _ = hunted(loss)
+        assert verdict.score == 0.5 and "fix: not yet. On a training that you have not seen" in verdict.feedback[1]
+    assert hunted(1 + 3e-10)[0].passed
+    verdict, trained = hunted(1.0, fixed=False)
+    assert verdict.score == 0.5 and not trained
+    assert [hunted(1.0, away)[0].score for away in (-3, 3, -4, 4)] == [1.0, 1.0, 0.75, 0.75]
+
+
+def test_hunts_have_trainings_that_are_not_shown():
+    for lab in all_labs().values():
+        for bug in getattr(lab, "bugs", ()):
+            assert bug.unseen[1] not in bug.seen and bug.unseen[1].flags != bug.seen[1].flags, lab.id
+
+
+def test_the_first_difference():
+    right = record(2.0, 1.0, norms=[3.0, 4.0])
+    assert first_difference(right, record(2.0, 1.0, norms=[3.0, 4.0]), TOLERANCE) is None
+    for losses, norms, said in (
+        ([2.0, 1.1], [3.0, 4.0], "loss of step 1 is 1.1 instead of 1 (1.1 times as large)"),
+        ([2.0, 1.0], [3.0, 8.0], "grad_norm of step 1 is 8 instead of 4 (2 times as large)"),
+        ([2.0, 1.0], [3.0, math.nan], "grad_norm of step 1 is nan instead of 4"),
+        ([math.nan, 1.0], [3.0, 4.0], "loss of step 0 is nan instead of 2"),
+        ([2.0 + 1e-8, 1.0], [3.0, 4.0], "loss of step 0 is 2.00000001 instead of 2 (off by 5.0e-09)"),
+        ([2.0], [3.0], "only 1 of 2 steps were recorded"),
+    ):
+        assert first_difference(right, record(*losses, norms=norms), TOLERANCE).startswith(said), said
+    healthy, broken = record(1.0), record(math.nan)
+    assert first_difference(broken, broken, TOLERANCE) and first_difference(broken, healthy, TOLERANCE)
+    assert first_difference(record(0.0), record(1.0), TOLERANCE).startswith("loss of step 0 is 1 instead of 0")
+
+
+# ---- predict ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction():
+    question = Question("bytes", "How many?", 0.05, 100.0, "how", {"forgets the backward": 50.0})
+    for value, right in ((100.0, True), (104.9, True), (95.1, True), (106.0, False), (94.0, False), (-100.0, False)):
+        assert grade_prediction(question, value, 100.0)[0] == right, value
+    for value, said in (
+        (50.02, "forgets the backward"),
+        (106.0, "too large, by a factor below 10"),
+        (3.0, "too small, by more than 10 times"),
+        (None, "no answer yet"),
+    ):
+        right, line = grade_prediction(question, value, 100.0)
+        assert not right and said in line, line
+    assert not grade_prediction(question, 100.0, math.nan)[0] and not grade_prediction(question, math.nan, 100.0)[0]
+    assert number({"bytes": "1_000"}, "bytes") == 1000 and number({"bytes": ""}, "bytes") is None
+    for text in ("nan", "inf", "many"):
+        with pytest.raises(UsageError, match=f"bytes = {text} is not a number"):
+            number({"bytes": text}, "bytes")
