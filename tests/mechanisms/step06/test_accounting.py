@@ -16,12 +16,12 @@ from common.measure.saved_tensors import SavedTensors
 from common.model import Decoder, rope_tables
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
-from step06_context_parallel import cost
+from step06_context_parallel import cost, layouts
 from step06_context_parallel.attention_block import FusedKernels, NaiveKernels
 from step06_context_parallel.context_parallel import apply_context_parallel, attention
 from step06_context_parallel.experiments.memory import peaks
 from step06_context_parallel.experiments.tools import SHAPE as LAYER
-from tests.harness.observing import configure, mesh_of, sent_so_far
+from tests.harness.observing import configure, mesh_of, sent_so_far, watching
 from tests.harness.ranks import run_ranks
 
 LAYERS, HEADS, WIDTH, TOKENS = 2, 8, 16, 256  # TOKENS: of a sequence
@@ -50,7 +50,9 @@ def messages_of_a_layer(mode: str, split: str, cp: int) -> dict[str, Counter]:
 
 @contextmanager
 def counted_blocks() -> Iterator[Counter]:
-    """Counts the blocks of attention that this rank computes ("blocks"), and the pairs in them, by direction."""
+    """Counts the blocks of attention that this rank computes ("blocks"), the pairs in them, by direction, and the plans
+    that it makes.
+    """
     counts = Counter()
 
     def counted(kind: type, name: str, direction: str, first: int):
@@ -67,6 +69,7 @@ def counted_blocks() -> Iterator[Counter]:
         for kind in (NaiveKernels, FusedKernels):
             stack.enter_context(counted(kind, "attend", "forward", 1))
             stack.enter_context(counted(kind, "attend_backward", "backward", 2))
+        stack.enter_context(watching(layouts, "Plan", lambda *_: counts.update(["plans"])))
         yield counts
 
 
@@ -109,6 +112,7 @@ def check_train(ranks: list[list[dict]], flags: list[str]) -> None:
             pairs = times * config.micro_batch * HEADS * (every // cp if mode == "ulysses" else sum(rows[did["cp"]]))
             assert did["backward"] == pairs, f"rank {rank}, {case}: pairs"
             assert did["forward"] == (1 if config.recompute == "none" else 2) * pairs, f"rank {rank}, {case}: pairs"
+            assert did.get("plans", 0) <= 1, f"rank {rank}, {case}: each layer makes a plan anew"
             sent = sum(call[4] for call in did["log"])
             assert did["sockets"] in (None, pytest.approx(sent, rel=0.02)), f"rank {rank}, {case}: sockets"
 

@@ -1,15 +1,29 @@
 """FlashAttention beyond `test_kernels`: other tiles, extreme scores, sums over long sequences."""
 
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
 
 from step08_5d.gpu_ladder.traffic import BytesMoved
+from step08_5d.kernels import flash_attention as forward
+from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels.flash_attention import attend
 from step08_5d.kernels.flash_attention_backward import attend_backward
 from step08_5d.kernels.merge import merge_reference
 from tests.mechanisms.step08.kernels.case import DEVICE, Maker
 from tests.mechanisms.step08.kernels.cases import BLOCKS, KERNELS
-from tests.mechanisms.step08.kernels.compare import DTYPES, TOLERANCE, assert_same, difference, needs_triton, use_tiles
+from tests.mechanisms.step08.kernels.compare import (
+    DTYPES,
+    TOLERANCE,
+    assert_same,
+    difference,
+    needs_triton,
+    on_cpu,
+    random,
+    use_tiles,
+)
 
 pytestmark = needs_triton
 CASE = KERNELS["block of attention"].case
@@ -53,6 +67,37 @@ def test_eager_bytes_of_merging():
         so_far, *others = (torch.empty(shape[: 4 - i % 2], dtype=dtype) for i, dtype in enumerate(dtypes))
         merge_reference(so_far, *others)
     assert round(moved.total / so_far.numel()) == 27
+
+
+def products_of_tiles(causal: bool, monkeypatch) -> list[int]:
+    """How many products of tiles the forward and the backward make of 96 queries and keys."""
+    count, inputs = Counter(), [random(1, 2, 96, 16, dtype=torch.float64, seed=seed) for seed in range(4)]
+    for module in (forward, backward):
+        counted = partial(count_call, count, module.__name__, module.multiply_add)
+        monkeypatch.setattr(module, "multiply_add", counted)
+    *qkv, gradient = inputs
+    out, lse = attend(*qkv, causal)
+    attend_backward(gradient, *qkv, out, lse, causal)
+    monkeypatch.undo()
+    return [count[module.__name__] for module in (forward, backward)]
+
+
+def count_call(count: Counter, name: str, function, *arguments):
+    count[name] += 1
+    return function(*arguments)
+
+
+@on_cpu  # the interpreter runs products one by one
+@pytest.mark.parametrize("rows, columns", [(16, 16), (32, 16), (16, 32)])
+def test_tiles_that_no_query_sees_are_skipped(rows, columns, monkeypatch):
+    """In both directions: of tiles below or on the diagonal, as many products as of each without the mask."""
+    visible = sum(column < row + rows for row in range(0, 96, rows) for column in range(0, 96, columns))
+    counts = []
+    for causal in (True, False):
+        use_tiles(monkeypatch, rows, columns)
+        counts.append(products_of_tiles(causal, monkeypatch))
+    for some, every in zip(*counts, strict=True):
+        assert some * (96 // rows) * (96 // columns) == every * visible and every > 0
 
 
 def test_heads_that_are_too_wide():

@@ -1,0 +1,101 @@
+"""The record of a run that is divided: every number computed again from config.json, and by other means."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.model import Decoder, naive_attention
+from common.model_config import ModelConfig
+from common.start import environment
+from tests.harness.observing import configure, mesh_of, sent_so_far
+from tests.harness.ranks import run_ranks, steps_of
+from tests.parity.runs import ADAMW, SMALL, UNTIED, reference, train_here, training_of
+
+STEPS, SEQUENCES, DELAY = 3, 4, 10  # DELAY: milliseconds that the forward of a layer takes at least, the backward twice
+SHAPE = f"--layers 4 --hidden 64 --seq-len 64 --global-batch {SEQUENCES} --steps {STEPS} --warmup 2"
+TRAINING = f"{UNTIED} {ADAMW} {SHAPE} --recompute full"
+RECORD = f"--layer-delay {DELAY} --measure-memory --peak-tflops 0.25"
+TP = PP = 2
+
+
+def ranks_train(folder: str) -> dict:
+    """On this rank: how long the training took, the bytes that its sockets sent, the bytes of its part of the model."""
+    flags = f"{SMALL} {TRAINING} {RECORD} --tp {TP} --pp {PP} --run-dir {folder}"
+    mesh = mesh_of(configure(8, flags))
+    before, began = sent_so_far(mesh), time.perf_counter()
+    boxes = train_here(8, flags)
+    seconds = time.perf_counter() - began
+    sockets = None if before is None else sent_so_far(mesh) - before
+    return {"seconds": seconds, "sockets": sockets, "bytes": sum(part.nbytes for *_, part in boxes)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[dict, list[dict], dict]:
+    """config.json, the record of each step, and what was seen from outside, on rank 0."""
+    assert environment().rank == 0
+    folder = tmp_path_factory.mktemp("run")
+    rank, *_ = run_ranks(TP * PP, ranks_train, str(folder))
+    return json.loads((folder / "config.json").read_text()), steps_of(folder), rank
+
+
+def flops_of_a_forward(model: ModelConfig, seq: int) -> tuple[int, int]:
+    """What torch counts in the forward of one sequence on one process: all of it, and the head."""
+    whole = Decoder(model, naive_attention)
+    whole.to_empty(device="cpu")
+    for parameter in whole.parameters():
+        torch.nn.init.ones_(parameter)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        whole(torch.zeros(1, seq, dtype=torch.int64))
+    return counter.get_total_flops(), 2 * seq * model.hidden * model.vocab
+
+
+def test_losses_norms_and_rates(run):
+    """Loss and norm are those of the whole batch and the whole model, as one process has them."""
+    config, records, _ = run
+    expected = reference(training_of(TRAINING))
+    assert [each["step"] for each in records] == list(range(STEPS))
+    assert [each["loss"] for each in records] == pytest.approx(expected.losses, rel=1e-10)
+    assert [each["grad_norm"] for each in records] == pytest.approx(expected.norms, rel=1e-10)
+    assert [each["lr"] for each in records] == [config["lr"] / 2, config["lr"], config["lr"]] == [5e-4, 1e-3, 1e-3]
+    assert [each["aux_loss"] for each in records] == [0.0] * STEPS
+
+
+def test_tokens_and_times(run):
+    config, records, rank = run
+    tokens = config["global_batch"] * config["seq_len"]
+    assert (config["world_size"], config["tp"], config["pp"], config["dp"]) == (4, TP, PP, 1)
+    assert [each["tokens"] for each in records] == [tokens, 2 * tokens, 3 * tokens]
+    seconds = [each["step_time_s"] for each in records]
+    layers, slots = config["layers"] / PP, SEQUENCES + PP - 1  # micro-batches, and the bubble
+    assert all(each >= 3e-3 * DELAY * layers * slots for each in seconds) and sum(seconds) < rank["seconds"]
+    for each in records:
+        assert each["tokens_per_s"] == pytest.approx(tokens / each["step_time_s"], rel=1e-12)
+
+
+def test_utilisation_is_that_of_all_ranks(run):
+    """Of 4 devices, although no sample, no sequence is divided: dp x cp is 1. `full` repeats all but the head."""
+    config, records, _ = run
+    model = configure(8, f"{SMALL} {TRAINING}", world=1).model_config
+    forward, head = flops_of_a_forward(model, config["seq_len"])
+    for each in records:
+        possible = each["step_time_s"] * 4 * 0.25e12
+        assert each["mfu"] == pytest.approx(SEQUENCES * 3 * forward / possible, rel=1e-12)
+        assert each["hfu"] == pytest.approx(SEQUENCES * (4 * forward - head) / possible, rel=1e-12)
+
+
+def test_bytes_of_rank_0(run):
+    """It is on the first stage: it sends activations of its tokens forward, and no gradients of them back. Its peak is
+    above its weights, gradients and AdamW's two states, and below those of half the model.
+    """
+    config, records, rank = run
+    message = SEQUENCES * config["seq_len"] * config["hidden"] // TP * 8
+    for each in records:
+        assert each["comm_bytes"]["pp_forward"] == message + 8, "and an all-reduce of the loss"
+        assert each["comm_bytes"].keys() == {"pp_forward", "pp_backward", "tp", "world"}
+        assert each["comm_bytes"]["pp_backward"] == 0
+        assert 4 * rank["bytes"] < each["peak_memory_bytes"] < 8 * rank["bytes"]
+    sent = sum(size for each in records for size in each["comm_bytes"].values())
+    assert rank["sockets"] in (None, pytest.approx(sent, rel=0.03)), sent
