@@ -38,11 +38,18 @@ class Seen:
     faults: what would be wrong on NCCL, a line each.
     order: all operations in the order of their launch, each as its `Call`s, of which a batch of messages has several.
     members: the global ranks of the groups in these calls, by name.
+    events: launches and waits of asynchronous operations in their order, as ("launch" or "wait", what, its number).
     """
 
     faults: list[str] = field(default_factory=list)
     order: list[list[Call]] = field(default_factory=list)
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    events: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def waited_at_once(self, name: str) -> int:
+        """Of the operations of this name, how many are waited for before anything else is launched."""
+        launches = [place for place, (what, which, _) in enumerate(self.events) if (what, which) == ("launch", name)]
+        return sum(self.events[place + 1 :][:1] == [("wait", *self.events[place][1:])] for place in launches)
 
 
 @contextmanager
@@ -65,8 +72,9 @@ class _InFlight:
 
     def __init__(self, name: str, seen: Seen, in_flight: list, draw: random.Random):
         self.name, self.seen, self.in_flight, self.draw = name, seen, in_flight, draw
-        self.work, self.results, self.before = Work(), [], []
+        self.work, self.results, self.before, self.number = Work(), [], [], len(seen.events)
         in_flight.append(self)
+        seen.events.append(("launch", name, self.number))
 
     def launch(self, real, given: inspect.BoundArguments) -> None:
         """Call the real function with copies of all tensors, and watch the tensors themselves."""
@@ -92,6 +100,7 @@ class _InFlight:
         if self not in self.in_flight:
             return
         self.in_flight.remove(self)
+        self.seen.events.append(("wait", self.name, self.number))
         for tensor, address, bits in self.before:
             freed = tensor.numel() and not tensor.untyped_storage().nbytes()
             if freed or tensor.data_ptr() != address:

@@ -12,6 +12,8 @@ last bucket not waited for: bucket.work.wait() => bucket is self.buckets[-1] or 
 weights of the previous region waited for: in self.regions[index].units: =>
     in [unit for each in self.regions[max(0, index - 1) : index + (index + 1 == len(self.regions))]
     for unit in each.units]:
+@ step03_zero.zero:Zero._complete
+sum over replicas waited for: async_op=self.mode != "naive") => …; unit.summing.wait()
 @ step05_pipeline.pipeline:Pipeline._send
 output freed while it is sent: self.step.pending_sends[direction] = tensor, work =>
     …; tensor.untyped_storage().resize_(0)

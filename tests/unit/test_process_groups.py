@@ -21,7 +21,11 @@ from common import collectives, process_groups, start
 from common.errors import UsageError
 from common.experiments.demo import device_flag
 from common.launching import launch
+from common.link import Link
 from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates
+from step05_pipeline.config import schedule_of
+from step05_pipeline.schedules.catalogue import SCHEDULES
+from step05_pipeline.stages import place_stages
 from step08_5d.config import check
 from tests.harness.observing import configure
 
@@ -165,6 +169,22 @@ def test_sixteen_ranks_are_laid_out_as_in_llama_3():
     for wrong in ("tp,cp,pp", "tp,cp,pp,dp,dp", "tp,cp,pp,ep", "tp, cp, pp, dp"):
         with pytest.raises(UsageError, match="--order .* must name"):
             check(replace(configure(8, "--tp 2", 2), order=wrong))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_group_of_every_placement_has_the_link(name):
+    """Also those that a schedule brings: of tied matrices, and of several copies. Each group has a line of its own."""
+    flags = f"--pp 4 --layers 8 --dp 2 --tp 2 --zero 1 --zero-replicas 2 --global-batch 16 --schedule {name}"
+    for link in ("1000000,1.5", None):
+        config = configure(8, f"{flags} --link {link}" if link else flags, 16)
+        with one_rank_of(16, 5):
+            mesh = place_stages(process_groups.mesh_of(config, torch.device("cpu")), schedule_of(config).placement)
+        lines = [getattr(mesh, each).line for each in GROUP_NAMES]
+        if link is None:
+            assert lines == [None] * len(GROUP_NAMES)
+        else:
+            assert {line and line.link for line in lines} == {Link(1.0, 1.5e9)}
+            assert len({id(line) for line in lines}) == len(GROUP_NAMES)
 
 
 def names_of(mesh: Mesh) -> dict[str, str]:
