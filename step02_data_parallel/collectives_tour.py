@@ -63,7 +63,7 @@ def reduce(group: Group, device: torch.device) -> None:
     tensor = torch.full((5,), group.rank + 1.0, device=device)
     before = tensor.clone()
     dist.reduce(tensor, dst=group.ranks[0], op=dist.ReduceOp.SUM, group=group.handle)
-    note = "not defined"
+    note = "not defined, here " + ("unchanged" if torch.equal(tensor, before) else "changed")
     if group.rank == 0:
         check(tensor, [sum(range(1, group.size + 1))] * 5, "reduce")
         note = "the sum"

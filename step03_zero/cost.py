@@ -5,6 +5,8 @@ or reduced at a time: in stages 1 and 2 a bucket; in stage 3 the embedding, a la
 Operations are those of step 2.
 """
 
+import math
+
 from common.costs.alpha_beta import Player
 from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
 from step02_data_parallel.cost import SCALAR
@@ -12,7 +14,7 @@ from step02_data_parallel.cost import SCALAR
 # ---- what a rank holds and sends -------------------------------------------------------------------------------------
 
 
-def held(parameters: float, stage: int, ranks: int, widths: tuple[int, ...] = WIDTHS["float32"]) -> dict[str, float]:
+def held(parameters: float, stage: int, ranks: float, widths: tuple[int, ...] = WIDTHS["float32"]) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer state that a rank holds ("ZeRO", section 5 and figure 1).
 
     Each when it is most: gradients when the backward ends. Padding, less than N elements a unit, is left out.
@@ -23,6 +25,15 @@ def held(parameters: float, stage: int, ranks: int, widths: tuple[int, ...] = WI
     sharded_from = (3, 2, 1)  # the stage that shards each kind
     shares = [parameters / (ranks if stage >= first else 1) for first in sharded_from]
     return {kind: width * share for kind, width, share in zip(KINDS, widths, shares, strict=True)}
+
+
+def saving(stage: int, ranks: float, widths: tuple[int, ...] = (2, 2, 12)) -> float:
+    """Return how many times smaller ZeRO makes what a rank holds; `ranks` may be infinite.
+
+    With the paper's widths it tends to 4 in stage 1 and to 8 in stage 2, and is N in stage 3 ("ZeRO", section 5.4).
+    """
+    held_by_each = sum(held(1, stage, ranks, widths).values())
+    return sum(widths) / held_by_each if held_by_each else math.inf
 
 
 def messages(

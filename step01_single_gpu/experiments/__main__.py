@@ -19,6 +19,7 @@ EXPERIMENTS = [
     precision.curves,
     playbook.llama_profile,
     playbook.widget,
+    playbook.scales,
 ]
 
 if __name__ == "__main__":

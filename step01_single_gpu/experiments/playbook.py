@@ -2,7 +2,9 @@
 
 import torch
 
+from common.counts import count_flops, count_parameters
 from common.drawing.tables import print_table
+from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments.tools import MIB
@@ -43,3 +45,19 @@ def widget(quick: bool) -> None:
         ("6  MLP parameters of a layer of 8B (SwiGLU), millions", f"{8 * h * h / 1e6:.0f}", f"{3 * h * f / 1e6:.0f}"),
     ]
     print_table("The memory widget", ("", "widget", "right"), rows)
+
+
+def scales(quick: bool) -> None:
+    """The tip on units, and appendix A2: 16 h² parameters per layer, and when attention's 12 L h s² may be dropped."""
+    real, seq = PRESETS["llama3-8b"], 8192
+    h = real.hidden
+    a2 = ModelConfig(real.vocab, h, real.layers, real.heads, real.heads, 4 * h, False)  # f = 4h, as many K/V heads
+    rows = [
+        ("140 GB (70 B parameters in bfloat16), GiB", "133", f"{gpt_memory.states(70 * 10**9)['parameters'] / GIB:.1f}")
+    ]
+    for name, model in (("16 h²", a2), ("Llama 3 8B", real)):
+        count, flops = count_parameters(model), count_flops(model, seq)
+        rows.append((f"{name}: parameters of a layer, h²", "16", f"{(count.attention + count.dense_mlp) / h**2:.1f}"))
+        core = flops.attention_core / flops.linear
+        rows.append((f"{name}: scores / linear layers, {seq:,} tokens", f"s/8h = {seq / (8 * h):g}", f"{core:.4g}"))
+    print_table("Units and scales", ("", "playbook", "counted"), rows)

@@ -1,5 +1,7 @@
 """What one machine cannot show: predictions for real hardware, beside published numbers. Nothing here is measured."""
 
+import math
+
 from common.costs.hardware import H100_TFLOPS
 from common.costs.networks import BUS_GB_PER_S, NODE, NVLINK
 from common.costs.vocabulary import WIDTHS
@@ -27,6 +29,11 @@ def llama(quick: bool) -> None:
         rows.append((stage, published, *cells, f"{sum(both[1]) / GIB:.1f}"))
     header = ("stage", "published", "2 + 2 + 8 bytes", "2 + 4 + 12, as here", "sum")
     print_table(f"{count / 1e9:.2f} B parameters, 8 ranks: GiB of parameters / gradients / optimizer", header, rows)
+    sizes, rows = (8, 64, 512, math.inf), []
+    for name, widths in (("2 + 2 + 12 bytes", (2, 2, 12)), ("2 + 4 + 12, as here", WIDTHS["bfloat16"])):
+        for stage in STAGES[1:]:
+            rows.append((f"{name}, stage {stage}", *(f"{cost.saving(stage, ranks, widths):.2f}" for ranks in sizes)))
+    print_table("how many times smaller than without ZeRO", ("ranks", "8", "64", "512", "no end of them"), rows)
 
 
 def condition(quick: bool) -> None:

@@ -8,28 +8,50 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
 from common.model import fused_attention
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import Degrees, Group, build_mesh
 from step01_single_gpu.slow_device import SlowDevice
 from step04_tensor_parallel import cost as tensor
-from step04_tensor_parallel.experiments import gpt
+from step04_tensor_parallel.experiments import gpt, numbers
+from step04_tensor_parallel.experiments.tools import SHAPE
+from step04_tensor_parallel.operators import Split
+from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from step05_pipeline import cost as pipeline
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments import memory as pipeline_memory
 from step05_pipeline.stages import split_layers
 from tests.harness.ranks import run_ranks
+from tests.mechanisms.step04.test_activations import FORMS
 
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "seq_len": 32, "warmup": 1}
 SMALL |= {"data": "synthetic", "micro_batch": 1, "global_batch": 4, "pp": 2, "dp": 1}
 PIPELINES = [SMALL | {"schedule": name} for name in ("1f1b", "interleaved", "zb-h1")]
 
 
+def worked_example(group: Group) -> dict:
+    """The playbook's X (4 tokens, 2) times W, whose columns are (10, 20) and (30, 40): cut by columns, and by rows."""
+    x = torch.tensor([[[0.0, 1], [2, 3], [4, 5], [6, 7]]])
+    weight = torch.tensor([[10.0, 20], [30, 40]])  # as nn.Linear stores it: (out, in)
+    found = {}
+    for sequence_parallel, mode in FORMS:
+        split = Split(group, sequence_parallel, mode)
+        entering = x.chunk(2, 1)[group.rank] if sequence_parallel else x
+        column = ColumnParallelLinear(nn.Parameter(weight.chunk(2, 0)[group.rank].clone()), split)
+        row = RowParallelLinear(nn.Parameter(weight.chunk(2, 1)[group.rank].clone()), split)
+        outputs = column(entering), row(x.chunk(2, 2)[group.rank])
+        found[sequence_parallel, mode] = [each[0].tolist() for each in outputs]
+    return found
+
+
 def ranks_count() -> dict:
     mesh = build_mesh(Degrees(dp=2), torch.device("cpu"))
-    found = {"gpt": gpt.look_into(mesh, lambda: None)}
+    found = {"gpt": gpt.look_into(mesh, lambda: None), "example": worked_example(mesh.world)}
+    divided = [SHAPE | {"tp": 2, "sequence_parallel": sequence_parallel} for sequence_parallel in (False, True)]
+    found["shapes"] = [numbers.read_shapes(mesh, flags) for flags in divided]
     found["pipelines"] = [pipeline_memory.keep(mesh, flags)["kept"] for flags in PIPELINES]
     return found
 
@@ -48,6 +70,45 @@ def test_a_divided_gpt_block(counted):
             assert kept == pytest.approx(tensor.gpt_block_activations(2, split) * stream + scores, rel=0.005), split
         apart = {cells[:3]: cells[-1] for cells in rank["gpt"]["seeds"]}
         assert apart["tp", "equal", "own"] == "0%" and int(apart["tp", "own", "own"][:-1]) > 10
+
+
+def test_the_worked_example_of_the_playbook(counted):
+    """X W = Y. By columns a rank has one of Y; by rows all of it, with sequence parallelism its tokens'."""
+    y = [[20, 40], [80, 180], [140, 320], [200, 460]]
+    for rank, found in enumerate(counted):
+        for (sequence_parallel, mode), (column, row) in found["example"].items():
+            assert column == [[tokens[rank]] for tokens in y], (sequence_parallel, mode)
+            assert row == (y[2 * rank : 2 * rank + 2] if sequence_parallel else y), (sequence_parallel, mode)
+
+
+def test_a_whole_gpt_block_and_its_parts(counted):
+    """Bytes for each of s b h: attention 11, MLP 19, norms 4, 34 in all and with selective recomputation, with full 2;
+    and 5 for each of a s² b scores. Beyond that, each norm keeps two statistics of a token, in 2 or 4 bytes."""
+    stream, square = gpt.BATCH * gpt.SEQ * gpt.HIDDEN, gpt.HEADS * gpt.SEQ**2 * gpt.BATCH
+    exact = {"attention": 11 * stream, "scores": 5 * square, "mlp": 19 * stream, "full": 2 * stream}
+    exact |= {"norms": 4 * stream, "selective": 34 * stream, "none": 34 * stream + 5 * square}
+    statistics = 2 * 2 * 4 * gpt.BATCH * gpt.SEQ
+    for rank in counted:
+        kept = rank["gpt"]["whole"]
+        more = {name: kept[name] - size for name, size in exact.items()}
+        with_norms = [more.pop(name) for name in ("norms", "selective", "none")]
+        assert set(more.values()) == {0} and len(set(with_norms)) == 1
+        assert with_norms[0] in (statistics / 2, statistics)
+
+
+def test_shapes_of_embedding_head_and_loss(counted):
+    """b 2, s 128, h 256, v 384, tp 2: the sum over the embedding's parts, a rank's logits, three numbers per token."""
+    for rank in counted:
+        for shapes, tokens in zip(rank["shapes"], (128, 64)):  # with sequence parallelism half of the tokens
+            ends = "embedding, its output", "block: residual stream", "block: its output", "final norm"
+            assert {shapes[where] for where in ends} == {f"(2, {tokens}, 256)"}
+            assert (shapes["head: logits"], shapes["weight of head"]) == ("(2, 128, 192)", "(192, 256)")
+            assert shapes["loss: numbers exchanged"] == "256 + 512"  # 2·128 largest logits; sums, and targets' logits
+            enter = "  enter: q, k, v", "  TP region: input of o", "  enter: gate, up", "  TP region: input of down"
+            inside = "(2, 128, 128) (2, 128, 64) (2, 128, 64)", "(2, 128, 128)", "(2, 128, 384) (2, 128, 384)"
+            assert tuple(map(shapes.get, enter)) == (*inside, "(2, 128, 384)")
+            leave = "  exit: output of o", "  exit: output of down", "  norm, its output"
+            assert {shapes[where] for where in leave} == {f"(2, {tokens}, 256)"}
 
 
 def test_a_pipeline_keeps_what_the_formulas_say(counted):

@@ -1,11 +1,13 @@
 """What the playbook publishes, beside what our formulas print of it: where they agree, and its errata, by number."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from common.counts import count_flops, count_parameters
+from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step01_single_gpu.experiments import playbook
 from step01_single_gpu.memory_model import gpt
@@ -86,6 +88,17 @@ def test_mistakes_of_the_memory_widget(printed):
     assert list(printed(playbook, playbook.widget, True).values()) == rows
 
 
+def test_units_and_scales(printed):
+    """Erratum 7, 140 GB = 130.4 GiB; erratum 3, the scores' share is s/8h with 16 h² parameters per layer: s << h."""
+    for h, heads, seq in ((64, 4, 32), (256, 8, 1000)):
+        model = ModelConfig(96, h, 3, heads, heads, 4 * h, False)
+        count, flops = count_parameters(model), count_flops(model, seq)
+        assert count.attention + count.dense_mlp == 16 * h**2
+        assert flops.attention_core * 8 * h == flops.linear * seq
+    found = [counted for _, counted in printed(playbook, playbook.scales, True).values()]
+    assert found == ["130.4", "16.0", "0.25", "13.0", "0.3077"]  # 13 = 4 - 1.5 + 3·3.5; 16/13 of 0.25
+
+
 def test_profile_of_llama_1b(printed):
     """Erratum 11: its states are float32, and its peak is a transient of the loss, at the end of the forward."""
     rows = printed(playbook, playbook.llama_profile, True)
@@ -133,6 +146,13 @@ def test_bars_of_8b_in_each_dimension(printed):
             assert ways[name].published[mode] == pytest.approx([wrong * each for each in whole], rel=0.005, abs=0.0007)
         else:
             assert cells[2:7:2] == ("same",) * 3
+
+
+def test_limits_of_zero():
+    """Of 16 bytes 4 times, 8 times, without end ("ZeRO", section 5.4); ours are 18, of which 6 and 2 stay."""
+    limits = {stage: (zero.saving(stage, math.inf), zero.saving(stage, math.inf, (2, 4, 12))) for stage in (0, 1, 2, 3)}
+    assert limits == {0: (1, 1), 1: (4, 3), 2: (8, 9), 3: (math.inf, math.inf)}
+    assert [zero.saving(stage, 64) for stage in (1, 2, 3)] == pytest.approx([16 / 4.1875, 16 / 2.21875, 64])
 
 
 def test_bars_of_zero_tensor_and_pipeline_parallelism(printed):

@@ -25,4 +25,6 @@ def ranks_tour():
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_every_stop_on(world, capsys):
     run_ranks(world, ranks_tour)
-    assert f"All 11 results are as asserted, on {world} ranks." in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"All 11 results are as asserted, on {world} ranks." in shown
+    assert shown.count("(not defined, here changed)") == world - 1  # the playbook prints them as they were: erratum 16
