@@ -1,7 +1,7 @@
 """`--shapes`: what one layer of this run looks like on one rank, with the true shapes, bytes and messages.
 
 The playbook's figure of 5D parallelism writes beside every tensor which dimensions divide it. Here the same is read off
-a running layer, in its first forward, and every shape is checked against its formula.
+a running layer, in its first forward, and every shape is checked against its formula. So is that of every weight.
 """
 
 import math
@@ -25,9 +25,29 @@ MEANINGS = {
     "d": "width of a head",
     "a": "heads",
     "a_kv": "K/V heads",
+    "v": "entries of the vocabulary",
+    "E": "experts",
+    "fe": "width of an expert",
+    "n": "shared experts",
     "k": "experts of a token",
     "sp": "tp, or 1 without sequence parallelism",
     "rows": "sent here by the routers of `ep`",
+}
+
+
+WEIGHTS = {  # by the ends of their names
+    ("embedding.weight", "head.weight"): "v/tp, h",
+    ("norm.weight",): "h",
+    ("q_proj.weight",): "a/tp*d, h",
+    ("k_proj.weight", "v_proj.weight"): "a_kv/tp*d, h",
+    ("o_proj.weight",): "h, a/tp*d",
+    ("mlp.gate_proj.weight", "mlp.up_proj.weight"): "f/tp, h",
+    ("mlp.down_proj.weight",): "h, f/tp",
+    ("router.weight",): "E, h",
+    ("shared.gate_proj.weight", "shared.up_proj.weight"): "n*fe, h",
+    ("shared.down_proj.weight",): "h, n*fe",
+    ("experts.gate_proj", "experts.up_proj"): "E/ep, fe, h",
+    ("experts.down_proj",): "E/ep, h, fe",
 }
 
 
@@ -62,17 +82,40 @@ def letters(config: TrainConfig) -> dict[str, int]:
     model, split = config.model_config, config.tp if config.sequence_parallel else 1
     names = {"b": config.micro_batch, "s": config.seq_len, "h": model.hidden, "f": model.ffn, "d": model.head_width}
     names |= {"a": model.heads, "a_kv": model.kv_heads, "E": model.experts, "k": model.top_k, "fe": model.expert_ffn}
+    names |= {"v": model.vocab, "n": model.shared_experts}
     return names | {"tp": config.tp, "cp": config.cp, "ep": config.ep, "sp": split}
 
 
 def evaluate(formula: str, names: dict[str, int]) -> tuple[int, ...]:
-    """The numbers behind "b, s/cp, a*d/tp". A division rounds up, since ranks share a K/V head if there are too few."""
+    """The numbers behind "b, s/cp, a/tp*d". A division rounds up: ranks share a K/V head if there are too few of them,
+    and the vocabulary is padded."""
     sizes = []
     for term in formula.split(", "):
-        product, *divisors = term.split("/")
-        size = math.prod(names[each] for each in product.split("*"))
-        sizes.append(-(-size // math.prod(names[each] for each in divisors)))
+        size = 1
+        for factor in term.split("*"):
+            count, *divisors = (names[each] for each in factor.split("/"))
+            size *= -(-count // math.prod(divisors))
+        sizes.append(size)
     return tuple(sizes)
+
+
+def check_weights(stages: list[Decoder], config: TrainConfig) -> list[Row]:
+    """Compare each weight of this rank with its formula. Returns the rows of the first layer, and of the model's ends.
+
+    Raises AssertionError if a shape is not what its formula says, or if a weight has no formula.
+    """
+    names, rows = letters(config), {}
+    for stage in stages:
+        for name, weight in stage.named_parameters():
+            found = [formula for ends, formula in WEIGHTS.items() if name.endswith(ends)]
+            if len(found) != 1:
+                raise AssertionError(f"{name} has {len(found)} formulas")
+            expected = evaluate(found[0], names)
+            if tuple(weight.shape) != expected:
+                raise AssertionError(f"{name}: {tuple(weight.shape)}, but ({found[0]}) is {expected}")
+            place = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
+            rows.setdefault(place, Row(place, found[0], expected, weight.numel() * weight.element_size(), []))
+    return list(rows.values())
 
 
 class Watch:
@@ -137,33 +180,35 @@ def legend(rows: list[Row], names: dict[str, int]) -> list[str]:
     return [", ".join(words[at : at + 4]) for at in range(0, len(words), 4)]
 
 
-def describe(rows: list[Row], names: dict[str, int], mesh: Mesh) -> str:
-    """The groups of this rank and its layer, as text."""
+def describe(rows: list[Row], names: dict[str, int], mesh: Mesh, weights: list[Row]) -> str:
+    """The groups of this rank, its weights and its layer, as text."""
     unused = () if mesh.degrees.experts else ("ep", "edp", "expert_shard", "expert_replica")
     groups = {name: getattr(mesh, name) for name in GROUP_NAMES if name not in unused}
     lines = [f"rank {mesh.rank} talks to"]
     lines += [f"  {name:15} {', '.join(map(str, each.ranks))}" for name, each in groups.items() if each.size > 1]
-    lines.append("its first layer, forward")
-    for row in rows:
-        for op, group, size, sent in row.sent:
-            lines.append(f"      {op} over {group} ({size} ranks), sends {sent:,} bytes")
-        shape = " x ".join(map(str, row.shape))
-        lines.append(
-            f"  {row.place:32} ({row.formula}){'':{max(1, 22 - len(row.formula))}}{shape}, {row.bytes:,} bytes"
-        )
-    return "\n".join(lines + legend(rows, names))
+    for title, some in (("its weights, of layers the first one's", weights), ("its first layer, forward", rows)):
+        lines.append(title)
+        for row in some:
+            for op, group, size, sent in row.sent:
+                lines.append(f"      {op} over {group} ({size} ranks), sends {sent:,} bytes")
+            shape = " x ".join(map(str, row.shape))
+            lines.append(
+                f"  {row.place:32} ({row.formula}){'':{max(1, 22 - len(row.formula))}}{shape}, {row.bytes:,} bytes"
+            )
+    return "\n".join(lines + legend(weights + rows, names))
 
 
-def show_shapes(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
-    """Print, on rank 0, the shapes of its first layer when that has run for the first time.
+def show_shapes(stages: list[Decoder], config: TrainConfig, mesh: Mesh) -> None:
+    """Check the shapes of all weights of this rank, and those of its first layer's activations when that has run.
 
-    With --run-dir they are also drawn, into RUN_DIR/shapes.png.
+    Rank 0 prints them. With --run-dir the layer is also drawn, into RUN_DIR/shapes.png.
     """
+    weights = check_weights(stages, config)
 
     def show(rows: list[Row], names: dict[str, int]) -> None:
         if mesh.rank == 0:
-            print(describe(rows, names, mesh), flush=True)
+            print(describe(rows, names, mesh, weights), flush=True)
             if config.run_dir:
                 draw_shapes(rows, legend(rows, names), config, f"{config.run_dir}/shapes.png")
 
-    Watch(model, config, show)
+    Watch(stages[0], config, show)

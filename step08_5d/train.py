@@ -112,7 +112,7 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     batches = load_batches(config, mesh)
     pipeline, optimizer, balancing = build(config, mesh)
     if config.shapes:
-        show_shapes(pipeline.stages[0], config, mesh)
+        show_shapes(pipeline.stages, config, mesh)
     mesh = pipeline.mesh  # with the groups of stages that share parameters
     with Run(config, mesh, batches, optimizer) as run:
         for step in run.steps():

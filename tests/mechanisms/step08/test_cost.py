@@ -12,15 +12,16 @@ import torch
 from common.costs.vocabulary import KINDS, added
 from common.experiments.counting import mean_rank
 from common.experiments.training_step import on_every_case
+from common.model import Decoder
 from common.process_groups import Degrees, build_mesh
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import simulate
-from step08_5d import cost, train
+from step08_5d import cost, shapes, train
 from step08_5d.cost import Layout
 from step08_5d.experiments import dimensions, nodes
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D
 from tests.harness.observing import configure, mesh_of
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import ROOT, run_ranks
 from tests.mechanisms import test_formulas as formulas
 from tests.mechanisms.test_formulas import by_kind, check
 
@@ -108,7 +109,7 @@ def test_what_ranks_send_and_hold():
 SHAPE = "--layers 1 --hidden 16 --heads 4 --kv-heads 2 --ffn 24 --vocab 385 --seq-len 16"
 OTHERS = "--global-batch 4 --steps 1 --device cpu --data synthetic --peak-tflops 1 --shapes"
 SHOWN = ["--cp 2 --tp 2", "--cp 2 --tp 2 --experts 4 --expert-ffn 20 --ep 4 --zero 3"]
-SHOWN += ["--pp 2 --layers 2 --tp 2 --no-sequence-parallel --dtype bfloat16"]
+SHOWN += ["--pp 2 --layers 2 --tp 2 --no-sequence-parallel --dtype bfloat16 --kv-heads 1"]
 
 
 def ranks_train(folder: str) -> None:
@@ -127,5 +128,38 @@ def test_shapes_are_checked_and_printed_and_drawn(tmp_path, capsys):
         assert told in experts  # integers of 8 bytes: 2 sequences x 4 experts, and 3/4 of 4 experts
     assert "all-reduce over tp" in other and "sp 1 (tp, or 1 without sequence parallelism)" in other
     assert re.search(r"layer output .* 2 x 16 x 16, 1,024 bytes", other), "bfloat16"
+    weights = ("embedding", "(v/tp, h)", "193 x 16"), ("attention.k_proj", "(a_kv/tp*d, h)", "4 x 16")  # 385 are padded
+    for shown in (dense, experts, other):  # a K/V head for each of two ranks, or one for both
+        for name, formula, shape in weights:
+            assert re.search(rf"{re.escape(name)} +{re.escape(formula)} +{shape}, ", shown), (name, shown)
+    assert re.search(r"mlp.experts.down_proj +\(E/ep, h, fe\) +1 x 16 x 20, 1,280 bytes", experts)
+    assert "  head  " in dense and "  head  " not in other  # which is the first of two stages
     for number in range(len(SHOWN)):
         assert Path(tmp_path, str(number), "shapes.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("flags, wrong", [("--tp 2", "embedding.weight: (385, 16), but (v/tp, h) is (193, 16)")])
+def test_a_weight_that_is_not_what_its_formula_says(flags, wrong):
+    config = configure(8, f"{SHAPE} {flags} {OTHERS}", 2)
+    model = Decoder(config.model_config)  # nobody has divided it
+    with pytest.raises(AssertionError, match=re.escape(wrong)):
+        shapes.check_weights([model], config)
+    config.tp = 1
+    assert len(shapes.check_weights([model], config)) == 9 + 3
+    model.layers["0"].mlp.more = torch.nn.Linear(2, 2)
+    with pytest.raises(AssertionError, match="layers.0.mlp.more.weight has 0 formulas"):
+        shapes.check_weights([model], config)
+
+
+def test_files_that_ask_for_a_dimensions_groups():
+    """The row of dimensions.md, against the code of the mechanisms."""
+    page = (ROOT / "step08_5d" / "dimensions.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith("| files of a mechanism")]
+    groups = "pp_forward|pp_backward", "cp", "tp|kv_replica", "ep"
+    mechanisms = [path for path in ROOT.glob("step*/**/*.py") if path.name != "train.py"]
+    mechanisms = {path: path.read_text() for path in mechanisms if not {"experiments", "labs"} & {*path.parts}}
+    for cell, names in zip(row.split("|")[2:-1], groups, strict=True):
+        listed = [(step, name) for step, some in re.findall(r"step (\d): ([^;]*)", cell) for name in some.split(", ")]
+        asking = [path for path, text in mechanisms.items() if re.search(rf"mesh\.({names})\b", text)]
+        found = [(path.relative_to(ROOT).parts[0][5], f"`{path.name}`") for path in asking]
+        assert sorted((step, name.strip()) for step, name in listed) == sorted(found), names
