@@ -7,6 +7,7 @@ the rest (loading data, logging). Overlapped communication is the part of all co
 the times are those of events on the streams, so a phase in which the GPU waits for Python counts as compute.
 """
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +60,11 @@ class StepRow:
         """Overlapped / communication; 0 if there was no communication."""
         return self.overlapped_s / self.communication_s if self.communication_s else 0.0
 
+    @property
+    def ratio(self) -> float:
+        """Compute / communication; infinite without communication. From 1 on, all of it could hide."""
+        return self.compute_s / self.communication_s if self.communication_s else math.inf
+
 
 def report(trace: Trace, step: int | None = None) -> list[StepRow]:
     """Return a row for each traced step (or only `step`) and rank. Raises UsageError if `step` was not traced."""
@@ -89,12 +95,13 @@ def print_report(trace: Trace, step: int | None = None) -> None:
         ranks = [row for row in rows if row.step == number]
         for row in [*ranks, mean(ranks)] if len(ranks) > 1 else ranks:
             times = (f"{1e3 * getattr(row, name):.2f}" for name in TIMES)
-            counts = f"{row.overlap_share:.1%}", f"{row.sent_bytes / 1e6:.2f}", f"{row.collectives:g}"
+            ratio = f"{row.ratio:.2f}" if math.isfinite(row.ratio) else "-"
+            counts = f"{row.overlap_share:.1%}", ratio, f"{row.sent_bytes / 1e6:.2f}", f"{row.collectives:g}"
             cells.append((row.step, "mean" if row.rank is None else row.rank, *times, *counts))
     degrees = " ".join(f"{axis} {degree}" for axis, degree in trace.degrees.items() if degree > 1)
     where = f"{len(trace.ranks)} ranks ({degrees})" if degrees else "1 rank"
     names = (name.removesuffix("_s").replace("_", " ") for name in TIMES)
-    header = ("step", "rank", *names, "hidden", "sent MB", "collectives")
+    header = ("step", "rank", *names, "hidden", "compute / communication", "sent MB", "collectives")
     print_table(f"{where}, times in ms; step time = compute + exposed + waiting + idle", header, cells)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from common.costs.hardware import vendor_tflops
 from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
 from common.drawing.tables import print_comparison
 from step08_5d.gpu_ladder.machine import DEVICE, Rung, climb, from_source, seconds_of, with_triton
@@ -24,6 +25,8 @@ from step08_5d.kernels.launching import HAS_TRITON, ceil_div, tl, triton
 
 # What Nsight Compute said of the playbook's naive kernel: sectors in total, and excessive ones ("Memory coalescing")
 PUBLISHED_SECTORS, PUBLISHED_EXCESS = 70_883_737_600, 60_144_222_208
+PUBLISHED_HITS = {"naive": 0.991, "coalesced": 0.950}  # of the L1 cache, by the same profiler
+PUBLISHED_TILED = 6.6  # TFLOP/s; its warps wait most for the queue of shared memory's pipe ("MIO throttle", about 9.2)
 FULL = Sizes(4096, 4096, 4096)
 TOY = Sizes(32, 32, 32)  # the interpreter takes a millisecond for each turn of a kernel's loop
 
@@ -117,7 +120,28 @@ def matmul(quick: bool) -> None:
     profiled = [("in total", predicted_sectors("naive", FULL), PUBLISHED_SECTORS)]
     profiled.append(("in excess", predicted_excess("naive", FULL), PUBLISHED_EXCESS))
     print_comparison("Sectors, naive, 4096 x 4096 x 4096; measured: the playbook's profiler", "", profiled)
+    hits = [(name, hit_rate(name), published) for name, published in PUBLISHED_HITS.items()]
+    print_comparison("Hit rate of L1, if all miss as often as naive; measured: the same", "", hits, ".1%")
+    limit = tiled_limit(vendor_tflops("H100", "float32"))
+    print_comparison(
+        "TFLOP/s, tiled; predicted: at most; measured: the same", "", [("", limit, PUBLISHED_TILED)], ".1f"
+    )
     _draw()
+
+
+def hit_rate(name: str) -> float:
+    """The L1 cache's hit rate for a kernel, if it misses as many sectors as the naive one with its published rate."""
+    missed = (1 - PUBLISHED_HITS["naive"]) * predicted_sectors("naive", FULL)
+    return 1 - missed / predicted_sectors(name, FULL)
+
+
+def tiled_limit(peak: float) -> float:
+    """FLOP/s at most of `tiled` in matmul.cu, whose threads load two numbers from shared memory per multiply-add.
+
+    In a cycle a multiprocessor answers one warp's load, and could do the multiply-adds of four (CUDA C++ Programming
+    Guide: 128 bytes, and 128 float32 operations). So two loads take eight times as long as their multiply-add.
+    """
+    return peak / (2 * 4)
 
 
 def _climb(size: Sizes, dtype: torch.dtype) -> None:

@@ -31,9 +31,9 @@ class Operation(NamedTuple):
         return self.flops / self.bytes
 
 
-def product(m: int, n: int, k: int) -> tuple[int, int]:
-    """FLOPs and bytes of a matrix product in bfloat16, each matrix read or written once."""
-    return 2 * m * n * k, 2 * (m * k + k * n + m * n)
+def product(m: int, n: int, k: int, itemsize: int = 2) -> tuple[int, int]:
+    """FLOPs and bytes of a matrix product, each matrix read or written once: `itemsize` bytes in, bfloat16 out."""
+    return 2 * m * n * k, itemsize * (m * k + k * n) + 2 * m * n
 
 
 def attention(tokens: int, width: int, matrices: int, itemsize: int = 2) -> tuple[float, float]:
@@ -57,14 +57,21 @@ OPERATIONS = (
 )
 
 
-def peak_flops(gpu: str) -> float:
-    """The vendor's FLOP/s in bfloat16, dense."""
-    return 1e12 * vendor_tflops(gpu, "bfloat16")
+# FP8 in, bfloat16 out. Twice the FLOPs in a byte, but also twice the FLOPs per second: its ridge is twice as far
+IN_FP8 = (
+    Operation("FP8: matmul 256 x 4096 x 4096", *product(256, 4096, 4096, itemsize=1)),
+    Operation("FP8: matmul 4096 x 4096 x 4096", *product(4096, 4096, 4096, itemsize=1)),
+)
 
 
-def reachable(operation: Operation, gpu: str) -> float:
+def peak_flops(gpu: str, kind: str = "bfloat16") -> float:
+    """The vendor's FLOP/s, dense."""
+    return 1e12 * vendor_tflops(gpu, kind)
+
+
+def reachable(operation: Operation, gpu: str, kind: str = "bfloat16") -> float:
     """FLOP/s that the operation reaches at most."""
-    return min(peak_flops(gpu), operation.intensity * MEMORY_BANDWIDTH[gpu])
+    return min(peak_flops(gpu, kind), operation.intensity * MEMORY_BANDWIDTH[gpu])
 
 
 def roofline(quick: bool) -> None:
@@ -73,9 +80,13 @@ def roofline(quick: bool) -> None:
     for operation in OPERATIONS:
         shares = [f"{reachable(operation, gpu) / peak_flops(gpu):.1%}" for gpu in MEMORY_BANDWIDTH]
         rows.append((operation.name, f"{operation.intensity:,.1f}", *shares))
+    for operation in IN_FP8:  # as a share of the same peak: beyond 100 % is what narrow numbers gain
+        shares = [f"{reachable(operation, gpu, 'float8') / peak_flops(gpu):.1%}" for gpu in MEMORY_BANDWIDTH]
+        rows.append((operation.name, f"{operation.intensity:,.1f}", *shares))
     print_table("Share of the bfloat16 peak at most, predicted", ("", "FLOPs per byte", *MEMORY_BANDWIDTH), rows)
-    ridges = ", ".join(f"{gpu} {peak_flops(gpu) / MEMORY_BANDWIDTH[gpu]:.0f}" for gpu in MEMORY_BANDWIDTH)
-    print(f"  FLOPs per byte from which arithmetic is the limit: {ridges}")
+    for kind in ("bfloat16", "float8"):
+        ridges = ", ".join(f"{gpu} {peak_flops(gpu, kind) / MEMORY_BANDWIDTH[gpu]:.0f}" for gpu in MEMORY_BANDWIDTH)
+        print(f"  FLOPs per byte from which arithmetic is the limit, {kind}: {ridges}")
     _draw()
 
 
@@ -87,6 +98,11 @@ def _draw() -> None:
         heights = [each / 1e12 for each in (left * MEMORY_BANDWIDTH[gpu], peak_flops(gpu), peak_flops(gpu))]
         label = f"{gpu}: {MEMORY_BANDWIDTH[gpu] / 1e12:g} TB/s, {peak_flops(gpu) / 1e12:.0f} TFLOP/s"
         axis.plot([left, ridge, right], heights, style, color=COLOURS["predicted"], label=label)
+    narrow = peak_flops("H200", "float8")
+    ends = [peak_flops("H200") / MEMORY_BANDWIDTH["H200"], narrow / MEMORY_BANDWIDTH["H200"], right]
+    label = f"H200 in FP8: {narrow / 1e12:.0f} TFLOP/s"
+    heights = [peak_flops("H200") / 1e12, narrow / 1e12, narrow / 1e12]
+    axis.plot(ends, heights, ":", color=COLOURS["predicted"], label=label)
     for operation in OPERATIONS:
         x, y = operation.intensity, reachable(operation, "H200") / 1e12
         vertical, horizontal = operation.label.split()
@@ -95,7 +111,7 @@ def _draw() -> None:
         axis.plot(x, y, "o", color=SERIES[2])
         axis.annotate(operation.name, (x, y), offset, textcoords="offset points", fontsize=9, bbox=PALE, **align)
     axis.set(xscale="log", yscale="log", xlim=(left, right), ylim=(0.5, 4000))
-    axis.set(xlabel="arithmetic intensity, FLOPs per byte", ylabel="TFLOP/s at most, bfloat16")
+    axis.set(xlabel="arithmetic intensity, FLOPs per byte", ylabel="TFLOP/s at most")
     axis.set_title("predicted, from data sheets and formulas; dots are on the line of the H200", fontsize=10)
     axis.legend(loc="lower right")
     save_figure(figure, "roofline")

@@ -81,6 +81,7 @@ def test_parts_of_a_step_and_overlap(run):
         assert row.overlapped_s + row.exposed_s <= row.communication_s + 1e-9
         assert row.compute_s >= 0.1 and row.idle_s >= 0.002 and row.communication_s >= 0.025
         assert (row.sent_bytes, row.collectives) == (counted[row.rank][row.step], 4)
+        assert row.ratio == row.compute_s / row.communication_s
     assert max(row.overlap_share for row in rows) > 0.5
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     check_format(events)
@@ -107,7 +108,9 @@ def test_the_command(run, tmp_path, capsys):
     folder, _ = run
     assert [path.name for path in folder.iterdir()] == ["trace.json"], "the ranks' parts are joined"
     for arguments, means in (([], 2), (["--step", "2"], 1)):
-        assert main([str(folder), *arguments]) == 0 and capsys.readouterr().out.count(" mean ") == means
+        assert main([str(folder), *arguments]) == 0
+        shown = capsys.readouterr().out
+        assert shown.count(" mean ") == means and "  compute / communication  " in shown
         (folder / "timeline.png").unlink()
     (tmp_path / "trace.json").write_text("[]")  # not a trace
     for arguments in ([folder.parent], [tmp_path], [folder, "--step", "7"], [folder, "--out", "/proc/x"]):

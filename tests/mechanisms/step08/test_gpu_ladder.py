@@ -212,6 +212,11 @@ def test_flash_attentions():
     for gpu in attention_versions.RATES:
         shares = [attention_versions.share_of_peak(name, 128, gpu) for name in attention_versions.VERSIONS]
         assert shares == sorted(shares) and shares[-1] == 1
+    all_scores, half = (attention_versions.gpt2_speedup(masked) for masked in (False, True))
+    # (8·2·s² + s² + 4·2·s·d) / 1.5e12 against 4 s² d / (0.4235·312e12), s 1024, d 64; and twice that
+    share = 4 * 64 / 2048 / (4 * 64 / 2048 + 1 / 16 + (5 + 4 * 64 / 128) / 64)
+    assert all_scores == pytest.approx((17 + 8 * 64 / 1024) / 1.5 / (4 * 64 / (share * 312)))
+    assert half == 2 * all_scores and all_scores < 7.6 < half  # published
 
 
 @pytest.mark.parametrize("tokens, window, length", [(512, 256, 512), (768, 128, 384), (512, 512, 256)])
@@ -259,6 +264,20 @@ def test_roofline_has_a_ridge():
     below, above = (roofline.Operation("", factor * ridge, 1) for factor in (0.5, 2))
     shares = [roofline.reachable(each, "H100") / roofline.peak_flops("H100") for each in (below, above)]
     assert shares == pytest.approx([0.5, 1])
+    assert roofline.product(2, 3, 4, itemsize=1) == (48, 20 + 12)  # 8 + 12 numbers in, 6 of two bytes out
+    for gpu in roofline.MEMORY_BANDWIDTH:
+        assert roofline.peak_flops(gpu, "float8") / roofline.peak_flops(gpu) == pytest.approx(2, abs=0.002)
+        assert roofline.reachable(roofline.IN_FP8[1], gpu, "float8") == roofline.peak_flops(gpu, "float8")
+    gain = roofline.reachable(roofline.IN_FP8[0], "H100", "float8") / roofline.peak_flops("H100")
+    assert gain == pytest.approx(2 * 256 * 4096 / (2 * 256 + 4096 + 256) * 3.35 / 989)  # 2mnk/(mk + kn + 2mn) TB/s
+
+
+def test_what_the_profiler_says_of_caches_and_queues():
+    """33 sectors instead of 5, and as many misses: 1 - 0.009·33/5. Two loads, each a cycle: an eighth of 67 TFLOP/s."""
+    assert matmul.hit_rate("naive") == matmul.PUBLISHED_HITS["naive"]
+    assert matmul.hit_rate("coalesced") == pytest.approx(1 - 0.009 * 33 / 5, abs=1e-4)
+    assert matmul.hit_rate("coalesced") == pytest.approx(matmul.PUBLISHED_HITS["coalesced"], abs=0.01)
+    assert matmul.tiled_limit(67) == 67 / 8 > matmul.PUBLISHED_TILED > 0.75 * 67 / 8
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)
