@@ -109,9 +109,10 @@ def total_bytes(tensors: Iterable[Saved], *parts: str) -> int:
 def states(model: ModelConfig, dtype: torch.dtype, optimizer: str = "adamw") -> dict[str, int]:
     """Return the bytes that our step holds besides activations while the optimizer runs, when they are most.
 
-    They are 16 N in float32, 18 N in bfloat16 and float16: `GradientSums` drops each narrow gradient as soon as it has
-    been added to the float32 sum, so the playbook's 2 N of narrow gradients shrink to those of one parameter. Gradients
-    are gone between two steps. The first update creates the moments, with a float32 step counter per tensor.
+    For Psi parameters they are 16 Psi in float32, 18 Psi in bfloat16 and float16: `GradientSums` drops each narrow
+    gradient as soon as it has been added to the float32 sum, so the playbook's 2 Psi of narrow gradients shrink to
+    those of one parameter tensor. Gradients are gone between two steps. The first update creates the moments, with a
+    float32 step counter per tensor.
     """
     count = count_parameters(model).total
     result = {part: count * size for part, size in bytes_per_parameter(dtype, optimizer).items()}

@@ -141,7 +141,7 @@ class Optimizer:
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> None:
-        """Update with `factor` times the gradients (clipping and unscaling in one), and empty their list.
+        """Update with `factor` times the gradients: clipping and unscaling in one.
 
         If `skip` is 1, nothing changes. Both are 0-d tensors on the device of the gradients: the fused kernel reads
         them there, so the host need not wait for the norm that they come from. The caller counts the `updates`.
@@ -157,7 +157,6 @@ class Optimizer:
             master.grad = gradient
         self.inner.step()
         self.inner.zero_grad()
-        gradients.clear()  # or the caller's list would keep them alive through the next step
         self._copy_to_parameters()
 
     def _copy_to_parameters(self) -> None:

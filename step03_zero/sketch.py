@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LAYERS, WIDTH, SAMPLES, STEPS, LEARNING_RATE = 3, 64, 16, 5, 10.0
+LAYERS, WIDTH, SAMPLES, STEPS, LEARNING_RATE = 3, 64, 16, 5, 2.0
 
 
 def gather(shard: Tensor) -> Tensor:

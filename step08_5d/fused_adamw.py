@@ -32,4 +32,3 @@ class FusedAdamW(Optimizer):
             settings = {key: group[key] for key in ("weight_decay", "betas", "eps")}
             moments = state["exp_avg"], state["exp_avg_sq"]
             adamw.adamw(master, *moments, gradient, copy, *numbers, factor, skip, **settings)
-        gradients.clear()

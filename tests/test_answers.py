@@ -21,7 +21,6 @@ CHANGES = {
         ("shards = [weight.chunk(ranks)[rank].clone() for weight in weights]", "weights = list(weights)"),
         ("del weights", "shards = momenta = [torch.zeros_like(each.chunk(ranks)[rank]) for each in weights]"),
         ("train_step(shards, x", "train_step(weights, momenta, x"),
-        ("STEPS, LEARNING_RATE = 3, 64, 16, 5, 10.0", "STEPS, LEARNING_RATE = 3, 64, 16, 5, 2.0"),
     ],
     4: [
         ("W2 = [[", "WU = [[1.0, 0, 1, 1], [0, 1, 1, -1]]\nW2 = [["),

@@ -9,6 +9,7 @@ from step01_single_gpu.experiments import compute, launches, memory, playbook, p
 
 EXPERIMENTS = [
     memory.first_steps,
+    memory.bytes_held,
     memory.out_of_memory,
     compute.recomputation,
     compute.flops,
@@ -18,6 +19,7 @@ EXPERIMENTS = [
     precision.loss_scaling,
     precision.curves,
     playbook.llama_profile,
+    playbook.predict_memory,
     playbook.widget,
     playbook.scales,
 ]

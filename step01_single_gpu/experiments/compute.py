@@ -97,5 +97,5 @@ def flops(quick: bool) -> None:
         parts = (counted.linear, counted.attention_core, counted.head)
         shares = (f"{part / counted.forward:.1%}" for part in parts)
         rows.append((f"{name}, s {seq}", f"{exact:.3e}", *shares, f"{simple / exact:.3f}"))
-    header = ("", "FLOPs a sequence", "linear", "attention core", "head", "6ND / exact")
+    header = ("", "FLOPs a sequence", "linear", "attention core", "head", "6ΨD / exact")
     print_table("Predicted FLOPs of forward and backward", header, rows)

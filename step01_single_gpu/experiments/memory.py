@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from common.config import TrainConfig
+from common.counts import count_parameters
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
@@ -39,6 +40,52 @@ def first_steps(quick: bool) -> None:
     figure, axis = new_figure(width=8.6, height=4.6)
     timeline.draw(result, predicted, 2, axis)
     save_figure(figure, "first_steps")
+
+
+def bytes_held(quick: bool) -> None:
+    """Bytes per parameter when the last backward of a step has ended, counted on the tensors that there are."""
+    rows = []
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        config = TrainConfig(hidden=64, layers=2, seq_len=16, dtype=dtype, micro_batch=1, global_batch=2)
+        count, found = count_parameters(config.model_config).total, held_after_backward(Run(config))
+        largest = found.pop("gradients of autograd, at most")
+        cells = [f"{size / count:.2f}" for size in found.values()]
+        rows.append((dtype, *cells, f"{sum(found.values()) / count:.2f}", f"{largest / count:.2f}"))
+    print_table("bytes per parameter", ("", *found, "sum", "gradients of autograd, at most"), rows)
+
+
+def held_after_backward(run: Run) -> dict[str, int]:
+    """Bytes by kind when the last backward of the second step has ended, and what autograd's gradients take at most."""
+    seen, found, most = set(), {}, 0
+    accumulate = run.gradient_sums.accumulate
+
+    def size_of(tensors) -> int:
+        """Bytes of storages that have not been counted yet."""
+        new = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+        new = {address: size for address, size in new.items() if address not in seen}
+        seen.update(new)
+        return sum(new.values())
+
+    def noted(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        nonlocal most
+        others = [each.grad for each in run.parameters if each.grad is not None]
+        most = max(most, sum(each.untyped_storage().nbytes() for each in (gradient, *others)))
+        accumulate(parameter, gradient)
+
+    @contextlib.contextmanager
+    def phase(name: str):
+        if name == "optimizer":
+            found["parameters"] = size_of(run.parameters)
+            found["gradients of autograd"] = size_of(each.grad for each in run.parameters if each.grad is not None)
+            found["their sums"] = size_of(run.gradient_sums.sums.values())
+            found["master weights"] = size_of(run.optimizer.masters)
+            found["moments"] = size_of(t for state in run.optimizer.inner.state.values() for t in state.values())
+        yield
+
+    run.step()
+    run.gradient_sums.accumulate = noted
+    run.step(SimpleNamespace(phase=phase))
+    return found | {"gradients of autograd, at most": most}
 
 
 def out_of_memory(quick: bool) -> None:

@@ -28,6 +28,36 @@ def llama_profile(quick: bool) -> None:
     print_table("Llama 3.2 1B in float32, GiB", ("", "predicted", "published"), rows)
 
 
+# MiB at the corners of the timeline that the playbook shows of its tool predict_memory
+TIMELINE = {
+    "model": 12_746,
+    "and sums of gradients, master weights": 63_730,
+    "peak of the first forward and backward": 75_142,
+    "first update": 114_714,
+    "peak of the second forward and backward": 126_126,
+    "second update": 114_714,
+}
+
+
+def predict_memory(quick: bool) -> None:
+    """The levels of the tool predict_memory, from the bytes of its model and of its activations alone."""
+    model, _, first_peak, *_ = TIMELINE.values()
+    held = gpt_memory.states(1)  # bytes per parameter
+    before = held["parameters"] + held["float32 gradient sums"] + held["master weights"]
+    after = before + held["moments"]  # narrow gradients come and go within a backward
+    count = model / held["parameters"]
+    activations = first_peak - before * count
+    levels = [held["parameters"], before, before, after, after, after]
+    with_activations = [False, False, True, False, True, False]
+    rows = []
+    for (name, published), level, more in zip(TIMELINE.items(), levels, with_activations, strict=True):
+        predicted = level * count + more * activations
+        words = f"{level}{' + activations' if more else ''}"
+        rows.append((name, words, f"{predicted:,.0f}", f"{published:,}"))
+    print_table("predict_memory, MiB", ("", "bytes per parameter", "predicted", "published"), rows)
+    print(f"  {count * MIB / 1e9:.2f} billion parameters; activations {activations:,.0f} MiB, from the first peak")
+
+
 def widget(quick: bool) -> None:
     """The six mistakes of the playbook's memory widget, each computed as it does and as it should be."""
     t, seq, gpt8 = 8, 1024, gpt_memory.from_model(PRESETS["llama3-8b"])

@@ -36,9 +36,9 @@ def from_model(model: ModelConfig) -> GptShape:
 
 
 def states(parameters: int, mixed: bool = True, float32_gradients: bool = True) -> dict[str, int]:
-    """Bytes of parameters, gradients, master weights and Adam's moments: 16 N, 20 N with `float32_gradients`.
+    """Bytes of parameters, gradients, master weights and Adam's moments: 16 or, with `float32_gradients`, 20 each.
 
-    Full float32 (not `mixed`) is 4 + 4 + 0 + 8 = 16 N as well: mixed precision does not save any of these.
+    Full float32 (not `mixed`) is 4 + 4 + 0 + 8 = 16 as well: mixed precision does not save any of these.
     """
     if not mixed:
         return {"parameters": 4 * parameters, "gradients": 4 * parameters, "moments": 8 * parameters}

@@ -40,5 +40,4 @@ class NarrowMoments(Optimizer):
                 master.addcdiv_(mean / corrections[0], (square / corrections[1]).sqrt() + eps, value=-lr)
                 for key, value in zip(MOMENTS, (mean, square), strict=True):
                     state[key].copy_(value)
-        gradients.clear()
         self._copy_to_parameters()

@@ -82,7 +82,8 @@ def read_runs() -> list[Run]:
 
 
 def mfu(run: Run, tokens_per_second: float) -> float:
-    """The published kind of MFU: 6 N FLOPs a token, embedding included, and 12 L h s for attention's full square."""
+    """The published kind of MFU: 6 FLOPs a token for each parameter, embedding included, and 12 L h s for attention's
+    full square."""
     model = run.model
     flops = 6 * count_parameters(model).total + 12 * model.layers * model.hidden * SEQ
     return tokens_per_second * flops / H100.peak

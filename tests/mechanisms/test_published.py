@@ -88,6 +88,13 @@ def test_mistakes_of_the_memory_widget(printed):
     assert list(printed(playbook, playbook.widget, True).values()) == rows
 
 
+def test_timeline_of_predict_memory(printed):
+    """2, 10 and 18 bytes for each of 12,746 MiB / 2 parameters: its other numbers follow, to the MiB."""
+    rows = printed(playbook, playbook.predict_memory, True)
+    assert [cells[0] for cells in rows.values()] == ["2", "10", "10 + activations", "18", "18 + activations", "18"]
+    assert [cells[1] for cells in rows.values()] == [cells[2] for cells in rows.values()]
+
+
 def test_units_and_scales(printed):
     """Erratum 7, 140 GB = 130.4 GiB; erratum 3, the scores' share is s/8h with 16 h² parameters per layer: s << h."""
     for h, heads, seq in ((64, 4, 32), (256, 8, 1000)):

@@ -18,6 +18,7 @@ from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.start import environment
 from step01_single_gpu.cost import saved_activations, states, total_bytes
+from step01_single_gpu.experiments.memory import held_after_backward
 from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.memory_model import __main__ as calculator
@@ -65,6 +66,18 @@ def test_peak_of_a_step_is_predicted(attention, mode):
             case = (config.model_config, 2, 128, config.torch_dtype, attention, mode, "adamw", accumulation, first)
             within = 0.015 if dtype == "float32" else 0.03
             assert predict_peak(*case).peak == pytest.approx(found.peak_bytes, rel=within), (dtype, accumulation, first)
+
+
+@pytest.mark.parametrize("dtype, per_parameter", [("float32", 16), ("bfloat16", 18), ("float16", 18), ("float64", 32)])
+def test_what_is_held_when_the_backward_ends(dtype, per_parameter):
+    """The step's own tensors, by kind; of autograd's gradients there never is more than one tensor."""
+    config = TrainConfig(hidden=64, layers=2, seq_len=16, dtype=dtype, micro_batch=1, global_batch=2)
+    count, found = count_parameters(config.model_config).total, held_after_backward(Run(config))
+    expected = states(config.model_config, config.torch_dtype)
+    expected |= {"gradients of autograd": 0, "their sums": expected.pop("gradients")}
+    largest = 384 * 64 * config.torch_dtype.itemsize  # the embedding, and each matrix of an MLP
+    assert found == expected | {"gradients of autograd, at most": largest}
+    assert sum(expected.values()) == pytest.approx(per_parameter * count, rel=1e-3)  # counters of AdamW's steps
 
 
 def peaks_of_training(flags: dict) -> list[int]:
