@@ -78,7 +78,8 @@ def naive_attention(q, k, v):
 
 def fused_attention(q, k, v):
     """The same without materialised scores (FlashAttention, arXiv:2205.14135), by PyTorch's kernel."""
-    if q.is_cuda and q.dtype == torch.float32:  # the only fused CUDA kernel for float32 has no grouped queries
+    # The only fused CUDA kernel for float32, and for GPUs before Ampere, has no grouped queries
+    if q.is_cuda and (q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (8, 0)):
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])

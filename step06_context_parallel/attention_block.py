@@ -87,8 +87,11 @@ KERNELS = {"naive": NaiveKernels(), "fused": FusedKernels()}  # by --attention
 
 
 def _has_kernel(q: Tensor) -> bool:
-    """CUDA's FlashAttention has neither float32 nor float64, and wants heads of a multiple of 8."""
-    return not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    """CUDA's FlashAttention has neither float32 nor float64, wants heads of a multiple of 8, and a GPU since Ampere."""
+    if not q.is_cuda:
+        return True
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:

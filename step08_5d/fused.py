@@ -24,6 +24,7 @@ from step07_expert_parallel import experts
 from step08_5d.kernels import grouped_matmul, linear_cross_entropy, rms_norm, rotary, swiglu
 from step08_5d.kernels.flash_attention import WIDEST_HEAD, attend
 from step08_5d.kernels.flash_attention_backward import attend_backward, flash_attention_core
+from step08_5d.kernels.launching import capability
 from step08_5d.kernels.merge import merge
 
 
@@ -53,8 +54,12 @@ class BlockKernels(NaiveKernels):
 
 
 def launches_kernels(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the Triton kernels are taken. On the CPU they run in an interpreter, which is for tests."""
-    return config.fused and device.type == "cuda"
+    """Whether the Triton kernels are taken. On the CPU they run in an interpreter, which is for tests.
+
+    Triton's tensor cores begin with Ampere. For a GPU before it, it multiplies without them, in tiles that neither fit
+    into its registers nor into its shared memory: there PyTorch computes.
+    """
+    return config.fused and device.type == "cuda" and capability(device) >= 80
 
 
 def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
@@ -64,7 +69,9 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     """
     in_kernels = launches_kernels(config, mesh.device)
     if config.own_attention and not in_kernels:
-        raise UsageError("--own-attention: our kernels run on a GPU, and with --fused")
+        raise UsageError(
+            "--own-attention: our kernels run on a GPU since Ampere (compute capability 8.0), and with --fused"
+        )
     if in_kernels:
         apply_pieces(model, KERNELS)
     elif config.compile:

@@ -3,12 +3,15 @@
 import itertools
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from common.config import CP_SPLITS
-from step06_context_parallel import cost
+from common.model import fused_attention
+from step06_context_parallel import attention_block, cost
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention
 from step06_context_parallel.context_parallel import take_part
 from step06_context_parallel.layouts import Documents, SequenceLayout
@@ -22,6 +25,14 @@ DOCUMENTS = [
     ((0, 8, 20, 36), (0, 6, 12, 13, 24)),  # they begin where a rank's part or chunk does; one has a single token
     *(tuple((0, *sorted(DRAW.sample(range(1, SEQ), each))) for each in counts) for counts in ((1, 3), (16, 0))),
 ]
+
+
+class OnCuda(torch.Tensor):
+    """Says that a GPU has it."""
+
+    is_cuda = True
+
+
 EXTREME = 20.0  # for scores of hundreds: exponentials would overflow, ranks whose keys lose have no weight
 
 
@@ -122,3 +133,25 @@ def test_documents_begin_after_the_end_of_another():
         mesh = SimpleNamespace(cp=SimpleNamespace(size=2, rank=rank), device=torch.device("cpu"))
         *_, documents = take_part(tokens[:, :-1], tokens[:, 1:], config, mesh, end=0)
         assert documents == ((0, 2, 3, 6), (0,), (0, 1))
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, width, taken",
+    [
+        ((8, 0), torch.float16, 64, True),
+        ((9, 0), torch.bfloat16, 256, True),
+        ((7, 5), torch.float16, 64, False),  # a T4: FlashAttention begins with Ampere
+        ((9, 0), torch.float32, 64, False),
+        ((9, 0), torch.float16, 12, False),
+        ((9, 0), torch.float16, 264, False),
+    ],
+)
+def test_where_a_gpu_has_flash_attention(capability, dtype, width, taken):
+    """Elsewhere blocks are computed with stored scores; and one rank's attention finds a kernel for its types."""
+    q, k, v = (torch.randn(1, heads, 5, width).to(dtype).as_subclass(OnCuda) for heads in (4, 2, 2))
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+        assert attention_block._has_kernel(q) == taken
+        with mock.patch.object(F, "scaled_dot_product_attention") as kernel:
+            fused_attention(q, k, v)
+    heads = kernel.call_args.args[1].shape[1]  # of keys: only FlashAttention groups queries by them
+    assert heads == (4 if capability < (8, 0) or dtype == torch.float32 else 2)

@@ -1,5 +1,6 @@
 """Runs with the kernels of step 8, in Triton's interpreter, and with gradients that products add up, train the same."""
 
+import dataclasses
 import os
 import weakref
 from contextlib import ExitStack
@@ -8,9 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
+from common.errors import UsageError
 from common.launching.command_line import parse
 from common.process_groups import mesh_of
 from step01_single_gpu.data.batches import load_batches
+from step05_pipeline.config import schedule_of
+from step05_pipeline.stages import build_stages
+from step07_expert_parallel.moe import apply_experts
 from step08_5d import fused, fused_adamw, train, weight_sums
 from step08_5d.kernels import linear_cross_entropy
 from tests.harness.cuda_rules import cuda_rules
@@ -96,9 +101,35 @@ def test_bfloat16_with_kernels():
     assert_parity(assemble(result), reference(case, 7), case, 2e-2)
 
 
-def test_where_kernels_are_launched():
-    for device, flags, expected in (("cuda", [], True), ("cuda", ["--no-fused"], False), ("cpu", [], False)):
-        assert fused.launches_kernels(parse(8, flags), torch.device(device)) == expected
+@pytest.mark.parametrize(
+    "device, capability, flags, expected",
+    [
+        ("cuda", (8, 0), "", True),
+        ("cuda", (9, 0), "--no-fused", False),
+        ("cuda", (7, 5), "", False),  # a T4
+        ("cpu", None, "", False),
+    ],
+)
+def test_where_kernels_are_launched(device, capability, flags, expected):
+    """And where they are not, all seams keep what PyTorch computes: of a layer, of experts, of sums, of the update."""
+    config = parse(8, f"{SMALL} --global-batch 3 --micro-batch 3 --dtype float16 {EXPERTS} {flags}".split())
+    config.resolve_and_check(1)
+    mesh = mesh_of(config, torch.device("cpu"))
+    (model,) = build_stages(config, schedule_of(config), mesh)
+    apply_experts(model, config, mesh)
+    mesh, layer, head = dataclasses.replace(mesh, device=torch.device(device)), model.layers["0"], model.head
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+        assert fused.launches_kernels(config, mesh.device) == expected
+        assert (fused_adamw.optimizer_class(config, mesh) is fused_adamw.FusedAdamW) == expected
+        fused.apply_kernels(model, config, mesh)
+        weight_sums.sum_in_products([model], [None], config, mesh)
+        assert isinstance(layer.attention_norm, fused.Norm) == expected
+        assert (layer.mlp.experts.kernels is not None) == expected
+        assert hasattr(layer.attention.q_proj.weight, "postpone") == expected
+        assert (model.head is head) == (not config.fused)  # in chunks, on any device
+        if not expected:
+            with pytest.raises(UsageError, match="--own-attention: our kernels run on a GPU since Ampere"):
+                fused.apply_kernels(model, dataclasses.replace(config, own_attention=True), mesh)
 
 
 def train_in_pieces(flags: str, mutant: str | None = None) -> tuple[Result, int]:
