@@ -31,9 +31,17 @@ from common.launching.command_line import OneLineParser, one_line_errors, summar
 from step07_expert_parallel.experts import Counts
 from step08_5d.gpu_ladder import elu, fusion
 from step08_5d.gpu_ladder import matmul as products
-from step08_5d.kernels import adamw, cross_entropy, flash_attention, grouped_matmul, rms_norm, rotary, swiglu
+from step08_5d.kernels import (
+    adamw,
+    cross_entropy,
+    flash_attention,
+    flash_attention_backward,
+    grouped_matmul,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from step08_5d.kernels.flash_attention import attend
-from step08_5d.kernels.flash_attention_backward import attend_backward
 from step08_5d.kernels.launching import HAS_TRITON, ceil_div, triton
 from step08_5d.kernels.merge import merge
 
@@ -102,7 +110,8 @@ class Compiler:
         self.logs: dict[str, str] = {}
         driver.set_active(self)
         flash_attention.capability = lambda device: capability  # what launches ask about their device
-        rms_norm.processors = lambda device: CARDS[capability].multiprocessors
+        for module in (rms_norm, flash_attention_backward):
+            module.processors = lambda device: CARDS[capability].multiprocessors
         self.compile = JITFunction.run
         JITFunction.run = lambda kernel, *arguments, **named: self.launch(kernel, *arguments, **named)
 
@@ -153,7 +162,7 @@ def heads(dtype: torch.dtype, tokens: int, count: int, width: int) -> torch.Tens
 def launch_attention(dtype: torch.dtype, width: int, causal: bool, tokens: int = TOKENS) -> None:
     q, k = heads(dtype, tokens, 2048 // width, width), heads(dtype, tokens, 512 // width, width)
     out, lse = attend(q, k, k, causal)
-    attend_backward(out, q, k, k, out, lse, causal)
+    flash_attention_backward.attend_backward(out, q, k, k, out, lse, causal)
     if not causal:  # a block of a ring
         merge(torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse), out, lse)
 
@@ -212,7 +221,7 @@ def attention_of(*widths: int) -> dict[str, tuple]:
 
 CASES = {
     "attention": attention_of(64, 128),
-    "wide_attention": attention_of(192, 256),
+    "wide_attention": {"d 192, full": (launch_attention, 192, False), "d 256, causal": (launch_attention, 256, True)},
     "norms": {f"h {hidden}": (launch_norm, hidden) for hidden in (576, 2048, 4096, 5120, 8192, 16384)}
     | {"h 2048, 512 rows": (launch_norm, 2048, 512)},
     "loss": {f"vocabulary {vocab}": (launch_loss, vocab) for vocab in (384, 6000, 49152, 128256)},

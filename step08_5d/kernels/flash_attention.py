@@ -14,6 +14,10 @@ For n queries and m keys, h query heads and g K/V heads of width d, in each of b
           those of the gradient, dq, dk and dv. Every tile of queries reads k and v again, but from the L2 cache
 Tiles that lie entirely in the future are skipped, and those entirely in the past need no mask. The query heads of a
 group read the same K/V head, which is never repeated in memory.
+
+Programs start in order, the heads of a tile first. In a causal block some tiles have up to n / ROWS times the work of
+others, and those go first, in all heads: what comes last is short. (Head by head, a long one would start last: with
+4,096 tokens and 8 heads of keys, 37 % of an H100 would be idle in the kernel of dk and dv, *predicted*.)
 """
 
 import torch
@@ -67,13 +71,11 @@ def head_of(tensor, strides, sample, head):
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, heads, group, queries, keys, SCALE: tl.constexpr,
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, group, queries, keys, SCALE: tl.constexpr,
     CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    # Programs start in order. The last queries see the most keys: they go first, so that the end is no long one
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    head, first, sample = tl.program_id(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS, tl.program_id(2)
     k, v = head_of(k, k_strides, sample, head // group), head_of(v, v_strides, sample, head // group)
     q_tile = load_rows(head_of(q, q_strides, sample, head), q_strides[2], first, queries, ROWS, WIDTH, PADDED)
     rows = first + tl.arange(0, ROWS)
@@ -97,7 +99,7 @@ def _forward_kernel(
         largest = now
     out = head_of(out, out_strides, sample, head)
     store_rows(values / total[:, None], out, out_strides[2], first, queries, ROWS, WIDTH, PADDED)
-    lse += tl.program_id(1).to(tl.int64) * queries
+    lse += (sample * tl.num_programs(0) + head).to(tl.int64) * queries
     tl.store(lse + rows, (largest + tl.log2(total)) / LOG2_E, mask=rows < queries)
 
 
@@ -112,7 +114,7 @@ def _forward_kernel(
 TILES = {
     64: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
     128: ((128, 64, 8, 3), (64, 64, 4, 2), (32, 128, 8, 2)),
-    256: ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+    256: ((128, 32, 8, 2), (128, 32, 8, 2), (32, 64, 8, 1)),  # 64 rows of a product at least, or it is an older one
 }
 TILES_IN_REGISTERS = {  # they have less shared memory, too: sm_86, sm_89 and sm_120 have 99 KiB
     64: ((128, 64, 8, 3), (64, 32, 4, 2), (16, 64, 8, 2)),
@@ -159,10 +161,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
     batch, heads, queries, _ = q.shape
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=at_least_float32(q.dtype), device=q.device)
     tile = tile_sizes(q, 0)
-    _forward_kernel[ceil_div(queries, tile["ROWS"]), batch * heads](
+    _forward_kernel[heads, ceil_div(queries, tile["ROWS"]), batch](
         *(q, k, v, out, lse),
         *(each.stride() for each in (q, k, v, out)),
-        *(heads, heads // k.shape[1], queries, k.shape[2]),
+        *(heads // k.shape[1], queries, k.shape[2]),
         **constants(q, causal),
         **tile,
     )

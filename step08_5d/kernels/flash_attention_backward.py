@@ -8,6 +8,12 @@ to. With it (Dao et al., arXiv:2205.14135, appendix B.2)
 where delta, one number per query, is the sum of d_out * out. A dq sums over keys, dk and dv over queries, so that one
 walk over the tiles cannot keep both in registers. FlashAttention-2 walks along the queries and adds to dq in memory,
 with atomics; here each sum has a kernel of its own. FLOPs and bytes are counted in `flash_attention.py`.
+
+A program for dk and dv has a tile of keys, and adds up the query heads that share them. Where K/V heads are few, as on
+a rank of tensor parallelism, so would programs be. Then several of them divide the group's heads, and each leaves sums
+in float32, 8 d bytes for a key, which are added up in a fixed order. There are no more of them than fill the GPU, so
+that all sums together never take more than 5.25 tiles for each multiprocessor: 91 MB on an H100, with 128 keys of
+width 128 in a tile. (Llama 3 8B on a rank of tp 4, with 4,096 tokens, has 33.6 MB of them.)
 """
 
 import torch
@@ -16,7 +22,7 @@ from torch import Tensor
 from step06_context_parallel.attention_block import KERNELS
 from step08_5d.kernels import flash_attention
 from step08_5d.kernels.flash_attention import LOG2_E, attend, constants, head_of, keys_for, visible, with_dense_rows
-from step08_5d.kernels.launching import ceil_div, tl, triton
+from step08_5d.kernels.launching import ceil_div, processors, tl, triton
 from step08_5d.kernels.tiles import load_rows, multiply_add, store_rows
 
 
@@ -33,19 +39,18 @@ def attend_backward_reference(
 @triton.jit
 def _query_gradient_kernel(
     gradient, q, k, v, out, lse, delta, dq, gradient_strides, q_strides, k_strides, v_strides, out_strides, dq_strides,
-    heads, group, queries, keys, SCALE: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    group, queries, keys, SCALE: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of queries and, on the way, `delta`: what the backward of the softmax subtracts from a row."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    head, first, sample = tl.program_id(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS, tl.program_id(2)
     k, v = head_of(k, k_strides, sample, head // group), head_of(v, v_strides, sample, head // group)
     rows = first + tl.arange(0, ROWS)
     q_tile = load_rows(head_of(q, q_strides, sample, head), q_strides[2], first, queries, ROWS, WIDTH, PADDED)
     gradient = head_of(gradient, gradient_strides, sample, head)
     d_out = load_rows(gradient, gradient_strides[2], first, queries, ROWS, WIDTH, PADDED)
     out_tile = load_rows(head_of(out, out_strides, sample, head), out_strides[2], first, queries, ROWS, WIDTH, PADDED)
-    of_row = tl.program_id(1).to(tl.int64) * queries + rows
+    of_row = (sample * tl.num_programs(0) + head).to(tl.int64) * queries + rows
     deltas = tl.sum(d_out.to(WIDE) * out_tile.to(WIDE), 1)
     tl.store(delta + of_row, deltas, mask=rows < queries)
     lses = tl.load(lse + of_row, mask=rows < queries, other=0.0) * LOG2_E
@@ -68,12 +73,14 @@ def _query_gradient_kernel(
 @triton.jit
 def _key_gradient_kernel(
     gradient, q, k, v, lse, delta, dk, dv, gradient_strides, q_strides, k_strides, v_strides, dk_strides, dv_strides,
-    heads, group, queries, keys, SCALE: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    heads, group, share, queries, keys, SCALE: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys: it walks along the queries of all heads that share this K/V head."""
-    start = tl.program_id(0) * COLUMNS  # the first keys are seen by the most queries
-    sample, kv_head = tl.program_id(1) // (heads // group), tl.program_id(1) % (heads // group)
+    """dk and dv of a tile of keys: it walks along the queries of `share` of the heads that have this K/V head."""
+    start, sample = tl.program_id(1) * COLUMNS, tl.program_id(2)  # the first keys are seen by the most queries
+    parts = (group + share - 1) // share
+    kv_head, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    first_head, end_head = kv_head * group + part * share, kv_head * group + tl.minimum((part + 1) * share, group)
     k_tile = load_rows(head_of(k, k_strides, sample, kv_head), k_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
     v_tile = load_rows(head_of(v, v_strides, sample, kv_head), v_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
     columns = start + tl.arange(0, COLUMNS)
@@ -83,7 +90,7 @@ def _key_gradient_kernel(
     if CAUSAL:
         begin = start // ROWS * ROWS
         unmasked = tl.minimum(tl.cdiv(start + COLUMNS - 1, ROWS) * ROWS, queries)
-    for head in range(kv_head * group, (kv_head + 1) * group):
+    for head in range(first_head, end_head):
         q_head, d_head = head_of(q, q_strides, sample, head), head_of(gradient, gradient_strides, sample, head)
         of_head = (sample * heads + head).to(tl.int64) * queries
         for first in range(begin, queries, ROWS):
@@ -102,12 +109,23 @@ def _key_gradient_kernel(
             dp = multiply_add(v_tile, tl.trans(d_out), tl.zeros((COLUMNS, ROWS), WIDE))
             ds = p * (dp - deltas[None, :])
             dk_sums = multiply_add(ds.to(q_tile.dtype), q_tile, dk_sums)
-    dk, dv = head_of(dk, dk_strides, sample, kv_head), head_of(dv, dv_strides, sample, kv_head)
+    dk = head_of(dk, dk_strides, sample, tl.program_id(0))
+    dv = head_of(dv, dv_strides, sample, tl.program_id(0))
     store_rows(dk_sums * SCALE, dk, dk_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
     store_rows(dv_sums, dv, dv_strides[2], start, keys, COLUMNS, WIDTH, PADDED)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def heads_of_program(group: int, programs: int, device: torch.device) -> int:
+    """Return how many of the `group` query heads of a K/V head one program for dk and dv adds up.
+
+    All of them, if so there are enough `programs`: about two for each multiprocessor, which has room for one at a time,
+    since in a causal block they have half of the longest one's work on average.
+    """
+    parts = ceil_div(7 * processors(device), 4 * max(1, programs))
+    return max(1, group // parts)
 
 
 def attend_backward(
@@ -119,25 +137,34 @@ def attend_backward(
     """
     gradient, q, k, v, out = with_dense_rows(gradient, q, k, v, out)
     lse = lse.contiguous()
-    (batch, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
+    (batch, heads, queries, width), (_, kv_heads, keys, _) = q.shape, k.shape
     delta, dq, dk, dv = (torch.empty_like(each) for each in (lse, q, k, v))
-    sizes = heads, heads // kv_heads, queries, keys
+    group = heads // kv_heads
     tile = flash_attention.tile_sizes(q, 1)  # of dq, whose kernel runs first: it leaves `delta` for the other
-    _query_gradient_kernel[ceil_div(queries, tile["ROWS"]), batch * heads](
+    _query_gradient_kernel[heads, ceil_div(queries, tile["ROWS"]), batch](
         *(gradient, q, k, v, out, lse, delta, dq),
         *(each.stride() for each in (gradient, q, k, v, out, dq)),
-        *sizes,
+        *(group, queries, keys),
         **constants(q, causal),
         **tile,
     )
     tile = flash_attention.tile_sizes(q, 2)
-    _key_gradient_kernel[ceil_div(keys, tile["COLUMNS"]), batch * kv_heads](
-        *(gradient, q, k, v, lse, delta, dk, dv),
-        *(each.stride() for each in (gradient, q, k, v, dk, dv)),
-        *sizes,
+    tiles = ceil_div(keys, tile["COLUMNS"])
+    share = heads_of_program(group, tiles * kv_heads * batch, q.device)
+    parts = ceil_div(group, share)
+    sums = dk, dv
+    if parts > 1:
+        sums = torch.empty(2, batch, kv_heads * parts, keys, width, dtype=lse.dtype, device=q.device)
+    _key_gradient_kernel[kv_heads * parts, tiles, batch](
+        *(gradient, q, k, v, lse, delta, *sums),
+        *(each.stride() for each in (gradient, q, k, v, *sums)),
+        *(heads, group, share, queries, keys),
         **constants(q, causal),
         **tile,
     )
+    if parts > 1:
+        for total, parts_of_it in zip((dk, dv), sums.unflatten(2, (kv_heads, parts)), strict=True):
+            total.copy_(parts_of_it.sum(2))
     return dq, dk, dv
 
 

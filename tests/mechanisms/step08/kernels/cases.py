@@ -266,6 +266,7 @@ KERNELS = {
     "block of attention": Kernel(attention_block, BLOCKS, (777, 777, 96, 1, True)),
     "attention, heads of 64": Kernel(attention, [(1, 2, 1, 20, 16)], (1, 32, 8, 501, 64), (2, 32, 8, 4096, 64)),
     "attention, heads of 128": Kernel(attention, [(1, 2, 1, 20, 24)], (1, 32, 8, 501, 128), (2, 32, 8, 4096, 128)),
+    "attention on a rank of tp 4": Kernel(attention, [(1, 5, 1, 20, 16)], (1, 8, 2, 501, 128), (1, 8, 2, 4096, 128)),
     "merge": Kernel(merging, [(50,)], (501,)),
     **{
         f"grouped_matmul{' of gradients' if backward else ''}": Kernel(

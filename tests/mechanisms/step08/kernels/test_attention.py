@@ -1,7 +1,9 @@
 """FlashAttention beyond `test_kernels`: other tiles, extreme scores, sums over long sequences."""
 
+import itertools
 from collections import Counter
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +42,29 @@ def test_tiles_with_more_keys_than_queries(size, monkeypatch):
     """The causal edge of one runs through two tiles of queries; in `test_kernels`, of keys."""
     use_tiles(monkeypatch, 16, 32)
     assert_same(CASE(Maker(torch.float64), *size))
+
+
+@pytest.mark.parametrize("share", [4, 3, 1])
+def test_programs_that_divide_the_heads_of_a_group(share, monkeypatch):
+    """Seven heads: 4 and 3, 3 and 3 and 1, each alone; one and two tiles of keys."""
+    monkeypatch.setattr(backward, "heads_of_program", lambda *_: share)
+    for dtype, *size in ((torch.float64, 1, 14, 2, 17, 8), (torch.bfloat16, 2, 7, 1, 9, 8)):
+        assert_same(KERNELS["attention on a rank of tp 4"].case(Maker(dtype), *size))
+
+
+def test_there_are_programs_enough():
+    """About two for each multiprocessor, or as many as there are heads; and no more sums than the docstring says."""
+    with mock.patch.object(backward, "processors", lambda device: 132):
+        share = {
+            case: backward.heads_of_program(*case, None)
+            for case in itertools.product(range(1, 33), range(400))
+        }
+    for (group, programs), each in share.items():
+        parts = -(-group // each)
+        assert 1 <= each <= group and (each == group or parts * programs <= 5.25 * 132)
+        assert each == 1 or parts * programs >= 1.75 * 132 and (each == group or programs < 1.75 * 132)
+    # Llama 3 8B with 4,096 tokens in tiles of 128; on a rank of tp 2, 4 and 8
+    assert [share[4, 32 * heads] for heads in (8, 4, 2, 1)] == [4, 2, 1, 1]
 
 
 def test_scores_in_the_hundreds():

@@ -12,7 +12,9 @@ from step08_5d.kernels.compiled import CARDS, CASES, KIB, Compiled
 from tests.mechanisms.step08.kernels.compare import needs_triton, on_cpu
 
 OTHERS = "float16", "float32", "float64"  # types
-MAY_SPILL = {100: 256, 120: 256}  # bytes of a thread: no tiles have been chosen for Blackwell yet
+# Bytes of a thread: no tiles have been chosen for Blackwell yet; and Triton 3.9, not 3.6, computes the addresses of all
+# operands of dk and dv ahead of the loop: they do not fit, and are read back in it
+MAY_SPILL, WIDE_MAY_SPILL = {100: 256, 120: 256}, {90: 256}
 # Programs that must live on a multiprocessor at once, by capability. Without an entry: 1
 RESIDENT = {
     ("forward", "d 64"): {90: 2},
@@ -40,7 +42,9 @@ def faults(row: Compiled) -> list[str]:
         if row.kernel == kernel and row.case.split(",")[0] == case:
             fewest = by_card.get(row.card, 1)
     found = [f"products are serialised: {each}" for each in row.warnings]
-    found += [f"{row.spilled} bytes spill"] if row.spilled > MAY_SPILL.get(row.card, 0) else []
+    wide = row.kernel == "key_gradient" and row.case.startswith(("d 192", "d 256"))
+    allowed = MAY_SPILL | (WIDE_MAY_SPILL if wide else {})
+    found += [f"{row.spilled} bytes spill"] if row.spilled > allowed.get(row.card, 0) else []
     found += [f"{row.shared} bytes of shared memory"] if row.shared > card.shared - KIB else []
     return found + ([f"{row.resident} at once instead of {fewest}"] if row.resident < fewest else [])
 
@@ -52,12 +56,20 @@ def assert_approved(rows: list[Compiled]) -> None:
 
 @needs_triton
 def test_attention_and_norms_on_hopper():
-    rows = compiled(90, "attention", "norms")
+    rows = compiled(90, "attention", "wide_attention", "norms")
     assert_approved(rows)
     products = {row.kernel: row.products for row in rows if row.case.startswith("d ") and row.kernel != "merge"}
     assert products == dict.fromkeys(("forward", "query_gradient", "key_gradient"), "wgmma")
+    # 32 tiles of keys, for 8 K/V heads of width 64; of width 128 there are 4, and two programs divide their query heads
+    grids = {row.case: row.grid for row in rows if row.kernel == "key_gradient"}
+    assert grids["d 64, causal"] == grids["d 128, causal"] == 32 * 8
     grids = {row.case: row.grid for row in rows if row.kernel == "backward"}  # each program adds a row of partial sums
-    assert [grids[f"h {each}"] for each in ("2048", "4096", "8192", "2048, 512 rows")] == [2 * 132, 2 * 132, 132, 256]
+    assert [grids[f"h {each}"] for each in ("2048", "4096", "8192", "2048, 512 rows")] == [
+        2 * 132,
+        2 * 132,
+        132,
+        512 // 4,
+    ]
 
 
 @needs_triton

@@ -40,7 +40,17 @@ MUTANTS = {
     "the last keys skipped": (flash_attention.keys_for, "first + ROWS, keys", "first + ROWS - COLUMNS, keys"),
     "the first queries skipped": (backward._key_gradient_kernel, "start // ROWS", "(start + ROWS) // ROWS"),
     "no mask in the backward": (backward._key_gradient_kernel, "first < unmasked", "first < begin"),
-    "gradient of one query head": (backward._key_gradient_kernel, "(kv_head + 1) * group)", "kv_head * group + 1)"),
+    "gradient of one query head": (
+        backward._key_gradient_kernel,
+        "(first_head, end_head)",
+        "(first_head, first_head + 1)",
+    ),
+    "heads of the next group": (
+        backward._key_gradient_kernel,
+        "tl.minimum((part + 1) * share, group)",
+        "(part + 1) * share",
+    ),
+    "gradient of one part": (backward.attend_backward, "parts_of_it.sum(2)", "parts_of_it[:, :, 0]"),
     "softmax's gradient lost": (backward._query_gradient_kernel, "(dp - deltas[:, None])", "dp"),
     "gradient not scaled": (backward._query_gradient_kernel, "sums * SCALE", "sums"),
     "what was merged keeps its weight": (merge._merge_kernel, "kept * tl.exp(before - total)[:, None]", "kept"),
@@ -77,7 +87,10 @@ MUTANTS = {
 
 CHECKS = {  # what the kernels of a module are compared with, in float64
     flash_attention: [("block of attention", BLOCKS[1]), ("block of attention", BLOCKS[3])],
-    backward: [("block of attention", BLOCKS[1]), ("block of attention", BLOCKS[3])],
+    backward: [
+        *(("block of attention", BLOCKS[each]) for each in (1, 3)),
+        ("attention on a rank of tp 4", (1, 10, 2, 16, 16)),  # five heads, of which three programs have 2, 2 and 1
+    ],
     merge: [("merge", (50,))],
     cross_entropy: [("row statistics and gradient of the loss", (33,))],
     head: [("linear_cross_entropy", (2, 7, 12, 29, False, 5))],
