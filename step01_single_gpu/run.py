@@ -95,11 +95,15 @@ class Run:
     def identity(self) -> dict:
         """What must be equal for the curve to go on: the model's shape, the data and the update rule.
 
-        The data are equal if the text is, wherever it was read from. Layout, numbers of steps and logging are free.
+        The data are equal if the token ids are, wherever text and tokenizer were read from. Layout, numbers of steps
+        and logging are free.
         """
+        corpus, sources = self.batches.corpus, ("data", "tokenizer")
+        made = f"--data {corpus.name} (text {corpus.sha256[:8]})"
+        made += f", --tokenizer {self.config.tokenizer} (tokens {corpus.tokens_sha256[:8]})"
         shape = {f"model.{name}": value for name, value in asdict(self.config.model_config).items()}
-        flags = {name: getattr(self.config, name) for name in flag_names("data", "update") if name != "data"}
-        return shape | flags | {"corpus": self.batches.corpus.sha256}
+        flags = {name: getattr(self.config, name) for name in flag_names("data", "update") if name not in sources}
+        return shape | flags | {"data": {"sha256": corpus.tokens_sha256, "of": made}}
 
     def resume(self) -> int:
         """Load the checkpoint that --resume names, if any, and return the step to continue with.

@@ -38,7 +38,8 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
 
     All ranks call it together. Values are converted to the tensors' types. Before anything is loaded, each rank checks
     its share of the files; all raise DamagedCheckpoint when one is missing, truncated or corrupt. They raise UsageError
-    as `boxes.read` does, and when `identity` is given and is not the one in `extra`.
+    as `boxes.read` does, and when `identity` is given and is not the one in `extra`. A value of it may be {"sha256":
+    hash, "of": what is hashed, for the message}, of which only the hash must be equal.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -46,12 +47,19 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
         on_all_ranks(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
         extra = json.loads((folder / files.EXTRA).read_text(encoding="utf-8"))
         saved, now = extra.get("identity", {}), identity or {}
-        fields = [(name, saved.get(name), now.get(name)) for name in sorted(saved.keys() | now.keys())]
-        lines = [f"{name} is {a} in the checkpoint and {b} in this run" for name, a, b in fields if a != b]
+        lines = []
+        for name in sorted(saved.keys() | now.keys()):
+            a, b = saved.get(name), now.get(name)
+            if _part(a, "sha256") != _part(b, "sha256"):
+                lines.append(f"{name} is {_part(a, 'of')} in the checkpoint and {_part(b, 'of')} in this run")
         if identity is not None and lines:
             raise UsageError("cannot resume: " + "; ".join(lines))
         boxes.read(dcp.FileSystemReader(folder), held, mesh)
         return extra
+
+
+def _part(value, name: str):
+    return value.get(name, value) if isinstance(value, dict) else value
 
 
 def load_intact(folders: list[Path], held: Iterable[SavedBox], mesh: Mesh, identity: dict) -> tuple[Path, dict]:

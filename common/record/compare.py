@@ -93,7 +93,8 @@ def compare(runs: list[Run], keys: tuple[str, ...] = KEYS, steps: int | None = N
     for run, name in zip(runs, labels(runs)):
         corpora = [item.config.get("corpus_sha256") for item in (reference, run)]
         if None not in corpora and corpora[0] != corpora[1]:
-            raise UsageError(f"{reference.path} and {run.path} read different corpora (corpus_sha256 in config.json)")
+            names = " and ".join(str(item.config.get("corpus")) for item in (reference, run))
+            raise UsageError(f"{reference.path} and {run.path} read different corpora: --data {names} (corpus_sha256)")
         both = [step for step in sorted(run.records.keys() & reference.records.keys()) if steps is None or step < steps]
         if not both:
             raise UsageError(f"{reference.path} and {run.path} have no step to compare in common")
@@ -131,6 +132,9 @@ def notes(rows: list[Row]) -> list[str]:
         numbers = [key for key in flag_names("model", "data", "update") if key in ours.keys() & theirs.keys()]
         changed = [f"{key} {ours[key]} instead of {theirs[key]}" for key in numbers if ours[key] != theirs[key]]
         result += [f"{name}: has {', '.join(changed)}"] if changed else []
+        tokens = [each.get("tokens_sha256") for each in (ours, theirs)]
+        if None not in tokens and tokens[0] != tokens[1]:
+            result.append(f"{name}: has other tokens of the same text (tokens_sha256), as of another tokenizer")
     return result
 
 

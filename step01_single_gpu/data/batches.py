@@ -1,6 +1,7 @@
 """The batches of a run as a pure function of (seed, step): resuming at step k needs only k, and no state is saved."""
 
 import functools
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -10,6 +11,7 @@ from common.all_ranks import on_all_ranks
 from common.config import TrainConfig
 from common.errors import UsageError
 from common.process_groups import Mesh
+from step01_single_gpu.data.text_sources import WINDOW
 from step01_single_gpu.data.token_cache import Corpus, load_corpus
 
 
@@ -18,7 +20,8 @@ class Batches:
 
     Sample i covers tokens [i * seq_len, i * seq_len + seq_len]: `seq_len` inputs and, shifted by one, `seq_len`
     targets. Step k takes positions k*B ... k*B+B-1 (B = `global_batch`) of an endless sequence in which every epoch, a
-    stretch of `samples` positions, is a permutation of all samples. A batch may reach into the next epoch.
+    stretch of `samples` positions, is a permutation of all samples. A batch may reach into the next epoch. Of a corpus
+    that longer runs read further, each window of tokens is shuffled by itself: so the order does not depend on --steps.
 
     Raises UsageError for a corpus that holds fewer samples than one global batch.
     """
@@ -26,6 +29,7 @@ class Batches:
     def __init__(self, corpus: Corpus, seq_len: int, global_batch: int, seed: int):
         self.corpus, self.seq_len, self.global_batch, self.seed = corpus, seq_len, global_batch, seed
         self.samples = max(0, (len(corpus.tokens) - 1) // seq_len)
+        self.window = window_samples(corpus.window, seq_len) if corpus.window else self.samples
         if self.samples < global_batch:
             raise UsageError(
                 f"--data {corpus.name} is too small: its {len(corpus.tokens):,} tokens make {self.samples:,} samples "
@@ -54,7 +58,10 @@ class Batches:
     def _sample(self, position: int) -> np.ndarray:
         """The tokens at a position of the endless sequence: (seq_len + 1,)."""
         epoch, place = divmod(position, self.samples)
-        start = epoch_order(self.seed, epoch, self.samples)[place] * self.seq_len
+        window, place = divmod(place, self.window)
+        first = window * self.window
+        order = random_order(self.seed, epoch, window, min(self.window, self.samples - first))
+        start = (first + order[place]) * self.seq_len
         return self.corpus.tokens[start : start + self.seq_len + 1]
 
 
@@ -65,20 +72,28 @@ def to_device(tensors: Iterable[torch.Tensor], device) -> tuple[torch.Tensor, ..
     return tuple(tensors)
 
 
-@functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch
-def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The order of the samples in an epoch: int64 (samples,), a permutation of range(samples).
+@functools.lru_cache(maxsize=2)  # a batch may reach into the next window
+def random_order(seed: int, epoch: int, window: int, samples: int) -> np.ndarray:
+    """The order of the samples of a window in an epoch: int64 (samples,), a permutation of range(samples).
 
     numpy promises never to change RandomState (NEP 19), so that a recorded run can be repeated for ever.
     """
-    return np.random.RandomState([seed % 2**32, epoch]).permutation(samples)
+    key = [seed % 2**32, epoch, window]
+    return np.random.RandomState(key if window else key[:2]).permutation(samples)
+
+
+def window_samples(tokens: int, seq_len: int) -> int:
+    """How many samples a window of so many tokens makes; at least one, which may then be longer than the window."""
+    return max(1, (tokens - 1) // seq_len)
 
 
 def load_batches(config: TrainConfig, mesh: Mesh) -> Batches:
     """Return the batches that `config` asks for; all ranks call this together, and all raise the same UsageError if one
     of them cannot read the corpus, or if it is too small for a global batch or has more token ids than the model.
     """
-    needed, corpora = config.steps * config.global_batch * config.seq_len + 1, []
+    window, corpora = window_samples(WINDOW, config.seq_len), []
+    windows = math.ceil(config.steps * config.global_batch / window)  # whole ones, which a longer run finds as they are
+    needed = windows * window * config.seq_len + 1
     on_all_ranks(mesh, lambda: corpora.append(load_corpus(config.data, config.tokenizer, needed)))
     if corpora[0].vocab > config.model_config.vocab:
         raise UsageError(f"--vocab {config.model_config.vocab} is below the {corpora[0].vocab} ids of the tokenizer")

@@ -17,6 +17,7 @@ from common.errors import UsageError, first_line
 from common.presets import hub_errors_in_one_line
 
 LONGEST = 1 << 20  # characters: a longer text file becomes several documents, so that it need not fit into memory
+WINDOW = 96 << 14  # tokens (1.6 million): a source that is not read to its end is read and shuffled by so many
 LIBRARY_LEAST = 4_000_000  # bytes; a Python with less standard library than this is a stripped one
 TEXT = ("", ".txt", ".md", ".py")  # suffixes of files that are one document
 ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # files with a document per row, and their reader
@@ -35,9 +36,8 @@ class Source(NamedTuple):
 def find_source(data: str | None, needed_tokens: int) -> Source:
     """Return the text that --data names: None or "stdlib", a local path, else a Hub dataset NAME[:CONFIG[:SPLIT]].
 
-    A Hub dataset is read only as far as `needed_tokens` asks, rounded up to a power of two of at least a million: a run
-    that is resumed with somewhat more steps then still sees the same corpus, and so the same order of samples. Raises
-    UsageError when a local path holds no file that can be read.
+    A Hub dataset is read only as far as `needed_tokens` asks, rounded up to a power of two of windows, so that somewhat
+    longer runs find it in the cache. Raises UsageError when a local path holds no file that can be read.
     """
     if data is None or data == "stdlib":
         return _library()
@@ -50,7 +50,7 @@ def find_source(data: str | None, needed_tokens: int) -> Source:
         return Source(data, files_digest(files), lambda: _read(files))
     name, config, split = [*data.split(":", 2), "", ""][:3]
     options = {"name": config or None, "split": split or "train"}
-    limit = 1 << max(20, (needed_tokens - 1).bit_length())
+    limit = WINDOW << ((needed_tokens - 1) // WINDOW).bit_length()
     digest = hashlib.sha256(f"{data} {limit}".encode()).hexdigest()  # what changes on the Hub later is not noticed
     return Source(data, digest, lambda: _rows(f"--data {data} (which is no local path)", name, **options), limit)
 

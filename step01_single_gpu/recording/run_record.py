@@ -53,6 +53,7 @@ class RunRecord:
             "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if mesh.world.backend == "nccl" else None,
             "corpus": corpus.name,
             "corpus_sha256": corpus.sha256,
+            "tokens_sha256": corpus.tokens_sha256,
             "corpus_tokens": len(corpus.tokens),
             "tokens_per_step": batches.target_tokens,
             "model_flops_per_step": flops.model * config.global_batch,

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import time
+from hashlib import sha256
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from common.errors import UsageError
 from common.launching.command_line import parse
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu import train as train_module
+from step01_single_gpu.data import batches, text_sources, token_cache
 from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, steps_of
+from tests.harness.small_tokenizer import save_tokenizer
 from tests.unit.test_checkpoint import flip_a_bit
 
 FLAGS = "--layers 1 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --seed 3"
@@ -114,7 +118,40 @@ def test_all_fields_that_differ_are_named(whole, tmp_path):
         train(tmp_path, f"--resume {whole}/checkpoints/step-00000008 --run-dir {tmp_path} {other}")
     fields = [part.split(" is ")[0].split()[-1] for part in str(caught.value).split("; ")]
     model = "model.layers model.tie_embeddings model.vocab"
-    assert fields == f"clip corpus global_batch lr {model} optimizer seed seq_len warmup weight_decay".split()
+    assert fields == f"clip data global_batch lr {model} optimizer seed seq_len warmup weight_decay".split()
+    assert "data is --data synthetic (text 098a1be4), --tokenizer None (tokens cf44ee6b) in " in str(caught.value)
+    assert f"in the checkpoint and --data {ROOT / 'README.md'} (text " in str(caught.value)
+
+
+def test_another_tokenizer_at_the_same_path_is_another_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("ULTRASCALE_CACHE", str(tmp_path / "cache"))
+    text, tokenizer = tmp_path / "a.txt", tmp_path / "tokenizer"
+    text.write_text("the cat saw the dog . " * 200)
+    flags = f"--data {text} --steps 4 --tokenizer"
+    train(tmp_path / "run", f"{flags} {save_tokenizer(tokenizer, 'cat', 'dog')}")
+    (tmp_path / "elsewhere").mkdir()
+    moved, copy = tokenizer.rename(tmp_path / "elsewhere/tokenizer"), text.rename(tmp_path / "elsewhere/b.txt")
+    train(tmp_path / "run", f"--data {copy} --tokenizer {moved} --steps 8 --resume auto")  # the same tokens
+    copy.rename(text)
+    save_tokenizer(tokenizer, "dog", "cat")
+    with pytest.raises(UsageError) as caught:
+        train(tmp_path / "run", f"{flags} {tokenizer} --steps 12 --resume auto")
+    said = r".*: cannot resume: data is (.*) in the checkpoint and (.*) in this run"
+    was, now = re.fullmatch(said, str(caught.value)).groups()
+    assert was.startswith(f"--data {copy} (text ") and f"--tokenizer {moved} (tokens " in was
+    assert now.startswith(f"--data {text} (text ") and f"--tokenizer {tokenizer} (tokens " in now
+    assert [each.split("(text ")[1][:8] for each in (was, now)] == 2 * [sha256(text.read_bytes()).hexdigest()[:8]]
+    assert was[-9:] != now[-9:], "the same text, but other tokens"
+
+
+def test_synthetic_tokens_go_on_beyond_what_the_shorter_run_needed(tmp_path, monkeypatch):
+    for module in (batches, text_sources, token_cache):
+        monkeypatch.setattr(module, "WINDOW", 96 * 2)  # 3 steps need two windows, 12 need eight
+    train(tmp_path / "whole", "--steps 12")
+    train(tmp_path / "run", "--steps 3")
+    train(tmp_path / "run", "--steps 12 --resume auto")
+    sizes = {json.loads((tmp_path / each / "config.json").read_text())["corpus_tokens"] for each in ("whole", "run")}
+    assert sizes == {96 * 2 * 8} and curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
 def scaler(run_dir, step: int) -> tuple[float | None, int]:

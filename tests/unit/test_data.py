@@ -17,9 +17,11 @@ from common.errors import UsageError
 from common.launching.command_line import parse
 from common.presets import hub_errors_in_one_line
 from common.process_groups import Degrees, build_mesh
+from step01_single_gpu.data import batches as batches_module
 from step01_single_gpu.data import text_sources, token_cache
-from step01_single_gpu.data.batches import Batches, epoch_order, load_batches
+from step01_single_gpu.data.batches import Batches, load_batches, random_order
 from step01_single_gpu.data.token_cache import Corpus, load_corpus
+from tests.harness.small_tokenizer import save_tokenizer
 
 DOCUMENTS = ["def f():\n    return 1\n", "naïve café – 漢字 🙂\r\n", "\x00 tab\t and</s>  spaces ", "the end"]
 
@@ -121,22 +123,12 @@ def test_a_read_only_home_is_not_the_data_s_fault():
 
 
 def test_hugging_face_tokenizers(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    def saved(name: str, eos: str | None, *words: str) -> str:
-        vocab = {word: index for index, word in enumerate(["[UNK]", "<eos>", "the", *words])}
-        fast = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
-        fast.pre_tokenizer = pre_tokenizers.Whitespace()
-        whole = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="[UNK]", eos_token=eos)
-        whole.save_pretrained(tmp_path / name)
-        return str(tmp_path / name)
-
     path = write(tmp_path / "x.jsonl", "the end", "def the the")
     for words, ids in [(("def", "end"), [2, 4, 1, 3, 2, 2, 1]), (("end", "def"), [2, 3, 1, 4, 2, 2, 1])]:
-        corpus = load_corpus(path, saved("mine", "<eos>", *words), 1)  # other files under the same name: another cache
+        tokenizer = save_tokenizer(tmp_path / "mine", *words)  # other files under the same name: another cache
+        corpus = load_corpus(path, tokenizer, 1)
         assert corpus.tokens.tolist() == ids and corpus.vocab == 5
-    many = load_corpus(path, saved("many", None, *map(str, range(65534)), "end"), 1)
+    many = load_corpus(path, save_tokenizer(tmp_path / "many", *map(str, range(65534)), "end", end=None), 1)
     assert many.tokens.tolist() == [2, 65537, 0, 2, 2] and many.tokens.dtype == np.uint32
 
 
@@ -221,13 +213,34 @@ def test_order_of_samples():
         ids = sum((sample_ids(batches, step) for step in range(samples * 3 // global_batch + 1)), [])
         epochs = {tuple(ids[first : first + samples]) for first in range(0, samples * 3, samples)}
         assert len(epochs) == 3 and all(sorted(epoch) == list(range(samples)) for epoch in epochs)
-    epoch_order.cache_clear()
+    random_order.cache_clear()
     batches = Batches(numbered(1000), 4, 8, seed=0)
     later = [sample_ids(batches, step) for step in range(200)]
-    assert epoch_order.cache_info().misses == 2, "the order of an epoch is made once"
+    assert random_order.cache_info().misses == 2, "the order of an epoch is made once"
     assert [sample_ids(batches, step) for step in (150, 3)] == [later[150], later[3]]
-    orders = {tuple(epoch_order(seed, epoch, 1000)) for seed in (0, 1, 2**32 - 1) for epoch in (0, 1)}
-    assert len(orders) == 6
+    keys = itertools.product((0, 1, 2**32 - 1), (0, 1), (0, 1))
+    assert len({tuple(random_order(*key, 1000)) for key in keys}) == 12
+
+
+@pytest.mark.parametrize("data", ["synthetic", "some/set"])
+def test_more_steps_see_the_same_samples_first(data, monkeypatch):
+    """Synthetic tokens, and those of the Hub, are made or read only so far; a longer resume must find the same."""
+    import datasets
+
+    texts = [bytes(np.random.RandomState(each).randint(97, 123, 5000)).decode() for each in range(100)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": text} for text in texts])
+    for module in (batches_module, text_sources, token_cache):
+        monkeypatch.setattr(module, "WINDOW", 96 * 32)  # 7 samples of 400, and something left over
+    earlier, facts = [], None
+    for steps in (1, 3, 4, 5, 40, 90):
+        flags = f"--data {data} --seq-len 400 --global-batch 2 --steps {steps} --device cpu"
+        batches = load_batches(parse(1, flags.split()), build_mesh(Degrees(), torch.device("cpu")))
+        found = [tuple(row) for step in range(steps) for row in batches.micro_batch(step, 0, 2)[1].tolist()]
+        assert found[: len(earlier)] == earlier
+        assert facts in (None, batches.corpus._replace(tokens=None)), "the hashes do not depend on the steps"
+        earlier, facts = found, batches.corpus._replace(tokens=None)
+    assert batches.window == 7 and len(set(found)) == 180, "no sample comes twice before all have come"
+    assert sorted(found[:7]) != found[:7]
 
 
 def test_batches_that_cannot_be_made_are_refused():

@@ -27,7 +27,7 @@ from tests.harness.ranks import run_ranks
 KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}
 KEYS |= {"peak_memory_bytes", "comm_bytes"}
 TOKENS = 512  # per step
-CORPUS = SimpleNamespace(name="none", sha256="abc", tokens=range(1000))
+CORPUS = SimpleNamespace(name="none", sha256="abc", tokens_sha256="def", tokens=range(1000))
 BATCHES = SimpleNamespace(corpus=CORPUS, target_tokens=TOKENS)
 
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_compared_exits_with_2_and_one_line(pair, tmp_path, comma
         ("metrics.jsonl", '{"step": 0, "loss": "x"}\n', "not a number"),
         ("metrics.jsonl", '{"step": 9}\n', "no step to compare in common"),
         ("config.json", "[1]", "cannot be read"),
-        ("config.json", '{"corpus_sha256": "other"}', "different corpora"),
+        ("config.json", '{"corpus_sha256": "other", "corpus": "b.txt"}', "different corpora: --data None and b.txt"),
     ]:
         other = write_run(tmp_path / "other", [4.0], config={})
         (other / name).write_text(text)
@@ -265,11 +265,16 @@ def test_labels_name_the_layout(tmp_path):
 
 
 def test_notes_name_other_settings_and_what_was_left_out(tmp_path):
-    settings = {"seed": 0, "dp": 1, "model_config": {"layers": 2}}
-    other = {"seed": 1, "dp": 2, "layers": 3, "model_config": {"layers": 3}}
+    settings = {"seed": 0, "dp": 1, "model_config": {"layers": 2}, "tokens_sha256": "a"}
+    other = {"seed": 1, "dp": 2, "layers": 3, "model_config": {"layers": 3}, "tokens_sha256": "b"}
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
     write_run(one, [1.0], config=settings), write_run(two, [1.0, 1.0], config=other), write_run(three, [])
     (three / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0, "grad_norm": 1.0}\n{"step": 3, "loss"')
     found = " ".join(notes(compare([read_run(each) for each in (one, two, three)])))
-    for words in ("two: has 2 steps", "two: has layers 3 instead of 2, seed 1 instead of 0", "three: no corpus_sha256"):
+    for words in (
+        "two: has 2 steps",
+        "two: has layers 3 instead of 2, seed 1 instead of 0",
+        "three: no corpus_sha256",
+        "two: has other tokens",
+    ):
         assert words in found
