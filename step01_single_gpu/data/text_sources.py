@@ -59,7 +59,8 @@ def load_tokenizer(name: str | None) -> tuple[int, int | None, Callable[[list[st
     """Return the size of a tokenizer's vocabulary, the id that ends a document, and what encodes a list of texts.
 
     `name` is a Hugging Face name or path. None means bytes with the ids of ByT5Tokenizer: byte + 3, and 1 for the end.
-    Unlike there, text never becomes a control id. Raises UsageError for a tokenizer that cannot be read.
+    Text never becomes a control id: "<|endoftext|>" in a document is encoded as these characters, and does not end it.
+    Raises UsageError for a tokenizer that cannot be read.
     """
     if name is None:
         return 384, 1, lambda texts: [np.frombuffer(text.encode(), np.uint8) + np.uint16(3) for text in texts]
@@ -67,9 +68,21 @@ def load_tokenizer(name: str | None) -> tuple[int, int | None, Callable[[list[st
 
     with hub_errors_in_one_line(f"--tokenizer {name}"):
         loaded = AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
-    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    options = {"add_special_tokens": False, "split_special_tokens": True}
+    options |= {"return_attention_mask": False, "verbose": False}
     vocab = max(len(loaded), *(index + 1 for index in loaded.get_vocab().values()))  # ids may have gaps
-    return vocab, loaded.eos_token_id, lambda texts: loaded(texts, **options)["input_ids"]
+    end, unknown = loaded.eos_token_id, loaded.unk_token_id
+    control = {*loaded.all_special_ids} - {unknown} | {end}  # in GPT-2's tokenizer they are the same
+    instead = [] if unknown in (None, *control) else [unknown]
+
+    def encode(texts: list[str]) -> list:
+        encoded = loaded(texts, **options)["input_ids"]
+        for ids in encoded:
+            if not control.isdisjoint(ids):  # a vocabulary of words, or of pieces as T5's, can hold "</s>" itself
+                ids[:] = [each for id in ids for each in (instead if id in control else [id])]
+        return encoded
+
+    return vocab, end, encode
 
 
 def files_digest(files: list[Path]) -> str:

@@ -128,8 +128,31 @@ def test_hugging_face_tokenizers(tmp_path):
         tokenizer = save_tokenizer(tmp_path / "mine", *words)  # other files under the same name: another cache
         corpus = load_corpus(path, tokenizer, 1)
         assert corpus.tokens.tolist() == ids and corpus.vocab == 5
+    documents = write(tmp_path / "y.jsonl", "the <eos> the", "<eos>")  # words of the vocabulary, but no ends
+    assert load_corpus(documents, str(tmp_path / "mine"), 1).tokens.tolist() == [2, 0, 2, 1, 0, 1]
     many = load_corpus(path, save_tokenizer(tmp_path / "many", *map(str, range(65534)), "end", end=None), 1)
     assert many.tokens.tolist() == [2, 65537, 0, 2, 2] and many.tokens.dtype == np.uint32
+
+
+@pytest.mark.parametrize("unknown", [None, "<|endoftext|>"])  # the latter in GPT-2's
+def test_text_never_becomes_a_control_token(tmp_path, unknown):
+    """A tokenizer of bytes, as those of GPT-2 and Llama 3 are: the text of its special tokens is text in a document."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special, alphabet = ["<|endoftext|>", "<|user|>"], pre_tokenizers.ByteLevel.alphabet()
+    fast.train_from_iterator(["some text"] * 3, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+    options = {"eos_token": special[0], "unk_token": unknown, "extra_special_tokens": special[1:]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, **options)
+    assert tokenizer("some<|endoftext|>").input_ids[-1] == 0, "what transformers does unless told otherwise"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    texts = ["some<|endoftext|> text", "<|endoftext|>", "<|user|>some text"]
+    corpus = load_corpus(write(tmp_path / "x.jsonl", *texts), str(tmp_path / "tokenizer"), 1)
+    assert corpus.end == 0 and 1 not in corpus.tokens, "0 ends a document, 1 is <|user|>"
+    documents = np.split(corpus.tokens, np.flatnonzero(corpus.tokens == 0) + 1)
+    assert [tokenizer.decode(each[:-1]) for each in documents[:-1]] == texts and not len(documents[-1])
 
 
 def test_hub_dataset_is_streamed_only_as_far_as_needed(monkeypatch):
