@@ -85,9 +85,7 @@ class TrainConfig:
     profile: bool = flag(False, 1, "logging", "also run torch.profiler over the traced steps")
     memory_snapshot: bool = flag(False, 1, "logging", "the CUDA allocator's history of the traced steps")
     measure_memory: bool = flag(False, 1, "logging", "record peak memory on the CPU too (slower)")
-    peak_tflops: float | None = flag(
-        None, 1, "logging", "a device's peak in --dtype (default: known or measured)"
-    )
+    peak_tflops: float | None = flag(None, 1, "logging", "a device's peak in --dtype (default: known or measured)")
     link: str | None = flag(None, 1, "logging", "ALPHA_US,GB_PER_S: let messages cross such a link")
     compute: float | None = flag(None, 1, "logging", "GFLOP/s of products and attention, simulated")
 

@@ -55,10 +55,7 @@ def test_programs_that_divide_the_heads_of_a_group(share, monkeypatch):
 def test_there_are_programs_enough():
     """About two for each multiprocessor, or as many as there are heads; and no more sums than the docstring says."""
     with mock.patch.object(backward, "processors", lambda device: 132):
-        share = {
-            case: backward.heads_of_program(*case, None)
-            for case in itertools.product(range(1, 33), range(400))
-        }
+        share = {case: backward.heads_of_program(*case, None) for case in itertools.product(range(1, 33), range(400))}
     for (group, programs), each in share.items():
         parts = -(-group // each)
         assert 1 <= each <= group and (each == group or parts * programs <= 5.25 * 132)
