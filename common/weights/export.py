@@ -5,6 +5,7 @@ python -m common.export RUN_DIR_OR_CHECKPOINT OUT
 
 import json
 import os
+import sys
 
 import torch
 
@@ -74,6 +75,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("source", help="run folder (its newest checkpoint) or checkpoint")
     parser.add_argument("out", help="folder to make")
     arguments = parser.parse_args(argv)
+    if sys.flags.optimize > 1:
+        raise UsageError("transformers needs docstrings to save a model, and python -OO removes them")
     try:
         print(f"{export_checkpoint(arguments.source, arguments.out)} -> {arguments.out}")
     except (UsageError, OSError, ValueError) as error:

@@ -125,7 +125,7 @@ def test_overlap_by_hand():
         ("overlap --model llama3-8b", "error: no degree is more than 1"),
         ("overlap --model llama3-8b --dp 8 --bandwidth 0", "error: argument --bandwidth: 0 must be above 0"),
         ("memory --model llama3-8b --tp 7", "error: --tp 7 does not divide --heads 32"),
-        ("memory --model llama3-8b --heads 48 --kv-heads 12 --tp 16", "error: --tp 16 and --kv-heads 12: "),
+        ("memory --model llama3-8b --hidden 6144 --heads 48 --kv-heads 12 --tp 16", "error: --tp 16 and --kv-heads"),
         ("memory --model mixtral-8x7b --form gpt", "error: --form gpt has no experts"),
         ("memory --model llama3-8b --form gpt --dtype float32", "error: --form gpt knows bfloat16"),
         ("memory --model llama3-8b --order dp,cp,pp,tp", "error: --order dp,cp,pp,tp is not in the formula of memory"),
