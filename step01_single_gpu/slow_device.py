@@ -14,9 +14,9 @@ from common import collectives
 from common.tracing.tracer import Tracer
 
 _aten = torch.ops.aten
-# Products: the place of the first factor among the arguments
-PRODUCTS = {_aten.mm.default: 0, _aten.mm.out: 0, _aten.bmm.default: 0, _aten.addmm.default: 1}
-PRODUCTS |= {_aten._grouped_mm.default: 0}  # of experts: each row is multiplied by one of the matrices
+# Products, with and without a tensor for the result: the place of the first factor among the arguments
+PRODUCTS = {_aten.mm: 0, _aten.bmm: 0} | dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm, _aten.baddbmm_), 1)
+PRODUCTS |= {_aten._grouped_mm: 0}  # of experts: each row is multiplied by one of the matrices
 # Of attention: the places of q and of `causal`, and the FLOPs of a pair of a query and a key, per number of q
 ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 4, 4)}
 ATTENTION |= {_aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 7, 10)}
@@ -37,7 +37,7 @@ class SlowDevice(TorchDispatchMode):
         if not flops:
             return function(*args, **(kwargs or {}))
         self.flops += flops
-        name = "product" if function in PRODUCTS else "attention"
+        name = "product" if function.overloadpacket in PRODUCTS else "attention"
         with self.tracer.phase(collectives.phase, op=name) if self.tracer else nullcontext():
             start = time.perf_counter()
             result = function(*args, **(kwargs or {}))
@@ -47,8 +47,8 @@ class SlowDevice(TorchDispatchMode):
 
 def count(function, args: tuple) -> float:
     """FLOPs of a matrix product or of attention, where a causal one has half of the pairs; 0 for all else."""
-    if function in PRODUCTS:
-        first = PRODUCTS[function]
+    if function.overloadpacket in PRODUCTS:
+        first = PRODUCTS[function.overloadpacket]
         return 2 * args[first].numel() * args[first + 1].shape[-1]
     if function in ATTENTION:
         first, place, each = ATTENTION[function]

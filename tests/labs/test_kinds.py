@@ -1,5 +1,6 @@
 """Labs of the kinds predict, schedule and design: answers that are none, right and wrong ones, and what is said."""
 
+import itertools
 import json
 import os
 
@@ -133,6 +134,22 @@ def test_a_plan(student, tmp_path):
     write(folder, **answers | {"dp": best.dp * best.tp * best.pp * best.cp, "tp": 1, "pp": 1, "cp": 1, "zero": 0})
     assert "may be filled" in lab.check(folder, student).feedback[0]
     assert "step08_5d.planning plan" in lab.solution(student)
+
+
+def test_all_layouts_of_four_ranks_are_compared():
+    """And step 8 accepts each of them."""
+    case, found = design_cable.CASES[0], list(design_cable.layouts(design_cable.CASES[0]))
+    expected = []
+    for dp, tp, pp, size in itertools.product(range(1, 9), repeat=4):
+        if dp * tp * pp == 4 and 8 // dp % size == 0:
+            expected += [(dp, tp, pp, size, 8 // dp // size, order) for order in ("tp,cp,pp,dp", "tp,cp,dp,pp")]
+    ways = [(each.dp, each.tp, each.pp, each.micro_batch, each.micro_batches, order) for each, order in found]
+    assert sorted(ways) == sorted(expected)
+    for each in found:
+        design_cable.flags_of(case, *each)
+    for case in design_cable.CASES:
+        fastest = min(design_cable.predict(case, *each).step for each in design_cable.layouts(case))
+        assert design_cable.predict(case, *design_cable.best_of(case)).step == fastest
 
 
 @pytest.mark.parametrize("student", range(4))

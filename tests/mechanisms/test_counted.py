@@ -130,11 +130,19 @@ def test_a_slow_device_takes_the_time_of_its_flops():
     q, k, v = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))  # 8 tokens, 2 heads of 16: 256 numbers
     with FlopCounterMode(display=False) as counter, SlowDevice(1e12) as device:
         ((x @ w)[None] @ torch.randn(1, 7, 3)).sum().backward()
-        torch.addmm(torch.zeros(3), torch.randn(5, 4), torch.randn(4, 3))
+        a, b, total = torch.randn(5, 4), torch.randn(4, 3), torch.zeros(5, 3)
+        torch.addmm(torch.zeros(3), a, b)
+        torch.mm(a, b, out=total)
+        torch.addmm(total, a, b, out=total)
+        torch.baddbmm(total[None], a[None], b[None])
+    with SlowDevice(1e12) as in_place:  # of which torch knows nothing
+        total.addmm_(a, b)
+        total[None].baddbmm_(a[None], b[None])
     with SlowDevice(1e12) as causal:
         fused_attention(q, k, v).sum().backward()
     with mock.patch.object(time, "sleep") as sleep, SlowDevice(1e3):
         x.detach() @ w.detach()
     assert device.flops == counter.get_total_flops() > 0
+    assert in_place.flops == 2 * (2 * 5 * 4 * 3)
     assert causal.flops == (4 + 10) * 256 * 8 / 2
     assert sleep.call_args.args[0] == pytest.approx(2 * 6 * 10 * 7 / 1e3, abs=0.02)

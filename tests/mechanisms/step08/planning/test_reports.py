@@ -255,6 +255,22 @@ def test_zero_2_in_a_pipeline_sends_more_than_zero_1():
     assert found[1, 0] is None, "70 B with tp 8 and nothing else do not fit"
 
 
+def test_the_recipe_takes_the_fastest_of_all_that_fit():
+    mine = task("llama3-70b", 128, sequences=64)
+    found, expected = recipe.choices(mine), {}
+    for pp, zero in itertools.product(range(1, 21), range(4)):
+        dp, rest = divmod(128, 8 * pp)
+        if 80 % pp or rest or 64 % dp:
+            continue
+        ways = [(size, again) for size in (1, 2, 4, 8, 16) if 64 // dp % size == 0 for again in ("none", "full")]
+        base = Layout(4096, dp, pp, tp=8, zero=zero, dtype="bfloat16")
+        every = [base._replace(micro_batch=b, micro_batches=64 // dp // b, recompute=again) for b, again in ways]
+        fitting = [each for each in every if sum(memory(mine.model, each).values()) <= 0.9 * mine.machine.memory]
+        expected[pp, zero] = min((times(mine.model, each, mine.machine).step for each in fitting), default=None)
+    assert {key: choice and choice.seconds for key, choice in found.items()} == expected
+    assert None in expected.values() and len(expected) > 8
+
+
 def test_layouts_side_by_side(capsys):
     """What `plan` says of its first layout, and another one."""
     first = plans(task("llama3-8b", 64))[0][0]
