@@ -13,6 +13,7 @@ from common.errors import UsageError
 from common.labs import hunt
 from common.labs.answers import number
 from common.labs.copies import Edit
+from common.labs.design import Design, Judged
 from common.labs.find import ROOT, all_labs
 from common.labs.hunt import TOLERANCE, Bug, Hunt
 from common.labs.predict import Question
@@ -395,3 +396,24 @@ def test_a_prediction():
     for text in ("nan", "inf", "many"):
         with pytest.raises(UsageError, match=f"bytes = {text} is not a number"):
             number({"bytes": text}, "bytes")
+
+
+# ---- design ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speed, score", [(101, 1), (100, 1), (98.1, 1), (97.9, 0.9 * 0.979), (50, 0.45), (1, 0.009)])
+def test_a_design(speed, score, tmp_path):
+    """Passed with 98 % of the best; the score board has the fastest first, each once."""
+    texts = {"id": "design-01-z", "title": "", "minutes": 1, "task": "", "hints": ("", "", "")}
+    asked = {"given": lambda student: "", "fields": {"dp": "1"}, "reveal": lambda student: "", "variants": 2}
+    lab = Design(**texts, **asked, judge=lambda answers, student: Judged(f"dp {answers['dp']}", speed, 100.0, ("why",)))
+    folder = tmp_path / lab.id
+    folder.mkdir()
+    lab.start(folder, 0)
+    lab._enter(tmp_path / "scores.jsonl", Judged("dp 7", 60.0, 100.0, ()), 2)
+    lab._enter(tmp_path / "scores.jsonl", Judged("dp 9", 90.0, 100.0, ()), 1)  # other hardware
+    lab.check(folder, 0)
+    verdict = lab.check(folder, 0)
+    assert verdict.score == pytest.approx(score) and verdict.passed == (score == 1)
+    board = [line for line in verdict.feedback if "student" in line]
+    assert [line.split(": ")[1] for line in board] == (["dp 1", "dp 7"] if speed > 60 else ["dp 7", "dp 1"])

@@ -13,6 +13,8 @@ from step01_single_gpu.labs import predict_memory
 from step02_data_parallel.labs import predict_bytes
 from step03_zero.labs import predict_stages
 from step05_pipeline.labs import predict_bubble, schedule_tables, tables
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.simulator import simulate
 from step06_context_parallel.labs import predict_ring
 from step08_5d.labs import design_cable, design_plan
 from tests.harness.ranks import run_ranks
@@ -82,6 +84,16 @@ def test_schedules(lab, tmp_path, monkeypatch):
         assert found.score == 0 and "cannot run" in found.feedback[0]
         lab.write_best(tmp_path, student)
         assert lab.check(tmp_path, student).passed and (tmp_path / "schedule.png").exists()
+
+
+@pytest.mark.parametrize("lab", schedule_tables.LABS, ids=lambda lab: lab.id)
+def test_the_best_table_is_that_of_all_schedules(lab):
+    """Of those with one stage on each rank; with whole backwards unless the lab lets them be split."""
+    names = ["naive", "afab", "1f1b", *(["zb-h1", "zb-h2"] if lab.split else [])]
+    for case in lab.cases:
+        played = [simulate(build_schedule(name, case.pp, case.micro_batches), case.costs) for name in names]
+        fitting = [each.makespan for each in played if max(each.unfinished) <= case.unfinished]
+        assert lab.best(case)[1].makespan == min(fitting), case
 
 
 def rows(pattern: str, micro_batches: int = 6) -> str:
