@@ -245,7 +245,7 @@ def is_tried(layout: Layout) -> bool:
     "case",
     [
         ("smollm-135m", 6, 768, 12),  # 9 heads of queries, 3 of keys
-        ("smollm-1.7b", 16, 2048, 4),
+        ("llama3-1b", 16, 2048, 4),  # 8 heads of keys
         ("mixtral-8x7b", 4, 1024, 8),
         ("smollm-135m", 4, 512, 4, True),  # interleaved
         ("smollm-135m", 1, 256, 128),

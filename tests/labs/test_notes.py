@@ -1,0 +1,151 @@
+"""The notes that labs take of what a rank does, on made-up ranks; and what labs ask of notes."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common.labs.rules import hides, holds_at_most, sends_at_most, waits_for_messages
+from common.labs.seen import Call, Notes, Watching, line_of
+
+FOUR = (0, 1, 2, 3)
+
+
+def call(op: str = "all_reduce", bytes: int = 1000, line: int = 1, products: int = 0) -> Call:
+    return Call(op, bytes, FOUR, line, products, 1 if op in ("send", "receive") else None)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_are_sent():
+    """Of four ranks: an all-reduce 2 x 3/4 of the tensor, a message and a broadcast all of it, the others 3/4."""
+    ops = {"all_reduce": 1500, "reduce_scatter": 750, "all_gather": 750, "all_to_all": 750, "broadcast": 1000}
+    ops |= {"send": 1000, "receive": 0, "barrier": 0}
+    assert {op: call(op).sent for op in ops} == ops
+    assert Notes([call(op) for op in ops]).sent == sum(ops.values())
+
+
+@pytest.mark.parametrize("share, said", [(0.5, False), (1, False), (1.01, False), (1.05, True), (1.2, True), (2, True)])
+def test_more_than_enough(share, said):
+    notes = Notes([call("send", round(10**6 * share), line=7)], peak=round(10**6 * share))
+    sent, held = list(sends_at_most(notes, 10**6, {"send": "too often."})), list(holds_at_most(notes, 10**6, "Free."))
+    assert len(sent) == len(held) == said
+    if said:
+        bytes = f"{round(10**6 * share):,}"
+        assert sent == [
+            f"it sends {bytes} bytes, and 1,000,000 are enough. Look at the send of {bytes} bytes in line 7: too often."
+        ]
+        assert held == [f"up to {bytes} bytes of tensors live at once, and 1,000,000 are enough. Free."]
+
+
+def test_the_collective_that_sends_most_is_named():
+    notes = Notes([call("all_gather", 900, 3), call("all_gather", 4000, 4), call("all_reduce", 1000, 5)])
+    (line,) = sends_at_most(notes, 100, {"all_reduce": "a sum.", "all_gather": "gathered.", "broadcast": "never."})
+    assert line.endswith("Look at the all_gather of 4,000 bytes in line 4: gathered.")
+
+
+# The products that each of three calls comes after, where it is waited for, and the line that is told of
+HIDDEN = {
+    "all but the last": ([0, 1, 2], [1, 2, 2], None),
+    "all": ([0, 1, 2], [1, 2, 3], None),
+    "all, waited for at the end": ([0, 1, 2], [3, 3, 3], None),
+    "the first is not": ([0, 1, 2], [0, 2, 3], 10),
+    "the middle is not": ([0, 1, 2], [1, 1, 3], 20),
+    "none": ([0, 1, 2], [0, 1, 2], 10),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_only_the_last_call_need_not_be_hidden(name):
+    started, waited, line = HIDDEN[name]
+    calls = [call(line=number + 1, products=products) for number, products in enumerate(started)]
+    waits = [(10 * (number + 1), products) for number, products in enumerate(waited)]
+    said = list(hides(Notes(calls, waits, products=3), "all_reduce"))
+    assert len(said) == (line is not None)
+    assert not said or said[0].startswith(f"line {line} waits for the all_reduce of line {line // 10} at once")
+    assert bool(list(hides(Notes(calls, waits, products=3), "all_reduce", but=3))) is False
+
+
+def test_messages_that_nothing_waits_for():
+    assert list(waits_for_messages(Notes([call("send")]))) == []
+    (line,) = waits_for_messages(Notes(unwaited=[call("send", line=4), call("receive", line=5)]))
+    assert line.startswith("the send of 1,000 bytes to rank 1 in line 4 is never waited for (nor are 1 others)")
+
+
+# ---- notes -----------------------------------------------------------------------------------------------------------
+
+STUDENT = """import torch
+import torch.distributed as dist
+
+def given(x):
+    return x @ x.T
+
+def run():
+    x = torch.ones(8, 2, dtype=torch.float64)
+    dist.all_reduce(x)
+    first = dist.all_reduce(x, async_op=True)
+    given(x)
+    first.wait()
+    dist.reduce_scatter_tensor(x[:2], x)
+    dist.all_gather_into_tensor(torch.empty(32, 2, dtype=torch.float64), x)
+    dist.all_to_all_single(torch.empty_like(x), x)
+    dist.broadcast(x, 0)
+    torch.ones(3, 2, 2) @ torch.ones(3, 2, 2)
+    works = [dist.isend(x, 2), dist.irecv(x, 3), dist.isend(x[:1], 0)]
+    works[1].wait()
+"""
+
+
+@pytest.fixture
+def fake_ranks(monkeypatch):
+    """Makes this process rank 1 of 4, whose messages need no others, and whose waits can be noted as gloo's are."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    kind = type(dist.all_reduce(torch.ones(1), async_op=True))
+    if kind is not dist.Work:
+        monkeypatch.setattr(kind, "wait", lambda work, *args: dist.Work.wait(work, *args))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")  # the names of torch 2.11
+def test_notes_of_what_a_rank_does(tmp_path, fake_ranks):
+    """x has 128 bytes. A wait is that of one message: the two others are in flight to the end."""
+    path = tmp_path / "student.py"
+    path.write_text(STUDENT)
+    spec = importlib.util.spec_from_file_location("student", path)
+    spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
+    with Watching(str(path), ["given"]) as notes:
+        student.run()
+    found = [(each.op, each.bytes, each.line, each.products, each.peer) for each in notes.calls]
+    assert found == [
+        ("all_reduce", 128, 9, 0, None),
+        ("all_reduce", 128, 10, 0, None),
+        ("reduce_scatter", 128, 13, 1, None),
+        ("all_gather", 512, 14, 1, None),
+        ("all_to_all", 128, 15, 1, None),
+        ("broadcast", 128, 16, 1, None),
+        ("send", 128, 18, 4, 2),
+        ("receive", 128, 18, 4, 3),
+        ("send", 16, 18, 4, 0),
+    ]
+    assert {each.members for each in notes.calls} == {FOUR} and notes.products == 1 + 3
+    blocking = [(9, 0), (13, 1), (14, 1), (15, 1), (16, 1)]
+    assert notes.waits == [blocking[0], (12, 1), *blocking[1:], (19, 4)]
+    assert [(each.op, each.peer) for each in notes.unwaited] == [("send", 2), ("send", 0)]
+    assert 512 <= notes.peak <= 2 * 512
+
+
+def test_a_line_is_the_students_own():
+    """The innermost in the file, and if possible in no helper that was given."""
+
+    def frame(name, line, back, file="mine.py"):
+        return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name=name), f_lineno=line, f_back=back)
+
+    outer = frame("run", 5, frame("main", 1, None, "other.py"))
+    inner = frame("torch", 9, frame("given", 3, outer), "torch.py")
+    assert line_of("mine.py", inner) == 3 and line_of("mine.py", inner, ["given"]) == 5
+    assert line_of("mine.py", inner, ["given", "run"]) == 3 and line_of("theirs.py", inner) == 0
