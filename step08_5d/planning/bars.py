@@ -60,6 +60,7 @@ def _first_of_8(model: ModelConfig) -> float:
 DRAWN = (1, 4, 16)  # thousands of tokens
 ONE_8B, ONE_70B = {1: 4.25, 4: 17, 16: 68}, {1: 21.25, 4: 85, 16: 340}
 BARS = (
+    Bar("journey", "1B", "one GPU", {}, states=(2.30, 2.30, 9.2)),  # whose activations nobody has read off
     Bar("journey", "8B", "one GPU", ONE_8B, states=(14.96, 14.96, 59.8)),
     Bar("journey", "70B", "one GPU", ONE_70B, states=(131.4, 131.4, 525.7)),
     Bar("tp", "70B", "tp 8", {1: 8.125, 4: 32.5, 16: 130}, 10 + 24 / 8, None, (16.4, 16.4, 65.75), _divided(8)),
@@ -102,11 +103,65 @@ def recomputed(name: str) -> list[float]:
     return [whole(name, 4, mode) + more for mode in ("none", "selective", "full")]
 
 
+SIGNIFICANT = 0.5  # activations count once they take half as much as the states
+LONG = 4, 16, 32, 64, 128  # thousands of tokens
+
+
+class Claim(NamedTuple):
+    """What its two sentences about activations come to for a model; a micro-batch of one sequence, no fused attention.
+
+    states: GiB, with 16 bytes per parameter of the GPT.
+    shares: activations over states, by thousands of tokens.
+    significant: the first of these lengths from which on they are.
+    less: times less activations with selective recomputation, 4k tokens.
+    less_in_all: times less of states and activations together.
+    """
+
+    states: float
+    shares: dict[int, float]
+    significant: int
+    less: float
+    less_in_all: float
+
+
+def claim(name: str) -> Claim:
+    states = sum(gpt.states(gpt.from_model(MODELS[name]).parameters, True, False).values()) / GIB
+    shares = {length: whole(name, length) / states for length in (1, 2, 4, 8, 16)}
+    significant = next(length for length, share in shares.items() if share > SIGNIFICANT)
+    kept, selective = whole(name, 4), whole(name, 4, "selective")
+    return Claim(states, shares, significant, kept / selective, (states + kept) / (states + selective))
+
+
+def long_70b(thousands: int, mode: str) -> float:
+    """GiB of a rank: 70B with tp 16 and sequence parallelism, states and the activations of one sequence."""
+    [bar] = [bar for bar in BARS if bar.name == "tp 16 + SP"]
+    kept = {"selective": 34, "full": 2}[mode] / 16  # full: a layer's input, which is divided like all else
+    return sum(bar.states_by_formula) + bar._replace(right=kept).activations(thousands)
+
+
+def print_claims() -> None:
+    """Judge two sentences of the playbook, and print a figure that its text does not show."""
+    rows = []
+    for name in MODELS:
+        found = claim(name)
+        shares = (f"{share:.0%}" for share in found.shares.values())
+        cells = f"{found.significant}k", f"{found.less:.1f}", f"{found.less_in_all:.2f}"
+        rows.append((name, f"{found.states:,.0f}", *shares, *cells))
+    header = ("", "states, GiB", *(f"{length}k" for length in claim("1B").shares), "over half", "selective: times less")
+    print_table("predicted: activations / states, 16 bytes per parameter", (*header, "in all"), rows)
+    rows = []
+    for mode in ("selective", "full"):
+        rows.append((mode, *(f"{long_70b(length, mode):.1f}" for length in LONG)))
+    print_table("predicted: GiB of a rank, 70B, tp 16 + SP", ("", *(f"{length}k" for length in LONG)), rows)
+
+
 def show(options) -> None:
     """Print every published value beside ours, and draw the bars of 1k, 4k and 16k tokens."""
     rows = []
     for bar in BARS:
         states = (f"{sum(bar.states_by_formula):.1f}", f"{sum(bar.states):.1f}" if bar.states else "-")
+        if not bar.published:
+            rows.append((f"{bar.figure}: {bar.model}, {bar.name}", "-", *states, "-", "-", ""))
         for length, published in bar.published.items():
             ours, drawn = bar.activations(length), bar.activations(length, as_drawn=True)
             note = f"drawn {drawn / ours:.3g} times too large" if drawn > ours else ""
@@ -129,6 +184,7 @@ def show(options) -> None:
         )
     header = ("4k tokens", "none", "published", "selective", "published", "full", "published")
     print_table("predicted: GiB of activations with recomputation", header, rows)
+    print_claims()
     print(f"\n  figure: {draw(Path(options.out))}")
 
 
@@ -151,7 +207,7 @@ def draw(path: Path) -> Path:
     for axis, name in zip((*axes[:2].flat, wide), ("journey", "tp", "tp+sp", "cp", "5D")):
         groups = {}
         for bar in (each for each in BARS if each.figure == name and sum(each.states_by_formula) < TOP):
-            for length in DRAWN:
+            for length in DRAWN if bar.published else ():
                 states = sum(bar.states_by_formula)
                 theirs = {"published states": sum(bar.states) or states, "published activations": bar.published[length]}
                 ours = {"states": states, "activations": bar.activations(length)}
