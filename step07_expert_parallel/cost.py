@@ -5,6 +5,7 @@ EP the ranks that share the experts, beta the bytes of a number. All experts are
 """
 
 import math
+from typing import NamedTuple
 
 from common.costs.alpha_beta import Player
 from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
@@ -104,6 +105,34 @@ def operations(model: ModelConfig, seq: int) -> dict[str, float]:
     count = count_parameters(model)
     core = 2 * seq * model.heads * model.head_width  # causal
     return {"attention": 2 * count.attention + core, "experts": 2 * count.moe_active}
+
+
+def repeated_work(model: ModelConfig, seq: int, ep: int) -> float:
+    """Return how many times the FLOPs a layer takes if EP ranks divide its experts, and nothing else.
+
+    Without dp, cp or tp all of them read the same tokens, so each repeats attention (and router, and shared experts);
+    only the work of routed experts is divided.
+    """
+    flops = operations(model, seq)
+    routed = 2 * model.top_k * 3 * model.hidden * model.expert_ffn
+    return 1 + (ep - 1) * (sum(flops.values()) - routed) / sum(flops.values())
+
+
+class Grown(NamedTuple):
+    """What a rank and a step have with EP ranks that each read sequences of their own."""
+
+    sequences: int  # of a step, at least
+    experts: int  # of a layer on a rank
+    rows: float  # that a rank's experts get in a layer and micro-batch
+    states: float  # bytes of a rank, float32 sums and bfloat16 weights, no ZeRO
+    sent: float  # bytes that a rank sends in one all-to-all of tokens
+
+
+def grown(model: ModelConfig, seq: int, ep: int) -> Grown:
+    """Return what grows with EP, and what shrinks, with micro-batches of one sequence."""
+    states = sum(held(model, ep, ep, 0, "bfloat16").values())
+    sent_ = dispatch_bytes(seq, model.top_k, model.hidden, ep, 2)
+    return Grown(ep, model.experts // ep, model.top_k * seq, states, sent_)
 
 
 def width_to_hide(peak: float, bandwidth: float, ep: int, width: float = 2, backward: bool = False) -> float:

@@ -8,11 +8,13 @@ from common.experiments.runner import run_experiments
 from step07_expert_parallel.experiments import dualpipe, memory, nodes, overlap, routing, traffic
 
 EXPERIMENTS = [
+    routing.gates,
     routing.routing,
     routing.learning,
     traffic.traffic,
     nodes.nodes,
     memory.memory,
+    memory.growth,
     overlap.condition,
     overlap.overlap,
     dualpipe.dualpipe,

@@ -56,6 +56,20 @@ def large_models() -> None:
     print_table(title, ("", "ZeRO 0", "ZeRO 1", "ZeRO 3"), rows)
 
 
+def growth(quick: bool) -> None:
+    """PREDICTED: what grows with ep, what shrinks, and what is repeated if ep ranks read the same tokens."""
+    rows, seq = [], 4096
+    for name in ("mixtral-8x7b", "deepseek-v3-like"):
+        model = PRESETS[name]
+        for ep in (each for each in (1, 2, 4, 8, 64) if model.experts % each == 0):
+            found = cost.grown(model, seq, ep)
+            cells = (found.sequences, found.experts, f"{found.rows:,}", f"{found.states / GIB:,.0f}")
+            repeated = cost.repeated_work(model, seq, ep)
+            rows.append((f"{name}, ep {ep}", *cells, f"{found.sent / 1e6:,.0f}", f"{repeated:.2f}"))
+    header = ("", "sequences a step", "experts", "rows", "GiB of states", "MB sent", "work without dp")
+    print_table(f"predicted: micro-batches of {seq:,} tokens, bfloat16, a rank and a layer", header, rows)
+
+
 def draw_memory(measured: dict[str, dict], share: float) -> None:
     """Stacked bars of what was measured: below what ep does not divide, above the experts."""
     figure, axis = new_figure(width=10, height=4.0)

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from common.config import TrainConfig
 from common.counts import count_flops, count_parameters
@@ -13,9 +15,10 @@ from common.drawing.figures import SERIES, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments import training_step
 from common.experiments.local_ranks import on_ranks
-from common.process_groups import Mesh
+from common.process_groups import Degrees, Mesh, build_mesh
 from step07_expert_parallel import train
 from step07_expert_parallel.balancing import Balancing
+from step07_expert_parallel.router import Router
 
 # Its MLPs are so narrow that a few hundred steps show whether more parameters help
 SMALL = {"step_name": "step07_expert_parallel", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "seq_len": 64}
@@ -64,6 +67,34 @@ def watch(mesh: Mesh, done: Callable, flags: dict) -> Trained:
 
 
 # ---- balancing -------------------------------------------------------------------------------------------------------
+
+
+# Probabilities of four experts: the first two tokens are those of Switch's figure, 0.65 and 0.8 for their best expert
+PROBABILITIES = {"a": (0.05, 0.65, 0.2, 0.1), "b": (0.8, 0.1, 0.06, 0.04), "c": (0.1, 0.3, 0.35, 0.25)}
+
+
+def routed(top_k: int, normalize: bool) -> list[tuple[list[int], list[float]]]:
+    """What our router makes of `PROBABILITIES`: the experts of each token, and their gates."""
+    config, mesh = TrainConfig(**SMALL | {"experts": 4, "top_k": top_k}), build_mesh(Degrees(), torch.device("cpu"))
+    config.model_config = replace(config.model_config, hidden=len(PROBABILITIES), normalize_gates=normalize)
+    router = Router(config, mesh)
+    logits = torch.tensor([list(each) for each in PROBABILITIES.values()], dtype=torch.float64).log()
+    router.weight = torch.nn.Parameter(logits.T)  # token i is row i of the identity
+    chosen, gates = router(torch.eye(len(PROBABILITIES), dtype=torch.float64)[None])
+    return list(zip(chosen.tolist(), gates.tolist()))
+
+
+def gates(quick: bool) -> None:
+    """From a router's probabilities to gates: the tokens of Switch's figure with one expert each, and with two."""
+    ways = {"k 1": (1, False), "k 2": (2, True), "k 2, gates not normalized": (2, False)}
+    found, rows = {name: routed(*way) for name, way in ways.items()}, []
+    for index, (token, probabilities) in enumerate(PROBABILITIES.items()):
+        cells = []
+        for of_tokens in found.values():
+            pairs = zip(*of_tokens[index])
+            cells.append(" + ".join(f"{gate:.3g} E{expert}" for expert, gate in pairs))
+        rows.append((token, " ".join(f"{each:g}" for each in probabilities), *cells))
+    print_table("y of a token; Ei stands for the output of expert i", ("", "probabilities", *found), rows)
 
 
 def routing(quick: bool) -> None:

@@ -55,6 +55,10 @@ BY_HAND = [
     # and weights of the router in float32 4·4·8, the order of what arrived 2·5·8
     (156 + 78 + 128 + 168 + 80 + 280 + 120, cost.activations, EXPERTS, 3, 5, 2, 2),
     ({"attention": 432, "experts": 544}, cost.operations, EXPERTS, 3),  # 2·(192 + 3·8), 2·(240 + 32)
+    ((4 * (432 + 64) + 480) / 976, cost.repeated_work, EXPERTS, 3, 4),  # four times all but 2·240 of routed experts
+    (1, cost.repeated_work, EXPERTS, 3, 1),
+    # 1000 and 960/4 parameters of 18 bytes; 2·3·8·2·3/4 bytes
+    ((4, 1, 6, 18 * 1240, 72), cost.grown, EXPERTS, 3, 4),
     (9, cost.width_to_hide, 36, 2, 4),  # 2·3/4·36/(3·2)
     (4.5, cost.width_to_hide, 36, 2, 4, 2, True),
     (1.5, cost.cheatsheet, EXPERTS, 384, 2, 4),  # 3·384/(12·4·8·2)

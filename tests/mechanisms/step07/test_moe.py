@@ -18,6 +18,7 @@ from step05_pipeline.weight_gradients import defer_weight_gradients
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.balancing import Balancing
 from step07_expert_parallel.capacity import capacity
+from step07_expert_parallel.experiments import routing
 from step07_expert_parallel.experts import Counts, Experts
 from step07_expert_parallel.moe import MoE, apply_experts
 from step07_expert_parallel.router import Router
@@ -41,6 +42,13 @@ CASES = {
 
 def configured(flags: str, world: int = 1) -> TrainConfig:
     return configure(7, f"{BASE} {flags}", world)
+
+
+def test_from_probabilities_to_gates():
+    """Switch's figure: the best expert's output times 0.65 or 0.8. Of two experts, gates are divided by their sum."""
+    assert routing.routed(1, normalize=False)[:2] == [([1], [pytest.approx(0.65)]), ([0], [pytest.approx(0.8)])]
+    [chosen, gates], *_ = routing.routed(2, normalize=True)
+    assert chosen == [1, 2] and gates == pytest.approx([0.65 / 0.85, 0.2 / 0.85])
 
 
 def layer_of(config: TrainConfig, lively: float = 20.0) -> MoE:
