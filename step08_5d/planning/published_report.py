@@ -1,9 +1,11 @@
 """The published runs as a report: how well predictions rank them, late pipelines, memory, failures, and a figure."""
 
+import itertools
 import math
 import statistics
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
 from common.drawing.tables import print_table
@@ -22,9 +24,10 @@ SCALING = {  # read off; m: micro-batches
     "pp_1f1b_scaling, m = pp - 1": (7400, 8000, 7900, 6700, 3700),
     "pp_1f1b_scaling, m = 32": (15300, 13900, 11600, 7900, 3700),
     "tp_scaling": (13923, 12421, 10903, 6246, 2146),
+    "tp_sp_scaling": (14167, 13460, 10889, 6159, 3610),
 }
+LARGEST = {"tp_scaling": (3, 8, 12, 16, 20), "tp_sp_scaling": (4, 10, 20, 40, 100)}  # their micro-batches
 FULL = 68e9  # bytes of an 80 GB GPU: all pipelines that held more were late
-LARGEST = (3, 8, 12, 16, 20)  # micro-batch of tp_scaling
 
 
 def show(options) -> None:
@@ -49,7 +52,8 @@ def show(options) -> None:
         seen_by |= dict.fromkeys(others, holds)
     fit = published.fitted(runs)
     print_late(runs, fit)
-    print_scaling(fit)
+    print_scaling(fit, published_memory.fitted(runs))
+    print_cells(runs, fit)
     print_memory(runs, parts, seen_by)
     print(f"  figure: {draw(runs, fit, options.out)}")
 
@@ -131,29 +135,88 @@ def print_unseen(runs: list[Run], fit: Fit) -> None:
     )
 
 
-def scaling(figure: str, habits: Habits) -> list[float]:
-    """Return the tokens per second and GPU that the model predicts for the bars of a figure."""
+def of_3b(figure: str) -> tuple[ModelConfig, list[Layout]]:
+    """The model and the layouts of the bars of a figure. (Layouts have sequence parallelism, which sends as much.)"""
     hidden, layers, heads, ffn = published.SHAPES["3B"]
-    model = ModelConfig(published.VOCAB, hidden, layers, heads, heads, ffn, figure == "tp_scaling")
     result = []
-    for degree, largest in zip(DEGREES, LARGEST):
+    for index, degree in enumerate(DEGREES):
         layout = Layout(published.SEQ, pp=degree, micro_batches=degree - 1, dtype="bfloat16", nanotron=True)
-        if figure == "tp_scaling":
-            layout = layout._replace(pp=1, tp=degree, micro_batch=largest, micro_batches=1)
+        if figure in LARGEST:
+            layout = layout._replace(pp=1, tp=degree, micro_batch=LARGEST[figure][index], micro_batches=1)
         elif figure.endswith("32"):
             layout = layout._replace(micro_batches=32)
-        tokens = layout.micro_batches * layout.tokens / degree
-        result.append(tokens / times(model, layout, H100, habits).step)
-    return result
+        result.append(layout)
+    return ModelConfig(published.VOCAB, hidden, layers, heads, heads, ffn, figure in LARGEST), result
 
 
-def print_scaling(fit: Fit) -> None:
+def scaling(figure: str, habits: Habits) -> list[float]:
+    """Return the tokens per second and GPU that the model predicts for the bars of a figure."""
+    model, layouts = of_3b(figure)
+    tokens = (layout.micro_batches * layout.tokens / (layout.tp * layout.pp) for layout in layouts)
+    return [each / times(model, layout, H100, habits).step for each, layout in zip(tokens, layouts)]
+
+
+def largest(holds: Holds, memory: float = 80e9) -> list[int]:
+    """Return the sequences of the largest micro-batch that should fit, for each degree of the figure tp_sp_scaling."""
+    model, layouts = of_3b("tp_sp_scaling")
+
+    def fits(layout: Layout, size: int) -> bool:
+        run = Run("3B", 0, model, layout._replace(micro_batch=size), None, 0.0, 0.0)
+        return published_memory.predicted(run, holds) <= memory
+
+    return [next(size for size in itertools.count() if not fits(layout, size + 1)) for layout in layouts]
+
+
+def print_scaling(fit: Fit, holds: Holds) -> None:
     """Figures of scaling, beside what the model says of them."""
     rows = []
     for figure, bars in SCALING.items():
         rows.append((figure, *(f"{value:,}" for value in bars)))
         rows.append(("  predicted", *(f"{value:,.0f}" for value in scaling(figure, fit.habits))))
+    rows.append(("largest micro-batch of tp_sp_scaling", *LARGEST["tp_sp_scaling"]))
+    rows.append(("  predicted for 80 GB", *largest(holds)))
     print_table("tokens/s of a GPU in the playbook's figures", ("pp or tp", *map(str, DEGREES)), rows)
+
+
+class Cell(NamedTuple):
+    """A model on so many nodes: the runs with the best published MFU and with the most tokens/s, and a prediction."""
+
+    best: Run
+    fastest: Run
+    predicted: float  # the best MFU that the model of time expects of any of its runs
+
+    @property
+    def untied(self) -> bool:
+        """Whether the best MFU is of a pipeline, with the vocabulary's matrix twice, and a run without is faster."""
+        return self.best.layout.pp > 1 and self.fastest.layout.pp == 1 and self.best.model != self.fastest.model
+
+
+def cells(runs: list[Run], fit: Fit) -> dict[tuple[str, int], Cell]:
+    """The cells of the playbook's heat map, as far as the file has them."""
+    result = {}
+    for pair in sorted(
+        {run.pair for run in runs if run.mfu}, key=lambda pair: (list(published.SHAPES).index(pair[0]), pair[1])
+    ):
+        some = [run for run in runs if run.pair == pair and run.mfu]
+        best, fastest = (max(some, key=value) for value in (lambda run: run.mfu, lambda run: run.tokens_per_second))
+        result[pair] = Cell(best, fastest, max(published.predicted(run, fit) for run in some))
+    return result
+
+
+def print_cells(runs: list[Run], fit: Fit) -> None:
+    """The best of each cell; and where MFU and tokens/s do not agree, because pipelines have more parameters."""
+    rows, found = [], cells(runs, fit)
+    for (name, nodes), cell in found.items():
+        numbers = f"{cell.best.mfu:.1%}", f"{cell.predicted:.1%}", f"{cell.best.tokens_per_second:,.0f}"
+        other = (named(cell.fastest.layout), f"{cell.fastest.tokens_per_second:,.0f}") if cell.untied else ("", "")
+        rows.append((f"{name} on {nodes} nodes", named(cell.best.layout), *numbers, *other))
+    header = ("", "best MFU", "published", "predicted", "tokens/s", "faster, with tied matrices", "tokens/s")
+    print_table("best by model and nodes", header, rows)
+    small = [cell for (name, _), cell in found.items() if name in ("1B", "3B")]
+    print(
+        f"  in {sum(cell.untied for cell in small)} of {len(small)} cells of 1B and 3B the best MFU is of a pipeline, "
+        "and a run without has more tokens/s"
+    )
 
 
 def print_memory(runs: list[Run], parts: list[tuple[list[Run], list[Run]]], seen_by: dict[Run, Holds]) -> None:

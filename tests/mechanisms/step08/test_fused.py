@@ -92,6 +92,7 @@ def test_bfloat16_with_kernels():
     def step(self, gradients, *rest, **options):
         kept = [weakref.ref(each) for each in gradients]
         update(self, gradients, *rest, **options)
+        gradients.clear()  # the caller's list, which is alive until its step returns
         assert not any(each() is not None for each in kept)
         held = [*self.masters, *(each for master in self.masters for each in self.state_of(master).values())]
         assert {each.dtype for each in held} == {torch.float32}
