@@ -139,20 +139,33 @@ def cheatsheet_zero2(ranks: int, bandwidth: float, peak_flops: float, tokens: fl
 
 
 def play_buckets(
-    player: Player, buckets: list[list[int]], regions: list[list[int]], sizes: list[int], costs: list, times: tuple
+    player: Player,
+    buckets: list[list[int]],
+    regions: list[list[int]],
+    sizes: list[int],
+    costs: list,
+    times: tuple,
+    update: float = 0.0,
+    early: bool = False,
 ) -> None:
     """Play a step of stage 1 or 2: gather all, and wait in the forward region by region; scatter full buckets.
+
+    It begins with the update of the step before.
 
     Args:
         buckets: indices of parameters, in the order of the backward.
         regions: indices of parameters, in the order of the forward.
         sizes: bytes of each parameter, which are also those of its gradient.
         costs: of each parameter's computation, in any unit. times: seconds of the forward and of the backward.
+        update: seconds of the optimizer for this rank's shards.
+        early: gather a bucket as soon as it is updated. Else, as our stages do, all of them when the update is over.
     """
     forward, backward = (seconds / sum(costs) for seconds in times)
     whole = [sum(sizes[index] for index in bucket) for bucket in buckets]
     arrival = {}  # of each parameter's gathered weights
+    player.now += 0 if early else update
     for bucket, size in zip(reversed(buckets), reversed(whole)):
+        player.now += update * size / sum(whole) if early else 0
         arrival |= dict.fromkeys(bucket, player.message(size))
     for region in regions:
         player.wait(max(arrival[index] for index in region))

@@ -10,6 +10,7 @@ from step02_data_parallel.experiments import cluster, nodes, numbers, overlap
 EXPERIMENTS = [
     numbers.traffic,
     overlap.overlap,
+    overlap.bucket_sweep,
     nodes.nodes,
     numbers.gradients,
     cluster.scaling,

@@ -31,15 +31,31 @@ def overlap(quick: bool) -> None:
     print(f"  figure: {draw_timelines(panels, figure_path('timelines'))}")
 
 
-def buckets_of(mode: str) -> list[list[int]]:
+SWEEP = (0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 25.0)  # MB of a bucket
+
+
+def bucket_sweep(quick: bool) -> None:
+    """Small buckets pay the link's latency often, large ones start late: exposed communication over --bucket-mb."""
+    cases = {
+        f"{mb:g} MB": SHAPE | {"bucket_mb": mb, "steps": 3 if quick else 8} for mb in (SWEEP[1::2] if quick else SWEEP)
+    }
+    traces = run_cases(train, 2, cases, title="bucket_sweep")
+    backward = {name: computation(trace, "backward") for name, trace in traces.items()}
+    players = {name: play(backward[name], "bucket", flags["bucket_mb"]) for name, flags in cases.items()}
+    named = {name: f"{name}: {len(buckets_of('bucket', flags['bucket_mb']))} buckets" for name, flags in cases.items()}
+    of_names = ({named[name]: each for name, each in some.items()} for some in (players, traces))
+    print_hidden(f"2 ranks, --link {LINK}, 21 MB of gradients", *of_names)
+
+
+def buckets_of(mode: str, bucket_mb: float = BUCKET_MB) -> list[list[int]]:
     """Indices of the parameters in each bucket."""
-    return fill_buckets(tensor_sizes()[0], BUCKET_MB * 1e6 if mode == "bucket" else 0)
+    return fill_buckets(tensor_sizes()[0], bucket_mb * 1e6 if mode == "bucket" else 0)
 
 
-def play(backward: float, mode: str) -> Player:
+def play(backward: float, mode: str, bucket_mb: float = BUCKET_MB) -> Player:
     """What the alpha-beta model says of a step on two ranks over `LINK`, with the norm and the loss."""
     player = Player(2, TrainConfig(link=LINK).link_model)
-    cost.play_step(player, buckets_of(mode), *tensor_sizes(), (0.0, backward), naive=mode == "naive")
+    cost.play_step(player, buckets_of(mode, bucket_mb), *tensor_sizes(), (0.0, backward), naive=mode == "naive")
     for _ in range(2):
         player.wait(player.all_reduce(cost.SCALAR))
     return player

@@ -16,6 +16,7 @@ EXPERIMENTS = [
     nodes.nodes,
     cluster.llama,
     cluster.condition,
+    cluster.early_gathers,
 ]
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import math
 
-from common.costs.hardware import H100_TFLOPS
+from common.costs.alpha_beta import Player
+from common.costs.hardware import H100_TFLOPS, MEMORY_BANDWIDTH
 from common.costs.networks import BUS_GB_PER_S, NODE, NVLINK
 from common.costs.vocabulary import WIDTHS
 from common.counts import count_parameters
 from common.drawing.tables import print_table
+from common.link import Link
 from common.presets import PRESETS
 from step02_data_parallel.cost import tokens_to_hide
 from step03_zero import cost
@@ -17,6 +19,7 @@ GIB = 2**30
 # master weights: 2 + 2 + 8 bytes per parameter
 PUBLISHED = {0: (15, 15, 60), 1: (15, 15, 7.5), 2: (15, 1.875, 7.5), 3: (1.875, 1.875, 7.5)}
 PLOTTED = (2, 2, 8)
+UPDATE_BYTES = 28 + 2  # AdamW reads gradient, master weight and two moments and writes three; and the narrow weight
 
 
 def llama(quick: bool) -> None:
@@ -59,3 +62,27 @@ def condition(quick: bool) -> None:
     header = ("GPUs", "A3, ZeRO-3", "cheatsheet, ZeRO-3", "ours: gather, 2 bytes", "cheatsheet, ZeRO-2")
     title = f"communication / computation that hides it, {tokens:,} tokens per GPU; it hides up to 1"
     print_table(title, (*header, "ours: reduce-scatter, 4 bytes"), ratios)
+
+
+def early_gathers(quick: bool) -> None:
+    """PREDICTED: stage 1 that gathers a bucket as soon as it is updated, beside ours, which waits for the next step."""
+    model, tokens, rows = PRESETS["llama3-8b"], 4096, []
+    count = count_parameters(model)
+    layer = count.attention + count.dense_mlp + 2 * model.hidden
+    units = [count.embedding, *[layer] * model.layers, count.head + model.hidden]  # each is a bucket and a region
+    sizes, order = [WIDTHS["bfloat16"][0] * unit for unit in units], [[index] for index in range(len(units))]
+    forward = 2 * count.total * tokens / (H100_TFLOPS * 1e12)
+    for gpus in (8, 64, 512):
+        link = Link(0.0, 1e9 * BUS_GB_PER_S["all_gather"][gpus])
+        update = count.total / gpus * UPDATE_BYTES / MEMORY_BANDWIDTH["H100"]
+        ends = []
+        for early in (False, True):
+            player = Player(gpus, link)
+            times = forward, 2 * forward
+            cost.play_buckets(player, order[::-1], order, sizes, units, times, update, early)
+            ends.append(player.now)
+        gathers = sum(Player(gpus, link).message(size) for size in sizes)
+        cells = (f"{1e3 * each:,.1f}" for each in (update, gathers, *ends, ends[0] - ends[1]))
+        rows.append((gpus, *cells))
+    title = f"llama3-8b, ZeRO-1, {tokens:,} tokens per GPU at 989 TFLOP/s, published bandwidths: ms"
+    print_table(title, ("GPUs", "update", "gathers", "a step, ours", "gathers during the update", "saved"), rows)

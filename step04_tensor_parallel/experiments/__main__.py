@@ -5,9 +5,10 @@ python -m step04_tensor_parallel.experiments --only shapes
 """
 
 from common.experiments.runner import run_experiments
-from step04_tensor_parallel.experiments import cluster, gpt, memory, nodes, numbers, overlap
+from step04_tensor_parallel.experiments import cluster, gpt, memory, nodes, numbers, orders, overlap
 
 EXPERIMENTS = [
+    orders.orders,
     numbers.traffic,
     numbers.shapes,
     numbers.curves,

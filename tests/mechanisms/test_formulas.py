@@ -113,6 +113,9 @@ STEP_3 = [
     (3.5, zero.cheatsheet_zero2, 4, 3, 40, 5, 7),  # 3·7·40/(4·3·5·4)
     # Gathers 0-1, 1-3; forward 1-3, 3-9; backward 9-15, 15-17, scatters 15-17, 17-18
     ((18, 6, 2), played, 2, zero.play_buckets, *BUCKETS, [1, 3], (8, 8)),
+    # The update 0-6, then as above; or 0-2 and 2-6, gathers 2-3 and 6-8 with the forward 6-8, 8-14 and the backward
+    ((24, 6, 2), played, 2, zero.play_buckets, *BUCKETS, [1, 3], (8, 8), 6),
+    ((23, 6, 1), played, 2, zero.play_buckets, *BUCKETS, [1, 3], (8, 8), 6, True),
     # Gathers 0-1, 1-3, 3-6 with forwards 3-5, 6-8; gather 8-10 with a backward, 10-12; scatters 10-13, 13-15, 15-16
     ((16, 14, 8), played, 2, zero.play_units, [2, 4, 6], [0, 1, 1], (4, 4)),
     # Gathers 0-1, 1-3, 5-8, 12-14 alone; backwards 10-12, 14-16; scatters 14-17, 17-19, 19-20
