@@ -5,7 +5,7 @@ python -m step08_5d.experiments --only cost
 """
 
 from common.experiments.runner import run_experiments
-from step08_5d.experiments import cluster, dimensions, head, layer_bytes, memory_8b, nodes, precision, timeline
+from step08_5d.experiments import cluster, dimensions, head, layer_bytes, memory_8b, nodes, precision, restart, timeline
 
 EXPERIMENTS = [
     nodes.nodes,
@@ -17,6 +17,7 @@ EXPERIMENTS = [
     layer_bytes.layer_bytes,
     memory_8b.memory_8b,
     cluster.llama,
+    restart.restart,
 ]
 
 if __name__ == "__main__":

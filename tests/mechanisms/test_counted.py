@@ -16,7 +16,7 @@ from common.model import fused_attention
 from common.process_groups import Degrees, Group, build_mesh
 from step01_single_gpu.slow_device import SlowDevice
 from step04_tensor_parallel import cost as tensor
-from step04_tensor_parallel.experiments import gpt, numbers
+from step04_tensor_parallel.experiments import gpt, numbers, orders
 from step04_tensor_parallel.experiments.tools import SHAPE
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -50,6 +50,7 @@ def worked_example(group: Group) -> dict:
 def ranks_count() -> dict:
     mesh = build_mesh(Degrees(dp=2), torch.device("cpu"))
     found = {"gpt": gpt.look_into(mesh, lambda: None), "example": worked_example(mesh.world)}
+    found["orders"] = orders.both_orders(mesh)
     divided = [SHAPE | {"tp": 2, "sequence_parallel": sequence_parallel} for sequence_parallel in (False, True)]
     found["shapes"] = [numbers.read_shapes(mesh, flags) for flags in divided]
     found["pipelines"] = [pipeline_memory.keep(mesh, flags)["kept"] for flags in PIPELINES]
@@ -79,6 +80,19 @@ def test_the_worked_example_of_the_playbook(counted):
         for (sequence_parallel, mode), (column, row) in found["example"].items():
             assert column == [[tokens[rank]] for tokens in y], (sequence_parallel, mode)
             assert row == (y[2 * rank : 2 * rank + 2] if sequence_parallel else y), (sequence_parallel, mode)
+
+
+def test_columns_then_rows_or_the_other_way_round(counted):
+    """Both are right, and each issues two calls in each direction at most; rows first sends the hidden numbers, too:
+    256 tokens of 128 and of 512 numbers, 4 bytes, of two ranks."""
+    for found, wrong in (rank["orders"] for rank in counted):
+        right, other = found["column then row"], found["row then column"]
+        assert (right["calls"], right["bytes"]) == ({"all_reduce": 2}, 2 * 256 * 128 * 4)
+        assert other["calls"] == {"all_reduce": 2, "all_gather": 2}
+        assert other["bytes"] == 2 * (256 * 512 * 4 + 256 * 128 * 4 / 2)
+        predicted = orders.predicted_bytes(2, 256, 128, 512)
+        assert predicted == {name: each["bytes"] for name, each in found.items()}
+        assert max(right["difference"], other["difference"]) < 1e-6 and wrong > 0.5, "the activation needs the sum"
 
 
 def test_a_whole_gpt_block_and_its_parts(counted):
