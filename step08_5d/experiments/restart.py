@@ -32,7 +32,7 @@ class Cost(NamedTuple):
 
 def kill_a_rank(launcher: subprocess.Popen) -> None:
     """As if its machine had failed."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="utf-8").split()
     ranks = [int(child) for child in children if re.search(rb"\0RANK=1\0", Path(f"/proc/{child}/environ").read_bytes())]
     os.kill(ranks[0], signal.SIGKILL)
 

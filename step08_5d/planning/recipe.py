@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 from common.drawing.tables import print_table
 from common.errors import UsageError
+from common.model_config import ModelConfig
 from common.presets import resolve
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import memory
-from step08_5d.planning.search import MOST_FULL, Task, divisors
+from step08_5d.planning.search import MOST_FULL, Task, divisors, named
 from step08_5d.planning.speed import mfu, times
 
 TP = 8
@@ -52,6 +53,45 @@ def _best(task: Task, layout: Layout) -> Choice | None:
     return result
 
 
+def batch_ways(model: ModelConfig, layout: Layout) -> dict[str, Layout]:
+    """Return how to double and to halve a step's tokens, by each means that this layout has. dp and cp change GPUs.
+
+    Sequences of twice the length on twice the ranks of cp leave a rank as many tokens. ep changes nothing, since its
+    ranks are some of dp, cp and tp; only, it must divide them.
+    """
+    found = {"as it is": layout}
+    double = {"dp": {"dp": 2 * layout.dp}, "micro-batches": {"micro_batches": 2 * layout.micro_batches}}
+    double |= {"micro-batch": {"micro_batch": 2 * layout.micro_batch}}
+    double |= {"cp and sequences": {"cp": 2 * layout.cp, "seq": 2 * layout.seq}}
+    found |= {f"up: twice the {name}": layout._replace(**changes) for name, changes in double.items()}
+    for name, changes in double.items():
+        halves = {key: getattr(layout, key) // 2 for key in changes}
+        ranks = halves.get("dp", layout.dp) * halves.get("cp", layout.cp) * layout.tp
+        if min(halves.values()) and not any(getattr(layout, key) % 2 for key in changes) and ranks % layout.ep == 0:
+            found[f"down: half the {name}"] = layout._replace(**halves)
+    return found
+
+
+def print_batch_ways(task: Task, layout: Layout) -> None:
+    """What each way to another batch would mean: GPUs, tokens, time and memory."""
+    rows = []
+    for name, each in batch_ways(task.model, layout).items():
+        gpus = each.dp * each.cp * each.tp * each.pp
+        tokens = each.dp * each.micro_batches * each.micro_batch * each.seq
+        model = replace(task.model, max_positions=max(task.model.max_positions, each.seq))
+        seconds, held = times(model, each, task.machine).step, sum(memory(model, each).values())
+        cells = (
+            f"{gpus:,}",
+            f"{tokens / 2**20:g}M",
+            f"{seconds:.2f}",
+            f"{tokens / seconds / gpus:,.0f}",
+            f"{held / 1e9:.0f}",
+        )
+        rows.append((name, *cells))
+    header = ("", "GPUs", "tokens a step", "s", "tokens/s per GPU", "GB")
+    print_table(f"predicted: another batch, from {named(layout)}", header, rows)
+
+
 def show(options) -> None:
     """The table for the options of the command line."""
     model = resolve(options.model)
@@ -75,3 +115,5 @@ def show(options) -> None:
     )
     header = ("", "dp", "MFU", "s", "GB", "GB sent for dp", "micro-batches")
     print_table(title, header, rows)
+    if fitting := [choice for choice in found.values() if choice]:
+        print_batch_ways(task, min(fitting, key=lambda choice: choice.seconds).layout)

@@ -262,6 +262,25 @@ def test_what_would_change_a_plan():
         assert least == seconds[best.index(winner)] <= 1.01 * min(seconds)
 
 
+def test_ways_to_another_batch():
+    """Each one doubles or halves the tokens of a step; ep 8 of dp 2, cp 2 and tp 2 leaves no way to halve dp or cp."""
+    layout = Layout(4096, dp=2, cp=2, tp=2, ep=8, micro_batch=2, micro_batches=3)
+    ways = recipe.batch_ways(LLAMA, layout)
+    tokens = {name: each.dp * each.micro_batches * each.micro_batch * each.seq for name, each in ways.items()}
+    whole = tokens.pop("as it is")
+    assert {name: size / whole for name, size in tokens.items()} == {
+        "up: twice the dp": 2,
+        "up: twice the micro-batches": 2,
+        "up: twice the micro-batch": 2,
+        "up: twice the cp and sequences": 2,
+        "down: half the micro-batch": 0.5,
+    }
+    longer = ways["up: twice the cp and sequences"]
+    assert longer.tokens == layout.tokens, "of a rank"
+    dense = recipe.batch_ways(LLAMA, layout._replace(ep=1))
+    assert {"down: half the dp", "down: half the cp and sequences"} < set(dense)
+
+
 def test_zero_2_in_a_pipeline_sends_more_than_zero_1():
     """A reduce-scatter for every micro-batch, and not one for a step: 4 m + 2 bytes per parameter, not 4 + 2."""
     found = recipe.choices(task("llama3-70b", 1024, sequences=1024))
