@@ -44,6 +44,8 @@ from step08_5d.kernels import (
 from step08_5d.kernels.flash_attention import attend
 from step08_5d.kernels.launching import HAS_TRITON, ceil_div, triton
 from step08_5d.kernels.merge import merge
+from step08_5d.kernels.quantise import quantise
+from step08_5d.narrow_numbers.scaling import Block
 
 if HAS_TRITON:
     from triton.backends.compiler import GPUTarget
@@ -204,6 +206,15 @@ def launch_update(dtype: torch.dtype, skips: bool) -> None:
     adamw.adamw(*tensors, copy, *scalars, skip, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
 
 
+def launch_quantise(dtype: torch.dtype, block: Block, turned: bool = False, given: bool = False) -> None:
+    """Of one recipe, all that a run launches: formats, and scales that are found or given."""
+    x = empty(TOKENS, 2048, dtype=dtype, gradient=False)
+    x = x.t() if turned else x
+    scales = empty(1, 1, dtype=torch.promote_types(dtype, torch.float32), gradient=False) if given else None
+    for format in (torch.float8_e4m3fn, torch.float8_e5m2):
+        quantise(x, format, block, scales, power_of_two=block[1] == 32)
+
+
 def launch_ladder(dtype: torch.dtype) -> None:
     square = empty(4096, 4096, dtype=dtype, gradient=False)
     for function in (elu.in_triton, fusion.in_triton):
@@ -219,6 +230,7 @@ def attention_of(*widths: int) -> dict[str, tuple]:
     return {f"d {width}, {mode}": (launch_attention, width, modes[mode]) for width in widths for mode in modes}
 
 
+QUANTISED = {"rows": (1, None), "1 x 128": (1, 128), "128 x 128": (128, 128), "1 x 32": (1, 32)}  # have one scale
 CASES = {
     "attention": attention_of(64, 128),
     "wide_attention": {"d 192, full": (launch_attention, 192, False), "d 256, causal": (launch_attention, 256, True)},
@@ -237,6 +249,14 @@ CASES = {
         "64 and 8 heads, d 128": (launch_rotation, 64, 8, 128),
         "16.8 M": (launch_update, False),
         "16.8 M, skips": (launch_update, True),
+    },
+    "narrow": {
+        **{
+            f"{name}{', turned' if turned else ''}": (launch_quantise, block, turned)
+            for name, block in QUANTISED.items()
+            for turned in (False, True)
+        },
+        "given": (launch_quantise, (None, None), False, True),
     },
     "ladder": {"ladder": (launch_ladder,)},  # not in float64
 }  # fmt: skip

@@ -15,6 +15,7 @@ from common.model import Decoder, at_least_float32
 from common.process_groups import Group, Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from step08_5d.fused import launches_kernels
 from step08_5d.narrow_numbers.dispatch import NarrowJourney
 from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts, products_of
 from step08_5d.narrow_numbers.gather import NarrowGather
@@ -30,6 +31,8 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
     """
     if config.fp8 == "none":
         return []
+    in_kernels = launches_kernels(config, mesh.device)
+    make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], in_kernels=in_kernels)
     histories = []
     for stage, zero in zip(stages, zero_wrappers, strict=True):
         for layer in stage.layers.values():
@@ -37,15 +40,14 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
                 if isinstance(module, nn.Linear):
                     cut = _cut(module, name.startswith("mlp.shared"), mesh)
                     history = _history(module.weight, histories, config, mesh)
-                    module.weight.products = Products(config.fp8, FORMATS[config.fp8_gradients], cut, history)
+                    module.weight.products = make(cut=cut, history=history)
             if hasattr(layer.mlp, "experts"):
                 layer.mlp.experts = NarrowExperts(layer.mlp.experts, config.fp8_dispatch)
                 if config.fp8_dispatch:
                     layer.mlp.journey = NarrowJourney
                 for weight in layer.mlp.experts.parameters():
                     each = _history(weight, histories, config, mesh) or [None] * len(weight)
-                    make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], blocks_of_tokens=False)
-                    weight.products = ExpertProducts([make(history=history) for history in each])
+                    weight.products = ExpertProducts([make(history=one, blocks_of_tokens=False) for one in each])
                     weight.postpone = partial(accumulate, zero)
         for unit in zero.units if config.fp8_gather else ():
             if unit.group.size > 1 and any(map(products_of, unit.parameters)):

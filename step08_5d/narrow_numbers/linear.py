@@ -20,6 +20,7 @@ from torch.nn.functional import ScalingType
 
 from common.model import at_least_float32
 from common.process_groups import Group
+from step08_5d.kernels.quantise import quantise as quantise_in_kernel
 from step08_5d.narrow_numbers.history import History
 from step08_5d.narrow_numbers.scaling import Block, Narrow, block_of, largest_of, quantise, scales_for
 
@@ -74,13 +75,16 @@ def scales_in_order(operand: Narrow, right: bool = False) -> Tensor:
     1 x 128     (rows, tiles)          rows
     128 x 128   (tiles, rows of them)  tiles of a row, filled up to whole fours
 
-    Tiles get a copy, as their scales begin at an address that 16 divides.
+    Tiles whose scales lie otherwise get a copy, which also begins at an address that 16 divides.
     """
     rows, columns = operand.block
     if columns is None:
         return (operand.scales.t() if right else operand.scales).contiguous()
-    scales = operand.scales.t() if rows == 1 else F.pad(operand.scales, (0, -operand.scales.shape[1] % 4))
-    return scales.clone(memory_format=torch.contiguous_format).t()
+    scales, filling = operand.scales.t() if rows == 1 else operand.scales, -operand.scales.shape[1] % 4
+    scales = F.pad(scales, (0, filling)) if rows > 1 and filling else scales
+    if not scales.is_contiguous() or scales.storage_offset():
+        scales = scales.clone(memory_format=torch.contiguous_format)
+    return scales.t()
 
 
 def _has_kernel(left: Narrow, right: Narrow, dtype: torch.dtype) -> bool:
@@ -115,6 +119,7 @@ class Products:
         history: gives scales before the numbers are there; see `history.py`.
         blocks_of_tokens: whether neighboring tokens form blocks. Those of an expert do not: which ones are neighbors
             depends on the layout. There, a feature has one scale for all tokens.
+        in_kernels: whether a kernel quantises, which gives the same bits.
 
     gathered: the scales of the weight in this step, if ZeRO-3 gathers it in FP8 (see `gather.py`); else None.
     """
@@ -126,9 +131,10 @@ class Products:
         cut: Mapping[str, tuple[Group, ...]] = {},
         history: History | None = None,
         blocks_of_tokens: bool = True,
+        in_kernels: bool = False,
     ):
         self.recipe, self.gradients, self.cut = recipe, gradients, cut
-        self.history, self.blocks_of_tokens = history, blocks_of_tokens
+        self.history, self.blocks_of_tokens, self.in_kernels = history, blocks_of_tokens, in_kernels
         self.gathered: Tensor | None = None
 
     def output(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -170,9 +176,13 @@ class Products:
         elif self.history is not None:
             scales = self.history.scales(what, x, dtype)
         else:
-            groups = self.groups(block, rows, columns)
-            scales = scales_for(largest_of(x, block, groups), dtype, self.recipe == "mx")
-        return quantise(x, dtype, block, scales)
+            groups, power_of_two = self.groups(block, rows, columns), self.recipe == "mx"
+            alone = block != (None, None) and all(group.size == 1 for group in groups)
+            if self.in_kernels and alone:  # and in one pass: no other program has a part of a block
+                return quantise_in_kernel(x, dtype, block, power_of_two=power_of_two)
+            scales = scales_for(largest_of(x, block, groups), dtype, power_of_two)
+        narrow = quantise_in_kernel if self.in_kernels else quantise
+        return narrow(x, dtype, block, scales)
 
     def groups(self, block: Block, rows: str, columns: str) -> list[Group]:
         """Whose ranks hold other parts of a block of an operand with these axes."""

@@ -93,7 +93,8 @@ def scales_for(largest: Tensor, dtype: torch.dtype, power_of_two: bool = False) 
     A power of two is rounded up, so that nothing exceeds the format (Mishra et al., arXiv:2506.08027; the standard
     rounds down). A block of zeros gets the smallest scale there is: 0 stays 0.
     """
-    scales = (largest / torch.finfo(dtype).max).clamp_min(torch.finfo(largest.dtype).tiny)
+    top = torch.full_like(largest, torch.finfo(dtype).max)  # a tensor: instead of dividing by a number, CUDA multiplies
+    scales = (largest / top).clamp_min(torch.finfo(largest.dtype).tiny)
     if power_of_two:
         mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
         rounded = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
@@ -115,9 +116,14 @@ def quantise(x: Tensor, dtype: torch.dtype, block: Block, scales: Tensor) -> Nar
     return Narrow(cast(x.to(scales.dtype) / stretched(scales, block, x.shape), dtype), scales, block)
 
 
+def quantise_own(x: Tensor, dtype: torch.dtype, block: Block, power_of_two: bool = False) -> Narrow:
+    """x (rows, columns) in this format, with the scales that its own largest numbers suggest."""
+    return quantise(x, dtype, block, scales_for(largest_of(x, block), dtype, power_of_two))
+
+
 def quantise_now(x: Tensor, dtype: torch.dtype, recipe: str, weight: bool = False) -> Narrow:
     """x (rows, columns) as a recipe wants it, with scales from its own largest numbers."""
     block = block_of(recipe, weight)
-    largest = largest_of(x, block)
-    scales = torch.ones_like(largest) if recipe == "naive" else scales_for(largest, dtype, recipe == "mx")
-    return quantise(x, dtype, block, scales)
+    if recipe == "naive":
+        return quantise(x, dtype, block, torch.ones_like(largest_of(x, block)))
+    return quantise_own(x, dtype, block, recipe == "mx")

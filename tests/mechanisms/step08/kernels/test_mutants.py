@@ -10,11 +10,21 @@ import pytest
 import torch
 
 from step08_5d.kernels import adamw as update
-from step08_5d.kernels import cross_entropy, flash_attention, grouped_matmul, merge, rms_norm, rotary, swiglu, tiles
+from step08_5d.kernels import (
+    cross_entropy,
+    flash_attention,
+    grouped_matmul,
+    merge,
+    quantise,
+    rms_norm,
+    rotary,
+    swiglu,
+    tiles,
+)
 from step08_5d.kernels import flash_attention_backward as backward
 from step08_5d.kernels import linear_cross_entropy as head
 from tests.harness.narrow_operations import NarrowOperations
-from tests.mechanisms.step08.kernels import test_kernels, test_offsets
+from tests.mechanisms.step08.kernels import test_kernels, test_narrow_kernel, test_offsets
 from tests.mechanisms.step08.kernels.case import Maker
 from tests.mechanisms.step08.kernels.cases import BLOCKS, KERNELS
 from tests.mechanisms.step08.kernels.compare import (
@@ -75,6 +85,18 @@ MUTANTS = {
     "partial tiles left out": (grouped_matmul.find_tile, "(count + ROWS - 1)", "count"),
     "one tile too many": (grouped_matmul.find_tile, "tl.cumsum(tiles, 0) <= number", "tl.cumsum(tiles, 0) < number"),
     "rows of all experts before": (grouped_matmul._multiply_transposed_kernel, "range(end - ", "range(0 * "),
+    # FP8
+    "largest of the last columns": (quantise._quantise_kernel, "tl.maximum(largest, tl", "(tl"),
+    "largest of a row of a tile": (quantise._quantise_kernel, "largest = tl.max(largest, 0) +", "largest +="),
+    "scale of the tiles before": (quantise._quantise_kernel, "part * scale_strides[1]", "0 * scale_strides[1]"),
+    "scale of zero": (quantise.scale_for, "tl.where(scale < TINY, TINY, scale)", "scale"),
+    "power of two rounded down": (quantise.scale_for, "+ MANTISSA) &", ") &"),
+    "power of two rounded up twice": (quantise.scale_for, "+ MANTISSA) &", "+ MANTISSA + 1) &"),
+    "infinity saturates": (quantise.bits_in_8, "tl.where(finite, number | sign, 0x7F)", "number | sign"),
+    "numbers are not saturated": (quantise.bits_in_8, "tl.minimum(tl.maximum(quotient, -TOP), TOP)", "quotient"),
+    "signs lost": (quantise.bits_in_8, "number | sign", "number"),
+    "subnormal numbers are normal": (quantise.bits_in_8, "(127 + LEAST) << 23)", "0)"),
+    "digits cut off": (quantise.bits_in_8, "size + base", "size * 0.96875 + base"),
     # the update
     "first moment not corrected": (update._adamw_kernel, "tl.exp(count * LOG_BETA1)", "0 * count"),
     "second moment not corrected": (update._adamw_kernel, "tl.exp(count * LOG_BETA2)", "0 * count"),
@@ -98,6 +120,9 @@ CHECKS = {  # what the kernels of a module are compared with, in float64
     rotary: [("rotary", (2, 4, 2, 5, 8))],
     swiglu: [("swiglu", (2, 3, 7))],
     grouped_matmul: [(name, ([5, 20, 16], 16, 16, "of" in name)) for name in KERNELS if "grouped" in name],
+    quantise: [("quantise, rows", KERNELS["quantise, rows"].sizes[1])]
+    + [("quantise, tiles of a weight", KERNELS["quantise, tiles of a weight"].sizes[0])]
+    + [("quantise, e5m2 and given scales", size) for size in KERNELS["quantise, e5m2 and given scales"].sizes[2:3]],
     update: [],
 }
 
@@ -107,6 +132,8 @@ def check(module) -> None:
         assert_same(KERNELS[name].case(Maker(torch.float64), *size))
     if module is update:
         test_kernels.test_same_as_step_1(torch.bfloat16, update.adamw)
+    if module is quantise:
+        test_narrow_kernel.check_special_numbers()
     if module is rms_norm:
         case = KERNELS["rms_norm"].case(Maker(torch.bfloat16), 1300, 12)
         with NarrowOperations() as operations:  # outside of the kernels
@@ -140,7 +167,7 @@ def mutant_of(kernel, right: str, wrong: str, folder, which: int = 0):
 
 
 @on_cpu  # a compiled kernel keeps the functions that it was compiled with
-@pytest.mark.filterwarnings("ignore:invalid value")  # infinity minus infinity, of a mutant
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")  # of mutants
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_rejected(name, tmp_path):
     kernel, right, wrong = MUTANTS[name]

@@ -15,8 +15,19 @@ import torch
 from torch import Tensor
 
 from step07_expert_parallel.experts import Counts
-from step08_5d.kernels import adamw, cross_entropy, flash_attention, grouped_matmul, merge, rms_norm, rotary, swiglu
+from step08_5d.kernels import (
+    adamw,
+    cross_entropy,
+    flash_attention,
+    grouped_matmul,
+    merge,
+    quantise,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from step08_5d.kernels import flash_attention_backward as attention_backward
+from step08_5d.narrow_numbers import scaling
 from tests.mechanisms.step08.kernels.case import Maker
 from tests.mechanisms.step08.kernels.cases import ADAMW, KERNELS
 from tests.mechanisms.step08.kernels.compare import (
@@ -218,6 +229,15 @@ def experts_in_one_tile() -> None:
     assert_close([found[-1, -16:, -16:]], [y[:, -16:].T.double() @ x[:, -16:].double()])
 
 
+def narrowing() -> None:
+    x = dense(FAR // 4096 + 16, 4096)
+    last(x, count=16)
+    with one_program():
+        found = quantise.quantise(x, torch.float8_e4m3fn, (1, 128))
+    exact = scaling.quantise_own(x[-16:, -128:], torch.float8_e4m3fn, (1, 128))
+    assert_close([found.numbers[-16:, -128:].float(), found.scales[-16:, -1:]], [exact.numbers.float(), exact.scales])
+
+
 CHECKS: dict[Callable, list] = {  # and the modules whose kernels they launch
     attention_in_one_tile: [flash_attention, attention_backward],
     attention_with_gaps: [flash_attention, attention_backward],
@@ -229,6 +249,7 @@ CHECKS: dict[Callable, list] = {  # and the modules whose kernels they launch
     activation: [swiglu],
     norm: [rms_norm],
     update: [adamw],
+    narrowing: [quantise, grouped_matmul],
 }
 
 
