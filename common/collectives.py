@@ -49,8 +49,11 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group, async_op: bool =
     """
     if group.size == 1:
         return _copied(output, input)
+    on_gloo = gloo.serves(input, group)
+    if on_gloo:
+        gloo.make_room(group)
     work = Work([_call("reduce_scatter", input, group, _others(input, group))], group, hops=group.size - 1)
-    if gloo.serves(input, group):
+    if on_gloo:
         gloo.reduce_scatter(work, output, input, group)
     else:
         work.launch(_reduce_scatter, output, input, group=group.handle, async_op=True)

@@ -6,13 +6,20 @@ direction at a time: all three are replaced here by messages, straight from ever
 share a GPU use gloo as well, so their tensors are copied to and from CPU memory.
 """
 
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.process_groups import Group
+
+# Reduce-scatters of one group in flight at most: while one travels, the next is ready. Each holds a buffer for what it
+# receives, which NCCL does not need, and a step may launch one for every bucket long before it waits for any
+REDUCING = 2
+_reducing: WeakKeyDictionary[dist.ProcessGroup, deque] = WeakKeyDictionary()  # oldest first; perhaps waited for already
 
 
 def serves(tensor: Tensor, group: Group) -> bool:
@@ -40,20 +47,38 @@ def all_to_all(work, output: Tensor, input: Tensor, group: Group, output_sizes=N
     _exchange(work, received.split(output_sizes or equal), sent.split(input_sizes or equal), group)
 
 
+def make_room(group: Group) -> None:
+    """Before a reduce-scatter: wait for the oldest of the group if `REDUCING` are in flight, each with a buffer.
+
+    Its peers have launched it too, or will without this one: collectives of a group come in the same order everywhere.
+    """
+    in_flight = _reducing.setdefault(group.handle, deque())
+    while len(in_flight) >= REDUCING:
+        in_flight.popleft().wait()  # its caller's own wait returns at once
+
+
 def reduce_scatter(work, output: Tensor, input: Tensor, group: Group) -> None:
-    """Launch a reduce-scatter as an all-to-all of the parts, to be added up in rank order when they have arrived."""
-    sent = on_host(input, group).view(group.size, -1)
-    received = torch.empty_like(sent)
-    _exchange(work, received, sent, group)
-    work.afterwards(_add_up, output, received)
+    """Launch a reduce-scatter as an all-to-all of the parts, to be added up when they have arrived."""
+    parts = on_host(input, group).view(group.size, -1)
+    own = parts[group.rank]
+    received = parts.new_empty(group.size - 1, len(own))
+    others = iter(received)
+    _exchange(work, [own if rank == group.rank else next(others) for rank in range(group.size)], parts, group)
+    work.afterwards(_add_up, output, own, received)
+    _reducing.setdefault(group.handle, deque()).append(work)
 
 
-def _add_up(output: Tensor, parts: Tensor) -> None:
-    if output.is_cuda:
-        output.copy_(parts.sum(0).view_as(output))
-    else:
-        torch.sum(parts, 0, out=output.view(-1))
-    parts.untyped_storage().resize_(0)  # gloo's thread keeps a reference for a moment longer
+def _add_up(output: Tensor, own: Tensor, received: Tensor) -> None:
+    """Write `own` and the rows of `received` added up to `output`: in float32 or wider, and rounded once."""
+    wide = torch.promote_types(own.dtype, torch.float32)
+    total = output.view(-1) if output.dtype == wide and not output.is_cuda else own.to(wide, copy=True)
+    if total.data_ptr() != own.data_ptr():
+        total.copy_(own)
+    for part in received:
+        total.add_(part)
+    if total.data_ptr() != output.data_ptr():
+        output.copy_(total.view_as(output))
+    received.untyped_storage().resize_(0)  # gloo's thread keeps a reference for a moment longer
 
 
 def all_gather(work, output: Tensor, input: Tensor, group: Group) -> None:

@@ -23,7 +23,8 @@ Here is one step of one micro-batch with three units, numbered in the order in w
     2's last gradient           begin to reduce 2        wait for 1, free its bucket, begin to reduce 2
     at the end                  wait for 0, 1 and 2      wait for 2, free its bucket
 
-(If 0 arrives earlier, stage 2 frees its bucket at the next gradient.)
+(If 0 arrives earlier, stage 2 frees its bucket at the next gradient. Over gloo, where a reduce-scatter needs a buffer
+for what it receives, two are in flight at most: stage 1, too, waits for 0 before it begins to reduce 2.)
 
 With replicas (hybrid sharding; MiCS, Zhang et al., arXiv:2205.00119) each `shard` group holds one copy of the model,
 and the summed shards are then summed over the `replica` group as well.
@@ -84,7 +85,7 @@ class Zero:
         like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
         allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
         self.regions = self._regions(model)
-        self.units = [self._unit(some, mesh) for some in self._parameters_of_units(model, config.bucket_mb)]
+        self.units = [self._unit(some, mesh) for some in self._parameters_of_units(model, config.bucket_mb, mesh)]
         self.shards = [piece for unit in self.units for _, piece in unit.pieces]
         initial_values(config)(self.shards)
         self.index_of = {parameter: index for index, unit in enumerate(self.units) for parameter in unit.parameters}
@@ -101,10 +102,10 @@ class Zero:
         regions += [Region(layer, layer) for layer in model.layers.values()]
         return regions + ([Region(model.norm, model.head)] if model.has_head else [])
 
-    def _parameters_of_units(self, model: Decoder, bucket_mb: float) -> list[list[nn.Parameter]]:
+    def _parameters_of_units(self, model: Decoder, bucket_mb: float, mesh: Mesh) -> list[list[nn.Parameter]]:
         """The parameters of each unit: those of a bucket of step 2 or, in stage 3, of a region."""
         if self.stage < 3:
-            return fill_all_buckets(list(model.parameters()), self.mode, bucket_mb)
+            return fill_all_buckets(list(model.parameters()), self.mode, bucket_mb, mesh)
         found, seen = [], set()
         for region in self.regions:
             own = [parameter for parameter in region.parameters if parameter not in seen]  # tied: the first region's
@@ -226,16 +227,23 @@ class Zero:
         return gradients
 
 
-def fill_all_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) -> list[list[nn.Parameter]]:
+def fill_all_buckets(
+    parameters: list[nn.Parameter], mode: str, bucket_mb: float, mesh: Mesh | None = None
+) -> list[list[nn.Parameter]]:
     """The buckets of step 2, if some gradients are summed over other groups of ranks: these never share a bucket.
 
     A parameter with `own_bucket` in its spec is alone: in a later step, ranks with other layers hold it too, and all
-    must cut it into the same shards. Buckets are in the order in which the backward begins them.
+    must cut it into the same shards. Parameters whose groups in `mesh` have one rank are alone, too: nothing is sent,
+    and a gradient takes memory when it is computed, not when the first one of a large bucket is. Buckets are in the
+    order in which the backward begins them.
     """
     alike: dict[tuple, list[nn.Parameter]] = {}
     for parameter in parameters:
         spec = parameter.spec
         alike.setdefault((spec.shard_groups, spec.name if spec.own_bucket else None), []).append(parameter)
-    buckets = [bucket for some in alike.values() for bucket in fill_buckets(some, mode, bucket_mb)]
+    buckets = []
+    for (groups, _), some in alike.items():
+        alone = mesh is not None and all(getattr(mesh, name).size == 1 for name in groups)
+        buckets += fill_buckets(some, "overlap" if alone else mode, bucket_mb)
     place = {parameter: index for index, parameter in enumerate(reversed(parameters))}
     return sorted(buckets, key=lambda bucket: place[bucket[0]])

@@ -89,7 +89,8 @@ class Share:
                     buckets.setdefault(self.parameters[number].region, []).append(number)
                 groups = list(buckets.values())
             else:
-                filled = fill_buckets([wide * self.parameters[number].size for number in numbers], BUCKET)
+                sizes = [wide * self.parameters[number].size for number in numbers]
+                filled = fill_buckets(sizes, BUCKET if ranks > 1 else 0.0)  # nothing is sent: one for each parameter
                 groups = [[numbers[index] for index in bucket] for bucket in filled]
             for group in groups:
                 size = sum(self.parameters[number].size for number in group)

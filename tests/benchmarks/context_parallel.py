@@ -17,7 +17,8 @@ from common.config import TrainConfig
 from common.process_groups import Mesh
 from step06_context_parallel.context_parallel import attention
 from step06_context_parallel.layouts import SequenceLayout
-from tests.benchmarks.paired import compare, keep, our_step, parse_options, run_as_module
+from tests.benchmarks.kept import keep
+from tests.benchmarks.paired import compare, our_step, parse_options, run_as_module
 from tests.harness.observing import configure, mesh_of
 
 # One layer, 1 M parameters: of long sequences, most of the work is attention
@@ -86,7 +87,7 @@ def main() -> None:
         splits = [flags_of(2 * seq, world, f"--cp-split {split}") for split in ("zigzag", "contiguous")]
         sides = [partial(our_step, 6, flags) for flags in splits]
         rows[f"zigzag_{world}_ranks"] = compare(f"{2 * seq:,} tokens", world, *sides, options.pairs)
-    keep("context_parallel", rows)
+    keep("context_parallel", rows, options.pairs, options.whole)
 
 
 if __name__ == "__main__":

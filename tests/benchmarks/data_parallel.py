@@ -1,6 +1,6 @@
 """Step 2 against torch's DistributedDataParallel: same model, same batch, same optimizer, taking turns in one run.
 
-    python -m tests.benchmarks.data_parallel                       # 2 and 4 gloo ranks, 40 pairs each, about 6 minutes
+    python -m tests.benchmarks.data_parallel                       # 2 and 4 gloo ranks, 30 pairs each
     python -m tests.benchmarks.data_parallel --ranks 2 --pairs 10
 
 The last figure is what the tracer's calls take while it is off.
@@ -14,7 +14,8 @@ import torch
 from common.process_groups import Degrees, build_mesh
 from common.tracing.tracer import Tracer
 from tests.benchmarks import paired
-from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
+from tests.benchmarks.kept import keep
+from tests.benchmarks.paired import adamw, compare, first_batch, our_step, parse_options
 
 # 58 MB of gradients, so three buckets
 MODEL = "--hidden 384 --layers 8 --heads 6 --kv-heads 6 --ffn 1024 --vocab 384 --no-tie-embeddings --seq-len 128"
@@ -24,7 +25,8 @@ def ddp_step(flags: str):
     """The same with DistributedDataParallel, used as its documentation shows."""
     batch = first_batch(flags)
     model = paired.whole_model(batch[0])
-    model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+    options = {"bucket_cap_mb": batch[0].bucket_mb, "gradient_as_bucket_view": True}
+    model = torch.nn.parallel.DistributedDataParallel(model, **options)
     return paired.torch_step(model, adamw(model, batch[0]), batch, keeps_gradients=True)
 
 
@@ -41,7 +43,7 @@ def tracer_seconds_off(repeats: int = 20_000) -> float:
 
 
 def main() -> None:
-    options, rows = parse_options(__doc__, pairs=40), {}
+    options, rows = parse_options(__doc__), {}
     print("step 2 (bucket) / DDP: throughput, median of pairs [95% interval]; peak memory")
     for world in options.ranks:
         flags = f"{MODEL} --micro-batch 2 --global-batch {2 * world}"
@@ -49,7 +51,7 @@ def main() -> None:
         rows[f"ddp_{world}_ranks"] = compare("step 2 / DDP", world, *sides, options.pairs)
     seconds = rows["tracer_off_seconds_a_step"] = tracer_seconds_off()
     print(f"  the tracer's calls, while it is off, take {seconds * 1e6:.1f} us a step")
-    keep("data_parallel", rows)
+    keep("data_parallel", rows, options.pairs, options.whole)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 from common.config import TrainConfig
 from step07_expert_parallel import experts as module
 from step07_expert_parallel.moe import MoE
-from tests.benchmarks.paired import compare, keep, parse_options, run_as_module
+from tests.benchmarks.kept import keep
+from tests.benchmarks.paired import compare, parse_options, run_as_module
 from tests.harness.observing import configure
 from tests.mechanisms.step07.test_moe import layer_of
 
@@ -76,7 +77,7 @@ def main() -> None:
         title = f"{peer}, {experts} experts, {tokens:,} tokens"
         sides = partial(our_layer, experts, tokens), partial(peer_layer, peer, experts, tokens)
         rows[f"{peer}_{experts}_experts"] = compare(title, 1, *sides, options.pairs) | {"tokens": tokens}
-    keep("expert_parallel", rows)
+    keep("expert_parallel", rows, options.pairs, options.whole)
 
 
 if __name__ == "__main__":

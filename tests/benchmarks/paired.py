@@ -7,14 +7,11 @@ the peer's. Memory is measured apart from that, with one side alone in its proce
 import argparse
 import gc
 import importlib
-import json
 import os
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +25,7 @@ from common.process_groups import Mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.data.batches import Batches, load_batches
 from step01_single_gpu.memory_meter import MemoryMeter
+from tests.benchmarks.kept import files_run
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 
@@ -136,15 +134,16 @@ def take_turns(makers: list[Callable], pairs: int) -> tuple[list[tuple[float, fl
     return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
 
 
-def peak_alone(make: Callable) -> int:
-    """Return the highest number of bytes alive during a step, the median of a few, with nothing else alive in the
-    process. (Where a gloo thread drops the last reference to a message, its release is seen late, see `MemoryMeter`.)
+def peak_alone(make: Callable, steps: int = 5) -> tuple[int, list[str]]:
+    """Return the highest number of bytes alive during a step, the median of these, with nothing else alive in the
+    process, and the project's files that a step runs. (Where a gloo thread drops the last reference to a message, its
+    release is seen late, see `MemoryMeter`.)
     """
     warnings.filterwarnings("ignore", message="Memory block of unknown size")
     step, peaks, meter = make(), [], MemoryMeter(torch.device("cpu"))
     step()
     step()
-    for _ in range(5):
+    for _ in range(steps):
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
@@ -152,7 +151,7 @@ def peak_alone(make: Callable) -> int:
         with meter.measure(o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)) as measured:
             step()
         peaks.append(measured.peak_bytes)
-    return statistics.median(peaks)
+    return statistics.median(peaks), files_run(step)
 
 
 # ---- on all ranks ----------------------------------------------------------------------------------------------------
@@ -163,7 +162,8 @@ def compare(title: str, world: int, ours: Callable, peer: Callable, pairs: int) 
     which go to the ranks by name. The throughput is the median of the pairs, with the 95% interval of the sign test.
     """
     os.environ.update(HEAP)  # for the ranks
-    mine, theirs = (max(run_ranks(world, peak_alone, side, timeout=1800)) for side in (ours, peer))
+    found = [zip(*run_ranks(world, peak_alone, side, timeout=1800), strict=True) for side in (ours, peer)]
+    (mine, our_files), (theirs, peer_files) = ((max(peaks), set().union(*files)) for peaks, files in found)
     per_rank, gaps = zip(*run_ranks(world, take_turns, [ours, peer], pairs, timeout=1800), strict=True)
     times = [[max(side) for side in zip(*pair, strict=True)] for pair in zip(*per_rank, strict=True)]  # slowest rank
     ratios = sorted(peer / ours for ours, peer in times)
@@ -172,7 +172,7 @@ def compare(title: str, world: int, ours: Callable, peer: Callable, pairs: int) 
     row = {"median": statistics.median(ratios), "low": low, "high": high, "pairs": pairs}
     row |= zip(("ours_s", "peer_s"), map(statistics.median, zip(*times, strict=True)), strict=True)
     row |= {"memory_ratio": mine / theirs, "ours_peak_bytes": mine, "peer_peak_bytes": theirs}
-    row["first_losses_differ_by"] = max(gaps)
+    row |= {"first_losses_differ_by": max(gaps), "files": sorted(our_files | peer_files)}
     print(f"  {world} ranks, {title}   first losses differ by {max(gaps):.1e}")
     ms = f"{row['ours_s'] * 1e3:.1f} ms against {row['peer_s'] * 1e3:.1f} ms"
     print(f"    throughput {row['median']:.3f}  [{low:.3f}, {high:.3f}]  {ms}  ({pairs} pairs)")
@@ -186,23 +186,17 @@ def compare(title: str, world: int, ours: Callable, peer: Callable, pairs: int) 
 
 
 def parse_options(description: str, **defaults) -> argparse.Namespace:
-    """Read --ranks, --pairs and other options, each with its default: a number, or a list of numbers or of names."""
+    """Read --ranks, --pairs and other options, each with its default: a number, or a list of numbers or of names.
+    `whole` of the result says whether all have their defaults.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     for name, default in ({"ranks": [2, 4], "pairs": 30} | defaults).items():
         several = isinstance(default, list)
         kind = type(default[0] if several else default)
         parser.add_argument(f"--{name}", type=kind, nargs="*" if several else None, default=default)
-    return parser.parse_args()
-
-
-def keep(name: str, rows: dict) -> None:
-    """Write the figures, and what they were measured on, to tests/benchmarks/results/NAME.json."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
-    date, cores = time.strftime("%Y-%m-%d"), os.cpu_count()
-    content = {"hardware": {"device": device, "cores": cores, "torch": torch.__version__, "date": date}} | rows
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"written: {path}")
+    options = parser.parse_args()
+    options.whole = all(value == parser.get_default(name) for name, value in vars(options).items())
+    return options
 
 
 def run_as_module(name: str) -> None:

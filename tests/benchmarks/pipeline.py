@@ -13,7 +13,8 @@ from torch.distributed import pipelining
 from step05_pipeline.config import schedule_of
 from step05_pipeline.stages import split_layers
 from tests.benchmarks import paired
-from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
+from tests.benchmarks.kept import keep
+from tests.benchmarks.paired import adamw, compare, first_batch, our_step, parse_options
 from tests.harness.ranks import run_ranks
 
 # 15 M parameters; a small vocabulary, so that stages are alike
@@ -79,7 +80,7 @@ def main() -> None:
             ours, peer = zip(*run_ranks(world, in_flight, flags, timeout=600), strict=True)
             print(f"    in flight  {ours} against {peer} micro-batches on ranks 0 to {world - 1}", flush=True)
             rows[f"{name}_{world}_ranks"] = row | {"in_flight": ours, "peer_in_flight": peer}
-    keep("pipeline", rows)
+    keep("pipeline", rows, options.pairs, options.whole)
 
 
 if __name__ == "__main__":

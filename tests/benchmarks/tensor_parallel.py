@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, parallel
 
 from tests.benchmarks import paired
-from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
+from tests.benchmarks.kept import keep
+from tests.benchmarks.paired import adamw, compare, first_batch, our_step, parse_options
 
 # 36 M parameters; long enough sequences that activations, which is what travels here, matter
 MODEL = "--vocab 8192 --hidden 512 --layers 8 --heads 8 --kv-heads 8 --ffn 1536 --no-tie-embeddings"
@@ -69,7 +70,7 @@ def main() -> None:
             rows[f"{mode}_{world}_ranks"] = compare(f"--tp-mode {mode}", world, *sides, options.pairs)
     modes = [partial(our_step, 4, f"{SMALL} {BATCH} --tp 2 --tp-mode {mode}") for mode in ("overlap", "plain")]
     rows["overlap_against_plain"] = compare("overlap / plain, of a model of 1 M", 2, *modes, options.pairs)
-    keep("tensor_parallel", rows)
+    keep("tensor_parallel", rows, options.pairs, options.whole)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.benchmarks import paired
-from tests.benchmarks.paired import adamw, compare, first_batch, keep, our_step, parse_options
+from tests.benchmarks.kept import keep
+from tests.benchmarks.paired import adamw, compare, first_batch, our_step, parse_options
 
 # 57 M parameters, 229 MB; the short sequences leave communication and the optimizer a large part of the step
 MODEL = "--hidden 768 --layers 8 --heads 12 --kv-heads 12 --ffn 2048 --vocab 384 --no-tie-embeddings --seq-len 64"
@@ -27,7 +28,8 @@ def peer_step(flags: str, stage: int):
     config, mesh, *_ = batch = first_batch(flags)
     model = paired.whole_model(config)
     if stage == 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+        options = {"bucket_cap_mb": config.bucket_mb, "gradient_as_bucket_view": True}
+        model = torch.nn.parallel.DistributedDataParallel(model, **options)
         # Not overlap_with_ddp: it updates inside the backward, before the norm to clip by is known
         options = {"optimizer_class": torch.optim.AdamW, "parameters_as_bucket_view": True}
         optimizer = adamw(model, config, ZeroRedundancyOptimizer, **options)
@@ -48,7 +50,7 @@ def main() -> None:
             sides = partial(our_step, 3, f"{flags} --zero {stage}"), partial(peer_step, flags, stage)
             title = f"stage {stage} against {PEERS[stage]}"
             rows[f"stage{stage}_{world}_ranks"] = compare(title, world, *sides, options.pairs)
-    keep("zero", rows)
+    keep("zero", rows, options.pairs, options.whole)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,8 @@ waits for all gathers: unit.fetch() => unit.fetch().wait()
 gathers beside a reduction: self._complete() => pass
 @ step03_zero.zero:Zero._launch
 stage 1 waits for the previous bucket: if self.stage >= 2 or unit.replicas.size > 1: => if True:
+@ common.gloo:make_room
+all buckets in flight: while len(in_flight) >= REDUCING: => while False:
 @ step03_zero.zero:Zero._launch_complete
 one launch per gradient of ZeRO: self.units[self.next_unit :] => self.units[self.next_unit : self.next_unit + 1]
 @ step03_zero.unit:Unit.complete

@@ -26,13 +26,13 @@ SHOWN_BY |= dict.fromkeys(("narrow router", "narrow moe", "experts combined in b
 AUTOGRAD = "add, mm, mul, neg, round, silu_backward, sum, wide flash_attention_backward"
 NARROW = {  # operations: where (file.function). Products and sums round their result only, and tp sends activations
     "round": "all_gather_attention.backward, all_gather_attention.forward, attention_block.attend, "
-    "attention_block.attend_backward, cross_entropy.logits_to_gradient_reference, initialisation.fill, "
-    "mixed_precision._copy_to_parameters, model.forward, model.naive_attention, model.turned, moe.backward, "
-    "moe.forward, ring_attention.backward, ring_attention.forward, vocab_parallel.backward",
+    "attention_block.attend_backward, cross_entropy.logits_to_gradient_reference, gloo._add_up, "
+    "initialisation.fill, mixed_precision._copy_to_parameters, model.forward, model.naive_attention, model.turned, "
+    "moe.backward, moe.forward, ring_attention.backward, ring_attention.forward, vocab_parallel.backward",
     "bmm": "attention_block._scores, attention_block.attend, attention_block.attend_backward, model.naive_attention, "
     "train.train_step",
     "flash_attention": "attention_block.attend, model.fused_attention",
-    "sum": "attention_block.attend_backward, gloo._add_up",
+    "sum": "attention_block.attend_backward",
     "wide flash_attention_backward": "attention_block.attend_backward",
     "reduce_scatter over tp": "collectives",
     "_grouped_mm": "experts.multiply, experts.multiply_transposed",

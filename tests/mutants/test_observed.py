@@ -66,6 +66,7 @@ NOTICED = {  # mutant: ranks, observation and check, what that says
     "waits for all gathers": (2, of_zero("gathers_overlap", f"--zero 1 {ONCE}"), "order of gathers: .* elsewhere"),
     "reduced after the backward": (2, of_zero("reductions_overlap", f"--zero 2 {ONCE}"), "order of reductions: "),
     "stage 1 waits for the previous bucket": (2, of_zero("reductions_overlap", f"--zero 1 {ONCE}"), "is waited for"),
+    "all buckets in flight": (2, of_zero("reductions_overlap", f"--zero 1 {ONCE}"), "is waited for"),
     "last backward of ZeRO missed": (2, of_zero("phases", f"--zero 1 {SEVERAL}"), "phases of reduce-scatters: "),
     "gathers beside a reduction": (2, of_zero("one_in_flight", f"--zero 3 {ONCE}"), "in flight: a reduce-scatter"),
     "gradients kept": (2, of_zero("gradient_memory", f"--zero 2 {ONCE}"), "gradient memory: "),

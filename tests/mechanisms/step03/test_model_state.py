@@ -14,10 +14,11 @@ from common.measure.storages import live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.process_groups import Degrees, build_mesh
 from common.start import environment
-from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.memory_meter import Allocation, MemoryMeter
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT
 from step03_zero.zero import Zero
+from tests.harness.observing import observe_each
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step02.test_accounting import check_launches
 from tests.mechanisms.step03.checks import check_calls, check_same_order
@@ -92,6 +93,47 @@ def test_reduced_buckets_are_freed():
     """In stage 3; in stage 2, the tests of the mutants ask for it."""
     for found in run_ranks(2, peak_of_gradients, "--zero 3"):
         check_peak_of_gradients(*found)
+
+
+def live_buffers(flags: str) -> tuple[int, int, int]:
+    """On this rank, the most tensors at once that have the size of a whole unit, of what one receives from the other
+    ranks of its group, and how many units there are: in one step, as the allocator saw it."""
+    config, mesh = prepare(f"{DEEP} --layers 6 --seq-len 4 --bucket-mb 0.1 --global-batch 4 --micro-batch 1 {flags}")
+    model, zero, _ = build(config, mesh)
+    tokens = torch.zeros(1, config.seq_len, dtype=torch.int64)
+    for _ in range(2):  # in the first step ranks make connections
+        with MemoryMeter("cpu").measure() as found:
+            zero.gather()
+            loss = cross_entropy_sum(model(tokens), tokens)
+            with zero.backward(last=True):
+                loss.backward()
+            zero.finish()
+    whole = {4 * unit.weights.numel() for unit in zero.units}
+    others = {size - size // mesh.shard.size for size in whole}
+    assert not whole & others, "sizes of units: no telling what is what"
+    return *(most_at_once(found.allocations, sizes) for sizes in (whole, others)), len(zero.units)
+
+
+def most_at_once(allocations: list[Allocation], sizes: set[int]) -> int:
+    changes = ((each.bytes > 0) - (each.bytes < 0) for each in allocations if abs(each.bytes) in sizes)
+    return max(itertools.accumulate(changes, initial=0))
+
+
+def test_buffers_are_few():
+    """Every gradient has its place in a bucket once. gloo receives the other ranks' parts of two buckets at most, and
+    gathers and sums in place. That the next step gathers everything at its start takes no buffer either."""
+    received = {f"--zero 0 --dp-mode {mode}": 0 for mode in ("naive", "overlap", "bucket")}
+    received |= {"--zero 1": 2, "--zero 2": 1, "--zero 2 --zero-reduce step": 1, "--zero 3": 1}
+    received |= {"--zero 1 --zero-replicas 2": 1, "--zero 1 --zero-replicas 4": 0}  # each is summed over the replicas
+    ranks = run_ranks(4, observe_each, live_buffers, list(received))
+    for (case, most), found in zip(received.items(), zip(*ranks, strict=True), strict=True):
+        for buckets, receives, units in found:
+            assert receives == most, f"{case}: {receives} buffers for what comes from others"
+            assert units > 6, case
+            if case < "--zero 2":  # one parameter is as large as its gradient in autograd
+                assert units <= buckets <= units + (case[-5:] in ("naive", "erlap")), f"{case}: {buckets} of {units}"
+            elif case < "--zero 3":
+                assert buckets <= 3, f"{case}: {buckets} buckets"
 
 
 def test_memory_is_given_back_whoever_still_refers_to_it():

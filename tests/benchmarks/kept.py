@@ -1,0 +1,87 @@
+"""The results that benchmarks leave: with their date, and with the files whose code ran, so that stale ones are known.
+
+A result is stale when the code of one of these files has changed since: comments, docstrings and blank lines do not
+count. The files are those of `common` and of the steps that a step under measurement called, and the benchmark's own.
+"""
+
+import ast
+import hashlib
+import io
+import json
+import os
+import platform
+import sys
+import time
+import tokenize
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.harness.ranks import ROOT
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+def files_run(function: Callable) -> list[str]:
+    """Call the function, and return which files of `common` and of the steps have Python code that ran meanwhile."""
+    seen: set[str] = set()
+    sys.setprofile(lambda frame, event, _: seen.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    found = (Path(name).relative_to(ROOT) for name in seen if Path(name).is_relative_to(ROOT))
+    return sorted(str(path) for path in found if path.parts[0] == "common" or path.parts[0].startswith("step"))
+
+
+def code_of(source: str) -> str:
+    """The lines of a file of Python without comments, docstrings and blank lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def hash_of(path: str) -> str | None:
+    """A short hash of a file's code, or None if there is no such file."""
+    file = ROOT / path
+    return hashlib.sha256(code_of(file.read_text("utf-8")).encode()).hexdigest()[:12] if file.exists() else None
+
+
+def keep(name: str, rows: dict, pairs: int, whole: bool) -> None:
+    """Write the figures to tests/benchmarks/results/NAME.json, with the date, the machine, and hashes of the files.
+
+    Args:
+        whole: whether these are all figures of the benchmark. Some of them would replace the others: none is written.
+    """
+    if not whole:
+        print("not written: only a run with the default options replaces the results")
+        return
+    own = {f"tests/benchmarks/{each}.py" for each in (name, "paired")}
+    ran = {path for row in rows.values() if isinstance(row, dict) for path in row.pop("files", ())}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    hardware = {"device": device, "cores": os.cpu_count(), "torch": torch.__version__}
+    hardware |= {"date": time.strftime("%Y-%m-%d"), "pairs": pairs}
+    content = {"hardware": hardware, "files": {path: hash_of(path) for path in sorted(own | ran)}} | rows
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    print(f"written: {path}")
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def changed_files(results: dict) -> list[str]:
+    """The files whose code is not that which was measured. Results without hashes: one line that says so."""
+    if not results.get("files"):
+        return ["(measured before files were noted)"]
+    return [path for path, measured in results["files"].items() if hash_of(path) != measured]
