@@ -44,7 +44,8 @@ _GLM |= {"groups_per_token": "topk_group", "gate_scale": "routed_scaling_factor"
 _GLM |= {"dense_layers": "first_k_dense_replace"}
 # By model type; glm4_moe has the experts of DeepSeek-V3, but ordinary attention
 EXPERT_NAMES = {"mixtral": _MOE | {"expert_ffn": "intermediate_size"}, "glm4_moe": _MOE | _GLM}
-ROPE_SCALING_NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_SCALING_NAMES = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+ROPE_SCALING_NAMES |= {"original_max_positions": "original_max_position_embeddings"}
 
 
 def resolve(name: str, flag: str = "--model") -> ModelConfig:
@@ -59,19 +60,32 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
     from transformers import AutoConfig  # here, since it takes seconds
 
     with hub_errors_in_one_line(f"{flag} {name}"):
-        theirs = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    expressible = {"model_type": ("llama", "mistral", *EXPERT_NAMES), "hidden_act": ("silu",)}
-    expressible |= dict.fromkeys(("sliding_window", "attention_bias", "mlp_bias", "use_qk_norm"), (None, False))
-    expressible["tie_word_embeddings"] = True, False  # not every version of transformers looks
+        return _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
+
+
+def _expressed(theirs, what: str) -> ModelConfig:
+    """The shape that a configuration of transformers describes. Raises UsageError for what changes the computation, be
+    it in training only, and is not in this decoder.
+    """
+    expressible = {
+        "model_type": ("llama", "mistral", *EXPERT_NAMES),
+        "hidden_act": ("silu",),
+        "is_causal": (None, True),
+    }
+    expressible |= dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "is_heterogeneous"), (None, False))
+    expressible |= dict.fromkeys(("attention_dropout", "router_jitter_noise"), (None, 0))
+    expressible |= {"sliding_window": (None,), "tie_word_embeddings": (True, False)}  # not every version looks
     for key, values in expressible.items():
         if getattr(theirs, key, None) not in values:
-            raise UsageError(f"{flag} {name} has {key} {getattr(theirs, key, None)}, which this decoder does not have")
-    values = {ours: getattr(theirs, key) for ours, key in HUGGINGFACE_NAMES.items()}
+            raise UsageError(f"{what} has {key} {getattr(theirs, key, None)}, which this decoder does not have")
+    values = {ours: getattr(theirs, key, None) for ours, key in HUGGINGFACE_NAMES.items()}
     rope = theirs.rope_parameters
-    if rope["rope_type"] == "llama3" and 0 < rope["low_freq_factor"] < rope["high_freq_factor"] and rope["factor"] > 0:
-        values["rope_scaling"] = RopeScaling(*(rope[key] for key in ROPE_SCALING_NAMES))
-    elif rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1) != 1:
-        raise UsageError(f"{flag} {name} has rope_parameters {rope}, which this decoder does not have")
+    scaled, whole = rope["rope_type"] == "llama3", rope.get("partial_rotary_factor", 1) == 1
+    if scaled:
+        values["rope_scaling"] = scaling = RopeScaling(**{ours: rope[key] for ours, key in ROPE_SCALING_NAMES.items()})
+        whole &= 0 < scaling.low_freq_factor < scaling.high_freq_factor and scaling.factor > 0
+    if not whole or not scaled and rope["rope_type"] != "default":
+        raise UsageError(f"{what} has rope_parameters {rope}, which this decoder does not have")
     values |= {ours: getattr(theirs, key) for ours, key in EXPERT_NAMES.get(theirs.model_type, {}).items()}
     values["gate"] = "sigmoid" if theirs.model_type == "glm4_moe" else "softmax"
     return ModelConfig(rope_theta=rope["rope_theta"], **values)

@@ -81,9 +81,9 @@ def exported(folder: Path, config: TrainConfig, biased: bool = True) -> tuple[De
             tensor.data.mul_(5)
     boxes = [box for each in tensors for box in SavedBox.of("parameter", each.spec, each)]
     run = folder.with_name(f"{folder.name}-run")
-    checkpoint.save(run, 1, boxes, {}, mesh_of(config))
-    record = {"model_config": asdict(config.model_config), "dtype": config.dtype, "tokenizer": None}
-    (run / "config.json").write_text(json.dumps(record))
+    shape = json.loads(json.dumps(asdict(config.model_config), sort_keys=True))  # no order of keys means anything
+    extra = {"model": shape, "dtype": config.dtype, "tokenizer": None}
+    checkpoint.save(run, 1, boxes, extra, mesh_of(config))
     assert export.main([str(run), str(folder)]) == 0
     return model, tensors
 
@@ -251,16 +251,21 @@ def test_loading_is_refused_in_one_line(tmp_path):
 
 def test_export_is_refused_in_one_line(tmp_path, capsys):
     exported(tmp_path / "out", config_of(GQA))
-    run, new, config = tmp_path / "out-run", tmp_path / "new", tmp_path / "out-run/config.json"
-    for source, out, words in [
-        ("auto", new, "./auto: there is no complete checkpoint"),
-        (run, tmp_path / "out", f"{tmp_path / 'out'} is not empty"),
-        (run, config, "File exists"),
-        (run, new, "error: --tokenizer no/tokenizer cannot be read ("),
+    run, new, file = tmp_path / "out-run", tmp_path / "new", tmp_path / "file"
+    file.write_text("")
+    for source, out, options, words in [
+        ("auto", new, [], "./auto: there is no complete checkpoint"),
+        (run, tmp_path / "out", [], f"{tmp_path / 'out'} is not an empty folder"),
+        (run, file, [], f"{file} is not an empty folder"),
+        (run, new, ["--tokenizer", "no/tokenizer"], "error: --tokenizer no/tokenizer cannot be read ("),
     ]:
-        if "--tokenizer" in words:
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer": "no/tokenizer"}))
         capsys.readouterr()
-        assert export.main([str(source), str(out)]) == 2
+        assert export.main([str(source), str(out), *options]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and words in error and error.count("\n") == 1, error
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "out", "out-run"], "nothing is left behind"
+    (tmp_path / "new.unfinished").mkdir()  # as a killed export leaves it
+    (tmp_path / "new.unfinished/model.safetensors").write_text("half a file")
+    assert export.main([str(run), str(new)]) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "new", "out", "out-run"]
+    assert sorted(each.name for each in new.iterdir()) == sorted(each.name for each in (tmp_path / "out").iterdir())

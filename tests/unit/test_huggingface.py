@@ -1,0 +1,140 @@
+"""The border to Hugging Face: what a config.json may say, and runs that go out to transformers and come back."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.checkpoints import checkpoint
+from common.checkpoints.boxes import SavedBox
+from common.errors import UsageError
+from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, resolve
+from common.record.metrics import read_metrics
+from common.weights import export
+from common.weights.initialisation import random_values
+from step01_single_gpu.data.batches import load_batches
+from step01_single_gpu.initial_weights import stored_values
+from step01_single_gpu.train import train as train_dense
+from step07_expert_parallel.train import train as train_experts
+from tests.harness.observing import configure, mesh_of
+from tests.unit.test_transformers import built, config_of, difference
+
+SMALL = "--layers 2 --hidden 64 --heads 4 --kv-heads 2 --ffn 64 --vocab 384 --seq-len 32 --global-batch 2 --steps 2"
+FAMILIES = {  # of presets, and flags that make them small
+    "smollm-135m": "",
+    "llama3-1b": "",
+    "mixtral-8x7b": "--experts 4 --expert-ffn 48 --balance none",
+    "deepseek-v3-like": "--experts 8 --top-k 2 --expert-ffn 32 --dense-layers 1 --expert-groups 4 --node-limit 2",
+}
+
+
+@pytest.mark.parametrize("preset", FAMILIES)
+def test_a_run_of_each_family_of_presets_can_be_exported_and_trained_on(preset, tmp_path):
+    """Real run -> its checkpoint, moved away from its record -> export -> transformers -> --init-from of a real run."""
+    from transformers import AutoModelForCausalLM
+
+    def trained(run_dir, flags: str) -> list[dict]:
+        flags = f"--model {preset} {SMALL} {FAMILIES[preset]} --data synthetic --device cpu --run-dir {run_dir} {flags}"
+        config = configure(7 if "experts" in flags else 1, flags)
+        (train_experts if "experts" in flags else train_dense)(config, mesh_of(config))
+        return config, read_metrics(run_dir / "metrics.jsonl")
+
+    config, _ = trained(tmp_path / "run", "--lr 0.03 --warmup 0 --save-every 2")
+    moved = (tmp_path / "run/checkpoints/step-00000002").rename(tmp_path / "moved")
+    assert export.main([str(moved), str(tmp_path / "out")]) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["moved", "out", "run"]
+    theirs, shape = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), config.model_config
+    assert resolve(str(tmp_path / "out")).rope_scaling == shape.rope_scaling == resolve(preset).rope_scaling
+    ours, tensors = built(config, random_values(seed=1))
+    checkpoint.load(
+        moved, [box for each in tensors for box in SavedBox.of("parameter", each.spec, each)], mesh_of(config)
+    )
+    tokens = torch.randint(1, 300, (1, 4000), generator=torch.Generator().manual_seed(2))  # so far, a RoPE differs
+    with torch.no_grad():
+        assert difference(ours(tokens), theirs(tokens).logits) < 1e-5
+        tokens, targets = load_batches(config, mesh_of(config)).micro_batch(0, 0, 2)
+        expected = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten()).item()
+    _, records = trained(tmp_path / "again", f"--init-from {tmp_path / 'out'}")
+    assert records[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+PARTIAL, HALF = {"partial_rotary_factor": 0.5}, {"rope_type": "default", "rope_theta": 1e4}
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+COMPUTED = [  # a model of transformers, what its config.json says, and what is refused (None: nothing)
+    ("llama", {"attention_bias": True}, "attention_bias True"),
+    ("llama", {"mlp_bias": True}, "mlp_bias True"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+    ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ("llama", {"is_causal": False}, "is_causal False"),
+    ("llama", PARTIAL, "rope_parameters {"),
+    ("llama", {"rope_parameters": HALF | PARTIAL}, "rope_parameters {"),
+    ("llama", {"rope_parameters": HALF | SCALED | PARTIAL | {"rope_type": "llama3"}}, "rope_parameters {"),
+    ("llama", PARTIAL | {"rope_scaling": SCALED | {"rope_type": "llama3"}}, "rope_parameters {"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters {"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters {"),
+    ("llama", {"rope_scaling": SCALED | {"rope_type": "llama3", "factor": "8"}}, "cannot be read ("),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be read ("),
+    ("llama", {"rope_scaling": SCALED | {"type": "llama3"}}, None),  # as it was spelled once
+    ("llama", {"rope_parameters": HALF | SCALED | {"rope_type": "llama3", "rope_theta": 5e5}}, None),
+    ("llama", {"pretraining_tp": 2}, None),  # divides products, and changes none
+    ("llama", {"head_dim": 24, "tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}, None),
+    ("mistral", {}, "sliding_window 4096"),  # what it is when nothing is said
+    ("mistral", {"sliding_window": 0}, "sliding_window 0"),
+    ("mistral", {"sliding_window": None}, None),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+    ("glm4_moe", {}, "rope_parameters {"),  # half of each head, when nothing is said
+    ("glm4_moe", {"partial_rotary_factor": 1.0, "use_qk_norm": True}, "use_qk_norm True"),
+    ("glm4_moe", {"partial_rotary_factor": 1.0, "n_group": 2}, None),  # without head_dim
+    ("gpt2", {}, "model_type gpt2"),
+]
+READ = {*HUGGINGFACE_NAMES.values(), *(each for names in EXPERT_NAMES.values() for each in names.values())}
+READ |= {"model_type", "attention_bias", "mlp_bias", "hidden_act", "attention_dropout", "is_causal", "sliding_window"}
+READ |= {"rope_parameters", "router_jitter_noise", "use_qk_norm"}
+# What a forward pass does not depend on: how it is computed, its initial values, and the terms of their own loss
+READ |= {"_attn_implementation", "initializer_range", "pad_token_id", "output_router_logits", "router_aux_loss_coef"}
+
+
+def written(folder: Path, kind: str, changes: dict) -> str:
+    """A small model's config.json as people publish it. Returns its folder."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_theta": 1e4}
+    experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    folder.mkdir()
+    content = {"model_type": kind} | sizes | (experts if kind in ("mixtral", "glm4_moe") else {}) | changes
+    if "rope_parameters" in content:
+        del content["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind, changes, refused", COMPUTED)
+def test_what_changes_the_computation_is_honoured_or_refused(kind, changes, refused, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = written(tmp_path / "model", kind, changes)
+    if refused:
+        with pytest.raises(UsageError) as caught:
+            resolve(folder, "--init-from")
+        line = str(caught.value)
+        assert line.startswith(f"--init-from {folder} ") and refused in line and "\n" not in line, line
+        return
+    config = config_of(resolve(folder))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    theirs.save_pretrained(tmp_path / "weights")
+    ours, _ = built(config, stored_values(str(tmp_path / "weights"), config.model_config))
+    tokens = torch.randint(1, 96, (2, 200), generator=torch.Generator().manual_seed(0))
+    assert difference(ours(tokens), theirs(tokens).logits) < 5e-6
+
+
+def test_transformers_reads_nothing_else_from_a_configuration():
+    """A field that is new there may change the computation: it has to be honoured, refused, or found harmless."""
+    import transformers
+
+    for kind in ("llama", "mistral", *EXPERT_NAMES):
+        source = Path(transformers.__file__).parent / f"models/{kind}/modeling_{kind}.py"
+        found = re.findall(r"config\.(\w+)|getattr\([\w.]*config, \"(\w+)\"", source.read_text(encoding="utf-8"))
+        fields = {name for names in found for name in names if name}
+        assert "rms_norm_eps" in fields and fields <= READ
