@@ -8,6 +8,7 @@ import select
 import sys
 import typing
 from contextlib import suppress
+from pathlib import Path
 
 from common.config import TrainConfig, spelled
 from common.errors import UsageError
@@ -20,7 +21,16 @@ FLAGS = [item for item in dataclasses.fields(TrainConfig) if item.metadata]
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that raises UsageError for bad arguments; argparse would print its usage on every rank and exit."""
+    """A parser that raises UsageError for bad arguments; argparse would print its usage on every rank and exit.
+
+    A text that begins with ~ is a path in a home. Shells replace the ~ of `--run-dir ~/x`, but not of `--run-dir=~/x`.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        for kind in (None, str):
+            self.register("type", kind, os.path.expanduser)
+        self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
 
     def error(self, message):
         raise UsageError(message)

@@ -2,9 +2,11 @@
 
 import functools
 import hashlib
+import itertools
 import math
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,18 +38,21 @@ class Source(NamedTuple):
 def find_source(data: str | None, needed_tokens: int) -> Source:
     """Return the text that --data names: None or "stdlib", a local path, else a Hub dataset NAME[:CONFIG[:SPLIT]].
 
+    Of a folder all files are read that `TEXT` and `ROWS` know, below it and in the order of their paths, but no hidden
+    ones, and no .json file that holds something else than rows with a "text": package.json, say. A line names these.
+
     A Hub dataset is read only as far as `needed_tokens` asks, rounded up to a power of two of windows, so that somewhat
     longer runs find it in the cache. Raises UsageError when a local path holds no file that can be read.
     """
     if data is None or data == "stdlib":
         return _library()
-    path = Path(os.path.expanduser(data))
+    path = Path(data)
     if data and os.path.exists(path):  # False also for what cannot be a path
         files = _walk(path, r"\..*") if path.is_dir() else [path]
         files = [file for file in files if file.suffix.lower() in (*TEXT, *ROWS)]
         if not files:
             raise UsageError(f"--data {data} holds no file of a kind that can be read: {' '.join((*TEXT, *ROWS))}")
-        return Source(data, files_digest(files), lambda: _read(files))
+        return Source(data, files_digest(files), lambda: _read(files, path if path.is_dir() else None))
     name, config, split = [*data.split(":", 2), "", ""][:3]
     options = {"name": config or None, "split": split or "train"}
     limit = WINDOW << ((needed_tokens - 1) // WINDOW).bit_length()
@@ -67,7 +72,7 @@ def load_tokenizer(name: str | None) -> tuple[int, int | None, Callable[[list[st
     from transformers import AutoTokenizer
 
     with hub_errors_in_one_line(f"--tokenizer {name}"):
-        loaded = AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     options = {"add_special_tokens": False, "split_special_tokens": True}
     options |= {"return_attention_mask": False, "verbose": False}
     vocab = max(len(loaded), *(index + 1 for index in loaded.get_vocab().values()))  # ids may have gaps
@@ -113,10 +118,19 @@ def _walk(root: Path, skipped: str) -> list[Path]:
     return [Path(path) for path in sorted(found) if os.path.isfile(path)]
 
 
-def _read(files: list[Path]) -> Iterator[str]:
+def _read(files: list[Path], folder: Path | None = None) -> Iterator[str]:
+    """The documents of files; of those in a `folder` that was named, not every .json file must hold some."""
+    others = []
     for path in files:
         if kind := ROWS.get(path.suffix.lower()):
-            yield from _rows(f"--data {path}", kind, data_files=str(path), split="train")
+            rows = _rows(f"--data {path}", kind, data_files=str(path), split="train")
+            if folder and path.suffix.lower() == ".json":
+                try:
+                    rows = itertools.chain([next(rows)], rows)
+                except (UsageError, StopIteration):
+                    others.append(str(path.relative_to(folder)))
+                    continue
+            yield from rows
             continue
         try:
             with open(path, encoding="utf-8", newline="") as file:  # newline="": line ends stay as they are
@@ -124,6 +138,10 @@ def _read(files: list[Path]) -> Iterator[str]:
                     yield document
         except (UnicodeDecodeError, OSError) as error:
             raise UsageError(f"--data {path} is not readable UTF-8 text ({first_line(error)})") from None
+    if others:
+        names = ", ".join(others[:3] + ["..."] * (len(others) > 3))
+        line = f'--data {folder}: without {len(others)} .json files that hold no rows with "text": {names}'
+        print(line, file=sys.stderr)
 
 
 def _rows(where: str, dataset: str, **options) -> Iterator[str]:

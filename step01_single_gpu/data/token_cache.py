@@ -48,7 +48,7 @@ def load_corpus(data: str | None, tokenizer: str | None, needed_tokens: int) -> 
     """
     if data == "synthetic":
         return synthetic(needed_tokens)
-    source, path = find_source(data, needed_tokens), Path(os.path.expanduser(tokenizer or ""))
+    source, path = find_source(data, needed_tokens), Path(tokenizer or "")
     files = [each for each in (path, *sorted(path.rglob("*"))) if each.is_file()] if tokenizer else []  # if it is local
     made_from = f"2 {source.digest} {tokenizer} {files_digest(files)}"  # 2: this version of what is kept
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name[-60:]}-{(tokenizer or 'bytes')[-60:]}")

@@ -5,13 +5,15 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.config import TrainConfig
+from common.config import TrainConfig, spelled
 from common.counts import count_flops, count_parameters
 from common.errors import UsageError
+from common.launching.command_line import OneLineParser, parse
 from common.link import Link
 from common.model import Decoder
 from common.model_config import ModelConfig
@@ -85,6 +87,22 @@ def test_heavy_packages_are_imported_only_where_they_are_used():
     assert run_command([sys.executable, "-c", f"{code}.model_config\nprint({heavy} & sys.modules.keys())"]).stdout == (
         "set()\n"
     )
+
+
+def test_paths_may_begin_with_the_home(tmp_path, monkeypatch):
+    """A shell leaves `--run-dir=~/x` to the program. All commands have this parser."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = ("run_dir", "resume", "model", "init_from", "data", "tokenizer", "schedule_file")
+    config = parse(8, [f"{spelled(flag)}=~/{flag}" for flag in flags])
+    assert [getattr(config, flag) for flag in flags] == [f"{tmp_path}/{flag}" for flag in flags]
+    assert parse(1, ["--data", "some/~set"]).data == "some/~set"
+    command = OneLineParser()
+    below = command.add_subparsers().add_parser("sub")
+    below.add_argument("several", nargs="+")
+    below.add_argument("--home", type=Path)
+    below.add_argument("--out", default="~/out")
+    found = command.parse_args(["sub", "~/a", "b~", "--home", "~"])
+    assert (found.several, found.home, found.out) == ([f"{tmp_path}/a", "b~"], tmp_path, f"{tmp_path}/out")
 
 
 def test_links_and_the_single_process():

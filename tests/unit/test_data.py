@@ -63,7 +63,7 @@ def test_documents_become_the_ids_of_byt5(tmp_path, name):
     assert corpus.tokens.dtype == np.uint16 and isinstance(corpus.tokens, np.memmap) and corpus.vocab == 384
 
 
-def test_folders_are_read_in_the_order_of_their_paths(tmp_path, monkeypatch):
+def test_folders_are_read_in_the_order_of_their_paths(tmp_path, monkeypatch, capfd):
     names = ["a.md", "a/b.TXT", "a/c.jsonl", "b", "c.parquet", "d.py"]
     for name in reversed([*names, ".git/x.txt", ".hidden", "picture.png"]):
         write(tmp_path / "folder" / name, f"this is {name}\n", "and more")
@@ -72,6 +72,23 @@ def test_folders_are_read_in_the_order_of_their_paths(tmp_path, monkeypatch):
         patch.setattr(text_sources, "LONGEST", 5)  # longer text files become several documents, at line ends
         corpus = load_corpus(str(tmp_path / "folder"), None, 1)
     assert corpus.tokens.tolist() == byte_ids(*(text for name in names for text in (f"this is {name}\n", "and more")))
+
+    for name, text in {
+        "package.json": '{"name": "x"}',
+        "ts.json": "// {",
+        "list.json": "[1, 2]",
+        "no.json": "",
+    }.items():
+        (tmp_path / "folder" / name).write_text(text)
+    write(tmp_path / "folder/e.json", "in a .json file")
+    capfd.readouterr()
+    again = load_corpus(str(tmp_path / "folder"), None, 1)
+    assert again.tokens.tolist()[-16:] == byte_ids("in a .json file") and again.tokens[-17] == 1
+    line = f'--data {tmp_path}/folder: without 4 .json files that hold no rows with "text": list.json, no.json, package'
+    assert capfd.readouterr().err == f"{line}.json, ...\n"
+    (tmp_path / "folder/e.json").write_text('{"text": "a"}\n{"text": 1}\n')
+    with pytest.raises(UsageError, match='--data .*/e.json cannot be read .there is no "text" in row 2'):
+        load_corpus(str(tmp_path / "folder"), None, 1)
 
     kept, others = ["a.py", "a/z.py", "b.py"], ["a/test/x.py", "a/x.txt", "site-packages/x.py", "_sysconfigdata_x.py"]
     for name in reversed([*kept, *others]):
