@@ -34,7 +34,6 @@ def export_checkpoint(source: str, out: str, tokenizer: str | None = None) -> Pa
     target = Path(out).absolute()
     if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
         raise UsageError(f"{out} is not an empty folder; an export would mix two models")
-    target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
     try:
