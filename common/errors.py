@@ -13,6 +13,10 @@ class UsageError(Exception):
     """Bad input of the user: one clear line. `launch.run` prints it once and ends all ranks with status 2."""
 
 
+class Diverged(UsageError):
+    """The training has reached numbers that are not finite. All ranks raise it after the same step."""
+
+
 class CommunicationError(RuntimeError):
     """A collective failed because another rank is gone or did not answer in time."""
 

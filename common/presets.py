@@ -91,6 +91,16 @@ def _expressed(theirs, what: str) -> ModelConfig:
     return ModelConfig(rope_theta=rope["rope_theta"], **values)
 
 
+def weights_folder(name_or_path: str) -> Path:
+    """The folder with the weights that --init-from names, which are downloaded if they are on the Hub."""
+    from huggingface_hub import snapshot_download
+
+    if os.path.isdir(name_or_path):
+        return Path(name_or_path)
+    with hub_errors_in_one_line(f"--init-from {name_or_path}"):
+        return Path(snapshot_download(name_or_path, allow_patterns=["config.json", "model*.safetensors"]))
+
+
 @contextmanager
 def hub_errors_in_one_line(what: str) -> Iterator[None]:
     """Turn what Hugging Face's libraries raise in here into a UsageError of one line: "`what` cannot be read (...)".

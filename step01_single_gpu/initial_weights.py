@@ -1,6 +1,5 @@
 """The weights that a run starts with: random ones, or those of --init-from in Hugging Face's format (safetensors)."""
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -11,7 +10,7 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from common.model import Decoder
 from common.model_config import ModelConfig
-from common.presets import hub_errors_in_one_line
+from common.presets import hub_errors_in_one_line, weights_folder
 from common.weights.huggingface import as_stored, check_config, huggingface_name, model_type
 from common.weights.initialisation import InitialValues, random_values
 
@@ -32,13 +31,10 @@ def stored_values(name_or_path: str, config: ModelConfig) -> InitialValues:
     UsageError when there is no checkpoint, when it is damaged or quantised or belongs to another model than `config`,
     and when it lacks a weight, has an unknown one or one of another shape.
     """
-    from huggingface_hub import snapshot_download
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    folder = name_or_path
+    folder = str(weights_folder(name_or_path))
     with hub_errors_in_one_line(f"--init-from {name_or_path}"):
-        if not os.path.isdir(folder):
-            folder = snapshot_download(folder, allow_patterns=["config.json", "model*.safetensors"])
         reader = HuggingFaceStorageReader(folder)
         stored = reader.read_metadata().state_dict_metadata
         if not stored:

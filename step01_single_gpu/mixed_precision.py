@@ -18,7 +18,7 @@ from torch import nn
 
 from common.checkpoints.boxes import SavedBox
 from common.config import TrainConfig
-from common.errors import UsageError
+from common.errors import Diverged
 from common.model import at_least_float32
 from common.start import environment
 
@@ -92,7 +92,7 @@ class LossScaler:
     def accept(self, grad_norm: float) -> bool:
         """Return whether the step with this global gradient norm was taken, and adjust the scale for the next one.
 
-        Raises UsageError, alike on all ranks, when ten steps in a row were skipped and the scale is down to 1.
+        Raises Diverged, alike on all ranks, when ten steps in a row were skipped and the scale is down to 1.
         """
         if not self.dynamic:
             return True
@@ -101,7 +101,7 @@ class LossScaler:
         if not finite:
             skipped = f"float16 has skipped {self.skipped} steps in a row, whose gradients were infinite or NaN"
             if self.skipped >= 10 and self.scale == 1:
-                raise UsageError(f"{skipped}, and the loss scale is down to 1; --dtype bfloat16 has a wider range")
+                raise Diverged(f"{skipped}, and the loss scale is down to 1; --dtype bfloat16 has a wider range")
             if self.skipped == 10 and environment().rank == 0:
                 print(f"warning: {skipped}; the loss scale was {self.scale:g}", file=sys.stderr)
             self.scale = max(1.0, self.scale / 2)

@@ -1,5 +1,6 @@
 """What happens when something goes wrong: a rank dies, a rank stops, Ctrl-C, bad input. Nothing hangs or is lost."""
 
+import math
 import os
 import re
 import signal
@@ -7,11 +8,16 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from common.errors import UsageError
+from common.start import environment
 from step02_data_parallel.hangs import CASES
-from tests.harness.ranks import ROOT, in_background, rank_processes, run_script, steps_of, torchrun, wait_for
+from step03_zero import train as step03_train
+from tests.harness.observing import configure, mesh_of
+from tests.harness.ranks import ROOT, in_background, rank_processes, run_ranks, run_script, steps_of, torchrun, wait_for
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --seq-len 32 --data synthetic".split()
 SMALL += "--device cpu --peak-tflops 1".split()
@@ -223,6 +229,29 @@ def test_a_run_folder_keeps_one_run(tmp_path):
     ]:
         assert_refused(run_script(*run, *flags), words)
     assert "nothing is left to train" in run_script(*run, "--resume", "auto").stdout
+
+
+def train_with_a_nan_on_rank_1(folder: Path) -> str:
+    """Each rank's last words. A loss of the third step is NaN on one rank, in all its gradients."""
+    losses, real = [], step03_train.cross_entropy_sum
+
+    def cross_entropy_sum(*arguments):
+        losses.append(real(*arguments))
+        return losses[-1] * (math.nan if len(losses) == 3 and environment().rank == 1 else 1)
+
+    flags = "--zero 3 --global-batch 4 --steps 9 --save-every 1 --keep 1 --async-save"
+    config = configure(3, f"{' '.join(SMALL)} {flags} --run-dir {folder}")
+    with mock.patch.object(step03_train, "cross_entropy_sum", cross_entropy_sum), pytest.raises(UsageError) as ended:
+        step03_train.train(config, mesh_of(config))
+    return str(ended.value)
+
+
+def test_a_nan_on_one_rank_ends_all_with_one_line(tmp_path):
+    line = "step 2: loss is nan and grad_norm is nan; the run ends here, and saves nothing of this step"
+    assert run_ranks(2, train_with_a_nan_on_rank_1, tmp_path) == [line] * 2
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert saved.name == "step-00000002" and (saved / "manifest.json").exists(), "begun in the background, and complete"
+    assert len(steps_of(tmp_path)) == 3
 
 
 # ---- the page on runs that hang: each of its cases does what the page says -------------------------------------------

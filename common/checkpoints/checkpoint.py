@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from common.all_ranks import from_rank_0, on_all_ranks
+from common.all_ranks import agree, from_rank_0, on_all_ranks
 from common.checkpoints import boxes, files
 from common.checkpoints.boxes import SavedBox
 from common.checkpoints.files import DamagedCheckpoint
@@ -44,7 +44,7 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
     import torch.distributed.checkpoint as dcp
 
     with boxes.clear_errors(f"cannot load {folder}: "):
-        on_all_ranks(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
+        agree(mesh, lambda: files.verify(folder, mesh.rank, mesh.world.size))
         extra = json.loads((folder / files.EXTRA).read_text(encoding="utf-8"))
         saved, now = extra.get("identity", {}), identity or {}
         lines = []

@@ -88,8 +88,8 @@ def set_aside(folder: Path, why: str) -> None:
     print(f"{why}; renamed to {folder.rename(aside).name}", file=sys.stderr)
 
 
-def verify(folder: Path, rank: int, world: int) -> None:
-    """Check this rank's share of the files, every `world`-th one, against the manifest.
+def verify(folder: Path, rank: int, world: int) -> dict[str, str]:
+    """Check this rank's share of the files, every `world`-th one, against the manifest, and return a hash of that.
 
     Raises DamagedCheckpoint, naming a file that is missing, truncated or corrupt; UsageError without a manifest, since
     this rank may look at another storage.
@@ -97,7 +97,8 @@ def verify(folder: Path, rank: int, world: int) -> None:
     if not (folder / MANIFEST).is_file():
         raise UsageError(f"rank {rank} sees no {MANIFEST} there; all ranks must share the storage of --run-dir")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = (folder / MANIFEST).read_bytes()
+        manifest = json.loads(content)
         if EXTRA not in manifest or METADATA not in manifest:
             raise ValueError
     except (ValueError, TypeError):
@@ -109,6 +110,7 @@ def verify(folder: Path, rank: int, world: int) -> None:
             raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror}") from None
         if not intact:
             raise DamagedCheckpoint(f"{name} is corrupt: its size or SHA-256 is not that of {MANIFEST}")
+    return {f"the SHA-256 of its {MANIFEST}": hashlib.sha256(content).hexdigest()}
 
 
 def _describe(path: Path) -> dict:

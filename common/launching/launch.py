@@ -12,27 +12,32 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.all_ranks import agree
 from common.errors import CommunicationError, UsageError
+from common.launching.agreement import facts_of
 from common.launching.command_line import escape_what_cannot_be_printed, parse
-from common.process_groups import mesh_of
+from common.process_groups import Degrees, build_mesh, mesh_of
 from common.start import environment, init_distributed, meet
 
 LINGER = 2.0  # seconds that a rank outlives its error, so that the launcher sees the rank that failed first
+SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # processes that srun or mpirun has started
 START_GRACE = 15.0  # seconds by which the ranks of one run may differ in reading their flags
 
 
 def run(step: int, main, check) -> None:
     """Parse the command line of a train.py, start torch.distributed, call `main(config, mesh)`, and end cleanly.
 
-    Before the start `check(config)`, of the step's config.py, raises UsageError for flags that do not fit together.
+    Before the start `check(config)`, of the step's config.py, raises UsageError for flags that do not fit together. All
+    ranks raise it when their flags, files or versions differ.
     """
 
     def train() -> None:
-        config = parse(step)
-        config.resolve_and_check(environment().world_size)
+        config, world_size = parse(step), environment().world_size
+        config.resolve_and_check(world_size)
         check(config)
         device = init_distributed(config.device, config.timeout)
-        config.check_device(device.type)
+        everyone = build_mesh(Degrees(dp=world_size), device)  # makes no groups yet: degrees may differ between ranks
+        agree(everyone, lambda: config.check_device(device.type) or facts_of(config))
         main(config, mesh_of(config, device))
 
     end_cleanly(train)
@@ -48,6 +53,7 @@ def end_cleanly(job) -> None:
     status = 1
     try:
         escape_what_cannot_be_printed()
+        check_launcher()
         job()
         sys.stdout.flush()
         if torch.cuda.is_initialized():
@@ -75,6 +81,22 @@ def end_cleanly(job) -> None:
         with suppress(BrokenPipeError):
             sys.stdout.flush()
         os._exit(status)
+
+
+def check_launcher() -> None:
+    """Raises UsageError for one of several processes that has not been told its rank: each would train alone.
+
+    Slurm's batch script is one process, whatever the job's SLURM_NTASKS.
+    """
+    known = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if len(known) == 1:
+        raise UsageError(f"only {known[0]} of RANK and WORLD_SIZE is set; torchrun sets both")
+    for name in SIZES:
+        if not known and int(os.environ.get(name, 1)) > 1:
+            raise UsageError(
+                f"{os.environ[name]} processes ({name}), of which none knows its rank: let srun or mpirun start one "
+                "torchrun on each node, as step08_5d/train.slurm does (for runs of their own, set RANK=0 WORLD_SIZE=1)"
+            )
 
 
 def _report(line: str, rank: int, world_size: int) -> None:

@@ -87,8 +87,10 @@ class Tracer:
         self._clock.watch(handles, calls, done_at)
 
     def close(self) -> Path | None:
-        """Write the trace; all ranks call this together. Returns its path, or None if no step was to be traced."""
-        if self._last < self._first:
+        """Write the trace; all ranks call this together. Returns its path, or None if no step was traced: a run that
+        resumes after the steps to trace leaves the trace that is there.
+        """
+        if not self._events:
             return None
         for launch in self._launches:
             self._add_calls(*launch)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from common.all_ranks import on_all_ranks
+from common.all_ranks import agree
 from common.config import TrainConfig
 from common.errors import UsageError
 from common.process_groups import Mesh
@@ -89,12 +89,20 @@ def window_samples(tokens: int, seq_len: int) -> int:
 
 def load_batches(config: TrainConfig, mesh: Mesh) -> Batches:
     """Return the batches that `config` asks for; all ranks call this together, and all raise the same UsageError if one
-    of them cannot read the corpus, or if it is too small for a global batch or has more token ids than the model.
+    of them cannot read the corpus or reads another one than the others, or if it is too small for a global batch or has
+    more token ids than the model.
     """
     window, corpora = window_samples(WINDOW, config.seq_len), []
     windows = math.ceil(config.steps * config.global_batch / window)  # whole ones, which a longer run finds as they are
     needed = windows * window * config.seq_len + 1
-    on_all_ranks(mesh, lambda: corpora.append(load_corpus(config.data, config.tokenizer, needed)))
+
+    def load() -> dict:
+        corpora.append(load_corpus(config.data, config.tokenizer, needed))
+        facts = corpora[0]._asdict() | {"tokens": len(corpora[0].tokens)}
+        del facts["name"]  # each node may keep it elsewhere
+        return {f"{name} of the corpus": value for name, value in facts.items()}
+
+    agree(mesh, load)
     if corpora[0].vocab > config.model_config.vocab:
         raise UsageError(f"--vocab {config.model_config.vocab} is below the {corpora[0].vocab} ids of the tokenizer")
     if config.mask_documents and corpora[0].end is None:

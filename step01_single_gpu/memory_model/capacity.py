@@ -41,6 +41,8 @@ def bytes_needed(config: TrainConfig) -> int:
     """
     model, degrees = config.model_config, Degrees.of(config)
     each = bytes_per_parameter(config.torch_dtype, config.optimizer)
+    if config.moments != TrainConfig.moments:  # narrower ones
+        each["moments"] = 2 * getattr(torch, config.moments).itemsize
     states = each["master weights"] + each["moments"]
     layers = model.layers - model.dense_layers if model.experts else 0
     experts = layers * model.experts * 3 * model.hidden * model.expert_ffn

@@ -29,17 +29,18 @@ SILENCE = 10.0  # seconds after which the next step is shown in any case
 class RunRecord:
     """Times every step of a run. Rank 0 shows the progress and, with --run-dir, writes the record.
 
-    `config.json` holds everything needed to repeat the run, and `metrics.jsonl` one object per step. A run that starts
-    at step 0 replaces an earlier record; one that resumes at `first_step` first drops the records of that step and of
-    later ones. All numbers describe the whole run, except that `comm_bytes` (model bytes sent, by group) and
-    `peak_memory_bytes` are those of rank 0. On the CPU the peak is measured only with --measure-memory, because reading
-    the allocator's events slows a step down. JSON knows no numbers that are not finite: "NaN", "Infinity" and
-    "-Infinity" are strings there (as in protobuf's JSON), which `read_metrics` turns into numbers again.
+    `config.json` holds everything needed to repeat the run, and `metrics.jsonl` one object per step. Of a record that
+    is there already the steps below `kept` stay, which are this run's own: a run that resumes from its folder goes on
+    with its record, and every other run replaces what it finds. All numbers describe the whole run, except that
+    `comm_bytes` (model bytes sent, by group) and `peak_memory_bytes` are those of rank 0. On the CPU the peak is
+    measured only with --measure-memory, because reading the allocator's events slows a step down. JSON knows no numbers
+    that are not finite: "NaN", "Infinity" and "-Infinity" are strings there (as in protobuf's JSON), which
+    `read_metrics` turns into numbers again.
 
     Raises UsageError on all ranks if --run-dir cannot be written, or if its record cannot be continued.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, first_step: int):
+    def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, kept: int):
         self.config, self.mesh, self.file, self.shown = config, mesh, None, 0.0
         self.meter = MemoryMeter(mesh.device, on_cpu=config.measure_memory)
         flops, corpus = count_flops(config.model_config, config.seq_len), batches.corpus
@@ -63,7 +64,7 @@ class RunRecord:
             "torch_version": torch.__version__,
             "python_version": platform.python_version(),
         }
-        on_all_ranks(mesh, lambda: self._open(first_step) if mesh.rank == 0 and config.run_dir is not None else None)
+        on_all_ranks(mesh, lambda: self._open(kept) if mesh.rank == 0 and config.run_dir is not None else None)
 
     @contextlib.contextmanager
     def step(self, step: int):
@@ -103,16 +104,16 @@ class RunRecord:
         if self.file is not None:
             self.file.close()
 
-    def _open(self, first_step: int) -> None:
+    def _open(self, kept: int) -> None:
         folder = Path(self.config.run_dir)
         path, rewritten = folder / "metrics.jsonl", folder / "metrics.jsonl.new"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            earlier = read_metrics(path) if first_step and path.exists() else []
+            earlier = read_metrics(path) if kept and path.exists() else []
             facts = json.dumps(self.facts, indent=2, sort_keys=True)
             (folder / "config.json").write_text(f"{facts}\n", encoding="utf-8")
-            kept = "".join(line_of(each) for each in earlier if each["step"] < first_step)
-            rewritten.write_text(kept, encoding="utf-8")
+            lines = "".join(line_of(each) for each in earlier if each["step"] < kept)
+            rewritten.write_text(lines, encoding="utf-8")
             os.replace(rewritten, path)  # a kill leaves the old file or the new one
             self.file = path.open("a", encoding="utf-8")
         except OSError as error:

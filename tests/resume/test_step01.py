@@ -1,10 +1,13 @@
 """A run goes on from its checkpoints on the same curve, whichever way they were written and whatever became of them."""
 
 import json
+import math
 import os
 import re
+import shutil
 import time
 from hashlib import sha256
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from common.checkpoints import files
 from common.errors import UsageError
 from common.launching.command_line import parse
 from common.process_groups import Degrees, build_mesh
+from common.record.metrics import read_metrics
 from step01_single_gpu import train as train_module
 from step01_single_gpu.data import batches, text_sources, token_cache
 from step01_single_gpu.mixed_precision import LossScaler
@@ -176,3 +180,56 @@ def test_only_float16_takes_up_a_loss_scale(whole, tmp_path):
     train(half, f"--dtype float16 --resume {whole}/checkpoints/step-00000008")
     train(full, f"--dtype float32 --resume {half}/checkpoints/step-00000012 --steps 16")
     assert [scaler(*each)[0] for each in ((whole, 12), (half, 12), (full, 16))] == [None, 2.0**16, None]
+
+
+# ---- numbers that are not finite, and a folder that holds something else ---------------------------------------------
+
+
+def broken_at(step: int, value: float, key: str = "grad_norm"):
+    """In this context, a number of one step is not finite (and the update of that step would be useless)."""
+    take = train_module.train_step
+
+    def train_step(number, *arguments):
+        numbers = take(number, *arguments)
+        return numbers | ({key: torch.full_like(numbers[key], value)} if number == step else {})
+
+    return mock.patch.object(train_module, "train_step", train_step)
+
+
+@pytest.mark.parametrize(("flags", "key", "value"), [("", "loss", math.nan), ("--async-save", "grad_norm", math.inf)])
+def test_a_run_ends_at_numbers_that_are_not_finite(whole, tmp_path, flags, key, value):
+    """It keeps the last checkpoint before, although --keep allows only one and each step is saved."""
+    words = f"^step 6: {key} is {value}; the run ends here, and saves nothing of this step$"
+    with broken_at(6, value, key), pytest.raises(UsageError, match=words):
+        train(tmp_path, f"--save-every 1 --keep 1 {flags}")
+    assert names(tmp_path) == ["step-00000006"], "the state before that step"
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1][key] == pytest.approx(value, nan_ok=True), "it is recorded"
+    train(tmp_path, "--resume auto")
+    assert curve(tmp_path) == curve(whole), "once the reason is gone, it goes on"
+
+
+def test_float16_goes_on_after_it_has_skipped_a_step(tmp_path):
+    with broken_at(3, math.inf):
+        train(tmp_path, "--dtype float16 --steps 6 --save-every 4")
+    assert scaler(tmp_path, 4) == (2.0**15, 0) and len(curve(tmp_path)) == 6
+
+
+def test_the_record_of_another_run_is_not_continued(whole, tmp_path):
+    """A folder's record goes on if the checkpoint is in that folder; another one is replaced, as by a fresh start."""
+    train(tmp_path, "--lr 0.1 --save-every 0")
+    start = f"--resume {whole}/checkpoints/step-00000008"
+    for _ in range(2):  # also when it is repeated, as a scheduler does
+        train(tmp_path, f"{start} --save-every 0")
+        assert curve(tmp_path) == curve(whole)[8:]
+    shutil.copytree(whole, tmp_path / "copy")
+    (tmp_path / "link").symlink_to(tmp_path / "copy")
+    train(tmp_path / "link", f"--resume {tmp_path / 'copy'} --steps 13")
+    assert curve(tmp_path / "copy")[:12] == curve(whole) and len(curve(tmp_path / "copy")) == 13
+
+
+def test_a_trace_outlives_runs_that_resume_after_it(tmp_path, capsys):
+    train(tmp_path, "--trace 1:2 --steps 4")
+    trace = (tmp_path / "trace.json").read_bytes()
+    train(tmp_path, "--trace 1:2 --resume auto")
+    assert (tmp_path / "trace.json").read_bytes() == trace
+    assert "--trace 1:2 ends before step 4, where this run goes on: nothing is traced" in capsys.readouterr().out

@@ -124,6 +124,7 @@ def test_subgroups_have_one_backend_each(monkeypatch, backend):
 def test_a_run_ends_when_the_gpu_is_idle_and_all_ranks_have_come(monkeypatch):
     """The meeting is gloo's: an NCCL barrier may return while its kernel still needs the other ranks."""
     calls = []
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -1,0 +1,152 @@
+"""Nodes with other flags, texts, weights, checkpoints or versions do not train together: one line says what differs."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
+from safetensors.torch import save_file
+
+from common.all_ranks import _by_rank, agree
+from common.checkpoints import checkpoint
+from common.checkpoints.boxes import SavedBox
+from common.config import ROLES, flag_names, spelled
+from common.errors import UsageError
+from common.launching import launch
+from common.launching.agreement import OWN, PATHS, facts_of
+from common.process_groups import Degrees, Mesh, build_mesh
+from common.start import environment
+from step01_single_gpu.data.batches import load_batches
+from tests.harness.observing import configure
+from tests.harness.ranks import run_ranks, run_script
+
+SMALL = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 384 --seq-len 16 --data synthetic --device cpu --steps 1"
+SCHEDULES = "F0,F1,B0,B1\nF0,B0,F1,B1\n", "F0,F1,B1,B0\nF0,F1,B1,B0\n"
+PP = "--pp 2 --micro-batch 4 --schedule-file"
+
+
+def everyone() -> Mesh:
+    return build_mesh(Degrees(dp=environment().world_size), torch.device("cpu"))
+
+
+def held() -> list[SavedBox]:
+    return [SavedBox("w", (2,), ((0, 2),), torch.zeros(2))]
+
+
+def make_nodes(folder: Path) -> None:
+    """Two nodes, folder/0 and folder/1, on which the same paths lead to other files; only copy*.csv are equal."""
+    for node in range(2):
+        here = folder / str(node)
+        (here / "weights").mkdir(parents=True)
+        (here / "text.txt").write_text("ab"[node] * 5000)
+        (here / "own.csv").write_text(SCHEDULES[node])
+        (here / f"copy{node}.csv").write_text(SCHEDULES[0])
+        save_file({"w": torch.full((1_000_000,), float(node))}, here / "weights/model.safetensors")
+        checkpoint.save(here / "run", 1, held(), {"node": node}, everyone())
+
+
+def refusal(call, *arguments) -> str:
+    """The line with which this rank refuses, or nothing."""
+    try:
+        call(*arguments)
+    except UsageError as refused:
+        return str(refused)
+    return ""
+
+
+def on_two_nodes(folder: Path) -> dict[str, str]:
+    """The refusals of this rank, by the kind of difference."""
+    mesh, rank = everyone(), environment().rank
+    os.chdir(folder / str(rank))
+
+    def start(*flags: str) -> str:
+        config = configure(8, f"{SMALL} {flags[rank % len(flags)]}")
+        return refusal(agree, mesh, lambda: facts_of(config))
+
+    found = {"nothing": start("")}
+    found["lr"] = start("", "--lr 0.002")
+    found["hidden"] = start("", "--hidden 64")
+    found["degrees"] = start("--tp 2", "--pp 2")
+    found["saving"] = start("", "--run-dir x --save-every 1")
+    found["schedule"] = start(f"{PP} own.csv")
+    found["weights"] = start("--init-from weights")
+    found["no weights"] = start("--init-from weights", "--init-from a/b/c")
+    found["its own"] = start(f"{PP} copy0.csv --run-dir x", f"{PP} copy1.csv --run-dir y --timeout 9 --layer-delay 3")
+    with mock.patch.object(torch, "__version__", f"2.{rank}"):
+        found["torch"] = start("")
+    with mock.patch.dict(sys.modules, {"common.another": SimpleNamespace(__file__="text.txt")}):
+        found["source"] = start("")
+    found["text"] = refusal(load_batches, configure(8, f"{SMALL} --data text.txt"), mesh)
+    found["checkpoint"] = refusal(checkpoint.load, Path("run/checkpoints/step-00000001"), held(), mesh)
+    return found
+
+
+def test_every_kind_of_difference_is_one_line_on_all_ranks(tmp_path):
+    make_nodes(tmp_path)
+    ranks = run_ranks(2, on_two_nodes, tmp_path)
+    assert ranks[0] == ranks[1]
+    found = {kind: line.removeprefix("all ranks must agree, but ") for kind, line in ranks[0].items()}
+    assert found["nothing"] == found["its own"] == ""
+    assert found["lr"] == "--lr is 0.001 on rank 0, 0.002 on rank 1"
+    assert found["hidden"].startswith("--hidden is 32 on rank 0, 64 on rank 1")
+    assert found["degrees"] == "--tp is 2 on rank 0, 1 on rank 1; --pp is 1 on rank 0, 2 on rank 1"
+    assert "--save-every is 0 on rank 0, 1 on rank 1" in found["saving"]
+    assert "--run-dir is none on rank 0, given on rank 1" in found["saving"]
+    assert found["torch"] == "torch is 2.0 on rank 0, 2.1 on rank 1"
+    for kind, flag in ("schedule", "--schedule-file"), ("weights", "--init-from"):
+        assert found[kind].startswith(f"the content of {flag} is ") and ";" not in found[kind], found[kind]
+    assert found["no weights"].startswith("--init-from a/b/c cannot be read (")
+    assert found["source"].startswith("this project's source is ")
+    assert found["text"].startswith("sha256 of the corpus is "), found["text"]
+    assert "all ranks must agree, but the SHA-256 of its manifest.json is " in found["checkpoint"]
+    assert all("\n" not in line for line in found.values())
+
+
+OTHER_FLAGS_ON_RANK_1 = """
+import os, runpy, sys
+_, *sys.argv = sys.argv
+sys.argv += "--pp 2 --hidden 64".split() if os.environ["RANK"] == "1" else ["--tp", "2"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_ranks_whose_groups_would_differ_do_not_wait_for_each_other(tmp_path):
+    script = tmp_path / "other_flags.py"
+    script.write_text(OTHER_FLAGS_ON_RANK_1)
+    done = run_script(script, "step05_pipeline/train.py", *SMALL.split(), ranks=2, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: all ranks must agree, but --"), done.stderr
+    assert "--hidden is 32 on rank 0, 64 on rank 1" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_ranks_are_listed_briefly():
+    assert _by_rank([1, 1, 1, None]) == "1 on ranks 0 to 2, none on rank 3"
+    assert _by_rank([1, 2] * 2) == "1 on ranks 0, 2, 2 on ranks 1, 3"
+    assert _by_rank([1, 2] * 50) == "1 on ranks 0, 2, 4, 6 ..., 2 on ranks 1, 3, 5, 7 ..."
+    assert _by_rank(range(9)) == "0 on rank 0, 1 on rank 1, 2 on rank 2, and so on"
+
+
+def test_every_flag_is_compared_unless_a_rank_may_have_its_own():
+    compared, flags = facts_of(configure(8, SMALL, 1)), flag_names(*ROLES)
+    assert {name for name in flags if spelled(name) not in compared} == {*OWN, *PATHS} - {"run_dir"}
+    assert set(OWN) <= set(flag_names("logging")), "no number depends on these"
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_do_not_know_their_rank_do_not_train_side_by_side(name, monkeypatch):
+    for each in ("RANK", "WORLD_SIZE", *launch.SIZES):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # also in a batch script, which is one process
+    monkeypatch.setenv(name, "1")
+    launch.check_launcher()
+    monkeypatch.setenv(name, "8")
+    with pytest.raises(UsageError, match=f"^8 processes .{name}., .* one torchrun on each node.*$"):
+        launch.check_launcher()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="^only WORLD_SIZE of RANK and WORLD_SIZE is set"):
+        launch.check_launcher()
+    monkeypatch.setenv("RANK", "1")
+    launch.check_launcher()
