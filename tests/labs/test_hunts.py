@@ -182,3 +182,16 @@ def test_ranks_end_with_whoever_started_them(tmp_path, monkeypatch):
         process.kill()
     process.wait()
     assert wait_for(lambda: not marked(mark), 10) is not None, "ranks stay behind"
+
+
+DEAF = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); time.sleep(60)"
+
+
+def test_a_rank_that_does_not_answer_is_killed(tmp_path):
+    """Whoever is asked where it is, and stays there, has no second chance."""
+    (tmp_path / "deaf.py").write_text(
+        "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); time.sleep(60)"
+    )
+    job = {"root": str(tmp_path), "command": ["deaf.py"], "ranks": 2, "seconds": 2, "out": str(tmp_path / "out")}
+    done = run_command([sys.executable, "-c", f"from common.labs import forks; print(forks.run({job}))"], timeout=30)
+    assert done.stdout.count("'status': -9, 'ended': True") == 2, done

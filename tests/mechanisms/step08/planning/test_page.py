@@ -15,10 +15,11 @@ from common.presets import PRESETS
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import memory
+from step08_5d.planning.memory import memory, of_stage
 from step08_5d.planning.page import write
 from step08_5d.planning.search import Plan, Task, command, flags
 from step08_5d.planning.speed import mfu, times
+from step08_5d.planning.stages import fullest_ranks
 
 NODE = shutil.which("node")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -193,6 +194,12 @@ seen.bars = ["memory", "time"].map((id) => {
   const bar = find(id).all().find((each) => each.words().includes("bar"));
   return bar.all().map((each) => [each.name, each.attributes.title, parseFloat(each.attributes.style.split(": ")[1])]);
 });
+const slider = find("pp").parent.children.find((each) => each.attributes?.type === "range");
+slider.value = "1";
+slider.dispatch("input");
+seen.stages = [find("pp").value, location.hash, find("memory").all().filter((each) => each.name === "td")];
+seen.stages[2] = seen.stages[2].map((each) => each.textContent);
+set("pp", 1);
 set("tp", 3);
 seen.refused = [find("verdict").attributes.class, find("verdict").textContent, find("costs").hidden];
 find("show-runs").dispatch("click");
@@ -244,6 +251,13 @@ def test_clicks_without_a_browser(tmp_path):
     assert widths == pytest.approx({kind: 100 * size / whole for kind, size in CLICKED["memory"].items() if size})
     assert [width for name, _, width in memory if name == "i"] == pytest.approx([7.2e12 / whole, 8e12 / whole])
     assert sum(width for *_, width in time) == pytest.approx(100)
+    pp, address, cells = seen["stages"]
+    assert int(pp) == 2 and "&pp=2&" in address, "a slider has powers of two"
+    model, layout = PRESETS["llama3-70b"], Layout(4096, 32, pp=2, tp=8, zero=1, micro_batches=8, dtype="bfloat16")
+    held = [of_stage(model, layout, stage) for stage in fullest_ranks(model, layout)]
+    rows = [[kind, *(f"{each[kind] / 1e9:.1f} GB" for each in held)] for kind in held[0]]
+    rows.append(["all", *(f"{sum(each.values()) / 1e9:.1f} GB" for each in held)])
+    assert cells == [cell for row in rows for cell in row] and len(held) == 2
     assert seen["refused"] == ["bad", REFUSED, True]
     (circle, large, fast), (cross, _, gone), (_, small, slow) = seen["marks"]
     assert (circle, cross) == ("circle", "path") and gone == "ranks 4, pp 4, micro batch 1: hang (</script> & gone)"
