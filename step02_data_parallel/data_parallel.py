@@ -145,7 +145,7 @@ def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) ->
 
     A larger parameter gets a bucket to itself, and so does every parameter in modes naive and overlap.
     """
-    limit = round(bucket_mb * 1e6) if mode == "bucket" else 0
+    limit = round(bucket_mb * 1e6, 3) if mode == "bucket" else 0  # 3 digits: it may be infinite
     buckets, room = [], 0
     for parameter in reversed(parameters):
         size = parameter.numel() * at_least_float32(parameter.dtype).itemsize
