@@ -137,8 +137,9 @@ def quantise(
     grid_of_scales = [ceil_div(length, size) if size else 1 for length, size in zip(x.shape, block, strict=True)]
     if finds and height == 1 and width:
         scales = torch.empty(grid_of_scales[::-1], dtype=wide, device=x.device).t()
+    elif finds and height is None:
+        raise ValueError("a scale that all rows share must be given, as no program sees all of them")
     elif finds:
-        assert height, "one scale for all rows is given"
         scales = torch.empty(grid_of_scales, dtype=wide, device=x.device)
     numbers = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
     if numbers.numel():

@@ -159,7 +159,9 @@ class Products:
     def _tokens_last(self, x: Tensor) -> Tensor:
         """(..., tokens, features) -> (features, all tokens). No block contains tokens of two sequences."""
         _, columns = self._block("x", "tokens")
-        return F.pad(x, (0, 0, 0, -x.shape[-2] % (columns or 1))).flatten(0, -2).t()
+        filling = -x.shape[-2] % (columns or 1)
+        x = F.pad(x, (0, 0, 0, filling)) if filling else x  # that copies even if there is nothing to fill
+        return x.flatten(0, -2).t()
 
     def _block(self, what: str, columns: str) -> tuple[int | None, int | None]:
         rows, size = block_of(self.recipe, what == "weight")
@@ -176,7 +178,8 @@ class Products:
         elif self.history is not None:
             scales = self.history.scales(what, x, dtype)
         else:
-            groups, power_of_two = self.groups(block, rows, columns), self.recipe == "mx"
+            groups = self.groups(block, rows, columns)
+            power_of_two = self.recipe == "mx"
             alone = block != (None, None) and all(group.size == 1 for group in groups)
             if self.in_kernels and alone:  # and in one pass: no other program has a part of a block
                 return quantise_in_kernel(x, dtype, block, power_of_two=power_of_two)

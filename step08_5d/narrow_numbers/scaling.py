@@ -69,7 +69,8 @@ def largest_of(x: Tensor, block: Block, groups: Sequence[Group] = ()) -> Tensor:
     same blocks, it is the largest of all parts.
     """
     rows, columns = (size or length for size, length in zip(block, x.shape, strict=True))
-    x = F.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    filling = -x.shape[1] % columns, -x.shape[0] % rows
+    x = F.pad(x.abs(), (0, filling[0], 0, filling[1])) if any(filling) else x.abs()
     largest = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3)).to(at_least_float32(x.dtype))
     for group in groups:
         collectives.all_reduce(largest, group, op="max")

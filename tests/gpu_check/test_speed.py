@@ -107,6 +107,8 @@ OURS = {
     "fused": "--fused",
     "fused, attention too": "--fused --own-attention",
     "fused and full recomputation": "--fused --recompute full",
+    "fused, FP8 tiles": "--fused --fp8 tile",
+    "fused, FP8 rows": "--fused --fp8 row",
 }
 EAGER, COMPILED, LIGER = "transformers", "transformers compiled", "transformers with Liger"
 MODELS = {  # sequences of a micro-batch, and the ways to train

@@ -16,7 +16,7 @@ scale of the wrong operand: dx = multiply(rows, weight, gradient.dtype) =>
 weight gradient in bfloat16: return multiply(left, right, at_least_float32(x.dtype)) =>
     return multiply(left, right, x.dtype)
 @ step08_5d.narrow_numbers.linear:Products._tokens_last
-blocks across sequences: F.pad(x, (0, 0, 0, -x.shape[-2] % (columns or 1))) => x
+blocks across sequences: -x.shape[-2] % (columns or 1) => 0
 @ step08_5d.narrow_numbers.scaling:cast
 saturation left out: return x.clamp(-top, top).where(x.isfinite(), torch.nan).to(dtype) => return x.to(dtype)
 @ step08_5d.narrow_numbers.history:largest_of_all

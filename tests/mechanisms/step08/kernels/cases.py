@@ -27,9 +27,8 @@ from step08_5d.kernels import (
 )
 from step08_5d.kernels import flash_attention_backward as attention_backward
 from step08_5d.kernels.flash_attention import attend, attend_reference
-from step08_5d.kernels.quantise import quantise
-from step08_5d.narrow_numbers import scaling
 from tests.mechanisms.step08.kernels.case import BOTH, DEVICE, Case, Kernel, Maker, liger
+from tests.mechanisms.step08.kernels.narrow_cases import NARROW_KERNELS
 
 EPS, ALONE = 1e-5, Group("tp", (0,), 0)
 ADAMW = {"weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-5}
@@ -214,39 +213,6 @@ def grouped(make: Maker, rows: list[int], inner: int, outer: int, backward: bool
     )
 
 
-def narrowing(
-    make: Maker, rows: int, columns: int, block: scaling.Block, turned: bool = False, power_of_two: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn, given: bool = False,
-) -> Case:  # fmt: skip
-    """A matrix in FP8 with scales of its own, or with given ones, which let some numbers exceed the format.
-
-    The numbers shall be the same to the last bit, so the reference computes as narrow as the kernel.
-    """
-    sizes = torch.logspace(-12, 4, columns, dtype=torch.float64, device=make.device)[None]
-    x = (
-        make(rows, columns, dtype=torch.float64)
-        * sizes[:, torch.randperm(columns, device=make.device, generator=make.generator)]
-    ).to(make.dtype)
-    x, scales = x.t().contiguous().t() if turned else x, None
-    if given:
-        scales = scaling.scales_for(0.7 * scaling.largest_of(x, block), dtype, power_of_two)
-
-    def parts(narrow: scaling.Narrow) -> tuple[Tensor, Tensor]:
-        return narrow.numbers.view(torch.uint8), narrow.scales
-
-    def reference(x):
-        x = x.to(make.dtype)
-        if given:
-            return parts(scaling.quantise(x, dtype, block, scales))
-        return parts(scaling.quantise_own(x, dtype, block, power_of_two))
-
-    def ours(x):
-        return parts(quantise(x, dtype, block, scales, power_of_two))
-
-    work = {"forward": x.nbytes + x.numel()}
-    return Case(ours, reference, [x], gradients=False, slack=0, work=work)
-
-
 def update(make: Maker, size: int, narrow: bool = True) -> Case:
     """Weights and moments in at least float32, and a copy of the weights, with a gradient of its type if `narrow`."""
     wide = at_least_float32(make.dtype)
@@ -285,8 +251,6 @@ NORMS = [(2, 5, 12), (1, 64), (150, 9), (1060, 20), (19, 1030), (3, 8200), (0, 1
 # fewer and more keys than queries, sequences that end at a tile's end or one behind it, widths to be padded
 BLOCKS = [(37, 37, 16, 1, True), (21, 50, 16, 1, False), (50, 16, 24, 2, False), (32, 32, 40, 2, True)]
 BLOCKS += [(33, 33, 8, 1, True), (1, 1, 16, 1, True)]
-# What shares a scale: rows and columns
-ROW, TILE, WEIGHT, MX, TENSOR = (1, None), (1, 128), (128, 128), (1, 32), (None, None)
 KERNELS = {
     "rms_norm": Kernel(norm, NORMS, (1002, 2048), (TOKENS, 2048)),
     "add_rms_norm": Kernel(add_norm, NORMS, (1002, 2048), (TOKENS, 2048)),
@@ -314,23 +278,6 @@ KERNELS = {
         )
         for backward in (False, True)
     },
-    "quantise, rows": Kernel(narrowing, [(70, 300, ROW), (20, 600, ROW, True)], (1002, 9000, ROW), (TOKENS, 2048, ROW)),
-    "quantise, tiles": Kernel(narrowing, [(70, 300, TILE), (1, 1, TILE)], (1002, 5003, TILE), (TOKENS, 2048, TILE)),
-    "quantise, tiles, turned": Kernel(
-        narrowing, [(300, 70, TILE, True)], (1002, 5003, TILE, True), (2048, TOKENS, TILE, True)
-    ),
-    "quantise, tiles of a weight": Kernel(
-        narrowing, [(130, 260, WEIGHT), (260, 130, WEIGHT, True)], (1002, 5003, WEIGHT), (TOKENS, 2048, WEIGHT)
-    ),
-    "quantise, powers of two": Kernel(narrowing, [(70, 130, MX, False, True), (70, 130, MX, True, True)]),
-    "quantise, e5m2 and given scales": Kernel(
-        narrowing,
-        [
-            (70, 300, block, turned, False, torch.float8_e5m2, True)
-            for block in (ROW, TILE, WEIGHT, TENSOR)
-            for turned in (False, True)
-        ],
-        (1002, 5003, TENSOR, False, False, torch.float8_e5m2, True),
-    ),
+    **NARROW_KERNELS,
     "adamw": Kernel(update, [(2500,), (0,), (1,), (1024,)], (100_003,), (2**27, False)),
 }

@@ -51,13 +51,13 @@ def test_special_numbers():
 @pytest.mark.parametrize("dtype", FORMATS.values(), ids=str)
 def test_every_number_of_16_bits(dtype, monkeypatch):
     """All that is halfway between two numbers is among them, too; and, with float32, what is just beside it."""
-    monkeypatch.setattr(kernel, "tile_sizes", lambda x, block: {"ROWS": 64, "COLUMNS": 1024, "num_warps": 32})
+    monkeypatch.setattr(kernel, "tile_sizes", lambda x, block: {"ROWS": 128, "COLUMNS": 512, "num_warps": 32})
     ones = torch.ones(1, 1, device=DEVICE)
     half, short = (torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(each) for each in NARROW)
     finite = short[short.isfinite()].float()
     beside = [torch.nextafter(finite, torch.full_like(finite, end)) for end in (torch.inf, -torch.inf)]
     for x in (half, short, torch.cat(beside)):
-        x = x.view(-1, 1024)
+        x = x.view(-1, 512)
         assert_same_bits(quantise(x, dtype, (None, None), ones), scaling.quantise(x, dtype, (None, None), ones))
 
 
