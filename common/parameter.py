@@ -25,6 +25,7 @@ class ParameterSpec:
     owner: this rank counts and saves the elements, and no other rank does.
     flat_range: [start, stop) of the flattened box, if the tensor is one-dimensional and holds only these elements.
     own_bucket: a gradient bucket holds this parameter alone, so that all holders cut it into the same shards.
+    state: no weight, but something that training keeps beside them. A checkpoint may lack it, and no export has it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ParameterSpec:
     owner: bool = True
     flat_range: tuple[int, int] | None = None
     own_bucket: bool = False
+    state: bool = False
 
     def boxes(self, tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
         """Split `tensor`, which has this spec, into boxes of the whole tensor: a list of (box, view of `tensor`)."""

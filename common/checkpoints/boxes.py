@@ -42,8 +42,11 @@ class SavedBox:
 
     @classmethod
     def of(cls, kind: str, spec: ParameterSpec, tensor: torch.Tensor) -> "list[SavedBox]":
-        """The boxes that `tensor` consists of, given its spec. `kind` is "parameter", "exp_avg" or "exp_avg_sq"."""
-        name, shape = f"{kind}/{spec.name}", spec.global_shape
+        """The boxes that `tensor` consists of, given its spec.
+
+        `kind` is "parameter", "exp_avg" or "exp_avg_sq". A tensor whose spec says `state` has that kind instead.
+        """
+        name, shape = f"{'state' if spec.state else kind}/{spec.name}", spec.global_shape
         return [cls(name, shape, box, part, spec.owner) for box, part in spec.boxes(tensor)]
 
 
@@ -79,17 +82,18 @@ def write(folder: Path, boxes: Iterable[SavedBox], mesh: Mesh) -> None:
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not group)
 
 
-def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> None:
+def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> list[str]:
     """Fill the tensors of `boxes` with what DCP's storage `reader` finds of them, whichever boxes were written.
 
-    All ranks of `mesh` call it together; without a mesh, each process reads on its own. Raises UsageError when a tensor
-    is missing, incomplete or of another shape, or a file cannot be read.
+    All ranks of `mesh` call it together; without a mesh, each process reads on its own. Returns the names of state that
+    is missing, and stays as it is. Raises UsageError when another tensor is missing, when one is incomplete or of
+    another shape, or a file cannot be read.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.planner import LoadPlan
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-    wanted = defaultdict(list)
+    wanted, missing = defaultdict(list), []
     for box, chunk, tensor in _chunks(boxes):
         wanted[box.name].append((tuple(box.global_shape), chunk, tensor))
 
@@ -99,6 +103,9 @@ def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> None:
             for name, held in wanted.items():
                 (shape, *_), chunks, tensors = zip(*held)
                 saved = self.metadata.state_dict_metadata.get(name)
+                if saved is None and name.startswith("state/"):
+                    missing.append(name.removeprefix("state/"))
+                    continue
                 if saved is None:
                     raise UsageError(f"it holds no {name}")
                 if tuple(saved.size) != shape:
@@ -115,6 +122,7 @@ def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> None:
     group = mesh.world.handle if mesh else None
     with clear_errors():
         dcp.load({}, storage_reader=reader, planner=Planner(), process_group=group, no_dist=not group)
+    return missing
 
 
 def _chunks(boxes: Iterable[SavedBox]) -> Iterator[tuple]:

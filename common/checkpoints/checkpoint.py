@@ -54,7 +54,10 @@ def load(folder: Path, held: Iterable[SavedBox], mesh: Mesh, identity: dict | No
                 lines.append(f"{name} is {_part(a, 'of')} in the checkpoint and {_part(b, 'of')} in this run")
         if identity is not None and lines:
             raise UsageError("cannot resume: " + "; ".join(lines))
-        boxes.read(dcp.FileSystemReader(folder), held, mesh)
+        missing = boxes.read(dcp.FileSystemReader(folder), held, mesh)
+        if missing and mesh.rank == 0:
+            others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+            print(f"{folder.name} was saved without {missing[0]}{others}, which therefore start anew")
         return extra
 
 

@@ -4,7 +4,8 @@ Whoever wants the largest number of a tensor must read all of it before the cast
 that hold parts. With a history, a step only notes its largest numbers, and all ranks compare notes once, at its end
 (Transformer Engine's DelayedScaling). If a tensor grows, it is cut off at the largest number of the format for a step.
 
-In the first step there is no history, and all scales are 1.
+In the first step there is no history, and all scales are 1. The same holds for a run that goes on from a checkpoint of
+another recipe. A step in which nobody sees an operand, as when an expert gets no tokens, is none in its history.
 """
 
 from collections.abc import Sequence
@@ -46,5 +47,6 @@ def finish_step(histories: Sequence[Tensor], mesh: Mesh) -> None:
     )
     for each in histories:
         each[..., 0].masked_fill_(~each[..., 0].isfinite(), 0)  # a step that overflows, as in float16, teaches nothing
-        each.copy_(each.roll(1, -1))
+        # Nor does one without tokens for an expert: if its zeros took a place, 16 of them would push all others out
+        each.copy_(torch.where(each[..., :1] > 0, each.roll(1, -1), each))
         each[..., 0] = 0

@@ -90,6 +90,7 @@ def _history(weight: nn.Parameter, histories: list[Tensor], config: TrainConfig,
         box=(*spec.box[: int(experts)], *((0, length) for length in size)),
         extra_groups=spec.extra_groups if experts else (*spec.extra_groups, "tp"),
         owner=first,
+        state=True,
     )
     weight.history = history
     histories.append(history)

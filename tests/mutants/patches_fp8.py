@@ -27,6 +27,14 @@ notes not compared: collectives.all_reduce(joined, every[name], op="max") => pas
 scale not reduced over the shards: (group, *holders[part]) => holders[part]
 # The shards of each tensor rank have another scale
 gathered scale not reduced over tp: (group, *holders[part]) => (group,)
+@ step08_5d.narrow_numbers.layers:_cut
+# Shared experts take the largest numbers of their own tokens: sequence parallelism divides them
+scale of a part of the shared tokens: (mesh.cp, mesh.tp) if shared => (mesh.cp,) if shared
+@ step08_5d.narrow_numbers.history:History.scales
+delayed scale of the last step alone: mine[1:].amax() => mine[1]
+@ step08_5d.narrow_numbers.history:finish_step
+what nobody has seen is noted: torch.where(each[..., :1] > 0, each.roll(1, -1), each) => each.roll(1, -1)
+history one step too short: each[..., 0] = 0 => each[..., ::STEPS] = 0
 @ step08_5d.train:finish_fp8
 # The scales of the first step serve for all
 scales never renewed: products.gathered = None => pass

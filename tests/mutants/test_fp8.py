@@ -2,11 +2,23 @@
 
 import pytest
 
+from tests.mechanisms.step08.test_delayed_scales import check_delayed_scales, check_idle_expert
 from tests.mechanisms.step08.test_narrow_numbers import check_cast, check_weight_gradient
 from tests.mutants.patches import assert_applies, patched
 from tests.mutants.patches_fp8 import MUTANTS
 from tests.parity.runs import ADAMW, SGD, UNTIED, assert_parity
-from tests.parity.test_fp8 import DELAYED, GATHERED, NOW, SHAPE, TILE, TOLERANCE, one_process, run_narrow
+from tests.parity.test_fp8 import (
+    DELAYED,
+    GATHERED,
+    NOW,
+    ROW,
+    SHAPE,
+    SHARED,
+    TILE,
+    TOLERANCE,
+    one_process,
+    run_narrow,
+)
 
 BASE = f"{UNTIED} {SHAPE} --layers 1"
 TRAINED = {  # flags, and the micro-batch of the one process: mutants
@@ -18,9 +30,18 @@ TRAINED = {  # flags, and the micro-batch of the one process: mutants
     (f"{BASE} {SGD} {TILE} {GATHERED} --dp 2 --micro-batch 3", 3): (
         *("scale not reduced over the shards", "scales never renewed"),
     ),
+    (f"{UNTIED} {SHARED} --layers 1 {SGD} {ROW} --tp 2 --ep 2 --micro-batch 3", 3): (
+        "scale of a part of the shared tokens",
+    ),
     (f"{BASE} {SGD} {NOW} {GATHERED} --dp 2 --tp 2 --micro-batch 3", 3): ("gathered scale not reduced over tp",),
 }
-CHECKED = {"saturation left out": check_cast, "weight gradient in bfloat16": check_weight_gradient}
+CHECKED = {
+    "saturation left out": check_cast,
+    "weight gradient in bfloat16": check_weight_gradient,
+    "delayed scale of the last step alone": check_delayed_scales,
+    "history one step too short": check_delayed_scales,
+    "what nobody has seen is noted": check_idle_expert,
+}
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: ", ".join(TRAINED[case]))

@@ -68,7 +68,10 @@ def cases_of() -> dict[int, list[dict]]:
         several = [each for each in WITH_EXPERTS[ranks] if f"--micro-batch {each[0]}" not in each[1]]
         here += [{"recipe": recipe, "layout": each} for recipe in (ROW, NOW) for each in several]
         found[ranks] += pairwise(sparse, here)
-    return thin(found, least=24)
+    found = thin(found, least=24)
+    hard = {"shape": SHARED, "recipe": ROW, "layout": WITH_EXPERTS[2][1], "optimizer": SGD}
+    found[2].append(hard)  # each tensor rank has a part of the tokens of a shared expert, which share scales
+    return found
 
 
 PARTS = 4 if ALL else 1  # starts of 2 ranks, and of 4: each has a time limit

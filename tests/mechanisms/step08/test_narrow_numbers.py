@@ -1,4 +1,4 @@
-"""Numbers in FP8: scales, products, experts, what is refused, and delayed scales across a resume."""
+"""Numbers in FP8: scales, products, experts, and moments in bfloat16."""
 
 import itertools
 
@@ -10,13 +10,11 @@ from common.parameter import ParameterSpec
 from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers import formats, memory, scaling, sketch
 from step08_5d.narrow_numbers.experts import ExpertProducts
-from step08_5d.narrow_numbers.history import STEPS, finish_step
 from step08_5d.narrow_numbers.linear import FORMATS, Products
 from step08_5d.narrow_numbers.moments import MOMENTS, NarrowMoments
 from step08_5d.narrow_numbers.scaling import block_of, largest_of, quantise_now, scales_for
-from tests.harness.observing import configure, mesh_of
-from tests.harness.ranks import run_ranks
-from tests.parity.runs import ADAMW, SMALL, TIED, assemble, assert_parity, curve_of, train_here
+from tests.harness.observing import configure
+from tests.parity.runs import ADAMW, SMALL
 
 E4M3, E5M2 = FORMATS.values()
 RECIPES = "naive", "tensor", "row", "tile", "mx"
@@ -201,45 +199,3 @@ def test_moments_in_bfloat16():
             assert relative(state[key], theirs.state[other][key]) < 2**-8
             theirs.state[other][key].copy_(state[key])
     assert relative(ours.masters[0], other) < 1e-6
-
-
-# ---- delayed scales --------------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_overflows_leaves_no_history():
-    history = torch.zeros(3, 1 + STEPS)
-    history.spec = ParameterSpec("w.largest", (3, 1 + STEPS), ((0, 3), (0, 1 + STEPS)), None)
-    history[:, 0] = torch.tensor([1.0, torch.inf, torch.nan])
-    finish_step([history], mesh_of(configure(8, SMALL, 1)))
-    assert history[:, 1].tolist() == [1.0, 0.0, 0.0] and not history[:, 0].any()
-
-
-EXPERTS = "--experts 4 --expert-ffn 24 --shared-experts 1"
-CHAIN = [  # ranks and layout of each run, which goes on from the one before: a checkpoint holds the histories
-    (1, "--micro-batch 6"),
-    (2, "--dp 2 --ep 2 --zero 3 --micro-batch 3"),
-    (4, "--tp 2 --pp 2 --ep 2 --micro-batch 3 --schedule dualpipe"),
-    (2, "--cp 2 --ep 2 --micro-batch 4 --recompute full"),
-]
-
-
-def train_on(flags: str, folder: str) -> dict:
-    flags = f"{SMALL} {ADAMW} {TIED} {EXPERTS} --fp8 delayed --save-every 1 --resume auto --run-dir {folder} {flags}"
-    return {"boxes": train_here(8, flags)}
-
-
-def test_histories_are_saved_and_resumed_in_another_layout(tmp_path):
-    steps = len(CHAIN)
-    [whole] = run_ranks(1, train_on, f"--micro-batch 12 --steps {steps}", str(tmp_path / "whole"))
-    for number, (ranks, layout) in enumerate(CHAIN, start=1):
-        parts = run_ranks(ranks, train_on, f"{layout} --steps {number}", str(tmp_path / "chain"))
-    curves = [curve_of(tmp_path / name) for name in ("whole", "chain")]
-    expected, found = assemble([whole | {"curve": curves[0]}]), assemble([parts[0] | {"curve": curves[1]}, *parts[1:]])
-    assert_parity(found, expected, "a chain of layouts", 1e-9)
-    histories = {name: each for name, each in found.parameters.items() if name.endswith(".largest")}
-    assert len(histories) == 2 * (4 + 3 + 3)  # attention, experts, shared experts of two layers
-    for name, history in histories.items():
-        assert history.shape[-2:] == (3, 1 + STEPS), name
-        seen = history[..., 1 : 1 + steps]
-        assert (seen > 0).all() or "experts" in name, f"{name}: what a step has seen"
-        assert not history[..., 1 + steps :].any() and not history[..., 0].any(), name
