@@ -3,7 +3,7 @@
 For one number in bfloat16, and blocks of 128:
 
              least                            eager (a test counts it)
-    bytes      3   read x, write its number    69   every step of the formula reads and writes float32
+    bytes      3   read x, write its number    75   every step of the formula reads and writes float32
 
 The transposed operands of a backward are views with other strides. A tile of them is read along the rows of the memory
 that is there, turned in registers, and written along its own rows: nobody makes a transposed copy in 16 bits first.

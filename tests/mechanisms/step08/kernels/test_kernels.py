@@ -95,6 +95,7 @@ EAGER = {  # bytes per element of the first input (rotary: of q, as large as k):
     "rotary": ((1, 32, 32, 64, 16), [72, 92]),
     "swiglu": ((64, 64), [10, 18]),
     "adamw": ((4096, False), [118, 0]),
+    "quantise, tiles": ((128, 2048, (1, 128)), [75, 0]),
 }
 
 

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from step08_5d.gpu_ladder.traffic import BytesMoved
 from step08_5d.kernels import quantise as kernel
 from step08_5d.kernels.quantise import quantise
 from step08_5d.narrow_numbers import linear, scaling
@@ -89,6 +90,47 @@ def test_scales_lie_as_products_read_them():
         taken = scales_in_order(narrow)
         assert taken.data_ptr() == narrow.scales.data_ptr()
         assert torch.equal(taken, narrow.scales if block[0] == 1 else narrow.scales.t())
+
+
+class AnyGrid:
+    """A kernel that is launched as Triton's are."""
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __getitem__(self, grid):
+        return self.launch
+
+
+def layer_on_a_gpu(recipe: str, in_kernels: bool) -> list[tuple[str, int]]:
+    """The operations, and bytes of each, of one layer's three products: 4,096 tokens, 2,048 x 8,192."""
+    x, weight, dy = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((1, 4096, 2048), (8192, 2048), (1, 4096, 8192))
+    )
+    products, launched = Products(recipe, E4M3, in_kernels=in_kernels), []
+
+    def launch(x, numbers, scales, *rest, **sizes):
+        launched.append(("quantise", x.nbytes + numbers.nbytes + scales.nbytes))
+
+    available = mock.patch.object(linear, "_runs", return_value=True)
+    with available, mock.patch.object(kernel, "_quantise_kernel", AnyGrid(launch)):
+        with BytesMoved() as moved:
+            products.output(x, weight), products.input_gradient(dy, weight), products.weight_gradient(dy, x)
+    return launched + [call for call in moved.calls if call[0] != "promote_types"]  # which is none
+
+
+@pytest.mark.parametrize("recipe, eager", [("tile", (118, 9.2)), ("row", (108, 7.8))])
+def test_operations_of_a_layer(recipe, eager):
+    """Six casts and three products. Nothing is copied, padded, or turned in 16 bits."""
+    calls = layer_on_a_gpu(recipe, in_kernels=False)
+    assert (len(calls), round(sum(size for _, size in calls) / 1e9, 1)) == eager
+    calls = layer_on_a_gpu(recipe, in_kernels=True)
+    assert [name for name, _ in calls] == ["quantise"] * 6 + ["_scaled_mm_v2"] * 3
+    operands = 2 * (4096 * 2048 + 2048 * 8192 + 4096 * 8192)  # each of the three is in two products
+    results = 2 * (4096 * 8192 + 4096 * 2048) + 4 * 2048 * 8192
+    scales = sum(size for _, size in calls) - operands * (3 + 1) - results
+    assert 0 < scales < 0.05 * operands
 
 
 @on_cpu  # counts launches of the interpreter
