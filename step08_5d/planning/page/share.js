@@ -54,13 +54,13 @@ function parameters_of(model, layout, share) {
 }
 
 // common/costs/alpha_beta.py, fill_buckets: of numbers of parameters, in the order of the backward
-function fill_buckets(numbers, bytes) {
+function fill_buckets(numbers, bytes, limit) {
   const buckets = [];
   let room = 0;
   for (const number of [...numbers].reverse()) {
     if (!buckets.length || bytes(number) > room) {
       buckets.push([]);
-      room = constants.BUCKET;
+      room = limit;
     }
     buckets.at(-1).push(number);
     room -= bytes(number);
@@ -84,9 +84,10 @@ function share_of(model, layout, rank) {
       const { region } = listed[index];
       by_region.set(region, [...(by_region.get(region) || []), index]);
     }
-    const buckets = fill_buckets(numbers, (index) => wide * listed[index].size);
+    const ranks = experts ? layout.edp : layout.copies; // one: nothing is sent, and every parameter is alone
+    const buckets = fill_buckets(numbers, (index) => wide * listed[index].size, ranks > 1 ? constants.BUCKET : 0);
     for (const group of layout.zero === 3 ? by_region.values() : buckets) {
-      const size = sum(group.map((index) => listed[index].size)), ranks = experts ? layout.edp : layout.copies;
+      const size = sum(group.map((index) => listed[index].size));
       share.units.push({ size, begun: last - group[0] + 1, complete: last - group.at(-1) + 1, ranks });
     }
   }
