@@ -64,7 +64,8 @@ def test_experts_need_no_more_memory_than_the_fastest_of_transformers():
         ours = peak_of(partial(expert_parallel.our_layer, 4, tokens))
         peers = peak_of(partial(expert_parallel.peer_layer, "grouped_mm", 4, tokens))
         print(f"{tokens} {ours / peers:.4f}  {ours / 1e6:.3f} / {peers / 1e6:.3f} MB")
-        assert ours <= peers * 1.005, f"{tokens} tokens: {ours} bytes against {peers}"
+        lists = 2 * 8 * 2 * tokens  # two of ours hold a number of 8 bytes for each of a token's two rows
+        assert ours <= peers + lists, f"{tokens} tokens: {ours} bytes against {peers}"
 
 
 @pytest.mark.parametrize("page", PAGES)
