@@ -159,14 +159,18 @@ class Zero:
             self._end_of_backward()
         self.synchronising = self.last_micro_batch = True
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters."""
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor, last: bool = True) -> None:
+        """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters.
+
+        Not `last`: another gradient of this parameter follows in this backward. (Autograd adds those of a weight with
+        two uses. In a later step one of them does not come through autograd.)
+        """
         index = self.index_of[parameter]
         if index < self.next_unit:  # two forwards in one backward, say: a gradient would be lost
             raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched")
         bucket = self.units[index].make_bucket()
         bucket.add(parameter, gradient)
-        if self.synchronising:
+        if self.synchronising and last:
             bucket.missing.discard(parameter)
             self._launch_complete()
         # Free early what has already been summed. Not with replicas: that launches an all-reduce over them, in an order

@@ -28,6 +28,7 @@ import torch
 
 from common.drawing.tables import print_table
 from common.launching.command_line import OneLineParser, one_line_errors, summary
+from common.model import at_least_float32
 from step07_expert_parallel.experts import Counts
 from step08_5d.gpu_ladder import elu, fusion
 from step08_5d.gpu_ladder import matmul as products
@@ -186,7 +187,9 @@ def launch_loss(dtype: torch.dtype, vocab: int) -> None:
 def launch_experts(dtype: torch.dtype, experts: int, hidden: int, ffn: int) -> None:
     x, weight = empty(2 * TOKENS, hidden, dtype=dtype), empty(experts, ffn, hidden, dtype=dtype)
     counts = Counts(torch.zeros(experts, dtype=torch.int64, device="meta"))
-    grouped_matmul.multiply_transposed(grouped_matmul.multiply(x, weight.mT, counts), x, counts)
+    y, sums = grouped_matmul.multiply(x, weight.mT, counts), torch.empty_like(weight, dtype=at_least_float32(dtype))
+    grouped_matmul.multiply_transposed(y, x, counts)
+    grouped_matmul.multiply_transposed(y, x, counts, sums, first=False)
 
 
 def launch_activation(dtype: torch.dtype, ffn: int) -> None:
@@ -194,13 +197,13 @@ def launch_activation(dtype: torch.dtype, ffn: int) -> None:
 
 
 def launch_rotation(dtype: torch.dtype, q_heads: int, k_heads: int, width: int) -> None:
-    angles = empty(TOKENS, width, dtype=torch.promote_types(dtype, torch.float32), gradient=False)
+    angles = empty(TOKENS, width, dtype=at_least_float32(dtype), gradient=False)
     q, k = (heads(dtype, TOKENS, count, width).requires_grad_() for count in (q_heads, k_heads))
     forward_and_backward(rotary.rotary, q, k, angles, angles)
 
 
 def launch_update(dtype: torch.dtype, skips: bool) -> None:
-    wide = functools.partial(empty, dtype=torch.promote_types(dtype, torch.float32), gradient=False)
+    wide = functools.partial(empty, dtype=at_least_float32(dtype), gradient=False)
     copy, skip = empty(2**24, dtype=dtype) if dtype != wide().dtype else None, wide() if skips else None
     tensors, scalars = [wide(2**24) for _ in range(4)], [wide() for _ in range(3)]
     adamw.adamw(*tensors, copy, *scalars, skip, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)

@@ -10,7 +10,8 @@ For n rows of width i, matrices of o columns and E experts, in numbers of e byte
   FLOPs   2 n i o, whoever gets the rows, and for tiles that are not full at most E (R - 1) rows more
   bytes   at least (n i + n o + E i o) e: rows and matrices are read and the result is written. With n / E rows per
           expert that is 2 / (e (E / n + 1 / i + 1 / o)) FLOPs per byte: with few rows, the matrices take the time
-The transposed product has the same numbers, with the matrices as its result.
+The transposed product has the same numbers, with the matrices as its result. Added to sums in float32 it moves 8 bytes
+for each of their elements. By itself it would be rounded and written, and then read and added: 2 + 2 + 8 in 16 bits.
 """
 
 import torch
@@ -86,10 +87,10 @@ def _multiply_kernel(
 
 @triton.jit
 def _multiply_transposed_kernel(
-    y, x, out, counts, y_stride, x_stride, experts, height, width,
+    y, x, out, counts, y_stride, x_stride, experts, height, width, ADDS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PADDED_EXPERTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one expert's result, a sum over its rows. An expert without rows has zeros."""
+    """A tile of one expert's result, a sum over its rows, or that added to what is there. Without rows it is zero."""
     expert = tl.program_id(2)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     each = tl.arange(0, PADDED_EXPERTS)
@@ -100,7 +101,15 @@ def _multiply_transposed_kernel(
         k = start + tl.arange(0, INNER)
         y_tile = load_tile(y, 1, y_stride, row, k, height, end)  # read as its transpose
         total = multiply_add(y_tile, load_tile(x, x_stride, 1, k, column, end, width), total)
-    store_tile(total, out + expert.to(tl.int64) * height * width, width, row, column, height, width)
+    out += expert.to(tl.int64) * height * width
+    if ADDS:  # in halves: beside the whole tile, another one would leave no registers for a second program
+        halves = total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            column = tl.program_id(0) * COLUMNS + half * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+            added = halves[half] + load_tile(out, width, 1, row, column, height, width)
+            store_tile(added, out, width, row, column, height, width)
+    else:
+        store_tile(total, out, width, row, column, height, width)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -130,14 +139,21 @@ def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
     return out
 
 
-def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
-    """The transposed rows of each expert in y times those in x: (rows, out), (rows, in) -> (experts, out, in)."""
+def multiply_transposed(
+    y: Tensor, x: Tensor, counts: Counts, total: Tensor | None = None, first: bool = True
+) -> Tensor:
+    """The transposed rows of each expert in y times those in x: (rows, out), (rows, in) -> (experts, out, in).
+
+    Into `total` if there is one, a dense tensor of at least float32, in place of what it has (`first`) or added to it.
+    """
     y, x = (each if each.stride(1) == 1 else each.contiguous() for each in (y, x))
     experts, height, width, sizes = len(counts.on_device), y.shape[1], x.shape[1], tile_sizes(x)
-    out = x.new_empty(experts, height, width)
+    out = x.new_empty(experts, height, width) if total is None else total
+    if not out.is_contiguous():
+        raise ValueError("the sums of experts must be dense")
     grid = ceil_div(width, sizes["COLUMNS"]), ceil_div(height, sizes["ROWS"]), experts
     _multiply_transposed_kernel[grid](
-        *(y, x, out, counts.on_device, y.stride(0), x.stride(0), experts, height, width),
+        *(y, x, out, counts.on_device, y.stride(0), x.stride(0), experts, height, width, not first),
         PADDED_EXPERTS=next_power_of_two(experts),
         WIDE=wide_type(x.dtype),
         **sizes,

@@ -9,12 +9,13 @@ last: all that the backward adds is a factor, the gradient of the loss itself. I
 
 For n tokens of width h and v columns of the vocabulary on this rank, in numbers of e bytes:
   FLOPs   6 n h v, as in any linear layer: nothing is computed twice
-  bytes   in every chunk, the head is read twice, and its gradient, in float32, is read and written
+  bytes   in every chunk, the head is read twice, and its gradient, in float32, is written and, from the second chunk
+          on, read before. The backward reads it, and adds its multiple to the step's sum: 12 bytes more per element
   memory  logits of one chunk, c v e for c tokens, instead of n v e and the copies that the loss makes of them. The
           gradients of the hidden states, n h e, and of the head, 4 h v, exist from the forward on, not from the
-          backward on; in return the hidden states themselves need not be kept. Autograd then rounds the head's
-          gradient to e bytes, as any gradient on its way to step 3's buckets: the sums over the chunks of one
-          micro-batch are in float32, and for a moment there are 4 + e bytes for each number
+          backward on; in return the hidden states themselves need not be kept. Where nobody takes the head's gradient
+          in float32 (`weight_sums.py` does), autograd rounds it to e bytes, as any gradient on its way to step 3's
+          buckets: for a moment there are 4 + e bytes for each number
 """
 
 import torch
@@ -42,15 +43,17 @@ def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, v
     return vocab_parallel_cross_entropy_sum(F.linear(x, weight), targets, vocab, group)
 
 
-def chunk_length(weight: Tensor, ratio: float = 0.25) -> int:
-    """Return how many tokens have logits of `ratio` times the memory of the head's gradient, in at least float32.
+def chunk_length(weight: Tensor, fused: bool) -> int:
+    """Return how many tokens have logits of the memory of the head's gradient in at least float32, or a quarter of it.
 
     Both are as long as the rank's part of the vocabulary, so the length does not depend on it. Shorter chunks save
-    little, since that gradient stays, and read and write it more often. But of a small vocabulary's logits a chunk has
-    at least FEW_BYTES: there is little to save, and each chunk costs two messages. All ranks agree, since their parts
-    of the vocabulary are of one size.
+    little, since that gradient stays, and read and write it more often. The kernels (`fused`) need no memory beside the
+    logits: with a wide model, a micro-batch is often a single chunk. The reference copies them in float32, so that even
+    a quarter takes as much, and more. Of a small vocabulary's logits a chunk has at least FEW_BYTES: there is
+    little to save, and each chunk costs two messages. All ranks agree, since their parts of the vocabulary are of one
+    size.
     """
-    wide = at_least_float32(weight.dtype).itemsize
+    ratio, wide = 1.0 if fused else 0.25, at_least_float32(weight.dtype).itemsize
     length = int(ratio * weight.shape[1] * wide / weight.element_size()) // 16 * 16
     return max(16, length, FEW_BYTES // (len(weight) * weight.element_size()))
 
@@ -68,6 +71,19 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
         total += a.T @ b
 
 
+def scaled(dw: Tensor, factor: Tensor) -> Tensor:
+    """dw times a number, in place of dw."""
+    return dw.mul_(factor)
+
+
+def add_scaled(total: Tensor, dw: Tensor, factor: Tensor, first: bool) -> None:
+    """total += factor * dw, and for the `first` one total = factor * dw: `scaled`, added in one pass."""
+    if first:
+        torch.mul(dw, factor, out=total)
+    else:
+        total.addcmul_(dw, factor)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, vocab, group, fused, length, with_gradients):  # x (tokens, hidden)
@@ -75,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = x.new_zeros((), dtype=at_least_float32(x.dtype))
         dx = dw = None
         if with_gradients:
-            dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)
+            dx, dw = torch.empty_like(x), torch.empty_like(weight, dtype=loss.dtype)
         memory = x.new_empty(min(length, len(x)), len(weight))
         for first in range(0, len(x), length):
             chunk = slice(first, first + length)
@@ -85,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if with_gradients:
                 in_place(logits, *statistics, (targets[chunk] != IGNORED).to(loss.dtype))
                 torch.mm(logits, weight, out=dx[chunk])
-                add_product(dw, logits, x[chunk])
+                add_product(dw, logits, x[chunk], first == 0)
         ctx.save_for_backward(dx, dw)
         ctx.weight = weight
         return loss
@@ -95,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.saved_tensors
         # Step 4's seam with another product: dw is complete but for the loss's gradient, a factor. In place, and so a
         # second backward is an error
-        dw = weight_gradient(ctx.weight, dw, gradient, Tensor.mul_)
+        dw = weight_gradient(ctx.weight, dw, gradient, scaled)
         return dx.mul_(gradient), dw, *(None,) * 6
 
 
@@ -114,6 +130,6 @@ def linear_cross_entropy(
         fused: compute the loss in Triton.
         length: tokens of a chunk, by default `chunk_length`.
     """
-    length = length or chunk_length(weight)
+    length = length or chunk_length(weight, fused)
     settings = vocab, group, fused, length, torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *settings)

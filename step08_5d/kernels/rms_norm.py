@@ -22,6 +22,7 @@ would differ from run to run.
 import torch
 
 from common.model import at_least_float32
+from step04_tensor_parallel.linear import weight_gradient
 from step08_5d.kernels.launching import ceil_div, next_power_of_two, processors, tl, triton, warps_for, wide_type
 
 FEWEST_ROWS = 4  # of a program in the backward. With more, few rows would keep few multiprocessors busy
@@ -118,8 +119,8 @@ class _AddRMSNorm(torch.autograd.Function):
         if x.numel():
             grid, rows = (ceil_div(x.numel() // size, blocks["ROWS"]),), x.numel() // size
             _forward_kernel[grid](x, residual, weight, normed, total, rows, size, eps, wide, **blocks)
-        ctx.save_for_backward(total, weight)
-        ctx.eps = eps
+        ctx.save_for_backward(total)
+        ctx.weight, ctx.eps = weight, eps
         ctx.set_materialize_grads(False)  # no zeros in memory for an output that nobody used
         return normed if residual is None else (normed, total)
 
@@ -127,7 +128,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, d_normed, d_total=None):
         if d_normed is None:
             return d_total, d_total, None, None
-        (total, weight), d_normed = ctx.saved_tensors, d_normed.contiguous()
+        (total,), weight, d_normed = ctx.saved_tensors, ctx.weight, d_normed.contiguous()
         d_total = None if d_total is None else d_total.contiguous()
         dx, size = torch.empty_like(total), total.shape[-1]
         blocks, wide, rows = _blocks(size, 4096), wide_type(total.dtype), total.numel() // size
@@ -140,7 +141,12 @@ class _AddRMSNorm(torch.autograd.Function):
             _backward_kernel[programs, parts](
                 total, weight, d_normed, d_total, dx, sums, rows, size, ctx.eps, wide, part, **blocks
             )  # fmt: skip
-        return dx, dx if ctx.needs_input_grad[1] else None, sums.sum(0).to(weight.dtype), None
+        d_weight = sums.sum(0)
+        d_weight = weight_gradient(
+            weight, d_weight, d_weight, lambda done, _: done
+        )  # whoever takes it gets it unrounded
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return dx, dx if ctx.needs_input_grad[1] else None, d_weight, None
 
 
 def rms_norm(x, weight, eps):

@@ -21,7 +21,6 @@ from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts, prod
 from step08_5d.narrow_numbers.gather import NarrowGather
 from step08_5d.narrow_numbers.history import OPERANDS, STEPS, History, finish_step
 from step08_5d.narrow_numbers.linear import FORMATS, Products
-from step08_5d.weight_sums import accumulate
 
 
 def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> list[Tensor]:
@@ -48,7 +47,6 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
                 for weight in layer.mlp.experts.parameters():
                     each = _history(weight, histories, config, mesh) or [None] * len(weight)
                     weight.products = ExpertProducts([make(history=one, blocks_of_tokens=False) for one in each])
-                    weight.postpone = partial(accumulate, zero)
         for unit in zero.units if config.fp8_gather else ():
             if unit.group.size > 1 and any(map(products_of, unit.parameters)):
                 unit.all_gather = NarrowGather(unit)

@@ -134,8 +134,8 @@ TOGETHER = Mutants(r"""
 head's split lost: if self.split: => if False:
 @ step08_5d.kernels.linear_cross_entropy:_LinearCrossEntropy.backward
 # A zero-bubble schedule gets it in I, since the loss has computed it long ago, and in W once more
-head's gradient twice: dw = weight_gradient(ctx.weight, dw, gradient, Tensor.mul_) =>
-    weight_gradient(ctx.weight, dw.clone(), gradient, Tensor.mul_); dw.mul_(gradient)
+head's gradient twice: dw = weight_gradient(ctx.weight, dw, gradient, scaled) =>
+    weight_gradient(ctx.weight, dw.clone(), gradient, scaled); dw.mul_(gradient)
 @ step08_5d.train:train_step
 experts summed like the rest: sum_extra_groups(optimizer.parameters, gradients, mesh) => …; [collectives.all_reduce(g,
     mesh.dp_cp) for each, g in zip(optimizer.parameters, gradients) if ".experts." in each.spec.name]

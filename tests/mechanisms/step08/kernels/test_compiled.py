@@ -39,7 +39,7 @@ def faults(row: Compiled) -> list[str]:
     """What is wrong with a kernel, in words."""
     card, fewest = CARDS[row.card], 1
     for (kernel, case), by_card in RESIDENT.items():
-        if row.kernel == kernel and row.case.split(",")[0] == case:
+        if row.kernel == kernel and case in ("", row.case.split(",")[0]):
             fewest = by_card.get(row.card, 1)
     found = [f"products are serialised: {each}" for each in row.warnings]
     wide = row.kernel == "key_gradient" and row.case.startswith(("d 192", "d 256"))

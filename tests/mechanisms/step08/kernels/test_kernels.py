@@ -122,6 +122,18 @@ def test_the_gradient_of_the_weight_is_the_same_in_every_run():
 
 
 @needs_triton
+def test_whoever_takes_the_gradient_of_the_weight_gets_it_unrounded():
+    x, weight = random(300, 20, dtype=torch.bfloat16).requires_grad_(), torch.ones(20, device=DEVICE).bfloat16()
+    taken, gradient, exact = [], random(300, 20, dtype=torch.bfloat16, seed=1), weight.double().requires_grad_()
+    weight.requires_grad_().postpone = lambda operands: taken.append((operands[0], operands[3](*operands[1:3])))
+    rms_norm(x, weight, EPS).backward(gradient)
+    rms_norm_reference(x.detach().double(), exact, EPS).backward(gradient.double())
+    ((owner, found),) = taken
+    assert owner is weight and weight.grad is None and x.grad is not None
+    assert found.dtype == torch.float32 and difference(found, exact.grad) < 1e-6
+
+
+@needs_triton
 def test_the_heads_of_a_token_stay_side_by_side():
     case = KERNELS["rotary"].case(Maker(torch.float64), 2, 4, 2, 5, 8)
     assert rotary(*case.inputs, *case.settings)[0].stride() == case.inputs[0].stride()

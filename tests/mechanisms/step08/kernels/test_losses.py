@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from step01_single_gpu.memory_meter import MemoryMeter
-from step08_5d.kernels.linear_cross_entropy import chunk_length, linear_cross_entropy, linear_cross_entropy_reference
+from step08_5d.kernels.linear_cross_entropy import (
+    add_scaled,
+    chunk_length,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    scaled,
+)
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.test_activations import tp_mesh
 from tests.mechanisms.step08.kernels.case import DEVICE, Maker
@@ -89,13 +95,30 @@ def test_the_sum_over_many_chunks_is_not_rounded(dtype):
     assert linear_cross_entropy(*inputs(dtype), VOCAB, ALONE, False).dtype == torch.float32
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_head_s_gradient_is_added_to_a_sum(first):
+    """In float32, by whoever takes it; a first one replaces what was there."""
+    x, weight, targets = inputs(torch.bfloat16)
+    taken = []
+    weight.postpone = taken.append
+    (linear_cross_entropy(x, weight, targets, VOCAB, ALONE, False, 5) * 0.3).backward()
+    ((owner, dw, factor, multiply),) = taken
+    assert owner is weight and weight.grad is None and multiply is scaled
+    total = random(VOCAB, HIDDEN, dtype=torch.float32, seed=2)
+    before, exact = 0 if first else total.double(), dw.double() * 0.3
+    add_scaled(total.fill_(torch.nan) if first else total, dw, factor, first)
+    assert difference(total, before + exact) < 1e-7
+    assert difference(scaled(dw, factor), exact) < 1e-7
+
+
 def test_chunk_length():
-    """A quarter of the memory of the head's gradient in float32, but at least 2 MiB of logits."""
+    """The memory of the head's gradient in float32, without kernels a quarter, but at least 2 MiB of logits."""
     with torch.device("meta"):
-        assert chunk_length(torch.empty(128_256, 2048, dtype=torch.bfloat16)) == 1024
-        assert chunk_length(torch.empty(16_032, 2048)) == 512
-        assert chunk_length(torch.empty(256, 256)) == 2048 == 2 * chunk_length(torch.empty(512, 256))
-        assert chunk_length(torch.empty(128_256, 8)) == 16
+        for fused, length in ((True, 4096), (False, 1024)):
+            assert chunk_length(torch.empty(128_256, 2048, dtype=torch.bfloat16), fused) == length
+            assert chunk_length(torch.empty(16_032, 2048), fused) == length // 2
+            assert chunk_length(torch.empty(256, 256), fused) == 2048 == 2 * chunk_length(torch.empty(512, 256), fused)
+            assert chunk_length(torch.empty(128_256, 8), fused) == 16
 
 
 def memory_of(call) -> tuple[int, object]:

@@ -97,6 +97,8 @@ MUTANTS = {
     "signs lost": (quantise.bits_in_8, "number | sign", "number"),
     "subnormal numbers are normal": (quantise.bits_in_8, "(127 + LEAST) << 23)", "0)"),
     "digits cut off": (quantise.bits_in_8, "size + base", "size * 0.96875 + base"),
+    "added to no sum": (grouped_matmul._multiply_transposed_kernel, "if ADDS:", "if not ADDS:"),
+    "one sum for all rows": (grouped_matmul._multiply_transposed_kernel, "load_tile(out, width,", "load_tile(out, 0,"),
     # the update
     "first moment not corrected": (update._adamw_kernel, "tl.exp(count * LOG_BETA1)", "0 * count"),
     "second moment not corrected": (update._adamw_kernel, "tl.exp(count * LOG_BETA2)", "0 * count"),
@@ -119,10 +121,14 @@ CHECKS = {  # what the kernels of a module are compared with, in float64
     rms_norm: [("add_rms_norm", (1300, 12))],  # more rows than a program handles at once
     rotary: [("rotary", (2, 4, 2, 5, 8))],
     swiglu: [("swiglu", (2, 3, 7))],
-    grouped_matmul: [(name, ([5, 20, 16], 16, 16, "of" in name)) for name in KERNELS if "grouped" in name],
     quantise: [("quantise, rows", KERNELS["quantise, rows"].sizes[1])]
     + [("quantise, tiles of a weight", KERNELS["quantise, tiles of a weight"].sizes[0])]
     + [("quantise, e5m2 and given scales", size) for size in KERNELS["quantise, e5m2 and given scales"].sizes[2:3]],
+    grouped_matmul: [
+        ("grouped_matmul", ([5, 20, 16], 16, 16)),
+        ("grouped_matmul of gradients", ([5, 20, 16], 16, 16, True)),
+        ("grouped_matmul added to sums", ([5, 20, 16], 16, 16)),
+    ],
     update: [],
 }
 
