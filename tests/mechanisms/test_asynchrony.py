@@ -1,10 +1,13 @@
 """Every parallel mechanism equals one process under NCCL's semantics too, in an order that cannot hang."""
 
+import contextlib
 import os
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
+from step01_single_gpu.run import Run
 from tests.harness.asynchrony import Seen, asynchrony
 from tests.harness.communicators import play_strictly
 from tests.harness.ranks import run_ranks
@@ -81,7 +84,9 @@ class Outcome(NamedTuple):
 def train_each(cases: list[tuple[int, str, str | None]]) -> list[tuple[dict, Seen]]:
     found = []
     for step, flags, mutant in cases:
-        with asynchrony() as seen:
+        # One that uses what has not arrived computes NaN, where a run would end
+        numbers = mock.patch.object(Run, "check_finite") if mutant else contextlib.nullcontext()
+        with asynchrony() as seen, numbers:
             found.append((train_case(step, f"{BASE} {flags}", mutant), seen))
     return found
 
