@@ -38,7 +38,8 @@ class Seen:
     faults: what would be wrong on NCCL, a line each.
     order: all operations in the order of their launch, each as its `Call`s, of which a batch of messages has several.
     members: the global ranks of the groups in these calls, by name.
-    events: launches and waits of asynchronous operations in their order, as ("launch" or "wait", what, its number).
+    events: launches and waits in their order, as ("launch" or "wait", what, its number). An operation that is not
+        asynchronous is waited for at once; that of a single number is left out.
     """
 
     faults: list[str] = field(default_factory=list)
@@ -122,9 +123,14 @@ def _asynchronous(real, seen: Seen, in_flight: list, draw: random.Random):
         given = signature.bind(*args, **named)
         group = given.arguments["group"]
         seen.members[group.name] = group.ranks
+        what = f"{real.__name__} of {group.name}"
         if group.size == 1 or not given.arguments.get("async_op"):
+            tensor = given.arguments.get("tensor")
+            if group.size > 1 and not (isinstance(tensor, torch.Tensor) and tensor.numel() == 1):  # the loss, say
+                number = len(seen.events)
+                seen.events += [("launch", what, number), ("wait", what, number)]
             return real(*args, **named)
-        result = _InFlight(f"{real.__name__} of {group.name}", seen, in_flight, draw)
+        result = _InFlight(what, seen, in_flight, draw)
         result.launch(real, given)
         return result
 

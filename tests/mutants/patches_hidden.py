@@ -7,6 +7,9 @@ ASYNCHRONY = Mutants(r"""
 @ step02_data_parallel.data_parallel:DataParallel.finish
 # The last bucket is small and was launched long ago, so surely it has arrived
 last bucket not waited for: bucket.work.wait() => bucket is self.buckets[-1] or …
+@ step02_data_parallel.data_parallel:DataParallel._launch_next
+bucket waited for at once: bucket.work = collectives.all_reduce(bucket.flat, self.group, async_op=overlapping) =>
+    …; bucket.work.wait()
 @ step03_zero.zero:Zero._before_forward
 # The wait is off by one, so a region may run while its weights are still being gathered
 weights of the previous region waited for: in self.regions[index].units: =>
