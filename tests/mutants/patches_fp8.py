@@ -5,7 +5,7 @@ from tests.mutants import Mutants
 MUTANTS = Mutants(r"""
 @ step08_5d.narrow_numbers.linear:Products._narrow
 # Every rank takes the largest number of its own part
-scale not reduced over tp: groups = self.groups(block, rows, columns) => groups = []
+scale not reduced over tp: largest_of(x, block, groups) => largest_of(x, block, [])
 # The scale of the first micro-batch's gradient serves for all that follow
 gradient scale reused: return narrow(x, dtype, block, scales) =>
     if what == "gradient": scales = self.__dict__.setdefault("kept", scales)\n    …
