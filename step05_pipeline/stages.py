@@ -52,7 +52,7 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
     return stages
 
 
-def place_stages(mesh: Mesh, placement: Placement, timeout: float = 600.0) -> Mesh:
+def place_stages(mesh: Mesh, placement: Placement, timeout: float) -> Mesh:
     """Return `mesh` with the groups `embed` and `mirror` of this placement. All ranks call it together."""
     if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
         return mesh

@@ -100,7 +100,7 @@ def prepared(case: Case, function: Callable, which: str) -> Callable[[], tuple[t
 
 STEPS, WARM = 10, 3  # the first ones compile; the last is profiled, for which the one before warms up
 SEQ, SEQUENCES = 4096, 16  # tokens of a sequence; sequences of a step
-PROFILED = ("fused",)
+PROFILED = ("fused", "fused, FP8 tiles")
 OURS = {
     "eager": "--no-fused",
     "compiled": "--no-fused --compile",

@@ -179,7 +179,9 @@ def test_every_group_of_every_placement_has_the_link(name):
     for link in ("1000000,1.5", None):
         config = configure(8, f"{flags} --link {link}" if link else flags, 16)
         with one_rank_of(16, 5):
-            mesh = place_stages(process_groups.mesh_of(config, torch.device("cpu")), schedule_of(config).placement)
+            mesh = place_stages(
+                process_groups.mesh_of(config, torch.device("cpu")), schedule_of(config).placement, 60.0
+            )
         lines = [getattr(mesh, each).line for each in GROUP_NAMES]
         if link is None:
             assert lines == [None] * len(GROUP_NAMES)
