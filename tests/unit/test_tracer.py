@@ -125,7 +125,10 @@ def test_an_error_or_a_step_that_is_not_traced_leaves_no_phase(tmp_path, capsys)
         with tracer.step(1), tracer.phase("backward", micro_batch=3):
             assert collectives.phase == "backward"
         assert collectives.phase == "setup"
-        assert (tracer.close() is None) == (steps is None)
+        assert tracer.close() is None and not (tmp_path / "trace.json").exists(), "there is nothing to write"
+    assert main([str(tmp_path)]) == 2 and "--trace FIRST:LAST with --run-dir writes it" in capsys.readouterr().err
+    empty = {"traceEvents": [], "metadata": {"ranks": [0], "steps": [], "degrees": {}}}
+    (tmp_path / "trace.json").write_text(json.dumps(empty))
     assert main([str(tmp_path)]) == 2 and "no steps" in capsys.readouterr().err
 
 
