@@ -83,16 +83,11 @@ class Outcome(NamedTuple):
 
 
 def train_each(cases: list[tuple[int, str, str | None]]) -> list[tuple[dict, Seen]]:
-    """Also a run with NaN goes to its end, of which `check` then tells."""
     found = []
     for step, flags, mutant in cases:
-<<<<<<< HEAD
         # One that uses what has not arrived computes NaN, where a run would end
         numbers = mock.patch.object(Run, "check_finite") if mutant else contextlib.nullcontext()
         with asynchrony() as seen, numbers:
-=======
-        with asynchrony() as seen, mock.patch.object(Run, "check_finite", lambda run, step: None):
->>>>>>> 9c350ca (Asynchrony: runs with NaN go to their end there; the groups of a placement cannot forget the timeout)
             found.append((train_case(step, f"{BASE} {flags}", mutant), seen))
     return found
 
