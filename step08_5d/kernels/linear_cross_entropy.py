@@ -93,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if with_gradients:
             dx, dw = torch.empty_like(x), torch.empty_like(weight, dtype=loss.dtype)
         memory = x.new_empty(min(length, len(x)), len(weight))
-        for first in range(0, len(x), length):
+        for first in range(0, max(1, len(x)), length):  # without tokens an empty chunk, whose gradients are zero
             chunk = slice(first, first + length)
             logits = torch.mm(x[chunk], weight.T, out=memory[: len(x[chunk])])  # (length, vocab/tp)
             losses, statistics = token_losses(logits, targets[chunk], vocab, group, fused)

@@ -190,7 +190,10 @@ KERNELS = {
     "cross_entropy": Kernel(loss, [(2, 7, 29), (2, 3, 29, False)], (1, 501, 5003), (2, 4096, 49152)),
     "linear_cross_entropy": Kernel(
         head_and_loss,
-        [(2, 7, 12, 29, fused, length) for fused in (False, True) for length in (5, 1, 14, 100)],
+        [
+            *((2, 7, 12, 29, fused, length) for fused in (False, True) for length in (5, 1, 14, 100)),
+            *((2, 0, 12, 29, fused) for fused in (False, True)),
+        ],
         (1, 501, 2048, 5003),
         (2, 4096, 2048, 49152),
     ),
