@@ -121,7 +121,7 @@ MODELS = {  # sequences of a micro-batch, and the ways to train
 }
 ITEMS = [f"{model}, {way}" for model, ways in MODELS.items() for way in ways]
 ITEMS += ["2 x smollm-1.7b, " + LIGER, "2 x llama3-1b, " + LIGER]  # last, since it changes transformers
-LIKE_EAGER = 1e-2  # relative difference of the losses in bfloat16
+LIKE_EAGER, LIKE_EAGER_IN_FP8 = 1e-2, 5e-2  # relative difference of the losses in bfloat16; e4m3 has 5 bits fewer
 MODEL_HEADER = ["model", "how", "ms per step", "tokens/s", "MFU", "MFU, measured peak", "HFU", "peak GiB"]
 
 
@@ -152,7 +152,7 @@ def test_model(found, item):
     found.row(f"models, {config.seq_len} tokens per sequence", MODEL_HEADER, [model, way, *cells])
     eager, losses = ([line["loss"] for line in steps_of(found.folder / f"{model}, {each}")] for each in ("eager", way))
     if eager and way in OURS:
-        assert losses == pytest.approx(eager, rel=LIKE_EAGER)
+        assert losses == pytest.approx(eager, rel=LIKE_EAGER_IN_FP8 if "FP8" in way else LIKE_EAGER)
 
 
 def longer(config: TrainConfig) -> None:

@@ -35,7 +35,8 @@ def test_pytorchs_product_equals_the_reference(device, recipe, dtype, out, weigh
     left = quantise_now(uneven(BATCH * TOKENS[recipe], IN).to(device), dtype, recipe)
     right = quantise_now(uneven(OUT, IN, seed=1).to(device), E4M3, recipe, weight)
     if not linear._has_kernel(left, right, out):
-        assert not (HOPPER and device == "cuda"), "Hopper has this product from CUDA 12.9"
+        known = HOPPER and device == "cuda" and not (recipe == "tile" and dtype == E5M2)  # PyTorch's tiles are e4m3
+        assert not known, "Hopper has this product from CUDA 12.9"
         pytest.skip("this PyTorch has no such product on this device")
     with mock.patch.object(F, "scaled_mm", wraps=F.scaled_mm) as kernel:
         found = multiply(left, right, out)

@@ -29,9 +29,8 @@ def assert_same_bits(found: scaling.Narrow, expected: scaling.Narrow, what: str 
 def check_special_numbers() -> None:
     """Infinities, NaN, zeros of both signs, subnormal numbers: in tiles with others, in tiles of their own."""
     special = [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-45, 1e-40, -TINY, 3e38, 448 * 2.0**-126]
-    x = random(len(special) + 1, 128 * len(special), dtype=torch.float32) * torch.logspace(-6, 0, 128).repeat(
-        len(special)
-    )
+    sizes = torch.logspace(-6, 0, 128, device=DEVICE).repeat(len(special))
+    x = random(len(special) + 1, 128 * len(special), dtype=torch.float32) * sizes
     x[0] = 0
     for index, value in enumerate(special):
         x[index + 1, 128 * index + 5] = value
