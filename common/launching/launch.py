@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common.all_ranks import agree
 from common.errors import CommunicationError, UsageError
-from common.launching.agreement import facts_of
+from common.launching.agreement import agree, facts_of
 from common.launching.command_line import escape_what_cannot_be_printed, parse
 from common.process_groups import Degrees, build_mesh, mesh_of
 from common.start import environment, init_distributed, meet

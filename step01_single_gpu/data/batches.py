@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from common.all_ranks import agree
 from common.config import TrainConfig
 from common.errors import UsageError
+from common.launching.agreement import agree
 from common.process_groups import Mesh
 from step01_single_gpu.data.text_sources import WINDOW
 from step01_single_gpu.data.token_cache import Corpus, load_corpus

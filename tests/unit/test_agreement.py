@@ -11,13 +11,12 @@ import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from safetensors.torch import save_file
 
-from common.all_ranks import _by_rank, agree
 from common.checkpoints import checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.config import ROLES, flag_names, spelled
 from common.errors import UsageError
 from common.launching import launch
-from common.launching.agreement import OWN, PATHS, facts_of
+from common.launching.agreement import OWN, PATHS, _by_rank, agree, facts_of
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment
 from step01_single_gpu.data.batches import load_batches
