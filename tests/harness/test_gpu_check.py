@@ -9,7 +9,7 @@ from tests.gpu_check import __main__ as command
 from tests.gpu_check import launching, test_node, test_training
 from tests.gpu_check.findings import Findings
 from tests.harness.observing import configure
-from tests.harness.ranks import CommandTimeout, run_script
+from tests.harness.ranks import ROOT, CommandTimeout, run_script
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -93,6 +93,21 @@ def test_one_process_after_the_other(tmp_path, monkeypatch, capsys):
     if not torch.cuda.is_available():
         capsys.readouterr()
         assert command.main([]) == 0 and capsys.readouterr().out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "page, title", [("step08_5d", "## On a GPU"), ("step08_5d/narrow_numbers", "## On an H100")], ids=str
+)
+def test_pages_show_what_a_gpu_has_shown(page, title):
+    """Each model's row is one of the results, with its milliseconds rounded."""
+    results = (ROOT / "tests/gpu_check/results/h100.md").read_text()
+    section = (ROOT / page / "measurements.md").read_text().split(title)[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| .*\d \|$", line)]
+    found = [line.strip("| ").split(" | ") for line in results.splitlines() if re.match(r"\| \d x ", line)]
+    known = [[f"{float(ms):,.0f}", *numbers, gib] for _, _, ms, *numbers, gib in found if "%" in numbers[1]]
+    assert len(rows) >= 3
+    for _, *cells in rows:
+        assert any({cell.replace(" %", "%") for cell in cells} <= set(each) for each in known), cells
 
 
 def test_parts_exist():
