@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,6 +18,7 @@ from common.config import ROLES, flag_names, spelled
 from common.errors import UsageError
 from common.launching import launch
 from common.launching.agreement import OWN, PATHS, _by_rank, agree, facts_of
+from common.model_config import RopeScaling
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment
 from step01_single_gpu.data.batches import load_batches
@@ -119,6 +121,31 @@ def test_ranks_whose_groups_would_differ_do_not_wait_for_each_other(tmp_path):
     done = run_script(script, "step05_pipeline/train.py", *SMALL.split(), ranks=2, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: all ranks must agree, but --"), done.stderr
     assert "--hidden is 32 on rank 0, 64 on rank 1" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_any_rank_may_be_the_one_that_differs():
+    """Also one in the middle, whose neighbours are equal; what is equal is not named."""
+    for odd in range(3):
+        facts = [{"torch": "2.13", "--lr": 0.2 if rank == odd else 0.1} for rank in range(3)]
+        with mock.patch("common.launching.agreement.on_all_ranks", lambda mesh, function, facts=facts: facts):
+            line = refusal(agree, None, None)
+        assert line.startswith("all ranks must agree, but --lr is ") and f"0.2 on rank {odd}" in line, line
+        assert "torch" not in line
+
+
+def test_every_part_of_the_models_shape_is_compared():
+    """Also what no flag sets, and two nodes' folders of one name may say differently."""
+    config = configure(8, SMALL, 1)
+    shape = config.model_config
+    others = {"norm_eps": 1e-6, "rope_theta": 5e5, "rope_scaling": RopeScaling(8, 1, 4, 8192), "gate": "sigmoid"}
+    others |= {each.name: (getattr(shape, each.name) or 0) + 1 for each in fields(shape) if each.name not in others}
+    mine = facts_of(config)
+    for name, value in others.items():
+        config.model_config = replace(shape, **{name: value})
+        theirs = facts_of(config)
+        assert mine.keys() == theirs.keys()
+        different = [each for each in mine if mine[each] != theirs[each]]
+        assert different in ([spelled(name)], [f"the model's {name}"]), (name, different)
 
 
 def test_ranks_are_listed_briefly():

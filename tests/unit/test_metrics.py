@@ -255,6 +255,18 @@ def test_what_cannot_be_compared_exits_with_2_and_one_line(pair, tmp_path, comma
         assert status == 2 and err.count("\n") == 1, argument
 
 
+def test_the_speed_in_the_table_is_that_of_all_steps(tmp_path, command):
+    """Their median, also where fewer are compared: of a run's first steps most are slow."""
+    run = write_run(tmp_path / "one", [4.0, 3.0, 2.0, 1.0, 0.5])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    speeds = (10.0, 100.0, 1300.0, 1200.0, 1250.0)
+    text = "".join(json.dumps(line | {"tokens_per_s": speed}) + "\n" for line, speed in zip(lines, speeds))
+    (run / "metrics.jsonl").write_text(text)
+    for options in ("", "--steps 2"):
+        row = command(run, *options.split())[1].splitlines()[1].split()
+        assert row[:4] == ["one", "5", "0.500000", "1,200"], row
+
+
 def test_labels_name_the_layout(tmp_path):
     step02 = {"step_name": "step02_data_parallel", "dp": 2, "dp_mode": "naive", "lr": 0.5, "micro_batch": 2}
     step05 = {"step_name": "step05_pipeline", "dp": 1, "sequence_parallel": False, "bucket_mb": 1.0, "schedule": "zbv"}

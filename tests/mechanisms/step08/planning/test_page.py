@@ -200,6 +200,9 @@ slider.dispatch("input");
 seen.stages = [find("pp").value, location.hash, find("memory").all().filter((each) => each.name === "td")];
 seen.stages[2] = seen.stages[2].map((each) => each.textContent);
 set("pp", 1);
+set("cp", 2);
+seen.longer = find("numbers").textContent;
+set("cp", 1);
 set("tp", 3);
 seen.refused = [find("verdict").attributes.class, find("verdict").textContent, find("costs").hidden];
 find("show-runs").dispatch("click");
@@ -244,6 +247,8 @@ def test_clicks_without_a_browser(tmp_path):
     step, speed = sum(CLICKED["times"].values()), CLICKED["speed"]
     assert f"time of a step{step:.2f} s" in seen["numbers"] and f"tokens/s/GPU{speed:,.0f}" in seen["numbers"]
     assert "GPUs256" in seen["numbers"] and f"MFU{100 * CLICKED['mfu']:.1f} %" in seen["numbers"]
+    assert "GPUs512" in seen["longer"], "cp takes more GPUs, and no more tokens: 32 x 8 x 4,096"
+    assert "tokens per batch1.05M" in seen["numbers"] and "tokens per batch1.05M" in seen["longer"]
     assert seen["command"] == CLICKED["command"] and seen["verdict"] == ["tight", TIGHT]
     memory, time = seen["bars"]
     whole = 1.02 * max(80e9, FULLEST)
