@@ -14,6 +14,7 @@ from common.errors import UsageError
 from common.presets import PRESETS
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
+from step08_5d.planning.explain import NAMES
 from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.memory import memory, of_stage
 from step08_5d.planning.page import write
@@ -203,6 +204,9 @@ set("pp", 1);
 set("cp", 2);
 seen.longer = find("numbers").textContent;
 set("cp", 1);
+set("model", "mixtral-8x7b");
+seen.experts = find("numbers").textContent;
+set("model", "llama3-70b");
 set("tp", 3);
 seen.refused = [find("verdict").attributes.class, find("verdict").textContent, find("costs").hidden];
 find("show-runs").dispatch("click");
@@ -247,6 +251,10 @@ def test_clicks_without_a_browser(tmp_path):
     step, speed = sum(CLICKED["times"].values()), CLICKED["speed"]
     assert f"time of a step{step:.2f} s" in seen["numbers"] and f"tokens/s/GPU{speed:,.0f}" in seen["numbers"]
     assert "GPUs256" in seen["numbers"] and f"MFU{100 * CLICKED['mfu']:.1f} %" in seen["numbers"]
+    name, longest = max(list(CLICKED["times"].items())[1:], key=lambda each: each[1])
+    assert seen["numbers"].endswith(f"most of the rest of the step{NAMES[name]} ({100 * longest / step:.1f} %)")
+    assert seen["numbers"].startswith("parameters70.6B"), "published: 70.6B"
+    assert seen["experts"].startswith("parameters46.7B"), "published: 46.7B, of which a token uses 12.9B"
     assert "GPUs512" in seen["longer"], "cp takes more GPUs, and no more tokens: 32 x 8 x 4,096"
     assert "tokens per batch1.05M" in seen["numbers"] and "tokens per batch1.05M" in seen["longer"]
     assert seen["command"] == CLICKED["command"] and seen["verdict"] == ["tight", TIGHT]

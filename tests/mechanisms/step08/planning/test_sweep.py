@@ -212,6 +212,7 @@ def test_repetitions_bound_the_model(tmp_path):
     assert (found.runs, found.error, found.kendall) == (3, 0, 1)
     assert calibration.scatter({"a": runs(1, 2)}) is None
     records = [("a", "ok", 3), ("b", "hang", 0), ("a", "ok", 2), ("a", "crash", 1), ("b", "ok", 4)]
+    records.append(("a", "ok", 2.5))  # the newest is not the fastest, nor is the oldest
     lines = [json.dumps({"id": name, "status": status, "step_time_s": time}) for name, status, time in records]
     (tmp_path / "runs.jsonl").write_text("\n".join(lines))
     assert [each["step_time_s"] for each in sweep.fastest(tmp_path)] == [2, 4]
