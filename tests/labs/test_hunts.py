@@ -1,8 +1,10 @@
 """Labs of the kind hunt: each bug is visible in what its lab lets the student run, and its repair passes."""
 
+import ast
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -189,9 +191,21 @@ DEAF = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); time
 
 def test_a_rank_that_does_not_answer_is_killed(tmp_path):
     """Whoever is asked where it is, and stays there, has no second chance."""
-    (tmp_path / "deaf.py").write_text(
-        "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); time.sleep(60)"
-    )
+    (tmp_path / "deaf.py").write_text(DEAF)
     job = {"root": str(tmp_path), "command": ["deaf.py"], "ranks": 2, "seconds": 2, "out": str(tmp_path / "out")}
     done = run_command([sys.executable, "-c", f"from common.labs import forks; print(forks.run({job}))"], timeout=30)
     assert done.stdout.count("'status': -9, 'ended': True") == 2, done
+
+
+AT_ITS_PACE = "import os, sys, time; rank = int(os.environ['RANK']); time.sleep({} * rank); sys.exit({})"
+
+
+@pytest.mark.parametrize(("status", "pause", "other"), [(0, 1, (0, False)), (1, 20, (-signal.SIGUSR1, True))])
+def test_only_a_rank_that_fails_ends_the_others(tmp_path, status, pause, other):
+    """They have a moment, in which they may hear of it; a rank that is through leaves them all their time."""
+    (tmp_path / "pace.py").write_text(AT_ITS_PACE.format(pause, status))
+    job = {"root": str(tmp_path), "command": ["pace.py"], "ranks": 2, "seconds": 30, "out": str(tmp_path / "out")}
+    code = f"from common.labs import forks; forks.GRACE = 0.3; print(forks.run({job}))"
+    done = run_command([sys.executable, "-c", code], timeout=30)
+    found = [(rank["status"], rank["ended"]) for rank in ast.literal_eval(done.stdout)]
+    assert found == [(status, False), other], done
