@@ -1,6 +1,7 @@
 """Where text comes from (CPython's library, local files, a Hub dataset) and what turns it into token ids."""
 
 import functools
+import glob
 import hashlib
 import itertools
 import math
@@ -123,7 +124,7 @@ def _read(files: list[Path], folder: Path | None = None) -> Iterator[str]:
     others = []
     for path in files:
         if kind := ROWS.get(path.suffix.lower()):
-            rows = _rows(f"--data {path}", kind, data_files=str(path), split="train")
+            rows = _file_rows(path, kind)
             if folder and path.suffix.lower() == ".json":
                 try:
                     rows = itertools.chain([next(rows)], rows)
@@ -142,6 +143,20 @@ def _read(files: list[Path], folder: Path | None = None) -> Iterator[str]:
         names = ", ".join(others[:3] + ["..."] * (len(others) > 3))
         line = f'--data {folder}: without {len(others)} .json files that hold no rows with "text": {names}'
         print(line, file=sys.stderr)
+
+
+def _file_rows(path: Path, kind: str) -> Iterator[str]:
+    """The documents of a file with a document per row. It may have none, on which `datasets` fails."""
+    with hub_errors_in_one_line(f"--data {path}"):
+        empty = _parquet_rows(path) == 0 if kind == "parquet" else path.stat().st_size == 0
+    if not empty:  # escaped: `datasets` takes the path for a pattern, and part[1].jsonl would be part1.jsonl
+        yield from _rows(f"--data {path}", kind, data_files=glob.escape(str(path)), split="train")
+
+
+def _parquet_rows(path: Path) -> int:
+    from pyarrow import parquet
+
+    return parquet.read_metadata(path).num_rows
 
 
 def _rows(where: str, dataset: str, **options) -> Iterator[str]:

@@ -50,7 +50,7 @@ def load_corpus(data: str | None, tokenizer: str | None, needed_tokens: int) -> 
         return synthetic(needed_tokens)
     source, path = find_source(data, needed_tokens), Path(tokenizer or "")
     files = [each for each in (path, *sorted(path.rglob("*"))) if each.is_file()] if tokenizer else []  # if it is local
-    made_from = f"2 {source.digest} {tokenizer} {files_digest(files)}"  # 2: this version of what is kept
+    made_from = f"3 {source.digest} {tokenizer} {files_digest(files)}"  # 3: this version of what is kept
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name[-60:]}-{(tokenizer or 'bytes')[-60:]}")
     folder = Path(os.path.expanduser(os.environ.get("ULTRASCALE_CACHE") or "~/.cache/ultra-scale"))
     stem = f"{folder}/{readable}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"

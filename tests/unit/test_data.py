@@ -102,6 +102,20 @@ def test_folders_are_read_in_the_order_of_their_paths(tmp_path, monkeypatch, cap
     assert load_corpus("stdlib", None, 1).name == "torch", "in a stripped installation"
 
 
+def test_files_of_rows_are_what_their_names_say_and_may_be_empty(tmp_path):
+    """`datasets` takes a path for a pattern, and fails on a file without rows."""
+    for name in ("part[1].jsonl", "q?*.jsonl", "[ab]/x.parquet"):
+        write(tmp_path / name, "right")
+    for name in ("part1.jsonl", "q!!.jsonl", "a/x.parquet"):  # which these patterns match
+        write(tmp_path / name, "wrong")
+    for name in ("part[1].jsonl", "q?*.jsonl", "[ab]/x.parquet", "[ab]"):
+        assert load_corpus(str(tmp_path / name), None, 1).tokens.tolist() == byte_ids("right"), name
+    (tmp_path / "[ab]" / "a.jsonl").touch()
+    write(tmp_path / "[ab]" / "b.parquet")
+    write(tmp_path / "[ab]" / "y.jsonl", "too")
+    assert load_corpus(str(tmp_path / "[ab]"), None, 1).tokens.tolist() == byte_ids("right", "too")
+
+
 def test_bad_data_is_refused_in_one_line(tmp_path, cache, capfd, monkeypatch):
     text = write(tmp_path / "x.txt", "text")
     cases = [(text, "no/tokenizer", "--tokenizer no/tokenizer cannot be read (")]
@@ -110,6 +124,7 @@ def test_bad_data_is_refused_in_one_line(tmp_path, cache, capfd, monkeypatch):
         ("x.csv", b"a,b", "holds no file of a kind that can be read"),
         ("a.txt", b"fine\n\xff\xfe", "is not readable UTF-8 text ("),
         ("b.txt", b"", "holds no text"),
+        ("b.jsonl", b"", "holds no text"),
         ("a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', 'cannot be read (there is no "text" in row 2)'),
         ("c.jsonl", b'{"text": "a"}\n{"text"\n', "cannot be read (JSON parse error"),
         ("x.parquet", b"PAR1 or not", "cannot be read (Parquet magic bytes"),
