@@ -106,15 +106,16 @@ class RunRecord:
 
     def _open(self, kept: int) -> None:
         folder = Path(self.config.run_dir)
-        path, rewritten = folder / "metrics.jsonl", folder / "metrics.jsonl.new"
+        path, config = folder / "metrics.jsonl", folder / "config.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             earlier = read_metrics(path) if kept and path.exists() else []
             facts = json.dumps(self.facts, indent=2, sort_keys=True)
-            (folder / "config.json").write_text(f"{facts}\n", encoding="utf-8")
             lines = "".join(line_of(each) for each in earlier if each["step"] < kept)
-            rewritten.write_text(lines, encoding="utf-8")
-            os.replace(rewritten, path)  # a kill leaves the old file or the new one
+            for file, text in ((config, f"{facts}\n"), (path, lines)):
+                file.with_suffix(".new").write_text(text, encoding="utf-8")
+            for file in (config, path):
+                os.replace(file.with_suffix(".new"), file)  # a kill or a full disk leaves the old file or the new one
             self.file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--run-dir {folder} cannot be written: {error.strerror}") from None

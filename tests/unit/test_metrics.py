@@ -1,8 +1,10 @@
 """The run record, how much of the hardware a run used, and peak memory; and the comparison of records."""
 
+import errno
 import itertools
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +65,20 @@ def test_one_object_a_step_with_every_key_at_full_precision(tmp_path):
     assert (config["lr"], config["dp"], config["world_size"], config["corpus_sha256"]) == (3e-4, 1, 1, "abc")
     record_of(tmp_path / "new", first_step=2).close()
     assert [each["step"] for each in read_metrics(path)] == [0, 1], "later lines, and half of one, are dropped"
+
+
+def test_a_full_disk_leaves_the_earlier_record(tmp_path, monkeypatch):
+    write_steps(record_of(tmp_path, lr=3e-4), [0])
+    before = {name: (tmp_path / name).read_text() for name in ("config.json", "metrics.jsonl")}
+
+    def half(path, text, **options):
+        path.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(UsageError, match="--run-dir .* cannot be written: No space left"):
+        record_of(tmp_path, first_step=1, lr=1e-4)
+    assert {name: (tmp_path / name).read_text() for name in before} == before
 
 
 def test_a_damaged_record_is_neither_continued_nor_changed(tmp_path):
