@@ -206,6 +206,8 @@ class TrainConfig:
 
     def _check_numbers(self) -> None:
         for name, value in vars(self).items():
+            if type(value) is int and value >= 1 << 63:  # PyTorch takes none of these, and float() not all
+                raise UsageError(f"{spelled(name)} {value:,} must be below 2^63")
             if type(value) in (int, float):
                 zero = name in MAY_BE_ZERO or getattr(TrainConfig, name) == 0  # by default
                 rule = "at least 0" if zero else "at least 1" if type(value) is int else "positive"

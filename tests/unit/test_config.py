@@ -111,6 +111,14 @@ def test_links_and_the_single_process():
         valid("", step=1, world=2)
 
 
+@pytest.mark.parametrize("name", ["seed", "steps", "warmup", "keep"])
+def test_whole_numbers_that_pytorch_cannot_hold(name):
+    assert getattr(valid(f"--{name} {2**63 - 1} --save-every 1 --run-dir x"), name) == 2**63 - 1
+    for number in (2**63, 10**400):  # which no float holds either
+        with pytest.raises(UsageError, match=f"^--{name} [0-9,]+ must be below 2.63$"):
+            valid(f"--{name} {number} --save-every 1 --run-dir x")
+
+
 def test_flags_that_need_another_device():
     slower = [(flags, "cuda") for flags in ("--link 50,1.5", "--compute 2.5", "--layer-delay 2.5")]
     for flags, kind in [*slower, ("--memory-snapshot", "cpu")]:
