@@ -29,9 +29,17 @@ class Environment(NamedTuple):
 
 
 def environment() -> Environment:
-    """Return what torchrun has set in this process's environment variables."""
-    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-    return Environment(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
+    """Return what torchrun has set in the environment variables. Raises UsageError for what it cannot have set."""
+    numbers = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        try:
+            numbers.append(int(value := os.environ.get(name, default)))
+        except ValueError:
+            raise UsageError(f"the environment variable {name} is {value!r}, which is no number") from None
+    found = Environment(*numbers)
+    if not 0 <= found.rank < found.world_size:
+        raise UsageError(f"RANK {found.rank} is none of a world of WORLD_SIZE {found.world_size}, which begins with 0")
+    return found
 
 
 def choose_backend(places: list[tuple[str, str | None]], gpu: str = "GPU") -> tuple[str, str]:

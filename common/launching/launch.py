@@ -47,11 +47,11 @@ def end_cleanly(job) -> None:
 
     2 and a line: bad input. 1 and a line: a lost rank. 1: another error. By the signal: Ctrl-C, or the launcher's end.
     """
-    rank, world_size, _ = environment()
+    rank, world_size, status = 0, 1, 1  # unless the launcher says otherwise
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C; Python's handler would wait for a rank that is blocked
-    status = 1
     try:
         escape_what_cannot_be_printed()
+        rank, world_size, _ = environment()
         check_launcher()
         job()
         sys.stdout.flush()
@@ -91,9 +91,10 @@ def check_launcher() -> None:
     if len(known) == 1:
         raise UsageError(f"only {known[0]} of RANK and WORLD_SIZE is set; torchrun sets both")
     for name in SIZES:
-        if not known and int(os.environ.get(name, 1)) > 1:
+        size = os.environ.get(name, "")
+        if not known and size.isdecimal() and int(size) > 1:
             raise UsageError(
-                f"{os.environ[name]} processes ({name}), of which none knows its rank: let srun or mpirun start one "
+                f"{size} processes ({name}), of which none knows its rank: let srun or mpirun start one "
                 "torchrun on each node, as step08_5d/train.slurm does (for runs of their own, set RANK=0 WORLD_SIZE=1)"
             )
 

@@ -161,13 +161,34 @@ def test_every_flag_is_compared_unless_a_rank_may_have_its_own():
     assert set(OWN) <= set(flag_names("logging")), "no number depends on these"
 
 
+def test_what_no_launcher_can_have_set_is_bad_input(monkeypatch, capfd):
+    refused, statuses = "^the environment variable {} is '{}', which is no number$", []
+    monkeypatch.setattr(launch.os, "_exit", statuses.append)
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    for rank, size, local, words in [
+        ("", "2", "0", refused.format("RANK", "")),
+        ("0", "two", "0", refused.format("WORLD_SIZE", "two")),
+        ("0", "2", "0.5", refused.format("LOCAL_RANK", "0.5")),
+        ("2", "2", "0", "^RANK 2 is none of a world of WORLD_SIZE 2"),
+        ("-1", "2", "0", "^RANK -1 is none of"),
+        ("0", "0", "0", "^RANK 0 is none of a world of WORLD_SIZE 0"),
+    ]:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UsageError, match=words):
+            launch.environment()
+        launch.end_cleanly(pytest.fail)
+        assert capfd.readouterr().err.startswith(f"error: {words[1:12]}") and statuses.pop() == 2 and not statuses
+
+
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_processes_that_do_not_know_their_rank_do_not_train_side_by_side(name, monkeypatch):
     for each in ("RANK", "WORLD_SIZE", *launch.SIZES):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "8")  # also in a batch script, which is one process
-    monkeypatch.setenv(name, "1")
-    launch.check_launcher()
+    for alone in ("1", ""):
+        monkeypatch.setenv(name, alone)
+        launch.check_launcher()
     monkeypatch.setenv(name, "8")
     with pytest.raises(UsageError, match=f"^8 processes .{name}., .* one torchrun on each node.*$"):
         launch.check_launcher()
