@@ -15,6 +15,7 @@ from common.weights.huggingface import as_stored, check_config, huggingface_name
 from common.weights.initialisation import InitialValues, random_values
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # others are quantised
+ROWS = 256  # of the embedding, at equal distances, that a tied head is compared with
 
 
 def initial_values(config: TrainConfig) -> InitialValues:
@@ -29,7 +30,8 @@ def stored_values(name_or_path: str, config: ModelConfig) -> InitialValues:
 
     It reads only the boxes that the tensors' specs describe. Rows that pad the vocabulary become zero. Raises
     UsageError when there is no checkpoint, when it is damaged or quantised or belongs to another model than `config`,
-    and when it lacks a weight, has an unknown one or one of another shape.
+    when it lacks a weight, has an unknown one or one of another shape, and when it holds a head of its own, though its
+    configuration says that the head is the embedding.
     """
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -41,6 +43,8 @@ def stored_values(name_or_path: str, config: ModelConfig) -> InitialValues:
             raise FileNotFoundError("it holds no .safetensors files")
     check_config("--init-from", folder, config)
     _check_weights(folder, stored, config)
+    if config.tie_embeddings and "lm_head.weight" in stored:
+        _check_tie(folder, reader, config)
 
     def fill(tensors: Iterable[torch.Tensor]) -> None:
         wanted: list[SavedBox] = []
@@ -63,3 +67,21 @@ def _check_weights(folder: str, stored: dict, config: ModelConfig) -> None:
             raise UsageError(f"--init-from {folder}: the shape of {name} is {found}, that of --model is {expected}")
         if expected and stored[name].properties.dtype not in DTYPES:
             raise UsageError(f"--init-from {folder}: {name} is quantised ({stored[name].properties.dtype})")
+
+
+def _check_tie(folder: str, reader, config: ModelConfig) -> None:
+    """Raise UsageError unless the head that `reader` finds is the embedding. Training changes all of a head's rows, so
+    a few of them tell two heads apart; all of a large one on every rank would take minutes.
+    """
+    step = max(1, config.vocab // ROWS)
+    rows = range(0, config.vocab, step)
+    embedding, head = torch.empty(2, len(rows), config.hidden)
+    wanted = [
+        SavedBox(name, (config.vocab, config.hidden), ((row, row + 1), (0, config.hidden)), part[index : index + 1])
+        for name, part in ((huggingface_name("embedding.weight"), embedding), ("lm_head.weight", head))
+        for index, row in enumerate(rows)
+    ]
+    boxes.read(reader, wanted)
+    if not torch.equal(embedding, head):
+        told = "though its config.json says so: set tie_word_embeddings to false there"
+        raise UsageError(f"--init-from {folder}: lm_head.weight is not the embedding, {told}")

@@ -164,7 +164,8 @@ def test_checkpoint_on_the_hub_that_transformers_saved_in_several_files(tmp_path
     exported(tmp_path / "out", config)
     theirs, folder = LlamaForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "shards"
     theirs.save_pretrained(folder, max_shard_size="20KB")
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.zeros(384, 32)}
+    embedding = theirs.model.embed_tokens.weight.detach().clone()
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": embedding}
     save_file(extra, folder / "model-as-old-files.safetensors")  # which are no parameters of their own
 
     def download(name, allow_patterns):
@@ -178,6 +179,10 @@ def test_checkpoint_on_the_hub_that_transformers_saved_in_several_files(tmp_path
     for layers in ({"last": 1}, {"first": 1}):  # pipeline stages; the last one's tied head is the embedding
         x = built(config, stored_values("owner/Model-1.7B", config.model_config), **layers)[0](x)
     torch.testing.assert_close(x, theirs(tokens).logits, rtol=1e-6, atol=1e-5)
+    embedding[-1] += 1e-3
+    save_file(extra, folder / "model-as-old-files.safetensors")
+    with pytest.raises(UsageError, match="^--init-from .*: lm_head.weight is not the embedding, [^\n]*to false there$"):
+        stored_values("owner/Model-1.7B", config.model_config)
 
 
 def test_what_transformers_cannot_express_is_refused_in_one_line(tmp_path, capsys):
