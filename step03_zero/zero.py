@@ -162,8 +162,8 @@ class Zero:
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor, last: bool = True) -> None:
         """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters.
 
-        Not `last`: another gradient of this parameter follows in this backward. (Autograd adds those of a weight with
-        two uses. In a later step one of them does not come through autograd.)
+        Not `last`: another gradient of this parameter follows in this backward. (Of a weight with two uses, autograd
+        adds both before it tells the hook. But a caller may hand over one of them itself.)
         """
         index = self.index_of[parameter]
         if index < self.next_unit:  # two forwards in one backward, say: a gradient would be lost

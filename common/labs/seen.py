@@ -62,9 +62,8 @@ class Notes:
     """Of one rank."""
 
     calls: list[Call] = field(default_factory=list)
-    waits: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # line and products at each wait; a call that blocks waits itself
+    # line and products at each wait; a call that blocks waits itself
+    waits: list[tuple[int, int]] = field(default_factory=list)
     products: int = 0  # matrix products; a batched one counts as many as it holds
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
     unwaited: list[Call] = field(default_factory=list)  # messages that were never waited for

@@ -45,8 +45,7 @@ from step08_5d.kernels import (
 from step08_5d.kernels.flash_attention import attend
 from step08_5d.kernels.launching import HAS_TRITON, ceil_div, triton
 from step08_5d.kernels.merge import merge
-from step08_5d.kernels.quantise import quantise
-from step08_5d.narrow_numbers.scaling import Block
+from step08_5d.kernels.quantise import Block, quantise
 
 if HAS_TRITON:
     from triton.backends.compiler import GPUTarget
@@ -213,7 +212,7 @@ def launch_quantise(dtype: torch.dtype, block: Block, turned: bool = False, give
     """Of one recipe, all that a run launches: formats, and scales that are found or given."""
     x = empty(TOKENS, 2048, dtype=dtype, gradient=False)
     x = x.t() if turned else x
-    scales = empty(1, 1, dtype=torch.promote_types(dtype, torch.float32), gradient=False) if given else None
+    scales = empty(1, 1, dtype=at_least_float32(dtype), gradient=False) if given else None
     for format in (torch.float8_e4m3fn, torch.float8_e5m2):
         quantise(x, format, block, scales, power_of_two=block[1] == 32)
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from common.model import at_least_float32
 from step08_5d.kernels.grouped_matmul import load_tile, store_tile
 from step08_5d.kernels.launching import ceil_div, next_power_of_two, tl, triton, warps_for, wide_type
-from step08_5d.narrow_numbers.scaling import Block, Narrow
+
+Block = tuple[int | None, int | None]  # rows and columns that share a scale; None: all of them
 
 
 @triton.jit
@@ -125,8 +126,8 @@ def tile_sizes(x: Tensor, block: Block) -> dict[str, int]:
 
 def quantise(
     x: Tensor, dtype: torch.dtype, block: Block, scales: Tensor | None = None, power_of_two: bool = False
-) -> Narrow:
-    """`scaling.quantise`, or without scales `scaling.quantise_own`, to the last bit.
+) -> tuple[Tensor, Tensor]:
+    """Numbers and scales as of `scaling.quantise`, or without scales of `scaling.quantise_own`, to the last bit.
 
     x: (rows, columns), of any strides. The numbers are dense; scales that are found lie in memory as PyTorch's products
     read them (see `linear.scales_in_order`).
@@ -154,4 +155,4 @@ def quantise(
             *(wide_type(x.dtype), bits, mantissa),
             **sizes,
         )
-    return Narrow(numbers.view(dtype), scales, block)
+    return numbers.view(dtype), scales

@@ -141,11 +141,9 @@ class _AddRMSNorm(torch.autograd.Function):
             _backward_kernel[programs, parts](
                 total, weight, d_normed, d_total, dx, sums, rows, size, ctx.eps, wide, part, **blocks
             )  # fmt: skip
-        d_weight = sums.sum(0)
-        d_weight = weight_gradient(
-            weight, d_weight, d_weight, lambda done, _: done
-        )  # whoever takes it gets it unrounded
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        total = sums.sum(0)
+        d_weight = weight_gradient(weight, total, total, lambda done, _: done)  # whoever takes it gets it unrounded
+        d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
         return dx, dx if ctx.needs_input_grad[1] else None, d_weight, None
 
 

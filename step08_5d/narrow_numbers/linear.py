@@ -182,10 +182,11 @@ class Products:
             power_of_two = self.recipe == "mx"
             alone = block != (None, None) and all(group.size == 1 for group in groups)
             if self.in_kernels and alone:  # and in one pass: no other program has a part of a block
-                return quantise_in_kernel(x, dtype, block, power_of_two=power_of_two)
+                return Narrow(*quantise_in_kernel(x, dtype, block, power_of_two=power_of_two), block)
             scales = scales_for(largest_of(x, block, groups), dtype, power_of_two)
-        narrow = quantise_in_kernel if self.in_kernels else quantise
-        return narrow(x, dtype, block, scales)
+        if self.in_kernels:
+            return Narrow(*quantise_in_kernel(x, dtype, block, scales), block)
+        return quantise(x, dtype, block, scales)
 
     def groups(self, block: Block, rows: str, columns: str) -> list[Group]:
         """Whose ranks hold other parts of a block of an operand with these axes."""

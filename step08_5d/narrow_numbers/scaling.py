@@ -24,9 +24,9 @@ from torch import Tensor
 from common import collectives
 from common.model import at_least_float32
 from common.process_groups import Group
+from step08_5d.kernels.quantise import Block
 
 BLOCKS = {"tile": 128, "mx": 32}  # numbers of a row that share a scale
-Block = tuple[int | None, int | None]  # rows and columns of a block; None: all of them
 
 
 def block_of(recipe: str, weight: bool = False) -> Block:

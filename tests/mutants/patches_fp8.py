@@ -7,7 +7,7 @@ MUTANTS = Mutants(r"""
 # Every rank takes the largest number of its own part
 scale not reduced over tp: largest_of(x, block, groups) => largest_of(x, block, [])
 # The scale of the first micro-batch's gradient serves for all that follow
-gradient scale reused: return narrow(x, dtype, block, scales) =>
+gradient scale reused: return quantise(x, dtype, block, scales) =>
     if what == "gradient": scales = self.__dict__.setdefault("kept", scales)\n    …
 @ step08_5d.narrow_numbers.linear:Products.input_gradient
 scale of the wrong operand: dx = multiply(rows, weight, gradient.dtype) =>

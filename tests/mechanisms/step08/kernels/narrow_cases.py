@@ -25,17 +25,17 @@ def narrowing(
     if given:
         scales = scaling.scales_for(0.7 * scaling.largest_of(x, block), dtype, power_of_two)
 
-    def parts(narrow: scaling.Narrow) -> tuple[Tensor, Tensor]:
-        return narrow.numbers.view(torch.uint8), narrow.scales
+    def parts(numbers: Tensor, scales: Tensor, *_) -> tuple[Tensor, Tensor]:
+        return numbers.view(torch.uint8), scales
 
     def reference(x):
         x = x.to(make.dtype)
         if given:
-            return parts(scaling.quantise(x, dtype, block, scales))
-        return parts(scaling.quantise_own(x, dtype, block, power_of_two))
+            return parts(*scaling.quantise(x, dtype, block, scales))
+        return parts(*scaling.quantise_own(x, dtype, block, power_of_two))
 
     def ours(x):
-        return parts(quantise(x, dtype, block, scales, power_of_two))
+        return parts(*quantise(x, dtype, block, scales, power_of_two))
 
     work = {"forward": x.nbytes + x.numel()}
     return Case(ours, reference, [x], gradients=False, slack=0, work=work)

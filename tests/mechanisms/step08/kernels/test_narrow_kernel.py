@@ -7,7 +7,6 @@ import torch
 
 from step08_5d.gpu_ladder.traffic import BytesMoved
 from step08_5d.kernels import quantise as kernel
-from step08_5d.kernels.quantise import quantise
 from step08_5d.narrow_numbers import linear, scaling
 from step08_5d.narrow_numbers.linear import FORMATS, Products, scales_in_order
 from tests.mechanisms.step08.kernels.case import DEVICE
@@ -17,6 +16,10 @@ pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:invalid value")] 
 E4M3, E5M2 = FORMATS.values()
 NARROW = torch.float16, torch.bfloat16
 TINY = torch.finfo(torch.float32).tiny
+
+
+def quantise(x: torch.Tensor, dtype: torch.dtype, block: kernel.Block, *options, **named) -> scaling.Narrow:
+    return scaling.Narrow(*kernel.quantise(x, dtype, block, *options, **named), block)
 
 
 def assert_same_bits(found: scaling.Narrow, expected: scaling.Narrow, what: str = "") -> None:
