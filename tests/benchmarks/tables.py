@@ -178,14 +178,17 @@ PAGES = list(dict.fromkeys(table.page for table in TABLES))
 
 
 def lines_of(table: Table) -> list[str]:
-    """The table, with the line that follows it: when, and on what, its figures were measured."""
+    """The table, with the line that follows it: when, on what, and in how many pairs its figures were measured."""
     results = [load(name) for name in table.benchmarks]
     lines = [table.header, "|---" * (table.header.count("|") - 1) + "|"]
     lines += [f"| {' | '.join(map(str, cells))} |" for cells in table.rows(*results)]
     dates, torches, cores = ({each["hardware"][key] for each in results} for key in ("date", "torch", "cores"))
     versions = ", ".join(sorted(each.split("+")[0] for each in torches))
     when = " to ".join(dict.fromkeys((min(dates), max(dates))))
-    return [*lines, "", f"*Measured {when}, PyTorch {versions}, {max(cores)} cores.*"]
+    rows = [row for each in results for row in each.values() if isinstance(row, dict) and "median" in row]
+    counts = sorted({row["pairs"] for row in rows})
+    pairs = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return [*lines, "", f"*Measured {when}, PyTorch {versions}, {max(cores)} cores, {pairs} pairs.*"]
 
 
 def with_tables(page: str, text: str) -> str:
