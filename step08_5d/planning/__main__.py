@@ -27,6 +27,7 @@ from step08_5d.planning.explain import print_plans
 from step08_5d.planning.machines import MACHINES
 from step08_5d.planning.page import write
 from step08_5d.planning.search import Task, plans
+from step08_5d.planning.sweep import STATES
 
 
 def tokens(text: str) -> int:
@@ -130,8 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         if name in ("sweep", "calibrate"):
             sub.add_argument("file", help="a TOML file that says what to run, such as step08_5d/planning/laptop.toml")
         if name == "sweep":
-            states = ("crash", "out of memory", "hang", "refused", "ok")
-            sub.add_argument("--again", nargs="+", choices=states, default=[], help="repeat runs that ended so")
+            sub.add_argument("--again", nargs="+", choices=STATES, default=[], help="repeat runs that ended so")
         if name == "calibrate":
             sub.add_argument(
                 "--judge", help="another sweep's TOML file: fit to all runs of FILE, judge on those of this one"

@@ -12,11 +12,18 @@ ACROSS = ("micro_batch", "zero", "recompute", "schedule")  # what varies along a
 def print_records(name: str, records: list[dict]) -> None:
     """The runs of a sweep: those that ended, the fastest first, and then what became of the others."""
     ended = _fastest_first(records)
-    rows = [(each["id"], f"{each['tokens_per_s']:,.0f}", f"{each['step_time_s']:.3f}") for each in ended]
-    print_table(f"{name}: {len(ended)} of {len(records)} runs ended", ("run", "tokens/s", "s"), rows)
+    speeds = [(f"{each['tokens_per_s']:,.0f}", f"{each['step_time_s']:.3f}") for each in ended]
+    rows = [(each["id"], *speed, *_losses(each)) for each, speed in zip(ended, speeds)]
+    head = ("run", "tokens/s", "s", "last loss", "largest rise")
+    print_table(f"{name}: {len(ended)} of {len(records)} runs ended", head, rows)
     failed = [(each["id"], each["status"], each["line"]) for each in records if each["status"] != "ok"]
     if failed:
         print_table("the others", ("run", "what became of it", ""), failed)
+
+
+def _losses(record: dict) -> tuple[str, str]:
+    """Records of older sweeps have no losses."""
+    return tuple(f"{record[name]:.2f}" if name in record else "-" for name in ("loss", "rise"))
 
 
 def print_markdown(records: list[dict], predicted: dict[str, float], seen: set[str]) -> None:

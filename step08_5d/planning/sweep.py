@@ -27,9 +27,10 @@ from common.launching.command_line import parse
 from common.launching.process_tree import kill, new_mark
 from step08_5d import config as step08
 
-STATES = ("ok", "refused", "out of memory", "crash", "hang")
+STATES = ("ok", "refused", "out of memory", "diverged", "crash", "hang")
 OF_NODES = ("nodes", "bandwidth", "latency")  # what a table may ask of `python -m common.nodes`; all else are flags
 NO_MEMORY = r"out of memory|OutOfMemoryError|MemoryError|DefaultCPUAllocator|GB are free|into the memory of|Signal 9 "
+DIVERGED = r"(loss|grad_norm) is (nan|-?inf)"  # as `Run.check_finite` says it
 ERROR = re.compile(r"^(?:\[.*?\]:)?(?:error: |rank \d+: |\w*Error: )(.*)", re.MULTILINE)
 
 
@@ -194,15 +195,23 @@ def run(sweep: Sweep, case: Case) -> dict:
     if status is None and process.returncode == 0:
         return record | {"status": "ok"} | numbers(run_dir)
     lines = ERROR.findall(printed) or printed.strip().splitlines()[-1:] or [""]
-    status = status or ("out of memory" if re.search(NO_MEMORY, printed) else "crash")
+    known = {"out of memory": NO_MEMORY, "diverged": DIVERGED}
+    status = status or next((state for state, words in known.items() if re.search(words, printed)), "crash")
     return record | {"status": status, "line": lines[0].strip()[:300]}
 
 
 def numbers(run_dir: Path) -> dict[str, float]:
-    """What a run's record says of its steps: medians, without the first two, which warm up."""
+    """What a run's record says of its steps: medians, without the first two, which warm up.
+
+    Of the loss, the last one, and `rise`: the most by which it was ever above its lowest value until then. A spike is
+    a rise that the last loss does not show.
+    """
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = steps[2:] or steps
     result = {}
+    if losses := [step["loss"] for step in steps if isinstance(step.get("loss"), int | float)]:
+        rises = [loss - lowest for loss, lowest in zip(losses, itertools.accumulate(losses, min))]
+        result = {"loss": losses[-1], "rise": max(rises)}
+    steps = steps[2:] or steps
     for name in ("step_time_s", "tokens_per_s", "mfu", "peak_memory_bytes"):
         values = [step[name] for step in steps if isinstance(step.get(name), int | float)]
         if values:

@@ -1,4 +1,4 @@
-"""A sweep whose runs crash, hang and run out of memory ends with a complete table, and a calibration ranks runs."""
+"""A sweep whose runs fail in every way ends with a complete table, and a calibration ranks runs."""
 
 import json
 import os
@@ -28,6 +28,9 @@ micro_batch = [1, 2, 4]
 [[grid]]
 pp = [2, 3]
 sequence_parallel = [true]
+
+[[grid]]
+lr = [1e20]
 """
 # What a run does, by its micro-batch; --pp 2 takes all memory, and leaves a rank when its launcher ends
 RUN = """import json, pathlib, subprocess, sys, time
@@ -35,9 +38,12 @@ flags = dict(zip(sys.argv[1:], sys.argv[2:]))
 size, folder = flags.get("--micro-batch"), pathlib.Path(flags["--run-dir"])
 if size == "1":
     steps = [{"step_time_s": 9.0 - step, "tokens_per_s": 100.0 * step, "mfu": "NaN"} for step in range(5)]
+    steps = [step | {"loss": loss} for step, loss in zip(steps, (5.0, 4.0, 7.0, 3.0, 5.5))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\\n" for each in steps))
 elif size == "2":
     sys.exit("ValueError: a bad number")
+elif "--lr" in flags:
+    sys.exit("error: step 7: grad_norm is nan; the run ends here, and saves nothing of this step")
 elif size == "4":
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
     rank = {"start_new_session": True, "stdout": subprocess.PIPE}  # as torchrun starts one; this one hangs for good
@@ -80,13 +86,16 @@ def test_every_run_is_recorded(grid, capsys, monkeypatch, mark):
     assert wait_for(lambda: not marked(mark), 10) is not None, "ranks stay behind"
     found = {tuple(each["values"].values()): each for each in sweep.records(sweep.read(grid).folder)}
     states = {values: each["status"] for values, each in found.items()}
-    assert states == {(1,): "ok", (2,): "crash", (4,): "hang", (2, True): "out of memory", (3, True): "refused"}
+    pipelines = {(2, True): "out of memory", (3, True): "refused"}
+    assert states == pipelines | {(1,): "ok", (2,): "crash", (4,): "hang", (1e20,): "diverged"}
     assert found[1,]["step_time_s"] == 6 and found[1,]["tokens_per_s"] == 300, "medians without the first two"
+    assert (found[1,]["loss"], found[1,]["rise"]) == (5.5, 3), "from 4 to 7, then from 3 to 5.5"
+    assert found[1e20,]["line"].startswith("step 7: grad_norm is nan")
     assert found[2,]["line"] == "a bad number" and "--pp 3 does not divide" in found[3, True]["line"]
     assert found[4,]["seconds"] < 20
     assert (sweep.read(grid).folder / "heat.png").exists()
     printed = capsys.readouterr().out
-    assert "1 of 5 runs ended" in printed and printed.count("hang") == 2
+    assert "1 of 6 runs ended" in printed and printed.count("hang") == 2
 
     started = []
     monkeypatch.setattr(sweep, "run", lambda asked, case: started.append(case.values) or found[(2,)])
@@ -96,7 +105,7 @@ def test_every_run_is_recorded(grid, capsys, monkeypatch, mark):
     assert started == [{"micro_batch": 2}]
     grid.write_text(GRID.replace("--steps 4", "--steps 5"))
     main(["sweep", str(grid)])
-    assert len(started) == 1 + 5, "with other flags, these are other runs"
+    assert len(started) == 1 + 6, "with other flags, these are other runs"
 
 
 @pytest.mark.parametrize(
