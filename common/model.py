@@ -162,7 +162,6 @@ class Decoder(nn.Module):
         super().__init__()
         last = config.layers if last is None else last
         self.config, self.has_embedding, self.has_head = config, first == 0, last == config.layers
-        self.returns_loss = False  # a head that replaces ours may compute the loss itself
         with torch.device("meta"):
             if self.has_embedding:
                 self.embedding = nn.Embedding(config.vocab, config.hidden)
@@ -181,11 +180,10 @@ class Decoder(nn.Module):
         if config.tie_embeddings and self.has_head:
             self.head.weight.spec.name = "embedding.weight"  # even if these layers do not include the embedding
 
-    def forward(self, x, positions=None, *mask, targets=None):
+    def forward(self, x, positions=None, *mask):
         """`positions` (seq,) are those of the tokens in their sequence, by default 0, 1, 2, ...
 
-        What `mask` holds is handed to the attention's core. The cores of this file take none. A head that returns the
-        loss, summed over tokens, takes `targets` (batch, seq).
+        What `mask` holds is handed to the attention's core. The cores of this file take none.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -194,10 +192,7 @@ class Decoder(nn.Module):
         rope = rope_tables(self.config, positions, x.dtype)
         for layer in self.layers.values():
             x = layer(x, rope, *mask)
-        if self.has_head:
-            x = self.norm(x)
-            return self.head(x, targets) if self.returns_loss else self.head(x)
-        return x
+        return self.head(self.norm(x)) if self.has_head else x
 
 
 def cross_entropy_sum(logits, targets):

@@ -100,7 +100,8 @@ class Zero:
     def _regions(model: Decoder) -> list[Region]:
         regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
         regions += [Region(layer, layer) for layer in model.layers.values()]
-        return regions + ([Region(model.norm, model.head)] if model.has_head else [])
+        end = [module for name, module in model.named_children() if name not in ("embedding", "layers")]
+        return regions + ([Region(end[0], end[-1])] if end else [])
 
     def _parameters_of_units(self, model: Decoder, bucket_mb: float, mesh: Mesh) -> list[list[nn.Parameter]]:
         """The parameters of each unit: those of a bucket of step 2 or, in stage 3, of a region."""

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from common.config import TrainConfig
@@ -9,6 +10,8 @@ from common.counts import count_flops
 from common.model import ATTENTION_CORES, Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Mesh, Placement, all_groups, create_groups
+from step03_zero.zero import Zero
+from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.weight_gradients import DeferringLinear
 
@@ -39,17 +42,32 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
     replaces them can always do so.)
     """
     ranges = split_layers(config.model_config, schedule.stages, config.seq_len)
-    splits = any(action.kind == "I" for actions in schedule.actions for action in actions)
     stages = []
     for chunk in range(schedule.chunks(mesh.pp_forward.rank)):
         _, number = schedule.stage_of(mesh.pp_forward.rank, chunk)
         stage = Decoder(config.model_config, ATTENTION_CORES[config.attention], *ranges[number])
-        if splits:
+        if schedule.splits_backward:
             for name, module in list(stage.named_modules()):
                 if isinstance(module, nn.Linear):
                     stage.set_submodule(name, DeferringLinear(module.weight))
         stages.append(stage)
     return stages
+
+
+def build_pipeline(
+    schedule: Schedule,
+    stages: list[Decoder],
+    zero_wrappers: list[Zero],
+    config: TrainConfig,
+    mesh: Mesh,
+    kind: type[Pipeline] = Pipeline,
+) -> Pipeline:
+    """What runs these stages in the order of the schedule."""
+    tokens = config.rank_seq_len // (config.tp if config.sequence_parallel else 1)
+    shape = config.micro_batch, tokens, config.model_config.hidden
+    like = torch.empty((), dtype=config.torch_dtype, device=mesh.device).expand(shape)  # takes no memory
+    delays = [1e-3 * config.layer_delay * len(stage.layers) for stage in stages] if config.layer_delay else ()
+    return kind(schedule, stages, zero_wrappers, mesh.pp_forward, mesh.pp_backward, like, free_sent=True, delays=delays)
 
 
 def place_stages(mesh: Mesh, placement: Placement, timeout: float) -> Mesh:

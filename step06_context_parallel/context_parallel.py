@@ -51,7 +51,12 @@ def apply_context_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> N
 
 
 def positions_of(config: TrainConfig, mesh: Mesh) -> Tensor:
-    """Return the positions of this rank's tokens in their sequence: (seq_len / cp,) of int64, on the CPU."""
+    """Return the positions of this rank's tokens in their sequence: (seq_len / cp,) of int64, on its device."""
+    (positions,) = to_device((_positions(config, mesh),), mesh.device)
+    return positions
+
+
+def _positions(config: TrainConfig, mesh: Mesh) -> Tensor:
     return torch.from_numpy(SequenceLayout(config.cp_split, config.seq_len, mesh.cp.size).positions(mesh.cp.rank))
 
 
@@ -67,7 +72,7 @@ def take_part(
 
     Returns tokens and targets, each (micro_batch, seq_len / cp), and, with --mask-documents, the documents.
     """
-    mine = positions_of(config, mesh)
+    mine = _positions(config, mesh)
     part = to_device((tokens[:, mine], targets[:, mine]), mesh.device)
     if not config.mask_documents:
         return part

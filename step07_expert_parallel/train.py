@@ -12,9 +12,11 @@ from common import collectives  # before torch, so that its idle threads sleep
 
 # isort: split
 import torch
+from torch import Tensor
 
 from common.config import TrainConfig
 from common.launching.launch import run
+from common.model import Decoder
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step01_single_gpu.clipping import clip_factor, gradient_norm
@@ -28,20 +30,20 @@ from step03_zero.by_layer import ZeroByLayer
 from step03_zero.zero import Zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_stages, mark_shared_parameters, place_stages
+from step05_pipeline.stages import build_pipeline, build_stages, mark_shared_parameters, place_stages
 from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
 from step07_expert_parallel.balancing import Balancing, routers_of
 from step07_expert_parallel.config import check
-from step07_expert_parallel.interleave import InterleavedPipeline
 from step07_expert_parallel.moe import apply_experts
+from step07_expert_parallel.overlap import OverlappedPipeline
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:
     """Build this rank's stages of the model, what runs them in the schedule's order, optimizer, and balancing."""
     schedule = schedule_of(config)
-    mesh = place_stages(mesh, schedule.placement, config.timeout)
     stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
     for stage in stages:
         apply_tensor_parallel(stage, config, mesh)
@@ -57,9 +59,8 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
         initial_values(config)(biases)
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config, biases)
     # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
-    kind = InterleavedPipeline if config.schedule.startswith("dualpipe") and config.ep > 1 else Pipeline
-    pipeline = kind(schedule, stages, zero_wrappers, config, mesh)
-    pipeline.positions = positions_of(config, mesh).to(mesh.device)
+    kind = OverlappedPipeline if schedule.overlapped and config.ep > 1 else Pipeline
+    pipeline = build_pipeline(schedule, stages, zero_wrappers, config, mesh, kind)
     return pipeline, optimizer, Balancing(stages, config, mesh, optimizer.scaler)
 
 
@@ -72,16 +73,27 @@ def train_step(
     config: TrainConfig,
     mesh: Mesh,
     tracer: Tracer,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """One update of the weights. Returns the step's numbers, 0-d float64 on the device: nothing waits for it here."""
     scaler = optimizer.scaler
+    loss = torch.zeros((), dtype=torch.float64, device=mesh.device)  # stays 0 on ranks without the last stage
+    positions = positions_of(config, mesh)
 
-    # ---- gradients of the global batch: the pipeline runs forward and backward of its micro-batches ----
-    def micro_batch(index: int) -> tuple:
-        whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
-        return take_part(*whole, config, mesh, batches.corpus.end)
+    # ---- gradients of the global batch: the schedule says when a micro-batch passes through a stage, and this how ----
+    def forward(stage: Decoder, index: int, x: Tensor | None) -> Tensor:
+        mask = ()
+        if stage.has_embedding or stage.has_head or config.mask_documents:  # other stages read no data
+            whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
+            tokens, targets, *mask = take_part(*whole, config, mesh, batches.corpus.end)
+        y = stage(tokens if x is None else x, positions, *mask)
+        if not stage.has_head:
+            return y  # to the next stage
+        total = vocab_parallel_cross_entropy_sum(y, targets, config.model_config.vocab, mesh.tp)
+        share = total / batches.target_tokens  # of the mean over the whole global batch
+        loss.add_(share.detach())
+        return share * scaler.scale  # where the backward begins
 
-    loss = pipeline.run(micro_batch, batches.target_tokens, scaler.scale, tracer)
+    pipeline.run(forward, tracer)
 
     # ---- clip by the global norm, update ----
     with tracer.phase("optimizer"):
@@ -97,12 +109,12 @@ def train_step(
     return {"loss": loss, "grad_norm": norm} | statistics
 
 
-def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
+def train(config: TrainConfig, mesh: Mesh) -> list[Tensor]:
     """Take the configured number of steps. Returns the tensors that this rank updates."""
     check_memory(config, mesh)
     batches = load_batches(config, mesh)
+    mesh = place_stages(mesh, schedule_of(config).placement, config.timeout)
     pipeline, optimizer, balancing = build(config, mesh)
-    mesh = pipeline.mesh  # with the groups of stages that share parameters
     with Run(config, mesh, batches, optimizer) as run:
         for step in run.steps():
             run.log(train_step(step, pipeline, optimizer, balancing, batches, config, mesh, run.tracer))

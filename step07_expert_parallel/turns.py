@@ -1,4 +1,4 @@
-"""Two tasks that take turns, with which DualPipe's pairs of a forward and a backward are run (`interleave.py`).
+"""Two tasks that take turns, with which DualPipe's pairs of a forward and a backward are run (`overlap.py`).
 
 Only one task runs at a time, and they switch at the same places on every rank. So all ranks still issue their
 collectives in one order, and a GPU receives its kernels in one order, as if the two had been written as one.
@@ -22,7 +22,7 @@ _second_thread = ThreadPoolExecutor(1, thread_name_prefix="second task")
 class Turns:
     """Two tasks, of which one runs and the other waits for its turn.
 
-    For example, a forward and a backward of `InterleavedPipeline`, from top to bottom; an arrow is a `switch`:
+    For example, a forward and a backward of `OverlappedPipeline`, from top to bottom; an arrow is a `switch`:
 
         the forward (0)                      the backward (1)
         at once                      ->

@@ -5,7 +5,7 @@ keys, and the activation of the MLP. Eager PyTorch reads and writes memory for e
 reads each input once and writes each output once, and so does the code that `torch.compile` makes of the same formulas.
 
 None of these talks to other ranks, registers hooks or owns weights. So they go into the model's seams, and no mechanism
-of an earlier step notices. (`LossHead` talks and owns weights, as step 4's head and loss do.)
+of an earlier step notices. (`HeadAndLoss` talks and owns weights, as step 4's head and loss do.)
 """
 
 import functools
@@ -85,7 +85,8 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
         if in_kernels and hasattr(layer.mlp, "experts"):
             layer.mlp.experts.kernels = experts.Kernels(grouped_matmul.multiply, grouped_matmul.multiply_transposed)
     if config.fused and model.has_head:
-        model.head, model.returns_loss = LossHead(model.head, config.model_config.vocab, mesh.tp, in_kernels), True
+        model.head_and_loss = HeadAndLoss(model.head, config.model_config.vocab, mesh.tp, in_kernels)
+        model.head = nn.Identity()  # the model returns the hidden states that the other one takes
 
 
 def apply_pieces(model: Decoder, pieces: Pieces) -> None:
@@ -126,7 +127,7 @@ def compute(layer: Block, x, cos, sin, *mask):
     return x + layer.mlp(normed)
 
 
-class LossHead(nn.Module):
+class HeadAndLoss(nn.Module):
     """The head and the loss in one: logits exist for one chunk of the tokens at a time."""
 
     def __init__(self, head: nn.Linear, vocab: int, tp: Group, in_kernels: bool):

@@ -39,8 +39,8 @@ def sum_in_products(stages: list[Decoder], zero_wrappers: list[Zero], config: Tr
                 stage.layers.set_submodule(name, DeferringLinear(module.weight))
         for weight in stage.parameters() if on_gpu else stage.layers.parameters():
             weight.postpone = partial(accumulate, zero)
-        if on_gpu and stage.has_head and stage.has_embedding and stage.head.weight is stage.embedding.weight:
-            stage.head.weight.postpone = partial(accumulate, zero, last=False)  # that of the embedding follows
+        if on_gpu and stage.has_head and stage.has_embedding and stage.config.tie_embeddings:
+            stage.embedding.weight.postpone = partial(accumulate, zero, last=False)  # of the head's; its own follows
 
 
 def accumulate(zero: Zero, operands: tuple, last: bool = True) -> None:

@@ -153,7 +153,7 @@ def test_every_module_can_be_imported(room):
                 assert error.name == "triton", module
 
 
-MOST_LINES = {2: 450, 3: 450}  # of a mechanism; in the other steps 650
+MOST_LINES = {2: 450, 3: 450}  # of a mechanism; in the other steps 700
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -164,7 +164,7 @@ def test_a_mechanism_can_be_read(step):
     files = dict.fromkeys(re.findall(r"^(\S+\.py) +\S", found.group(1), re.MULTILINE))  # each once
     text = "".join((ROOT / step / file).read_text() for file in files)
     lines = len(re.sub(r"^ *# --- (write this yourself|until here) ---\n", "", text, flags=re.MULTILINE).splitlines())
-    assert 0 < lines <= MOST_LINES.get(step_of(f"{step}.train"), 650), f"{step}: {lines} lines in {', '.join(files)}"
+    assert 0 < lines <= MOST_LINES.get(step_of(f"{step}.train"), 700), f"{step}: {lines} lines in {', '.join(files)}"
 
 
 def test_files_stay_readable():

@@ -43,8 +43,10 @@ class Training:
 
     def __init__(self, train: ModuleType, config: TrainConfig, mesh: Mesh, batches=None):
         self.train, self.config, self.numbers = train, config, {}  # what the last step said of itself
+        if hasattr(train, "place_stages"):  # as `train.train` does
+            mesh = train.place_stages(mesh, train.schedule_of(config).placement, config.timeout)
+        self.mesh = mesh
         self.batches, self.parts = batches or train.load_batches(config, mesh), train.build(config, mesh)
-        self.mesh = getattr(self.parts[0], "mesh", mesh)  # a pipeline knows more groups
         self.optimizer = next(part for part in self.parts if hasattr(part, "masters"))
         self.shards = self.optimizer.parameters
         zeros = getattr(self.parts[0], "zero_wrappers", self.parts)  # those of a pipeline, or one of the parts
@@ -68,7 +70,7 @@ class Training:
         self.optimizer.step(gradients, self.config.learning_rate(0))
 
     def _take(self, step: int, parts: Iterable, tracer: Tracer | None) -> dict[str, float]:
-        tracer = tracer or Tracer(None, self.mesh, None)
+        tracer = tracer or Tracer()
         numbers = self.train.train_step(step, *parts, self.batches, self.config, self.mesh, tracer)
         self.numbers = {name: number.item() for name, number in numbers.items()}
         return self.numbers

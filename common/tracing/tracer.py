@@ -23,12 +23,15 @@ from common.tracing.clocks import CpuClock, CudaClock
 
 
 class Tracer:
-    """Records the steps `first_last` (both included; None: no step) of this rank; rank 0 writes RUN_DIR/trace.json."""
+    """Records the steps `first_last` (both included; None: no step) of this rank; rank 0 writes RUN_DIR/trace.json.
 
-    def __init__(self, first_last: tuple[int, int] | None, mesh: Mesh, run_dir, clock=None):
+    `Tracer()` records nothing, and needs no mesh.
+    """
+
+    def __init__(self, first_last: tuple[int, int] | None = None, mesh: Mesh | None = None, run_dir=None, clock=None):
         self._first, self._last = first_last or (0, -1)
         self._mesh, self._run_dir = mesh, Path(run_dir or ".")
-        self._clock = clock or (CudaClock(mesh) if mesh.device.type == "cuda" else CpuClock())
+        self._clock = clock or (CudaClock(mesh) if mesh and mesh.device.type == "cuda" else CpuClock())
         self._step = None  # number of the traced step in progress
         self._open = []  # the spans in progress, the step first: name, category, arguments, start
         self._events: list[Event] = []

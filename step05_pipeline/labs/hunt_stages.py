@@ -4,7 +4,7 @@ from common.labs.copies import Edit
 from common.labs.hunt import Bug, Hunt, handout
 from common.labs.training import Training
 
-TRAIN, PIPELINE, STAGES = "step05_pipeline/train.py", "step05_pipeline/pipeline.py", "step05_pipeline/stages.py"
+TRAIN, STAGES = "step05_pipeline/train.py", "step05_pipeline/stages.py"
 TIED = Training("step01_single_gpu/train.py", "--tie-embeddings")
 
 TIED_APART = Bug(
@@ -20,7 +20,7 @@ TIED_APART = Bug(
 )
 
 SUMMED_MEANS = Bug(
-    edits=(Edit(PIPELINE, "y = share * self.step.scale", "y = share * self.step.scale * self.schedule.micro_batches"),),
+    edits=(Edit(TRAIN, "return share * scaler.scale", "return share * scaler.scale * config.accumulation_steps"),),
     seen=(Training("step01_single_gpu/train.py"), Training(TRAIN, "--pp 2", 2)),
     unseen=(
         Training("step01_single_gpu/train.py", "--layers 4"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from common.errors import UsageError
 from common.labs.lab import Lab, Verdict
-from step05_pipeline.schedules.actions import Output, Schedule
+from step05_pipeline.schedules.actions import Output, Schedule, looped
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_csv, write_csv
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
@@ -40,8 +40,10 @@ class Tables(Lab):
         """The fastest schedule of the catalogue with one stage per rank that keeps the limit, and when it does what."""
         found = []
         for name, entry in SCHEDULES.items():
-            if entry.chunks == 1 and name != "dualpipe" and (self.split or not name.startswith("zb")):
-                schedule = build_schedule(name, case.pp, case.micro_batches)
+            if entry.chunks != 1 or entry.placement is not looped:
+                continue
+            schedule = build_schedule(name, case.pp, case.micro_batches)
+            if self.split or not schedule.splits_backward:
                 timeline = simulate(schedule, case.costs)
                 if max(timeline.unfinished) <= case.unfinished:
                     found.append((schedule, timeline))

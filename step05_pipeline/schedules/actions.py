@@ -44,12 +44,17 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[rank]`: what each rank does, in order. `placement`: which rank holds which stage of which copy."""
+    """`actions[rank]`: what each rank does, in order. `placement`: which rank holds which stage of which copy.
+
+    overlapped: meant for runs in which an F and the B of another stage right behind it hide each other's messages, as
+        DualPipe's do. They do so only where a layer has messages of its own (`--ep`).
+    """
 
     name: str
     placement: Placement
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
+    overlapped: bool = False
 
     @property
     def ranks(self) -> int:
@@ -59,6 +64,11 @@ class Schedule:
     def stages(self) -> int:
         """The number of stages of one copy of the model."""
         return len(self.placement[0])
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward comes in two halves, I and W."""
+        return any(action.kind == "I" for row in self.actions for action in row)
 
     @functools.cached_property
     def _held(self) -> list[list[tuple[int, int]]]:

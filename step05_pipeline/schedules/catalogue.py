@@ -19,40 +19,29 @@ class Entry:
     """One schedule of the catalogue.
 
     function: (ranks, micro_batches, chunks) -> the actions of each rank, in order.
-    in_flight: (ranks, micro_batches, chunks, rank) -> how many (micro-batch, chunk) pairs this rank holds between F and
-        B (or I) at its peak: a claim that the tests hold the schedule to. Nothing else reads it.
     placement: (ranks, chunks) -> which rank holds which stage.
     chunks: stages per rank, of one copy of the model; None if --virtual-stages decides (2 by default).
+    overlapped: see `Schedule`.
     """
 
     function: Callable[..., list[list[Action]]]
-    in_flight: Callable[..., int]
     placement: Callable[[int, int], Placement] = looped
     chunks: int | None = 1
+    overlapped: bool = False
 
 
 SCHEDULES = {
-    "naive": Entry(whole_backward.naive, lambda p, m, v, rank: 1),
-    "afab": Entry(whole_backward.all_forward_all_backward, lambda p, m, v, rank: m),
-    "1f1b": Entry(whole_backward.one_forward_one_backward, lambda p, m, v, rank: min(m, p - rank)),
-    "breadth-first": Entry(several_stages.breadth_first, lambda p, m, v, rank: m * v, chunks=None),
-    "llama3": Entry(several_stages.llama3, several_stages.llama3_in_flight, chunks=None),
-    "interleaved": Entry(whole_backward.interleaved, several_stages.llama3_in_flight, chunks=None),
-    "zb-h1": Entry(split_backward.zero_bubble_h1, lambda p, m, v, rank: min(m, p - rank)),
-    "zb-h2": Entry(zero_bubble.zero_bubble_h2, lambda p, m, v, rank: min(m, 2 * (p - rank) - 1)),
-    "zbv": Entry(
-        zero_bubble.zero_bubble_v,
-        lambda p, m, v, rank: min(m, 2 * p - 1 - rank) + min(m, rank + 1),  # forwards on the way down, on the way up
-        v_shaped,
-        chunks=2,
-    ),
-    "dualpipe": Entry(dualpipe.dualpipe, dualpipe.dualpipe_in_flight, bidirectional),
-    "dualpipev": Entry(
-        dualpipe.dualpipe_v,
-        lambda p, m, v, rank: min(m, 2 * p - rank) + min(m, rank + 1),
-        v_shaped,
-        chunks=2,
-    ),
+    "naive": Entry(whole_backward.naive),
+    "afab": Entry(whole_backward.all_forward_all_backward),
+    "1f1b": Entry(whole_backward.one_forward_one_backward),
+    "breadth-first": Entry(several_stages.breadth_first, chunks=None),
+    "llama3": Entry(several_stages.llama3, chunks=None),
+    "interleaved": Entry(whole_backward.interleaved, chunks=None),
+    "zb-h1": Entry(split_backward.zero_bubble_h1),
+    "zb-h2": Entry(zero_bubble.zero_bubble_h2),
+    "zbv": Entry(zero_bubble.zero_bubble_v, v_shaped, chunks=2),
+    "dualpipe": Entry(dualpipe.dualpipe, bidirectional, overlapped=True),
+    "dualpipev": Entry(dualpipe.dualpipe_v, v_shaped, chunks=2, overlapped=True),
 }
 
 
@@ -83,4 +72,4 @@ def build_schedule(
         options["consecutive"] = consecutive
     chunks = chunks or entry.chunks or 2
     actions = entry.function(ranks, micro_batches, chunks, **options)
-    return Schedule(name, entry.placement(ranks, chunks), micro_batches, tuple(map(tuple, actions)))
+    return Schedule(name, entry.placement(ranks, chunks), micro_batches, tuple(map(tuple, actions)), entry.overlapped)

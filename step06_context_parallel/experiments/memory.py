@@ -84,6 +84,6 @@ def kept_for_backward(mesh: Mesh, flags: dict) -> int:
     whole = run.batches.micro_batch(0, 0, run.config.micro_batch)
     tokens, _ = train.take_part(*whole, run.config, run.mesh, run.batches.corpus.end)
     with SavedTensors(stage) as saved:
-        logits = stage(tokens, run.parts[0].positions)
+        logits = stage(tokens, train.positions_of(run.config, run.mesh))
     del logits
     return saved.bytes

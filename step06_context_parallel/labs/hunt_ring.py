@@ -29,8 +29,8 @@ PART_POSITIONS = Bug(
     edits=(
         Edit(
             TRAIN,
-            "positions_of(config, mesh).to(mesh.device)",
-            "torch.arange(config.rank_seq_len, device=mesh.device) + mesh.cp.rank * config.rank_seq_len",
+            "positions_of(config, mesh)\n",
+            "torch.arange(config.rank_seq_len, device=mesh.device) + mesh.cp.rank * config.rank_seq_len\n",
         ),
     ),
     seen=(ONE, Training(TRAIN, "--cp 2", 2)),

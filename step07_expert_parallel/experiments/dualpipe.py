@@ -17,11 +17,12 @@ from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
+from step05_pipeline.stages import build_pipeline
 from step07_expert_parallel import cost
 from step07_expert_parallel.balancing import routers_of
 from step07_expert_parallel.experiments.blocks import draw_blocks, phases, slow_down
 from step07_expert_parallel.experiments.layer import SHAPE, Training
-from step07_expert_parallel.interleave import InterleavedPipeline
+from step07_expert_parallel.overlap import OverlappedPipeline
 
 PP, EP = 2, 2
 FLAGS = SHAPE | {"layers": 4, "hidden": 32, "expert_ffn": 16, "vocab": 256, "micro_batch": 1}
@@ -38,7 +39,7 @@ class Slow(Pipeline):
         super()._weight_gradients(action)
 
 
-class SlowTurns(Slow, InterleavedPipeline):
+class SlowTurns(Slow, OverlappedPipeline):
     """The same, of which a forward and a backward take turns."""
 
 
@@ -72,7 +73,7 @@ def part(mesh: Mesh, case: tuple[type, dict]) -> Part:
     size = cost.dispatch_bytes(FLAGS["seq_len"], FLAGS["top_k"], FLAGS["hidden"], EP, 4)
     training = Training(mesh, **flags, link=f"0,{1e-9 * size / TRAVEL}")
     built, *others = training.parts
-    pipeline = kind(built.schedule, built.stages, built.zero_wrappers, training.config, training.mesh)
+    pipeline = build_pipeline(built.schedule, built.stages, built.zero_wrappers, training.config, training.mesh, kind)
     training.parts = pipeline, *others
     for layer in (layer for stage in pipeline.stages for layer in stage.layers.values()):
         slow_down(layer.attention, "attention", ATTENTION, pipeline)

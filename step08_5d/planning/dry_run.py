@@ -96,6 +96,7 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
             groups = {name: replace(getattr(mesh, name), backend="gloo") for name in GROUP_NAMES}
             mesh = replace(mesh, **groups)
         with FakeTensorMode(allow_non_fake_inputs=True), allocations:
+            mesh = step08_train.place_stages(mesh, step08_train.schedule_of(config).placement, config.timeout)
             pipeline, optimizer, balancing = step08_train.build(config, mesh)
             _choose_in_turn(pipeline, config)
             optimizer.slices()  # makes the moments, which otherwise come with the first update
@@ -103,8 +104,8 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
             allocations.start_over()
             pipeline.program = tqdm(pipeline.program, disable=None if progress else True)
             with allocations.record() as calls:
-                batches, tracer = _batches(config), Tracer(None, mesh, None)
-                arguments = pipeline, optimizer, balancing, batches, config, pipeline.mesh, tracer
+                batches, tracer = _batches(config), Tracer()
+                arguments = pipeline, optimizer, balancing, batches, config, mesh, tracer
                 step08_train.train_step(0, *arguments)
             between = by_kind(pipeline, optimizer, allocations)
     return DryRun(

@@ -176,7 +176,7 @@ def has_experts(model: ModelConfig, index: int) -> bool:
 
 def splits_backward(layout: Layout) -> bool:
     """Whether gradients of weights come in a second half of the backward."""
-    return layout.schedule.startswith("zb-h")
+    return layout.schedule in ("zb-h1", "zb-h2")
 
 
 @lru_cache(maxsize=4096)

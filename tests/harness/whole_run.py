@@ -25,7 +25,7 @@ from step01_single_gpu.recompute import _Recompute
 from step01_single_gpu.recording.run_record import RunRecord
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block
-from step07_expert_parallel import interleave
+from step07_expert_parallel import overlap
 from tests.harness.observing import configure, watching
 from tests.harness.ranks import steps_of
 from tests.parity.runs import assemble, assert_parity, boxes_of
@@ -89,7 +89,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
                 watching(_Recompute, "backward", count("recomputed")),
                 watching(attention_block, "_scores", count("scores")),
                 watching(Unit, "free", count("freed")),
-                watching(interleave.Turns, "run", count("turns")),
+                watching(overlap.Turns, "run", count("turns")),
                 compiled,
                 mock.patch.object(time, "sleep", noted_sleep),
                 mock.patch.object(initial_weights, "stored_values", constant_weights),

@@ -101,14 +101,14 @@ def _(logits, targets, vocab, group):
 
 PIPELINE = Mutants(r"""
 # ---- wrong numbers
-@ step05_pipeline.pipeline:Pipeline._forward
+@ step05_pipeline.train:train_step
 # Every micro-batch's loss is the mean over its own tokens: gradients are as many times too large as there are
 # micro-batches. The loss is reported right, and AdamW divides the factor away
-missing share of micro-batches: self.step.scale => … * self.schedule.micro_batches
-targets of another micro-batch: y = stage( => _, targets, *_ = self.step.micro_batch(action.micro_batch ^ 1); …
+missing share of micro-batches: return share * scaler.scale => … * config.accumulation_steps
+targets of another micro-batch: y = stage( =>
+    _, targets = batches.micro_batch(step, index ^ 1, config.micro_batch, mesh.dp.rank, mesh.dp.size); …
 # Under sequence parallelism, later stages count positions over their input: a part of the sequence
-positions of the slice: stage(x, self.positions => … % x.shape[1]
-@ step05_pipeline.train:train_step
+positions of the slice: else x, positions => … % (tokens if x is None else x).shape[1]
 loss of one rank: collectives.all_reduce(loss, mesh.pp_forward) => pass
 # Gradients are reduced with the first micro-batch, and not after the last one: those of later ones stay on their rank
 @ step05_pipeline.pipeline:Pipeline._gradients_complete
@@ -145,7 +145,7 @@ gradients of another micro-batch: kept.pop(key) => kept.pop(key if output_gradie
     else max(each for each in self.step.kept if each[0] == action.chunk))
 @ step05_pipeline.pipeline:Pipeline._receive
 # Every message arrives in the same memory, also while an earlier one is kept for its backward
-one receive buffer: torch.empty(self.shape, dtype=self.config.torch_dtype, device=self.mesh.device) =>
+one receive buffer: self.like.new_empty(self.like.shape) =>
     self.__dict__.setdefault(transfer.output.direction, …)
 # Stage 3 gathers the weights for all micro-batches, and keeps them over the update as well
 @ step03_zero.unit:Unit.start_over
@@ -155,7 +155,7 @@ weights of the first step: self.gathering = None => if self.gathering: return\n 
 
 # ---- right numbers at a higher price
 @ step05_pipeline.pipeline:Pipeline._complete_send
-sent outputs kept: tensor.untyped_storage().resize_(0) => pass
+sent outputs kept: if self.free_sent: => if False:
 @ step05_pipeline.pipeline:Pipeline._backward
 # I retains the graph, as splitting by two calls of autograd does: activations live until W
 graph kept until W: as store:\n            torch.autograd.backward(y, output_gradient) =>
@@ -167,13 +167,18 @@ operands of weight gradients kept: with self._gradients_complete(action): =>
 @ step05_pipeline.pipeline:Pipeline._gradients_complete
 reduced at the end: with zero.backward(last): => with zero.backward(last=False):
 reduced at the end: if last and => if False and
+@ step05_pipeline.train:train_step
+data read by every stage: if stage.has_embedding or stage.has_head: => if True:
 @ step05_pipeline.pipeline:Pipeline._forward
-data read by every stage: needs_data = => … True or
-gathered for each micro-batch: stage = self.stages[action.chunk] =>
+gathered for each micro-batch: y = self.step.forward( =>
     [(unit.fetch().wait(), unit.free()) for unit in self.zero_wrappers[action.chunk].units]; …
 @ step03_zero.unit:Unit.start_over
 weights kept after the step: self.gathering = self.bucket => built = hasattr(self, 'bucket'); …
 weights kept after the step: if self.stage == 3: => if self.stage == 3 and not built:
+@ step05_pipeline.pipeline:Pipeline.__init__
+# Activations and their gradients share a communicator, where an early receive of the one delays the other
+one communicator for both directions: "backward": gradients} =>
+    "backward": __import__('dataclasses').replace(gradients, handle=activations.handle)}
 @ step05_pipeline.pipeline:Pipeline.run
 received when needed: self._receive(item) => self.__dict__.setdefault('asked', {})[item.output] = item
 @ step05_pipeline.pipeline:Pipeline._wait_for_input
@@ -197,12 +202,6 @@ def _(config, core, first, last):
 def _(spec, *rest):
     name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) - first_layer[0]}", spec.name)
     return random_box(replace(spec, name=name), *rest)
-
-
-@PIPELINE.replaces("one communicator for both directions", "step05_pipeline.pipeline:Pipeline._group")
-def _(self, direction):
-    """Activations and their gradients share a communicator, where an early receive of the one delays the other."""
-    return replace(getattr(self.mesh, f"pp_{direction}"), handle=self.mesh.pp_forward.handle)
 
 
 STEPS = {4: TENSOR, 5: PIPELINE}

@@ -11,7 +11,7 @@ from common.checkpoints.boxes import SavedBox
 from step01_single_gpu.mixed_precision import Optimizer
 from step07_expert_parallel import capacity
 from step08_5d import fused
-from step08_5d.fused import LossHead
+from step08_5d.fused import HeadAndLoss
 from step08_5d.kernels import linear_cross_entropy
 from step08_5d.kernels.cross_entropy import row_statistics_reference
 from tests.mutants import Mutants
@@ -21,8 +21,8 @@ CONTEXT = Mutants(r"""
 # ---- wrong results
 @ step06_context_parallel.train:positions_of
 # Rotary embeddings get the positions of a contiguous part, whatever the split; or every rank counts its own tokens
-positions not permuted: config.cp_split => 'contiguous'
-positions from zero: torch.from_numpy => torch.arange(config.rank_seq_len) + 0 * …
+positions not permuted: _positions(config => _positions(__import__('dataclasses').replace(config, cp_split='contiguous')
+positions from zero: _positions(config, mesh) => torch.arange(config.rank_seq_len)
 @ step06_context_parallel.train:take_part
 # Every rank shifts its own tokens: the last one of a chunk gets no label from the next chunk
 boundary labels lost: targets[:, mine]) => tokens[:, mine].roll(-1, 1))
@@ -129,7 +129,7 @@ def _(self):
 
 TOGETHER = Mutants(r"""
 # ---- wrong results
-@ step08_5d.fused:LossHead.forward
+@ step08_5d.fused:HeadAndLoss.forward
 # The head with the loss does not know that tensor parallelism has divided it: its inputs' gradient is partial
 head's split lost: if self.split: => if False:
 @ step08_5d.kernels.linear_cross_entropy:_LinearCrossEntropy.backward
@@ -162,10 +162,10 @@ recompute before the kernels: apply_kernels(stage, config, mesh) => SWAPPED
 recompute before the kernels: apply_recompute(stage, config.recompute) => apply_kernels(stage, config, mesh)
 recompute before the kernels: SWAPPED => apply_recompute(stage, config.recompute)
 """)
-init_head, token_losses, attend = LossHead.__init__, linear_cross_entropy.token_losses, fused.attend
+init_head, token_losses, attend = HeadAndLoss.__init__, linear_cross_entropy.token_losses, fused.attend
 
 
-@TOGETHER.replaces("head takes its slice in the backward", "step08_5d.fused:LossHead.__init__")
+@TOGETHER.replaces("head takes its slice in the backward", "step08_5d.fused:HeadAndLoss.__init__")
 def _(self, *arguments):
     """The same under sequence parallelism, where the sequence must be gathered, or shapes would not fit."""
     init_head(self, *arguments)

@@ -2,13 +2,16 @@
 
     F0,F1,,B0,F2,B1
 
-A cell is an action (`I2`, `W2`, `F0.1` for chunk 1) or empty. A line that begins with `#` is a comment, and one comment
-may say which rank holds which stage. By default that is `# placement: looped`, with as many stages per rank as the
-cells name chunks. The other choices are
+A cell is an action (`I2`, `W2`, `F0.1` for chunk 1) or empty. A line that begins with `#` is a comment, and two kinds
+of comment have a meaning. One says which rank holds which stage. By default that is `# placement: looped`, with as many
+stages per rank as the cells name chunks. The other choices are
 
     # placement: v               0 1 2 3 3 2 1 0
     # placement: bidirectional   two copies, 0 1 2 3 and 3 2 1 0
     # placement: 0 1 1 0         the rank of each stage; copies are separated by `;`
+
+The other, `# overlapped: yes`, lets an F and the B of another stage right behind it hide each other's messages, as
+DualPipe's do (`Schedule.overlapped`).
 """
 
 import re
@@ -46,10 +49,11 @@ def read_schedule(path: str | Path, ranks: int, micro_batches: int, chunks: int 
 
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in a CSV file, for whatever numbers of ranks and micro-batches it was written."""
-    path, rows, placement = Path(path), [], "looped"
+    path, rows, placement, overlapped = Path(path), [], "looped", "no"
     for number, line in enumerate(_lines(path), 1):
         if line.startswith("#"):
-            placement = _placement_in(line, placement)
+            placement = _value_in(line, "placement", placement)
+            overlapped = _value_in(line, "overlapped", overlapped)
         elif line.strip():
             cells = [cell.strip() for cell in line.split(",")]
             rows.append([_action(cell, f"{path}, line {number}") for cell in cells if cell])
@@ -57,13 +61,17 @@ def read_csv(path: str | Path) -> Schedule:
         raise UsageError(f"{path} has no action for {'one of its ranks' if any(rows) else 'any rank'}")
     actions = [action for row in rows for action in row]
     micro_batches, chunks = (1 + max(getattr(each, name) for each in actions) for name in ("micro_batch", "chunk"))
-    return Schedule(path.stem, _placement(placement, len(rows), chunks, path), micro_batches, tuple(map(tuple, rows)))
+    if overlapped not in ("yes", "no"):
+        raise UsageError(f"{path}: overlapped {overlapped!r} is neither yes nor no")
+    placed = _placement(placement, len(rows), chunks, path)
+    return Schedule(path.stem, placed, micro_batches, tuple(map(tuple, rows)), overlapped == "yes")
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
     """Write the schedule as a table that `read_csv` and spreadsheets read."""
     placement = "; ".join(" ".join(map(str, row)) for row in schedule.placement)
-    lines = [f"# placement: {placement}", *(",".join(map(str, row)) for row in schedule.actions)]
+    lines = [f"# placement: {placement}", *["# overlapped: yes"] * schedule.overlapped]
+    lines += [",".join(map(str, row)) for row in schedule.actions]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -74,10 +82,10 @@ def _lines(path: Path) -> list[str]:
         raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
 
 
-def _placement_in(comment: str, otherwise: str) -> str:
-    """What follows `# placement:`, or `otherwise` if the comment says something else."""
+def _value_in(comment: str, wanted: str, otherwise: str) -> str:
+    """What follows `# wanted:`, or `otherwise` if the comment says something else."""
     key, colon, value = comment[1:].rstrip(",").partition(":")  # spreadsheets fill up lines with commas
-    return value.strip() if colon and key.strip() == "placement" else otherwise
+    return value.strip() if colon and key.strip() == wanted else otherwise
 
 
 def _action(cell: str, where: str) -> Action:

@@ -31,14 +31,6 @@ def dualpipe(p: int, m: int, v: int) -> list[list[Action]]:
     return [[action for action in row if action.micro_batch < m] for row in rows]
 
 
-def dualpipe_in_flight(p: int, m: int, v: int, rank: int) -> int:
-    """The micro-batches of both copies that a rank of `dualpipe` holds at its peak: p + 1, if there are enough."""
-    near, far = (m + 1) // 2, m // 2  # micro-batches that enter at this rank's end of the pipeline, at the other end
-    if rank >= p // 2:
-        rank, near, far = p - 1 - rank, far, near
-    return min(near, p - rank) + min(far, rank + 1)
-
-
 def _dualpipe_rank(rank: int, p: int, m: int) -> list[Action]:
     """A rank of the first half. 0 is the copy that enters on this side, 1 the other; each counts its micro-batches."""
     n = max(p, -(-m // 2))  # micro-batches of each copy

@@ -5,7 +5,7 @@ Letters as in whole_backward.py: p ranks, m micro-batches, v stages on each rank
 
 from common.errors import UsageError
 from step05_pipeline.schedules.actions import Action
-from step05_pipeline.schedules.whole_backward import forwards_ahead, in_groups
+from step05_pipeline.schedules.whole_backward import in_groups
 
 
 def breadth_first(p: int, m: int, v: int) -> list[list[Action]]:
@@ -30,14 +30,6 @@ def llama3(p: int, m: int, v: int, consecutive: int | None = None) -> list[list[
     if consecutive is not None and consecutive < p:
         raise UsageError(f"--schedule llama3: {consecutive} consecutive micro-batches are fewer than --pp {p}")
     return in_groups(p, m, v, _group_size(p, m, consecutive))
-
-
-def llama3_in_flight(p: int, m: int, v: int, rank: int, consecutive: int | None = None) -> int:
-    """The (micro-batch, chunk) pairs that a rank of `llama3` holds at its peak, right after its first steady F."""
-    n = _group_size(p, m, consecutive)
-    groups, rest = divmod(forwards_ahead(p, v, n, rank) + 1, v * n)
-    last = min(n, max(0, m - groups * n))  # micro-batches that exist in the group that has been begun
-    return v * min(m, groups * n) + rest // n * last + min(rest % n, last)
 
 
 def _group_size(p: int, m: int, consecutive: int | None) -> int:

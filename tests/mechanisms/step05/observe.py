@@ -88,8 +88,8 @@ class Watch:
         seen.on_wire = None if before is None else sent_so_far(self.run.mesh) - before
         seen.weights += (live_bytes(self.parameters()),)
         seen.claimed = self.pipeline.step.peak_in_flight
-        groups = {f"pp_{each}": self.pipeline._group(each) for each in ("forward", "backward")}
-        seen.communicators = {name: group.handle.group_name for name, group in groups.items()}
+        groups = self.pipeline.groups.items()
+        seen.communicators = {f"pp_{direction}": group.handle.group_name for direction, group in groups}
         return seen
 
     def read(self, real, *arguments) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,7 @@ from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import runs_as_one
 from step05_pipeline.schedules.validator import check_programs
-from step07_expert_parallel import interleave
+from step07_expert_parallel import overlap
 from tests.harness.observing import watching
 from tests.harness.ranks import run_ranks, steps_of
 from tests.parity.runs import SMALL, train_here
@@ -23,7 +23,7 @@ from tests.parity.runs import SMALL, train_here
 def test_tasks_take_turns_in_one_order(failing):
     """A task keeps its phase over the other one's turn; an error of either is raised, and ends both."""
     cpu, seen = torch.device("cpu"), []
-    turns = interleave.Turns(cpu, Tracer(None, SimpleNamespace(device=cpu, rank=0), None))
+    turns = overlap.Turns(cpu, Tracer(None, SimpleNamespace(device=cpu, rank=0), None))
 
     def steps(name: str, count: int) -> None:
         collectives.phase = name
@@ -46,7 +46,7 @@ def test_tasks_take_turns_in_one_order(failing):
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_message_comes_between_a_pair(name, ranks):
     schedule = build_schedule(name, ranks, 2 * ranks, None, None)
-    programs = interleave.programs_of_pairs(schedule)
+    programs = overlap.programs_of_pairs(schedule)
     check_programs(schedule, programs)
     pairs = 0
     for actions, program in zip(schedule.actions, programs, strict=True):
@@ -64,7 +64,7 @@ def phases(flags: str) -> list[str]:
     def launched(_, calls, __):
         marked.extend(call.phase for call in calls if call.op == "all_to_all")
 
-    pairs = watching(interleave.Turns, "run", lambda *_: marked.append("pair"))
+    pairs = watching(overlap.Turns, "run", lambda *_: marked.append("pair"))
     with pairs, collectives.record(launched=launched):
         train_here(7, flags)
     return marked

@@ -79,6 +79,7 @@ def tensors() -> list[torch.Tensor]:
 def train_a_step(flags: str) -> Real:
     config = configure(8, flags)
     mesh = mesh_of(config)
+    mesh = train.place_stages(mesh, train.schedule_of(config).placement, config.timeout)
     batches, earlier = load_batches(config, mesh), {id(each) for each in tensors()}
     pipeline, optimizer, balancing = parts = train.build(config, mesh)
     for _, router in balancing.routers:
@@ -89,10 +90,10 @@ def train_a_step(flags: str) -> Real:
         alive = [each for each in tensors() if id(each) not in earlier]
         with MemoryMeter("cpu").measure(alive) as memory:
             del alive
-            train.train_step(0, *parts, batches, config, pipeline.mesh, Tracer(None, mesh, None))
+            train.train_step(0, *parts, batches, config, mesh, Tracer())
         peaks.append(memory.peak_bytes)
     with record() as calls, SlowDevice(1e18) as device:
-        train.train_step(0, *parts, batches, config, pipeline.mesh, Tracer(None, mesh, None))
+        train.train_step(0, *parts, batches, config, mesh, Tracer())
     sent = added([Message(call.group, call.op, call.bytes, 1) for call in calls if call.op != "receive"])
     actions = [str(action) for action in pipeline.schedule.actions[pipeline.rank]]
     return Real(min(peaks), sent, device.flops, actions)

@@ -33,11 +33,11 @@ def programs_of_pairs(schedule: Schedule) -> tuple[Program, ...]:
     return place_messages(schedule, tuple(map(tuple, spans)))
 
 
-class InterleavedPipeline(Pipeline):
+class OverlappedPipeline(Pipeline):
     """A pipeline that runs every forward and the backward right behind it as one, if they are of different stages."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.program = programs_of_pairs(self.schedule)[self.rank]
         actions = self.schedule.actions[self.rank]
         self.partners = {first: second for first, second in zip(actions, actions[1:]) if runs_as_one(first, second)}
@@ -65,7 +65,7 @@ class InterleavedPipeline(Pipeline):
                 self.switch()  # the backward begins with an all-to-all, behind which this computes its attention
                 act(first)
 
-            self.turns = Turns(self.mesh.device, self.step.tracer)
+            self.turns = Turns(self.like.device, self.step.tracer)
             try:
                 self.turns.run(forward, lambda: act(action))
             finally:
