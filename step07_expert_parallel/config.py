@@ -2,11 +2,15 @@
 
 from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
+from step05_pipeline.config import schedule_of
+from step05_pipeline.schedules.simulator import Costs, simulate
 from step06_context_parallel import config as step06
 
 
 def check(config: TrainConfig) -> None:
-    """As in step 6. Moreover, the experts fit together and on their ranks, and no flag about them means nothing."""
+    """As in step 6. Moreover, the experts fit together and on their ranks, no flag about them means nothing, and pairs
+    of a forward and a backward do not wait for each other.
+    """
     step06.check(config)
     shape = config.model_config
     if not shape.experts:
@@ -39,3 +43,6 @@ def check(config: TrainConfig) -> None:
         raise UsageError(f"--ep {config.ep} does not divide the {ranks} ranks of a stage (dp x cp x tp)")
     if config.tp > 1 and not config.sequence_parallel:
         raise UsageError(f"--tp {config.tp} with --experts needs sequence parallelism, or tokens would be sent twice")
+    schedule = schedule_of(config)
+    if schedule.overlapped and config.ep > 1:
+        simulate(schedule, Costs(FB=3.0))  # raises UsageError if a pair waits for what follows its own forward

@@ -188,7 +188,7 @@ TABLES = [  # micro-batches, table, placement
     (1, OWN, ((0, 1, 1, 0),)),
     (2, "F0,F1,B0,B1\nF0,B0,F1,B1\n", ((0, 1),)),
     (1, "# placement: 0 0 1\nF0,F0.1,B0.1,B0\nF0,B0\n", ((0, 0, 1),)),
-    (2, "# placement: bidirectional\nF0,F1.1,B1.1,B0\nF1.1,F0,B0,B1.1\n", ((0, 1), (1, 0))),
+    (2, "# placement: bidirectional\n# overlapped: yes,,\nF0,F1.1,B1.1,B0\nF1.1,F0,B0,B1.1\n", ((0, 1), (1, 0))),
 ]
 BAD_TABLES = {
     "F0,F1,B0,B1\nF0,B0,F1,b1\n": "line 2: 'b1'",
@@ -196,6 +196,7 @@ BAD_TABLES = {
     "F0,F1,B0,B1\n,,,\n": "no action for one of its ranks",
     "# placement: w\nF0,B0\nF0,B0\n": "placement 'w'",
     "# placement: 0 2\nF0,B0\nF0,B0\n": "0 to 1",
+    "# overlapped: true\nF0,B0\nF0,B0\n": "overlapped 'true' is neither yes nor no",
     "\ud800": "UTF-8",
 }
 
@@ -207,6 +208,7 @@ def test_own_tables(tmp_path):
         schedule = read_schedule(path, 2, micro_batches)
         check_schedule(schedule)
         assert (schedule.name, schedule.placement, schedule.micro_batches) == ("own", placement, micro_batches)
+        assert schedule.overlapped == ("yes" in table)
     for table, message in BAD_TABLES.items():
         path.write_text(table, errors="surrogatepass")
         with pytest.raises(UsageError, match=message):

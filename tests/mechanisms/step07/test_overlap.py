@@ -1,20 +1,21 @@
 """A forward and a backward that take turns: who runs when, and what DualPipe's pairs make of it."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common import collectives
+from common.errors import UsageError
 from common.tracing.chrome_trace import read_trace
 from common.tracing.tracer import Tracer
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.further.csv_files import write_csv
 from step05_pipeline.schedules.simulator import runs_as_one
 from step05_pipeline.schedules.validator import check_programs
 from step07_expert_parallel import overlap
-from tests.harness.observing import watching
+from tests.harness.observing import configure, watching
 from tests.harness.ranks import run_ranks, steps_of
 from tests.parity.runs import SMALL, train_here
 
@@ -23,7 +24,7 @@ from tests.parity.runs import SMALL, train_here
 def test_tasks_take_turns_in_one_order(failing):
     """A task keeps its phase over the other one's turn; an error of either is raised, and ends both."""
     cpu, seen = torch.device("cpu"), []
-    turns = overlap.Turns(cpu, Tracer(None, SimpleNamespace(device=cpu, rank=0), None))
+    turns = overlap.Turns(cpu, Tracer())
 
     def steps(name: str, count: int) -> None:
         collectives.phase = name
@@ -70,14 +71,31 @@ def phases(flags: str) -> list[str]:
     return marked
 
 
-def test_forward_and_backward_alternate():
-    flags = "--layers 4 --steps 1 --micro-batch 1 --experts 4 --expert-ffn 16 --ep 2 --pp 2 --schedule dualpipe"
-    together = run_ranks(4, phases, f"{SMALL} {flags}")[0]
+EXPERTS = "--layers 4 --steps 1 --micro-batch 1 --experts 4 --expert-ffn 16 --ep 2 --pp 2"
+
+
+def test_forward_and_backward_alternate(tmp_path):
+    """Also by a table, whose comment asks for it."""
+    write_csv(build_schedule("dualpipe", 2, 6), tmp_path / "own.csv")
+    together = run_ranks(4, phases, f"{SMALL} {EXPERTS} --schedule-file {tmp_path / 'own.csv'}")[0]
     first = {after for before, after in pairwise(together) if before == "pair"}
     assert first == {"backward"}, "the forward's attention hides the backward's first all-to-all"
     together = [phase for phase in together if phase != "pair"]
     changes, pairs = sum(a != b for a, b in pairwise(together)), len(together)
     assert changes > pairs / 4, (changes, pairs)
+
+
+# F1.1 and B0 of rank 0 run as one, but B0 needs the gradient from rank 1, which first needs the output of F1.1
+STUCK = "# overlapped: yes\nF0,F0.1,F1,B0.1,F1.1,B0,B1.1,B1\nF0,F0.1,B0.1,F1,F1.1,B0,B1.1,B1\n"
+
+
+def test_pairs_that_would_wait_for_each_other_are_refused(tmp_path):
+    """They are fine where they do not run as one: without experts on several ranks."""
+    (tmp_path / "own.csv").write_text(STUCK)
+    flags = f"{SMALL} {EXPERTS} --global-batch 4 --schedule-file {tmp_path / 'own.csv'}"
+    configure(7, flags.replace("--ep 2", ""), 4)
+    with pytest.raises(UsageError, match="deadlock: rank 0 at F1.1, rank 1 at F1.1 wait forever"):
+        configure(7, flags, 4)
 
 
 DELAY = 0.02
