@@ -74,9 +74,13 @@ def _flat_boxes(shape: list[int], start: int, stop: int) -> list[list[tuple[int,
     return found
 
 
-def attach_specs(module: nn.Module, init_std: dict[str, float | None]) -> None:
-    """Give every parameter of a whole `module` its spec. Of `init_std`, the first end of a name that fits counts."""
+def attach_specs(module: nn.Module, init_std: dict[str, float | None] | None = None) -> None:
+    """Give a spec to every parameter of a whole `module` that has none yet.
+
+    Of `init_std`, the first end of a name that fits counts. Without it, initial values come from elsewhere.
+    """
     for name, parameter in module.named_parameters():
-        shape = tuple(parameter.shape)
-        std = next(value for suffix, value in init_std.items() if name.endswith(suffix))
-        parameter.spec = ParameterSpec(name, shape, tuple((0, size) for size in shape), std)
+        if not hasattr(parameter, "spec"):
+            shape = tuple(parameter.shape)
+            std = next((value for suffix, value in (init_std or {}).items() if name.endswith(suffix)), None)
+            parameter.spec = ParameterSpec(name, shape, tuple((0, size) for size in shape), std)

@@ -31,36 +31,51 @@ and the summed shards are then summed over the `replica` group as well.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
-from common.config import TrainConfig
-from common.model import Decoder
+from common.parameter import attach_specs
 from common.process_groups import Mesh
-from common.weights.initialisation import allocate_parameters
-from step01_single_gpu.initial_weights import initial_values
+from common.weights.initialisation import InitialValues, allocate_parameters
 from step01_single_gpu.mixed_precision import take_gradients
 from step02_data_parallel.data_parallel import fill_buckets
 from step03_zero.unit import Unit
 
 
 class Region:
-    """A part of the model that runs in one go, from its `first` to its `last` module, and the units that it needs."""
+    """A part of the model that runs in one go, and the units that it needs.
 
-    def __init__(self, first: nn.Module, last: nn.Module):
-        self.first, self.last = first, last
-        self.parameters = list(dict.fromkeys([*first.parameters(), *last.parameters()]))
-        self.backward_reads_weights = not isinstance(first, nn.Embedding)  # which only needs to know the rows used
+    modules: in the order in which they run. The last one returns one tensor, where the next region begins.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.first, self.last = modules[0], modules[-1]
+        self.parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+        # An embedding only needs to know the rows that it has used
+        self.backward_reads_weights = not all(isinstance(module, nn.Embedding) for module in modules)
         self.units: list[Unit] = []  # whose weights it needs
         self.owned: list[Unit] = []  # those that no earlier region needs, in the order of their launch
 
 
 class Zero:
-    """Gives a model on the meta device its initial values, sharded as `config.zero` says, and sums its gradients.
+    """Gives a model its initial values, sharded over ranks, and sums its gradients.
+
+    Args:
+        model: any; its parameters are replaced, so it may be on the meta device.
+        regions: lists of modules, see `Region`, in the order of the forward. Together they hold all parameters.
+        values: fills the shards with the initial values that their specs describe.
+        mesh: `device`, and the groups that the specs' `shard_groups` name: by default `shard`, whose ranks hold a copy
+            of the model together, and `replica`, whose ranks hold the same shard of different copies.
+        stage: 0 to 3, see above.
+        dtype: of the weights.
+        mode, bucket_mb: those of step 2.
+        each_micro_batch: reduce-scatter the gradients of each micro-batch, in stages 2 and 3; else their sum.
+
+    Raises ValueError for a parameter that is frozen or in no region.
 
     A step calls `gather`, for each micro-batch the forward and, in `backward`, the backward, and then `finish`. Weights
     are gathered once per step and kept until the update, in stage 3 too; `ZeroByLayer` frees them layer by layer. An
@@ -77,17 +92,32 @@ class Zero:
     in_flight         units whose reduce-scatter is in flight: in stages 2 and 3 one at a time, as each needs memory
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig, mesh: Mesh):
-        self.stage, self.mode = config.zero, config.dp_mode
-        self.each_micro_batch = self.stage >= 2 and config.zero_reduce == "micro-batch"
+    def __init__(
+        self,
+        model: nn.Module,
+        regions: Sequence[Sequence[nn.Module]],
+        values: InitialValues,
+        mesh: Mesh,
+        stage: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        mode: str = "bucket",
+        bucket_mb: float = 25.0,
+        each_micro_batch: bool = False,
+    ):
+        self.stage, self.mode, self.each_micro_batch = stage, mode, each_micro_batch and stage >= 2
         self.synchronising = self.last_micro_batch = True
         self.next_unit, self.in_flight = 0, []
-        like = torch.empty((), dtype=config.torch_dtype, device=mesh.device)
+        attach_specs(model)
+        like = torch.empty((), dtype=dtype, device=mesh.device)
         allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
-        self.regions = self._regions(model)
-        self.units = [self._unit(some, mesh) for some in self._parameters_of_units(model, config.bucket_mb, mesh)]
+        self.regions = [Region(modules) for modules in regions]
+        held = {parameter for region in self.regions for parameter in region.parameters}
+        if lost := [parameter.spec.name for parameter in model.parameters() if parameter not in held]:
+            raise ValueError(f"{lost[0]} is in no region: nothing would gather it")
+        self.units = [self._unit(some, mesh) for some in self._parameters_of_units(model, bucket_mb, mesh)]
         self.shards = [piece for unit in self.units for _, piece in unit.pieces]
-        initial_values(config)(self.shards)
+        values(self.shards)
         self.index_of = {parameter: index for index, unit in enumerate(self.units) for parameter in unit.parameters}
         self._assign_units()
         take_gradients(list(model.parameters()), self)
@@ -96,14 +126,7 @@ class Zero:
 
     # ---- construction: regions, units, and which region needs which unit ---------------------------------------------
 
-    @staticmethod
-    def _regions(model: Decoder) -> list[Region]:
-        regions = [Region(model.embedding, model.embedding)] if model.has_embedding else []
-        regions += [Region(layer, layer) for layer in model.layers.values()]
-        end = [module for name, module in model.named_children() if name not in ("embedding", "layers")]
-        return regions + ([Region(end[0], end[-1])] if end else [])
-
-    def _parameters_of_units(self, model: Decoder, bucket_mb: float, mesh: Mesh) -> list[list[nn.Parameter]]:
+    def _parameters_of_units(self, model: nn.Module, bucket_mb: float, mesh: Mesh) -> list[list[nn.Parameter]]:
         """The parameters of each unit: those of a bucket of step 2 or, in stage 3, of a region."""
         if self.stage < 3:
             return fill_all_buckets(list(model.parameters()), self.mode, bucket_mb, mesh)

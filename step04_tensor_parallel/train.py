@@ -23,7 +23,7 @@ from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
-from step03_zero.by_layer import ZeroByLayer
+from step03_zero.apply_zero import apply_zero
 from step03_zero.zero import Zero
 from step04_tensor_parallel.config import check
 from step04_tensor_parallel.partial_sums import sum_extra_groups
@@ -36,7 +36,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
     apply_tensor_parallel(model, config, mesh)
     apply_recompute(model, config.recompute)
-    zero = (ZeroByLayer if config.zero == 3 else Zero)(model, config, mesh)
+    zero = apply_zero(model, config, mesh)
     return model, zero, Optimizer(zero.shards, config)
 
 

@@ -25,8 +25,7 @@ from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.run import Run
-from step03_zero.by_layer import ZeroByLayer
-from step03_zero.zero import Zero
+from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
@@ -56,9 +55,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
         apply_kernels(stage, config, mesh)
         apply_recompute(stage, config.recompute)
     mark_shared_parameters(stages, schedule, mesh)
-    # Micro-batches take turns on the layers: gathering at every use would repeat it in every action
-    wrapper = ZeroByLayer if config.zero == 3 and config.pp == 1 else Zero
-    zero_wrappers = [wrapper(stage, config, mesh) for stage in stages]
+    zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
     sum_in_products(stages, zero_wrappers, config, mesh)
     histories = apply_fp8(stages, zero_wrappers, config, mesh)
     biases = [router.bias for _, router in routers_of(stages)]

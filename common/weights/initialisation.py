@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,8 @@ def materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, val
 def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], torch.Tensor]) -> None:
     """Replace every parameter of a module on the meta device by one whose memory is the tensor `allocate(parameter)`.
 
-    A parameter that two modules share (tied) is allocated once and still shared. Specs are kept, and what is frozen.
+    A parameter that two modules share (tied) is allocated once and still shared. Its attributes stay, such as the spec,
+    and so does what is frozen.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in module.parameters():
@@ -32,11 +33,23 @@ def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], to
         empty = torch.empty(0, dtype=values.dtype, device=values.device)
         made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         made[parameter].data = values
-        made[parameter].spec = parameter.spec
+        vars(made[parameter]).update(vars(parameter))
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 child._parameters[name] = made[parameter]
+
+
+def values_from(weights: Mapping[str, torch.Tensor]) -> InitialValues:
+    """A function that fills tensors from whole weights, by the names in their specs: a `state_dict`, for example."""
+
+    @torch.no_grad()
+    def fill(tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            for box, part in tensor.spec.boxes(tensor):
+                part.copy_(weights[tensor.spec.name][tuple(slice(*each) for each in box)])
+
+    return fill
 
 
 def random_values(seed: int) -> InitialValues:

@@ -1,6 +1,9 @@
 """How many bytes a rank holds, how many it sends and in how many messages, and whether the result is the same."""
 
+import functools
 from collections.abc import Callable
+
+from torch import nn
 
 from common.config import TrainConfig
 from common.costs.alpha_beta import fill_buckets
@@ -109,27 +112,25 @@ def unit_size(quick: bool) -> None:
     print_table("a step of stage 3 on 2 ranks, float32: predicted = measured", header, rows)
 
 
-def cut(model: Decoder, unit: str) -> list[Region]:
+def cut(model: Decoder, unit: str) -> list[list[nn.Module]]:
     """The regions of the model if a unit is half a layer, a layer, two layers or the whole model."""
     layers = list(model.layers.values())
     if unit == "whole model":
-        return [Region(model, model)]
+        return [[model]]
     inner = {
         "half a layer": [
-            Region(*half)
-            for layer in layers
-            for half in ((layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp))
+            half for layer in layers for half in ([layer.attention_norm, layer.attention], [layer.mlp_norm, layer.mlp])
         ],
-        "layer": [Region(layer, layer) for layer in layers],
-        "two layers": [Region(*pair) for pair in zip(layers[::2], layers[1::2])],
+        "layer": [[layer] for layer in layers],
+        "two layers": [list(pair) for pair in zip(layers[::2], layers[1::2])],
     }[unit]
-    return [Region(model.embedding, model.embedding), *inner, Region(model.norm, model.head)]
+    return [[model.embedding], *inner, [model.norm, model.head]]
 
 
 def predict_units(flags: dict, unit: str) -> tuple[float, ...]:
     """All-gathers, reduce-scatters, bytes that a rank sends, bytes of parameters at the peak, in float32."""
     regions = cut(Decoder(TrainConfig(**flags).model_config), unit)
-    units = tuple(sum(each.numel() for each in region.parameters) for region in regions)
+    units = tuple(sum(each.numel() for each in region.parameters) for region in map(Region, regions))
     return *gathers_and_scatters(added(cost.messages(units, 3, 2))), cost.resident(units, 2, 4)
 
 
@@ -143,22 +144,18 @@ def count_units(mesh: Mesh, done: Callable, flags: dict) -> dict[str, tuple[floa
     """On a rank: what `predict_units` predicts, in a step of a run, for each size of a unit."""
     result = {}
     for unit in UNITS:
-        kind = type("Cut", (Cut,), {"unit": unit})
-        run = run_with(mesh, flags | {"zero": 3, "global_batch": mesh.world.size}, kind)
+        regions = functools.partial(cut, unit=unit)
+        run = run_with(mesh, flags | {"zero": 3, "global_batch": mesh.world.size}, Watched, regions)
         sent = counted(run.take, run.mesh).sent
         result[unit] = *gathers_and_scatters(sent), run.parts[1].most
         done()
     return result
 
 
-class Cut(ZeroByLayer):
-    """Cut into units of another size; notes the most bytes of weights, whenever some have been gathered."""
+class Watched(ZeroByLayer):
+    """Notes the most bytes of weights, whenever some have been gathered."""
 
-    unit, most = "layer", 0
-
-    @classmethod
-    def _regions(cls, model: Decoder) -> list[Region]:
-        return cut(model, cls.unit)
+    most = 0
 
     def _before_forward(self, *arguments) -> None:
         super()._before_forward(*arguments)

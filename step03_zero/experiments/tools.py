@@ -1,5 +1,6 @@
 """What the experiments of this step share: the sizes of its units, and train.py's step with another kind of `Zero`."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from common.config import TrainConfig
@@ -9,6 +10,7 @@ from common.model import Decoder
 from common.process_groups import Mesh
 from step01_single_gpu.mixed_precision import Optimizer
 from step03_zero import train
+from step03_zero.apply_zero import apply_zero
 from step03_zero.by_layer import ZeroByLayer
 from step03_zero.zero import Zero
 
@@ -33,12 +35,15 @@ def units_of(flags: dict) -> tuple[int, ...]:
     return tuple(sum(elements[index] for index in region) for region in regions_of(model))
 
 
-def run_with(mesh: Mesh, flags: dict, zero: type[Zero] | None = None) -> Training:
-    """On a rank: the training step of these flags, if wanted with another kind of `Zero`."""
+def run_with(mesh: Mesh, flags: dict, zero: type[Zero] | None = None, regions: Callable | None = None) -> Training:
+    """On a rank: the training step of these flags, if wanted with another kind of `Zero`, and regions of one's own.
+
+    regions: the model -> lists of its modules.
+    """
 
     def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
         model = Decoder(config.model_config)
-        sharded = zero(model, config, mesh)
+        sharded = apply_zero(model, config, mesh, zero, regions and regions(model))
         return model, sharded, Optimizer(sharded.shards, config)
 
     step = SimpleNamespace(**vars(train) | {"build": build}) if zero else train

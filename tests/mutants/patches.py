@@ -95,7 +95,7 @@ all-reduce poses as reduce-scatter: if group.size == 1: => all_reduce(input, gro
     output.copy_(input[group.rank * output.numel() :][: output.numel()]); return Work()\n    …
 @ step03_zero.zero:Zero.__init__
 whole model at first: like = torch.empty( =>
-    whole = [torch.zeros(each.shape, dtype=config.torch_dtype) for each in model.parameters()]; …
+    whole = [torch.zeros(each.shape, dtype=dtype) for each in model.parameters()]; …
 @ step03_zero.unit:Unit.free
 # Stage 3 gathers and keeps the memory; or (no prefetch, below) it gathers a layer when it needs it, and waits
 parameters never freed: self.weights.untyped_storage().resize_(0) => pass
@@ -145,9 +145,9 @@ def _(work, output, input, group):
 
 
 @replaces("unsharded optimizer", "step03_zero.zero:Zero.__init__")
-def _(self, model, config, mesh):
+def _(self, model, regions, values, mesh, stage, **options):
     """Every rank gets all sums, holds all moments and updates all weights."""
-    initialise(self, model, config, mesh)
+    initialise(self, model, regions, values, mesh, stage, **options)
     self.gather()
     for unit in self.units:
         unit.fetch().wait()

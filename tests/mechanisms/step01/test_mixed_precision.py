@@ -17,7 +17,7 @@ from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.experiments.tools import Run
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler
 from step02_data_parallel.data_parallel import DataParallel
-from step03_zero.zero import Zero
+from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from tests.harness.observing import configure, mesh_of
 from tests.parity.runs import SMALL, Result, assert_parity, reference
@@ -56,7 +56,7 @@ def test_a_frozen_parameter_is_named(frozen):
     for wrap in (
         lambda model: GradientSums(list(model.parameters())),
         lambda model: DataParallel(list(model.parameters()), mesh.dp_cp),
-        lambda model: Zero(model, config, mesh),
+        lambda model: apply_zero(model, config, mesh),
     ):
         model = Decoder(config.model_config)
         model.get_submodule(frozen).weight.requires_grad = False

@@ -15,6 +15,7 @@ from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.process_groups import Degrees, build_mesh
 from common.start import environment
 from step01_single_gpu.memory_meter import Allocation, MemoryMeter
+from step03_zero.apply_zero import apply_zero
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT
 from step03_zero.zero import Zero
@@ -52,7 +53,7 @@ def initial_peak() -> tuple[int, int, int, int]:
     config, mesh = prepare(f"{DEEP} --zero 3 --micro-batch 1")
     model = Decoder(config.model_config)
     with MemoryMeter("cpu").measure() as found:
-        zero = Zero(model, config, mesh)
+        zero = apply_zero(model, config, mesh, Zero)
     shards, weights = zip(*((unit.shard.nbytes, unit.weights.nbytes) for unit in zero.units))
     return found.peak_bytes, sum(shards), max(weights), 4 * count_parameters(config.model_config).total
 
