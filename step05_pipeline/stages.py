@@ -1,5 +1,6 @@
 """Which layers each rank holds: the model cut into stages, and what stages share."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -47,11 +48,24 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
         _, number = schedule.stage_of(mesh.pp_forward.rank, chunk)
         stage = Decoder(config.model_config, ATTENTION_CORES[config.attention], *ranges[number])
         if schedule.splits_backward:
-            for name, module in list(stage.named_modules()):
-                if isinstance(module, nn.Linear):
-                    stage.set_submodule(name, DeferringLinear(module.weight))
+            defer_linear_layers(stage)
         stages.append(stage)
     return stages
+
+
+def defer_linear_layers(module: nn.Module) -> None:
+    """Let the linear layers in a module defer the gradients of their weights.
+
+    Those with a bias do not: autograd computes both gradients at once, and W would have nothing left to do.
+    """
+    for name, each in list(module.named_modules()):
+        if isinstance(each, nn.Linear) and each.bias is None:
+            module.set_submodule(name, DeferringLinear(each.weight))
+
+
+def shared_ends(config: TrainConfig) -> tuple[str, ...]:
+    """The names of what both ends of the model hold."""
+    return ("embedding.weight",) if config.model_config.tie_embeddings else ()
 
 
 def build_pipeline(
@@ -80,18 +94,22 @@ def place_stages(mesh: Mesh, placement: Placement, timeout: float) -> Mesh:
     return mesh.with_link(mesh.world.line and mesh.world.line.link)
 
 
-def mark_shared_parameters(stages: list[Decoder], schedule: Schedule, mesh: Mesh) -> None:
+def mark_shared_parameters(stages: list[nn.Module], schedule: Schedule, rank: int, at_both_ends: Iterable[str]) -> None:
     """Note in the specs which parameters other stages hold as well, after tensor parallelism has cut them.
 
     A matrix that is both embedding and head is stored at both ends of the pipeline, and a schedule with several copies
-    of the model stores every parameter in each. Their gradients are sums over all holders. The holder that counts and
-    saves the parameter is the first stage of the first copy.
+    of the model stores every parameter in each. Their gradients are sums over all holders, the groups `embed` and
+    `mirror`. The holder that counts and saves the parameter is the first stage of the first copy.
+
+    Args:
+        rank: this one, in the pipeline.
+        at_both_ends: names of the parameters that the first and the last stage share.
     """
     for chunk, model in enumerate(stages):
-        copy, stage = schedule.stage_of(mesh.pp_forward.rank, chunk)
-        for parameter in (*model.parameters(), *model.buffers()):
+        copy, stage = schedule.stage_of(rank, chunk)
+        for parameter in (*model.parameters(), *(buffer for buffer in model.buffers() if hasattr(buffer, "spec"))):
             spec = parameter.spec
-            tied = schedule.stages > 1 and model.config.tie_embeddings and spec.name == "embedding.weight"
+            tied = schedule.stages > 1 and spec.name in at_both_ends
             if not tied and len(schedule.placement) == 1:
                 continue  # no other stage holds it
             holders = "embed" if tied else "mirror"  # the group of these stages' ranks

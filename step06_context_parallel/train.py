@@ -30,7 +30,7 @@ from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_pipeline, build_stages, mark_shared_parameters, place_stages
+from step05_pipeline.stages import build_pipeline, build_stages, mark_shared_parameters, place_stages, shared_ends
 from step06_context_parallel.config import check
 from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
 
@@ -43,7 +43,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
         apply_tensor_parallel(stage, config, mesh)
         apply_context_parallel(stage, config, mesh)
         apply_recompute(stage, config.recompute)
-    mark_shared_parameters(stages, schedule, mesh)
+    mark_shared_parameters(stages, schedule, mesh.pp_forward.rank, shared_ends(config))
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
     optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)
     return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer

@@ -1,5 +1,7 @@
 """Models of transformers, small and in float64, and what one process computes with them."""
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ def gpt2(**options) -> nn.Module:
     shape = {"n_layer": 3, "n_embd": 16, "n_head": 2, "n_positions": LENGTH, "vocab_size": VOCAB}
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**shape, **dropout, **options)).double()
+    return GPT2LMHeadModel(GPT2Config(**shape | dropout | options)).double()
 
 
 def llama(**options) -> nn.Module:
@@ -27,18 +29,31 @@ def llama(**options) -> nn.Module:
     shape = {"num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"intermediate_size": 24, "vocab_size": VOCAB, "max_position_embeddings": LENGTH}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**shape, **options)).double()
+    return LlamaForCausalLM(LlamaConfig(**shape | options)).double()
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}
 
 
-def regions_of(model: nn.Module) -> list[list[nn.Module]]:
-    """The parts of such a model that run one after the other."""
+class Parts(NamedTuple):
+    """The modules of a model, in the order in which they run."""
+
+    before: list[nn.Module]  # the blocks
+    blocks: list[nn.Module]
+    after: list[nn.Module]
+
+
+def parts_of(model: nn.Module) -> Parts:
     inner = model.base_model
     if hasattr(inner, "wpe"):
-        return [[inner.wte, inner.wpe], *([block] for block in inner.h), [inner.ln_f, model.lm_head]]
-    return [[inner.embed_tokens], *([layer] for layer in inner.layers), [inner.norm, model.lm_head]]
+        return Parts([inner.wte, inner.wpe], list(inner.h), [inner.ln_f, model.lm_head])
+    return Parts([inner.embed_tokens], list(inner.layers), [inner.norm, model.lm_head])
+
+
+def regions_of(model: nn.Module) -> list[list[nn.Module]]:
+    """The parts of such a model that run in one go."""
+    before, blocks, after = parts_of(model)
+    return [before, *([block] for block in blocks), after]
 
 
 def tokens(step: int = 0) -> Tensor:
