@@ -33,7 +33,8 @@ def allocate_parameters(module: nn.Module, allocate: Callable[[nn.Parameter], to
         empty = torch.empty(0, dtype=values.dtype, device=values.device)
         made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         made[parameter].data = values
-        vars(made[parameter]).update(vars(parameter))
+        for name, value in vars(parameter).items():
+            vars(made[parameter]).setdefault(name, value)  # fake tensors keep a device of their own there
     for child in module.modules():
         for name, parameter in child._parameters.items():
             if parameter is not None:
