@@ -92,7 +92,7 @@ def run():
     first.wait()
     dist.reduce_scatter_tensor(x[:2], x)
     dist.all_gather_into_tensor(torch.empty(32, 2, dtype=torch.float64), x)
-    dist.all_to_all_single(torch.empty_like(x), x)
+    dist.all_to_all_single(torch.empty(3, 2, dtype=torch.float64), x, [0, 1, 0, 2], [2, 3, 3, 0])
     dist.broadcast(x, 0)
     torch.ones(3, 2, 2) @ torch.ones(3, 2, 2)
     works = [dist.isend(x, 2), dist.irecv(x, 3), dist.isend(x[:1], 0)]
@@ -113,7 +113,9 @@ def fake_ranks(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")  # the names of torch 2.11
 def test_notes_of_what_a_rank_does(tmp_path, fake_ranks):
-    """x has 128 bytes. A wait is that of one message: the two others are in flight to the end."""
+    """x has 128 bytes, also in an uneven all-to-all, whatever arrives. A wait is that of one message: the two others
+    are in flight to the end.
+    """
     path = tmp_path / "student.py"
     path.write_text(STUDENT)
     spec = importlib.util.spec_from_file_location("student", path)

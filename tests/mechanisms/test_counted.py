@@ -4,6 +4,7 @@ All of it happens in one world of two ranks, with the counting functions of the 
 """
 
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from common.config import TrainConfig
 from common.model import fused_attention
 from common.process_groups import Degrees, Group, build_mesh
+from common.tracing.tracer import Tracer
 from step01_single_gpu.slow_device import SlowDevice
 from step04_tensor_parallel import cost as tensor
 from step04_tensor_parallel.experiments import gpt, numbers, orders
@@ -24,6 +26,7 @@ from step05_pipeline import cost as pipeline
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments import memory as pipeline_memory
 from step05_pipeline.stages import split_layers
+from step07_expert_parallel.turns import Turns
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.test_activations import FORMS
 
@@ -160,3 +163,22 @@ def test_a_slow_device_takes_the_time_of_its_flops():
     assert in_place.flops == 2 * (2 * 5 * 4 * 3)
     assert causal.flops == (4 + 10) * 256 * 8 / 2
     assert sleep.call_args.args[0] == pytest.approx(2 * 6 * 10 * 7 / 1e3, abs=0.02)
+
+
+def test_a_slow_device_is_that_of_both_tasks():
+    """Whose turn it is, and in which thread, makes no difference: each product of 2 * 3 * 5 * 7 FLOPs counts."""
+    cpu, x, w = torch.device("cpu"), torch.ones(3, 5), torch.ones(5, 7, requires_grad=True)
+    turns = Turns(cpu, Tracer(None, SimpleNamespace(device=cpu, rank=0), None))
+
+    def forward() -> None:
+        turns.switch()
+        x @ w
+
+    def backward() -> None:
+        y = x @ w
+        turns.switch()
+        y.sum().backward()
+
+    with SlowDevice(1e12) as device:
+        turns.run(forward, backward)
+    assert device.flops == 3 * (2 * 3 * 5 * 7)

@@ -17,7 +17,7 @@ from common.checkpoints.boxes import SavedBox
 from common.config import ROLES, flag_names, spelled
 from common.errors import UsageError
 from common.launching import launch
-from common.launching.agreement import OWN, PATHS, _by_rank, agree, facts_of
+from common.launching.agreement import OWN, PATHS, PIECE, PIECES, _by_rank, agree, facts_of, weights_digest
 from common.model_config import RopeScaling
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment
@@ -146,6 +146,22 @@ def test_every_part_of_the_models_shape_is_compared():
         assert mine.keys() == theirs.keys()
         different = [each for each in mine if mine[each] != theirs[each]]
         assert different in ([spelled(name)], [f"the model's {name}"]), (name, different)
+
+
+def test_weights_are_looked_at_from_their_beginning_to_their_end(tmp_path):
+    """Two models that have a part in common are two models, wherever it is: in PIECES places a file is looked at."""
+    length, found = 3 * PIECE, set()
+    file = tmp_path / "model.safetensors"
+    for place in (None, *range(PIECES)):
+        content = bytearray(PIECES * length)
+        if place is not None:
+            content[place * length + PIECE - 1] = 1
+        file.write_bytes(content)
+        found.add(weights_digest(str(tmp_path)))
+    file.rename(tmp_path / "model-1-of-2.safetensors")
+    (tmp_path / "model-2-of-2.safetensors").write_bytes(b"more")
+    found.add(weights_digest(str(tmp_path)))
+    assert len(found) == 1 + PIECES + 1
 
 
 def test_ranks_are_listed_briefly():
