@@ -1,6 +1,8 @@
 """The notes that labs take of what a rank does, on made-up ranks; and what labs ask of notes."""
 
 import importlib.util
+from collections.abc import Collection
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -111,17 +113,23 @@ def fake_ranks(monkeypatch):
     dist.destroy_process_group()
 
 
+def notes_of(folder: Path, code: str, helpers: Collection[str] = ()) -> Notes:
+    """The notes of the function `run` of a student's file."""
+    path = folder / "student.py"
+    path.write_text(code)
+    spec = importlib.util.spec_from_file_location("student", path)
+    spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
+    with Watching(str(path), helpers) as notes:
+        student.run()
+    return notes
+
+
 @pytest.mark.filterwarnings("ignore:.*is deprecated")  # the names of torch 2.11
 def test_notes_of_what_a_rank_does(tmp_path, fake_ranks):
     """x has 128 bytes, also in an uneven all-to-all, whatever arrives. A wait is that of one message: the two others
     are in flight to the end.
     """
-    path = tmp_path / "student.py"
-    path.write_text(STUDENT)
-    spec = importlib.util.spec_from_file_location("student", path)
-    spec.loader.exec_module(student := importlib.util.module_from_spec(spec))
-    with Watching(str(path), ["given"]) as notes:
-        student.run()
+    notes = notes_of(tmp_path, STUDENT, ["given"])
     found = [(each.op, each.bytes, each.line, each.products, each.peer) for each in notes.calls]
     assert found == [
         ("all_reduce", 128, 9, 0, None),
@@ -139,6 +147,34 @@ def test_notes_of_what_a_rank_does(tmp_path, fake_ranks):
     assert notes.waits == [blocking[0], (12, 1), *blocking[1:], (19, 4)]
     assert [(each.op, each.peer) for each in notes.unwaited] == [("send", 2), ("send", 0)]
     assert 512 <= notes.peak <= 2 * 512
+
+
+IN_OTHER_WORDS = """import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+def run():
+    x, world = torch.ones(8, 2, dtype=torch.float64), dist.group.WORLD
+    dist.reduce_scatter(torch.empty_like(x[:2]), list(x.chunk(4)))
+    dist.all_gather([torch.empty_like(x) for _ in range(4)], x)
+    dist.all_to_all([torch.empty_like(x[:2]) for _ in range(4)], list(x.chunk(4)))
+    for y in (
+        functional.all_reduce(x, "sum", world),
+        functional.reduce_scatter_tensor(x, "sum", 0, world),
+        functional.all_gather_tensor(x, 0, world),
+        functional.all_to_all_single(x, [0, 1, 0, 2], [2, 3, 3, 0], world),
+        functional.broadcast(x, 0, world),
+    ):
+        functional.wait_tensor(y)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_a_collective_counts_alike_by_whichever_function(tmp_path, fake_ranks):
+    """With lists of tensors, and as functions that return their result."""
+    found = [(each.op, each.bytes, each.members) for each in notes_of(tmp_path, IN_OTHER_WORDS).calls]
+    ops = ("reduce_scatter", 128), ("all_gather", 512), ("all_to_all", 128)
+    assert found == [(*each, FOUR) for each in (*ops, ("all_reduce", 128), *ops, ("broadcast", 128))]
 
 
 def test_a_line_is_the_students_own():
