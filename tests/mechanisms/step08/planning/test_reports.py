@@ -282,9 +282,12 @@ def test_ways_to_another_batch():
 
 
 def test_zero_2_in_a_pipeline_sends_more_than_zero_1():
-    """A reduce-scatter for every micro-batch, and not one for a step: 4 m + 2 bytes per parameter, not 4 + 2."""
+    """A reduce-scatter for every micro-batch, and not one for a step: 4 m + 2 bytes per parameter, not 4 + 2. Without
+    ZeRO the all-reduce sends 8.
+    """
     found = recipe.choices(task("llama3-70b", 1024, sequences=1024))
-    one, two = found[8, 1], found[8, 2]
+    none, one, two = (found[8, zero] for zero in range(3))
+    assert none.sent / one.sent == pytest.approx(8 / 6)
     m = two.layout.micro_batches
     assert two.sent / one.sent == pytest.approx((4 * m + 2) / 6)
     assert two.held < sum(memory(PRESETS["llama3-70b"], two.layout._replace(zero=1)).values())
