@@ -107,5 +107,11 @@ def test_print_shows_the_commands():
     flags = "-m common.nodes --nodes 3 --bandwidth 1gbit --latency 1ms --print -- x.py"
     done = run_script(*flags.split())
     assert done.returncode == 0 and done.stdout.startswith("unshare --user")
-    for line in ("ip link add switch type bridge", "tbf rate 1gbit burst 25000b", "netem delay 1ms", "--node_rank 2"):
-        assert line in done.stdout, done.stdout
+    lines = done.stdout.splitlines()
+    assert "ip link add switch type bridge" in lines and "--node_rank 2" in done.stdout
+    slow = "root handle 1: tbf rate 1gbit burst 25000b latency 1s"  # at both ends of each cable; late is one of them
+    for node in range(3):
+        assert f"tc qdisc add dev port{node} {slow}" in lines, done.stdout
+        assert f"tc -n node{node} qdisc add dev cable {slow}" in lines, done.stdout
+        assert f"tc -n node{node} qdisc add dev cable parent 1:1 netem delay 1ms limit 100000" in lines, done.stdout
+    assert done.stdout.count(" qdisc ") == 9
