@@ -1,6 +1,7 @@
 """What grades a lab, as functions of what somebody might hand in: made-up values and records, no ranks."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -302,8 +303,18 @@ def test_a_design(speed, score, tmp_path):
     lab.start(folder, 0)
     lab._enter(tmp_path / "scores.jsonl", Judged("dp 7", 60.0, 100.0, ()), 2)
     lab._enter(tmp_path / "scores.jsonl", Judged("dp 9", 90.0, 100.0, ()), 1)  # other hardware
+    replace(lab, id="design-01-y")._enter(tmp_path / "scores.jsonl", Judged("dp 8", 80.0, 100.0, ()), 0)
     lab.check(folder, 0)
     verdict = lab.check(folder, 0)
     assert verdict.score == pytest.approx(score) and verdict.passed == (score == 1)
     board = [line for line in verdict.feedback if "student" in line]
     assert [line.split(": ")[1] for line in board] == (["dp 1", "dp 7"] if speed > 60 else ["dp 7", "dp 1"])
+    for better in range(4):  # of one student, and five rows are shown
+        board = lab._enter(tmp_path / "scores.jsonl", Judged(f"dp {20 + better}", 200.0 + better, 100.0, ()), 0)
+    assert [line.split(": ")[1] for line in board[1:]] == [
+        "dp 23",
+        "dp 22",
+        "dp 21",
+        "dp 20",
+        "dp 1" if speed > 60 else "dp 7",
+    ]

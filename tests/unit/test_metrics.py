@@ -21,7 +21,7 @@ from common.record.compare import compare, labels, main, notes, read_run, relati
 from common.record.metrics import read_metrics
 from common.start import environment
 from step01_single_gpu.memory_meter import Allocation, MemoryMeter, _known
-from step01_single_gpu.recording import run_record
+from step01_single_gpu.recording import run_record, utilisation
 from step01_single_gpu.recording.run_record import RunRecord
 from step01_single_gpu.recording.utilisation import peak_flops
 from tests.harness.observing import configure
@@ -156,6 +156,18 @@ def test_hfu_counts_what_is_recomputed_and_mfu_does_not(tmp_path, monkeypatch, r
     assert (result["step_time_s"], result["tokens_per_s"]) == (2.0, TOKENS / 2)
     assert result["mfu"] == pytest.approx(8 * 3 * flops.forward / 2 / 1e12, rel=1e-12)  # 8 sequences a step
     assert result["hfu"] == pytest.approx(8 * (3 * flops.forward + again) / 2 / 1e12, rel=1e-12)
+
+
+def test_a_measured_peak_is_that_of_the_fastest_product(monkeypatch):
+    """Of 2 n^3 FLOPs: other programs can only slow a product down. Another type has a peak of its own."""
+    clock = 0.0, 0.0, 0.1, 0.1, 0.1, 0.14, 0.14, 0.14, 0.2, 0.25  # three products; it stops after 0.2 s
+    seconds = iter((*clock, *(2 * each for each in clock)))  # then one product takes all of it
+    monkeypatch.setattr(utilisation, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(utilisation, "_measured", {})
+    source = "this CPU, {}: measured, the fastest matrix product"
+    for _ in range(2):
+        assert peak_flops("cpu", torch.float32) == (pytest.approx(2 * 1024**3 / 0.04), source.format("float32"))
+    assert peak_flops("cpu", torch.float64) == (pytest.approx(2 * 1024**3 / 0.2), source.format("float64"))
 
 
 def test_peak_flops_are_the_vendors_or_measured_or_given(monkeypatch):
