@@ -120,6 +120,8 @@ def check(name: str, flags: str, role: str, what: str, before: list[dict], after
             assert new["sleeps"] == 2 * batches, "not every forward and every backward takes its time"
         elif name == "compute":  # at least q, k, v, o, gate, up and down of a layer, and twice as many backward
             assert new["sleeps"] >= 3 * 7 * batches, "some products take no time"
+            # 1e6 FLOP/s, and a product of 32 tokens with 32 x 32 weights has 65,536 FLOPs
+            assert 0.02 < new["slept"] / new["sleeps"] < 0.5, "a product takes another time than its FLOPs"
         elif name == "async_save":
             assert not any(old["in background"]) and all(new["in background"])
             assert new["files"] == old["files"], "the run ends before its checkpoints are complete"
