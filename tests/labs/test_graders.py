@@ -2,14 +2,12 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.errors import UsageError
 from common.labs import hunt
-from common.labs import ranks as lab_ranks
 from common.labs.answers import number
 from common.labs.copies import Edit
 from common.labs.design import Design, Judged
@@ -17,7 +15,7 @@ from common.labs.find import ROOT, all_labs
 from common.labs.hunt import TOLERANCE, Bug, Hunt
 from common.labs.predict import Question
 from common.labs.predict import grade as grade_prediction
-from common.labs.ranks import BUSY, IDLE, LIMIT, Case, Outcome
+from common.labs.ranks import Case, Outcome
 from common.labs.seen import Notes
 from common.labs.training import Training, first_difference
 from common.labs.write import Expected, WriteLab
@@ -124,33 +122,6 @@ def test_what_ends_before_the_last_case():
     assert verdict.feedback == ("rank 1 raised: no such tensor", "What this usually is: not of width 4.")
     verdict = lab.grade(CASES, Outcome([], "rank 0 raised: no such tensor"))
     assert verdict.score == 0 and verdict.feedback[1] == "What this usually is: not of width 2."
-
-
-SECONDS = {  # after which a check ends: the main threads' states at each tenth of a second, CPU seconds, finished cases
-    "all wait": ("SS", lambda t: 0, lambda t: 0, IDLE),
-    "all wait, and look around from time to time": ("SS RS SR", lambda t: 0, lambda t: 0, IDLE),
-    "all wait for a processor": ("RR", lambda t: 0, lambda t: 0, LIMIT),
-    "all wait for a disk": ("DD", lambda t: 0, lambda t: 0, LIMIT),
-    "all compute": ("RR", lambda t: t, lambda t: 0, BUSY),
-    "one computes half of the time, and others wait": ("SR", lambda t: t / 2, lambda t: 0, 2 * BUSY),
-    "all compute, in cases of 8 s": ("RR", lambda t: t, lambda t: t // 8, None),
-    "the second case lasts": ("RR", lambda t: t, lambda t: t >= 8, 8 + BUSY),
-    "all compute for 8 s, and then wait": (80 * "RR " + 920 * "SS ", lambda t: min(t, 8), lambda t: 0, 8 + IDLE / 2),
-    "all wait, in cases of 4 s": ("SS", lambda t: 0, lambda t: t // 4, None),
-}
-
-
-@pytest.mark.parametrize("name", SECONDS)
-def test_ranks_that_wait_or_compute_for_too_long(name, monkeypatch):
-    states, used, done, expected = SECONDS[name]
-    clock, now, states = lab_ranks._Clock(), 0.0, states.split()
-    monkeypatch.setattr(lab_ranks, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(lab_ranks, "_state", lambda rank: (states[tick % len(states)][rank], used(now)))
-    for tick in range(1000):
-        now = tick / 10
-        if clock.over([0, 1], done(now)):
-            break
-    assert now == pytest.approx(expected or 99.9, abs=0.11)
 
 
 def chosen(case: Case) -> list[int]:

@@ -1,4 +1,4 @@
-"""The notes that labs take of what a rank does, on made-up ranks; and what labs ask of notes."""
+"""The notes that labs take of what a rank does, on made-up ranks; what labs ask of notes; and when a check ends."""
 
 import importlib.util
 from collections.abc import Collection
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common.labs import ranks as lab_ranks
+from common.labs.ranks import BUSY, IDLE, LIMIT
 from common.labs.rules import hides, holds_at_most, sends_at_most, waits_for_messages
 from common.labs.seen import Call, Notes, Watching, line_of
 
@@ -187,3 +189,32 @@ def test_a_line_is_the_students_own():
     inner = frame("torch", 9, frame("given", 3, outer), "torch.py")
     assert line_of("mine.py", inner) == 3 and line_of("mine.py", inner, ["given"]) == 5
     assert line_of("mine.py", inner, ["given", "run"]) == 3 and line_of("theirs.py", inner) == 0
+
+
+# ---- the end of a check ----------------------------------------------------------------------------------------------
+
+SECONDS = {  # after which a check ends: the main threads' states at each tenth of a second, CPU seconds, finished cases
+    "all wait": ("SS", lambda t: 0, lambda t: 0, IDLE),
+    "all wait, and look around from time to time": ("SS RS SR", lambda t: 0, lambda t: 0, IDLE),
+    "all wait for a processor": ("RR", lambda t: 0, lambda t: 0, LIMIT),
+    "all wait for a disk": ("DD", lambda t: 0, lambda t: 0, LIMIT),
+    "all compute": ("RR", lambda t: t, lambda t: 0, BUSY),
+    "one computes half of the time, and others wait": ("SR", lambda t: t / 2, lambda t: 0, 2 * BUSY),
+    "all compute, in cases of 8 s": ("RR", lambda t: t, lambda t: t // 8, None),
+    "the second case lasts": ("RR", lambda t: t, lambda t: t >= 8, 8 + BUSY),
+    "all compute for 8 s, and then wait": (80 * "RR " + 920 * "SS ", lambda t: min(t, 8), lambda t: 0, 8 + IDLE / 2),
+    "all wait, in cases of 4 s": ("SS", lambda t: 0, lambda t: t // 4, None),
+}
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_ranks_that_wait_or_compute_for_too_long(name, monkeypatch):
+    states, used, done, expected = SECONDS[name]
+    clock, now, states = lab_ranks._Clock(), 0.0, states.split()
+    monkeypatch.setattr(lab_ranks, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(lab_ranks, "_state", lambda rank: (states[tick % len(states)][rank], used(now)))
+    for tick in range(1000):
+        now = tick / 10
+        if clock.over([0, 1], done(now)):
+            break
+    assert now == pytest.approx(expected or 99.9, abs=0.11)

@@ -2,14 +2,20 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from common.config import flag_names
+from common.counts import count_flops
 from common.model import Decoder, naive_attention
 from common.model_config import ModelConfig
+from common.process_groups import Degrees, Group
 from common.start import environment
+from step01_single_gpu.recording import run_record
+from step01_single_gpu.recording.run_record import RunRecord
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks, steps_of
 from tests.parity.runs import ADAMW, SMALL, UNTIED, reference, train_here, training_of
@@ -107,3 +113,35 @@ def test_bytes_of_rank_0(run):
         assert 4 * rank["bytes"] < each["peak_memory_bytes"] < 12 * rank["bytes"]
     sent = sum(size for each in records for size in each["comm_bytes"].values())
     assert rank["sockets"] in (None, pytest.approx(sent, rel=0.03)), sent
+
+
+WHOLE = "--layers 8 --hidden 64 --heads 8 --kv-heads 8 --ffn 64 --experts 8 --seq-len 64 --global-batch 8"
+WHOLE += " --data synthetic --micro-batch 1 --peak-tflops 1 --recompute full"
+DIVIDED = ("--dp 8", "--tp 8", "--pp 8", "--cp 8", "--dp 8 --ep 8", "--dp 8 --zero 3 --zero-replicas 2")
+DIVIDED += ("--dp 2 --tp 2 --cp 2 --ep 4 --zero 1", "--pp 2 --tp 2 --cp 2", "--pp 8 --schedule dualpipe")
+CORPUS = SimpleNamespace(name="none", sha256="abc", tokens_sha256="def", tokens=range(1000))
+BATCHES = SimpleNamespace(corpus=CORPUS, target_tokens=8 * 64)
+
+
+def test_a_record_says_the_same_of_the_whole_run_however_it_is_divided(tmp_path, monkeypatch):
+    """Of each dimension alone, and of several: only layout, ranks and the devices that share the work are others."""
+    monkeypatch.setattr(run_record.collectives, "barrier", lambda group: None)  # there are no others
+    monkeypatch.setattr(run_record, "on_all_ranks", lambda mesh, function: function())
+    own, found = {*flag_names("layout"), "degrees", "world_size", "backend", "run_dir"}, {}
+    for layout in ("", *DIVIDED):
+        ranks, folder = 8 if layout else 1, tmp_path / str(len(found))
+        config = configure(8, f"{WHOLE} {layout} --run-dir {folder}", ranks)
+        world = Group("world", tuple(range(ranks)), 0, backend="gloo" if layout else "")
+        mesh = SimpleNamespace(rank=0, world=world, device=torch.device("cpu"), degrees=Degrees.of(config))
+        record = RunRecord(config, mesh, BATCHES, 0)
+        record.end_step(2, 0.5, {"loss": 1.0, "grad_norm": 1.0})
+        record.close()
+        facts, (step,) = json.loads((folder / "config.json").read_text()), steps_of(folder)
+        assert (facts["world_size"], facts["backend"]) == (ranks, "gloo" if layout else None)
+        degrees = "dp", "tp", "pp", "cp", "ep"
+        assert [facts["degrees"][name] for name in degrees] == [getattr(config, name) for name in degrees]
+        step["mfu"], step["hfu"] = ranks * step["mfu"], ranks * step["hfu"]  # as multiples of one device
+        found[layout] = {key: value for key, value in facts.items() if key not in own}, step
+    flops, tokens = count_flops(config.model_config, 64), found[""][1]["tokens_per_s"]
+    assert tokens == 8 * 64 / 0.5 and found[""][1]["mfu"] == pytest.approx(8 * flops.model / 0.5e12)
+    assert found == dict.fromkeys(found, found[""])

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from common import collectives
-from common.config import TrainConfig, flag_names
+from common.config import TrainConfig
 from common.costs.hardware import vendor_tflops
 from common.counts import count_flops
 from common.errors import UsageError
 from common.measure.storages import live_bytes
-from common.process_groups import Degrees, Group, mesh_of
+from common.process_groups import mesh_of
 from common.record.compare import compare, labels, main, notes, read_run, relative_difference
 from common.record.metrics import read_metrics
 from common.start import environment
@@ -24,7 +24,6 @@ from step01_single_gpu.memory_meter import Allocation, MemoryMeter, _known
 from step01_single_gpu.recording import run_record, utilisation
 from step01_single_gpu.recording.run_record import RunRecord
 from step01_single_gpu.recording.utilisation import peak_flops
-from tests.harness.observing import configure
 from tests.harness.ranks import run_ranks
 
 KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}
@@ -105,36 +104,6 @@ def test_comm_bytes_are_those_of_the_step(tmp_path):
     assert run_ranks(2, all_reduces, tmp_path) == [True, False], "rank 0 alone writes"
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
-
-
-WHOLE = "--layers 8 --hidden 64 --heads 8 --kv-heads 8 --ffn 64 --experts 8 --seq-len 64 --global-batch 8"
-WHOLE += " --data synthetic --micro-batch 1 --peak-tflops 1 --recompute full"
-DIVIDED = ("--dp 8", "--tp 8", "--pp 8", "--cp 8", "--dp 8 --ep 8", "--dp 8 --zero 3 --zero-replicas 2")
-DIVIDED += ("--dp 2 --tp 2 --cp 2 --ep 4 --zero 1", "--pp 2 --tp 2 --cp 2", "--pp 8 --schedule dualpipe")
-
-
-def test_a_record_says_the_same_of_the_whole_run_however_it_is_divided(tmp_path, monkeypatch):
-    """Of each dimension alone, and of several: only layout, ranks and the devices that share the work are others."""
-    monkeypatch.setattr(run_record.collectives, "barrier", lambda group: None)  # there are no others
-    monkeypatch.setattr(run_record, "on_all_ranks", lambda mesh, function: function())
-    own, found = {*flag_names("layout"), "degrees", "world_size", "backend", "run_dir"}, {}
-    for layout in ("", *DIVIDED):
-        ranks, folder = 8 if layout else 1, tmp_path / str(len(found))
-        config = configure(8, f"{WHOLE} {layout} --run-dir {folder}", ranks)
-        world = Group("world", tuple(range(ranks)), 0, backend="gloo" if layout else "")
-        mesh = SimpleNamespace(rank=0, world=world, device=torch.device("cpu"), degrees=Degrees.of(config))
-        record = RunRecord(config, mesh, BATCHES, 0)
-        record.end_step(2, 0.5, {"loss": 1.0, "grad_norm": 1.0})
-        record.close()
-        facts, (step,) = json.loads((folder / "config.json").read_text()), read_metrics(folder / "metrics.jsonl")
-        assert (facts["world_size"], facts["backend"]) == (ranks, "gloo" if layout else None)
-        degrees = "dp", "tp", "pp", "cp", "ep"
-        assert [facts["degrees"][name] for name in degrees] == [getattr(config, name) for name in degrees]
-        step["mfu"], step["hfu"] = ranks * step["mfu"], ranks * step["hfu"]  # as multiples of one device
-        found[layout] = {key: value for key, value in facts.items() if key not in own}, step
-    flops, tokens = count_flops(config.model_config, 64), found[""][1]["tokens_per_s"]
-    assert tokens == TOKENS / 0.5 and found[""][1]["mfu"] == pytest.approx(8 * flops.model / 0.5e12)
-    assert found == dict.fromkeys(found, found[""])
 
 
 def test_ranks_measure_their_peak_at_the_same_time(monkeypatch):
