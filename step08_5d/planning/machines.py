@@ -23,6 +23,14 @@ class Machine(NamedTuple):
         return 1e12 * _tflops(self.name, "bfloat16")
 
 
+def nodes_for(gpus: int, of_node: int) -> int:
+    """Return the smallest number of nodes that can each give equally many of so many GPUs, `of_node` at most."""
+    nodes = -(-gpus // of_node)
+    while gpus % nodes:
+        nodes += 1
+    return nodes
+
+
 _tflops = cache(vendor_tflops)  # a search asks for it with every layout
 
 

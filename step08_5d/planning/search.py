@@ -12,7 +12,7 @@ from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.machines import Machine
+from step08_5d.planning.machines import Machine, nodes_for
 from step08_5d.planning.memory import memory
 from step08_5d.planning.speed import AGAIN, Times, mfu, times
 
@@ -188,9 +188,7 @@ def flags(task: Task, layout: Layout) -> list[str]:
 
 def command(task: Task, layout: Layout) -> str:
     """The command that trains this layout, on every node if there are several."""
-    nodes = -(-task.gpus // task.machine.gpus)
-    while task.gpus % nodes:  # as many on every node
-        nodes += 1
+    nodes = nodes_for(task.gpus, task.machine.gpus)
     of_node = task.gpus // nodes
     launcher = f"torchrun --nproc_per_node {min(task.gpus, task.machine.gpus)}"
     if nodes > 1:

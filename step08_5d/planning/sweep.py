@@ -26,6 +26,7 @@ from common.errors import UsageError
 from common.launching.command_line import parse
 from common.launching.process_tree import kill, new_mark
 from step08_5d import config as step08
+from step08_5d.planning.machines import nodes_for
 
 STATES = ("ok", "refused", "out of memory", "diverged", "crash", "hang")
 OF_NODES = ("nodes", "bandwidth", "latency")  # what a table may ask of `python -m common.nodes`; all else are flags
@@ -42,7 +43,7 @@ class Sweep(NamedTuple):
     world: list[int]  # numbers of ranks, where a table has none of its own
     grid: list[dict[str, list]]  # tables of flags (world, OF_NODES) with lists of values; runs: each table's products
     timeout: float = 300.0  # seconds that a run may take
-    launcher: str = "torchrun"  # or slurm, with `gpus` ranks on each node
+    launcher: str = "torchrun"  # or slurm, with `gpus` ranks on each node at most
     gpus: int = 8
 
     @property
@@ -157,8 +158,9 @@ def command(sweep: Sweep, case: Case, run_dir: Path) -> list[str]:
     """What starts a run."""
     flags = [*case.flags, "--run-dir", str(run_dir)]
     if sweep.launcher == "slurm":
-        nodes = ["--nodes", str(-(-case.world // sweep.gpus)), "--gpus-per-node", str(min(case.world, sweep.gpus))]
-        return ["sbatch", "--wait", *nodes, "--output", str(run_dir / "output.txt"), "step08_5d/train.slurm", *flags]
+        nodes = nodes_for(case.world, sweep.gpus)
+        places = ["--nodes", str(nodes), "--gpus-per-node", str(case.world // nodes)]
+        return ["sbatch", "--wait", *places, "--output", str(run_dir / "output.txt"), "step08_5d/train.slurm", *flags]
     if case.nodes:
         options = [word for name, value in case.nodes.items() for word in (f"--{name}", str(value))]
         ranks = ["--ranks", str(case.world // case.nodes["nodes"])]

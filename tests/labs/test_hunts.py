@@ -160,11 +160,22 @@ else:
 """
 
 
+FAILS = """
+import traceback
+try:
+    raise ValueError('three ranks')
+except ValueError:
+    traceback.print_exc()
+print('and a last word')
+raise SystemExit(1)
+"""
+
+
 def test_a_hang_and_an_error_are_told(tmp_path):
     (tmp_path / "common").symlink_to(ROOT / "common")
     (tmp_path / "step00").mkdir()
     (tmp_path / "step00/hangs.py").write_text(HANGS)
-    (tmp_path / "step00/fails.py").write_text("raise ValueError('three ranks')")
+    (tmp_path / "step00/fails.py").write_text(FAILS)
     with pytest.raises(UsageError, match=r"not through after 2 s: rank 0 waits in \w+, step00/hangs.py, line 10"):
         train([(Training("step00/hangs.py", "", 2), tmp_path)], tmp_path, seconds=2)
     with pytest.raises(UsageError, match="failed: ValueError: three ranks"):

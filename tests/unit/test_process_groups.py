@@ -34,6 +34,9 @@ def test_groups_that_no_parity_case_tells_apart():
     experts = all_groups(Degrees(dp=8, ep=2, zero_replicas=2, experts=True))
     assert experts["expert_shard"] == [(0, 2), (4, 6), (1, 3), (5, 7)], "neighbours share a copy"
     assert experts["expert_replica"] == [(0, 4), (2, 6), (1, 5), (3, 7)]
+    experts = all_groups(Degrees(dp=12, ep=2, zero_replicas=4, experts=True))  # 4 copies of the model, of experts 2
+    assert experts["expert_shard"] == [(0, 2, 4), (6, 8, 10), (1, 3, 5), (7, 9, 11)]
+    assert experts["expert_replica"] == [(0, 6), (2, 8), (4, 10), (1, 7), (3, 9), (5, 11)]
     assert all_groups(Degrees(tp=8), kv_heads=2)["kv_replica"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert all_groups(Degrees(pp=4), placement=((0, 1, 2, 3), (3, 2, 1, 0)))["mirror"] == [(0, 3), (1, 2)]
 

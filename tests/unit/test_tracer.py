@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import collectives
-from common.collectives import all_reduce, exchange, receive, send
+from common.collectives import Call, all_reduce, exchange, receive, send
 from common.config import TrainConfig
 from common.link import Link
 from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh, build_mesh
@@ -92,6 +92,19 @@ def test_parts_of_a_step_and_overlap(run):
     assert sorted(map(sorted, ends.values())) == [[("receive", to), ("send", 1 - to)] for to in (0, 0, 1, 1, 1, 1)]
 
 
+def test_a_call_has_one_name_on_all_its_ranks_and_no_other_has_it():
+    """Of tp (0, 1) and (2, 3), all call an all-reduce twice, and the first of each pair sends the second a message."""
+    names = defaultdict(set)
+    for rank in range(4):
+        first = rank // 2 * 2
+        mesh = SimpleNamespace(rank=rank, device=torch.device("cpu"), tp=Group("tp", (first, first + 1), rank - first))
+        tracer = Tracer(None, mesh, None)
+        ops = [("all_reduce", None)] * 2 + [("receive", first) if rank % 2 else ("send", first + 1)]
+        for index, (op, peer) in enumerate(ops):
+            names[tracer._identity(0, Call(op, "tp", 2, "float32", 1, 4, "forward", peer))].add((first, index))
+    assert len(names) == 2 * 3 and all(len(calls) == 1 for calls in names.values())
+
+
 def check_format(events: list[dict]) -> None:
     """Check that spans nest."""
     threads = defaultdict(list)
@@ -135,8 +148,8 @@ def test_an_error_or_a_step_that_is_not_traced_leaves_no_phase(tmp_path, capsys)
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize(("steps", "seen"), [([0, 1, 2, 3, 4], [2, 3]), ([1, 2], [2]), ([3, 4], [3])])
 def test_profilers_cover_the_traced_steps(tmp_path, monkeypatch, steps, seen):
-    """Also if the run ends early or starts late."""
-    log = []
+    """Also if the run ends early or starts late. Step 1, before them, is for the warm-up."""
+    log, running = [], []
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **options: log.append((step, options)))
     monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: log.append((step, path)))
     config = TrainConfig(trace="2:3", run_dir=str(tmp_path), profile=True, memory_snapshot=True)
@@ -144,7 +157,9 @@ def test_profilers_cover_the_traced_steps(tmp_path, monkeypatch, steps, seen):
     for step in steps:
         with profilers.step(step):
             torch.ones(8, 8) @ torch.ones(8, 8)
+            running += [step] * (profilers.profiler is not None)
     profilers.close()
+    assert running == [step for step in steps if step == 1 or step in seen]
     events = json.loads((tmp_path / "profile" / "rank-0.json").read_text())["traceEvents"]
     assert [event["name"] for event in events if event.get("ph") == "X"].count("aten::matmul") == len(seen)
     assert [when for when, _ in log] == [seen[0], seen[-1], seen[-1]], "recorded, written, switched off"
@@ -266,5 +281,6 @@ def test_kernels_of_a_kineto_trace():
     assert microseconds == parts | {"communication": 30, "overlapped": 10, "starved": 12}  # starved 50-62
     assert classify_kernels(events[:4]) == {}, "no GPU"
     events.append(events[6] | {"ts": 200, "dur": 15})  # the norm again
-    longest = [(name.split("_")[0], calls, round(1e6 * seconds)) for name, calls, seconds in longest_kernels(events, 2)]
-    assert longest == [("ncclDevKernel", 1, 30), ("vectorized", 2, 25)]
+    longest = [(name.split("_")[0], calls, round(1e6 * seconds)) for name, calls, seconds in longest_kernels(events, 4)]
+    assert longest[:2] == [("ncclDevKernel", 1, 30), ("vectorized", 2, 25)]
+    assert longest[2:] == [("ampere", 1, 20), ("Memcpy DtoH (Device -> Pageable)", 1, 20)]

@@ -132,6 +132,9 @@ def test_commands():
     case = sweep.Case("a", 16, {}, ["--pp", "2"])
     slurm = sweep.command(asked._replace(launcher="slurm"), case, asked.folder / "a")
     assert slurm[:6] == "sbatch --wait --nodes 2 --gpus-per-node 8".split() and "step08_5d/train.slurm" in slurm
+    for world, nodes, of_node in ((2, 1, 2), (12, 2, 6), (20, 4, 5)):
+        slurm = sweep.command(asked._replace(launcher="slurm"), case._replace(world=world), asked.folder / "a")
+        assert slurm[2:6] == f"--nodes {nodes} --gpus-per-node {of_node}".split(), "as many ranks as the flags are for"
     on_nodes = case._replace(values={"nodes": 2, "bandwidth": "50mbit"})
     nodes = sweep.command(asked, on_nodes, asked.folder / "a")
     words = "-m common.nodes --nodes 2 --bandwidth 50mbit --ranks 8 -- step08_5d/train.py --pp 2 --run-dir"
