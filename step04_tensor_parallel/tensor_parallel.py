@@ -18,13 +18,15 @@ With 8 query heads and 2 K/V heads, tp 4 divides the query heads. Of the K/V hea
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
-from common.model import Decoder
+from common.model import Attention, Decoder, SwiGLU
+from common.parameter import attach_specs
 from common.process_groups import Group, Mesh
 from step04_tensor_parallel.linear import input_gradient, linear, output, weight_gradient
 from step04_tensor_parallel.operators import Split, join_sequence, start_all_gather, start_reduce_scatter
@@ -34,40 +36,99 @@ from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
 # ---- dividing the model ----------------------------------------------------------------------------------------------
 
 
+class Cut(NamedTuple):
+    """How a linear layer is divided.
+
+    axis: of its weight (out, in). 0: by columns of the product, which come out of it; 1: by rows, which go into it.
+    unit: the attribute of the module around it that says how many of these belong together, or "" if none do.
+    """
+
+    axis: int
+    unit: str = ""
+
+
+Cuts = dict[type[nn.Module], dict[str, Cut]]
+COLUMNS, HEADS, ROWS = Cut(0), Cut(0, "head_width"), Cut(1)
+CUTS: Cuts = {  # of each kind of module, its linear layers by name
+    Attention: {"q_proj": HEADS, "k_proj": HEADS, "v_proj": HEADS, "o_proj": Cut(1, "head_width")},
+    SwiGLU: {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
+}
+
+
 def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     """Replace the layers of a `Decoder` on the meta device by parallel ones that hold this rank's part of the weights.
 
     The spec of every parameter says which part that is, and over which groups its gradient is a partial sum.
     """
-    tp, shape = mesh.tp, config.model_config
-    if tp.size == 1:
-        return
-    split = Split(tp, config.sequence_parallel, config.tp_mode)
-    queries, keys = (_part(heads, tp, shape.head_width) for heads in (shape.heads, shape.kv_heads))
-    ffn, vocab = _part(shape.ffn, tp), _part(-(-shape.vocab // tp.size) * tp.size, tp)  # vocab: padded
-    shared = {}
-    if shape.kv_heads < tp.size:  # ranks that share a K/V head hold copies; each sees the gradient of its own queries
-        shared = {"extra_groups": ("kv_replica",), "owner": mesh.kv_replica.rank == 0}
-    for layer in model.layers.values():
-        attention, mlp = layer.attention, layer.mlp
-        attention.q_proj = ColumnParallelLinear(_cut(attention.q_proj, 0, queries), split)
-        attention.k_proj = ColumnParallelLinear(_cut(attention.k_proj, 0, keys, **shared), split)
-        attention.v_proj = ColumnParallelLinear(_cut(attention.v_proj, 0, keys, **shared), split)
-        attention.o_proj = RowParallelLinear(_cut(attention.o_proj, 1, queries), split)
-        mlp.gate_proj = ColumnParallelLinear(_cut(mlp.gate_proj, 0, ffn), split)
-        mlp.up_proj = ColumnParallelLinear(_cut(mlp.up_proj, 0, ffn), split)
-        mlp.down_proj = RowParallelLinear(_cut(mlp.down_proj, 1, ffn), split)
-        attention.apply_linears = mlp.apply_linears = apply_column_parallel
-    if model.has_embedding:
-        model.embedding = VocabParallelEmbedding(_cut(model.embedding, 0, vocab), vocab[0], split)
-    if model.has_head:
-        tied = model.has_embedding and shape.tie_embeddings
-        model.head = ColumnParallelLinear(model.embedding.weight if tied else _cut(model.head, 0, vocab), split)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # whole on every rank
-            parameter.spec.owner = tp.rank == 0
-            if config.sequence_parallel:  # each rank's gradient is that of its part of the sequence
-                parameter.spec.extra_groups = ("tp",)
+    if mesh.tp.size > 1:
+        split = Split(mesh.tp, config.sequence_parallel, config.tp_mode)
+        cut_layers(model, CUTS, split, mesh.kv_replica)
+        ends = ("embedding" if model.has_embedding else None, "head" if model.has_head else None)
+        cut_vocabulary(model, *ends, config.model_config.vocab, split)
+        share_the_rest(model, split)
+
+
+def cut_layers(model: nn.Module, cuts: Cuts, split: Split, copies: Group | None = None) -> None:
+    """Replace the linear layers that a table names by parallel ones, which hold this rank's part on the meta device.
+
+    Args:
+        copies: the ranks with a copy of the same part, where a layer has fewer units (K/V heads) than there are ranks.
+
+    Raises ValueError for a layer that cannot be divided.
+    """
+    tp = split.group
+    attach_specs(model)
+    for module in list(model.modules()):
+        for name, (axis, unit) in cuts.get(type(module), {}).items():
+            layer, width, changes = getattr(module, name), getattr(module, unit) if unit else 1, {}
+            _check_layer(module, layer, split)
+            count = layer.weight.shape[axis] // width
+            if count < tp.size and copies:  # each copy sees the gradient of its own queries
+                changes = {"extra_groups": (copies.name,), "owner": copies.rank == 0}
+            elif count % tp.size:
+                raise ValueError(f"{layer.weight.spec.name}: {tp.size} ranks cannot divide {count} units of {width}")
+            kind = RowParallelLinear if axis else ColumnParallelLinear
+            setattr(module, name, kind(_cut(layer.weight, axis, _part(count, tp, width), **changes), split))
+        if type(module) in cuts and hasattr(module, "apply_linears"):
+            module.apply_linears = apply_column_parallel
+
+
+def cut_vocabulary(model: nn.Module, embedding: str | None, head: str | None, vocab: int, split: Split) -> None:
+    """Divide embedding and head, which a model may lack (None), along the vocabulary. It is padded to equal parts.
+
+    `embedding` and `head` are the names of modules. If they share a weight, they still do.
+    """
+    part = _part(-(-vocab // split.group.size) * split.group.size, split.group)
+    parts: dict[nn.Parameter, nn.Parameter] = {}  # whole -> cut
+    for name in filter(None, (embedding, head)):
+        weight = model.get_submodule(name).weight
+        cut = parts.setdefault(weight, _cut(weight, 0, part))
+        new = VocabParallelEmbedding(cut, part[0], split) if name == embedding else ColumnParallelLinear(cut, split)
+        model.set_submodule(name, new)
+
+
+def share_the_rest(model: nn.Module, split: Split) -> None:
+    """Note of parameters that are whole on every rank, such as those of norms, that one rank counts them.
+
+    With sequence parallelism each rank's gradient is that of its part of the sequence.
+    """
+    for module in model.modules():
+        if isinstance(module, _ParallelLinear | VocabParallelEmbedding):
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter.spec.owner = split.group.rank == 0
+            if split.sequence_parallel:
+                parameter.spec.extra_groups = (split.group.name,)
+
+
+def _check_layer(module: nn.Module, layer: nn.Module, split: Split) -> None:
+    """Raise ValueError for what our parallel layers cannot replace."""
+    name = layer.weight.spec.name
+    if type(layer) is not nn.Linear or layer.bias is not None:
+        raise ValueError(f"{name}: {type(layer).__name__} with a bias or of another kind than nn.Linear cannot be cut")
+    if split.sequence_parallel and not hasattr(module, "apply_linears"):
+        kind = type(module).__name__
+        raise ValueError(f"{name}: {kind} takes its sequence's length from its input, of which it would get a part")
 
 
 def _part(count: int, group: Group, width: int = 1) -> tuple[int, int]:
@@ -79,14 +140,13 @@ def _part(count: int, group: Group, width: int = 1) -> tuple[int, int]:
     return start * width, max(start + 1, count * (group.rank + 1) // group.size) * width
 
 
-def _cut(module: nn.Module, axis: int, part: tuple[int, int], **changes) -> nn.Parameter:
+def _cut(weight: nn.Parameter, axis: int, part: tuple[int, int], **changes) -> nn.Parameter:
     """Return [start, stop) of a layer's weight along `axis`, with `changes` to its spec."""
-    spec = module.weight.spec
-    box = tuple(part if index == axis else whole for index, whole in enumerate(spec.box))
+    box = tuple(part if index == axis else whole for index, whole in enumerate(weight.spec.box))
     empty = torch.empty([stop - start for start, stop in box], device="meta")
-    weight = nn.Parameter(empty, requires_grad=module.weight.requires_grad)
-    weight.spec = replace(spec, box=box, **changes)
-    return weight
+    cut = nn.Parameter(empty, requires_grad=weight.requires_grad)
+    cut.spec = replace(weight.spec, box=box, **changes)
+    return cut
 
 
 # ---- the divided linear layers ---------------------------------------------------------------------------------------

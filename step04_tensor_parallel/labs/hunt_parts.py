@@ -12,8 +12,8 @@ NORMS_APART = Bug(
     edits=(
         Edit(
             LAYERS,
-            "            if config.sequence_parallel:  # each rank's gradient is that of its part of the sequence\n"
-            '                parameter.spec.extra_groups = ("tp",)\n',
+            "            if split.sequence_parallel:\n"
+            "                parameter.spec.extra_groups = (split.group.name,)\n",
             "",
         ),
     ),

@@ -9,7 +9,7 @@ ONE = Training("step01_single_gpu/train.py")
 CLIPPED = Training("step01_single_gpu/train.py", "--clip 0.5")
 
 COPIES_OF_TP = Bug(
-    edits=(Edit(LAYERS, "            parameter.spec.owner = tp.rank == 0\n", ""),),
+    edits=(Edit(LAYERS, "            parameter.spec.owner = split.group.rank == 0\n", ""),),
     seen=(ONE, Training(TRAIN, "--tp 2 --pp 2", 4)),
     unseen=(CLIPPED, Training(TRAIN, "--tp 2 --cp 2 --clip 0.5", 4)),
     why="The gains of norms are whole on every rank of a tensor-parallel group, and every rank counts them in the "
