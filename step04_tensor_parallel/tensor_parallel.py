@@ -124,7 +124,7 @@ def share_the_rest(model: nn.Module, split: Split) -> None:
 def _check_layer(module: nn.Module, layer: nn.Module, split: Split) -> None:
     """Raise ValueError for what our parallel layers cannot replace."""
     name = layer.weight.spec.name
-    if type(layer) is not nn.Linear or layer.bias is not None:
+    if not isinstance(layer, nn.Linear) or layer.bias is not None:
         raise ValueError(f"{name}: {type(layer).__name__} with a bias or of another kind than nn.Linear cannot be cut")
     if split.sequence_parallel and not hasattr(module, "apply_linears"):
         kind = type(module).__name__
