@@ -1,6 +1,7 @@
 """Calls whose outcome all ranks share: each rank gets every result, or each rank raises the same error."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from common import collectives
 from common.errors import UsageError
@@ -12,17 +13,24 @@ def on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
 
     All ranks must come here together; one with nothing to do passes None. If some ranks raise a UsageError or an
     OSError, every rank raises that of the lowest one, an OSError as a UsageError. So no rank goes on alone.
+
+    A thread calls it, which may take longer than --timeout, as a download does: every second, the ranks tell each other
+    that they are alive. The function itself must not talk to other ranks.
     """
-    result = error = None
-    try:
-        result = function() if function else None
-    except (UsageError, OSError) as caught:
-        error = caught if isinstance(caught, UsageError) else UsageError(str(caught))
-    outcomes = collectives.all_gather_objects((result, error), mesh.world)
-    for _, error in outcomes:
+    pool, outcomes = ThreadPoolExecutor(1), [(False, None, None)]
+    work = pool.submit(function or (lambda: None))
+    while not all(done for done, _, _ in outcomes):
+        done = bool(wait([work], 1.0).done)
+        error = work.exception() if done else None
+        error = UsageError(str(error)) if isinstance(error, OSError) else error
+        if error and not isinstance(error, UsageError):
+            raise error
+        result = work.result() if done and not error else None
+        outcomes = collectives.all_gather_objects((done, result, error), mesh.world)
+    for _, _, error in outcomes:
         if error:
             raise error
-    return [result for result, _ in outcomes]
+    return [result for _, result, _ in outcomes]
 
 
 def from_rank_0(mesh: Mesh, function: Callable):

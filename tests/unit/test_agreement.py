@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+from concurrent import futures
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from safetensors.torch import save_file
 
+from common import all_ranks
 from common.checkpoints import checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.config import ROLES, flag_names, spelled
@@ -57,6 +60,37 @@ def refusal(call, *arguments) -> str:
     except UsageError as refused:
         return str(refused)
     return ""
+
+
+def test_a_rank_that_takes_longer_than_a_timeout_keeps_in_touch():
+    """Ranks that are done ask again and again until the slow one is, which a thread of it computes."""
+    world, rounds, slow = SimpleNamespace(size=2), [], threading.Event()
+
+    def gather(mine: tuple, group) -> list:  # rank 0 is done at once, this is rank 1
+        rounds.append(mine)
+        if len(rounds) == 3:
+            slow.set()
+            threads[0].join(10)
+        return [(True, "fast", None), mine]
+
+    def work() -> str:
+        threads.append(threading.current_thread())
+        slow.wait(10)
+        return "slow"
+
+    threads = []
+    with mock.patch.object(all_ranks.collectives, "all_gather_objects", gather):
+        with mock.patch.object(all_ranks, "wait", lambda work, seconds: futures.wait(work, 0.01 * seconds)):
+            assert all_ranks.on_all_ranks(SimpleNamespace(world=world), work) == ["fast", "slow"]
+            assert rounds == [(False, None, None)] * 3 + [(True, "slow", None)]
+            rounds.clear()
+
+            def fail():
+                raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):  # no error that all ranks can share: this one's traceback says more
+                all_ranks.on_all_ranks(SimpleNamespace(world=world), fail)
+            assert rounds == []
 
 
 def on_two_nodes(folder: Path) -> dict[str, str]:
