@@ -4,6 +4,7 @@ import functools
 import glob
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -23,7 +24,7 @@ LONGEST = 1 << 20  # characters: a longer text file becomes several documents, s
 WINDOW = 96 << 14  # tokens (1.6 million): a source that is not read to its end is read and shuffled by so many
 LIBRARY_LEAST = 4_000_000  # bytes; a Python with less standard library than this is a stripped one
 TEXT = ("", ".txt", ".md", ".py")  # suffixes of files that are one document
-ROWS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # files with a document per row, and their reader
+ROWS = (".jsonl", ".json", ".parquet")  # files with a document per row
 NOT_LIBRARY = r"tests?|testing|idle_test|.*-packages|__pycache__|config-.*|_sysconfigdata.*|sitecustomize\.py"
 
 
@@ -123,8 +124,8 @@ def _read(files: list[Path], folder: Path | None = None) -> Iterator[str]:
     """The documents of files; of those in a `folder` that was named, not every .json file must hold some."""
     others = []
     for path in files:
-        if kind := ROWS.get(path.suffix.lower()):
-            rows = _file_rows(path, kind)
+        if path.suffix.lower() in ROWS:
+            rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _json_rows(path)
             if folder and path.suffix.lower() == ".json":
                 try:
                     rows = itertools.chain([next(rows)], rows)
@@ -145,22 +146,43 @@ def _read(files: list[Path], folder: Path | None = None) -> Iterator[str]:
         print(line, file=sys.stderr)
 
 
-def _file_rows(path: Path, kind: str) -> Iterator[str]:
-    """The documents of a file with a document per row. It may have none, on which `datasets` fails."""
-    with hub_errors_in_one_line(f"--data {path}"):
-        empty = _parquet_rows(path) == 0 if kind == "parquet" else path.stat().st_size == 0
-    if not empty:  # escaped: `datasets` takes the path for a pattern, and part[1].jsonl would be part1.jsonl
-        yield from _rows(f"--data {path}", kind, data_files=glob.escape(str(path)), split="train")
-
-
-def _parquet_rows(path: Path) -> int:
+def _parquet_rows(path: Path) -> Iterator[str]:
+    """The documents of a parquet file. It may have none, on which `datasets` fails."""
     from pyarrow import parquet
 
-    return parquet.read_metadata(path).num_rows
+    with hub_errors_in_one_line(f"--data {path}"):
+        empty = parquet.read_metadata(path).num_rows == 0
+    if not empty:  # escaped: `datasets` takes the path for a pattern, and part[1].parquet would be part1.parquet
+        yield from _rows(f"--data {path}", "parquet", data_files=glob.escape(str(path)), split="train")
+
+
+def _json_rows(path: Path) -> Iterator[str]:
+    """The documents of a file with a JSON object on each line, or with one list of objects.
+
+    Not by `datasets`, which wants a type for every field of the rows and gives up where a later row has another one.
+    """
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            first = next((line.lstrip() for line in file if not line.isspace()), "")
+            file.seek(0)
+            rows = json.load(file) if first.startswith("[") else (line for line in file if not line.isspace())
+            for row in rows:
+                number += 1
+                row = row if first.startswith("[") else json.loads(row)
+                if not (isinstance(row, dict) and isinstance(row.get("text"), str)):
+                    raise ValueError('there is no "text"')
+                if not row["text"].isascii():
+                    row["text"].encode()  # an error for half of a surrogate pair, which is no character
+                yield row["text"]
+    except (ValueError, RecursionError, OSError) as error:
+        what = error.msg if number and isinstance(error, json.JSONDecodeError) else first_line(error)
+        where = f" in row {number}" if number and not isinstance(error, UnicodeDecodeError) else ""
+        raise UsageError(f"--data {path} cannot be read ({what}{where})") from None
 
 
 def _rows(where: str, dataset: str, **options) -> Iterator[str]:
-    """The "text" of every row of what `datasets` can stream: JSON lines, parquet or a dataset on the Hub."""
+    """The "text" of every row of what `datasets` can stream: parquet or a dataset on the Hub."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the UsageError says what was wrong

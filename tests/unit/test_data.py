@@ -73,12 +73,8 @@ def test_folders_are_read_in_the_order_of_their_paths(tmp_path, monkeypatch, cap
         corpus = load_corpus(str(tmp_path / "folder"), None, 1)
     assert corpus.tokens.tolist() == byte_ids(*(text for name in names for text in (f"this is {name}\n", "and more")))
 
-    for name, text in {
-        "package.json": '{"name": "x"}',
-        "ts.json": "// {",
-        "list.json": "[1, 2]",
-        "no.json": "",
-    }.items():
+    others = {"package.json": '{"name": "x"}', "ts.json": "// {", "list.json": "[1, 2]", "no.json": ""}
+    for name, text in others.items():
         (tmp_path / "folder" / name).write_text(text)
     write(tmp_path / "folder/e.json", "in a .json file")
     capfd.readouterr()
@@ -116,6 +112,18 @@ def test_files_of_rows_are_what_their_names_say_and_may_be_empty(tmp_path):
     assert load_corpus(str(tmp_path / "[ab]"), None, 1).tokens.tolist() == byte_ids("right", "too")
 
 
+def test_only_the_text_of_a_row_counts(tmp_path):
+    """The other fields may be of any type, and of another in rows far below; a text may look like a date."""
+    texts = ["2020-01-01", "\u2028\U0001f600", "", *["x" * 1_000_000] * 11, "7", '"']
+    others = [{"id": 1}, {"id": "x"}, *[{"id": None}] * 12, {"meta": {"a": [1, "b"]}}, {"id": "y", "meta": []}]
+    rows = [json.dumps({"text": text, **other}) for text, other in zip(texts, others, strict=True)]
+    for name, content in ("x.jsonl", "\ufeff" + "\r\n".join(rows)), ("y.json", f"\n [{','.join(rows)}]\n"):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        tokens = load_corpus(str(tmp_path / name), None, 1).tokens
+        assert tokens[:19].tolist() == byte_ids(*texts[:2]) and tokens[-4:].tolist() == byte_ids(*texts[-2:])
+        assert len(tokens) == 19 + 11 * 1_000_001 + 4
+
+
 def test_bad_data_is_refused_in_one_line(tmp_path, cache, capfd, monkeypatch):
     text = write(tmp_path / "x.txt", "text")
     cases = [(text, "no/tokenizer", "--tokenizer no/tokenizer cannot be read (")]
@@ -126,7 +134,9 @@ def test_bad_data_is_refused_in_one_line(tmp_path, cache, capfd, monkeypatch):
         ("b.txt", b"", "holds no text"),
         ("b.jsonl", b"", "holds no text"),
         ("a.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', 'cannot be read (there is no "text" in row 2)'),
-        ("c.jsonl", b'{"text": "a"}\n{"text"\n', "cannot be read (JSON parse error"),
+        ("c.jsonl", b'{"text": "a"}\n{"text"\n', "cannot be read (Expecting ':' delimiter in row 2)"),
+        ("e.jsonl", b'{"text": "a"}\n{"text": "\\ud83d"}', "cannot be read ('utf-8' codec can't encode character"),
+        ("g.jsonl", b'{"text": "a", "b": ' + b"[" * 10**5, "cannot be read (maximum recursion depth exceeded"),
         ("x.parquet", b"PAR1 or not", "cannot be read (Parquet magic bytes"),
     ]:
         if content is not None:
