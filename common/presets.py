@@ -98,7 +98,7 @@ def weights_folder(name_or_path: str) -> Path:
     if os.path.isdir(name_or_path):
         return Path(name_or_path)
     with hub_errors_in_one_line(f"--init-from {name_or_path}"):
-        return Path(snapshot_download(name_or_path, allow_patterns=["config.json", "model*.safetensors"]))
+        return Path(snapshot_download(name_or_path, allow_patterns=["config.json", "model*.safetensors*"]))
 
 
 @contextmanager

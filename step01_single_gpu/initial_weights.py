@@ -1,6 +1,8 @@
 """The weights that a run starts with: random ones, or those of --init-from in Hugging Face's format (safetensors)."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -33,11 +35,9 @@ def stored_values(name_or_path: str, config: ModelConfig) -> InitialValues:
     when it lacks a weight, has an unknown one or one of another shape, and when it holds a head of its own, though its
     configuration says that the head is the embedding.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-
     folder = str(weights_folder(name_or_path))
     with hub_errors_in_one_line(f"--init-from {name_or_path}"):
-        reader = HuggingFaceStorageReader(folder)
+        reader = _reader(folder)
         stored = reader.read_metadata().state_dict_metadata
         if not stored:
             raise FileNotFoundError("it holds no .safetensors files")
@@ -53,6 +53,36 @@ def stored_values(name_or_path: str, config: ModelConfig) -> InitialValues:
         boxes.read(reader, wanted)
 
     return fill
+
+
+def _reader(folder: str):
+    """DCP's reader of the weights in a folder, without the files that do not count."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class Chosen(FileSystem):
+        def ls(self, path):
+            return [str(file) for file in weight_files(Path(path))]
+
+    reader = HuggingFaceStorageReader(folder)
+    reader.fs = Chosen()
+    return reader
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of the weights in a folder, as transformers takes them: model.safetensors, or what an index names.
+
+    There may be others, which are not read: the same weights in another format (Mistral's consolidated.safetensors), or
+    older ones. All files are taken if there is neither. Raises UsageError if there are both.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    names = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    if single.is_file() and single not in names:
+        told = f"it holds {single.name} and {index.name}, which names other files"
+        raise UsageError(f"--init-from {folder}: {told}; one of them is of another save, and has to go")
+    return sorted(names)
 
 
 def _check_weights(folder: str, stored: dict, config: ModelConfig) -> None:

@@ -112,7 +112,7 @@ def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> list[st
                     raise UsageError(f"{name} has shape {tuple(saved.size)} there and {shape} in this run")
                 found = create_read_items_for_chunk_list(name, saved, chunks)
                 if sum(math.prod(item.lengths) for item in found) != sum(tensor.numel() for tensor in tensors):
-                    raise UsageError(f"it holds only a part of {name}")
+                    raise UsageError(f"it holds only a part of {name}, or several versions")
                 items += found
             return LoadPlan(items)
 

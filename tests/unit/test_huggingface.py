@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
-from common.checkpoints import checkpoint
+from common.checkpoints import boxes, checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
 from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, resolve
@@ -16,7 +17,7 @@ from common.record.metrics import read_metrics
 from common.weights import export
 from common.weights.initialisation import random_values
 from step01_single_gpu.data.batches import load_batches
-from step01_single_gpu.initial_weights import stored_values
+from step01_single_gpu.initial_weights import _reader, stored_values
 from step01_single_gpu.train import train as train_dense
 from step07_expert_parallel.train import train as train_experts
 from step08_5d.train import train as train_5d
@@ -142,3 +143,39 @@ def test_transformers_reads_nothing_else_from_a_configuration():
         found = re.findall(r"config\.(\w+)|getattr\([\w.]*config, \"(\w+)\"", source.read_text(encoding="utf-8"))
         fields = {name for names in found for name in names if name}
         assert "rms_norm_eps" in fields and fields <= READ
+
+
+def test_the_files_of_the_weights_are_those_that_transformers_reads(tmp_path):
+    """Whatever else lies beside them: another format's, or an older save's."""
+    files = {"model.safetensors": 1.0, "consolidated.safetensors": 2.0}
+
+    def save(values: dict[str, float], weight_map: dict[str, str] | None = None, **names: str) -> Path:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for file, value in values.items():
+            save_file({names.get(file[0], "w"): torch.full((2,), value)}, folder / file)
+        if weight_map is not None:
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return folder
+
+    def read(folder: Path) -> dict[str, float]:
+        reader = _reader(str(folder))
+        found = {name: torch.zeros(2) for name in reader.read_metadata().state_dict_metadata}
+        boxes.read(reader, [SavedBox(name, (2,), ((0, 2),), values) for name, values in found.items()])
+        return {name: values[0].item() for name, values in found.items()}
+
+    single, old = save(files), save(files | {"model-00001-of-00002.safetensors": 3.0})
+    assert read(single) == read(old) == {"w": 1.0}
+    parts = {"a-1.safetensors": 4.0, "b-2.safetensors": 5.0}
+    assert read(save(parts, a="v", b="w")) == {"v": 4.0, "w": 5.0}, "without an index all files count"
+    index = {"v": "a-1.safetensors", "w": "b-2.safetensors"}
+    assert read(save(parts | {"c-3.safetensors": 6.0}, index, a="v", b="w", c="w")) == {"v": 4.0, "w": 5.0}
+    for folder, words in [
+        (save(files | parts, index), "it holds model.safetensors and model.safetensors.index.json, which names other"),
+        (
+            save(parts, {"w": "a-1.safetensors", "v": "b-2.safetensors"}),
+            "it holds only a part of w, or several versions",
+        ),
+    ]:
+        with pytest.raises(UsageError, match=f"{re.escape(words)}"):
+            read(folder)
