@@ -21,16 +21,13 @@ FLAGS = [item for item in dataclasses.fields(TrainConfig) if item.metadata]
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that raises UsageError for bad arguments; argparse would print its usage on every rank and exit.
-
-    A text that begins with ~ is a path in a home. Shells replace the ~ of `--run-dir ~/x`, but not of `--run-dir=~/x`.
-    """
+    """A parser that raises UsageError for bad arguments; argparse would print its usage on every rank and exit."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         for kind in (None, str):
-            self.register("type", kind, os.path.expanduser)
-        self.register("type", Path, lambda text: Path(os.path.expanduser(text)))
+            self.register("type", kind, at_home)
+        self.register("type", Path, lambda text: Path(at_home(text)))
 
     def error(self, message):
         raise UsageError(message)
@@ -38,6 +35,13 @@ class OneLineParser(argparse.ArgumentParser):
     def exit(self, status=0, message=None):
         sys.stdout.flush()  # the help; if nobody reads it, the command still hears of it
         super().exit(status, message)
+
+
+def at_home(path: str) -> str:
+    """The path with the home folder for a ~, which shells leave in `--run-dir=~/x`. UsageError if there is none."""
+    if f"{path}/".startswith("~/") and os.path.expanduser("~") == "~":  # Python would make a folder called ~ here
+        raise UsageError(f"{path} is in a home folder, but HOME is not set and this user is not known")
+    return os.path.expanduser(path)
 
 
 def one_line_errors(main):

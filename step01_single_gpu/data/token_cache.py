@@ -16,6 +16,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from common.errors import UsageError
+from common.launching.command_line import at_home
 from step01_single_gpu.data.text_sources import WINDOW, Source, files_digest, find_source, load_tokenizer
 
 
@@ -52,7 +53,10 @@ def load_corpus(data: str | None, tokenizer: str | None, needed_tokens: int) -> 
     files = [each for each in (path, *sorted(path.rglob("*"))) if each.is_file()] if tokenizer else []  # if it is local
     made_from = f"3 {source.digest} {tokenizer} {files_digest(files)}"  # 3: this version of what is kept
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", f"{source.name[-60:]}-{(tokenizer or 'bytes')[-60:]}")
-    folder = Path(os.path.expanduser(os.environ.get("ULTRASCALE_CACHE") or "~/.cache/ultra-scale"))
+    try:
+        folder = Path(at_home(os.environ.get("ULTRASCALE_CACHE") or "~/.cache/ultra-scale"))
+    except UsageError as error:
+        raise UsageError(f"cannot keep tokens: {error}; ULTRASCALE_CACHE names another folder") from None
     stem = f"{folder}/{readable}-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,13 +3,15 @@
 import io
 import json
 import os
+import pwd
 import subprocess
 import sys
 
 import pytest
 
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser, one_line_errors
+from common.launching.command_line import OneLineParser, at_home, one_line_errors, parse
+from step01_single_gpu.data.token_cache import load_corpus
 from tests.harness.ranks import ROOT
 
 
@@ -77,3 +79,19 @@ def test_a_command_in_any_python(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_home_that_nothing_names(monkeypatch, tmp_path):
+    """In a container whose user has no name. Python leaves the ~ as it is: a folder of that name would appear here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert [at_home(path) for path in ("~/x", "~", "x/~", "~x", "")] == ["/home/me/x", "/home/me", "x/~", "~x", ""]
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("ULTRASCALE_CACHE", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # KeyError
+    with pytest.raises(UsageError, match="^~/x is in a home folder, but HOME is not set and this user is not known$"):
+        parse(1, ["--run-dir", "~/x"])
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(UsageError, match="^cannot keep tokens: ~/.cache/.*; ULTRASCALE_CACHE names another folder$"):
+        load_corpus("text.txt", None, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
