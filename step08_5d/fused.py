@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from common.config import TrainConfig
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 from common.model import Block, Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
 from common.process_groups import Group, Mesh
 from step06_context_parallel.attention_block import NaiveKernels
@@ -44,7 +44,24 @@ REFERENCES = Pieces(rms_norm.rms_norm_reference, rms_norm.add_rms_norm_reference
 @functools.cache
 def compiled_pieces() -> Pieces:
     """The same formulas in PyTorch, compiled when they are first used."""
-    return Pieces(*(torch.compile(function, dynamic=False) for function in REFERENCES))
+    return Pieces(*(_compiled(function) for function in REFERENCES))
+
+
+def _compiled(function: Callable) -> Callable:
+    """The function, compiled at its first call, which raises UsageError if that cannot be done: without g++, say."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    compiled = torch.compile(function, dynamic=False)
+
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        try:
+            return compiled(*arguments, **options)
+        except BackendCompilerFailed as error:
+            what = f"--compile: PyTorch cannot compile {function.__name__}"
+            raise UsageError(f"{what} ({first_line(error.inner_exception)})") from error
+
+    return call
 
 
 class BlockKernels(NaiveKernels):

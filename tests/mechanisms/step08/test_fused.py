@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from common.errors import UsageError
 from common.launching.command_line import parse
@@ -149,6 +150,27 @@ def train_in_pieces(flags: str, mutant: str | None = None) -> tuple[Result, int]
 
 def assert_recomputes(calls: int) -> None:
     assert calls == 2 * 2 * 2, "every activation of two layers in two steps should be computed twice"
+
+
+def test_what_cannot_be_compiled_is_one_line(monkeypatch):
+    """Where no C++ compiler is installed, or none for the GPU. Other errors keep their traceback."""
+
+    def no_compiler(function, **_):
+        def call(*_, **__):
+            if function is fused.REFERENCES.rotate:
+                raise ZeroDivisionError
+            raise BackendCompilerFailed("inductor", RuntimeError("No working C++ compiler found\nmore"), None)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    pieces = fused.compiled_pieces.__wrapped__()
+    with pytest.raises(
+        UsageError, match="^--compile: PyTorch cannot compile rms_norm_reference [(]No working C.. compiler found[)]$"
+    ):
+        pieces.rms_norm(torch.zeros(2))
+    with pytest.raises(ZeroDivisionError):
+        pieces.rotate()
 
 
 def test_experts_are_not_compiled():
