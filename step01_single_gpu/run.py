@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
 from common.config import TrainConfig, flag_names
 from common.errors import Diverged, UsageError
+from common.launching.all_ranks import from_rank_0
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step01_single_gpu.background_saves import BackgroundSaves

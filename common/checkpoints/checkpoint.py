@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from common.all_ranks import from_rank_0, on_all_ranks
 from common.checkpoints import boxes, files
 from common.checkpoints.boxes import SavedBox
 from common.checkpoints.files import DamagedCheckpoint
 from common.errors import UsageError
 from common.launching.agreement import agree
+from common.launching.all_ranks import from_rank_0, on_all_ranks
 from common.process_groups import Mesh
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from common.all_ranks import on_all_ranks
 from common.config import ROLES, TrainConfig, flag_names, spelled
 from common.errors import UsageError
+from common.launching.all_ranks import on_all_ranks
 from common.launching.command_line import STEP_NAMES
 from common.presets import weights_folder
 from common.process_groups import Mesh

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from common.all_ranks import on_all_ranks
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
+from common.launching.all_ranks import on_all_ranks
 from common.process_groups import Degrees, Mesh
 from step01_single_gpu.cost import bytes_per_parameter
 

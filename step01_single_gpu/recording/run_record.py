@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from common import collectives
-from common.all_ranks import on_all_ranks
 from common.config import TrainConfig
 from common.counts import count_flops
 from common.errors import UsageError
+from common.launching.all_ranks import on_all_ranks
 from common.process_groups import Mesh
 from common.record.metrics import line_of, read_metrics
 from step01_single_gpu.data.batches import Batches

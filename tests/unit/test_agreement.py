@@ -14,12 +14,11 @@ import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from safetensors.torch import save_file
 
-from common import all_ranks
 from common.checkpoints import checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.config import ROLES, flag_names, spelled
 from common.errors import UsageError
-from common.launching import launch
+from common.launching import all_ranks, launch
 from common.launching.agreement import OWN, PATHS, PIECE, PIECES, _by_rank, agree, facts_of, weights_digest
 from common.model_config import RopeScaling
 from common.process_groups import Degrees, Mesh, build_mesh
@@ -71,7 +70,7 @@ def test_a_rank_that_takes_longer_than_a_timeout_keeps_in_touch():
         if len(rounds) == 3:
             slow.set()
             threads[0].join(10)
-        return [(True, "fast", None), mine]
+        return [("fast", None), mine]
 
     def work() -> str:
         threads.append(threading.current_thread())
@@ -82,7 +81,7 @@ def test_a_rank_that_takes_longer_than_a_timeout_keeps_in_touch():
     with mock.patch.object(all_ranks.collectives, "all_gather_objects", gather):
         with mock.patch.object(all_ranks, "wait", lambda work, seconds: futures.wait(work, 0.01 * seconds)):
             assert all_ranks.on_all_ranks(SimpleNamespace(world=world), work) == ["fast", "slow"]
-            assert rounds == [(False, None, None)] * 3 + [(True, "slow", None)]
+            assert rounds == [None] * 3 + [("slow", None)]
             rounds.clear()
 
             def fail():

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint  # noqa: F401, here, so that the fork server imports it once for all ranks
 
-from common.all_ranks import from_rank_0
 from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
+from common.launching.all_ranks import from_rank_0
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.background_saves import BackgroundSaves
 from tests.harness.ranks import run_ranks

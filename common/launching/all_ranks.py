@@ -17,20 +17,20 @@ def on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
     A thread calls it, which may take longer than --timeout, as a download does: every second, the ranks tell each other
     that they are alive. The function itself must not talk to other ranks.
     """
-    pool, outcomes = ThreadPoolExecutor(1), [(False, None, None)]
-    work = pool.submit(function or (lambda: None))
-    while not all(done for done, _, _ in outcomes):
-        done = bool(wait([work], 1.0).done)
-        error = work.exception() if done else None
-        error = UsageError(str(error)) if isinstance(error, OSError) else error
-        if error and not isinstance(error, UsageError):
-            raise error
-        result = work.result() if done and not error else None
-        outcomes = collectives.all_gather_objects((done, result, error), mesh.world)
-    for _, _, error in outcomes:
+
+    def call() -> tuple:
+        try:
+            return function() if function else None, None
+        except (UsageError, OSError) as error:
+            return None, error if isinstance(error, UsageError) else UsageError(str(error))
+
+    work, outcomes = ThreadPoolExecutor(1).submit(call), [None]
+    while None in outcomes:
+        outcomes = collectives.all_gather_objects(work.result() if wait([work], 1.0).done else None, mesh.world)
+    for _, error in outcomes:
         if error:
             raise error
-    return [result for _, result, _ in outcomes]
+    return [result for result, _ in outcomes]
 
 
 def from_rank_0(mesh: Mesh, function: Callable):
