@@ -14,8 +14,8 @@ from torch import Tensor
 from common import collectives
 from common.collectives import Work
 from common.process_groups import Group
-from step06_context_parallel.attention_block import AttentionGradients, MergedAttention, NaiveKernels
-from step06_context_parallel.layouts import Plan
+from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention, NaiveKernels
+from step06_context_parallel.layouts import Documents, Plan, layout_of
 
 
 class AllGatherAttention(torch.autograd.Function):
@@ -53,6 +53,24 @@ class AllGatherAttention(torch.autograd.Function):
         for total, parts in zip(home, sums, strict=True):
             collectives.reduce_scatter(total, parts, cp)
         return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+
+
+def all_gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    split: str = "zigzag",
+    documents: Documents | None = None,
+    causal: bool = True,
+    kernels: NaiveKernels = KERNELS["fused"],
+) -> Tensor:
+    """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group.
+
+    Arguments, result and errors are those of `ring_attention`.
+    """
+    plan = layout_of(q, k, v, group.size, split, documents, causal).plan(group.rank)
+    return AllGatherAttention.apply(q, k, v, plan, group, kernels)
 
 
 def own_first(cp: Group) -> list[int]:

@@ -10,18 +10,19 @@ To all other mechanisms a context-parallel rank is one that reads other tokens: 
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from common.config import TrainConfig
 from common.model import Decoder
 from common.process_groups import Group, Mesh
 from step01_single_gpu.data.batches import to_device
-from step06_context_parallel.all_gather_attention import AllGatherAttention
+from step06_context_parallel.all_gather_attention import all_gather_attention
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels
-from step06_context_parallel.layouts import Documents, SequenceLayout
-from step06_context_parallel.ring_attention import RingAttention
+from step06_context_parallel.layouts import Documents, token_positions
+from step06_context_parallel.ring_attention import ring_attention
 from step06_context_parallel.ulysses_attention import ulysses_attention
+
+CORES = {"ring": ring_attention, "allgather": all_gather_attention, "ulysses": ulysses_attention}  # by --cp-mode
 
 
 def attention(
@@ -35,12 +36,8 @@ def attention(
     kernels: NaiveKernels | None = None,
 ) -> Tensor:
     """The attention core of one rank: q (batch, heads, seq/cp, d), k and v (batch, kv_heads, seq/cp, d) -> like q."""
-    layout = SequenceLayout(config.cp_split, config.seq_len, cp.size, documents)
-    kernels = kernels or KERNELS[config.attention]
-    if config.cp_mode == "ulysses":
-        return ulysses_attention(q, k, v, layout, cp, kernels)
-    function = RingAttention if config.cp_mode == "ring" else AllGatherAttention
-    return function.apply(q, k, v, layout.plan(cp.rank), cp, kernels)
+    core = CORES[config.cp_mode]
+    return core(q, k, v, cp, config.cp_split, documents, kernels=kernels or KERNELS[config.attention])
 
 
 def apply_context_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
@@ -57,7 +54,7 @@ def positions_of(config: TrainConfig, mesh: Mesh) -> Tensor:
 
 
 def _positions(config: TrainConfig, mesh: Mesh) -> Tensor:
-    return torch.from_numpy(SequenceLayout(config.cp_split, config.seq_len, mesh.cp.size).positions(mesh.cp.rank))
+    return token_positions(config.cp_split, config.seq_len, mesh.cp.size, mesh.cp.rank)
 
 
 def take_part(

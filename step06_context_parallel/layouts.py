@@ -30,6 +30,10 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from common.config import CP_SPLITS
 
 
 class Block(NamedTuple):
@@ -83,7 +87,15 @@ class SequenceLayout(NamedTuple):
     causal: bool = True
 
     def positions(self, rank: int) -> np.ndarray:
-        """Return the positions of a rank's tokens in their sequence, in increasing order: (seq_len / ranks,)."""
+        """Return the positions of a rank's tokens in their sequence, in increasing order: (seq_len / ranks,).
+
+        Raises ValueError if there is no such split, or if it would give ranks different numbers of tokens.
+        """
+        if self.split not in CP_SPLITS:
+            raise ValueError(f"split {self.split!r} is none of {', '.join(CP_SPLITS)}")
+        parts = 2 * self.ranks if self.split == "zigzag" and self.ranks > 1 else self.ranks
+        if self.seq_len % parts:
+            raise ValueError(f"{self.split} on {self.ranks} ranks: {parts} parts do not divide {self.seq_len} tokens")
         whole = np.arange(self.seq_len)
         if self.split == "striped":
             return whole[rank :: self.ranks]
@@ -94,9 +106,11 @@ class SequenceLayout(NamedTuple):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (all layers of a micro-batch have one plan; a layout is small)
     def plan(self, rank: int) -> Plan:
-        """Return the plan of a rank."""
+        """Return the plan of a rank. Raises ValueError as `positions` does, and for documents in another order."""
         held, ranks = [self.positions(each) for each in range(self.ranks)], range(self.ranks)
         documents = [(0,)] if self.documents is None else self.documents
+        if any(starts[:1] != (0,) or list(starts) != sorted(set(starts)) for starts in documents):
+            raise ValueError("documents begin at 0, and then at increasing positions of their sequence")
 
         def seen(of: int, source: int) -> list[tuple[np.ndarray, np.ndarray]]:
             """For each sample: which keys of rank `source` the queries of rank `of` see."""
@@ -113,6 +127,39 @@ class SequenceLayout(NamedTuple):
                 blocks[-1] += cut_into_blocks(first, end, samples)
         reach = [max(hop for hop in ranks if needs((source + hop) % self.ranks, source)) for source in ranks]
         return Plan(tuple(blocks), tuple(reach))
+
+
+def token_positions(split: str, seq_len: int, ranks: int, rank: int) -> Tensor:
+    """Return the positions of a rank's tokens in their sequence, in increasing order: (seq_len / ranks,) of int64.
+
+    A rank needs them to take its tokens out of a sequence, and for position embeddings. Raises ValueError as
+    `SequenceLayout.positions` does.
+    """
+    return torch.from_numpy(SequenceLayout(split, seq_len, ranks).positions(rank))
+
+
+def layout_of(
+    q: Tensor, k: Tensor, v: Tensor, ranks: int, split: str, documents: Documents | None = None, causal: bool = True
+) -> SequenceLayout:
+    """Return the layout of the sequences of which each of `ranks` holds q, k and v of its own tokens.
+
+    They are (batch, heads, seq/ranks, d) and, k and v, (batch, kv_heads, seq/ranks, d). Raises ValueError if they are
+    not, if kv_heads does not divide heads, if their types differ (as after rotary embeddings under autocast), or if
+    there is not one tuple of `documents` for each sample.
+    """
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
+        raise ValueError(
+            f"q, k and v must be (batch, heads, n, d) and twice (batch, kv_heads, n, d); they are {shapes}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{k.shape[1]} heads of keys and values do not divide {q.shape[1]} heads of queries")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one type; they have {q.dtype}, {k.dtype} and {v.dtype}")
+    if documents is not None and len(documents) != len(q):
+        raise ValueError(f"documents of {len(documents)} samples, where q, k and v have {len(q)}")
+    documents = documents and tuple(map(tuple, documents))
+    return SequenceLayout(split, q.shape[2] * ranks, ranks, documents, causal)
 
 
 # ---- the blocks of any split, with any documents ---------------------------------------------------------------------

@@ -15,8 +15,8 @@ from torch import Tensor
 from common import collectives
 from common.collectives import Work
 from common.process_groups import Group
-from step06_context_parallel.attention_block import AttentionGradients, MergedAttention, NaiveKernels
-from step06_context_parallel.layouts import Plan
+from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention, NaiveKernels
+from step06_context_parallel.layouts import Documents, Plan, layout_of
 
 
 class RingAttention(torch.autograd.Function):
@@ -55,6 +55,35 @@ class RingAttention(torch.autograd.Function):
             kv = kv_arriving
         sums_work.wait()
         return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    split: str = "zigzag",
+    documents: Documents | None = None,
+    causal: bool = True,
+    kernels: NaiveKernels = KERNELS["fused"],
+) -> Tensor:
+    """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group.
+
+    Every rank calls it with the queries, keys and values of its own tokens (see `layouts.token_positions`), and gets
+    what these queries see, of the shape of q.
+
+    Args:
+        group: the ranks that share the sequences; `Group.of` makes it of any process group.
+        split: which tokens a rank holds: zigzag, contiguous or striped.
+        documents: of each sample, the positions in the whole sequence at which documents begin; the first is 0. Queries
+            see only their own document.
+        causal: queries see no key that comes after them.
+        kernels: what computes one block.
+
+    Raises ValueError if shapes or types do not fit each other, or the split does not fit the sequence.
+    """
+    plan = layout_of(q, k, v, group.size, split, documents, causal).plan(group.rank)
+    return RingAttention.apply(q, k, v, plan, group, kernels)
 
 
 def source_of(hop: int, cp: Group) -> int:

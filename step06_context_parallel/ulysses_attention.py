@@ -14,14 +14,13 @@ The tokens are then in the order of the ranks, and are sorted for the causal mas
 
 import functools
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common import collectives
 from common.process_groups import Group
-from step06_context_parallel.attention_block import NaiveKernels
-from step06_context_parallel.layouts import SequenceLayout
+from step06_context_parallel.attention_block import KERNELS, NaiveKernels
+from step06_context_parallel.layouts import Documents, SequenceLayout, layout_of, token_positions
 from step06_context_parallel.ring_attention import RingAttention
 
 
@@ -52,20 +51,34 @@ def sequence_to_heads(x: Tensor, cp: Group) -> Tensor:
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, cp: Group, kernels: NaiveKernels
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    split: str = "zigzag",
+    documents: Documents | None = None,
+    causal: bool = True,
+    kernels: NaiveKernels = KERNELS["fused"],
 ) -> Tensor:
-    """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
-    places = _places(layout, q.device)
+    """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group.
+
+    Arguments, result and errors are those of `ring_attention`. Also raises ValueError if the ranks do not divide heads.
+    """
+    layout, heads, kv_heads = layout_of(q, k, v, group.size, split, documents, causal), q.shape[1], k.shape[1]
+    if heads % group.size or kv_heads % group.size and group.size % kv_heads:
+        raise ValueError(f"Ulysses: {group.size} ranks cannot divide {heads} heads of q and {kv_heads} of k and v")
+    plan, places = layout._replace(ranks=1).plan(0), _places(layout, q.device)
     order = places.argsort()
-    k, v = (each.repeat_interleave(max(1, cp.size // k.shape[1]), dim=1) for each in (k, v))
-    q, k, v = (heads_to_sequence(each, cp)[:, :, order] for each in (q, k, v))
+    k, v = (each.repeat_interleave(max(1, group.size // kv_heads), dim=1) for each in (k, v))
+    q, k, v = (heads_to_sequence(each, group)[:, :, order] for each in (q, k, v))
     # Now this rank has all keys of its heads: the ring of one rank is attention without messages
-    alone, whole = Group(cp.name, (cp.ranks[cp.rank],), 0), layout._replace(ranks=1)
-    out = RingAttention.apply(q, k, v, whole.plan(0), alone, kernels)
-    return sequence_to_heads(out[:, :, places], cp)
+    alone = Group(group.name, (group.ranks[group.rank],), 0)
+    out = RingAttention.apply(q, k, v, plan, alone, kernels)
+    return sequence_to_heads(out[:, :, places], group)
 
 
 @functools.lru_cache(maxsize=4)
 def _places(layout: SequenceLayout, device: torch.device) -> Tensor:
     """The position in the sequence of each token in rank order: (seq,)."""
-    return torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])).to(device)
+    split, seq_len, ranks, *_ = layout
+    return torch.cat([token_positions(split, seq_len, ranks, rank) for rank in range(ranks)]).to(device)

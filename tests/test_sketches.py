@@ -17,8 +17,7 @@ from step03_zero import sketch as step03
 from step03_zero.unit import Unit
 from step04_tensor_parallel.operators import gather_sequence, reduce_scatter_sequence
 from step06_context_parallel.attention_block import KERNELS
-from step06_context_parallel.layouts import SequenceLayout
-from step06_context_parallel.ring_attention import RingAttention
+from step06_context_parallel.ring_attention import ring_attention
 from step07_expert_parallel.expert_parallel import Journey
 from step07_expert_parallel.moe import Choices
 from tests.harness.observing import place
@@ -214,8 +213,7 @@ def passes(group: Group) -> None:
     check(4, y, dy, (x, w1, w2), sketch_y, dx, dw1, dw2)
 
     q, k, v, dout = (draw(8, SKETCHES[6].WIDTH) for _ in range(4))
-    plan = SequenceLayout("zigzag", 8 * group.size, group.size).plan(group.rank)
-    y = RingAttention.apply(*(each[None, None] for each in (q, k, v)), plan, group, KERNELS["naive"])[0, 0]
+    y = ring_attention(*(each[None, None] for each in (q, k, v)), group, kernels=KERNELS["naive"])[0, 0]
     with torch.no_grad():
         out, lse = SKETCHES[6].forward(q, k, v)
         gradients = SKETCHES[6].backward(dout, q, k, v, out, lse)

@@ -12,13 +12,11 @@ from common.measure.saved_tensors import SavedTensors
 from common.process_groups import Mesh
 from step01_single_gpu.memory_meter import MemoryMeter
 from step06_context_parallel import cost, train
-from step06_context_parallel.all_gather_attention import AllGatherAttention
-from step06_context_parallel.attention_block import KERNELS
+from step06_context_parallel.all_gather_attention import all_gather_attention
 from step06_context_parallel.experiments.tools import MODES, SHAPE, WIDTHS, AttentionLayer
-from step06_context_parallel.layouts import SequenceLayout
-from step06_context_parallel.ring_attention import RingAttention
+from step06_context_parallel.ring_attention import ring_attention
 
-FUNCTIONS = {"ring": RingAttention, "allgather": AllGatherAttention}
+FUNCTIONS = {"ring": ring_attention, "allgather": all_gather_attention}
 
 
 def buffers(quick: bool) -> None:
@@ -46,15 +44,14 @@ def buffers(quick: bool) -> None:
 def peaks(mesh: Mesh, flags: dict) -> dict[str, int]:
     """On a rank: bytes that the forward, and the backward, of one layer allocate at most. No mask: equal blocks."""
     layer = AttentionLayer(mesh, **flags)
-    plan = SequenceLayout("contiguous", layer.config.seq_len, layer.mesh.cp.size, causal=False).plan(layer.mesh.cp.rank)
-    result = {}
+    function, inputs, result = FUNCTIONS[flags["cp_mode"]], (layer.q, layer.k, layer.v), {}
     for _ in range(2):  # the first one starts what the process needs once
         gc.collect()
         with MemoryMeter("cpu").measure() as measured:
-            out = FUNCTIONS[flags["cp_mode"]].apply(layer.q, layer.k, layer.v, plan, layer.mesh.cp, KERNELS["fused"])
+            out = function(*inputs, layer.mesh.cp, "contiguous", causal=False)
         result["forward"] = measured.peak_bytes
         with MemoryMeter("cpu").measure() as measured:
-            torch.autograd.grad(out, (layer.q, layer.k, layer.v), layer.gradient)
+            torch.autograd.grad(out, inputs, layer.gradient)
         result["backward"] = measured.peak_bytes
         del out
     return result

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from common.config import TrainConfig
 from common.process_groups import Mesh
 from step06_context_parallel.context_parallel import attention
-from step06_context_parallel.layouts import SequenceLayout
+from step06_context_parallel.layouts import token_positions
 from tests.benchmarks.kept import keep
 from tests.benchmarks.paired import compare, our_step, parse_options, run_as_module
 from tests.harness.observing import configure, mesh_of
@@ -36,7 +36,7 @@ def prepare_inputs(flags: str) -> tuple[TrainConfig, Mesh, list[torch.Tensor]]:
     """With q, k, v and the gradient of the output, of this rank's part of a sequence split zig-zag."""
     config = configure(6, flags)
     mesh, seq, random = mesh_of(config), config.seq_len, torch.Generator().manual_seed(0)
-    mine = SequenceLayout("zigzag", seq, mesh.cp.size).positions(mesh.cp.rank)
+    mine = token_positions("zigzag", seq, mesh.cp.size, mesh.cp.rank)
     return config, mesh, [torch.randn(1, heads, seq, WIDTH, generator=random)[:, :, mine] for heads in HEADS]
 
 

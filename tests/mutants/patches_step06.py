@@ -57,7 +57,7 @@ documents of one rank: enumerate(seen(rank, source)): =>
 
 # ---- right results at a higher price
 @ step06_context_parallel.context_parallel:attention
-K/V repeated before they are sent: layout = SequenceLayout( =>
+K/V repeated before they are sent: core = CORES[ =>
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v)); …
 @ step06_context_parallel.ring_attention:pass_on, step06_context_parallel.ring_attention:pass_on_sums
 ring waits before it computes: cp, async_op=True => cp
