@@ -15,6 +15,7 @@ import pytest
 from tests.harness.ranks import ROOT, run_command, run_script
 
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("step*/*/README.md"))]
+LINKING = [*READMES, *sorted(ROOT.glob("common/**/*.md"))]  # pages that point to others
 BY_HAND = ("make ", "git ", "source ", "cd ")  # `make test` runs this test; the others set up what runs it
 
 
@@ -58,7 +59,7 @@ def test_commands_work(readme, tmp_path):
         assert done.returncode <= (words[0] == "diff"), f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=[str(path.relative_to(ROOT)) for path in READMES])
+@pytest.mark.parametrize("readme", LINKING, ids=[str(path.relative_to(ROOT)) for path in LINKING])
 def test_links_and_pictures_exist(readme):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", readme.read_text()):
         if not target.startswith(("http://", "https://")):

@@ -78,5 +78,4 @@ def gradients(model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
 
 
 def as_group(handle: dist.ProcessGroup, name: str) -> Group:
-    ranks = tuple(dist.get_process_group_ranks(handle))
-    return Group(name, ranks, dist.get_rank(handle), handle, dist.get_backend(handle))
+    return Group.of(handle, name)

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
 
 from common import collectives
 from common.process_groups import Group
@@ -21,18 +20,16 @@ from step06_context_parallel.attention_block import KERNELS
 from step06_context_parallel.layouts import token_positions
 from step06_context_parallel.ring_attention import ring_attention
 from step06_context_parallel.ulysses_attention import ulysses_attention
+from tests.foreign import models
+from tests.foreign.models import LENGTH
 from tests.harness.ranks import run_ranks
 
-SAMPLES, SEQ = 2, 48
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-DOCUMENTS = (0, 5, 20), (0, 24)  # where they begin in each sample
+DOCUMENTS = (0, 5), (0, 8), (0,), (0, 1, 2, 12)  # where they begin in each sample
 VARIANTS = {
     "ring": (ring_attention, {}),
     "ring, contiguous": (ring_attention, {"split": "contiguous"}),
     "ring, striped, stored scores": (ring_attention, {"split": "striped", "kernels": KERNELS["naive"]}),
     "ring, documents": (ring_attention, {"documents": DOCUMENTS}),
-    "ring, recomputed": (ring_attention, {}),
     "all-gather": (all_gather_attention, {}),
     "all-gather, striped, documents": (all_gather_attention, {"split": "striped", "documents": DOCUMENTS}),
     "ulysses": (ulysses_attention, {}),
@@ -40,20 +37,10 @@ VARIANTS = {
 }
 
 
-def made(attention: str) -> tuple[LlamaForCausalLM, Tensor]:
-    """The model, and tokens (SAMPLES, SEQ + 1): the same ones on every rank."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation=attention)).double()
-    return model, torch.randint(SHAPE["vocab_size"], (SAMPLES, SEQ + 1))
-
-
-def trained(
-    model: LlamaForCausalLM, tokens: Tensor, positions: Tensor, mask: Tensor | None = None
-) -> dict[str, Tensor]:
+def trained(model: nn.Module, rows: Tensor, positions: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
     """The share of the loss that the tokens at these positions have, and the gradients of this share."""
-    inputs, targets = tokens[:, positions], tokens[:, positions + 1]
-    logits = model(inputs, position_ids=positions[None], attention_mask=mask, use_cache=False).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (SAMPLES * SEQ)
+    logits = model(rows[:, positions], position_ids=positions[None], attention_mask=mask, use_cache=False).logits
+    loss = models.share(logits, rows[:, positions + 1])
     names, parameters = zip(*model.named_parameters())
     return {"loss": loss.detach(), **dict(zip(names, torch.autograd.grad(loss, parameters)))}
 
@@ -61,33 +48,41 @@ def trained(
 @functools.cache
 def expected(documents: bool) -> dict[str, Tensor]:
     """What one process finds, with attention as transformers has it and a mask of its own."""
-    model, tokens = made("sdpa")
-    positions = torch.arange(SEQ)
+    positions, rows = torch.arange(LENGTH), models.tokens()
     begun = torch.stack([torch.bucketize(positions, torch.tensor(each), right=True) for each in DOCUMENTS])
     visible = (positions[:, None] >= positions) & (begun[:, :, None] == begun[:, None, :] if documents else True)
-    return trained(model, tokens, positions, visible.expand(SAMPLES, SEQ, SEQ)[:, None])
+    mask = visible.expand(len(rows), LENGTH, LENGTH)[:, None]
+    return trained(models.llama(attn_implementation="sdpa"), rows, positions, mask)
 
 
 def ranks_train() -> dict[str, dict[str, Tensor]]:
-    """This rank's share in every variant, and in one in which pairs of ranks read different samples."""
-    world, found, core = Group.of(name="everybody"), {}, None
+    """This rank's share in every variant, and where pairs of ranks read different samples."""
+    from transformers import AttentionInterface
+
+    world, found, core, ran = Group.of(name="everybody"), {}, None, []
 
     def attend(module, q, k, v, mask, **options):
+        ran.append(module.layer_idx)
         return core(q, k, v).transpose(1, 2), None
 
     AttentionInterface.register("sharded", attend)
-    model, tokens = made("sharded")
+    model, rows = models.llama(attn_implementation="sharded"), models.tokens()
 
-    def share(function, group: Group, samples: Tensor, split: str = "zigzag", **options) -> dict[str, Tensor]:
+    def share(function, group: Group, rows: Tensor, split: str = "zigzag", **options) -> dict[str, Tensor]:
         nonlocal core
         core = functools.partial(function, group=group, split=split, **options)
-        return trained(model, samples, token_positions(split, SEQ, group.size, group.rank))
+        ran.clear()
+        return trained(model, rows, token_positions(split, LENGTH, group.size, group.rank))
 
     for name, (function, options) in VARIANTS.items():
-        if "recomputed" in name:
-            model.gradient_checkpointing_enable()
-        found[name] = share(function, world, tokens, **options)
-        model.gradient_checkpointing_disable()
+        found[name] = share(function, world, rows, **options)
+        assert ran == [0, 1, 2], f"{name}: attention ran in these layers: {ran}"
+    model.gradient_checkpointing_enable()
+    found["ring, recomputed"] = share(ring_attention, world, rows)
+    assert ran == [0, 1, 2, 2, 1, 0], f"attention ran in these layers: {ran}"
+    model.gradient_checkpointing_disable()
+    both_ways(world)
+    check_groups(world)
     if world.size == 4:
         handles = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
         mine = world.rank % 2
@@ -96,25 +91,29 @@ def ranks_train() -> dict[str, dict[str, Tensor]]:
         with pytest.raises(ValueError, match=f"^rank {world.rank} is not in the process group that is to be 'theirs'$"):
             Group.of(handles[1 - mine], "theirs")
         for function in (ring_attention, all_gather_attention, ulysses_attention):
-            found[f"pairs, {function.__name__}"] = share(function, pair, tokens[mine : mine + 1])
+            found[f"pairs, {function.__name__}"] = share(function, pair, rows[mine::2])
         with collectives.record() as calls:
-            share(ring_attention, pair, tokens[mine : mine + 1])
+            share(ring_attention, pair, rows[mine::2])
         assert {(call.group, call.peer) for call in calls} == {("pair", pair.ranks[1 - pair.rank])}
-    both_ways(world)
+    return found
+
+
+def check_groups(world: Group) -> None:
+    """A group of one rank needs no communicator. NCCL, where there is any, takes the tensors on GPUs."""
     alone = Group.of(dist.new_group([world.rank], use_local_synchronization=True))
-    assert (alone.ranks, alone.size, alone.handle) == ((world.rank,), 1, None)
+    assert (alone.ranks, alone.size, alone.handle) == ((world.rank,), 1, None), alone
+    assert world.backend == "gloo", world
     for backends, backend in {"cpu:gloo,cuda:nccl": "nccl", "cuda:nccl": "nccl", "cpu:gloo": "gloo"}.items():
         with mock.patch.object(dist, "get_backend_config", lambda handle, backends=backends: backends):
             assert Group.of().backend == backend, backends
-    assert world.backend == "gloo"
-    return found
 
 
 def both_ways(group: Group) -> None:
     """Without a causal mask every query sees every key, on all ranks."""
-    q, k, v = (torch.randn(1, heads, SEQ, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, LENGTH, 8, dtype=torch.float64, generator=random) for heads in (4, 2, 2))
     whole = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    mine = token_positions("zigzag", SEQ, group.size, group.rank)
+    mine = token_positions("zigzag", LENGTH, group.size, group.rank)
     for function in (ring_attention, all_gather_attention, ulysses_attention):
         out = function(*(each[:, :, mine] for each in (q, k, v)), group, causal=False)
         torch.testing.assert_close(out, whole[:, :, mine], rtol=1e-10, atol=1e-10, msg=function.__name__)
@@ -128,7 +127,7 @@ def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("world", [2, 4])
 def test_shares_of_all_ranks_are_one_process(world):
     ranks = run_ranks(world, ranks_train)
-    assert ranks[0].keys() >= VARIANTS.keys() and len(ranks[0]) == len(VARIANTS) + 3 * (world == 4)
+    assert len(ranks[0]) == len(VARIANTS) + 1 + 3 * (world == 4)
     for name in ranks[0]:
         total = {key: sum(rank[name][key] for rank in ranks) for key in ranks[0][name]}
         error = difference(total, expected("documents" in name))
