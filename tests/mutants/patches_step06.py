@@ -22,7 +22,7 @@ CONTEXT = Mutants(r"""
 @ step06_context_parallel.train:positions_of
 # Rotary embeddings get the positions of a contiguous part, whatever the split; or every rank counts its own tokens
 positions not permuted: _positions(config => _positions(__import__('dataclasses').replace(config, cp_split='contiguous')
-positions from zero: _positions(config, mesh) => torch.arange(config.rank_seq_len)
+positions from zero: _positions(config, mesh) => __import__('torch').arange(config.rank_seq_len)
 @ step06_context_parallel.train:take_part
 # Every rank shifts its own tokens: the last one of a chunk gets no label from the next chunk
 boundary labels lost: targets[:, mine]) => tokens[:, mine].roll(-1, 1))
