@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from common.process_groups import Group
 
 VOCAB, LENGTH, SEQUENCES = 43, 16, 4
+PRELOAD = "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"
 
 
 def gpt2(**options) -> nn.Module:

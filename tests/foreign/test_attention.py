@@ -21,7 +21,7 @@ from step06_context_parallel.layouts import token_positions
 from step06_context_parallel.ring_attention import ring_attention
 from step06_context_parallel.ulysses_attention import ulysses_attention
 from tests.foreign import models
-from tests.foreign.models import LENGTH
+from tests.foreign.models import LENGTH, PRELOAD  # noqa: F401 (of the fork server)
 from tests.harness.ranks import run_ranks
 
 DOCUMENTS = (0, 5), (0, 8), (0,), (0, 1, 2, 12)  # where they begin in each sample

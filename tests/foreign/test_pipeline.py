@@ -17,6 +17,7 @@ from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.stages import defer_linear_layers, mark_shared_parameters
 from tests.foreign import models
+from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)
 from tests.harness.ranks import run_ranks
 
 

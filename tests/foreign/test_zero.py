@@ -14,6 +14,7 @@ from step02_data_parallel.data_parallel import DataParallel
 from step03_zero.by_layer import ZeroByLayer
 from step03_zero.zero import Zero
 from tests.foreign import models
+from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)
 from tests.harness.ranks import run_ranks
 
 RATE = 0.1

@@ -48,6 +48,7 @@ def main(requests: int, replies: int) -> None:
             return
         if "module" in request:
             _load(request["module"])
+            _load(*getattr(sys.modules.get(request["module"]), "PRELOAD", ()))
         gc.freeze()  # a collection in a rank would write to, and so copy, the pages that all ranks share
         control[1].send(serve(request, control))
 

@@ -2,7 +2,8 @@
 
 Starting a world costs little but not nothing: let one function go through many cases. In a rank `assert` is plain
 Python's: give it a message, or return values and compare them in the test. The fork server imports the test module:
-what starts threads (datasets, transformers) is to be imported inside functions.
+what starts threads (datasets) is to be imported inside functions. So is what takes long (transformers); where a test
+module has names of such modules in `PRELOAD`, the fork server imports them, so that not every rank has to.
 """
 
 import atexit
