@@ -3,11 +3,8 @@
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from common.process_groups import Group
 
 VOCAB, LENGTH, SEQUENCES = 43, 16, 4
 PRELOAD = "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"
@@ -76,7 +73,3 @@ def gradients(model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss_of(model, rows).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-def as_group(handle: dist.ProcessGroup, name: str) -> Group:
-    return Group.of(handle, name)

@@ -69,7 +69,7 @@ def groups_of(world: Group, pp: int) -> SimpleNamespace:
         for ranks in rows:
             handle = dist.new_group(ranks)
             if world.rank in ranks:
-                mine[name] = models.as_group(handle, name)
+                mine[name] = Group.of(handle, name)
     alone = Group("replica", (world.rank,), 0)
     return SimpleNamespace(device=torch.device("cpu"), replica=alone, **mine)
 
@@ -82,7 +82,7 @@ def linked(mesh: SimpleNamespace, schedule, tied: bool) -> SimpleNamespace:
 
 def worst_errors(world: int) -> dict[tuple, float]:
     """Of every case, the largest error of a gradient."""
-    everyone, result = models.as_group(dist.group.WORLD, "world"), {}
+    everyone, result = Group.of(dist.group.WORLD, "world"), {}
     mesh = groups_of(everyone, 2)
     for case in CASES:
         name, kind, stage, recompute = case
@@ -153,8 +153,8 @@ class EndsInTanh(nn.Module):
 
 
 def gradient_of_tanh(micro_batches: int) -> Tensor:
-    world = models.as_group(dist.group.WORLD, "activations")
-    other = models.as_group(dist.new_group([0, 1]), "gradients")
+    world = Group.of(dist.group.WORLD, "activations")
+    other = Group.of(dist.new_group([0, 1]), "gradients")
     alone = Group("shard", (world.rank,), 0)
     mesh, stage = SimpleNamespace(device=torch.device("cpu"), shard=alone, replica=alone), EndsInTanh()
     values = values_from({"weight": torch.eye(8, dtype=torch.float64)})

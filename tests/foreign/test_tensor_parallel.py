@@ -23,6 +23,7 @@ from step04_tensor_parallel.tensor_parallel import (
 )
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.foreign import models
+from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)
 from tests.harness.ranks import run_ranks
 
 
@@ -39,7 +40,7 @@ def cuts() -> Cuts:
 
 def worst_error(mode: str) -> float:
     """On two ranks that share every layer: of a step's gradients, sharded with stage 3's units over one rank."""
-    tp = models.as_group(dist.group.WORLD, "tp")
+    tp = Group.of(dist.group.WORLD, "tp")
     alone = Group("shard", (tp.rank,), 0)
     mesh = SimpleNamespace(device=torch.device("cpu"), shard=alone, replica=alone, tp=tp)
     expected = models.gradients(models.llama(), models.tokens())

@@ -43,14 +43,14 @@ def groups_of_copies(world: Group, copies: int) -> SimpleNamespace:
     mine = {}
     for name, rows in (("shard", grid.tolist()), ("replica", grid.T.tolist())):
         handles = [(tuple(ranks), dist.new_group(ranks)) for ranks in rows]
-        mine[name] = next(models.as_group(handle, name) for ranks, handle in handles if world.rank in ranks)
+        mine[name] = next(Group.of(handle, name) for ranks, handle in handles if world.rank in ranks)
     return SimpleNamespace(device=torch.device("cpu"), **mine)
 
 
 def worst_errors(world: int) -> dict[tuple, float]:
     """Of every case, the largest error of a gradient over two steps."""
     everyone, expected, result = (
-        models.as_group(dist.group.WORLD, "world"),
+        Group.of(dist.group.WORLD, "world"),
         {name: expected_steps(name) for name in models.MODELS},
         {},
     )
