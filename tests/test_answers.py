@@ -3,6 +3,7 @@
 import re
 import textwrap
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,24 +62,35 @@ CHANGES = {
 }
 
 
+def pattern(before: str) -> str:
+    """A regular expression for what is written as in CHANGES."""
+    return re.escape(before).replace("…", ".*")
+
+
+def sketch_of(step: int | str) -> Path:
+    """The sketch of a step, or of a folder."""
+    (folder,) = ROOT.glob(step if isinstance(step, str) else f"step{step:02}_*")
+    return folder / "sketch.py"
+
+
 def solved(step: int | str) -> types.ModuleType:
     """The sketch of a step, or in a folder, as its lesson's answer has it."""
-    (folder,) = ROOT.glob(step if isinstance(step, str) else f"step{step:02}_*")
-    exercises = re.split(r"^\*\*\d\. ", (folder / "README.md").read_text(), flags=re.MULTILINE)
+    path = sketch_of(step)
+    exercises = re.split(r"^\*\*\d\. ", path.with_name("README.md").read_text(), flags=re.MULTILINE)
     (answer,) = [each for each in exercises if each.startswith("(change")]
     code = re.findall(r"^```python\n(.*?)^```", answer, re.MULTILINE | re.DOTALL)
     functions = [each for each in code if re.search("^def |^[A-Z]+ = ", each, re.MULTILINE)]
     parts = [part for each in code if each not in functions for part in re.split(r" *\.\.\.  # as before.*\n", each)]
     own = [line for each in code for line in each.splitlines() if line.strip()]
     assert len(own) + len([after for _, after in CHANGES[step] if "§" not in after]) >= 5, "lines of the reader's own"
-    source = (folder / "sketch.py").read_text()
+    source = path.read_text()
     for before, after in CHANGES[step]:
-        (found,) = re.findall(re.escape(before).replace("…", ".*"), source)
+        (found,) = re.findall(pattern(before), source)
         indent = re.match(r" *", found.lstrip("\n"))[0]
         for index, part in enumerate(parts):
             after = after.replace(f"§{index}", textwrap.indent(textwrap.dedent(part), indent))
         source = source.replace(found, after)
-    module = types.ModuleType(f"sketch_{folder.name}")
+    module = types.ModuleType(f"sketch_{path.parent.name}")
     exec(source, module.__dict__)
     for each in functions:
         exec(each, module.__dict__)  # they take the place of the sketch's

@@ -1,8 +1,8 @@
 """What holds for every lesson: its length, that its excerpts are the code, and that its numbers were measured."""
 
 import re
-import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +13,7 @@ LESSONS = sorted([*ROOT.glob("step*/README.md"), *LESSONS])
 LADDER = ROOT / "step08_5d" / "gpu_ladder"
 BESIDE = sorted([*ROOT.glob("step*/[a-l]*.md"), *LADDER.glob("*.md")])  # pages beside a lesson
 PAGES = [ROOT / "README.md", *LESSONS, *BESIDE, *sorted(ROOT.glob("step*/measurements.md"))]
-CODE = [path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
+CODE = {path: path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))}
 NUMBER = re.compile(r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 CALCULATION = re.compile(r"[=·×+≥]|/ ?\d|/N")
 NO_MEASUREMENTS = r"arXiv:[\d.]+|\]\([^)]*\)|`[^`]*`|\([A-Z]+ \d{4}\)|[Ss]ections? [\d.]+|Llama 3\.\d"
@@ -41,15 +41,31 @@ def test_no_line_of_a_paragraph_looks_like_a_list(page):
         assert item.match(first) or not any(item.match(line) for line in others), paragraph
 
 
+def without_indentation(text: str) -> str:
+    return re.sub(r"^ +", "", text, flags=re.MULTILINE)
+
+
+DEDENTED = {path: without_indentation(text) for path, text in CODE.items()}
+
+
+def excerpts(page: Path) -> Iterator[tuple[int, str]]:
+    """The code that a page shows, without its indentation, and the line where it begins.
+
+    A line ... stands for lines that are left out.
+    """
+    text, _, _ = page.read_text().partition("## Exercises")
+    for block in re.finditer(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, block.start(1)) + 1
+        for part in re.split(r"^ *\.\.\.\n", block[1], flags=re.MULTILINE):
+            yield line, without_indentation(part)
+            line += part.count("\n") + 1
+
+
 @pytest.mark.parametrize("page", [*LESSONS, *BESIDE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_excerpts_are_the_code(page):
-    """Word for word, but for their indentation; a line ... stands for lines that are left out."""
-    dedented = [re.sub(r"^ +", "", text, flags=re.MULTILINE) for text in CODE]
-    text, _, _ = page.read_text().partition("## Exercises")
-    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        for part in re.split(r"^ *\.\.\.\n", textwrap.dedent(block), flags=re.MULTILINE):
-            part = re.sub(r"^ +", "", part, flags=re.MULTILINE)
-            assert any(part in text for text in dedented), f"nowhere in the code:\n{part}"
+    """Word for word, but for their indentation."""
+    for _, part in excerpts(page):
+        assert any(part in text for text in DEDENTED.values()), f"nowhere in the code:\n{part}"
 
 
 def value(number: str) -> float:

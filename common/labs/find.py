@@ -4,7 +4,9 @@ import difflib
 import functools
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from common.errors import UsageError
 from common.labs.lab import Lab
@@ -13,13 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = ("write", "hunt", "predict", "schedule", "design")  # in the order in which a step's labs are best taken
 
 
+def lab_modules() -> Iterator[ModuleType]:
+    """All modules of the folders `labs`, imported."""
+    for folder in sorted(ROOT.glob("step*/labs")):
+        for module in pkgutil.iter_modules([str(folder)]):
+            yield importlib.import_module(f"{folder.parent.name}.labs.{module.name}")
+
+
 @functools.cache
 def all_labs() -> dict[str, Lab]:
     """By id, in the order of the course."""
-    found = []
-    for folder in sorted(ROOT.glob("step*/labs")):
-        for module in pkgutil.iter_modules([str(folder)]):
-            found += getattr(importlib.import_module(f"{folder.parent.name}.labs.{module.name}"), "LABS", [])
+    found = [lab for module in lab_modules() for lab in getattr(module, "LABS", [])]
     order = sorted(found, key=lambda lab: (lab.step, KINDS.index(lab.kind), lab.id))
     return {lab.id: lab for lab in order}
 

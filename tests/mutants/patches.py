@@ -173,8 +173,8 @@ def _(self):
 
 
 STEPS = {2: DATA_PARALLEL, 3: ZERO} | patches_step04.STEPS | patches_step06.STEPS  # by the step that they are wrong in
-EVERY = dict(item for mutants in STEPS.values() for item in mutants.items())
-EVERY |= patches_hidden.ASYNCHRONY | patches_hidden.NARROW | patches_fp8.MUTANTS
+TABLES = [*STEPS.values(), patches_hidden.ASYNCHRONY, patches_hidden.NARROW, patches_fp8.MUTANTS]
+EVERY = dict(item for mutants in TABLES for item in mutants.items())
 
 
 def misfit(mutant: str) -> str:
