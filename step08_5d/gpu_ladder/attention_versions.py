@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from common.drawing.tables import print_comparison, print_table
+from common.measure.gpu_time import seconds_of
 from step08_5d.gpu_ladder import roofline
-from step08_5d.gpu_ladder.machine import DEVICE, seconds_of
+from step08_5d.gpu_ladder.machine import DEVICE
 from step08_5d.kernels.launching import ceil_div
 
 BLOCK = 128  # queries, and keys, of a tile

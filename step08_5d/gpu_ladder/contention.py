@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from common.drawing.tables import print_table
-from step08_5d.gpu_ladder.machine import CACHE, DEVICE, NO_TRITON, clock, seconds_of
+from common.measure.gpu_time import CACHE, clock, seconds_of
+from step08_5d.gpu_ladder.machine import DEVICE, NO_TRITON
 from step08_5d.kernels.launching import HAS_TRITON, ceil_div, tl, triton
 
 MULTIPROCESSORS = 132  # of an H100 or H200

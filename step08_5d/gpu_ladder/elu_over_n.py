@@ -9,8 +9,9 @@ import torch
 
 from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
 from common.drawing.tables import print_table
+from common.measure.gpu_time import seconds_of
 from step08_5d.gpu_ladder import elu
-from step08_5d.gpu_ladder.machine import DEVICE, seconds_of
+from step08_5d.gpu_ladder.machine import DEVICE
 
 # N: GB/s of eager PyTorch, torch.compile and Triton, read off the figure of the playbook's section "Improving
 # performance with kernels" to about 5 GB/s. The number of rows is not given; Triton's tutorials, on which it builds,

@@ -1,7 +1,6 @@
 """What this machine can do, and how a ladder's rungs are checked here and timed on a GPU."""
 
 import functools
-import statistics
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import NamedTuple
 import torch
 
 from common.drawing.tables import print_table
+from common.measure.gpu_time import seconds_of
 from step08_5d.kernels.launching import HAS_TRITON
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NO_TRITON, NO_CUDA_SOURCE, NOT_HERE = "needs Triton", "needs a GPU and nvcc", "on a GPU only"
-CACHE = 256 * 2**20  # bytes, more than any GPU's L2 cache holds
-WARM_UP, CALLS = 5, 30
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 
 
@@ -68,31 +66,6 @@ def missing() -> list[str]:
     if not HAS_TRITON:
         lines.append("no Triton (pip install triton, Linux only): its rungs are left out")
     return lines
-
-
-def seconds_of(function: Callable, *inputs: torch.Tensor) -> float:
-    """Median time of a call on the GPU, with cold caches."""
-    for _ in range(WARM_UP):  # compiles, and wakes the GPU's clock
-        function(*inputs)
-    cache = torch.empty(CACHE, dtype=torch.uint8, device=DEVICE)
-    stops = [clock(lambda: function(*inputs), cache) for _ in range(CALLS)]
-    torch.cuda.synchronize()
-    return statistics.median(stop() for stop in stops)
-
-
-def clock(call: Callable, cache: torch.Tensor) -> Callable[[], float]:
-    """Make a call on the GPU. Returns a function that tells, once the GPU has finished, how many seconds it took.
-
-    The L2 cache is cleared by filling `cache`. Then the GPU sleeps for a millisecond, and meanwhile Python launches the
-    call: else the time of a short kernel would be that of its launch.
-    """
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    cache.zero_()
-    torch.cuda._sleep(2_000_000)  # cycles
-    start.record()
-    call()
-    stop.record()
-    return lambda: 1e-3 * start.elapsed_time(stop)
 
 
 @functools.cache

@@ -10,7 +10,8 @@ import torch
 from common.costs.hardware import vendor_tflops
 from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
 from common.drawing.tables import print_comparison
-from step08_5d.gpu_ladder.machine import DEVICE, Rung, climb, from_source, seconds_of, with_triton
+from common.measure.gpu_time import seconds_of
+from step08_5d.gpu_ladder.machine import DEVICE, Rung, climb, from_source, with_triton
 from step08_5d.gpu_ladder.traffic import LANES, SECTOR, kernel_traffic
 from step08_5d.gpu_ladder.transactions import (
     KERNELS,

@@ -17,11 +17,12 @@ import torch
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors, summary
-from step08_5d.gpu_ladder.machine import DEVICE, seconds_of
+from common.measure.gpu_time import seconds_of
 from step08_5d.kernels import flash_attention
 from step08_5d.kernels.flash_attention_backward import attend_backward
 from step08_5d.kernels.launching import HAS_TRITON
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = ("forward", "dq", "dk, dv")
 HEADS, TOKENS = 32, 4096  # of a sequence
 

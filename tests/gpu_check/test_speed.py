@@ -14,6 +14,7 @@ import torch
 from common.config import TrainConfig
 from common.counts import count_flops
 from common.launching.command_line import parse
+from common.measure.gpu_time import seconds_of
 from common.presets import HUGGINGFACE_NAMES
 from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.recording.gpu_kernels import classify_kernels, longest_kernels
@@ -37,7 +38,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {}
     a, b = (torch.randn(MATMUL, MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return {"GB/s": machine.copy_ceiling(), "TFLOP/s": 2 * MATMUL**3 / machine.seconds_of(torch.matmul, a, b)}
+    return {"GB/s": machine.copy_ceiling(), "TFLOP/s": 2 * MATMUL**3 / seconds_of(torch.matmul, a, b)}
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def test_kernel(found, item):
             try:
                 call = prepared(case, function, which)
                 call()  # a CPU only tries it
-                speed[name] = work / machine.seconds_of(call) if top else 0.0
+                speed[name] = work / seconds_of(call) if top else 0.0
             except Exception as error:
                 errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
                 found.note(f"{item}, {which}: {name}", errors[name])

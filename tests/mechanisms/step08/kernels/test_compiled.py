@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from step08_5d.gpu_ladder import compiled as ladder
 from step08_5d.kernels import flash_attention, tune
-from step08_5d.kernels.compiled import CARDS, CASES, KIB, Compiled
+from step08_5d.kernels.compiled import CASES
+from step08_5d.kernels.compiling import CARDS, KIB, Compiled
 from tests.mechanisms.step08.kernels.compare import needs_triton, on_cpu
 
 OTHERS = "float16", "float32", "float64"  # types
@@ -27,9 +29,9 @@ RESIDENT = {
 }
 
 
-def compiled(card: int, *groups: str, dtype: str = "bfloat16") -> list[Compiled]:
+def compiled(card: int, *groups: str, dtype: str = "bfloat16", room: str = "kernels") -> list[Compiled]:
     """In a process of its own, as here Triton interprets."""
-    command = [sys.executable, "-m", "step08_5d.kernels.compiled", "--json", "--card", str(card), "--dtype", dtype]
+    command = [sys.executable, "-m", f"step08_5d.{room}.compiled", "--json", "--card", str(card), "--dtype", dtype]
     done = subprocess.run([*command, "--only", *groups], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(*row) for row in json.loads(done.stdout)]
@@ -76,7 +78,9 @@ def test_attention_and_norms_on_hopper():
 @pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="compiles for minutes: with TEST_ALL=1")
 @pytest.mark.parametrize("card, dtype", [*((card, "bfloat16") for card in CARDS), *((90, each) for each in OTHERS)])
 def test_all_kernels(card, dtype):
-    rows = compiled(card, *(group for group in CASES if group != "ladder" or dtype != "float64"), dtype=dtype)
+    rows = compiled(card, *CASES, dtype=dtype)
+    if dtype != "float64":
+        rows += compiled(card, *ladder.CASES, dtype=dtype, room="gpu_ladder")
     if dtype == "bfloat16":
         assert_approved(rows)
     assert all(row.shared <= CARDS[card].shared - KIB for row in rows)
