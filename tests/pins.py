@@ -28,7 +28,8 @@ from common.launching.command_line import OneLineParser, one_line_errors, summar
 from tests import test_answers, test_lessons
 from tests.labs import test_write
 from tests.mechanisms.step08.kernels import test_mutants as kernels
-from tests.mutants import at, function_of, patches
+from tests.mutants import patches
+from tests.mutants.patches.mutants import at, function_of
 
 PAGES = [*test_lessons.LESSONS, *test_lessons.BESIDE]
 WIDTH = 80  # characters of a quote that are shown

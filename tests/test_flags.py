@@ -18,8 +18,8 @@ from common.config import TrainConfig
 from common.launching.command_line import parse
 from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, run_ranks
-from tests.harness.whole_run import observe, observe_all, what_changed
 from tests.parity.runs import assemble
+from tests.parity.whole_run import observe, observe_all, what_changed
 
 STEPS = range(1, len(list(ROOT.glob("step*/train.py"))) + 1)
 TP, PP, CP, ZERO, MOE, RUN = "--tp 2", "--pp 2", "--cp 2", "--zero 2", "--experts 4", "--run-dir {folder}"

@@ -10,8 +10,8 @@ from tests import pins, test_answers, test_lessons
 from tests.harness.ranks import ROOT
 from tests.labs.test_write import ANSWERS
 from tests.mechanisms.step08.kernels import test_mutants as kernels
-from tests.mutants import Mutants
 from tests.mutants.patches import EVERY
+from tests.mutants.patches.mutants import Mutants
 
 
 @pytest.fixture(scope="module")

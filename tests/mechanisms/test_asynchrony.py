@@ -12,7 +12,7 @@ from tests.harness.asynchrony import Seen, asynchrony
 from tests.harness.communicators import play_strictly
 from tests.harness.ranks import run_ranks
 from tests.mutants.patches import assert_applies  # loads every step once in the fork server
-from tests.mutants.patches_hidden import ASYNCHRONY
+from tests.mutants.patches.hidden import ASYNCHRONY
 from tests.parity.runs import TOLERANCE, Result, assemble, differences, reference, train_case, training_of
 
 BASE = "--hidden 16 --heads 4 --kv-heads 2 --ffn 24 --seq-len 8 --global-batch 4 --micro-batch 1 --steps 2"

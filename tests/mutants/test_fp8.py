@@ -5,7 +5,7 @@ import pytest
 from tests.mechanisms.step08.test_delayed_scales import check_delayed_scales, check_idle_expert
 from tests.mechanisms.step08.test_narrow_numbers import check_cast, check_weight_gradient
 from tests.mutants.patches import assert_applies, patched
-from tests.mutants.patches_fp8 import MUTANTS
+from tests.mutants.patches.fp8 import MUTANTS
 from tests.parity.runs import ADAMW, SGD, UNTIED, assert_parity
 from tests.parity.test_fp8 import (
     DELAYED,

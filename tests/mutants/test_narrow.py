@@ -8,7 +8,7 @@ import pytest
 from tests.harness.narrow_operations import NarrowOperations
 from tests.harness.ranks import run_ranks
 from tests.mutants.patches import assert_applies
-from tests.mutants.patches_hidden import NARROW as MUTANTS
+from tests.mutants.patches.hidden import NARROW as MUTANTS
 from tests.parity.runs import train_case
 
 BASE = "--dtype bfloat16 --steps 1 --layers 1 --global-batch 2 --seq-len 8 --peak-tflops 1"

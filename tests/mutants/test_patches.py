@@ -4,8 +4,9 @@ import pytest
 
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
-from tests.mutants import Mutants, patches
+from tests.mutants import patches
 from tests.mutants.patches import EVERY, assert_applies, patched
+from tests.mutants.patches.mutants import Mutants
 
 STALE = Mutants(r"""
 @ step03_zero.unit:Unit.free

@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from common.config import flag_names, spelled
 from common.launching.command_line import STEP_NAMES
 from common.start import environment
-from tests.harness.observing import configure, mesh_of, observe_each
+from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks, steps_of
 from tests.mutants.patches import patched  # loads every step once in the fork server, instead of in every rank
 
@@ -71,9 +70,15 @@ def train_case(step: int, flags: str, mutant: str | None = None) -> dict:
         return {"curve": curve_of(folder) if environment().rank == 0 else [], "boxes": boxes}
 
 
+def train_cases(step: int, cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
+    """`train_case` of each case, under its mutant."""
+    mutants = mutants or [None] * len(cases)
+    return [train_case(step, flags, mutant) for flags, mutant in zip(cases, mutants, strict=True)]
+
+
 def run_cases(world: int, step: int, cases: list[str], mutants: list[str | None] | None = None) -> list[Result]:
     """Train every case with the train.py of `step` on `world` ranks."""
-    return results_of(world, observe_each, partial(train_case, step), cases, mutants)
+    return results_of(world, train_cases, step, cases, mutants)
 
 
 def results_of(world: int, function: Callable, *args) -> list[Result]:

@@ -4,17 +4,15 @@ That shows where scales are taken: one that differs in its last digit moves numb
 """
 
 import functools
-from functools import partial
 from unittest import mock
 
 import pytest
 
 from step08_5d.narrow_numbers.scaling import BLOCKS
-from tests.harness.observing import observe_each
 from tests.harness.ranks import run_ranks
 from tests.parity.cases import ALL, CHUNKED, GATHER, OVERLAP, PLAIN, RING, ULYSSES, WHOLE
 from tests.parity.pairwise import pairwise, thin
-from tests.parity.runs import ADAMW, SGD, TIED, UNTIED, Result, assemble, assert_parity, train_case, training_of
+from tests.parity.runs import ADAMW, SGD, TIED, UNTIED, Result, assemble, assert_parity, train_cases, training_of
 
 SIZES = {"tile": 8, "mx": 4}  # instead of 128 and 32: several blocks in a small model
 SHAPE = "--ffn 64 --seq-len 32"
@@ -80,7 +78,7 @@ PARTS = 4 if ALL else 1  # starts of 2 ranks, and of 4: each has a time limit
 def train_with_small_blocks(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
     """On a rank, or alone."""
     with mock.patch.dict(BLOCKS, SIZES):
-        return observe_each(partial(train_case, 8), cases, mutants)
+        return train_cases(8, cases, mutants)
 
 
 def run_narrow(ranks: int, cases: list[str], mutants: list[str | None] | None = None) -> list[Result]:

@@ -1,6 +1,6 @@
 """Known-wrong uses of collectives in flight, and sums in 16 bits: they train the same on gloo, or nearly the same."""
 
-from tests.mutants import Mutants
+from tests.mutants.patches.mutants import Mutants
 
 # gloo forgives most of them: it has sent a small tensor before `launch` returns, or runs its groups independently
 ASYNCHRONY = Mutants(r"""

@@ -14,8 +14,8 @@ from step08_5d import fused
 from step08_5d.fused import HeadAndLoss
 from step08_5d.kernels import linear_cross_entropy
 from step08_5d.kernels.cross_entropy import row_statistics_reference
-from tests.mutants import Mutants
-from tests.mutants.patches_step04 import wrong_gather
+from tests.mutants.patches.mutants import Mutants
+from tests.mutants.patches.step04 import wrong_gather
 
 CONTEXT = Mutants(r"""
 # ---- wrong results

@@ -13,7 +13,7 @@ from common.model import cross_entropy_sum
 from common.weights import initialisation
 from step04_tensor_parallel import operators
 from step05_pipeline import stages
-from tests.mutants import Mutants
+from tests.mutants.patches.mutants import Mutants
 
 TENSOR = Mutants(r"""
 # ---- wrong results

@@ -1,10 +1,9 @@
-"""Known-wrong variants of data parallelism and of ZeRO, and `patched` for those of every step.
+"""Known-wrong variants of data parallelism and of ZeRO.
 
 Each is a mistake that was found in real code (teaching repositories, and bug reports of large frameworks). Some train
 something else; the others train the right model but hold, send or wait for more than they should: no curve shows it.
 """
 
-import contextlib
 from dataclasses import replace
 from unittest import mock
 
@@ -12,7 +11,7 @@ from common import collectives
 from common.parameter import ParameterSpec
 from step03_zero.unit import Unit
 from step03_zero.zero import Zero
-from tests.mutants import Mutants, patches_fp8, patches_hidden, patches_step04, patches_step06
+from tests.mutants.patches.mutants import Mutants
 
 DATA_PARALLEL = Mutants(r"""
 @ step02_data_parallel.data_parallel:DataParallel.accumulate
@@ -172,35 +171,4 @@ def _(self):
     return [views[parameter].view(-1) for parameter in self.parameters]
 
 
-STEPS = {2: DATA_PARALLEL, 3: ZERO} | patches_step04.STEPS | patches_step06.STEPS  # by the step that they are wrong in
-TABLES = [*STEPS.values(), patches_hidden.ASYNCHRONY, patches_hidden.NARROW, patches_fp8.MUTANTS]
-EVERY = dict(item for mutants in TABLES for item in mutants.items())
-
-
-def misfit(mutant: str) -> str:
-    """Why a mutant cannot be applied: the code that it changes is not there any more. Empty if it can."""
-    with contextlib.ExitStack() as stack:
-        try:
-            EVERY[mutant](stack)
-        except Exception as error:
-            return f"the patch of {mutant!r} no longer applies: {error}"
-    return ""
-
-
-@contextlib.contextmanager
-def patched(mutant: str | None):
-    """Apply a mutant of any step to this process for the duration; None: nothing.
-
-    One that cannot be applied changes nothing, so that a world which observes many still observes the others. Its own
-    test says so with `assert_applies`.
-    """
-    with contextlib.ExitStack() as stack:
-        if mutant is not None and not misfit(mutant):
-            EVERY[mutant](stack)
-        yield
-
-
-def assert_applies(*mutants: str) -> None:
-    """Raise AssertionError that names the first of these mutants that cannot be applied, and why."""
-    for mutant in mutants:
-        assert not (why := misfit(mutant)), why
+STEPS = {2: DATA_PARALLEL, 3: ZERO}

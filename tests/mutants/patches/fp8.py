@@ -1,6 +1,6 @@
 """Known-wrong variants of products in FP8. Their curves look healthy: see test_fp8.py."""
 
-from tests.mutants import Mutants
+from tests.mutants.patches.mutants import Mutants
 
 MUTANTS = Mutants(r"""
 @ step08_5d.narrow_numbers.linear:Products._narrow
