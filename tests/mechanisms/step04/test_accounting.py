@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import step04_tensor_parallel.train as step04
 from common import collectives
 from common.config import TrainConfig
 from common.costs.vocabulary import Message, added
 from step04_tensor_parallel.cost import Way, messages
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
-from tests.harness.observing import configure, mesh_of, sent_so_far
+from tests.harness import accounting
+from tests.harness.observing import configure
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.test_activations import BATCH, FORMS, MODEL, SEQ, stream, tp_mesh
 
@@ -88,17 +88,12 @@ def ranks_train(flags: list[str]) -> list[dict]:
     """What this rank sees of train() in each case."""
     found = []
     for case in flags:
-        config, held = configure(4, f"{SHAPE} {case}"), {}
-        mesh = mesh_of(config)
-        before = sent_so_far(mesh)
-        with collectives.record() as calls:
-            for tensor in step04.train(config, mesh):
-                held[tensor.spec.name] = held.get(tensor.spec.name, 0) + tensor.numel()
-        result = {"case": case, "sockets": None if before is None else sent_so_far(mesh) - before}
-        result |= {"sent": sum(call.bytes for call in calls), "expected": expected_log(config, held)}
-        calls = [call for call in calls if call.group in ("tp", "kv_replica", "world")]
-        result["log"] = [(call.phase, call.group, call.op, call.elements, call.bytes) for call in calls]
-        result["types"] = {call.dtype for call in calls if call.group == "tp"}
+        log, held = accounting.log(4, f"{SHAPE} {case}"), {}
+        for tensor in log.updated:
+            held[tensor.spec.name] = held.get(tensor.spec.name, 0) + tensor.numel()
+        result = {"case": case, "sockets": log.sockets, "sent": log.sent, "expected": expected_log(log.config, held)}
+        result["log"] = [row for row in log.rows if row[1] in ("tp", "kv_replica", "world")]
+        result["types"] = {call.dtype for call in log.calls if call.group == "tp"}
         found.append(result)
     return found
 

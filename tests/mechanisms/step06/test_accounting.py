@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-import step06_context_parallel.train as step06
 from common import collectives
 from common.config import CP_MODES, CP_SPLITS
 from common.measure.saved_tensors import SavedTensors
@@ -21,7 +20,8 @@ from step06_context_parallel.attention_block import FusedKernels, NaiveKernels
 from step06_context_parallel.context_parallel import apply_context_parallel, attention
 from step06_context_parallel.experiments.memory import peaks
 from step06_context_parallel.experiments.tools import SHAPE as LAYER
-from tests.harness.observing import configure, mesh_of, sent_so_far, watching
+from tests.harness import accounting
+from tests.harness.observing import configure, mesh_of, watching
 from tests.harness.ranks import run_ranks
 
 LAYERS, HEADS, WIDTH, TOKENS = 2, 8, 16, 256  # TOKENS: of a sequence
@@ -77,14 +77,9 @@ def ranks_train(flags: list[str]) -> list[dict]:
     """Of each case: what this rank did, and what its sockets have sent."""
     found = []
     for case in flags:
-        config = configure(6, f"{SHAPE} {case}")
-        mesh = mesh_of(config)
-        before = sent_so_far(mesh)
-        with counted_blocks() as counts, collectives.record() as calls:
-            step06.train(config, mesh)
-        sockets = None if before is None else sent_so_far(mesh) - before
-        log = [(call.phase, call.group, call.op, call.elements, call.bytes) for call in calls]
-        found.append({**counts, "cp": mesh.cp.rank, "log": log, "sockets": sockets})
+        with counted_blocks() as counts:
+            log = accounting.log(6, f"{SHAPE} {case}")
+        found.append({**counts, "cp": log.mesh.cp.rank, "log": log.rows, "sent": log.sent, "sockets": log.sockets})
     return found
 
 
@@ -113,8 +108,7 @@ def check_train(ranks: list[list[dict]], flags: list[str]) -> None:
             assert did["backward"] == pairs, f"rank {rank}, {case}: pairs"
             assert did["forward"] == (1 if config.recompute == "none" else 2) * pairs, f"rank {rank}, {case}: pairs"
             assert did.get("plans", 0) <= 1, f"rank {rank}, {case}: each layer makes a plan anew"
-            sent = sum(call[4] for call in did["log"])
-            assert did["sockets"] in (None, pytest.approx(sent, rel=0.02)), f"rank {rank}, {case}: sockets"
+            assert did["sockets"] in (None, pytest.approx(did["sent"], rel=0.02)), f"rank {rank}, {case}: sockets"
 
 
 def test_train_issues_and_computes_what_its_layers_need():

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import step07_expert_parallel.train as step07
 from common import collectives
 from common.config import TrainConfig
 from step07_expert_parallel.expert_parallel import Journey
-from tests.harness.observing import configure, mesh_of, sent_so_far, watching
+from tests.harness import accounting
+from tests.harness.observing import configure, watching
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step07.test_moe import layer_of
 
@@ -36,19 +36,15 @@ def ranks_train(cases: list[str], folder: str) -> list[dict]:
     found = []
     for index, case in enumerate(cases):
         counts = []
-        config = configure(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
-        mesh = mesh_of(config)
-        before = sent_so_far(mesh)
-        counting = watching(Journey, "__init__", lambda self, mine, *_, counts=counts: counts.append(mine.on_host))
-        with counting, collectives.record() as calls:
-            tensors = step07.train(config, mesh)[: 1 - LAYERS]  # without the biases
-        sockets = None if before is None else sent_so_far(mesh) - before
-        log = [(call.phase, call.group, call.op, call.dtype, call.elements, call.bytes) for call in calls]
+        with watching(Journey, "__init__", lambda self, mine, *_, counts=counts: counts.append(mine.on_host)):
+            log = accounting.log(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
+        mesh, tensors = log.mesh, log.updated[: 1 - LAYERS]  # without the biases
+        calls = [(call.phase, call.group, call.op, call.dtype, call.elements, call.bytes) for call in log.calls]
         of_experts = [tensor for tensor in tensors if ".experts." in tensor.spec.name]
         held, experts = (sum(each.numel() for each in several) for several in (tensors, of_experts))
-        result = {"experts": experts, "dense": held - experts, "log": log}
+        result = {"experts": experts, "dense": held - experts, "log": calls, "sent": log.sent}
         result["owned"] = sum(each.numel() for each in of_experts if each.spec.owner)
-        found.append(result | {"counts": counts, "ep": mesh.ep.ranks, "edp": mesh.edp.size, "sockets": sockets})
+        found.append(result | {"counts": counts, "ep": mesh.ep.ranks, "edp": mesh.edp.size, "sockets": log.sockets})
     return found
 
 
@@ -98,7 +94,7 @@ def check_train(cases: list[str], found: list[list[dict]], folder: Path) -> None
             assert log == travels(config, rank, ranks), f"{where}: all-to-alls"
             check_router(config, seen, tokens, where)
             check_reduction(config, seen, where)
-            assert seen["sockets"] in (None, pytest.approx(sum(call[-1] for call in seen["log"]), rel=0.02)), where
+            assert seen["sockets"] in (None, pytest.approx(seen["sent"], rel=0.02)), where
         assert sum(rank["owned"] for rank in ranks) == (LAYERS - 1) * WEIGHTS, f"{case}: owners of experts"
 
 

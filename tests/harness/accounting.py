@@ -1,0 +1,43 @@
+"""What a rank sends in a whole run of a step's train(): by the log of collectives, and by the kernel's own counters."""
+
+import importlib
+from typing import NamedTuple
+
+import torch
+
+from common import collectives
+from common.config import TrainConfig
+from common.launching.command_line import STEP_NAMES
+from common.process_groups import Mesh
+from tests.harness.observing import configure, mesh_of, sent_so_far
+
+
+class Log(NamedTuple):
+    """One run of one rank."""
+
+    config: TrainConfig
+    mesh: Mesh
+    updated: list[torch.Tensor]  # what train() returns
+    calls: list[collectives.Call]
+    sockets: int | None  # bytes that they have sent; None where the system does not count them
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the log says."""
+        return sum(call.bytes for call in self.calls)
+
+    @property
+    def rows(self) -> list[tuple]:
+        """(phase, group, op, elements, bytes) of each call, in order."""
+        return [(call.phase, call.group, call.op, call.elements, call.bytes) for call in self.calls]
+
+
+def log(step: int, flags: str) -> Log:
+    """Train under these flags on this rank."""
+    train = importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train
+    config = configure(step, flags)
+    mesh = mesh_of(config)
+    before = sent_so_far(mesh)
+    with collectives.record() as calls:
+        updated = train(config, mesh)
+    return Log(config, mesh, updated, calls, None if before is None else sent_so_far(mesh) - before)
