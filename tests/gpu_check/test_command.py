@@ -1,15 +1,25 @@
 """The command `python -m tests.gpu_check`: its parts, and where their ranks are placed."""
 
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from common.model import rotate
+from step08_5d.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from step08_5d.kernels.swiglu import swiglu_reference
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import launching, test_node, test_training
 from tests.gpu_check.findings import Findings
+from tests.gpu_check.rivals import rivals
 from tests.harness.observing import configure
 from tests.harness.ranks import ROOT, CommandTimeout, run_script
+from tests.mechanisms.step08.kernels.case import Maker
+from tests.mechanisms.step08.kernels.cases import KERNELS
+from tests.mechanisms.step08.kernels.compare import assert_same, needs_triton
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -116,3 +126,40 @@ def test_parts_exist():
     assert max(limit for limit, *_ in command.PARTS.values()) < 9 * 60
     done = run_script("-m", "pytest", "--collect-only", "-q", *tests)
     assert done.returncode == 0 and all(test in done.stdout for test in tests), done.stdout
+
+
+LIGER = SimpleNamespace(  # which need not be installed: the formulas under its names, with its arguments
+    liger_rms_norm=lambda x, weight, eps, in_place: rms_norm_reference(x, weight, eps),
+    liger_fused_add_rms_norm=lambda x, residual, weight, eps, in_place: add_rms_norm_reference(
+        x, residual, weight, eps
+    ),
+    liger_swiglu=swiglu_reference,
+    liger_rope=lambda q, k, cos, sin: rotate(q, k, cos[0], sin[0]),
+    liger_cross_entropy=lambda logits, targets, reduction: F.cross_entropy(logits, targets, reduction=reduction),
+    liger_fused_linear_cross_entropy=lambda x, weight, targets, reduction: F.cross_entropy(
+        F.linear(x, weight), targets, reduction=reduction
+    ),
+)
+
+
+RIVALS = {
+    "rms_norm": {"Liger", "PyTorch"},
+    **dict.fromkeys(("add_rms_norm", "rotary", "swiglu", "cross_entropy", "linear_cross_entropy"), {"Liger"}),
+    **{name: {"PyTorch"} for name in KERNELS if name.startswith("attention") or name == "adamw"},
+    **dict.fromkeys(("grouped_matmul", "grouped_matmul of gradients"), {"PyTorch"}),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel.timed])
+def test_rivals_compute_the_same(name, monkeypatch):
+    """Their times can be compared."""
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", LIGER)
+    case = KERNELS[name].case(Maker(torch.float64, torch.device("cpu")), *KERNELS[name].sizes[0])
+    found = rivals(name, case)
+    assert found.keys() == RIVALS.get(name, set())
+    if name == "adamw":
+        found["PyTorch"](*case.inputs, *case.settings)
+    elif not name.startswith("grouped"):  # which PyTorch multiplies in bfloat16 only
+        for function in found.values():
+            assert_same(case, function)

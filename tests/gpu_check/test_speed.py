@@ -23,6 +23,7 @@ from step08_5d.gpu_ladder import machine
 from step08_5d.kernels.launching import HAS_TRITON
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone
+from tests.gpu_check.rivals import rivals
 from tests.gpu_check.test_node import TINY, kineto_events
 from tests.harness.ranks import steps_of
 from tests.mechanisms.step08.kernels.case import BOTH, Case, Maker
@@ -59,8 +60,7 @@ def test_kernel(found, item):
     for unit, speed in top.items():
         found.note(f"ceiling, {unit}{' in bfloat16' if 'FLOP' in unit else ''}", f"{speed / machine.UNITS[unit]:,.0f}")
     compiled = torch.compile(case.reference, dynamic=False)
-    functions = dict(zip(NAMES, (case.ours, case.reference, compiled, case.liger, case.pytorch), strict=True))
-    functions = {name: function for name, function in functions.items() if function}
+    functions = {"ours": case.ours, "eager": case.reference, "torch.compile": compiled} | rivals(item, case)
     for which, work in case.work.items():
         speed, errors, cells = {}, {}, ["-"] * 7
         for name, function in functions.items():

@@ -1,6 +1,5 @@
 """What a case of a kernel is, and random tensors for it."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,7 +20,7 @@ class Case:
     gradients: whether autograd knows the backward; else the functions return all there is.
     slack: how many times larger than usual the errors may be.
     work: bytes or FLOPs that a pass needs at least: "backward", BOTH, and any other name is one of the forward.
-    default: on some GPUs we take PyTorch's.
+    pytorch: PyTorch's function, where we take that on some GPUs.
     """
 
     ours: Callable
@@ -32,9 +31,7 @@ class Case:
     slack: float = 1.0
     work: dict[str, float] = field(default_factory=dict)
     unit: str = "GB/s"
-    liger: Callable | None = None
     pytorch: Callable | None = None
-    default: bool = False
 
 
 class Kernel(NamedTuple):
@@ -58,12 +55,3 @@ class Maker:
 
     def integers(self, end: int, *shape: int) -> Tensor:
         return torch.randint(end, shape, device=self.device, generator=self.generator)
-
-
-def liger(name: str, **settings) -> Callable | None:
-    """A function of Liger Kernel, or None where that is not installed or has none."""
-    try:
-        function = getattr(importlib.import_module("liger_kernel.transformers.functional"), f"liger_{name}", None)
-    except ImportError:
-        return None
-    return function and (lambda *inputs: function(*inputs, **settings))

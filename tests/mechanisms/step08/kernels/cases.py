@@ -1,4 +1,4 @@
-"""Every kernel of step 8 beside its formula in PyTorch, and beside what other libraries have.
+"""Every kernel of step 8 beside its formula in PyTorch.
 
 The tests of this folder and the part `kernels` of `python -m tests.gpu_check` go through `KERNELS`. To add a kernel,
 add a function that returns a `Case` for sizes of its choice, and a line to that table.
@@ -22,7 +22,7 @@ from step08_5d.kernels import (
     rotary,
     swiglu,
 )
-from tests.mechanisms.step08.kernels.case import BOTH, DEVICE, Case, Kernel, Maker, liger
+from tests.mechanisms.step08.kernels.case import BOTH, DEVICE, Case, Kernel, Maker
 from tests.mechanisms.step08.kernels.cases_of_products import (
     attention,
     attention_block,
@@ -43,8 +43,6 @@ def norm(make: Maker, *shape: int) -> Case:
         lambda x, weight: rms_norm.rms_norm_reference(x, weight, EPS),
         [x, weight],
         work={"forward": 2 * x.nbytes, "backward": 3 * x.nbytes},
-        liger=liger("rms_norm", eps=EPS, in_place=False),
-        pytorch=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     )
 
 
@@ -56,7 +54,6 @@ def add_norm(make: Maker, *shape: int) -> Case:
         [x, residual, weight],
         slack=2,  # since the sum is rounded first
         work={"forward": 4 * x.nbytes, "backward": 4 * x.nbytes},
-        liger=liger("fused_add_rms_norm", eps=EPS, in_place=False),
     )
 
 
@@ -69,16 +66,14 @@ def tables(seq: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def rotation(make: Maker, batch: int, heads: int, kv_heads: int, seq: int, width: int) -> Case:
     """q and k as the model has them: views of (batch, seq, heads * width)."""
     q, k = (make(batch, seq, each, width).transpose(1, 2) for each in (heads, kv_heads))
-    theirs, work = liger("rope"), 2 * (q.nbytes + k.nbytes)
-    in_place = theirs and (lambda q, k, cos, sin: theirs(q, k, cos[None].to(q.dtype), sin[None].to(q.dtype)))
-    work = {"forward": work, "backward": work}
-    return Case(rotary.rotary, rotate, [q, k], tables(seq, width, make.dtype), work=work, liger=in_place)
+    work = dict.fromkeys(("forward", "backward"), 2 * (q.nbytes + k.nbytes))
+    return Case(rotary.rotary, rotate, [q, k], tables(seq, width, make.dtype), work=work)
 
 
 def activation(make: Maker, *shape: int) -> Case:
     gate, up = 3 * make(*shape), 3 * make(*shape)
     work = {"forward": 3 * gate.nbytes, "backward": 5 * gate.nbytes}
-    return Case(swiglu.swiglu, swiglu.swiglu_reference, [gate, up], work=work, liger=liger("swiglu"))
+    return Case(swiglu.swiglu, swiglu.swiglu_reference, [gate, up], work=work)
 
 
 def row_statistics(make: Maker, columns: int, scale: float = 1.0) -> Case:
@@ -106,16 +101,13 @@ def row_statistics(make: Maker, columns: int, scale: float = 1.0) -> Case:
 def loss(make: Maker, samples: int, seq: int, vocab: int, fused: bool = True) -> Case:
     """With tokens that do not count."""
     logits, targets = make(samples, seq, vocab), make.integers(vocab, samples, seq)
-    theirs = liger("cross_entropy", reduction="sum")
     targets[:, 1::5] = cross_entropy.IGNORED
-
     return Case(
         lambda logits, targets: cross_entropy.cross_entropy_sum(logits, targets, vocab, ALONE, fused),
         whole_cross_entropy_sum,
         [logits],
         (targets,),
         work={BOTH: 3 * logits.nbytes},
-        liger=theirs and (lambda logits, targets: theirs(logits.flatten(0, 1), targets.flatten())),
     )
 
 
@@ -124,7 +116,7 @@ def head_and_loss(
 ) -> Case:
     """In chunks of so many tokens; some tokens do not count."""
     x, weight = make(samples, seq, hidden), make(vocab, hidden) * hidden**-0.5
-    targets, theirs = make.integers(vocab, samples, seq), liger("fused_linear_cross_entropy", reduction="sum")
+    targets = make.integers(vocab, samples, seq)
     targets[:, 2:5] = cross_entropy.IGNORED
 
     def ours(x, weight, targets):
@@ -139,7 +131,6 @@ def head_and_loss(
         slack=2,
         work={BOTH: 6 * samples * seq * weight.numel()},
         unit="TFLOP/s",
-        liger=theirs and (lambda x, weight, targets: theirs(x.flatten(0, 1), weight, targets.flatten())),
     )
 
 
@@ -157,18 +148,9 @@ def update(make: Maker, size: int, narrow: bool = True) -> Case:
 
         return call
 
-    inner = torch.optim.AdamW([torch.zeros_like(master)], fused=True)
-    inner.grad_scale = 1 / settings[2]
-
-    def pytorch(master, exp_avg, exp_avg_sq, gradient, copy, *_):
-        (theirs,) = inner.param_groups[0]["params"]
-        theirs.grad = gradient
-        inner.step()
-        copy.copy_(theirs)
-
     functions = in_place(adamw.adamw), in_place(adamw.adamw_reference)
     work = {"update": sum(each.nbytes for each in tensors) + 3 * master.nbytes}
-    return Case(*functions, tensors, settings, gradients=False, work=work, pytorch=pytorch)
+    return Case(*functions, tensors, settings, gradients=False, work=work)
 
 
 # Rows of experts: uneven, the first has none, the last have none, one expert, no rows at all; and on a GPU

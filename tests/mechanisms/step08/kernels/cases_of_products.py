@@ -37,7 +37,7 @@ def attention(make: Maker, batch: int, heads: int, kv_heads: int, seq: int, widt
     q, k, v = (make(batch, seq, each, width).transpose(1, 2) for each in (heads, kv_heads, kv_heads))
     work = {"forward": 2.0 * q.numel() * seq, "backward": 5.0 * q.numel() * seq}
     functions = attention_backward.flash_attention_core, naive_attention
-    return Case(*functions, [q, k, v], (), True, 4, work, "TFLOP/s", pytorch=fused_attention, default=True)
+    return Case(*functions, [q, k, v], (), True, 4, work, "TFLOP/s", pytorch=fused_attention)
 
 
 def merging(make: Maker, queries: int) -> Case:
@@ -81,7 +81,6 @@ def grouped(make: Maker, rows: list[int], inner: int, outer: int, backward: bool
         work={"gradients" if backward else "forward": (2 + 2 * backward) * len(x) * inner * outer},
         unit="TFLOP/s",
         pytorch=calls(of_pytorch, lambda y, x, counts: of_pytorch(y.mT, x, counts)),
-        default=True,
     )
 
 

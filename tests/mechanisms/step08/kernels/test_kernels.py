@@ -60,7 +60,7 @@ def test_as_the_formula(name, size, dtype, monkeypatch):
         use_tiles(monkeypatch)
         return assert_same(case)
     assert_same(case, bounds=BOUNDS)
-    if case.default and dtype == torch.bfloat16:  # what PyTorch multiplies in no other type
+    if case.pytorch and dtype == torch.bfloat16:  # what PyTorch multiplies in no other type
         assert_same(case, case.pytorch, BOUNDS)
 
 
