@@ -26,6 +26,7 @@ from step05_pipeline import cost as pipeline
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments import memory as pipeline_memory
 from step05_pipeline.stages import split_layers
+from step06_context_parallel.attention_block import KERNELS
 from step07_expert_parallel.turns import Turns
 from tests.harness.ranks import run_ranks
 from tests.mechanisms.step04.test_activations import FORMS
@@ -163,6 +164,18 @@ def test_a_slow_device_takes_the_time_of_its_flops():
     assert in_place.flops == 2 * (2 * 5 * 4 * 3)
     assert causal.flops == (4 + 10) * 256 * 8 / 2
     assert sleep.call_args.args[0] == pytest.approx(2 * 6 * 10 * 7 / 1e3, abs=0.02)
+
+
+@pytest.mark.parametrize("queries, keys, causal", [(4, 12, False), (12, 4, False), (8, 8, True)])
+def test_a_slow_device_knows_the_blocks_of_context_parallelism(queries, keys, causal):
+    """Every query of a block sees every key of it, or half of them: with zigzag half of the queries all keys."""
+    q, k, v = torch.randn(1, 4, queries, 16), *(torch.randn(1, 2, keys, 16) for _ in range(2))
+    pairs = queries * keys / (2 if causal else 1)
+    with SlowDevice(1e12) as device:
+        out, lse = KERNELS["fused"].attend(q, k, v, causal)
+        forward = device.flops
+        KERNELS["fused"].attend_backward(out, q, k, v, out, lse, causal)
+    assert (forward, device.flops - forward) == (4 * pairs * 4 * 16, 10 * pairs * 4 * 16)
 
 
 def test_a_slow_device_is_that_of_both_tasks():

@@ -19,7 +19,7 @@ from common.checkpoints.boxes import SavedBox
 from common.config import ROLES, flag_names, spelled
 from common.errors import UsageError
 from common.launching import all_ranks, launch
-from common.launching.agreement import OWN, PATHS, PIECE, PIECES, _by_rank, agree, facts_of, weights_digest
+from common.launching.agreement import OWN, PATHS, PIECE, PIECES, _by_rank, agree, facts_of, versions, weights_digest
 from common.model_config import RopeScaling
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment
@@ -138,6 +138,19 @@ def test_every_kind_of_difference_is_one_line_on_all_ranks(tmp_path):
     assert found["text"].startswith("sha256 of the corpus is "), found["text"]
     assert "all ranks must agree, but the SHA-256 of its manifest.json is " in found["checkpoint"]
     assert all("\n" not in line for line in found.values())
+
+
+@pytest.mark.parametrize("module", ["__main__", "common.another", "step01_single_gpu.another", "step08_5d.another"])
+def test_the_source_is_that_of_the_script_too(module, tmp_path):
+    """A train.py that was started is `__main__`, and in no package. What others have written does not count."""
+
+    def source(name: str, content: str) -> str:
+        (tmp_path / "code.py").write_text(content)
+        with mock.patch.dict(sys.modules, {name: SimpleNamespace(__file__=str(tmp_path / "code.py"))}):
+            return versions()["this project's source"]
+
+    assert source(module, "a") == source(module, "a") != source(module, "b")
+    assert source("commonplace", "a") == source("commonplace", "b")
 
 
 OTHER_FLAGS_ON_RANK_1 = """
