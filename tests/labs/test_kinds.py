@@ -61,10 +61,12 @@ def test_predictions(id, tmp_path, monkeypatch):
     found = lab.check(tmp_path, 3)
     assert found.score == 0 and any(f"who {next(iter(first.mistakes))}" in line for line in found.feedback)
     assert any(asked.trainings[0].script in line for line in found.feedback)
+    (tmp_path / "answer.toml").write_text(f"{first.name} = {first.expected!r}\n")
+    assert lab.check(tmp_path, 3).score == 1 / len(asked.questions), "what is not answered is not right"
     (tmp_path / "answer.toml").write_text("".join(f"{name} = {value!r}\n" for name, value in right.items()))
     assert lab.check(tmp_path, 3).passed
     stored = [json.loads(line) for line in (tmp_path / "stored.jsonl").read_text().splitlines()]
-    assert len(stored) == 2 and stored[1] == right
+    assert len(stored) == 3 and stored[2] == right
     (tmp_path / "answer.toml").write_text(f"{first.name} = many\n")
     with pytest.raises(UsageError, match="many is not a number"):
         lab.check(tmp_path, 3)

@@ -166,7 +166,10 @@ def test_checkpoint_on_the_hub_that_transformers_saved_in_several_files(tmp_path
     theirs.save_pretrained(folder, max_shard_size="20KB")
     embedding = theirs.model.embed_tokens.weight.detach().clone()
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": embedding}
-    save_file(extra, folder / "model-as-old-files.safetensors")  # which are no parameters of their own
+    index = {"weight_map": {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}}
+    index["weight_map"] |= dict.fromkeys(extra, "old.safetensors")  # old files have more than the parameters
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(extra, folder / "old.safetensors")
 
     def download(name, allow_patterns):
         files = ["config.json", "model-1-of-2.safetensors", "pytorch_model.bin", "consolidated.safetensors"]
@@ -180,7 +183,7 @@ def test_checkpoint_on_the_hub_that_transformers_saved_in_several_files(tmp_path
         x = built(config, stored_values("owner/Model-1.7B", config.model_config), **layers)[0](x)
     torch.testing.assert_close(x, theirs(tokens).logits, rtol=1e-6, atol=1e-5)
     embedding[-1] += 1e-3
-    save_file(extra, folder / "model-as-old-files.safetensors")
+    save_file(extra, folder / "old.safetensors")
     with pytest.raises(UsageError, match="^--init-from .*: lm_head.weight is not the embedding, [^\n]*to false there$"):
         stored_values("owner/Model-1.7B", config.model_config)
 

@@ -75,6 +75,7 @@ def test_scale_halves_on_overflow_and_doubles_after_the_interval(capsys):
     for norm in (*[math.nan] * 9, 1.0, *[math.inf] * 6, 1.0):  # 15 halvings in all, from 2^15
         scaler.accept(norm)
     assert scaler.scale == 1 and capsys.readouterr().err == "", "nine in a row may happen"
+    assert not scaler.accept(math.inf) and scaler.accept(1.0), "a single one at a scale of 1 is skipped, too"
     scaler.scale = 2.0**16
     for _ in range(16):
         scaler.accept(math.nan)

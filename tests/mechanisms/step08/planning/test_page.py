@@ -214,7 +214,7 @@ const marks = find("dots").all().filter((each) => each.words().includes("dot"));
 seen.marks = marks.map((each) => [each.name, each.attributes.r, each.textContent]);
 seen.best = find("detail").textContent;
 seen.legend = find("legend").textContent;
-for (const each of marks) each.dispatch("click");
+for (const each of marks) each.dispatch("focus"); // as with the keyboard
 seen.chosen = [find("detail").textContent, body.all().filter((each) => each.words().includes("chosen")).length];
 seen.shown = ["layout", "runs"].map((id) => find(id).hidden);
 console.log(JSON.stringify(seen));

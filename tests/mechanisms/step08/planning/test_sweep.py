@@ -226,8 +226,12 @@ def test_repetitions_bound_the_model(tmp_path):
     records = [("a", "ok", 3), ("b", "hang", 0), ("a", "ok", 2), ("a", "crash", 1), ("b", "ok", 4)]
     records.append(("a", "ok", 2.5))  # the newest is not the fastest, nor is the oldest
     lines = [json.dumps({"id": name, "status": status, "step_time_s": time}) for name, status, time in records]
+    both = [
+        {"id": "c", "status": "ok", "flags": ["--lr", rate], "step_time_s": time} for rate, time in (("1", 1), ("2", 5))
+    ]
+    lines += map(json.dumps, both)  # the first one is another run's, of other flags
     (tmp_path / "runs.jsonl").write_text("\n".join(lines))
-    assert [each["step_time_s"] for each in sweep.fastest(tmp_path)] == [2, 4]
+    assert [each["step_time_s"] for each in sweep.fastest(tmp_path)] == [2, 4, 5]
 
 
 def test_laptop_is_accepted():
