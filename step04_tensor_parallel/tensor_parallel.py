@@ -125,7 +125,8 @@ def _check_layer(module: nn.Module, layer: nn.Module, split: Split) -> None:
     """Raise ValueError for what our parallel layers cannot replace."""
     name = layer.weight.spec.name
     if not isinstance(layer, nn.Linear) or layer.bias is not None:
-        raise ValueError(f"{name}: {type(layer).__name__} with a bias or of another kind than nn.Linear cannot be cut")
+        what = type(layer).__name__ + " with a bias" * (getattr(layer, "bias", None) is not None)
+        raise ValueError(f"{name}: only an nn.Linear without a bias can be cut, and this is a {what}")
     if split.sequence_parallel and not hasattr(module, "apply_linears"):
         kind = type(module).__name__
         raise ValueError(f"{name}: {kind} takes its sequence's length from its input, of which it would get a part")

@@ -87,8 +87,8 @@ class Pipeline:
 
         Args:
             forward: called as forward(stage, index, x) for a micro-batch's way through one of `stages`. `x` is what
-                the stage before has returned, or None in the first stage, which reads data of its own. What the last
-                stage's returns is where the backward begins: a share of the loss.
+                the stage before has returned, or None in the first stage, which reads data of its own. For the last
+                stage it returns a share of the loss, where the backward begins.
         """
         self.step = Step(forward, tracer or Tracer())
         with self.step.tracer.phase("forward"):
