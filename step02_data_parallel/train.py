@@ -24,7 +24,7 @@ from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
-from step01_single_gpu.run import Run
+from step01_single_gpu.running.run import Run
 from step02_data_parallel.config import check
 from step02_data_parallel.data_parallel import DataParallel
 

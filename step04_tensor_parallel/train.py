@@ -22,7 +22,7 @@ from step01_single_gpu.data.batches import Batches, load_batches
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
-from step01_single_gpu.run import Run
+from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
 from step03_zero.zero import Zero
 from step04_tensor_parallel.config import check

@@ -24,7 +24,7 @@ def copies(tmp_path_factory):
             shutil.copytree(
                 ROOT / package, folder / name / package, ignore=shutil.ignore_patterns("*.png", "__pycache__")
             )
-        for file in ("common/errors.py", "step01_single_gpu/run.py"):
+        for file in ("common/errors.py", "step01_single_gpu/running/run.py"):
             path = folder / name / file
             path.write_text(f"{path.read_text()}\n\n{LINE}")
     return folder, {"PYTHONPATH": str(folder / "original")}  # as a .pth of an editable installation, but earlier

@@ -88,7 +88,7 @@ FIVE = ["step08_5d/train.py", *SMALL, *FIVE.split()]
 SENDS_ITSELF = """
 import os, runpy, signal, sys
 from common.collectives import Work
-from step01_single_gpu.recording.run_record import RunRecord
+from step01_single_gpu.running.run_record import RunRecord
 name, rank, step, call, *sys.argv = sys.argv[1:]
 begin_step, issue, now = RunRecord.step, Work.__init__, {"step": 0, "calls": 0}
 def noting_step(record, number):

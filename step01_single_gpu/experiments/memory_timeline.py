@@ -16,7 +16,7 @@ import torch
 from common.drawing.charts import legend
 from common.drawing.figures import COLOURS
 from step01_single_gpu.experiments.tools import MIB, Run
-from step01_single_gpu.memory_meter import Allocation, MemoryMeter
+from step01_single_gpu.running.memory_meter import Allocation, MemoryMeter
 
 CATEGORIES = ("parameters", "moments", "gradients", "activations", "temporaries")
 MARKER = 1_000_003  # bytes of an allocation whose time is known on both clocks

@@ -16,7 +16,7 @@ from common.process_groups import Mesh
 from step01_single_gpu import train as step01
 from step01_single_gpu.config import check
 from step01_single_gpu.data.batches import Batches, load_batches
-from step01_single_gpu.run import Run
+from step01_single_gpu.running.run import Run
 
 PADDING = -100  # what PyTorch's cross-entropy leaves out
 

@@ -14,7 +14,7 @@ from common.experiments.on_nodes import HIDES, Found, Work, cable_link, crossing
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from step01_single_gpu.data.batches import load_batches
-from step01_single_gpu.slow_device import SlowDevice
+from step01_single_gpu.running.slow_device import SlowDevice
 from step02_data_parallel import cost
 from step02_data_parallel.train import build
 

@@ -11,7 +11,7 @@ from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments.on_nodes import HIDES, Found, Work, cable_link, crossing, two_nodes
 from common.process_groups import Mesh
-from step01_single_gpu.slow_device import SlowDevice
+from step01_single_gpu.running.slow_device import SlowDevice
 from step03_zero import cost
 from step03_zero.by_layer import ZeroByLayer
 from step03_zero.experiments.tools import run_with, units_of

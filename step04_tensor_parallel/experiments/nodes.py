@@ -20,7 +20,7 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.on_nodes import HIDES, cable_link, crossing, on_nodes, timed
 from common.experiments.tcp_bytes import PACKET
 from common.process_groups import Mesh
-from step01_single_gpu.slow_device import SlowDevice
+from step01_single_gpu.running.slow_device import SlowDevice
 from step04_tensor_parallel.experiments.overlap import play, product_shapes
 from step04_tensor_parallel.experiments.tools import training
 from step04_tensor_parallel.operators import Split

@@ -15,7 +15,7 @@ from common.experiments.training_step import Training, checked, on_every_case
 from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.process_groups import Mesh
-from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from step05_pipeline import cost, train
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments.cluster import PUBLISHED_8B

@@ -13,8 +13,8 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import Training, checked, on_every_case
 from common.presets import PRESETS
 from common.process_groups import Mesh
-from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.memory_model.gpt import from_model, text_activations
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from step06_context_parallel import cost, train
 
 SMALL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384, "vocab": 256}

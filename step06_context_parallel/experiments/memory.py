@@ -10,7 +10,7 @@ from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import Training, checked, on_every_case
 from common.measure.saved_tensors import SavedTensors
 from common.process_groups import Mesh
-from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from step06_context_parallel import cost, train
 from step06_context_parallel.all_gather_attention import all_gather_attention
 from step06_context_parallel.experiments.tools import MODES, SHAPE, WIDTHS, AttentionLayer

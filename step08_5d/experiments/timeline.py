@@ -9,7 +9,7 @@ from common.experiments.traces import Part, quietest, run_parts
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, time_by_state
 from common.tracing.tracer import Tracer
-from step01_single_gpu.slow_device import SlowDevice
+from step01_single_gpu.running.slow_device import SlowDevice
 from step08_5d.experiments.tools import EXPERTS, FIVE_D, Training, route_evenly
 from step08_5d.shapes_picture import DIMENSION_OF
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import print_comparison, print_table
 from common.measure.gpu_time import seconds_of
-from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from step08_5d.gpu_ladder.machine import DEVICE
 from step08_5d.gpu_ladder.traffic import BytesMoved
 from step08_5d.kernels.launching import HAS_TRITON, ceil_div

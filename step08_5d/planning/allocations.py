@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from step01_single_gpu.slow_device import count
+from step01_single_gpu.running.slow_device import count
 
 
 class Allocations(TorchDispatchMode):

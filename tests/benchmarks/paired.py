@@ -24,7 +24,7 @@ from common.model import Decoder
 from common.process_groups import Mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.data.batches import Batches, load_batches
-from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from tests.benchmarks.kept import files_run
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from common.checkpoints import files
-from step01_single_gpu.run import Run
+from step01_single_gpu.running.run import Run
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import Agents, need_ranks, train_alone, visible_gpus
 from tests.gpu_check.test_training import SMALL, TOLERANCE, difference

@@ -12,7 +12,7 @@ from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, build_mesh
 from common.start import environment, init_distributed
 from common.tracing.chrome_trace import read_trace, time_by_state
-from step01_single_gpu.recording.gpu_kernels import classify_kernels
+from step01_single_gpu.running.gpu_kernels import classify_kernels
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone, visible_gpus
 from tests.harness.ranks import steps_of, torchrun

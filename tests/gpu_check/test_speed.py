@@ -16,9 +16,9 @@ from common.counts import count_flops
 from common.launching.command_line import parse
 from common.measure.gpu_time import seconds_of
 from common.presets import HUGGINGFACE_NAMES
-from step01_single_gpu.memory_meter import MemoryMeter
-from step01_single_gpu.recording.gpu_kernels import classify_kernels, longest_kernels
-from step01_single_gpu.recording.utilisation import peak_flops
+from step01_single_gpu.running.gpu_kernels import classify_kernels, longest_kernels
+from step01_single_gpu.running.memory_meter import MemoryMeter
+from step01_single_gpu.running.utilisation import peak_flops
 from step08_5d.gpu_ladder import machine
 from step08_5d.kernels.launching import HAS_TRITON
 from tests.gpu_check.findings import Findings, on_devices

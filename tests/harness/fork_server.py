@@ -34,7 +34,7 @@ def main(requests: int, replies: int) -> None:
     import torch
 
     from step01_single_gpu.data.token_cache import synthetic
-    from step01_single_gpu.recording import utilisation
+    from step01_single_gpu.running import utilisation
 
     torch.set_num_threads(1)
     gc.set_threshold(50_000, 20, 20)  # what a test makes is soon gone with its process

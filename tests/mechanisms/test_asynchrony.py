@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from step01_single_gpu.run import Run
+from step01_single_gpu.running.run import Run
 from tests.harness.asynchrony import Seen, asynchrony
 from tests.harness.communicators import play_strictly
 from tests.harness.ranks import run_ranks

@@ -16,7 +16,7 @@ from common.config import TrainConfig
 from common.model import fused_attention
 from common.process_groups import Degrees, Group, build_mesh
 from common.tracing.tracer import Tracer
-from step01_single_gpu.slow_device import SlowDevice
+from step01_single_gpu.running.slow_device import SlowDevice
 from step04_tensor_parallel import cost as tensor
 from step04_tensor_parallel.experiments import gpt, numbers, orders
 from step04_tensor_parallel.experiments.tools import SHAPE

@@ -14,8 +14,8 @@ from common.model import Decoder, naive_attention
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, Group
 from common.start import environment
-from step01_single_gpu.recording import run_record
-from step01_single_gpu.recording.run_record import RunRecord
+from step01_single_gpu.running import run_record
+from step01_single_gpu.running.run_record import RunRecord
 from tests.harness.observing import configure, mesh_of, sent_so_far
 from tests.harness.ranks import run_ranks, steps_of
 from tests.parity.runs import ADAMW, SMALL, UNTIED, reference, train_here, training_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from step01_single_gpu.mixed_precision import GradientSums
-from step01_single_gpu.recording.run_record import RunRecord
+from step01_single_gpu.running.run_record import RunRecord
 from step03_zero.zero import Zero
 from tests.harness.observing import observe_each, watching
 from tests.parity import runs

@@ -22,7 +22,7 @@ from common.tracing.chrome_trace import read_trace
 from step01_single_gpu import initial_weights
 from step01_single_gpu.data.batches import Batches
 from step01_single_gpu.recompute import _Recompute
-from step01_single_gpu.recording.run_record import RunRecord
+from step01_single_gpu.running.run_record import RunRecord
 from step03_zero.unit import Unit
 from step06_context_parallel import attention_block
 from step07_expert_parallel import overlap

@@ -17,7 +17,7 @@ from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
 from common.launching.all_ranks import from_rank_0
 from common.process_groups import Degrees, build_mesh
-from step01_single_gpu.background_saves import BackgroundSaves
+from step01_single_gpu.running.background_saves import BackgroundSaves
 from tests.harness.ranks import run_ranks
 
 SHAPES = {"parameter/weight": (7, 5), "exp_avg/gain": (6,), "exp_avg_sq/cube": (3, 2, 4), "parameter/scalar": ()}

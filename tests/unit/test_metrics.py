@@ -20,10 +20,10 @@ from common.process_groups import mesh_of
 from common.record.compare import compare, labels, main, notes, read_run, relative_difference
 from common.record.metrics import read_metrics
 from common.start import environment
-from step01_single_gpu.memory_meter import Allocation, MemoryMeter, _known
-from step01_single_gpu.recording import run_record, utilisation
-from step01_single_gpu.recording.run_record import RunRecord
-from step01_single_gpu.recording.utilisation import peak_flops
+from step01_single_gpu.running import run_record, utilisation
+from step01_single_gpu.running.memory_meter import Allocation, MemoryMeter, _known
+from step01_single_gpu.running.run_record import RunRecord
+from step01_single_gpu.running.utilisation import peak_flops
 from tests.harness.ranks import run_ranks
 
 KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}

@@ -20,8 +20,8 @@ from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_b
 from common.tracing.clocks import CudaClock
 from common.tracing.report import TIMES, main, report
 from common.tracing.tracer import Tracer
-from step01_single_gpu.recording.gpu_kernels import classify_kernels, longest_kernels
-from step01_single_gpu.recording.profilers import Profilers
+from step01_single_gpu.running.gpu_kernels import classify_kernels, longest_kernels
+from step01_single_gpu.running.profilers import Profilers
 from tests.harness.ranks import run_ranks
 
 ELEMENTS, LINK = 500_000, Link(alpha=0.005, bandwidth=1e8)  # float32 on two ranks: 2 MB sent, 30 ms on the link

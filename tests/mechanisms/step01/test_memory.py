@@ -20,11 +20,11 @@ from common.start import environment
 from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments.memory import held_after_backward
 from step01_single_gpu.experiments.tools import Run, train_in
-from step01_single_gpu.memory_meter import MemoryMeter
 from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import capacity
 from step01_single_gpu.memory_model.capacity import bytes_needed
 from step01_single_gpu.memory_model.peak import predict_peak
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from common.measure.storages import live_bytes
 from common.model import Decoder, SwiGLU, cross_entropy_sum
 from common.process_groups import Degrees, build_mesh
 from common.start import environment
-from step01_single_gpu.memory_meter import Allocation, MemoryMeter
+from step01_single_gpu.running.memory_meter import Allocation, MemoryMeter
 from step03_zero.apply_zero import apply_zero
 from step03_zero.train import build
 from step03_zero.unit import ALIGNMENT

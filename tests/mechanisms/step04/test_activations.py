@@ -18,7 +18,7 @@ from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, Group, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
-from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from step04_tensor_parallel import vocab_parallel
 from step04_tensor_parallel.cost import Way, block_activations, loss_bytes
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel

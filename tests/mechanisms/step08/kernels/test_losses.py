@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from step01_single_gpu.memory_meter import MemoryMeter
+from step01_single_gpu.running.memory_meter import MemoryMeter
 from step08_5d.kernels.linear_cross_entropy import (
     add_scaled,
     chunk_length,

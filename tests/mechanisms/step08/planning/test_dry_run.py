@@ -15,8 +15,8 @@ from common.experiments.even_routing import choose_in_turn
 from common.presets import PRESETS
 from common.tracing.tracer import Tracer
 from step01_single_gpu.data.batches import load_batches
-from step01_single_gpu.memory_meter import MemoryMeter
-from step01_single_gpu.slow_device import SlowDevice
+from step01_single_gpu.running.memory_meter import MemoryMeter
+from step01_single_gpu.running.slow_device import SlowDevice
 from step08_5d import train
 from step08_5d.cost import Layout
 from step08_5d.planning import memory_report

@@ -20,8 +20,8 @@ from common.launching.all_ranks import on_all_ranks
 from common.process_groups import Mesh
 from common.record.metrics import line_of, read_metrics
 from step01_single_gpu.data.batches import Batches
-from step01_single_gpu.memory_meter import MemoryMeter
-from step01_single_gpu.recording.utilisation import peak_flops, utilisation
+from step01_single_gpu.running.memory_meter import MemoryMeter
+from step01_single_gpu.running.utilisation import peak_flops, utilisation
 
 SILENCE = 10.0  # seconds after which the next step is shown in any case
 

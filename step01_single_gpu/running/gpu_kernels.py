@@ -1,6 +1,6 @@
 """What the GPU did between its kernels' starts and ends: tables from the trace of torch.profiler (`--profile`).
 
-    python -m step01_single_gpu.recording.gpu_kernels RUN_DIR
+    python -m step01_single_gpu.running.gpu_kernels RUN_DIR
 
 The tracer's spans count a phase as compute even while the GPU waits for Python. The first table shows such gaps, the
 second which kernels take longest.

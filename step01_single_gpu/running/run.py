@@ -14,12 +14,12 @@ from common.errors import Diverged, UsageError
 from common.launching.all_ranks import from_rank_0
 from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
-from step01_single_gpu.background_saves import BackgroundSaves
 from step01_single_gpu.data.batches import Batches
 from step01_single_gpu.mixed_precision import Optimizer
-from step01_single_gpu.recording.profilers import Profilers
-from step01_single_gpu.recording.run_record import RunRecord
-from step01_single_gpu.slow_device import SlowDevice
+from step01_single_gpu.running.background_saves import BackgroundSaves
+from step01_single_gpu.running.profilers import Profilers
+from step01_single_gpu.running.run_record import RunRecord
+from step01_single_gpu.running.slow_device import SlowDevice
 
 
 class Run:
