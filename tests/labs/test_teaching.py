@@ -11,7 +11,7 @@ from common.labs import find, slides
 from common.launching.command_line import parse
 from step05_pipeline.schedules.__main__ import main as draw_schedule
 from step08_5d.planning.__main__ import main as plan
-from tests.test_readme import commands
+from tests.house.test_readme import commands
 
 PAGE = find.ROOT / "common" / "labs" / "teaching.md"
 LESSONS = sorted(find.ROOT.glob("step*/README.md"))

@@ -25,7 +25,7 @@ from common.labs.cut import MARKED, starter
 from common.labs.find import ROOT, all_labs, lab_modules
 from common.labs.write import WriteLab
 from common.launching.command_line import OneLineParser, one_line_errors, summary
-from tests import test_answers, test_lessons
+from tests.house import test_answers, test_lessons
 from tests.labs import test_write
 from tests.mechanisms.step08.kernels import test_mutants as kernels
 from tests.mutants import patches

@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 
 from common.labs.find import all_labs
-from tests import pins, test_answers, test_lessons
 from tests.harness.ranks import ROOT
+from tests.house import test_answers, test_lessons
 from tests.labs.test_write import ANSWERS
 from tests.mechanisms.step08.kernels import test_mutants as kernels
 from tests.mutants.patches import EVERY
 from tests.mutants.patches.mutants import Mutants
+from tests.pins import __main__ as pins
 
 
 @pytest.fixture(scope="module")
@@ -102,5 +103,6 @@ one: no such code => pass
     assert pins.main([]) == 2
     line = mutants.quotes[0].line
     assert (
-        capsys.readouterr().err == f"error: tests/test_pins.py:{line} quotes what is not there any more: no such code\n"
+        capsys.readouterr().err
+        == f"error: tests/pins/test_command.py:{line} quotes what is not there any more: no such code\n"
     )
