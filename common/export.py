@@ -1,6 +1,118 @@
-"""`python -m common.export RUN OUT`: make a Hugging Face folder of a run's newest checkpoint."""
+"""Make a folder that `transformers.AutoModelForCausalLM` opens of a training checkpoint, whatever layout wrote it.
 
-from common.weights.export import main
+python -m common.export RUN_DIR_OR_CHECKPOINT OUT
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from common.checkpoints import checkpoint, files
+from common.checkpoints.boxes import SavedBox
+from common.errors import UsageError, first_line
+from common.launching.command_line import OneLineParser, one_line_errors, summary
+from common.model import at_least_float32
+from common.model_config import ModelConfig, RopeScaling
+from common.parameter import ParameterSpec
+from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, hub_errors_in_one_line
+from common.process_groups import Degrees, build_mesh
+from common.weights.huggingface import as_stored, check_config, model_type
+
+
+def export_checkpoint(source: str, out: str, tokenizer: str | None = None) -> Path:
+    """Export the checkpoint `source`, or the newest of the run folder `source`, in the run's --dtype; return which.
+
+    All that it needs is in the checkpoint, which may have been moved, except for the tokenizer: that of the run, or the
+    one given. `out` gets its files last and at once. Raises UsageError, and leaves nothing in `out`, for a checkpoint
+    that cannot be read or that transformers cannot express, and when there is something in `out` already.
+    """
+    [folder] = files.candidates(os.path.join(".", source), "")  # a folder called auto is a folder
+    target = Path(out).absolute()
+    if os.path.lexists(target) and not (target.is_dir() and not os.listdir(target)):
+        raise UsageError(f"{out} is not an empty folder; an export would mix two models")
+    unfinished = target.with_name(f"{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+    try:
+        _write(folder, unfinished, tokenizer)
+        target.mkdir(exist_ok=True)
+        for file in unfinished.iterdir():
+            file.rename(target / file.name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
+    """Write the checkpoint in `folder` as a model of transformers to the new folder `out`."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+
+    config, dtype, run_tokenizer = described(folder)
+    rope, scaling, tokenizer = {"rope_type": "default"}, config.rope_scaling, tokenizer or run_tokenizer
+    if scaling:
+        rope = {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in ROPE_SCALING_NAMES.items()}
+    weights, boxes = {}, []
+    for name, stored in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        kind, name = name.split("/")
+        if kind == "parameter":
+            wide = name.endswith(".bias")  # a router's, which moves in small steps
+            values = torch.empty(stored.size, dtype=at_least_float32(dtype) if wide else dtype)
+            spec = ParameterSpec(name, tuple(stored.size), tuple((0, size) for size in stored.size), None)
+            weights |= {each.name: each.tensor for each in as_stored(spec, values, config)}
+            boxes += SavedBox.of(kind, spec, values)
+    checkpoint.load(folder, boxes, build_mesh(Degrees(), torch.device("cpu")))
+    kind, biases = model_type(config), [each.tensor for each in boxes if each.name.endswith(".bias")]
+    if kind == "mixtral" and any(bias.any() for bias in biases):
+        raise UsageError(f"{folder} was trained with --balance bias, which transformers' {kind} cannot express")
+
+    with hub_errors_in_one_line(f"--tokenizer {tokenizer}"):
+        loaded = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else ByT5Tokenizer()
+    options = {f"{each}_token_id": getattr(loaded, f"{each}_token_id") for each in ("bos", "eos", "pad")}
+    names = HUGGINGFACE_NAMES | EXPERT_NAMES.get(kind, {})
+    options |= {name: getattr(config, ours) for ours, name in names.items()} | {"head_dim": config.head_width}
+    if kind == "glm4_moe":
+        options |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0}
+    with torch.device("meta"):
+        theirs = AutoConfig.for_model(kind, **options, rope_parameters=rope | {"rope_theta": config.rope_theta})
+        model = AutoModelForCausalLM.from_config(theirs)
+    theirs.save_pretrained(out)
+    check_config("an export to", str(out), config)
+    model.to(dtype).save_pretrained(out, state_dict=weights)
+    if len(loaded) <= config.vocab:  # a run on synthetic tokens may have a smaller vocabulary
+        loaded.save_pretrained(out)
+
+
+def described(folder: Path) -> tuple[ModelConfig, torch.dtype, str | None]:
+    """The model, the --dtype and the --tokenizer of the run that wrote the checkpoint `folder`."""
+    try:
+        extra = json.loads((folder / files.EXTRA).read_text(encoding="utf-8"))
+        shape = dict(extra["model"])
+        if scaling := shape["rope_scaling"]:
+            shape["rope_scaling"] = RopeScaling(**scaling)
+        return ModelConfig(**shape), getattr(torch, extra["dtype"]), extra["tokenizer"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder}/{files.EXTRA} does not describe a model ({error!r})") from None
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> None:
+    """Export what the command line names."""
+    parser = OneLineParser(prog="python -m common.export", description=summary(__doc__))
+    parser.add_argument("source", help="run folder (its newest checkpoint) or checkpoint")
+    parser.add_argument("out", help="folder to make")
+    parser.add_argument("--tokenizer", help="Hugging Face name or path (default: the run's)")
+    arguments = parser.parse_args(argv)
+    if sys.flags.optimize > 1:
+        raise UsageError("transformers needs docstrings to save a model, and python -OO removes them")
+    try:
+        print(f"{export_checkpoint(arguments.source, arguments.out, arguments.tokenizer)} -> {arguments.out}")
+    except (UsageError, OSError, ValueError) as error:
+        raise UsageError(first_line(error).removeprefix("--resume ")) from error
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from common import compare
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors, summary
-from common.record import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "demo"

@@ -36,9 +36,9 @@ from common.experiments import tcp_bytes
 from common.experiments.runner import ROOT
 from common.launching.launch import end_cleanly
 from common.link import Link
+from common.nodes import limit, value_of
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment, init_distributed
-from common.virtual.nodes import limit, value_of
 
 NODES = RANKS = 2  # nodes, and by default ranks on each
 HIDES = 0.8  # messages hide from where this share of them does

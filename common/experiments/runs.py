@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from common import compare
 from common.config import TrainConfig
 from common.drawing import figures
 from common.drawing.curves import plot
 from common.experiments.local_ranks import on_ranks, train_quietly
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
-from common.record import compare
 from common.weights.initialisation import materialise, random_values
 
 # 5.3 million parameters in 57 tensors: 21 MB of gradients

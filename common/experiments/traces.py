@@ -11,8 +11,8 @@ from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
 from common.process_groups import Mesh
+from common.tracer import StepRow, mean, report
 from common.tracing.chrome_trace import Trace, read_trace, time_by_state
-from common.tracing.report import StepRow, mean, report
 from common.tracing.tracer import Tracer
 
 

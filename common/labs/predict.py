@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from common.compare import Run as Record
 from common.labs.answers import number, read_answers
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.training import Training, train
-from common.record.compare import Run as Record
 
 SAME = 1e-3  # relative: so near, an answer is taken to come from a formula
 

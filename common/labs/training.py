@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from common.compare import TINY, compare, read_run
+from common.compare import Run as Record
 from common.errors import UsageError
-from common.record.compare import TINY, compare, read_run
-from common.record.compare import Run as Record
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
 SMALL += "--global-batch 12 --micro-batch 3 --dtype float64 --steps 3 --seed 3 --optimizer sgd --lr 0.1 --clip 0"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from common.compare import compare, read_run, table
 from common.config import TrainConfig
 from common.drawing.curves import plot
 from common.drawing.figures import figure_path
 from common.drawing.tables import print_table
-from common.record.compare import compare, read_run, table
 from step01_single_gpu.experiments.tools import Run, train_in
 from step01_single_gpu.mixed_precision import Optimizer
 

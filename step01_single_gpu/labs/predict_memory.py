@@ -2,11 +2,11 @@
 
 import torch
 
+from common.compare import Run as Record
 from common.counts import count_parameters
 from common.labs.predict import Experiment, Predict, Question
 from common.labs.training import Training
 from common.launching.command_line import parse
-from common.record.compare import Run as Record
 from step01_single_gpu.cost import layer_activations, saved_activations, total_bytes
 
 TRAIN = "step01_single_gpu/train.py"

@@ -17,8 +17,8 @@ from common.config import TrainConfig
 from common.counts import count_flops
 from common.errors import UsageError
 from common.launching.all_ranks import on_all_ranks
+from common.metrics import line_of, read_metrics
 from common.process_groups import Mesh
-from common.record.metrics import line_of, read_metrics
 from step01_single_gpu.data.batches import Batches
 from step01_single_gpu.running.memory_meter import MemoryMeter
 from step01_single_gpu.running.utilisation import peak_flops, utilisation

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from common.compare import Run as Record
 from common.counts import count_parameters
 from common.labs.copies import Edit, copy_project
 from common.labs.find import ROOT
 from common.labs.predict import Experiment, Predict, Question
 from common.labs.training import SMALL, Training
 from common.launching.command_line import parse
-from common.record.compare import Run as Record
 
 TRAIN = "step02_data_parallel/train.py"
 FLOAT32 = "--layers 2 --heads 4 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --steps 2 --seed 1"

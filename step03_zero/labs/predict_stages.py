@@ -1,10 +1,10 @@
 """Predict in step 3: what each stage of ZeRO sends."""
 
+from common.compare import Run as Record
 from common.counts import count_parameters
 from common.labs.predict import Experiment, Predict, Question
 from common.labs.training import Training
 from common.launching.command_line import parse
-from common.record.compare import Run as Record
 
 TRAIN = "step03_zero/train.py"
 BASE = "--layers 3 --heads 4 --ffn 64 --vocab 256 --seq-len 16 --data synthetic --device cpu --steps 2 --seed 1"

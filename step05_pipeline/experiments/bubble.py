@@ -7,7 +7,7 @@ from common.config import TrainConfig
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
-from common.tracing.report import Trace, read_trace
+from common.tracing.chrome_trace import Trace, read_trace
 from step05_pipeline.config import schedule_of
 from step05_pipeline.cost import efficiency
 from step05_pipeline.experiments.tools import ORDER, SHAPE

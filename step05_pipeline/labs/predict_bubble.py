@@ -1,8 +1,8 @@
 """Predict in step 5: how long a step of a pipeline takes, with its bubble."""
 
+from common.compare import Run as Record
 from common.labs.predict import Experiment, Predict, Question
 from common.labs.training import Training
-from common.record.compare import Run as Record
 
 TRAIN = "step05_pipeline/train.py"
 BASE = "--hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --seed 1"

@@ -1,8 +1,8 @@
 """Predict in step 6: what travels round the ring."""
 
+from common.compare import Run as Record
 from common.labs.predict import Experiment, Predict, Question
 from common.labs.training import Training
-from common.record.compare import Run as Record
 
 TRAIN = "step06_context_parallel/train.py"
 BASE = "--heads 4 --ffn 64 --vocab 256 --data synthetic --device cpu --steps 2 --seed 1 --global-batch 2 "

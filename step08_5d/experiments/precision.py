@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from common import compare
 from common.drawing.charts import lines
 from common.drawing.figures import SERIES, save_figure
 from common.drawing.lanes import open_axis
@@ -13,7 +14,6 @@ from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
 from common.experiments.runs import run_jobs
 from common.process_groups import Mesh
-from common.record import compare
 from step08_5d import train as step08
 from step08_5d.experiments.tools import FIVE_D, FOUR_D, STEP, Training
 

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from common.compare import read_run
 from common.config import spelled
 from common.errors import UsageError
 from common.experiments.tcp_bytes import PACKET
 from common.labs.design import Design, Judged, whole
 from common.labs.find import ROOT
 from common.launching.command_line import parse
-from common.record.compare import read_run
 from step08_5d import config as step08
 from step08_5d.cost import Layout, bubble, messages, operations
 from step08_5d.shapes_picture import DIMENSION_OF

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from common.nodes import value_of
 from common.process_groups import Degrees, all_groups
-from common.virtual.nodes import value_of
 from step05_pipeline.config import schedule_of
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.simulator import Costs

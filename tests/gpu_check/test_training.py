@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 
 from common.collectives import all_reduce, barrier
+from common.compare import relative_difference
 from common.launching.command_line import STEP_NAMES, parse
 from common.launching.launch import end_cleanly
 from common.process_groups import Degrees, build_mesh
-from common.record.compare import relative_difference
 from common.start import environment, init_distributed
 from step02_data_parallel.collectives_tour import tour
 from tests.gpu_check.findings import Findings, on_devices

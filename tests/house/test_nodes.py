@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.launching.process_tree import kill, marked, new_mark
-from common.virtual.nodes import SEPARATE
+from common.nodes import SEPARATE
 from step05_pipeline import cost
 from tests.harness.ranks import in_background, run_command, run_script, steps_of, wait_for
 

@@ -194,7 +194,7 @@ def hunted(tmp_path, monkeypatch):
 
 def record(*losses: float, norms=None):
     """What `train` returns of a training: as much of it as `compare` reads."""
-    from common.record.compare import Run
+    from common.compare import Run
 
     lines = [{"step": step, "loss": loss, "grad_norm": (norms or losses)[step]} for step, loss in enumerate(losses)]
     return Run(path=ROOT, config={}, records=dict(enumerate(lines)))

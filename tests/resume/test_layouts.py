@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint  # noqa: F401, so that the fork server imports it once for all ranks
 from safetensors.torch import load_file
 
+from common import export
 from common.start import environment
-from common.weights import export
 from common.weights.huggingface import huggingface_name
 from step01_single_gpu import initial_weights
 from step01_single_gpu.mixed_precision import Optimizer

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from common.checkpoints import files
 from common.errors import UsageError
 from common.launching.command_line import parse
+from common.metrics import read_metrics
 from common.process_groups import Degrees, build_mesh
-from common.record.metrics import read_metrics
 from step01_single_gpu import train as train_module
 from step01_single_gpu.data import batches, text_sources, token_cache
 from step01_single_gpu.mixed_precision import LossScaler

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from common import export
 from common.checkpoints import boxes, checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
+from common.metrics import read_metrics
 from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, resolve
-from common.record.metrics import read_metrics
-from common.weights import export
 from common.weights.initialisation import random_values
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.initial_weights import _reader, stored_values

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from common import collectives
+from common.compare import compare, labels, main, notes, read_run, relative_difference
 from common.config import TrainConfig
 from common.costs.hardware import vendor_tflops
 from common.counts import count_flops
 from common.errors import UsageError
 from common.measure.storages import live_bytes
+from common.metrics import read_metrics
 from common.process_groups import mesh_of
-from common.record.compare import compare, labels, main, notes, read_run, relative_difference
-from common.record.metrics import read_metrics
 from common.start import environment
 from step01_single_gpu.running import run_record, utilisation
 from step01_single_gpu.running.memory_meter import Allocation, MemoryMeter, _known
@@ -244,7 +244,7 @@ def pair(tmp_path):
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """The command without its picture, whose drawing takes most of the time: status, stdout and stderr."""
-    monkeypatch.setattr("common.record.compare.plot", lambda *arguments: None)
+    monkeypatch.setattr("common.compare.plot", lambda *arguments: None)
     return lambda *arguments: (main([*map(str, arguments), "--out", str(tmp_path / "x.png")]), *capsys.readouterr())
 
 

@@ -16,9 +16,9 @@ from common.collectives import Call, all_reduce, exchange, receive, send
 from common.config import TrainConfig
 from common.link import Link
 from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh, build_mesh
+from common.tracer import TIMES, main, report
 from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_by_state
 from common.tracing.clocks import CudaClock
-from common.tracing.report import TIMES, main, report
 from common.tracing.tracer import Tracer
 from step01_single_gpu.running.gpu_kernels import classify_kernels, longest_kernels
 from step01_single_gpu.running.profilers import Profilers

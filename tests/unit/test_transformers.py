@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from common import export
 from common.checkpoints import checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.config import TrainConfig
@@ -22,7 +23,6 @@ from common.model import Decoder
 from common.model_config import ModelConfig, RopeScaling
 from common.presets import resolve
 from common.process_groups import Group
-from common.weights import export
 from common.weights.huggingface import as_stored, model_type
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.initial_weights import stored_values
