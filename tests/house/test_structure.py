@@ -13,6 +13,8 @@ from tests.harness.ranks import ROOT
 STEPS = sorted(path.parent.name for path in ROOT.glob("step*/train.py"))
 FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT / folder).rglob("*.py"))
 COMMANDS = {"common.compare", "common.tracer", "common.export", "common.nodes"}  # what a user starts with python -m
+COURSE = ("costs", "drawing", "experiments", "labs")  # rooms of common that training does without,
+BUT = {"common.costs.hardware", "common.drawing.figures"}  # but for a device's peak (the MFU) and step 8's --shapes
 COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launching.launch")}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
 COLLECTIVE |= {"step02_data_parallel.hangs"}  # and what goes wrong
@@ -162,6 +164,11 @@ def needed_by(*modules: str) -> set[str]:
 
 def test_the_model_knows_nothing_of_ranks():
     assert "common.process_groups" not in needed_by("common.model")
+
+
+def test_training_does_without_the_course():
+    used = needed_by(*(f"{step}.train" for step in STEPS))
+    assert {module for module in used if module.startswith(tuple(f"common.{room}." for room in COURSE))} == BUT
 
 
 @pytest.mark.parametrize("room", ["common", *STEPS, "tests"])
