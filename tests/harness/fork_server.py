@@ -144,6 +144,7 @@ def _run(command: list[str]) -> int:
     sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(command[0])))
     try:
         if module:
+            sys.modules.pop(command[1], None)  # an earlier test may have imported it: runpy would warn
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(command[0], run_name="__main__")
