@@ -1,7 +1,8 @@
 """The results that benchmarks leave: with their date, and with the files whose code ran, so that stale ones are known.
 
-A result is stale when the code of one of these files has changed since: comments, docstrings and blank lines do not
-count. The files are those of `common` and of the steps that a step under measurement called, and the benchmark's own.
+A result is stale when the code of one of these files has changed since: comments, docstrings, imports and blank lines
+do not count. The files are those of `common` and of the steps that a step under measurement called, and the benchmark's
+own.
 """
 
 import ast
@@ -37,16 +38,18 @@ def files_run(function: Callable) -> list[str]:
 
 
 def code_of(source: str) -> str:
-    """The lines of a file of Python without comments, docstrings and blank lines."""
+    """The lines of a file of Python without comments, docstrings, imports and blank lines."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
+        skipped = node if isinstance(node, ast.Import | ast.ImportFrom) else None
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            text = node.body[0]
-            lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+            skipped = node.body[0]
+        if skipped is not None:
+            lines[skipped.lineno - 1 : skipped.end_lineno] = [""] * (skipped.end_lineno - skipped.lineno + 1)
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

@@ -76,7 +76,7 @@ def test_tables_show_the_results(page):
 
 def test_every_result_has_its_table():
     assert {name for table in TABLES for name in table.benchmarks} == set(NAMES)
-    assert round(load("data_parallel")["tracer_off_seconds_a_step"] * 1e6) == 1  # as step 2's measurements say
+    assert round(load("data_parallel")["tracer_off_seconds_a_step"] * 1e6) == 7  # as step 2's measurements say
 
 
 SOURCE = '''"""What it is for."""
@@ -95,7 +95,7 @@ class Circle:
 
 
 def test_code_is_what_is_left_without_words():
-    code = "import math\nclass Circle:\n    def area(self, r):\n        return math.pi * r**2"
+    code = "class Circle:\n    def area(self, r):\n        return math.pi * r**2"
     assert code_of(SOURCE) == code
     assert code_of(SOURCE.replace("**2", "**3")) != code
     assert code_of(SOURCE.replace("round", "very round").replace("# for", "# because of")) == code
