@@ -6,7 +6,7 @@
             with tracer.phase("forward", micro_batch=0): ...
     tracer.close()  # RUN_DIR/trace.json, for ui.perfetto.dev; `python -m common.tracer RUN_DIR` reports and draws it
 
-`chrome_trace.py` says what is in the file, `report.py` what it tells.
+`chrome_trace.py` says what is in the file, `common/tracer.py` what it tells.
 """
 
 import contextlib
