@@ -193,11 +193,10 @@ def wide_offsets() -> list[tuple]:
 @pytest.mark.parametrize("kernel, which", wide_offsets() if HAS_TRITON else [])
 def test_an_offset_of_32_bits_is_rejected(kernel, which, tmp_path):
     module = importlib.import_module(kernel.fn.__module__)
-    checks = [each for each, launched in test_offsets.CHECKS.items() if module is tiles or module in launched]
-    with mutant_of(kernel, "tl.int64", "tl.int32", tmp_path, which), test_offsets.far_results():
-        with pytest.raises(AssertionError):
-            for check_offsets in checks:
-                check_offsets()
+    cases = sum(test_offsets.CASES.values(), []) if module is tiles else test_offsets.CASES[module]
+    with mutant_of(kernel, "tl.int64", "tl.int32", tmp_path, which), pytest.raises(AssertionError):
+        for case in cases:
+            test_offsets.check(case)
 
 
 # ---- sums in float32: a narrow result is rounded where it is stored, and nowhere else --------------------------------

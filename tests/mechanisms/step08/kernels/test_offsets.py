@@ -7,7 +7,8 @@ elements with large gaps between them suffice. Of kernels that do not, only the 
 import mmap
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -29,15 +30,14 @@ from step08_5d.kernels import (
 from step08_5d.kernels import flash_attention_backward as attention_backward
 from step08_5d.narrow_numbers import scaling
 from tests.mechanisms.step08.kernels.case import Maker
-from tests.mechanisms.step08.kernels.cases import ADAMW, KERNELS
+from tests.mechanisms.step08.kernels.cases import ADAMW, EPS, KERNELS, rotate, tables
 from tests.mechanisms.step08.kernels.compare import (
-    TOLERANCE,
-    assert_same,
     difference,
     needs_triton,
     on_cpu,
     one_program,
     random,
+    tuple_of,
     use_tiles,
 )
 
@@ -79,177 +79,186 @@ def far_results() -> Iterator[None]:
         yield
 
 
-def apart(axis: int, *shape: int, seed: int) -> Tensor:
-    """Random numbers whose last index along `axis` is FAR from its first one."""
-    strides = list(empty(shape, device="meta").stride())
-    strides[axis] = FAR // (shape[axis] - 1)
-    made = far(shape, strides)
-    return made.copy_(random(*shape, seed=seed))
+class Input(NamedTuple):
+    """A tensor without gaps; or one whose last index along `axis` is FAR from its first one."""
+
+    shape: tuple[int, ...]
+    axis: int | None = None
+    dtype: torch.dtype = NARROW
+
+    def make(self) -> Tensor:
+        strides = list(empty(self.shape, device="meta").stride())
+        if self.axis is not None:
+            strides[self.axis] = FAR // (self.shape[self.axis] - 1)
+        return far(self.shape, strides, self.dtype)
 
 
-def assert_close(found, exact, what: str = "") -> None:
-    for index, pair in enumerate(zip(found, exact, strict=True)):
-        assert difference(*pair) < 2e-2, f"{what}, tensor {index}"
+class Case(NamedTuple):
+    """`call(kernel, *inputs)` and `call(reference, *inputs)` return the same.
+
+    part: an index. If there is one, a single program of each launch runs, the last or that at `program(grid)`. It reads
+    this part of every input, and only that of its results is compared.
+    """
+
+    kernel: Callable
+    reference: Callable
+    inputs: list[Input]
+    call: Callable = lambda function, *tensors: function(*tensors)
+    part: object = ...
+    program: Callable = lambda grid: [each - 1 for each in grid]
 
 
-# ---- with gaps -------------------------------------------------------------------------------------------------------
+def check(case: Case) -> None:
+    with far_results():
+        tensors = [each.make() for each in case.inputs]
+        parts = [each[case.part] for each in tensors]
+        for seed, part in enumerate(parts):
+            part.copy_(random(*part.shape, seed=seed))
+        exact = tuple_of(case.call(case.reference, *(part.double() for part in parts)))
+        with nullcontext() if case.part is ... else one_program(case.program):
+            found = tuple_of(case.call(case.kernel, *tensors))
+    for index, (ours, theirs) in enumerate(zip(found, exact, strict=True)):
+        error = difference(ours[case.part], theirs)
+        assert ours[case.part].shape == theirs.shape and error < 2e-2, f"tensor {index}: {error}"
 
 
-def check_with_gaps(name: str, size: tuple, axis: int, *shapes: tuple[int, ...]) -> None:
-    """A kernel of the table, with these inputs."""
-    case = KERNELS[name].case(Maker(NARROW), *size)
-    case.inputs[: len(shapes)] = [apart(axis, *shape, seed=seed) for seed, shape in enumerate(shapes)]
-    case.slack = 1
-    assert_same(case, bounds=dict.fromkeys(TOLERANCE, 2e-2))
+# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def attention_with_gaps() -> None:
-    """Between samples, between heads, and between tokens: there the rows of a tile lie within 2^31 elements."""
-    for axis, shape in enumerate(((5, 1, 4, 16), (1, 5, 4, 16), (1, 1, 33, 16))):
-        check_with_gaps("block of attention", (4, 4, 16, 1, True), axis, *4 * [shape])
+def causal(function, *tensors):
+    return function(*tensors, True)
 
 
-def merging() -> None:
-    """As above; a tile has 128 rows."""
-    for axis, shape in enumerate(((5, 1, 4, 16), (1, 5, 4, 16), (1, 1, 300, 16))):
-        so_far, out = (apart(axis, *shape, seed=seed) for seed in range(2))
-        lses = [random(*shape[:3], dtype=torch.float32, seed=seed) for seed in (2, 3)]
-        exact = so_far.double()
-        merge.merge_reference(exact, lses[0].double(), out.double(), lses[1].double())
-        merge.merge(so_far, lses[0], out, lses[1])
-        assert_close([so_far], [exact], f"axis {axis}")
+def query_gradient(attend_backward, *tensors):
+    return attend_backward(*tensors, True)[0]
 
 
-def rotation() -> None:
-    for axis in range(3):
-        shape = [5 if each == axis else 1 for each in range(3)]
-        check_with_gaps("rotary", (1, 1, 1, shape[2], 8), axis, *2 * [(*shape, 8)])
+def key_gradients(attend_backward, gradient, q, k, v, lse):
+    """Where the output is 0, as no program computes what is read in its place: `delta` of the last queries."""
+    return attend_backward(gradient, q, k, v, dense(*q.shape, dtype=q.dtype), lse, True)[1:]
 
 
-def loss() -> None:
-    check_with_gaps("row statistics and gradient of the loss", (37,), 0, (5, 40))
+def merged(merge, out_so_far, out, lse_so_far, lse):
+    merge(out_so_far, lse_so_far, out, lse)
+    return out_so_far, lse_so_far
 
 
-def experts_with_gaps() -> None:
-    """Between rows; between matrices, rows or columns of matrices."""
-    x, y, counts = apart(0, 17, 16, seed=0), apart(0, 17, 24, seed=1), Counts(torch.tensor([3, 0, 7, 2, 5]))
-    reference = grouped_matmul.multiply_reference
-    for axis in range(3):
-        matrices = apart(axis, 5, 16, 16, seed=2) if axis < 2 else apart(1, 5, 16, 16, seed=2).mT
-        assert_close([grouped_matmul.multiply(x, matrices, counts)], [reference(x.double(), matrices.double(), counts)])
-    exact = grouped_matmul.multiply_transposed_reference(y.double(), x.double(), counts)
-    assert_close([grouped_matmul.multiply_transposed(y, x, counts)], [exact])
+def with_gradients(function, first, second, *gradients):
+    """For `gradients` of what the function returns."""
+    variables = [each.requires_grad_() for each in (first, second)]
+    outputs = tuple_of(function(*variables))
+    return *outputs, *torch.autograd.grad(outputs, variables, gradients)
 
 
-# ---- one program -----------------------------------------------------------------------------------------------------
+def turned(rotate, q, *tensors):
+    cos, sin = tables(*q.shape[2:], q.dtype)
+    return with_gradients(lambda q, k: rotate(q, k, cos, sin), q, *tensors)
 
 
-def last(*tensors: Tensor, count: int = 5, seed: int = 0) -> list[Tensor]:
-    """The last elements, or rows, of far tensors, which are written here."""
-    parts = [each[-count:] for each in tensors]
-    return [part.copy_(random(*part.shape, seed=seed + index)) for index, part in enumerate(parts)]
+def normed(add_rms_norm, x, residual, weight):
+    return add_rms_norm(x, residual, weight[0], EPS)
 
 
-def attention_in_one_tile() -> None:
-    """Log-sum-exps lie side by side. Of the last head, the forward and dq have the first queries, dk and dv the last
-    keys, where `delta` is what the memory holds: 0."""
-    q, k, v, gradient, out = (dense(1, FAR // 2**20 + 1, 2**20, 1) for _ in range(5))
-    lse = dense(*q.shape[:3], dtype=torch.float32)
-    first, end = (slice(0, 1), slice(-1, None), slice(16)), (slice(0, 1), slice(-1, None), slice(-16, None))
-    for seed, each in enumerate((q, k, v, gradient)):
-        for part in (first, end):
-            each[part] = random(1, 1, 16, 1, seed=seed)
-    with one_program():
-        found = flash_attention.attend(q, k, v, True)
-    exact = flash_attention.attend_reference(*(each[first].double() for each in (q, k, v)), True)
-    assert_close([each[first] for each in found], exact)
-    out[first], lse[first] = exact
-    lse[end] = exact[1]
-    with one_program():
-        dq, dk, dv = attention_backward.attend_backward(gradient, q, k, v, out, lse, True)
-    for part, found in ((first, {0: dq}), (end, {1: dk, 2: dv})):
-        parts = [each[part].double() for each in (gradient, q, k, v, out, lse)]
-        exact = attention_backward.attend_backward_reference(*parts, True)
-        for index, each in found.items():
-            assert_close([each[part]], [exact[index]])
+def norm_backward(total, weight, d_normed, d_total):
+    """With one program for each row, or a program would read many."""
+    (rows, size), blocks = total.shape, rms_norm._blocks(total.shape[1], 1)
+    dx, sums = dense(rows, size), dense(rows, size, dtype=torch.float32)
+    rms_norm._backward_kernel[rows // blocks["ROWS"],](
+        total, weight, d_normed, d_total, dx, sums, rows, size, EPS, rms_norm.wide_type(NARROW), size, **blocks
+    )
+    return dx
 
 
-def activation() -> None:
-    gate, up, d_out = (dense(FAR + 5) for _ in range(3))
-    ends = [each.double().requires_grad_() for each in last(gate, up)]
-    (d_end,) = last(d_out, seed=2)
-    with one_program():
-        out = swiglu.swiglu(gate.requires_grad_(), up.requires_grad_())
-        found = out, *torch.autograd.grad(out, (gate, up), d_out)
-    out = swiglu.swiglu_reference(*ends)
-    assert_close([each[-5:] for each in found], [out, *torch.autograd.grad(out, ends, d_end.double())])
+def norm_backward_reference(total, weight, d_normed, d_total):
+    normed = rms_norm.rms_norm_reference(total.requires_grad_(), weight, EPS)
+    return d_total + torch.autograd.grad(normed, total, d_normed)[0]
 
 
-def norm() -> None:
-    size, rows = 2**14, FAR // 2**14 + 1
-    x, residual, d_normed, d_total, dx = (dense(rows, size) for _ in range(5))
-    weight, blocks = random(size, seed=9).to(NARROW), rms_norm._blocks(size, 1)
-    ends = [each.double().requires_grad_() for each in last(x, residual, weight[None], count=1)]
-    d_ends = last(d_normed, d_total, count=1, seed=3)
-    with one_program():
-        normed, total = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
-        sums = dense(rows, size, dtype=torch.float32)  # one program for each row, or a program would read many
-        rms_norm._backward_kernel[rows // blocks["ROWS"],](
-            total, weight, d_normed, d_total, dx, sums, rows, size, 1e-5, rms_norm.wide_type(NARROW), size, **blocks
+def updated(adamw, *tensors):
+    tensors[2][-5:].square_()  # second moments
+    adamw(*tensors, step=torch.tensor(3.0), lr=torch.tensor(0.1), **ADAMW)
+    return tensors
+
+
+def routed(multiply, a, b):
+    return multiply(a, b, Counts(torch.tensor([3, 0, 7, 2, 5])))
+
+
+def to_one_expert(multiply, x, matrix):
+    return multiply(x, matrix[None], Counts(torch.tensor([len(x)])))
+
+
+def last_but_one(grid):
+    """Of the tiles: the last program finds none."""
+    return grid[0] - 1, grid[1] - 2, 0
+
+
+def to_the_last_expert(multiply_transposed, y, x):
+    return multiply_transposed(y, x, Counts(torch.tensor([0, 0, 0, 0, 16])))[-1]
+
+
+def quantised(function, x):
+    numbers, scales, *_ = function(x.to(NARROW), torch.float8_e4m3fn, (1, 128))
+    return numbers[-16:, -128:].float(), scales[:, -1:]
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+HEADS, ROWS, VECTOR = Input((1, FAR // 2**20 + 1, 2**20, 1)), Input((FAR // 2**14 + 1, 2**14)), Input((FAR + 5,))
+LSE, WIDE_VECTOR = (Input(shape, dtype=torch.float32) for shape in (HEADS.shape[:3], VECTOR.shape))
+TOKENS, WEIGHT = Input((17, 16), axis=0), Input((1, 2**14))
+# Of the last head, the forward and dq have the first queries, dk and dv the last keys
+FIRST, LAST = ((slice(0, 1), slice(-1, None), tokens) for tokens in (slice(16), slice(-16, None)))
+END, ROW, CORNER = slice(-5, None), slice(-1, None), (slice(-16, None), slice(-16, None))
+ROW_STATISTICS = KERNELS["row statistics and gradient of the loss"].case(Maker(NARROW), 37)
+
+
+def by_axis(kernel, reference, call, tensors: int, lses: int = 0, tokens: int = 33) -> Iterator[Case]:
+    """Gaps between samples, heads, and tokens, where the rows of a tile lie within 2^31 elements. Log-sum-exps lie side
+    by side."""
+    for axis, shape in enumerate(((5, 1, 4), (1, 5, 4), (1, 1, tokens))):
+        inputs = [*tensors * [Input((*shape, 16), axis)], *lses * [Input(shape, dtype=torch.float32)]]
+        yield Case(kernel, reference, inputs, call)
+
+
+ATTEND = flash_attention.attend, flash_attention.attend_reference
+BACKWARD = attention_backward.attend_backward, attention_backward.attend_backward_reference
+MULTIPLY = grouped_matmul.multiply, grouped_matmul.multiply_reference
+TRANSPOSED = grouped_matmul.multiply_transposed, grouped_matmul.multiply_transposed_reference
+CASES = {  # by the module that has the kernel
+    flash_attention: [*by_axis(*ATTEND, causal, 3), Case(*ATTEND, 3 * [HEADS], causal, FIRST)],
+    attention_backward: [
+        *by_axis(*BACKWARD, causal, 5, lses=1),
+        Case(*BACKWARD, [*5 * [HEADS], LSE], query_gradient, FIRST),
+        Case(*BACKWARD, [*4 * [HEADS], LSE], key_gradients, LAST),
+    ],
+    merge: [*by_axis(merge.merge, merge.merge_reference, merged, 2, lses=2, tokens=300)],  # a tile has 128 rows
+    rotary: [*by_axis(rotary.rotary, rotate, turned, 4)],
+    cross_entropy: [Case(ROW_STATISTICS.ours, ROW_STATISTICS.reference, [Input((5, 40), axis=0), Input((5,))])],
+    swiglu: [Case(swiglu.swiglu, swiglu.swiglu_reference, 3 * [VECTOR], with_gradients, END)],
+    rms_norm: [
+        Case(rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference, [ROWS, ROWS, WEIGHT], normed, ROW),
+        Case(norm_backward, norm_backward_reference, [ROWS, WEIGHT, ROWS, ROWS], part=ROW),
+    ],
+    adamw: [Case(adamw.adamw, adamw.adamw_reference, [*4 * [WIDE_VECTOR], VECTOR], updated, END)],
+    grouped_matmul: [
+        # between rows; between matrices, their rows, their columns
+        Case(*MULTIPLY, [TOKENS, Input((5, 16, 16), axis=0)], routed),
+        Case(*MULTIPLY, [TOKENS, Input((5, 16, 16), axis=1)], routed),
+        Case(*MULTIPLY, [TOKENS, Input((5, 16, 16), axis=2)], routed),
+        Case(*TRANSPOSED, [Input((17, 24), axis=0), TOKENS], routed),
+        Case(*MULTIPLY, [Input((FAR // 4096 + 16, 16)), Input((16, 4096))], to_one_expert, CORNER, last_but_one),
+        Case(*TRANSPOSED, 2 * [Input((16, 2**15))], to_the_last_expert, CORNER),
+    ],
+    quantise: [
+        Case(
+            quantise.quantise,
+            scaling.quantise_own,
+            [Input((FAR // 4096 + 16, 4096))],
+            quantised,
+            (slice(-16, None), slice(-128, None)),
         )
-    exact = rms_norm.add_rms_norm_reference(*ends, 1e-5)
-    d_x, *_ = torch.autograd.grad(exact, ends, [each.double() for each in d_ends])
-    assert_close([each[-1:] for each in (normed, total, dx)], [*exact, d_x])
-
-
-def update() -> None:
-    tensors = {name: dense(FAR + 5, dtype=torch.float32) for name in ("master", "exp_avg", "exp_avg_sq", "gradient")}
-    tensors["copy"] = dense(FAR + 5)
-    last(*tensors.values())
-    tensors["exp_avg_sq"][-5:].square_()
-    ends = {name: each[-5:].clone() for name, each in tensors.items()}
-    settings = {"step": torch.tensor(3.0), "lr": torch.tensor(0.1)} | ADAMW
-    with one_program():
-        adamw.adamw(**tensors, **settings)
-    adamw.adamw_reference(**ends, **settings)
-    assert_close([each[-5:] for each in tensors.values()], ends.values())
-
-
-def experts_in_one_tile() -> None:
-    rows, columns = FAR // 4096 + 16, 4096
-    x, matrix, counts = dense(rows, 16), dense(1, 16, columns), Counts(torch.tensor([rows]))
-    last(x, matrix[0].T, count=16)
-    with one_program(lambda grid: (grid[0] - 1, grid[1] - 2, 0)):  # the last one finds no tile
-        found = grouped_matmul.multiply(x, matrix, counts)
-    assert_close([found[-16:, -16:]], [x[-16:].double() @ matrix[0, :, -16:].double()])
-    y, x, counts = dense(16, 2**15), dense(16, 2**15), Counts(torch.tensor([0, 0, 0, 0, 16]))
-    last(y.T, x.T, count=16)
-    with one_program():
-        found = grouped_matmul.multiply_transposed(y, x, counts)
-    assert_close([found[-1, -16:, -16:]], [y[:, -16:].T.double() @ x[:, -16:].double()])
-
-
-def narrowing() -> None:
-    x = dense(FAR // 4096 + 16, 4096)
-    last(x, count=16)
-    with one_program():
-        numbers, scales = quantise.quantise(x, torch.float8_e4m3fn, (1, 128))
-    exact = scaling.quantise_own(x[-16:, -128:], torch.float8_e4m3fn, (1, 128))
-    assert_close([numbers[-16:, -128:].float(), scales[-16:, -1:]], [exact.numbers.float(), exact.scales])
-
-
-CHECKS: dict[Callable, list] = {  # and the modules whose kernels they launch
-    attention_in_one_tile: [flash_attention, attention_backward],
-    attention_with_gaps: [flash_attention, attention_backward],
-    merging: [merge],
-    rotation: [rotary],
-    loss: [cross_entropy],
-    experts_with_gaps: [grouped_matmul],
-    experts_in_one_tile: [grouped_matmul],
-    activation: [swiglu],
-    norm: [rms_norm],
-    update: [adamw],
-    narrowing: [quantise, grouped_matmul],
+    ],
 }
 
 
@@ -258,7 +267,6 @@ def small_tiles(monkeypatch):
     use_tiles(monkeypatch, 16, 16)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_offsets_beyond_32_bits(check):
-    with far_results():
-        check()
+@pytest.mark.parametrize("case", sum(CASES.values(), []), ids=lambda case: case.kernel.__name__)
+def test_offsets_beyond_32_bits(case):
+    check(case)
