@@ -7,10 +7,10 @@ from common.errors import UsageError
 from common.labs.design import Design, Judged, whole
 from common.presets import resolve
 from step08_5d.cost import Layout
-from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import memory
+from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Plan, Task, flags, named, plans
-from step08_5d.planning.speed import mfu, times
+from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.speed import mfu, times
 
 CASES = (  # model, GPUs, kind, sequences of a batch, tokens in each
     ("llama3-8b", 64, "A100", 128, 8192),

@@ -22,12 +22,16 @@ import sys
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.presets import resolve
-from step08_5d.planning import bars, cheatsheet, compare, memory_report, overlap, published_report, recipe
+from step08_5d.planning import compare, recipe
 from step08_5d.planning.explain import print_plans
-from step08_5d.planning.machines import MACHINES
+from step08_5d.planning.memory import report as memory_report
 from step08_5d.planning.page import write
+from step08_5d.planning.published import bars, cheatsheet
+from step08_5d.planning.published import report as published_report
 from step08_5d.planning.search import Task, plans
-from step08_5d.planning.sweep import STATES
+from step08_5d.planning.sweeps.sweep import STATES
+from step08_5d.planning.time import overlap
+from step08_5d.planning.time.machines import MACHINES
 
 
 def tokens(text: str) -> int:
@@ -71,7 +75,7 @@ def plan(options) -> None:
 
 def play(options) -> None:
     """One step of one rank, on fake tensors: what is left of the command line are flags of step 8."""
-    from step08_5d.planning import dry_run  # here, as it imports all that trains
+    from step08_5d.planning.dry_run import play as dry_run  # here, as it imports all that trains
 
     found = dry_run.dry_run(dry_run.configuration(options.rest, options.world), options.rank, progress=True)
     dry_run.show(found, options.rank)
@@ -79,8 +83,8 @@ def play(options) -> None:
 
 def sweep(options) -> None:
     """Run what a file asks for, then show the table and the heat map."""
-    from step08_5d.planning import pictures
-    from step08_5d.planning import sweep as sweeps
+    from step08_5d.planning.sweeps import pictures
+    from step08_5d.planning.sweeps import sweep as sweeps
 
     asked = sweeps.read(options.file)
     records = sweeps.carry_out(asked, options.again)
@@ -91,7 +95,7 @@ def sweep(options) -> None:
 
 def calibrate(options) -> None:
     """Fit rates to a sweep's runs, and show how well they predict others."""
-    from step08_5d.planning import calibration_report  # here, as dry runs import all that trains
+    from step08_5d.planning.sweeps import calibration_report  # here, as dry runs import all that trains
 
     calibration_report.show(options)
 

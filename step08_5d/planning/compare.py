@@ -12,11 +12,11 @@ from common.drawing.tables import print_table
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.explain import most_of_the_rest
-from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import memory
-from step08_5d.planning.memory_report import DEFAULTS, configuration
+from step08_5d.planning.memory.peak import memory
+from step08_5d.planning.memory.report import DEFAULTS, configuration
 from step08_5d.planning.search import named
-from step08_5d.planning.speed import mfu, times
+from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.speed import mfu, times
 from step08_5d.shapes_picture import DIMENSION_OF
 
 SENT = ("tp", "cp", "ep", "pp", "dp")

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from common.drawing.tables import print_table
 from step08_5d.cost import Layout
-from step08_5d.planning.machines import OURS, Habits
-from step08_5d.planning.memory import memory
-from step08_5d.planning.published import PAUSE
+from step08_5d.planning.memory.peak import memory
+from step08_5d.planning.published.runs import PAUSE
 from step08_5d.planning.search import EQUAL, MOST_FULL, Plan, Task, command, named
-from step08_5d.planning.speed import Times
-from step08_5d.planning.speed import times as times_of
 from step08_5d.planning.stages import layers_of_ranks
+from step08_5d.planning.time.machines import OURS, Habits
+from step08_5d.planning.time.speed import Times
+from step08_5d.planning.time.speed import times as times_of
 
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
 NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}

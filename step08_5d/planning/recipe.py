@@ -9,10 +9,10 @@ from common.model_config import ModelConfig
 from common.presets import resolve
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import memory
+from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Task, divisors, named
-from step08_5d.planning.speed import mfu, times
+from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.speed import mfu, times
 
 TP = 8
 

@@ -12,9 +12,9 @@ from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.machines import Machine, nodes_for
-from step08_5d.planning.memory import memory
-from step08_5d.planning.speed import AGAIN, Times, mfu, times
+from step08_5d.planning.memory.peak import memory
+from step08_5d.planning.time.machines import Machine, nodes_for
+from step08_5d.planning.time.speed import AGAIN, Times, mfu, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits

@@ -37,7 +37,7 @@ def test_commands_work(readme, tmp_path):
             command = command.replace("runs/", f"{tmp_path}/")  # runs/ is the reader's
             command = command.replace("--only attention norms", "--only loss")  # test_compiled.py compiles both
             if command.endswith("planning published"):
-                continue  # test_planning.py runs it, with the fits that it has made
+                continue  # test_published.py runs it, with the fits that it has made
             if "train.py" in command and not command.startswith("diff"):
                 command = re.sub(r" --seq-len \d+", "", command) + " --seq-len 64 --hidden 64 --ffn 96"
         words = shlex.split(command)

@@ -1,8 +1,8 @@
-// Memory: the formulas of memory.py and of what it calls once more; see plan.js, whose `constants`, `sum` and `total`
+// Memory: the formulas of memory/peak.py and of what it calls once more; see plan.js, whose `constants`, `sum` and `total`
 // they use.
 "use strict";
 
-// ---- step08_5d/planning/sizes.py -----------------------------------------------------------------------------------
+// ---- step08_5d/planning/memory/sizes.py -----------------------------------------------------------------------------
 
 function sizes_of(model, layout) {
   const [w, high] = constants.WIDTHS, { tokens: t, tp } = layout, d = model.head_width;
@@ -20,7 +20,7 @@ function sizes_of(model, layout) {
   };
 }
 
-// ---- step08_5d/planning/moments.py: moments are [there, left, weight, stored, communication, arrived] --------------
+// ---- step08_5d/planning/memory/moments.py: moments are [there, left, weight, stored, communication, arrived] --------
 
 function mlp(model, layout, size, ffn, divided = true) {
   const tp = divided ? layout.tp : 1, tokens = divided ? layout.tokens : layout.tokens / layout.tp;
@@ -119,7 +119,7 @@ function layer_backward(model, layout, size, experts) {
   return [...second, ...norm(size, true, experts ? 0 : arrived), ...first, ...norm(size, true, arrived)];
 }
 
-// ---- step08_5d/planning/ends.py ------------------------------------------------------------------------------------
+// ---- step08_5d/planning/memory/ends.py ------------------------------------------------------------------------------
 
 function head_backward(model, layout, size) {
   const [narrow, wide] = constants.WIDTHS, rows = Math.ceil(model.vocab / layout.tp), { RATIO, FEW_BYTES } = constants;
@@ -135,7 +135,7 @@ function head_backward(model, layout, size) {
   return [...result, ...norm(size, false, layout.tp > 1 ? size.stream : 0)];
 }
 
-// ---- step08_5d/planning/kept.py ------------------------------------------------------------------------------------
+// ---- step08_5d/planning/memory/kept.py ------------------------------------------------------------------------------
 
 function layer_activations(model, layout, recompute, experts) {
   const [width, high] = constants.WIDTHS, { tp } = layout, { hidden: h, head_width: d } = model;
@@ -173,7 +173,7 @@ function kept_by(model, layout, rank, share, size) {
   return [layers, tables + data, received];
 }
 
-// ---- step08_5d/planning/memory.py ----------------------------------------------------------------------------------
+// ---- step08_5d/planning/memory/peak.py ------------------------------------------------------------------------------
 
 // Bytes by kind of the fullest rank
 function memory(model, layout) {
@@ -224,7 +224,7 @@ function messages_of(layout, rank, when, is_loss, size) {
   return ((rank < layout.pp - 1 ? 2 : 0) + later) * size.stream;
 }
 
-// ---- step08_5d/planning/walks.py -----------------------------------------------------------------------------------
+// ---- step08_5d/planning/memory/walks.py -----------------------------------------------------------------------------
 
 function walks_of(model, layout, share, size, each, beside) {
   const matrix = Math.ceil(model.vocab / layout.tp) * model.hidden * size.w, tied = share.tied ? matrix : 0;

@@ -123,7 +123,7 @@ function pace(model, layout, layer, head) {
   return { layers: most, has_head: 0, waits: ((sum(others) - most + last) * layer + head) / (most * layer) };
 }
 
-// ---- step08_5d/planning/speed.py -----------------------------------------------------------------------------------
+// ---- step08_5d/planning/time/speed.py -------------------------------------------------------------------------------
 
 function bus_bandwidth(op, gpus) {
   const table = constants.BUS_GB_PER_S[op], numbers = Object.keys(table).map(Number);

@@ -15,15 +15,15 @@ from common.drawing.figures import COLOURS, DIMENSIONS
 from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import PRESETS
-from step08_5d.planning import sweep
-from step08_5d.planning.ends import FEW_BYTES, RATIO
 from step08_5d.planning.explain import NAMES
-from step08_5d.planning.machines import MACHINES, OURS
-from step08_5d.planning.pictures import words
-from step08_5d.planning.published import Fit, predicted, read_runs
+from step08_5d.planning.memory.ends import FEW_BYTES, RATIO
+from step08_5d.planning.memory.share import BUCKET
+from step08_5d.planning.published.runs import Fit, predicted, read_runs
 from step08_5d.planning.search import MOST_FULL
-from step08_5d.planning.share import BUCKET
-from step08_5d.planning.speed import AGAIN, CORE_AGAIN, RING_HOP, UPDATE_BYTES
+from step08_5d.planning.sweeps import sweep
+from step08_5d.planning.sweeps.pictures import words
+from step08_5d.planning.time.machines import MACHINES, OURS
+from step08_5d.planning.time.speed import AGAIN, CORE_AGAIN, RING_HOP, UPDATE_BYTES
 
 FOLDER = Path(__file__).parent
 FORMULAS = ("share.js", "memory.js", "plan.js")

@@ -19,14 +19,14 @@ from step01_single_gpu.running.memory_meter import MemoryMeter
 from step01_single_gpu.running.slow_device import SlowDevice
 from step08_5d import train
 from step08_5d.cost import Layout
-from step08_5d.planning import memory_report
 from step08_5d.planning.__main__ import main
-from step08_5d.planning.dry_run import configuration, dry_run, equally
-from step08_5d.planning.machines import MACHINES, OURS
-from step08_5d.planning.memory import of_stage, states
+from step08_5d.planning.dry_run.play import configuration, dry_run, equally
+from step08_5d.planning.memory import report as memory_report
+from step08_5d.planning.memory.peak import of_stage, states
 from step08_5d.planning.search import Task
 from step08_5d.planning.search import flags as flags_of
-from step08_5d.planning.speed import launching
+from step08_5d.planning.time.machines import MACHINES, OURS
+from step08_5d.planning.time.speed import launching
 from tests.harness.observing import configure, mesh_of, observe_each
 from tests.harness.ranks import run_ranks
 

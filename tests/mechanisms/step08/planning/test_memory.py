@@ -7,8 +7,8 @@ import pytest
 from common.costs.vocabulary import KINDS
 from common.process_groups import Degrees
 from step08_5d.cost import Layout
-from step08_5d.planning.dry_run import configuration, dry_run, first_ranks
-from step08_5d.planning.memory import peak
+from step08_5d.planning.dry_run.play import configuration, dry_run, first_ranks
+from step08_5d.planning.memory.peak import peak
 
 WIDE = "--layers 6 --hidden 1024 --heads 16 --kv-heads 4 --ffn 3584 --vocab 32000 --seq-len 2048"
 NARROW = "--layers 8 --hidden 768 --heads 12 --kv-heads 12 --ffn 2048 --vocab 16000 --seq-len 1024"

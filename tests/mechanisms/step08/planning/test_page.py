@@ -15,12 +15,12 @@ from common.presets import PRESETS
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.explain import NAMES
-from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import memory, of_stage
+from step08_5d.planning.memory.peak import memory, of_stage
 from step08_5d.planning.page import write
 from step08_5d.planning.search import Plan, Task, command, flags
-from step08_5d.planning.speed import mfu, times
 from step08_5d.planning.stages import fullest_ranks
+from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.speed import mfu, times
 
 NODE = shutil.which("node")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

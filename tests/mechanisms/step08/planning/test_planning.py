@@ -1,11 +1,9 @@
-"""The planner: memory and time by hand, beside published runs, and commands that step 8 accepts."""
+"""The planner: memory and time by hand, and layouts that step 8 accepts."""
 
 import contextlib
 import itertools
 import math
-import statistics
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -18,85 +16,16 @@ from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning import published, published_memory, published_report
 from step08_5d.planning.__main__ import main
-from step08_5d.planning.kept import kept
-from step08_5d.planning.machines import MACHINES, Habits, Machine
-from step08_5d.planning.memory import memory, of_stage, parameters, peak, states
+from step08_5d.planning.memory.kept import kept
+from step08_5d.planning.memory.peak import memory, of_stage, parameters, peak, states
 from step08_5d.planning.search import Task, command, flags, layouts, plans
-from step08_5d.planning.speed import lateness, mfu, spans, times
-from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks, pace, ranges_of_rank, stage_sizes
+from step08_5d.planning.stages import in_flight, layers_of_ranks, pace, ranges_of_rank, stage_sizes
+from step08_5d.planning.time.machines import MACHINES, Habits, Machine
+from step08_5d.planning.time.speed import lateness, mfu, spans, times
 
 LLAMA, H100 = PRESETS["llama3-8b"], MACHINES["H100"]
 IDEAL = Habits(1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0)
-
-
-def test_published_runs(tmp_path, monkeypatch):
-    """Their MFU is that of their speed, within the rounding of the file for nine runs in ten. From one half of the
-    pairs, the speed and the memory of the other half are ranked; the default habits are those of all runs. The command
-    of the lesson prints these fits, of which each takes seconds.
-    """
-    runs, fits = published.read_runs(), {}
-    assert len(runs) == 1532 and len({run.pair for run in runs}) == 13
-    ratios = [published.mfu(run, run.tokens_per_second) / run.mfu for run in runs if run.mfu]
-    assert sum(abs(ratio - 1) < 0.06 for ratio in ratios) > 0.89 * len(ratios)
-    for seen, others in published.halves(runs):
-        assert not {run.pair for run in seen} & {run.pair for run in others}
-        fits[len(seen)], holds = published.fitted(seen), published_memory.fitted(seen)
-        fitting = partial(published_memory.fits, holds=holds)
-        found = published.judge(others, partial(published.predicted, fit=fits[len(seen)]), fits=fitting)
-        assert found.spearman > 0.87 and statistics.median(found.within.values()) > 0.8
-        assert statistics.median(found.gain.values()) > 0.9
-        found = published.judge(others, partial(published_memory.predicted, holds=holds), lambda run: run.memory)
-        assert found.spearman > 0.97
-    fits[len(runs)] = fitted = published.fitted(runs)
-    for name in published.WITHOUT_PIPELINES + published.OF_PIPELINES:
-        assert getattr(Habits(), name) == float(f"{getattr(fitted.habits, name):.2g}"), name
-    assert published.Fit().risk == float(f"{fitted.risk:.2g}")
-    piped = [run for run in runs if run.mfu and run.layout.pp > 1]
-    late = {run for run in piped if published.was_late(run, fitted.habits)}
-    well = [math.log(published.guess(run, fitted.habits).well / run.mfu) for run in piped if run not in late]
-    assert abs(statistics.median(well)) < 0.05 and statistics.median(map(abs, well)) < 0.1
-    # Also without the law that late messages follow: all that are far too slow lose the same, in every model
-    slow = [run for run in piped if published.guess(run, fitted.habits).well > 2 * run.mfu]
-    for name in ("1B", "3B", "8B"):
-        pauses = [published_report.seconds_late(run, fitted) for run in slow if run.name == name]
-        assert statistics.median(pauses) == pytest.approx(published.PAUSE, rel=0.15), name
-        quarters = statistics.quantiles(pauses, n=4)
-        assert quarters[2] < 1.4 * quarters[0], name
-    heaviest = [run for run in runs if run.pair == ("80B", 4) and run.mfu and run.layout.pp == 4]
-    assert {round(100 * published.guess(run, fitted.habits).well, 1) for run in heaviest} == {15.4}
-    assert published.mfu(heaviest[0], 665) == pytest.approx(0.344, abs=5e-4), "two runs in one cell of the heat map"
-    one = min(late, key=lambda run: run.nodes)
-    made = one._replace(mfu=published.guess(one, fitted.habits).well)
-    assert not published.was_late(made, fitted.habits)
-    sure = published.Fit(fitted.habits, risk=1.0)
-    assert published.predicted(made, sure) == published.guess(made, fitted.habits).late < made.mfu / 1.5
-    for figure, values in published_report.SCALING.items():  # within a node and, less well, across nodes
-        off = [abs(math.log(a / b)) for a, b in zip(published_report.scaling(figure, fitted.habits), values)]
-        assert max(off[:3]) < 0.12 and off[3] < 0.4, figure
-        assert off[4] < 0.4 or (figure, off[4] < 0.7) == ("tp_sp_scaling", True), figure  # the page says so
-    largest = published_report.largest(published_memory.fitted(runs))
-    assert largest == pytest.approx(published_report.LARGEST["tp_sp_scaling"], rel=0.31), "with sequence parallelism"
-    cells = published_report.cells(runs, fitted)
-    small = {pair: cell for pair, cell in cells.items() if pair[0] in ("1B", "3B")}
-    assert (len(cells), len(small), sum(cell.untied for cell in small.values())) == (12, 7, 4)
-    one = small["1B", 1]  # the playbook's: 44.3 % with fewer tokens/s
-    assert (one.best.tokens_per_second, one.fastest.tokens_per_second) == (38895, 40150) and one.best.mfu > 0.44
-    assert statistics.median(abs(math.log(cell.predicted / cell.best.mfu)) for cell in cells.values()) < 0.08
-    assert published.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
-    monkeypatch.setattr(published, "fitted", lambda runs: fits[len(runs)])
-    assert len(fits) == 3 and main(["published", "--out", str(tmp_path / "figure.png")]) == 0
-
-
-def test_stages_of_nanotron():
-    """A head of four layers is shared out as they are; the layer that fills a stage is still its own."""
-    model = published.read_runs()[0].model
-    assert (model.layers, model.hidden * model.vocab) == (16, 4 * (4 * model.hidden**2 + 3 * model.hidden * model.ffn))
-    for stages, expected in ((2, [11, 5]), (4, [6, 5, 5, 0]), (8, [3, 3, 2, 3, 2, 3, 0, 0])):
-        layout = Layout(4096, pp=stages, nanotron=True)
-        assert list(layers_of_ranks(model, layout)) == expected
-        assert 0 not in [expected[rank] for rank in fullest_ranks(model, layout)[:-1]]
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 4}, {"tp": 4, "pp": 2, "dp": 2}, {"dp": 4, "ep": 4}])

@@ -11,10 +11,10 @@ import pytest
 from common.launching.process_tree import marked, new_mark
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
-from step08_5d.planning import calibration, sweep
 from step08_5d.planning.__main__ import main
-from step08_5d.planning.calibration import LayoutWork, Measured, Rates, Work
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
+from step08_5d.planning.sweeps import calibration, sweep
+from step08_5d.planning.sweeps.calibration import LayoutWork, Measured, Rates, Work
 from tests.harness.ranks import wait_for
 
 GRID = """name = "test"

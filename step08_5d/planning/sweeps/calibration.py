@@ -1,6 +1,6 @@
 """How long a step takes on the machine at hand: what dry runs count, times a few rates that measured runs show.
 
-The model of `speed.py` is one of GPUs. Ranks on a CPU share its cores, and each small operation costs as much as a
+The model of `time/speed.py` is one of GPUs. Ranks on a CPU share its cores, and each small operation costs as much as a
 large one. So here a rank's work is what its dry run counts, and a machine is six numbers. They are fitted to some of a
 sweep's runs: all are seconds for something, so the fit is linear, and none can be negative. Whether they are any good,
 the other runs say.
@@ -20,9 +20,9 @@ from common.process_groups import Degrees, all_groups
 from step05_pipeline.config import schedule_of
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.simulator import Costs
-from step08_5d.planning.dry_run import DryRun, configuration, dry_run, first_ranks
+from step08_5d.planning.dry_run.play import DryRun, configuration, dry_run, first_ranks
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
-from step08_5d.planning.sweep import OF_NODES
+from step08_5d.planning.sweeps.sweep import OF_NODES
 
 CLOSE = 0.03  # runs that are further off than this (relative) count less in a fit: something may have disturbed them
 

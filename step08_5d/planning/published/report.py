@@ -11,12 +11,13 @@ from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
 from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning import published, published_memory
-from step08_5d.planning.machines import Habits
-from step08_5d.planning.published import H100, PAUSE, Fit, Judgement, Run, guess, was_late
-from step08_5d.planning.published_memory import Holds
+from step08_5d.planning.published import memory as published_memory
+from step08_5d.planning.published import runs as published
+from step08_5d.planning.published.memory import Holds
+from step08_5d.planning.published.runs import H100, PAUSE, Fit, Judgement, Run, guess, was_late
 from step08_5d.planning.search import named
-from step08_5d.planning.speed import lateness, times
+from step08_5d.planning.time.machines import Habits
+from step08_5d.planning.time.speed import lateness, times
 
 # Tokens per second and GPU in figures of the playbook, which no fit has seen; its size is not said, but 3B comes close
 DEGREES = (2, 4, 8, 16, 32)

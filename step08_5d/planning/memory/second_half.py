@@ -5,9 +5,9 @@ from typing import NamedTuple
 from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.ends import vocabulary
-from step08_5d.planning.moments import Moment
-from step08_5d.planning.sizes import Sizes
+from step08_5d.planning.memory.ends import vocabulary
+from step08_5d.planning.memory.moments import Moment
+from step08_5d.planning.memory.sizes import Sizes
 
 
 class Product(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.share import splits_backward
+from step08_5d.planning.memory.share import splits_backward
 
 
 class Sizes(NamedTuple):

@@ -10,8 +10,8 @@ from common.model_config import ModelConfig
 from step04_tensor_parallel.cost import Way, block_activations
 from step07_expert_parallel.cost import activations as expert_activations
 from step08_5d.cost import Layout
-from step08_5d.planning.share import share_of
-from step08_5d.planning.sizes import Sizes, ulysses
+from step08_5d.planning.memory.share import share_of
+from step08_5d.planning.memory.sizes import Sizes, ulysses
 
 
 class Kept(NamedTuple):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from common.collectives import Call, record
 from step05_pipeline.weight_gradients import WeightGradStore
-from step08_5d.planning.allocations import Allocations
+from step08_5d.planning.dry_run.allocations import Allocations
 
 
 class FakeAllocations(Allocations):

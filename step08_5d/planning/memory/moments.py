@@ -17,7 +17,7 @@ from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step06_context_parallel import cost as context
 from step08_5d.cost import Layout
-from step08_5d.planning.sizes import Sizes, gradient_stays, ulysses
+from step08_5d.planning.memory.sizes import Sizes, gradient_stays, ulysses
 
 
 class Moment(NamedTuple):

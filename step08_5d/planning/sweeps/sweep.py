@@ -26,7 +26,7 @@ from common.errors import UsageError
 from common.launching.command_line import parse
 from common.launching.process_tree import kill, new_mark
 from step08_5d import config as step08
-from step08_5d.planning.machines import nodes_for
+from step08_5d.planning.time.machines import nodes_for
 
 STATES = ("ok", "refused", "out of memory", "diverged", "crash", "hang")
 OF_NODES = ("nodes", "bandwidth", "latency")  # what a table may ask of `python -m common.nodes`; all else are flags

@@ -1,6 +1,6 @@
 """The playbook's own runs: a model of time is fitted to some of them and judged on the others.
 
-published/playbook_runs.csv holds 1,541 of the runs behind *The Ultra-Scale Playbook* (Hugging Face, 2025), section
+playbook_runs.csv holds 1,541 of the runs behind *The Ultra-Scale Playbook* (Hugging Face, 2025), section
 "Benchmarking thousands of configurations": 13 pairs of a model and a number of nodes of eight H100, all with sequences
 of 4,096 tokens. A row without numbers is a run that crashed or ran out of memory. Nine rows contradict themselves:
 their micro-batches and data-parallel ranks do not make up the batch. They are left out, since nobody knows what ran.
@@ -18,10 +18,10 @@ from common.counts import count_parameters
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.fitting import descend, spearman
-from step08_5d.planning.machines import MACHINES, Habits
-from step08_5d.planning.speed import lateness, times
+from step08_5d.planning.time.machines import MACHINES, Habits
+from step08_5d.planning.time.speed import lateness, times
 
-FILE = Path(__file__).parent / "published" / "playbook_runs.csv"
+FILE = Path(__file__).with_name("playbook_runs.csv")
 SEQ, VOCAB = 4096, 131072
 SHAPES = {  # hidden, layers, heads, ffn; with one stage the two small ones share embedding and head
     "1B": (2048, 16, 32, 8192),

@@ -3,8 +3,8 @@
 from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.moments import Moment, norm
-from step08_5d.planning.sizes import Sizes
+from step08_5d.planning.memory.moments import Moment, norm
+from step08_5d.planning.memory.sizes import Sizes
 
 RATIO = 1 / 4  # of the memory of the head's gradient: the logits of a chunk of tokens (step 8, fused head)
 FEW_BYTES = 2 * 2**20  # and of a small vocabulary's logits at least as many

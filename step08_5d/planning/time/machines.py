@@ -47,7 +47,7 @@ MACHINES = {
 
 
 class Habits(NamedTuple):
-    """What an implementation makes of such GPUs. `published.py` fits these numbers to published runs.
+    """What an implementation makes of such GPUs. `published/runs.py` fits these numbers to published runs.
 
     The defaults are those of all published runs, rounded to two digits.
     """
@@ -62,7 +62,7 @@ class Habits(NamedTuple):
     paced: float = 6.5e-3  # seconds that a pipeline's layer takes at least, with the messages of its tensor ranks;
     apart: float = 0.55  # with tp of these tp ** apart times as long,
     crowd: float = 0.62  # and if they are on n nodes n ** crowd times as long
-    pause: float = 0.0  # seconds by which each message between stages is late: see `published.PAUSE`
+    pause: float = 0.0  # seconds by which each message between stages is late: see `PAUSE` in published/runs.py
     hides: float = 1.0  # share of a backward behind which the sums of gradients may hide
     prefetch: float = 0.0  # share of a forward behind which gathered weights may hide
     order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far

@@ -9,12 +9,12 @@ import statistics
 from typing import NamedTuple
 
 from step08_5d.planning.fitting import descend
-from step08_5d.planning.kept import kept as kept_by_stage
-from step08_5d.planning.machines import MACHINES
-from step08_5d.planning.memory import states
-from step08_5d.planning.published import VOCAB, Run
+from step08_5d.planning.memory.kept import kept as kept_by_stage
+from step08_5d.planning.memory.peak import states
+from step08_5d.planning.published.runs import VOCAB, Run
 from step08_5d.planning.search import MOST_FULL
 from step08_5d.planning.stages import in_flight
+from step08_5d.planning.time.machines import MACHINES
 
 ROOM = 1.2  # how much more than predicted a run may need and still fits
 

@@ -2,7 +2,7 @@
 
 The peak is a maximum over moments: those of all walks through the backward of a stage (`walks.py`), in the first
 backward of a step, when the most micro-batches are in flight and there are no gradients, and in a later one
-(`stages.py`). What a moment adds to all that lives longer, `moments.py`, `ends.py` and `second_half.py` say; what a
+(`../stages.py`). What a moment adds to all that lives longer, `moments.py`, `ends.py` and `second_half.py` say; what a
 micro-batch in flight keeps, `kept.py`. Nothing is fitted: tests compare a grid of layouts with dry runs. With
 interleaved stages the tables and messages of a micro-batch in only some stages of a rank are estimated, as that part of
 them which these stages have of its layers.
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from common.costs.vocabulary import KINDS, WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning import ends
-from step08_5d.planning.kept import Kept, kept_by_stages
-from step08_5d.planning.share import share_of
-from step08_5d.planning.sizes import Sizes
+from step08_5d.planning.memory import ends
+from step08_5d.planning.memory.kept import Kept, kept_by_stages
+from step08_5d.planning.memory.share import share_of
+from step08_5d.planning.memory.sizes import Sizes
+from step08_5d.planning.memory.walks import Top, Walk, deferred, walks_of_stage
 from step08_5d.planning.stages import Backward, backwards, fullest_ranks
-from step08_5d.planning.walks import Top, Walk, deferred, walks_of_stage
 
 
 class Peak(NamedTuple):

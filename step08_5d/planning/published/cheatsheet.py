@@ -11,8 +11,8 @@ from common.model_config import ModelConfig
 from common.presets import resolve
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
-from step08_5d.planning.memory import of_stage, states
-from step08_5d.planning.memory_report import DEFAULTS, configuration
+from step08_5d.planning.memory.peak import of_stage, states
+from step08_5d.planning.memory.report import DEFAULTS, configuration
 
 Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they differ
 

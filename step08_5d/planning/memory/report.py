@@ -14,8 +14,8 @@ from common.model_config import ModelConfig
 from common.process_groups import Degrees
 from step08_5d import config as step08
 from step08_5d.cost import Layout
-from step08_5d.planning import gpt_memory
-from step08_5d.planning.memory import peak
+from step08_5d.planning.memory import gpt as gpt_memory
+from step08_5d.planning.memory.peak import peak
 from step08_5d.planning.search import named
 from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
 
@@ -84,7 +84,7 @@ def _show_ours(config: TrainConfig, layout: Layout, play: bool) -> None:
 
 def played(config: TrainConfig, stage: int):
     """Return the `DryRun` of the first rank of a stage, with the micro-batches that fill the pipeline and no more."""
-    from step08_5d.planning.dry_run import dry_run, first_ranks  # here, as it imports all that trains
+    from step08_5d.planning.dry_run.play import dry_run, first_ranks  # here, as it imports all that trains
 
     filling = config.pp + 1 if (config.virtual_stages or 1) == 1 else 2 * config.pp
     micro_batches = min(config.accumulation_steps, filling)

@@ -35,7 +35,7 @@ from step05_pipeline.pipeline import Pipeline
 from step07_expert_parallel.moe import MoE
 from step08_5d import config as step08
 from step08_5d import train as step08_train
-from step08_5d.planning.fake_allocations import FakeAllocations
+from step08_5d.planning.dry_run.fake_allocations import FakeAllocations
 
 
 class DryRun(NamedTuple):

@@ -14,8 +14,8 @@ from common.counts import count_flops
 from common.model_config import ModelConfig
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.machines import OURS, Habits, Machine
 from step08_5d.planning.stages import pace
+from step08_5d.planning.time.machines import OURS, Habits, Machine
 from step08_5d.shapes_picture import DIMENSION_OF
 
 # Per parameter: gradient, master weight and two moments are read, all but the first written; the copy

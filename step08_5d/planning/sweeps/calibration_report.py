@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from common.drawing.tables import print_table
 from common.errors import UsageError
-from step08_5d.planning import calibration, pictures, sweep
-from step08_5d.planning.calibration import Measured, Rates
+from step08_5d.planning.sweeps import calibration, pictures, sweep
+from step08_5d.planning.sweeps.calibration import Measured, Rates
 
 FEWEST = 9  # runs that a calibration needs: three for each third
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning import ends, moments, second_half
-from step08_5d.planning.kept import Kept, kept_at_work, kept_by_layers, of_a_layer
-from step08_5d.planning.moments import Moment
-from step08_5d.planning.second_half import Product
-from step08_5d.planning.share import Share, has_experts
-from step08_5d.planning.sizes import Sizes, gradient_stays
+from step08_5d.planning.memory import ends, moments, second_half
+from step08_5d.planning.memory.kept import Kept, kept_at_work, kept_by_layers, of_a_layer
+from step08_5d.planning.memory.moments import Moment
+from step08_5d.planning.memory.second_half import Product
+from step08_5d.planning.memory.share import Share, has_experts
+from step08_5d.planning.memory.sizes import Sizes, gradient_stays
 
 LOSS, FIRST, SECOND = "BF", "BI", "W"  # in which parts of a backward a walk is: the loss is computed before it
 
