@@ -12,7 +12,13 @@ LESSONS = [ROOT / "step08_5d" / name / "README.md" for name in ("planning", "nar
 LESSONS = sorted([*ROOT.glob("step*/README.md"), *LESSONS])
 LADDER = ROOT / "step08_5d" / "gpu_ladder"
 BESIDE = sorted([*ROOT.glob("step*/[a-l]*.md"), *LADDER.glob("*.md")])  # pages beside a lesson
-PAGES = [ROOT / "README.md", *LESSONS, *BESIDE, *sorted(ROOT.glob("step*/measurements.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "common" / "glossary.md",
+    *LESSONS,
+    *BESIDE,
+    *sorted(ROOT.glob("step*/measurements.md")),
+]
 CODE = {path: path.read_text() for folder in ("common", "step*") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))}
 NUMBER = re.compile(r"(?<![\w.,/-])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 CALCULATION = re.compile(r"[=·×+≥]|/ ?\d|/N")

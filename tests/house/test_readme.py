@@ -15,7 +15,7 @@ import pytest
 from tests.harness.ranks import ROOT, run_command, run_script
 
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("step*/README.md")), *sorted(ROOT.glob("step*/*/README.md"))]
-LINKING = [*READMES, *sorted(ROOT.glob("common/**/*.md"))]  # pages that point to others
+LINKING = [*READMES, *sorted(ROOT.glob("common/**/*.md")), ROOT / "tests" / "README.md"]  # pages that point to others
 BY_HAND = ("make ", "git ", "source ", "cd ")  # `make test` runs this test; the others set up what runs it
 
 
@@ -61,6 +61,15 @@ def test_commands_work(readme, tmp_path):
 
 @pytest.mark.parametrize("readme", LINKING, ids=[str(path.relative_to(ROOT)) for path in LINKING])
 def test_links_and_pictures_exist(readme):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", readme.read_text()):
+    for target, _, heading in re.findall(r"\]\(([^)#\s]*)(#([^)\s]*))?[^)]*\)", readme.read_text()):
         if not target.startswith(("http://", "https://")):
-            assert (readme.parent / target).exists(), f"{readme.name} points to {target}"
+            page = readme.parent / target if target else readme
+            assert page.exists(), f"{readme.name} points to {target}"
+            assert not heading or heading in headings(page), f"{readme.name} points to {target}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """The names by which others point to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in found}
