@@ -9,6 +9,9 @@ import shutil
 import sys
 from pathlib import Path
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 
 from common.checkpoints import checkpoint, files

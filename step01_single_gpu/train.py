@@ -7,7 +7,7 @@
 The lesson is in step01_single_gpu/README.md. Every later step is this file plus one dimension.
 """
 
-import common  # noqa: F401 (before torch, so that its idle threads sleep)
+import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
 
 # isort: split
 import torch

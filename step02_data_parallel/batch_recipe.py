@@ -15,6 +15,9 @@ import math
 import sys
 from dataclasses import dataclass
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 
 from common.config import DTYPES

@@ -11,6 +11,9 @@ straight to `torch.distributed`.
 
 import time
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 import torch.distributed as dist
 

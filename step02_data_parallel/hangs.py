@@ -13,6 +13,9 @@ import sys
 import time
 from datetime import timedelta
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 import torch.distributed as dist
 

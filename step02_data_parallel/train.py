@@ -7,11 +7,12 @@
 The lesson is in step02_data_parallel/README.md. `diff` this file with step01_single_gpu/train.py to see what it adds.
 """
 
-from common import collectives  # before torch, so that its idle threads sleep
+import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
 
 # isort: split
 import torch
 
+from common import collectives
 from common.config import TrainConfig
 from common.launching.launch import run
 from common.model import ATTENTION_CORES, Decoder, cross_entropy_sum

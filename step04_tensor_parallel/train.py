@@ -7,11 +7,12 @@
 The lesson is in step04_tensor_parallel/README.md. `diff` this file with step03_zero/train.py to see what it adds.
 """
 
-from common import collectives  # before torch, so that its idle threads sleep
+import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
 
 # isort: split
 import torch
 
+from common import collectives
 from common.config import TrainConfig
 from common.launching.launch import run
 from common.model import ATTENTION_CORES, Decoder

@@ -7,12 +7,13 @@
 The lesson is in step06_context_parallel/README.md. `diff` this file with step05_pipeline/train.py to see what it adds.
 """
 
-from common import collectives  # before torch, so that its idle threads sleep
+import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
 
 # isort: split
 import torch
 from torch import Tensor
 
+from common import collectives
 from common.config import TrainConfig
 from common.launching.launch import run
 from common.model import Decoder

@@ -13,6 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 
 from common import compare

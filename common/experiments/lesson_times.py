@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import common.entry  # noqa: F401
 from common.drawing.tables import print_table
 
 ROOT = Path(__file__).resolve().parents[2]

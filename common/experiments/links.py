@@ -14,6 +14,9 @@ import statistics
 import time
 from collections.abc import Callable
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 
 from common import collectives

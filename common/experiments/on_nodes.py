@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import common.entry  # noqa: F401
 from common import collectives
 from common.drawing.tables import compared, print_table
 from common.errors import UsageError

@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.labs import find
 from common.labs.lab import Lab, Verdict

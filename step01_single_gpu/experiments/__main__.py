@@ -4,6 +4,7 @@ python -m step01_single_gpu.experiments  # all of them, about 3 minutes on 2 cor
 python -m step01_single_gpu.experiments --only first_steps --quick
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step01_single_gpu.experiments import compute, launches, memory, playbook, precision
 

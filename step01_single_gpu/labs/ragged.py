@@ -5,7 +5,7 @@
 Of every four sequences the first has a quarter of its tokens as targets, the second two quarters, and so on.
 """
 
-import common  # noqa: F401 (before torch, so that its idle threads sleep)
+import common.entry  # noqa: F401
 
 # isort: split
 import torch

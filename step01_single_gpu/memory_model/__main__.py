@@ -8,6 +8,7 @@ It takes the flags of step 1's train.py, prints a table, and needs neither the m
 import sys
 from collections import Counter
 
+import common.entry  # noqa: F401
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.launching.command_line import one_line_errors, parse

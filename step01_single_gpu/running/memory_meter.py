@@ -7,7 +7,6 @@ set size of the process is no substitute: it counts touched pages, caches and co
 import bisect
 import contextlib
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,8 +15,6 @@ import torch
 from torch._C import _autograd, _profiler
 
 from common.measure.storages import storages_of
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch 2.13 prints two lines whenever its profiler runs
 
 
 class Allocation(NamedTuple):

@@ -4,6 +4,7 @@ python -m step02_data_parallel.experiments  # all of them, about 4 minutes on 2 
 python -m step02_data_parallel.experiments --only overlap --quick
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step02_data_parallel.experiments import cluster, nodes, numbers, overlap
 

@@ -4,6 +4,7 @@ python -m step03_zero.experiments  # all of them, about 5 minutes on 2 cores
 python -m step03_zero.experiments --only memory --quick
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step03_zero.experiments import cluster, nodes, numbers, overlap
 

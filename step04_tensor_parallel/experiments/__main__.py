@@ -4,6 +4,7 @@ python -m step04_tensor_parallel.experiments  # all of them, about 7 minutes on 
 python -m step04_tensor_parallel.experiments --only shapes
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step04_tensor_parallel.experiments import cluster, gpt, memory, nodes, numbers, orders, overlap
 

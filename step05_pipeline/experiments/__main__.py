@@ -6,6 +6,7 @@
 Simulated is what follows from a schedule and given costs.
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step05_pipeline.experiments import bubble, cluster, memory, messages, nodes, schedules
 

@@ -4,6 +4,7 @@ python -m step06_context_parallel.experiments  # all of them, about 8 minutes on
 python -m step06_context_parallel.experiments --only balance
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step06_context_parallel.experiments import balance, cluster, longest, memory, messages, nodes, overlap
 

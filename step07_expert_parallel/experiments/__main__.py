@@ -4,6 +4,7 @@ python -m step07_expert_parallel.experiments                   # all of them, ab
 python -m step07_expert_parallel.experiments --only routing
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step07_expert_parallel.experiments import dualpipe, memory, nodes, overlap, routing, traffic
 

@@ -4,6 +4,7 @@ python -m step08_5d.experiments                   # all of them
 python -m step08_5d.experiments --only cost
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step08_5d.experiments import cluster, dimensions, head, layer_bytes, memory_8b, nodes, precision, restart, timeline
 

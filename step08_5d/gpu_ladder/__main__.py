@@ -8,6 +8,7 @@ On a GPU the rungs have full sizes and are timed. Without one, Triton interprets
 what a GPU would be asked for: sectors of memory, bytes, FLOPs.
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step08_5d.gpu_ladder.attention import attention
 from step08_5d.gpu_ladder.attention_versions import attention_versions

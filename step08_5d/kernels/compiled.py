@@ -14,6 +14,9 @@ from collections.abc import Callable
 if __name__ == "__main__":  # before Triton is loaded
     os.environ |= dict.fromkeys(("TRITON_ALWAYS_COMPILE", "TRITON_DUMP_PTXAS_LOG"), "1") | {"TRITON_INTERPRET": "0"}
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 
 from common.launching.command_line import one_line_errors, summary

@@ -9,12 +9,18 @@ import os
 
 import torch
 
-if not torch.cuda.device_count():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before anything, also torch's compiler, loads Triton
+# Triton is told to interpret before anything, also torch's compiler, loads it: some of its own functions are kernels
+INTERPRET = "TRITON_INTERPRET"
+interprets = not torch.cuda.device_count() and INTERPRET not in os.environ
+if interprets:
+    os.environ[INTERPRET] = "1"
 
 try:
     import triton
     import triton.language as tl
+
+    if interprets:  # from here on without the variable, which other programs could see
+        vars(triton.knobs.runtime)["interpret"] = True
 except ImportError:
 
     class _WithoutTriton:
@@ -34,6 +40,10 @@ except ImportError:
 
     _WithoutTriton.jit = _WithoutTriton
     triton = tl = _WithoutTriton
+
+finally:
+    if interprets:
+        del os.environ[INTERPRET]
 
 HAS_TRITON = hasattr(tl, "load")
 

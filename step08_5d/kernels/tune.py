@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import common.entry  # noqa: F401
+
+# isort: split
 import torch
 
 from common.drawing.tables import print_table

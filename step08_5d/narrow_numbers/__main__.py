@@ -4,6 +4,7 @@ python -m step08_5d.narrow_numbers
 python -m step08_5d.narrow_numbers --only divergence
 """
 
+import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
 from step08_5d.narrow_numbers.experiments.memory import memory
 from step08_5d.narrow_numbers.experiments.messages import messages

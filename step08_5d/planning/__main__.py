@@ -19,6 +19,7 @@ import argparse
 import math
 import sys
 
+import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.presets import resolve

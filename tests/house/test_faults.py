@@ -149,18 +149,6 @@ def test_plain_python_ends_at_ctrl_c_or_when_nobody_reads(closes, status):
     assert process.wait(timeout=60) == status and "Traceback" not in process.stderr.read()
 
 
-def test_a_process_has_one_thread_unless_told():
-    """On busy cores ten steps took 101 s with threads that spin while they wait, and 7 s with a single thread."""
-    for script in sorted(ROOT.glob("step*/train.py")):
-        imports = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.MULTILINE)
-        assert imports.index("common") < imports.index("torch"), f"{script}: PyTorch is loaded with its own default"
-    show = "import common, os; print(os.environ['OMP_NUM_THREADS'])"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    for own, threads in ({}, b"1"), ({"OMP_NUM_THREADS": "2"}, b"2"):
-        printed = subprocess.check_output([sys.executable, "-c", show], cwd=ROOT, env=environment | own)
-        assert printed.strip() == threads
-
-
 def assert_refused(done: subprocess.CompletedProcess, words: str) -> None:
     assert done.returncode == 2 and words in done.stderr, done.stderr
     assert done.stderr.startswith("error: ") and len(done.stderr.strip().splitlines()) == 1, done.stderr
