@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from common.checkpoints.boxes import SavedBox
-from common.config import TrainConfig
 from common.errors import Diverged
 from common.model import at_least_float32
 from common.start import environment
@@ -26,7 +25,7 @@ from common.start import environment
 def take_gradients(parameters: list[nn.Parameter], sums) -> None:
     """Pass every gradient to `sums.accumulate(parameter, gradient)` as soon as a backward has computed it.
 
-    `sums` is whatever adds them up: `GradientSums` here, and what later steps put in its place.
+    `sums` is whatever adds them up, such as `GradientSums`.
 
     The gradient is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
     Raises ValueError for a frozen parameter, which never has one.
@@ -113,25 +112,40 @@ class LossScaler:
 class Optimizer:
     """AdamW or SGD on the master weights of `parameters`, which need a spec. Only matrices decay.
 
-    parameters  the tensors that this rank updates, in the training type: weights, or pieces of them
-    masters     their values in at least float32: the optimizer updates these
+    Args:
+        parameters: the tensors that this rank updates: weights, or pieces of them. A rank may have none.
+        dtype: the training type, which all of them have.
+        kind: adamw or sgd.
+        buffers: further tensors with a spec, which others update: they are only saved and loaded with the rest.
+        betas, eps: AdamW's; by default those of Llama 2 (arXiv:2307.09288, section 2.2).
+
+    masters     the parameters' values in at least float32: the optimizer updates these
     updates     how many steps were taken
     scaler      the factor of the losses, whose gradients `step` receives
-    buffers     further tensors with a spec, which others update: they are only saved and loaded with the rest
     """
 
-    def __init__(self, parameters: list[nn.Parameter], config: TrainConfig, buffers: Sequence[torch.Tensor] = ()):
-        self.parameters, self.updates, self.float64 = parameters, 0, config.torch_dtype == torch.float64
-        self.buffers, self.scaler = buffers, LossScaler(config.torch_dtype)
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        weight_decay: float = 0.0,
+        kind: str = "adamw",
+        buffers: Sequence[torch.Tensor] = (),
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-5,
+    ):
+        self.parameters, self.updates, self.float64 = parameters, 0, dtype == torch.float64
+        self.buffers, self.scaler = buffers, LossScaler(dtype)
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
         others = [master for p, master in zip(parameters, self.masters, strict=True) if not p.spec.decay]
-        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        if config.optimizer == "adamw":  # betas and eps of Llama 2 (arXiv:2307.09288, section 2.2)
-            self.inner = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
+        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        if kind == "adamw":  # the learning rate is an argument of `step`
+            self.inner = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
         else:
-            self.inner = torch.optim.SGD(groups, lr=config.lr, fused=True)
+            self.inner = torch.optim.SGD(groups, fused=True)
 
     @torch.no_grad()
     def step(
@@ -141,7 +155,7 @@ class Optimizer:
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> None:
-        """Update with `factor` times the gradients: clipping and unscaling in one.
+        """Update at learning rate `lr` with `factor` times the gradients: clipping and unscaling in one.
 
         If `skip` is 1, nothing changes. Both are 0-d tensors on the device of the gradients: the fused kernel reads
         them there, so the host need not wait for the norm that they come from. The caller counts the `updates`.

@@ -11,8 +11,10 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174) 
 """
 
 import functools
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 
 class _Recompute(torch.autograd.Function):
@@ -59,4 +61,38 @@ def apply_recompute(model, mode: str) -> None:
         if mode == "selective":
             layer.attention.core = recomputed(layer.attention.core)
         elif mode == "full":
-            layer.compute = recomputed(layer.compute)  # the method: hooks that later steps put on the layer run once
+            layer.compute = recomputed(layer.compute)  # the method: hooks on the layer run once
+
+
+# ---- in any model ----------------------------------------------------------------------------------------------------
+
+
+def recompute_modules(modules: Iterable[nn.Module]) -> None:
+    """Let modules of any kind keep only what is handed to their `forward`, which returns one tensor.
+
+    Parameters keep their names. Hooks on a module run once, because only its `forward` is computed again. Raises
+    ValueError for a module with dropout.
+    """
+    for module in modules:
+        for each in module.modules():
+            if isinstance(each, nn.modules.dropout._DropoutNd) and each.p:
+                raise ValueError(f"{type(module).__name__} has {each}, which would draw other numbers the second time")
+        module.forward = _keeping_inputs(module.forward)
+
+
+def _keeping_inputs(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`function`, recomputed, for inputs with and without names."""
+
+    @functools.wraps(function)
+    def call(*inputs, **named) -> torch.Tensor:
+        count, names = len(inputs), tuple(named)
+
+        def unnamed(*values):  # autograd's Functions take no names
+            return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        output = _Recompute.apply(unnamed, *inputs, *named.values())
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"{function.__qualname__} returns a {type(output).__name__}; one tensor can be recomputed")
+        return output
+
+    return call

@@ -34,7 +34,8 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, GradientSums, Optim
     materialise(model, config.torch_dtype, mesh.device, initial_values(config))
     apply_recompute(model, config.recompute)
     parameters = list(model.parameters())
-    return model, GradientSums(parameters), Optimizer(parameters, config)
+    optimizer = Optimizer(parameters, config.torch_dtype, config.weight_decay, config.optimizer)
+    return model, GradientSums(parameters), optimizer
 
 
 def train_step(

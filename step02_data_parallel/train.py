@@ -37,7 +37,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, DataParallel, Optim
     apply_recompute(model, config.recompute)
     parameters = list(model.parameters())
     data_parallel = DataParallel(parameters, mesh.dp_cp, config.dp_mode, config.bucket_mb)
-    return model, data_parallel, Optimizer(parameters, config)
+    return model, data_parallel, Optimizer(parameters, config.torch_dtype, config.weight_decay, config.optimizer)
 
 
 def train_step(

@@ -34,7 +34,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
     model = Decoder(config.model_config, ATTENTION_CORES[config.attention])
     apply_recompute(model, config.recompute)
     zero = apply_zero(model, config, mesh)
-    return model, zero, Optimizer(zero.shards, config)
+    return model, zero, Optimizer(zero.shards, config.torch_dtype, config.weight_decay, config.optimizer)
 
 
 def train_step(

@@ -38,7 +38,7 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
     apply_tensor_parallel(model, config, mesh)
     apply_recompute(model, config.recompute)
     zero = apply_zero(model, config, mesh)
-    return model, zero, Optimizer(zero.shards, config)
+    return model, zero, Optimizer(zero.shards, config.torch_dtype, config.weight_decay, config.optimizer)
 
 
 def train_step(

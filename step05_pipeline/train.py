@@ -43,7 +43,8 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer]:
         apply_recompute(stage, config.recompute)
     mark_shared_parameters(stages, schedule, mesh.pp_forward.rank, shared_ends(config))
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
-    optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config)
+    shards = [shard for zero in zero_wrappers for shard in zero.shards]
+    optimizer = Optimizer(shards, config.torch_dtype, config.weight_decay, config.optimizer)
     return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer
 
 

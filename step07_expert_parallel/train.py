@@ -55,7 +55,8 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
     biases = [router.bias for _, router in routers_of(stages)]
     if biases:
         initial_values(config)(biases)
-    optimizer = Optimizer([shard for zero in zero_wrappers for shard in zero.shards], config, biases)
+    shards = [shard for zero in zero_wrappers for shard in zero.shards]
+    optimizer = Optimizer(shards, config.torch_dtype, config.weight_decay, config.optimizer, biases)
     # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
     kind = OverlappedPipeline if schedule.overlapped and config.ep > 1 else Pipeline
     pipeline = build_pipeline(schedule, stages, zero_wrappers, config, mesh, kind)

@@ -20,7 +20,7 @@ _second_thread = ThreadPoolExecutor(1, thread_name_prefix="second task")
 
 
 class Turns:
-    """Two tasks, of which one runs and the other waits for its turn.
+    """Two tasks, of which one runs and the other waits for its turn. A `tracer` notes in whose turn a phase was.
 
     For example, a forward and a backward of `OverlappedPipeline`, from top to bottom; an arrow is a `switch`:
 
@@ -37,8 +37,8 @@ class Turns:
            than other ranks do
     """
 
-    def __init__(self, device: torch.device, tracer: Tracer):
-        self.device, self.tracer, self.running, self.ended = device, tracer, 0, [False, False]
+    def __init__(self, device: torch.device, tracer: Tracer | None = None):
+        self.device, self.tracer, self.running, self.ended = device, tracer or Tracer(), 0, [False, False]
         self.may_run = [threading.Semaphore(0), threading.Semaphore(0)]
         self.away, self.error = [0.0, 0.0], None
 

@@ -63,7 +63,8 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
     if biases:
         initial_values(config)(biases)
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
-    optimizer = optimizer_class(config, mesh)(shards, config, biases + histories)
+    kind, buffers = optimizer_class(config, mesh), biases + histories
+    optimizer = kind(shards, config.torch_dtype, config.weight_decay, config.optimizer, buffers)
     # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
     kind = OverlappedPipeline if schedule.overlapped and config.ep > 1 else Pipeline
     pipeline = build_pipeline(schedule, stages, zero_wrappers, config, mesh, kind)

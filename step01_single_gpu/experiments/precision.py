@@ -23,7 +23,7 @@ def master_weights(quick: bool) -> None:
     for name in ("with master weights", "without"):
         run = Run(TrainConfig(dtype="bfloat16", lr=1e-3, **TINY))
         if name == "without":
-            run.optimizer = _NarrowOptimizer(run.parameters, run.config)
+            run.optimizer = _NarrowOptimizer(run.parameters, torch.bfloat16)
             run.parts = *run.parts[:2], run.optimizer
         before = [parameter.detach().clone() for parameter in run.parameters]
         losses = [run.step()[0] for _ in range(steps)]
@@ -40,8 +40,8 @@ def master_weights(quick: bool) -> None:
 class _NarrowOptimizer(Optimizer):
     """AdamW on the bfloat16 weights themselves."""
 
-    def __init__(self, parameters, config):
-        super().__init__(parameters, config)
+    def __init__(self, parameters, dtype):
+        super().__init__(parameters, dtype)
         self.narrow = torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0)
 
     def step(self, gradients, lr, factor, skip=None):

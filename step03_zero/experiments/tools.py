@@ -44,7 +44,7 @@ def run_with(mesh: Mesh, flags: dict, zero: type[Zero] | None = None, regions: C
     def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
         model = Decoder(config.model_config)
         sharded = apply_zero(model, config, mesh, zero, regions and regions(model))
-        return model, sharded, Optimizer(sharded.shards, config)
+        return model, sharded, Optimizer(sharded.shards, config.torch_dtype, config.weight_decay, config.optimizer)
 
     step = SimpleNamespace(**vars(train) | {"build": build}) if zero else train
     return Training(step, *checked(mesh, **flags))

@@ -16,6 +16,7 @@ from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.stages import defer_linear_layers, mark_shared_parameters
+from step07_expert_parallel.overlap import OverlappedPipeline
 from tests.foreign import models
 from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)
 from tests.harness.ranks import run_ranks
@@ -48,15 +49,17 @@ class Stage(nn.Module):
         return [part for part in parts if part]
 
 
-CASES = [  # model, schedule, stages of ZeRO, whether GPT-2 recomputes by its own means
+CASES = [  # model, schedule, stages of ZeRO, whether blocks recompute by their own means
     ("gpt2", "1f1b", 1, False),
     ("gpt2", "1f1b", 2, True),
     ("gpt2", "zbv", 1, False),
     ("gpt2", "dualpipe", 0, False),
+    ("llama", "dualpipe, overlapped", 0, False),
     ("llama", "1f1b", 3, False),
     ("llama", "zb-h1", 1, False),
     ("llama", "interleaved", 2, True),
 ]
+KINDS = Pipeline, OverlappedPipeline  # the second one runs pairs in turns
 LAYERS = {"gpt2": {"n_layer": 4}, "llama": {"num_hidden_layers": 4}}
 
 
@@ -88,9 +91,9 @@ def worst_errors(world: int) -> dict[tuple, float]:
         name, kind, stage, recompute = case
         expected = models.gradients(models.MODELS[name](**LAYERS[name]), models.tokens())
         rows = models.tokens().chunk(mesh.shard.size)[mesh.shard.rank].split(1)
-        schedule = build_schedule(kind, 2, len(rows))
+        schedule, kind = build_schedule(kind.split(",")[0], 2, len(rows)), KINDS["overlapped" in kind]
         groups, new = linked(mesh, schedule, name == "gpt2"), partial(build, name, recompute)
-        result[case] = error_of(new, schedule, groups, rows, stage, expected)
+        result[case] = error_of(new, kind, schedule, groups, rows, stage, expected)
     return result
 
 
@@ -102,7 +105,7 @@ def build(name: str, recompute: bool) -> nn.Module:
     return model
 
 
-def error_of(build, schedule, mesh, rows, zero_stage, expected) -> float:
+def error_of(build, kind, schedule, mesh, rows, zero_stage, expected) -> float:
     model, rank = build(), mesh.activations.rank
     parts = models.parts_of(model)
     tied = [model.lm_head.weight.spec.name] if model.lm_head.weight is parts.before[0].weight else []
@@ -117,7 +120,7 @@ def error_of(build, schedule, mesh, rows, zero_stage, expected) -> float:
     values = values_from({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
     zeros = [Zero(stage, stage.regions(), values, mesh, zero_stage, dtype=torch.float64) for stage in stages]
     like = torch.empty(1, models.LENGTH, 16, dtype=torch.float64)
-    pipeline = Pipeline(schedule, stages, zeros, mesh.activations, mesh.gradients, like)
+    pipeline = kind(schedule, stages, zeros, mesh.activations, mesh.gradients, like)
 
     def forward(stage: nn.Module, index: int, x: Tensor | None) -> Tensor:
         y = stage(rows[index][:, :-1] if x is None else x)

@@ -13,8 +13,6 @@ from step08_5d.narrow_numbers.experts import ExpertProducts
 from step08_5d.narrow_numbers.linear import FORMATS, Products
 from step08_5d.narrow_numbers.moments import MOMENTS, NarrowMoments
 from step08_5d.narrow_numbers.scaling import block_of, largest_of, quantise_now, scales_for
-from tests.harness.observing import configure
-from tests.parity.runs import ADAMW, SMALL
 
 E4M3, E5M2 = FORMATS.values()
 RECIPES = "naive", "tensor", "row", "tile", "mx"
@@ -182,10 +180,9 @@ def test_bytes_of_recipes():
 
 def test_moments_in_bfloat16():
     """The update is torch's, from moments that are rounded after each step; they take half the bytes."""
-    config = configure(8, f"{SMALL} {ADAMW} --moments bfloat16 --dtype float32", 1)
     weight = nn.Parameter(normal(64, 32))
     weight.spec = ParameterSpec("w", (64, 32), ((0, 64), (0, 32)), 0.02)
-    ours = NarrowMoments([weight], config)
+    ours = NarrowMoments([weight], torch.float32, weight_decay=0.1)
     other = nn.Parameter(weight.detach().clone())
     theirs = torch.optim.AdamW([other], lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
     for step in range(4):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import step08_5d.kernels
-from common.config import TrainConfig
-from common.model import at_least_float32
+from common.model import at_least_float32, silu_and_multiply
 from common.parameter import attach_specs
 from step01_single_gpu.mixed_precision import Optimizer
 from step07_expert_parallel.experts import Counts
@@ -191,7 +190,7 @@ def test_same_as_step_1(dtype, function):
     model, wide = nn.Linear(29, 37, bias=False, device=DEVICE, dtype=dtype), at_least_float32(dtype)
     attach_specs(model, {"": 0.02})
     model.weight.data.copy_(random(37, 29))
-    optimizer = Optimizer([model.weight], TrainConfig(dtype=str(dtype).split(".")[1], weight_decay=0.1))
+    optimizer = Optimizer([model.weight], dtype, weight_decay=0.1)
     (master,), (weight,) = optimizer.masters, optimizer.parameters
     ours = {"master": master.detach().clone()}
     ours |= {name: torch.zeros_like(ours["master"]) for name in ("exp_avg", "exp_avg_sq")}
