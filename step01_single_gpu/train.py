@@ -4,7 +4,7 @@
     python step01_single_gpu/train.py --steps 20 --dtype bfloat16 --recompute selective --micro-batch 1
     python step01_single_gpu/train.py --model smollm-135m --seq-len 2048 --global-batch 64 --dtype bfloat16
 
-The lesson is in step01_single_gpu/README.md. Every later step is this file plus one dimension.
+The lesson is in step01_single_gpu/README.md. Each of the other steps adds one dimension to this file.
 """
 
 import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)

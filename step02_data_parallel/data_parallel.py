@@ -53,9 +53,10 @@ class Bucket:
         self.work: collectives.Work | None = None
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Callable) -> None:
-        """Add one micro-batch's gradient of one parameter; a function `gradient(sum, first)` adds it itself.
+        """Add one micro-batch's gradient of one parameter.
 
-        Such a function is for a later step, where a product of matrices adds its result to the sum in one go.
+        Where a product of matrices can add its result to the sum in one go, `gradient` is a function that does so: it
+        is called as gradient(sum, first), and if `first`, it overwrites what is there.
         """
         first = parameter not in self.filled
         if callable(gradient):

@@ -28,7 +28,7 @@ class Unit:
     weights     all of them; the parameters are views. In stage 3 without memory, except between `fetch` and `free`
     shard       this rank's 1/N of the weights: a part of `weights`, or in stage 3 a tensor of its own
     pieces      for each parameter that the shard touches: which slice of the shard, and that slice with a spec
-    all_gather  brings the shards together; a later step has one that sends fewer bits
+    all_gather  brings the shards together; may be replaced, for example by one that sends fewer bits
     gathering   the all-gather of the weights, in flight or done; None: they are absent, or out of date
     bucket      the gradients of the unit from the first one on; stages 2 and 3 drop it once it is reduced; or None
     reduced     this rank's 1/N of the summed gradients: a part of the bucket, or in stages 2 and 3 a tensor of its own

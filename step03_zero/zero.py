@@ -173,8 +173,8 @@ class Zero:
         Args:
             last: of this step. Before it, gradients are only added up, as in `no_sync` of PyTorch's DDP. (If each
                 micro-batch is reduce-scattered, only the sum over replicas waits for the last one.)
-            complete: whether these are all of the micro-batch's gradients. If more of them follow, nothing is launched.
-                For a later step, where a backward comes in two halves.
+            complete: whether these are all of the micro-batch's gradients. If more of them follow, as after the first
+                half of a backward that is split, nothing is launched.
         """
         self.last_micro_batch = last
         self.synchronising = complete and (last or self.each_micro_batch)
@@ -229,8 +229,8 @@ class Zero:
                 unit.sum_over_replicas(async_op=self.mode != "naive")
 
     def launch_rest(self) -> None:
-        """Launch the units that no gradient and no hook has launched, without waiting for them. `finish` does so too;
-        this is for a later step, where a rank has other parts of the model to work on meanwhile.
+        """Launch the units that no gradient and no hook has launched, without waiting for them. `finish` does so too:
+        call this earlier if the rank has other parts of the model to work on meanwhile.
         """
         for unit in self.units[self.next_unit :]:
             self._launch(unit)
@@ -260,10 +260,10 @@ def fill_all_buckets(
 ) -> list[list[nn.Parameter]]:
     """The buckets of step 2, if some gradients are summed over other groups of ranks: these never share a bucket.
 
-    A parameter with `own_bucket` in its spec is alone: in a later step, ranks with other layers hold it too, and all
-    must cut it into the same shards. Parameters whose groups in `mesh` have one rank are alone, too: nothing is sent,
-    and a gradient takes memory when it is computed, not when the first one of a large bucket is. Buckets are in the
-    order in which the backward begins them.
+    A parameter with `own_bucket` in its spec is alone: ranks with other layers hold it too, and all must cut it into
+    the same shards. Parameters whose groups in `mesh` have one rank are alone, too: nothing is sent, and a gradient
+    takes memory when it is computed, not when the first one of a large bucket is. Buckets are in the order in which the
+    backward begins them.
     """
     alike: dict[tuple, list[nn.Parameter]] = {}
     for parameter in parameters:

@@ -125,7 +125,7 @@ class Pipeline:
                 time.sleep(max(0.0, start + least - self.clock()))
 
     def clock(self) -> float:
-        """Seconds, for the time that an action takes: without its waits, in a later step where two take turns."""
+        """Seconds, for the time that an action takes. It may stand still while the action waits for its turn."""
         return time.perf_counter()
 
     def _forward(self, action: Action, received: Tensor | None) -> None:

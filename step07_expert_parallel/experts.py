@@ -28,7 +28,7 @@ class Counts:
 
     Args:
         on_device: (experts,) int64.
-        read: what brings such numbers to the host. A later step's dry run has another: its tensors hold none.
+        read: what brings such numbers to the host. Where tensors hold none, as in a dry run, it is another function.
     """
 
     def __init__(self, on_device: Tensor, read: Callable[[Tensor], list] = to_host):

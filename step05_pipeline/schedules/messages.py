@@ -60,7 +60,7 @@ def place_messages(schedule: Schedule, spans: Spans | None = None) -> tuple[Prog
     Raises UsageError if the schedule itself makes ranks wait for each other.
 
     Args:
-        spans: when each rank does what, in place of that simulation. For a later step, which runs pairs as one.
+        spans: when each rank does what, in place of that simulation, if an executor runs pairs of actions as one.
     """
     spans = spans or simulate(schedule, Costs(communication=MESSAGE_TIME)).spans
     # When each output has been computed (None stands for the W, which have none)

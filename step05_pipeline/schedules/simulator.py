@@ -17,7 +17,7 @@ class Costs:
     """The time of each kind of action in one stage, in any unit. A whole backward B takes I + W unless given.
 
     FB: of an F directly followed by a B of another chunk and micro-batch, run as one (DualPipe's F&B). None: F, then B,
-        as this step's executor does. That of a later step runs them as one.
+        as `Pipeline` runs them.
     communication: from the end of an action until its output is available on another rank.
     stages: relative cost of each stage (1: as the others say).
     """

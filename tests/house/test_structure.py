@@ -119,6 +119,13 @@ def test_a_step_names_no_later_step(module):
     assert all(int(number) <= step_of(module) for number in named), f"{module} names step {max(named)}"
 
 
+@pytest.mark.parametrize("module", [module for module in MODULES if not re.match(r"tests|step\d+_\w+\.labs", module)])
+def test_a_seam_says_what_it_does_and_not_for_whom(module):
+    """What a mechanism offers is useful to any program; labs speak of the steps of a training."""
+    text = re.sub(r"\W+", " ", MODULES[module].read_text(encoding="utf-8"))  # a line may end between the words
+    assert not re.search(r"\blater steps?\b", text), module
+
+
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
 def test_collectives_go_through_collectives(module):
     """Everybody else talks to other ranks through common/collectives.py, which counts and records."""
