@@ -104,8 +104,8 @@ class _Permute(torch.autograd.Function):
         return gradient.index_select(0, inverse(order)), None
 
 
-class Journey:
-    """The way of one layer's rows to their experts on other ranks, and back. Alone, a rank has all experts.
+class TokenDispatcher:
+    """Brings one layer's rows to their experts on other ranks, and back. Alone, a rank has all experts.
 
     For example, two ranks hold the experts 0, 1 and 2, 3. Here a row is written as the number of its expert:
 
@@ -135,7 +135,7 @@ class Journey:
         expert = expert.repeat_interleave(received.flatten(), output_size=sum(rows_received))
         self.counts, self.order = Counts(received.sum(0), counts.read), expert.argsort(stable=True)
 
-    def start(self, rows: Tensor) -> Tensor:
+    def dispatch(self, rows: Tensor) -> Tensor:
         """Start to send the rows. `arrive` takes what this returns, and nothing else may."""
         return rows if self.alone else self.there.start(rows)
 

@@ -19,7 +19,7 @@ from common.model import Decoder, SwiGLU, at_least_float32
 from common.parameter import ParameterSpec, attach_specs
 from common.process_groups import Group, Mesh
 from step05_pipeline.weight_gradients import DeferringLinear
-from step07_expert_parallel.expert_parallel import Journey, inverse
+from step07_expert_parallel.expert_parallel import TokenDispatcher, inverse
 from step07_expert_parallel.experts import Counts, Experts, to_host
 from step07_expert_parallel.router import Router
 
@@ -109,17 +109,17 @@ class MoE(nn.Module):
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None, ep: Group):
         super().__init__()
         self.router, self.experts, self.shared, self.ep = router, experts, shared, ep
-        self.before_wait, self.read, self.journey = lambda: None, to_host, Journey
+        self.before_wait, self.read, self.dispatcher = lambda: None, to_host, TokenDispatcher
 
     def forward(self, x):
         chosen, gates = self.router(x)  # (tokens, k)
         some_dropped = bool(self.router.config.capacity_factor)
         choices = Choices(chosen, self.router.shape.experts, some_dropped, self.read)
-        journey = self.journey(choices.counts, self.ep, self.before_wait)
-        rows = journey.start(_Copy.apply(x.flatten(0, 1), choices))
+        dispatcher = self.dispatcher(choices.counts, self.ep, self.before_wait)
+        rows = dispatcher.dispatch(_Copy.apply(x.flatten(0, 1), choices))
         shared = self.shared(x) if self.shared else 0
-        rows, counts = journey.arrive(rows)
-        rows = journey.back(self.experts(rows, counts))
+        rows, counts = dispatcher.arrive(rows)
+        rows = dispatcher.back(self.experts(rows, counts))
         return _Combine.apply(rows, gates.flatten()[choices.order], choices).to(x.dtype).view_as(x) + shared
 
 

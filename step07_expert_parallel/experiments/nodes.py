@@ -19,7 +19,7 @@ from common.process_groups import Degrees, Group, Mesh
 from step07_expert_parallel import cost
 from step07_expert_parallel.balancing import routers_of
 from step07_expert_parallel.experiments.layer import Training
-from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.expert_parallel import TokenDispatcher
 from step07_expert_parallel.moe import Choices, MoE, _Combine, _Copy
 from step07_expert_parallel.router import Router
 
@@ -40,13 +40,13 @@ class OncePerNode(MoE):
 
         nodes = choices_of(gates.sum(-1))  # as experts are chosen, but for each node: at most once
         rows = torch.cat((_Copy.apply(x.flatten(0, 1), nodes), gates.flatten(0, 1)[nodes.order]), -1)
-        outer = Journey(nodes.counts, across, self.before_wait)
-        rows, _ = outer.arrive(outer.start(rows))
+        outer = TokenDispatcher(nodes.counts, across, self.before_wait)
+        rows, _ = outer.arrive(outer.dispatch(rows))
         tokens, gates = rows.split((x.shape[-1], gates.shape[-1]), -1)  # gates of this node's experts
 
         experts = choices_of(gates)
-        inner = Journey(experts.counts, inside, self.before_wait)
-        rows, counts = inner.arrive(inner.start(_Copy.apply(tokens, experts)))
+        inner = TokenDispatcher(experts.counts, inside, self.before_wait)
+        rows, counts = inner.arrive(inner.dispatch(_Copy.apply(tokens, experts)))
         rows = inner.back(self.experts(rows, counts))
         rows = outer.back(_Combine.apply(rows, gates.flatten()[experts.order], experts))  # the node's sum of a token
         return _Combine.apply(rows, rows.new_ones(len(rows)), nodes).view_as(x)

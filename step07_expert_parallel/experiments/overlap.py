@@ -13,7 +13,7 @@ from common.tracing.tracer import Tracer
 from step07_expert_parallel import cost
 from step07_expert_parallel.experiments.blocks import BACKWARD, draw_blocks, phases, slow_down
 from step07_expert_parallel.experiments.layer import SHAPE, ExpertLayer
-from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.expert_parallel import TokenDispatcher
 from step07_expert_parallel.moe import Choices, MoE, _Combine, _Copy
 
 PEAK, SEQ = H100_TFLOPS * 1e12, 4096
@@ -51,10 +51,10 @@ class SharedLast(MoE):
     def forward(self, x):
         chosen, gates = self.router(x)
         choices = Choices(chosen, self.router.shape.experts, some_dropped=False)
-        journey = Journey(choices.counts, self.ep, self.before_wait)
-        rows, counts = journey.arrive(journey.start(_Copy.apply(x.flatten(0, 1), choices)))
+        dispatcher = TokenDispatcher(choices.counts, self.ep, self.before_wait)
+        rows, counts = dispatcher.arrive(dispatcher.dispatch(_Copy.apply(x.flatten(0, 1), choices)))
         shared = self.shared(x)
-        rows = journey.back(self.experts(rows, counts))
+        rows = dispatcher.back(self.experts(rows, counts))
         return _Combine.apply(rows, gates.flatten()[choices.order], choices).to(x.dtype).view_as(x) + shared
 
 

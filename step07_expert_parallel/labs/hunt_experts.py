@@ -5,8 +5,8 @@ from common.labs.hunt import NOBODY, Bug, Hunt, handout
 from common.labs.training import Training
 
 TRAIN, MOE = "step07_expert_parallel/train.py", "step07_expert_parallel/moe.py"
-JOURNEY = "step07_expert_parallel/expert_parallel.py"
-ONE = Training(TRAIN, "--experts 4")
+DISPATCHER = "step07_expert_parallel/expert_parallel.py"
+ONE = Launch(TRAIN, "--experts 4")
 
 AVERAGED = Bug(
     edits=(
@@ -51,7 +51,7 @@ ROUTER_APART = Bug(
 WRONG_WAY_HOME = Bug(
     edits=(
         Edit(
-            JOURNEY,
+            DISPATCHER,
             "self.home.finish(self.home.start(_Permute.apply(rows, inverse(self.order))))",
             "self.home.finish(self.home.start(_Permute.apply(rows, self.order)))",
         ),

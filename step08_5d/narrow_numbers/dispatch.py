@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common import collectives
 from common.model import at_least_float32
-from step07_expert_parallel.expert_parallel import AllToAll, Journey
+from step07_expert_parallel.expert_parallel import AllToAll, TokenDispatcher
 from step08_5d.narrow_numbers.scaling import BLOCKS, Narrow, quantise_now
 
 FORMAT = torch.float8_e4m3fn
@@ -43,8 +43,8 @@ class NarrowAllToAll(AllToAll):
         return result
 
 
-class NarrowJourney(Journey):
-    """`Journey` with a dispatch in FP8."""
+class NarrowDispatcher(TokenDispatcher):
+    """`TokenDispatcher` with a dispatch in FP8."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -54,7 +54,7 @@ class NarrowJourney(Journey):
 
 
 class Rounded(torch.autograd.Function):
-    """The rows (rows, h) as they are after a journey. Gradients pass."""
+    """The rows (rows, h) as they are after a dispatch in FP8. Gradients pass."""
 
     @staticmethod
     def forward(ctx, rows):

@@ -16,7 +16,7 @@ from common.process_groups import Group, Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from step08_5d.fused import launches_kernels
-from step08_5d.narrow_numbers.dispatch import NarrowJourney
+from step08_5d.narrow_numbers.dispatch import NarrowDispatcher
 from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts, products_of
 from step08_5d.narrow_numbers.gather import NarrowGather
 from step08_5d.narrow_numbers.history import OPERANDS, STEPS, History, finish_step
@@ -43,7 +43,7 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
             if hasattr(layer.mlp, "experts"):
                 layer.mlp.experts = NarrowExperts(layer.mlp.experts, config.fp8_dispatch)
                 if config.fp8_dispatch:
-                    layer.mlp.journey = NarrowJourney
+                    layer.mlp.dispatcher = NarrowDispatcher
                 for weight in layer.mlp.experts.parameters():
                     each = _history(weight, histories, config, mesh) or [None] * len(weight)
                     weight.products = ExpertProducts([make(history=one, blocks_of_tokens=False) for one in each])

@@ -18,7 +18,7 @@ from step03_zero.unit import Unit
 from step04_tensor_parallel.operators import gather_sequence, reduce_scatter_sequence
 from step06_context_parallel.attention_block import KERNELS
 from step06_context_parallel.ring_attention import ring_attention
-from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.expert_parallel import TokenDispatcher
 from step07_expert_parallel.moe import Choices
 from tests.harness.observing import place
 from tests.harness.ranks import ROOT, RankFailure, run_ranks, run_script
@@ -224,10 +224,10 @@ def passes(group: Group) -> None:
     x, router, ups, downs, dy = (draw(*size) for size in ((16, width), (width, experts), up, down, (16, width)))
     best, chosen = (x @ router).topk(2)
     choices = Choices(chosen, experts, some_dropped=False)
-    journey = Journey(choices.counts, group)
-    rows, counts = journey.arrive(journey.start(x[choices.tokens]))
+    dispatcher = TokenDispatcher(choices.counts, group)
+    rows, counts = dispatcher.arrive(dispatcher.dispatch(x[choices.tokens]))
     rows = torch.cat([torch.relu(rows[of] @ up) @ down for of, up, down in zip(counts.rows, ups, downs)])
-    weighted = journey.back(rows) * best.softmax(-1).flatten()[choices.order, None]
+    weighted = dispatcher.back(rows) * best.softmax(-1).flatten()[choices.order, None]
     y = torch.zeros_like(x).index_add(0, choices.tokens, weighted)
     with torch.no_grad():
         sketch_y, kept = SKETCHES[7].forward(x, router, ups, downs)

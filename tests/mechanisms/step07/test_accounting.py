@@ -9,7 +9,7 @@ import torch
 
 from common import collectives
 from common.config import TrainConfig
-from step07_expert_parallel.expert_parallel import Journey
+from step07_expert_parallel.expert_parallel import TokenDispatcher
 from tests.harness import accounting
 from tests.harness.observing import configure, watching
 from tests.harness.ranks import run_ranks
@@ -36,7 +36,7 @@ def ranks_train(cases: list[str], folder: str) -> list[dict]:
     found = []
     for index, case in enumerate(cases):
         counts = []
-        with watching(Journey, "__init__", lambda self, mine, *_, counts=counts: counts.append(mine.on_host)):
+        with watching(TokenDispatcher, "__init__", lambda self, mine, *_, counts=counts: counts.append(mine.on_host)):
             log = accounting.log(7, f"{SHAPE} {case} --run-dir {folder}/{index}")
         mesh, tensors = log.mesh, log.updated[: 1 - LAYERS]  # without the biases
         calls = [(call.phase, call.group, call.op, call.dtype, call.elements, call.bytes) for call in log.calls]

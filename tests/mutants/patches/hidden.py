@@ -36,7 +36,7 @@ receive buffer overwritten while it is read: [(torch.empty_like(like), (cp.rank 
 # The buffers in which sums travel are set to zero for the next hop as soon as they have been launched
 sums changed while they travel: return arriving, collectives.exchange(sends, receives, cp, async_op=True) =>
     work = collectives.exchange(sends, receives, cp, async_op=True); torch._foreach_zero_(sums); return arriving, work
-@ step07_expert_parallel.expert_parallel:Journey.arrive
+@ step07_expert_parallel.expert_parallel:TokenDispatcher.arrive
 # Tokens are sorted by expert while they are on their way, and the wait comes after that
 tokens used before they arrive: _Permute.apply(self.there.finish(rows), self.order) =>
     self.there.finish(_Permute.apply(rows, self.order))

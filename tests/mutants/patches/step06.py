@@ -93,11 +93,11 @@ statistics of a rank: in self.sequence_groups: => in ():
 loads of one copy: += router.load\n => += router.load * router.bias.spec.owner\n
 @ step07_expert_parallel.moe:_Combine.forward
 combined without gates: ctx.save_for_backward(rows, gates) => gates = torch.ones_like(gates); …
-@ step07_expert_parallel.expert_parallel:Journey.back
+@ step07_expert_parallel.expert_parallel:TokenDispatcher.back
 sent back in another order: inverse(self.order) => self.order
 
 # ---- right results at a higher price
-@ step07_expert_parallel.expert_parallel:Journey.start
+@ step07_expert_parallel.expert_parallel:TokenDispatcher.dispatch
 dispatch waits before the shared experts: return rows if self.alone else self.there.start(rows) =>
     rows = self.there.start(rows); self.there.in_flight[1].wait(); return rows
 @ step07_expert_parallel.expert_parallel:AllToAll.launch
