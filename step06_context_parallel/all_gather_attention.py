@@ -15,14 +15,14 @@ from common import collectives
 from common.collectives import Work
 from common.process_groups import Group
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention, NaiveKernels
-from step06_context_parallel.layouts import Documents, Plan, layout_of
+from step06_context_parallel.sequence_layouts import AttentionPlan, Documents, layout_of
 
 
 class AllGatherAttention(torch.autograd.Function):
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, kernels: NaiveKernels):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, cp: Group, kernels: NaiveKernels):
         k, v = k.contiguous(), v.contiguous()
         merged = MergedAttention(q, kernels)
         gathered, gathering = start_gather([k, v], cp)

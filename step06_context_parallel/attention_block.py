@@ -13,7 +13,8 @@ For example, one query and three keys, in a block of two and a block of one:
 
 PyTorch's `scaled_dot_product_attention` does not return the second result, so its kernels are called by name.
 
-Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full, or causal with n = m; see `layouts`.
+Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full, or causal with n = m; see
+`sequence_layouts`.
 """
 
 import math
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from common.model import at_least_float32
-from step06_context_parallel.layouts import Block
+from step06_context_parallel.sequence_layouts import ScoreBlock
 
 _aten = torch.ops.aten
 
@@ -115,7 +116,7 @@ class MergedAttention:
         self.out = torch.zeros_like(q, dtype=at_least_float32(q.dtype))
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
 
-    def add(self, block: Block, k: Tensor, v: Tensor) -> None:
+    def add(self, block: ScoreBlock, k: Tensor, v: Tensor) -> None:
         q, k, v = block.rows_of(self.q), block.columns_of(k), block.columns_of(v)
         out, lse = self.kernels.attend(q, k, v, block.causal)
         self.kernels.merge(block.rows_of(self.out), block.rows_of(self.lse), out, lse)
@@ -133,7 +134,7 @@ class AttentionGradients:
         self.gradient, self.q, self.out, self.lse, self.kernels = gradient, q, out, lse, kernels
         self.dq = torch.zeros_like(q, dtype=lse.dtype)
 
-    def add(self, block: Block, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def add(self, block: ScoreBlock, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add a block's gradients to `dq` and, in place, to `dk` and `dv`."""
         gradient, q, out, lse, dq = map(block.rows_of, (self.gradient, self.q, self.out, self.lse, self.dq))
         k, v, dk, dv = map(block.columns_of, (k, v, dk, dv))

@@ -18,8 +18,8 @@ from common.process_groups import Group, Mesh
 from step01_single_gpu.data.batches import to_device
 from step06_context_parallel.all_gather_attention import all_gather_attention
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels
-from step06_context_parallel.layouts import Documents, token_positions
 from step06_context_parallel.ring_attention import ring_attention
+from step06_context_parallel.sequence_layouts import Documents, token_positions
 from step06_context_parallel.ulysses_attention import ulysses_attention
 
 CORES = {"ring": ring_attention, "allgather": all_gather_attention, "ulysses": ulysses_attention}  # by --cp-mode

@@ -4,7 +4,7 @@ arXiv:2310.01889).
 Every rank keeps its queries. In hop h it computes with the keys and values of the rank h places before it, while the
 next ones arrive in a second buffer. In the backward they travel again, and the sums of their gradients follow one hop
 behind: each rank adds its part to the sums that have arrived and passes them on, and the last one sends them home.
-What no rank further on needs is not passed on; `Plan.reach` says how far.
+What no rank further on needs is not passed on; `AttentionPlan.reach` says how far.
 
 `all_gather_attention.py` does the same with one collective instead of the ring. Compare the two.
 """
@@ -16,14 +16,14 @@ from common import collectives
 from common.collectives import Work
 from common.process_groups import Group
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention, NaiveKernels
-from step06_context_parallel.layouts import Documents, Plan, layout_of
+from step06_context_parallel.sequence_layouts import AttentionPlan, Documents, layout_of
 
 
 class RingAttention(torch.autograd.Function):
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cp: Group, kernels: NaiveKernels):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, cp: Group, kernels: NaiveKernels):
         k, v = k.contiguous(), v.contiguous()
         merged, kv = MergedAttention(q, kernels), [k, v]
         for hop in range(cp.size):
@@ -69,8 +69,8 @@ def ring_attention(
 ) -> Tensor:
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group.
 
-    Every rank calls it with the queries, keys and values of its own tokens (see `layouts.token_positions`), and gets
-    what these queries see, of the shape of q.
+    Every rank calls it with the queries, keys and values of its own tokens (see `token_positions`), and gets what these
+    queries see, of the shape of q.
 
     Args:
         group: the ranks that share the sequences; `Group.of` makes it of any process group.
@@ -91,7 +91,7 @@ def source_of(hop: int, cp: Group) -> int:
     return (cp.rank - hop) % cp.size
 
 
-def pass_on(kv: list[Tensor], hop: int, plan: Plan, cp: Group, like: Tensor) -> tuple[list[Tensor], Work]:
+def pass_on(kv: list[Tensor], hop: int, plan: AttentionPlan, cp: Group, like: Tensor) -> tuple[list[Tensor], Work]:
     """Start to send the keys and values of this hop to the next rank, and to receive those of the next hop.
 
     Either may have no need to travel further. Returns the two tensors that arrive (or none), of the shape of `like`,
@@ -111,7 +111,9 @@ def add_up(sums: list[Tensor], arrived: list[Tensor]) -> None:
         total += others
 
 
-def pass_on_sums(sums: list[Tensor], home: list[Tensor], hop: int, plan: Plan, cp: Group) -> tuple[list[Tensor], Work]:
+def pass_on_sums(
+    sums: list[Tensor], home: list[Tensor], hop: int, plan: AttentionPlan, cp: Group
+) -> tuple[list[Tensor], Work]:
     """Start to send the sums of this hop to the next rank that adds to them or, after the last one, home.
 
     In the same way those of the next hop arrive, which are returned, and those of this rank's own keys and values, in

@@ -20,8 +20,8 @@ from torch import Tensor
 from common import collectives
 from common.process_groups import Group
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels
-from step06_context_parallel.layouts import Documents, SequenceLayout, layout_of, token_positions
 from step06_context_parallel.ring_attention import RingAttention
+from step06_context_parallel.sequence_layouts import Documents, SequenceLayout, layout_of, token_positions
 
 
 class _AllToAll(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 from common import collectives
 from common.config import TrainConfig
 from common.process_groups import Group
-from step06_context_parallel.layouts import SequenceLayout
+from step06_context_parallel.sequence_layouts import SequenceLayout
 from step07_expert_parallel.expert_parallel import inverse
 
 

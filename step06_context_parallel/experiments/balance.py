@@ -14,7 +14,7 @@ from common.process_groups import Mesh
 from step06_context_parallel.attention_block import KERNELS, FusedKernels
 from step06_context_parallel.cost import SPLITS, all_pairs, critical_path
 from step06_context_parallel.experiments.tools import AttentionLayer
-from step06_context_parallel.layouts import SequenceLayout
+from step06_context_parallel.sequence_layouts import SequenceLayout
 
 TOY = {"seq_len": 16, "layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "micro_batch": 1, "global_batch": 1}
 LONG = TOY | {"hidden": 256, "heads": 4, "kv_heads": 2}

@@ -16,7 +16,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from common.config import TrainConfig
 from common.process_groups import Mesh
 from step06_context_parallel.context_parallel import attention
-from step06_context_parallel.layouts import token_positions
+from step06_context_parallel.sequence_layouts import token_positions
 from tests.benchmarks.kept import keep
 from tests.benchmarks.paired import compare, our_step, parse_options, run_as_module
 from tests.harness.observing import configure, mesh_of

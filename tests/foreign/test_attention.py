@@ -17,8 +17,8 @@ from common import collectives
 from common.process_groups import Group
 from step06_context_parallel.all_gather_attention import all_gather_attention
 from step06_context_parallel.attention_block import KERNELS
-from step06_context_parallel.layouts import token_positions
 from step06_context_parallel.ring_attention import ring_attention
+from step06_context_parallel.sequence_layouts import token_positions
 from step06_context_parallel.ulysses_attention import ulysses_attention
 from tests.foreign import models
 from tests.foreign.models import LENGTH, PRELOAD  # noqa: F401 (of the fork server)

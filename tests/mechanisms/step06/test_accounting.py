@@ -15,7 +15,7 @@ from common.measure.saved_tensors import SavedTensors
 from common.model import Decoder, rope_tables
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
-from step06_context_parallel import cost, layouts
+from step06_context_parallel import cost, sequence_layouts
 from step06_context_parallel.attention_block import FusedKernels, NaiveKernels
 from step06_context_parallel.context_parallel import apply_context_parallel, attention
 from step06_context_parallel.experiments.memory import peaks
@@ -69,7 +69,7 @@ def counted_blocks() -> Iterator[Counter]:
         for kind in (NaiveKernels, FusedKernels):
             stack.enter_context(counted(kind, "attend", "forward", 1))
             stack.enter_context(counted(kind, "attend_backward", "backward", 2))
-        stack.enter_context(watching(layouts, "Plan", lambda *_: counts.update(["plans"])))
+        stack.enter_context(watching(sequence_layouts, "AttentionPlan", lambda *_: counts.update(["plans"])))
         yield counts
 
 

@@ -14,7 +14,7 @@ from common.model import fused_attention
 from step06_context_parallel import attention_block, cost
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention
 from step06_context_parallel.context_parallel import take_part
-from step06_context_parallel.layouts import Documents, SequenceLayout
+from step06_context_parallel.sequence_layouts import Documents, SequenceLayout
 from tests.harness.observing import configure
 
 SEQ, NAMES = 48, ("out", "dq", "dk", "dv")

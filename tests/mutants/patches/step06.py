@@ -48,7 +48,7 @@ dK/dV one hop short: source, next_source = => if hop == cp.size - 1:\n        to
 @ step06_context_parallel.all_gather_attention:AllGatherAttention.backward
 # Every rank keeps the gradients of its own keys that its own queries have, and drops those of other keys
 dK/dV of the own queries only: collectives.reduce_scatter(total, parts, cp) => total.copy_(parts[cp.rank])
-@ step06_context_parallel.layouts:SequenceLayout.plan
+@ step06_context_parallel.sequence_layouts:SequenceLayout.plan
 # Documents are masked among the tokens of a rank, and not between ranks
 documents of one rank: def seen(of: int, source: int) =>
     every = [(0,)] * len(documents)\n    def seen(of, source, documents=documents)
@@ -61,7 +61,7 @@ K/V repeated before they are sent: core = CORES[ =>
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v)); …
 @ step06_context_parallel.ring_attention:pass_on, step06_context_parallel.ring_attention:pass_on_sums
 ring waits before it computes: cp, async_op=True => cp
-@ step06_context_parallel.layouts:SequenceLayout.plan
+@ step06_context_parallel.sequence_layouts:SequenceLayout.plan
 keys travel all the way: tuple(reach)) => (self.ranks - 1,) * self.ranks)
 @ step06_context_parallel.ring_attention:RingAttention.forward,
     step06_context_parallel.ring_attention:RingAttention.backward
