@@ -23,7 +23,7 @@ TINY = sys.float_info.min  # so that a reference of 0 does not divide by 0
 
 
 @dataclass(frozen=True)
-class Run:
+class Record:
     """One run record: `config` is its config.json ({} if there is none), `records` its metrics by step."""
 
     path: Path
@@ -52,16 +52,16 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """A run against the reference."""
 
-    run: Run
+    run: Record
     name: str  # its label, made unique
     steps: list[int]  # those that both have
     worst: dict[str, tuple[float, int]]  # by key: the largest relative difference and the first step where it occurs
 
 
-def read_run(path: Path | str) -> Run:
+def read_run(path: Path | str) -> Record:
     """Read a run directory (or its metrics.jsonl). Raises UsageError if there is nothing to compare."""
     path = Path(path)
     path = path.parent if path.name == "metrics.jsonl" else path
@@ -73,7 +73,7 @@ def read_run(path: Path | str) -> Run:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if not records:
         raise UsageError(f"{path}/metrics.jsonl holds no step")
-    return Run(path, config, {record["step"]: record for record in records})
+    return Record(path, config, {record["step"]: record for record in records})
 
 
 def relative_difference(reference: float, value: float) -> float:
@@ -84,7 +84,7 @@ def relative_difference(reference: float, value: float) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def compare(runs: list[Run], keys: tuple[str, ...] = KEYS, steps: int | None = None) -> list[Row]:
+def compare(runs: list[Record], keys: tuple[str, ...] = KEYS, steps: int | None = None) -> list[Comparison]:
     """A row for every run, the reference `runs[0]` included, over the steps (below `steps`) that both have.
 
     Raises UsageError if two runs read different corpora, have no step in common, or lack a key.
@@ -102,11 +102,11 @@ def compare(runs: list[Run], keys: tuple[str, ...] = KEYS, steps: int | None = N
         for key in keys:
             found = {step: relative_difference(reference.value(step, key), run.value(step, key)) for step in both}
             worst[key] = max(found.values()), max(found, key=found.get)
-        rows.append(Row(run, name, both, worst))
+        rows.append(Comparison(run, name, both, worst))
     return rows
 
 
-def labels(runs: list[Run]) -> list[str]:
+def labels(runs: list[Record]) -> list[str]:
     """A name for every run: its label, and the folder where that alone is not unique."""
     names = [run.label for run in runs]
     folders = [readable(run.path.name) for run in runs]
@@ -120,7 +120,7 @@ def readable(path: Path | str) -> str:
     return os.fsencode(path).decode("utf-8", errors="replace")
 
 
-def notes(rows: list[Row]) -> list[str]:
+def notes(rows: list[Comparison]) -> list[str]:
     """What a reader should know beside the table: other flags or another shape, other lengths, what was not checked."""
     result, reference = [], rows[0].run
     for run, name in ((row.run, row.name) for row in rows):
@@ -138,7 +138,7 @@ def notes(rows: list[Row]) -> list[str]:
     return result
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Comparison]) -> str:
     """The rows as aligned text: steps, final value, median tokens/s of the whole run; then differences."""
     keys = list(rows[0].worst)
     differences = (word for key in keys for word in (f"max rel diff {key}", "at step"))

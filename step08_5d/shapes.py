@@ -52,7 +52,7 @@ WEIGHTS = {  # by the ends of their names
 
 
 @dataclass
-class Row:
+class ShapeRow:
     """One tensor: its place in the layer, its formula and shape, and what was sent since the tensor before it."""
 
     place: str
@@ -99,7 +99,7 @@ def evaluate(formula: str, names: dict[str, int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def check_weights(stages: list[Decoder], config: TrainConfig) -> list[Row]:
+def check_weights(stages: list[Decoder], config: TrainConfig) -> list[ShapeRow]:
     """Compare each weight of this rank with its formula. Returns the rows of the first layer, and of the model's ends.
 
     Raises AssertionError if a shape is not what its formula says, or if a weight has no formula.
@@ -115,7 +115,7 @@ def check_weights(stages: list[Decoder], config: TrainConfig) -> list[Row]:
             if tuple(weight.shape) != expected:
                 raise AssertionError(f"{name}: {tuple(weight.shape)}, but ({found[0]}) is {expected}")
             place = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
-            rows.setdefault(place, Row(place, found[0], expected, weight.numel() * weight.element_size(), []))
+            rows.setdefault(place, ShapeRow(place, found[0], expected, weight.numel() * weight.element_size(), []))
     return list(rows.values())
 
 
@@ -156,7 +156,7 @@ class Watch:
         if tuple(tensor.shape) != expected:
             raise AssertionError(f"{place}: {tuple(tensor.shape)}, but ({formula}) is {expected}")
         new, self.seen = self.calls[self.seen :], len(self.calls)
-        self.rows.append(Row(place, formula, expected, tensor.numel() * tensor.element_size(), new))
+        self.rows.append(ShapeRow(place, formula, expected, tensor.numel() * tensor.element_size(), new))
 
     def _core(self, q, k, v, *mask):
         self.note("queries", "b, a/tp, s/cp, d", q)
@@ -174,14 +174,14 @@ class Watch:
         self.done(self.rows, self.names)
 
 
-def legend(rows: list[Row], names: dict[str, int]) -> list[str]:
+def legend(rows: list[ShapeRow], names: dict[str, int]) -> list[str]:
     """What the letters in the formulas of `rows` are, with their values, in lines."""
     seen = {letter for row in rows for letter in re.findall(r"\w+", row.formula)}
     words = [f"{letter} {names[letter]} ({MEANINGS.get(letter, 'ranks')})" for letter in names if letter in seen]
     return [", ".join(words[at : at + 4]) for at in range(0, len(words), 4)]
 
 
-def describe(rows: list[Row], names: dict[str, int], mesh: Mesh, weights: list[Row]) -> str:
+def describe(rows: list[ShapeRow], names: dict[str, int], mesh: Mesh, weights: list[ShapeRow]) -> str:
     """The groups of this rank, its weights and its layer, as text."""
     unused = () if mesh.degrees.experts else ("ep", "edp", "expert_shard", "expert_replica")
     groups = {name: getattr(mesh, name) for name in GROUP_NAMES if name not in unused}
@@ -206,7 +206,7 @@ def show_shapes(stages: list[Decoder], config: TrainConfig, mesh: Mesh) -> None:
     """
     weights = check_weights(stages, config)
 
-    def show(rows: list[Row], names: dict[str, int]) -> None:
+    def show(rows: list[ShapeRow], names: dict[str, int]) -> None:
         if mesh.rank == 0:
             print(describe(rows, names, mesh, weights), flush=True)
             if config.run_dir:

@@ -2,7 +2,7 @@
 
     def step(mesh, flags):                      # at the top level of a module
         run = Run(mesh, **flags)
-        return Work(run.gradients, run.mesh)
+        return Workload(run.gradients, run.mesh)
 
     def predict(flags, found):                  # seconds
         return found.free + found.on_cable.total()
@@ -47,7 +47,7 @@ HEADER = ("", "predicted, MB", "measured", "ratio", "s without limit", "s on the
 HEADER += ("predicted, s", "measured", "ratio")
 
 
-class Work(NamedTuple):
+class Workload(NamedTuple):
     """What every rank does to be measured."""
 
     function: Callable[[], object]
@@ -81,7 +81,7 @@ class Found:
 
 def two_nodes(
     title: str,
-    work: Callable[..., Work],
+    work: Callable[..., Workload],
     cases: dict[str, object],
     predict: Callable[[object, Found], float],
     cable: str,
@@ -137,7 +137,7 @@ def _measure(mesh: Mesh, work: Callable, cases: list, cable: str, repeats: int, 
     return results
 
 
-def timed(mesh: Mesh, works: list[Work | Callable], repeats: int, of: Callable = min) -> list[dict]:
+def timed(mesh: Mesh, works: list[Workload | Callable], repeats: int, of: Callable = min) -> list[dict]:
     """On a rank: for each work its seconds, `of` all repeats, and the bytes that this node sent for it.
 
     Without a cable these are 0. All of them are called in their order, `repeats` times. Call them once before: a
@@ -146,7 +146,7 @@ def timed(mesh: Mesh, works: list[Work | Callable], repeats: int, of: Callable =
     seconds, sent = ([[] for _ in works] for _ in range(2))
     for _ in range(repeats):
         for index, work in enumerate(works):
-            function, before = (work.function, work.before) if isinstance(work, Work) else (work, None)
+            function, before = (work.function, work.before) if isinstance(work, Workload) else (work, None)
             if before:
                 before()
                 collectives.barrier(mesh.world)

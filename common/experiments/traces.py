@@ -37,7 +37,7 @@ def run_cases(
     return {name: min(several, key=lambda trace: quietest(trace).step_time_s) for name, several in traces.items()}
 
 
-class Part(NamedTuple):
+class TracedPart(NamedTuple):
     """A part of a step, such as one layer, to be traced on every rank."""
 
     step: Callable[[Tracer], object]  # does it once, and names its phases: `with tracer.phase("forward"): ...`
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def run_parts(
-    ranks: int, part: Callable[..., Part], cases: dict[str, object], steps: int, title: str = ""
+    ranks: int, part: Callable[..., TracedPart], cases: dict[str, object], steps: int, title: str = ""
 ) -> dict[str, Trace]:
     """Run a part of a step `steps` times for each case, all but a first time traced. Returns the traces by name.
 

@@ -16,7 +16,7 @@ from common.labs.answers import read_answers
 from common.labs.copies import Edit, copy_project, edited, files, read
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
-from common.labs.training import SMALL, Training, first_difference, train
+from common.labs.training import SMALL, Launch, first_difference, train
 
 NEAR = 3  # lines around the bug that count as its place
 TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64
@@ -60,8 +60,8 @@ class Bug:
     """One variant. The trainings of a pair must agree: first one that is right, then one that the bug changes."""
 
     edits: tuple[Edit, ...]
-    seen: tuple[Training, Training]  # what the lab tells the student to run
-    unseen: tuple[Training, Training]  # what grades the fix
+    seen: tuple[Launch, Launch]  # what the lab tells the student to run
+    unseen: tuple[Launch, Launch]  # what grades the fix
     why: str  # what goes wrong, and why no one noticed
     source: str  # who shipped it, with the address, or NOBODY
 

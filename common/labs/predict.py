@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from common.compare import Run as Record
+from common.compare import Record
 from common.labs.answers import number, read_answers
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
-from common.labs.training import Training, train
+from common.labs.training import Launch, train
 
 SAME = 1e-3  # relative: so near, an answer is taken to come from a formula
 
@@ -36,7 +36,7 @@ class Experiment(NamedTuple):
 
     given: str  # the setting in words and numbers
     questions: tuple[Question, ...]
-    trainings: tuple[Training, ...]
+    trainings: tuple[Launch, ...]
     measure: Callable[[list[Record]], tuple[float, ...]]  # the trainings' records -> one value for each question
     root: Callable[[Path, int], Path] = lambda folder, index: ROOT  # (an empty folder, training) -> whose code runs
 

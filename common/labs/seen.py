@@ -37,7 +37,7 @@ NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 
 
-class Call(NamedTuple):
+class SeenCall(NamedTuple):
     """One call of a collective, or one message."""
 
     op: str
@@ -61,14 +61,14 @@ class Call(NamedTuple):
 class Notes:
     """Of one rank."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[SeenCall] = field(default_factory=list)
     # line and products at each wait; a call that blocks waits itself
     waits: list[tuple[int, int]] = field(default_factory=list)
     products: int = 0  # matrix products; a batched one counts as many as it holds
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
-    unwaited: list[Call] = field(default_factory=list)  # messages that were never waited for
+    unwaited: list[SeenCall] = field(default_factory=list)  # messages that were never waited for
 
-    def of(self, *ops: str, least: int = 0) -> list[Call]:
+    def of(self, *ops: str, least: int = 0) -> list[SeenCall]:
         """The calls of these collectives of at least so many bytes."""
         return [call for call in self.calls if call.op in ops and call.bytes >= least]
 
@@ -87,7 +87,7 @@ class Watching(TorchDispatchMode):
     def __init__(self, file: str, helpers: Collection[str] = ()):
         super().__init__()
         self.file, self.helpers, self.notes, self._alive = file, helpers, Notes(), {}
-        self._in_flight: dict[Work, Call] = {}  # messages; one that nobody refers to any more might be given up by gloo
+        self._in_flight: dict[Work, SeenCall] = {}  # messages; gloo may give up what nobody refers to
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -135,7 +135,7 @@ class Watching(TorchDispatchMode):
     def _line(self, frame) -> int:
         return line_of(self.file, frame, self.helpers)
 
-    def _call(self, op: str, args: tuple, line: int) -> Call:
+    def _call(self, op: str, args: tuple, line: int) -> SeenCall:
         scripted = [
             each for each in args if isinstance(each, torch.ScriptObject)
         ]  # the group, then perhaps a reduction
@@ -149,7 +149,7 @@ class Watching(TorchDispatchMode):
         whole = max(first, second) if op in ("all_gather", "reduce_scatter") else second or first
         if op == "all_gather" and not scripted:  # the functional ones know their input alone
             whole *= len(ranks)
-        return Call(op, whole, tuple(ranks), line, self.notes.products, peer)
+        return SeenCall(op, whole, tuple(ranks), line, self.notes.products, peer)
 
     def _measure(self, args: tuple, out) -> None:
         known = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from common.compare import TINY, compare, read_run
-from common.compare import Run as Record
+from common.compare import TINY, Record, compare, read_run
 from common.errors import UsageError
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
@@ -18,7 +17,7 @@ SECONDS = 20  # that a training of a lab may take
 FORKS = Path(__file__).with_name("forks.py")
 
 
-class Training(NamedTuple):
+class Launch(NamedTuple):
     """What to train: a script of the project with its flags, on so many ranks."""
 
     script: str  # from the top of the project, such as step02_data_parallel/train.py
@@ -31,9 +30,7 @@ class Training(NamedTuple):
         return " ".join([launcher, self.script, *base.split(), *self.flags.split(), f"--run-dir {run_dir}"])
 
 
-def train(
-    trainings: list[tuple[Training, Path]], folder: Path, base: str = "", seconds: float = SECONDS
-) -> list[Record]:
+def train(trainings: list[tuple[Launch, Path]], folder: Path, base: str = "", seconds: float = SECONDS) -> list[Record]:
     """Run each training with the code under its root, one after the other, and return their records.
 
     Args:

@@ -15,7 +15,7 @@ from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.presets import PRESETS
 from step01_single_gpu.cost import saved_activations, total_bytes
-from step01_single_gpu.experiments.tools import MODES, Run
+from step01_single_gpu.experiments.tools import MODES, OneProcess
 
 SHAPE = {"seq_len": 256, "micro_batch": 4, "global_batch": 4}
 
@@ -25,7 +25,7 @@ def recomputation(quick: bool) -> None:
     config = TrainConfig(**SHAPE)
     flops, model = count_flops(config.model_config, config.seq_len), config.model_config
     cases = {(kind, mode): {"attention": kind, "recompute": mode} for kind in ("naive", "fused") for mode in MODES}
-    runs = {case: Run(dataclasses.replace(config, **flags)) for case, flags in cases.items()}
+    runs = {case: OneProcess(dataclasses.replace(config, **flags)) for case, flags in cases.items()}
     factor = torch.randn(1024, 1024)
     keep_freed_memory()
     calls = {"product": lambda: factor @ factor} | {case: run.step for case, run in runs.items()}

@@ -21,7 +21,7 @@ from common.presets import PRESETS
 from step01_single_gpu.data.batches import Batches
 from step01_single_gpu.data.token_cache import Corpus
 from step01_single_gpu.experiments.compute import cpu_times
-from step01_single_gpu.experiments.tools import Run, train_in
+from step01_single_gpu.experiments.tools import OneProcess, train_in
 
 READS = ("item", "tolist", "__bool__", "__float__")  # of a tensor: on a GPU the host waits for its value
 FLAGS = {"seq_len": 64, "micro_batch": 2, "peak_tflops": 1.0}
@@ -79,7 +79,9 @@ def launches(quick: bool) -> None:
     print_table(title, header, rows)
 
     tiny = {"hidden": 8, "heads": 1, "ffn": 8, "vocab": 16, "seq_len": 2, "micro_batch": 1, "dtype": "bfloat16"}
-    runs = {(layers, k): Run(TrainConfig(**tiny, layers=layers, global_batch=k)) for layers in (2, 6) for k in (1, 3)}
+    runs = {
+        (layers, k): OneProcess(TrainConfig(**tiny, layers=layers, global_batch=k)) for layers in (2, 6) for k in (1, 3)
+    }
     times = cpu_times({case: run.step for case, run in runs.items()}, 4 if quick else 20)
     seconds = {case: min(values) for case, values in times.items()}  # other work can only make a step longer
     host = (seconds[6, 3] - seconds[6, 1] - seconds[2, 3] + seconds[2, 1]) / (4 * 2)

@@ -15,7 +15,7 @@ from common.drawing.tables import compared, print_table
 from common.experiments.local_ranks import on_ranks
 from step01_single_gpu.cost import states
 from step01_single_gpu.experiments import memory_timeline as timeline
-from step01_single_gpu.experiments.tools import HEADER, MIB, Run
+from step01_single_gpu.experiments.tools import HEADER, MIB, OneProcess
 from step01_single_gpu.memory_model.peak import predict_peak
 
 
@@ -23,7 +23,7 @@ def first_steps(quick: bool) -> None:
     """Memory over time in the first two steps, of two micro-batches each, and the peaks of the first four."""
     shape = {"vocab": 4096, "hidden": 256, "layers": 6, "ffn": 768, "tie_embeddings": True}
     config = TrainConfig(**shape, seq_len=128 if quick else 256, micro_batch=4, global_batch=8)
-    run = Run(config)
+    run = OneProcess(config)
     result = timeline.record(run, 2 if quick else 4)
     predicted, rows = [], []
     for step in range(len(result.steps)):
@@ -47,14 +47,14 @@ def bytes_held(quick: bool) -> None:
     rows = []
     for dtype in ("float32", "bfloat16", "float16", "float64"):
         config = TrainConfig(hidden=64, layers=2, seq_len=16, dtype=dtype, micro_batch=1, global_batch=2)
-        count, found = count_parameters(config.model_config).total, held_after_backward(Run(config))
+        count, found = count_parameters(config.model_config).total, held_after_backward(OneProcess(config))
         largest = found.pop("gradients of autograd, at most")
         cells = [f"{size / count:.2f}" for size in found.values()]
         rows.append((dtype, *cells, f"{sum(found.values()) / count:.2f}", f"{largest / count:.2f}"))
     print_table("bytes per parameter", ("", *found, "sum", "gradients of autograd, at most"), rows)
 
 
-def held_after_backward(run: Run) -> dict[str, int]:
+def held_after_backward(run: OneProcess) -> dict[str, int]:
     """Bytes by kind when the last backward of the second step has ended, and what autograd's gradients take at most."""
     seen, found, most = set(), {}, 0
     accumulate = run.gradient_sums.accumulate
@@ -104,8 +104,10 @@ def out_of_memory(quick: bool) -> None:
 
 def starve(mesh, done, config: TrainConfig, spare: int) -> tuple[int, str, str]:
     """In a process of its own: train with `spare` bytes besides what it has now. Returns how that ends."""
-    Run(TrainConfig(hidden=64, layers=1, micro_batch=4, global_batch=4)).step()  # libraries load what they need once
-    run, phases = Run(config), []
+    OneProcess(
+        TrainConfig(hidden=64, layers=1, micro_batch=4, global_batch=4)
+    ).step()  # libraries load what they need once
+    run, phases = OneProcess(config), []
 
     @contextlib.contextmanager
     def phase(name: str):

@@ -15,7 +15,7 @@ import torch
 
 from common.drawing.charts import legend
 from common.drawing.figures import COLOURS
-from step01_single_gpu.experiments.tools import MIB, Run
+from step01_single_gpu.experiments.tools import MIB, OneProcess
 from step01_single_gpu.running.memory_meter import Allocation, MemoryMeter
 
 CATEGORIES = ("parameters", "moments", "gradients", "activations", "temporaries")
@@ -26,7 +26,7 @@ ARROW = {"textcoords": "offset points", "ha": "right", "fontsize": 10, "arrowpro
 
 
 @dataclass
-class Timeline:
+class MemoryTimeline:
     """Bytes alive by category: `points` holds (seconds, bytes of each of CATEGORIES); `phases` (name, start, end)."""
 
     points: list[tuple[float, list[int]]]
@@ -39,7 +39,7 @@ class Timeline:
         return max((point for point in self.points if start <= point[0] <= end), key=lambda point: sum(point[1]))
 
 
-def record(run: Run, steps: int) -> Timeline:
+def record(run: OneProcess, steps: int) -> MemoryTimeline:
     """Run `steps` steps, from the first one, and find out what lived when."""
     labels: list[tuple[float, int, str]] = []  # seconds, address, category
     phases, ends = [], []
@@ -71,7 +71,7 @@ def record(run: Run, steps: int) -> Timeline:
     points = [(seconds - begin, sizes) for seconds, sizes in _stack(recording.events, labels, alive)]
     starts = [0.0, *(end - begin for end in ends)]
     phases = [(name, start - begin, end - begin) for name, start, end in phases]
-    return Timeline(points, phases, list(zip(starts, starts[1:])))
+    return MemoryTimeline(points, phases, list(zip(starts, starts[1:])))
 
 
 class _Recording:
@@ -118,7 +118,7 @@ def _stack(events: list[Allocation], labels: list, alive: dict[int, int]) -> lis
     return points
 
 
-def draw(timeline: Timeline, predicted: list[int], steps: int, axis) -> None:
+def draw(timeline: MemoryTimeline, predicted: list[int], steps: int, axis) -> None:
     """The first `steps` steps: stacked areas, a strip with the phases, each step's peak predicted (line) and measured.
 
     The axis counts the allocator's events, so that the picture does not depend on what else the machine does. A column

@@ -11,7 +11,7 @@ from common.config import TrainConfig
 from common.drawing.curves import plot
 from common.drawing.figures import figure_path
 from common.drawing.tables import print_table
-from step01_single_gpu.experiments.tools import Run, train_in
+from step01_single_gpu.experiments.tools import OneProcess, train_in
 from step01_single_gpu.mixed_precision import Optimizer
 
 TINY = {"seq_len": 64, "micro_batch": 2, "global_batch": 2}
@@ -21,7 +21,7 @@ def master_weights(quick: bool) -> None:
     """bfloat16 has 8 bits of mantissa: next to 1.0 an update of 0.001 is rounded away, every time."""
     steps, rows = 10 if quick else 30, []
     for name in ("with master weights", "without"):
-        run = Run(TrainConfig(dtype="bfloat16", lr=1e-3, **TINY))
+        run = OneProcess(TrainConfig(dtype="bfloat16", lr=1e-3, **TINY))
         if name == "without":
             run.optimizer = _NarrowOptimizer(run.parameters, torch.bfloat16)
             run.parts = *run.parts[:2], run.optimizer
@@ -55,9 +55,9 @@ class _NarrowOptimizer(Optimizer):
 
 def loss_scaling(quick: bool) -> None:
     """float16 ends at 6e-8: small gradients become 0 unless the loss is scaled up. Overflow: skip, and halve."""
-    exact, rows = Run(TrainConfig(**TINY)).gradients(), []
+    exact, rows = OneProcess(TrainConfig(**TINY)).gradients(), []
     for micro_batches, exponent in ((1, 0), (256, 0), (4096, 0), (4096, 8), (4096, 16)):
-        run = Run(TrainConfig(dtype="float16", **TINY))
+        run = OneProcess(TrainConfig(dtype="float16", **TINY))
         run.scaler.scale = 2.0**exponent / micro_batches  # its loss is a share of the mean over all micro-batches
         pairs = list(zip(run.gradients(), exact))
         lost = sum(((new == 0) & (old != 0)).sum().item() for new, old in pairs)

@@ -31,7 +31,7 @@ class OneBatch:
         return self.tokens[rows], self.targets[rows]
 
 
-class Run(Training):
+class OneProcess(Training):
     """train.py's step on one random batch, in one process: see `Training` for what it can do."""
 
     def __init__(self, config: TrainConfig, device: torch.device | str = "cpu"):

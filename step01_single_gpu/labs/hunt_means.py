@@ -2,15 +2,15 @@
 
 from common.labs.copies import Edit
 from common.labs.hunt import Bug, Hunt, handout
-from common.labs.training import Training
+from common.labs.training import Launch
 
 TRAIN, RAGGED = "step01_single_gpu/train.py", "step01_single_gpu/labs/ragged.py"
 SUMS = "step01_single_gpu/mixed_precision.py"
 
 MEAN_OF_MEANS = Bug(
     edits=(Edit(TRAIN, "/ batches.target_tokens", "/ (targets >= 0).sum() / config.accumulation_steps"),),
-    seen=(Training(RAGGED, "--micro-batch 12"), Training(RAGGED, "--micro-batch 3")),
-    unseen=(Training(RAGGED, "--micro-batch 12 --seq-len 32"), Training(RAGGED, "--micro-batch 2 --seq-len 32")),
+    seen=(Launch(RAGGED, "--micro-batch 12"), Launch(RAGGED, "--micro-batch 3")),
+    unseen=(Launch(RAGGED, "--micro-batch 12 --seq-len 32"), Launch(RAGGED, "--micro-batch 2 --seq-len 32")),
     why="The loss of every micro-batch is the mean over its own targets, and these means are averaged. That is the "
     "mean over the batch only if all micro-batches have equally many targets. Where answers differ in length, a "
     "token of a micro-batch of short answers weighs more than others, and the same data give other gradients with "
@@ -28,8 +28,8 @@ OVERWRITTEN = Bug(
             "self.sums[parameter].copy_(gradient)",
         ),
     ),
-    seen=(Training(RAGGED, "--micro-batch 12"), Training(RAGGED, "--micro-batch 3")),
-    unseen=(Training(TRAIN, "--micro-batch 12"), Training(TRAIN, "--micro-batch 2 --recompute full")),
+    seen=(Launch(RAGGED, "--micro-batch 12"), Launch(RAGGED, "--micro-batch 3")),
+    unseen=(Launch(TRAIN, "--micro-batch 12"), Launch(TRAIN, "--micro-batch 2 --recompute full")),
     why="The gradient of a micro-batch replaces the sum of those before it, so only the last one trains the model. The "
     "loss is added up elsewhere and looks right in step 0; the gradient norm is too small at once.",
     source="NeMo Automodel, where a stage of a pipeline was initialised again between micro-batches, "

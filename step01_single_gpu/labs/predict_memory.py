@@ -2,10 +2,10 @@
 
 import torch
 
-from common.compare import Run as Record
+from common.compare import Record
 from common.counts import count_parameters
 from common.labs.predict import Experiment, Predict, Question
-from common.labs.training import Training
+from common.labs.training import Launch
 from common.launching.command_line import parse
 from step01_single_gpu.cost import layer_activations, saved_activations, total_bytes
 
@@ -51,7 +51,7 @@ def experiment(student: int) -> Experiment:
             },
         ),
     )
-    trainings = (Training(TRAIN, f"{flags} --micro-batch {MORE}"), Training(TRAIN, f"{flags} --micro-batch 1"))
+    trainings = (Launch(TRAIN, f"{flags} --micro-batch {MORE}"), Launch(TRAIN, f"{flags} --micro-batch 1"))
 
     def measure(found: list[Record]) -> tuple[float, ...]:
         first, second = (found[0].value(step, "peak_memory_bytes") for step in (0, 1))

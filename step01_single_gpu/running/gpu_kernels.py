@@ -16,7 +16,7 @@ from common.drawing.tables import print_table
 from common.tracing.chrome_trace import time_by_state
 
 
-class Now(NamedTuple):
+class GpuState(NamedTuple):
     """What happens at a moment between the first and the last activity of a GPU."""
 
     span: bool
@@ -40,7 +40,7 @@ TIMES = {  # span = compute + exposed + copies + idle
 
 def classify_kernels(kineto_events: list[dict]) -> dict[str, float]:
     """Return the seconds of each of `TIMES` from the `traceEvents` of a Kineto trace; {} if no GPU was used."""
-    intervals = {name: [] for name in Now._fields}
+    intervals = {name: [] for name in GpuState._fields}
     complete = [event for event in kineto_events if event.get("ph") == "X"]
     launches = {
         event.get("args", {}).get("correlation"): event["ts"] + event["dur"]
@@ -59,7 +59,7 @@ def classify_kernels(kineto_events: list[dict]) -> dict[str, float]:
     if not activities:
         return {}
     intervals["span"] = [(min(start for start, _ in activities), max(end for _, end in activities))]
-    states = [(Now(*state), 1e-6 * time) for state, time in time_by_state(*intervals.values()).items()]
+    states = [(GpuState(*state), 1e-6 * time) for state, time in time_by_state(*intervals.values()).items()]
     return {name: sum(time for now, time in states if holds(now)) for name, holds in TIMES.items()}
 
 

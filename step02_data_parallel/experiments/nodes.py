@@ -10,7 +10,7 @@ from common.costs.alpha_beta import Player, fill_buckets
 from common.drawing.charts import legend, lines
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import print_comparison, print_table
-from common.experiments.on_nodes import HIDES, Found, Work, cable_link, crossing, two_nodes
+from common.experiments.on_nodes import HIDES, Found, Workload, cable_link, crossing, two_nodes
 from common.model import Decoder, cross_entropy_sum
 from common.process_groups import Mesh
 from step01_single_gpu.data.batches import load_batches
@@ -95,7 +95,7 @@ def play(alone: float, mode: str) -> Player:
     return player
 
 
-def gradients(mesh: Mesh, case: tuple[int, str]) -> Work:
+def gradients(mesh: Mesh, case: tuple[int, str]) -> Workload:
     """On a rank: forward and backward with its all-reduces, or without any if the mode is `alone`."""
     (tokens, mode), sequences = case, case[0] // MODEL["seq_len"]
     flags = MODEL | {"micro_batch": sequences, "global_batch": sequences * mesh.world.size, "device": "cpu"}
@@ -115,4 +115,4 @@ def gradients(mesh: Mesh, case: tuple[int, str]) -> Work:
             else:
                 parallel.finish()
 
-    return Work(function, mesh)
+    return Workload(function, mesh)

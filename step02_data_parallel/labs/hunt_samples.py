@@ -2,18 +2,18 @@
 
 from common.labs.copies import Edit
 from common.labs.hunt import Bug, Hunt, handout
-from common.labs.training import Training
+from common.labs.training import Launch
 
 TRAIN, SUMS = "step02_data_parallel/train.py", "step02_data_parallel/data_parallel.py"
 BATCHES = "step01_single_gpu/data/batches.py"
-ONE = Training("step01_single_gpu/train.py")
+ONE = Launch("step01_single_gpu/train.py")
 
 SAME_SAMPLES = Bug(
     edits=(
         Edit(BATCHES, "first = (index * dp_size + dp_rank) * micro_batch", "first = index * dp_size * micro_batch"),
     ),
-    seen=(ONE, Training(TRAIN, "", 2)),
-    unseen=(ONE, Training(TRAIN, "--micro-batch 1 --dp-mode overlap", 3)),
+    seen=(ONE, Launch(TRAIN, "", 2)),
+    unseen=(ONE, Launch(TRAIN, "--micro-batch 1 --dp-mode overlap", 3)),
     why="All ranks take the rows of rank 0. Curves look healthy, as nothing is wrong with the gradients of what is "
     "seen; but half of the data never is, and two ranks compute the same twice.",
     source="rbyte, whose loader drew the same samples on every rank, until two ranks were seen to "
@@ -30,8 +30,8 @@ LAST_ONLY = Bug(
             "        try:\n",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "", 2)),
-    unseen=(ONE, Training(TRAIN, "--micro-batch 2 --bucket-mb 0.02", 3)),
+    seen=(ONE, Launch(TRAIN, "", 2)),
+    unseen=(ONE, Launch(TRAIN, "--micro-batch 2 --bucket-mb 0.02", 3)),
     why="Buckets start over at every micro-batch instead of once per step: the next gradient overwrites the sum, and "
     "only the last micro-batch is reduced. The losses are added up elsewhere, so the first one is right.",
     source="NeMo Automodel, in a pipeline (https://github.com/NVIDIA-NeMo/Automodel/pull/3530): only "
@@ -47,8 +47,8 @@ AVERAGED = Bug(
             "self.next_bucket = 0",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "", 2)),
-    unseen=(ONE, Training(TRAIN, "--micro-batch 1 --dp-mode naive", 3)),
+    seen=(ONE, Launch(TRAIN, "", 2)),
+    unseen=(ONE, Launch(TRAIN, "--micro-batch 1 --dp-mode naive", 3)),
     why="The sum over ranks is divided by their number, but each rank's loss is its share of the mean over the whole "
     "batch already: the mean is taken twice. Adam divides the factor away, and clipping may hide it; the norm shows "
     "it.",

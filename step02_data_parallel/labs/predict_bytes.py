@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from common.compare import Run as Record
+from common.compare import Record
 from common.counts import count_parameters
 from common.labs.copies import Edit, copy_project
 from common.labs.find import ROOT
 from common.labs.predict import Experiment, Predict, Question
-from common.labs.training import SMALL, Training
+from common.labs.training import SMALL, Launch
 from common.launching.command_line import parse
 
 TRAIN = "step02_data_parallel/train.py"
@@ -40,7 +40,7 @@ def bytes_of(student: int) -> Experiment:
     ask = "How many bytes of gradients does each rank send in a step?"
     question = Question("bytes", ask, 0.01, right, how, mistakes)
     given = f"{ranks} ranks train {size:,} parameters in float32, each {batches} micro-batches per step."
-    return Experiment(given, (question,), (Training(TRAIN, flags, ranks),), lambda found: (sent(found[0], "dp_cp"),))
+    return Experiment(given, (question,), (Launch(TRAIN, flags, ranks),), lambda found: (sent(found[0], "dp_cp"),))
 
 
 def link_of(student: int) -> Experiment:
@@ -77,7 +77,7 @@ def link_of(student: int) -> Experiment:
     # The shorter a step, the more a busy machine disturbs it, and the more of them it takes until one is undisturbed
     modes = ("naive", "--steps 8"), ("naive", f"--steps 3 {link}")
     modes += ("bucket", "--steps 8"), ("bucket", f"--steps 8 {link}")
-    trainings = tuple(Training(TRAIN, f"{flags} --dp-mode {mode} {more}", 2) for mode, more in modes)
+    trainings = tuple(Launch(TRAIN, f"{flags} --dp-mode {mode} {more}", 2) for mode, more in modes)
 
     def measure(found: list[Record]) -> tuple[float, ...]:
         times = [min(run.value(step, "step_time_s") for step in run.records if step) for run in found]
@@ -136,7 +136,7 @@ def norms_of(student: int) -> Experiment:
             {"forgets that squares are added up, and then the root is taken": float(ranks), **other},
         ),
     )
-    trainings = (Training(TRAIN, f"--micro-batch {size}", ranks),) * 4
+    trainings = (Launch(TRAIN, f"--micro-batch {size}", ranks),) * 4
 
     def root(folder: Path, index: int) -> Path:
         if index == 0:

@@ -9,7 +9,7 @@ from common.costs.alpha_beta import Player
 from common.drawing.charts import bars, legend, lines
 from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import print_table
-from common.experiments.on_nodes import HIDES, Found, Work, cable_link, crossing, two_nodes
+from common.experiments.on_nodes import HIDES, Found, Workload, cable_link, crossing, two_nodes
 from common.process_groups import Mesh
 from step01_single_gpu.running.slow_device import SlowDevice
 from step03_zero import cost
@@ -54,7 +54,7 @@ def nodes(quick: bool) -> None:
         draw(seconds, *compare_tokens(SEQUENCES[::3] if quick else SEQUENCES, repeats))
 
 
-def gradients(mesh: Mesh, case: tuple[int, int, int]) -> Work:
+def gradients(mesh: Mesh, case: tuple[int, int, int]) -> Workload:
     """On a rank: a step's gradients. `case`: sequences of a micro-batch, micro-batches, replicas; 0 stay alone."""
     sequences, micro_batches, replicas = case
     flags = SHAPE | {"micro_batch": sequences, "global_batch": sequences * micro_batches * mesh.world.size}
@@ -64,7 +64,7 @@ def gradients(mesh: Mesh, case: tuple[int, int, int]) -> Work:
         with SlowDevice(SPEED):
             run.gradients()
 
-    return Work(function, run.mesh)
+    return Workload(function, run.mesh)
 
 
 def play(alone: float, replicas: int, ranks: int) -> Player:

@@ -145,14 +145,14 @@ def count_units(mesh: Mesh, done: Callable, flags: dict) -> dict[str, tuple[floa
     result = {}
     for unit in UNITS:
         regions = functools.partial(cut, unit=unit)
-        run = run_with(mesh, flags | {"zero": 3, "global_batch": mesh.world.size}, Watched, regions)
+        run = run_with(mesh, flags | {"zero": 3, "global_batch": mesh.world.size}, WatchedZero, regions)
         sent = counted(run.take, run.mesh).sent
         result[unit] = *gathers_and_scatters(sent), run.parts[1].most
         done()
     return result
 
 
-class Watched(ZeroByLayer):
+class WatchedZero(ZeroByLayer):
     """Notes the most bytes of weights, whenever some have been gathered."""
 
     most = 0

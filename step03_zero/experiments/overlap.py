@@ -4,7 +4,7 @@ from common.config import TrainConfig
 from common.costs.alpha_beta import Player, fill_buckets
 from common.drawing.figures import figure_path
 from common.experiments.runs import BUCKET_MB, MODEL, tensor_sizes
-from common.experiments.traces import Part, computation, one_rank, print_hidden, quietest, run_parts
+from common.experiments.traces import TracedPart, computation, one_rank, print_hidden, quietest, run_parts
 from common.model import Decoder
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
@@ -44,11 +44,11 @@ def overlap(quick: bool) -> None:
     print(f"  figure: {draw_timelines(panels, figure_path('timelines'))}")
 
 
-def step_of(mesh: Mesh, case: tuple[int, type[Zero] | None]) -> Part:
+def step_of(mesh: Mesh, case: tuple[int, type[Zero] | None]) -> TracedPart:
     """On a rank: one training step."""
     stage, zero = case
     run = run_with(mesh, SHAPE | {"zero": stage}, zero)
-    return Part(lambda tracer: run.take(tracer=tracer), run.mesh)
+    return TracedPart(lambda tracer: run.take(tracer=tracer), run.mesh)
 
 
 def play(name: str, times: tuple[float, float]) -> Player:

@@ -2,11 +2,11 @@
 
 from common.labs.copies import Edit
 from common.labs.hunt import Bug, Hunt, handout
-from common.labs.training import Training
+from common.labs.training import Launch
 
 TRAIN, ZERO, UNIT = "step03_zero/train.py", "step03_zero/zero.py", "step03_zero/unit.py"
-ONE = Training("step01_single_gpu/train.py")
-CLIPPED = Training("step01_single_gpu/train.py", "--clip 0.5")
+ONE = Launch("step01_single_gpu/train.py")
+CLIPPED = Launch("step01_single_gpu/train.py", "--clip 0.5")
 
 LAST_SHARD = Bug(
     edits=(
@@ -16,8 +16,8 @@ LAST_SHARD = Bug(
             "self.reduced = summed.clone()",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--zero 2", 2)),
-    unseen=(ONE, Training(TRAIN, "--zero 3 --micro-batch 2", 3)),
+    seen=(ONE, Launch(TRAIN, "--zero 2", 2)),
+    unseen=(ONE, Launch(TRAIN, "--zero 3 --micro-batch 2", 3)),
     why="Stages 2 and 3 reduce-scatter every micro-batch, and its shard must be added to those before it. Here the "
     "last one replaces them. Stage 1 reduces once per step, and is right: compare --zero 1.",
     source="in another place, but with the same symptom, NeMo Automodel "
@@ -33,8 +33,8 @@ COPIES_COUNTED = Bug(
             "",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--zero 1 --zero-replicas 2", 4)),
-    unseen=(CLIPPED, Training(TRAIN, "--zero 3 --zero-replicas 2 --clip 0.5 --micro-batch 1", 4)),
+    seen=(ONE, Launch(TRAIN, "--zero 1 --zero-replicas 2", 4)),
+    unseen=(CLIPPED, Launch(TRAIN, "--zero 3 --zero-replicas 2 --clip 0.5 --micro-batch 1", 4)),
     why="With hybrid sharding several ranks hold the same shard. All of them count it in the gradient norm, which is "
     "so the square root of the number of copies too large. Nothing shows it until gradients are clipped: then every "
     "update is too small.",

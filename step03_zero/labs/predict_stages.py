@@ -1,9 +1,9 @@
 """Predict in step 3: what each stage of ZeRO sends."""
 
-from common.compare import Run as Record
+from common.compare import Record
 from common.counts import count_parameters
 from common.labs.predict import Experiment, Predict, Question
-from common.labs.training import Training
+from common.labs.training import Launch
 from common.launching.command_line import parse
 
 TRAIN = "step03_zero/train.py"
@@ -63,7 +63,7 @@ def experiment(student: int) -> Experiment:
             },
         ),
     )
-    trainings = tuple(Training(TRAIN, f"{flags} --zero {stage}", ranks) for stage in (1, 2, 3))
+    trainings = tuple(Launch(TRAIN, f"{flags} --zero {stage}", ranks) for stage in (1, 2, 3))
 
     def measure(found: list[Record]) -> tuple[float, ...]:
         return tuple(record.records[1]["comm_bytes"]["shard"] for record in found)

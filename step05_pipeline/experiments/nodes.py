@@ -1,7 +1,7 @@
 """What may cross nodes? Two nodes of two ranks, joined by a slow cable, and the same model divided in three ways."""
 
 from common.drawing.figures import COLOURS, SERIES, new_figure, save_figure
-from common.experiments.on_nodes import Found, Work, two_nodes
+from common.experiments.on_nodes import Found, Workload, two_nodes
 from common.experiments.tcp_bytes import PACKET
 from common.experiments.training_step import Training, checked
 from common.process_groups import Mesh
@@ -26,10 +26,10 @@ def nodes(quick: bool) -> None:
         print(f"  {name}: {tokens / found.slow:,.0f} tokens/s")
 
 
-def step(mesh: Mesh, flags: dict) -> Work:
+def step(mesh: Mesh, flags: dict) -> Workload:
     """On a rank: the gradients of a step."""
     run = Training(train, *checked(mesh, **flags))
-    return Work(run.gradients, run.mesh)
+    return Workload(run.gradients, run.mesh)
 
 
 def predict(flags: dict, found: Found) -> float:

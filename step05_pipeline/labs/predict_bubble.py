@@ -1,8 +1,8 @@
 """Predict in step 5: how long a step of a pipeline takes, with its bubble."""
 
-from common.compare import Run as Record
+from common.compare import Record
 from common.labs.predict import Experiment, Predict, Question
-from common.labs.training import Training
+from common.labs.training import Launch
 
 TRAIN = "step05_pipeline/train.py"
 BASE = "--hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 16 --data synthetic --device cpu --seed 1"
@@ -41,7 +41,7 @@ def experiment(student: int) -> Experiment:
         ),
     )
     flags = f"--pp {ranks} --layers {layers} --global-batch {batches} --layer-delay {delay}"
-    trainings = tuple(Training(TRAIN, f"{flags} --schedule {name}", ranks) for name in ("1f1b", "interleaved"))
+    trainings = tuple(Launch(TRAIN, f"{flags} --schedule {name}", ranks) for name in ("1f1b", "interleaved"))
 
     def measure(found: list[Record]) -> tuple[float, ...]:
         return tuple(min(record.value(step, "step_time_s") for step in (1, 2, 3)) for record in found)

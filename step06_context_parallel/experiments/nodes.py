@@ -6,7 +6,7 @@ On two cores four ranks cannot compute side by side, so each (query, key) pair t
 
 import statistics
 
-from common.experiments.on_nodes import Found, Work, two_nodes
+from common.experiments.on_nodes import Found, Workload, two_nodes
 from common.process_groups import Mesh
 from step06_context_parallel.experiments.overlap import BACKWARD, FLAGS, SlowKernels, hops
 from step06_context_parallel.experiments.tools import MODES, AttentionLayer
@@ -24,13 +24,13 @@ def nodes(quick: bool) -> None:
         two_nodes("one layer", layer, cases, predict, cable, repeats=1 if quick else 7, of=statistics.median)
 
 
-def layer(mesh: Mesh, case: tuple[str, str]) -> Work:
+def layer(mesh: Mesh, case: tuple[str, str]) -> Workload:
     """On a rank: one phase of a layer in one mode."""
     mode, phase = case
     flags = FLAGS | MODES[mode] | {"micro_batch": BATCH, "global_batch": BATCH}
     attention = AttentionLayer(mesh, SlowKernels(HOP), **flags)
     before = None if phase == "forward" else attention.forward
-    return Work(getattr(attention, phase), attention.mesh, before)
+    return Workload(getattr(attention, phase), attention.mesh, before)
 
 
 def predict(case: tuple[str, str], found: Found) -> float:

@@ -13,7 +13,7 @@ from common.config import TrainConfig
 from common.costs.alpha_beta import Player
 from common.drawing.figures import figure_path
 from common.drawing.tables import compared, print_table
-from common.experiments.traces import Part, quietest, run_parts
+from common.experiments.traces import TracedPart, quietest, run_parts
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
 from common.tracing.timelines import draw_timelines
@@ -77,7 +77,7 @@ def part_bytes() -> int:
 # ---- measured --------------------------------------------------------------------------------------------------------
 
 
-def one_layer(mesh: Mesh, case: tuple[str, float]) -> Part:
+def one_layer(mesh: Mesh, case: tuple[str, float]) -> TracedPart:
     """On a rank: forward and backward of one layer in a (mode, transfer in hops)."""
     mode, share = case
     slow = SlowKernels(HOP)
@@ -89,7 +89,7 @@ def one_layer(mesh: Mesh, case: tuple[str, float]) -> Part:
             with tracer.phase(phase):
                 getattr(layer, phase)()
 
-    return Part(step, layer.mesh)
+    return TracedPart(step, layer.mesh)
 
 
 class SlowKernels(FusedKernels):

@@ -2,11 +2,11 @@
 
 from common.labs.copies import Edit
 from common.labs.hunt import NOBODY, Bug, Hunt, handout
-from common.labs.training import Training
+from common.labs.training import Launch
 
 TRAIN, RING = "step06_context_parallel/train.py", "step06_context_parallel/ring_attention.py"
 BLOCK = "step06_context_parallel/attention_block.py"
-ONE = Training("step01_single_gpu/train.py")
+ONE = Launch("step01_single_gpu/train.py")
 
 STALE_KEYS = Bug(
     edits=(
@@ -16,8 +16,8 @@ STALE_KEYS = Bug(
             "            kv_work.wait()\n        sums_work.wait()",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--cp 2", 2)),
-    unseen=(ONE, Training(TRAIN, "--cp 3 --cp-split striped", 3)),
+    seen=(ONE, Launch(TRAIN, "--cp 2", 2)),
+    unseen=(ONE, Launch(TRAIN, "--cp 3 --cp-split striped", 3)),
     why="In the backward, keys and values travel round the ring once more, but what arrives is never used: every hop "
     "computes with the rank's own keys again, and attributes the result to others. The forward is right, so the "
     "first loss is. No shape is wrong, nothing is NaN, and the model even learns.",
@@ -33,8 +33,8 @@ PART_POSITIONS = Bug(
             "torch.arange(config.rank_seq_len, device=mesh.device) + mesh.cp.rank * config.rank_seq_len\n",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--cp 2", 2)),
-    unseen=(ONE, Training(TRAIN, "--cp 3 --cp-split striped", 3)),
+    seen=(ONE, Launch(TRAIN, "--cp 2", 2)),
+    unseen=(ONE, Launch(TRAIN, "--cp 3 --cp-split striped", 3)),
     why="Rotary embeddings get the positions that a contiguous part would have, while the zigzag gives every rank "
     "two chunks. Tokens are rotated by angles of other places. It is right with --cp-split contiguous.",
     source="we know of no public report of this very bug. NeMo Automodel's rotary embedding ignored "
@@ -49,8 +49,8 @@ UNWEIGHTED = Bug(
             "out_so_far.add_(",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--cp 2", 2)),
-    unseen=(ONE, Training(TRAIN, "--cp 3 --cp-split contiguous", 3)),
+    seen=(ONE, Launch(TRAIN, "--cp 2", 2)),
+    unseen=(ONE, Launch(TRAIN, "--cp 3 --cp-split contiguous", 3)),
     why="Each block of keys has its own softmax. When a further block arrives, what was computed so far must shrink "
     "to its share of the larger sum. Here only the new block is weighted, and attention's weights add up to more "
     "than one.",

@@ -1,8 +1,8 @@
 """Predict in step 6: what travels round the ring."""
 
-from common.compare import Run as Record
+from common.compare import Record
 from common.labs.predict import Experiment, Predict, Question
-from common.labs.training import Training
+from common.labs.training import Launch
 
 TRAIN = "step06_context_parallel/train.py"
 BASE = "--heads 4 --ffn 64 --vocab 256 --data synthetic --device cpu --steps 2 --seed 1 --global-batch 2 "
@@ -47,7 +47,7 @@ def experiment(student: int) -> Experiment:
         ),
     )
     flags = f"--cp {ranks} --hidden {hidden} --kv-heads {kv_heads} --layers {layers} --seq-len {seq}"
-    trainings = tuple(Training(TRAIN, f"{flags} --cp-mode {mode}", ranks) for mode in ("ring", "allgather"))
+    trainings = tuple(Launch(TRAIN, f"{flags} --cp-mode {mode}", ranks) for mode in ("ring", "allgather"))
 
     def measure(found: list[Record]) -> tuple[float, ...]:
         return tuple(record.records[1]["comm_bytes"]["cp"] for record in found)

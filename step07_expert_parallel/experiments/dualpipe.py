@@ -9,7 +9,7 @@ from common.costs.hardware import H100_TFLOPS
 from common.costs.networks import NETWORK, NVLINK
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.even_routing import choose_in_turn
-from common.experiments.traces import Part, run_parts
+from common.experiments.traces import TracedPart, run_parts
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
@@ -67,7 +67,7 @@ def dualpipe(quick: bool) -> None:
     draw_blocks("dualpipe", panels, "ms on rank 0, two layers. A: attention, E: experts; D: dispatch, C: combine")
 
 
-def part(mesh: Mesh, case: tuple[type, dict]) -> Part:
+def part(mesh: Mesh, case: tuple[type, dict]) -> TracedPart:
     """On a rank: the gradients of a step, by this kind of pipeline."""
     kind, flags = case
     size = cost.dispatch_bytes(FLAGS["seq_len"], FLAGS["top_k"], FLAGS["hidden"], EP, 4)
@@ -80,7 +80,7 @@ def part(mesh: Mesh, case: tuple[type, dict]) -> Part:
         slow_down(layer.mlp.experts, "experts", EXPERTS, pipeline)
     for _, router in routers_of(pipeline.stages):
         router.choose = partial(choose_in_turn, router)
-    return Part(lambda tracer: training.gradients(tracer=tracer), training.mesh)
+    return TracedPart(lambda tracer: training.gradients(tracer=tracer), training.mesh)
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from common.experiments.on_nodes import NODES, RANKS, Found, Work, two_nodes
+from common.experiments.on_nodes import NODES, RANKS, Found, Workload, two_nodes
 from common.experiments.training_step import groups_of
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, Group, Mesh
@@ -85,7 +85,7 @@ def predict(case: tuple, found: Found) -> float:
     return found.free + found.on_cable.total()
 
 
-def step(mesh: Mesh, case: tuple[type, int]) -> Work:
+def step(mesh: Mesh, case: tuple[type, int]) -> Workload:
     """On a rank: the gradients of a step. Returns the model and the norm of the whole gradient each time."""
     kind, limit = case
     training = Training(mesh, **MODEL | {"node_limit": limit})
@@ -100,7 +100,7 @@ def step(mesh: Mesh, case: tuple[type, int]) -> Work:
         return training.config.model_config, squares**0.5
 
     across, inside = groups(mesh.device)
-    return Work(gradients, SimpleNamespace(**vars(training.mesh), rank=mesh.rank, across=across, inside=inside))
+    return Workload(gradients, SimpleNamespace(**vars(training.mesh), rank=mesh.rank, across=across, inside=inside))
 
 
 def choose_at_random(rank: int, router: Router, scores: Tensor) -> Tensor:

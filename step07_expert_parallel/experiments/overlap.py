@@ -5,7 +5,7 @@ from common.costs.hardware import H100_TFLOPS
 from common.costs.networks import NETWORK, NVLINK
 from common.drawing.tables import compared, print_table
 from common.experiments.even_routing import choose_in_turn
-from common.experiments.traces import Part, run_parts
+from common.experiments.traces import TracedPart, run_parts
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
@@ -82,7 +82,7 @@ def overlap(quick: bool) -> None:
     draw_blocks("overlap", panels, "ms of one layer; S: shared expert, E: experts, D: dispatch, C: combine")
 
 
-def part(mesh: Mesh, kind: type) -> Part:
+def part(mesh: Mesh, kind: type) -> TracedPart:
     """On a rank: forward and backward of one layer."""
     size = cost.dispatch_bytes(FLAGS["seq_len"], FLAGS["top_k"], FLAGS["hidden"], RANKS, 4)
     layer = ExpertLayer(mesh, kind, choose_in_turn, **FLAGS, shared_experts=1, link=f"0,{1e-9 * size / TRAVEL}")
@@ -95,7 +95,7 @@ def part(mesh: Mesh, kind: type) -> Part:
             with tracer.phase(phase):
                 getattr(layer, phase)()
 
-    return Part(step, layer.mesh)
+    return TracedPart(step, layer.mesh)
 
 
 def measure(trace: Trace, phase: str) -> tuple[float, float]:

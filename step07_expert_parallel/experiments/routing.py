@@ -42,7 +42,7 @@ class Trained(NamedTuple):
         return sum(step[key] for step in self.numbers[-steps:]) / steps
 
 
-class Watched(Balancing):
+class WatchedBalancing(Balancing):
     """Keeps the loads that it finds at the end of every step."""
 
     def finish(self, *args, **named):
@@ -61,7 +61,7 @@ def watch(mesh: Mesh, done: Callable, flags: dict) -> Trained:
     """On the only rank: a training, with the loads of every step."""
     training = training_step.Training(train, *training_step.checked(mesh, **flags))
     pipeline, optimizer, _ = training.parts
-    watched = Watched(pipeline.stages, training.config, training.mesh, optimizer.scaler)
+    watched = WatchedBalancing(pipeline.stages, training.config, training.mesh, optimizer.scaler)
     training.parts = pipeline, optimizer, watched
     return Trained([training.take(step) for step in range(training.config.steps)], watched.loads)
 

@@ -2,7 +2,7 @@
 
 from common.labs.copies import Edit
 from common.labs.hunt import NOBODY, Bug, Hunt, handout
-from common.labs.training import Training
+from common.labs.training import Launch
 
 TRAIN, MOE = "step07_expert_parallel/train.py", "step07_expert_parallel/moe.py"
 DISPATCHER = "step07_expert_parallel/expert_parallel.py"
@@ -19,8 +19,8 @@ AVERAGED = Bug(
             "                gradient.div_(mesh.ep.size)\n",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--experts 4 --ep 2", 2)),
-    unseen=(ONE, Training(TRAIN, "--experts 4 --ep 2 --micro-batch 1 --zero 1", 4)),
+    seen=(ONE, Launch(TRAIN, "--experts 4 --ep 2", 2)),
+    unseen=(ONE, Launch(TRAIN, "--experts 4 --ep 2 --micro-batch 1 --zero 1", 4)),
     why="An expert has seen the tokens of all ranks that sent it some, so its gradient is complete: it is a sum of "
     "shares of the mean like every other one. Dividing it by the number of ranks makes it too small by that factor. "
     "Adam divides the factor away again.",
@@ -38,8 +38,8 @@ ROUTER_APART = Bug(
             'spec = replace(spec, extra_groups=() if parameter is router.weight else ("tp",), owner=tp.rank == 0)',
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--experts 4 --tp 2", 2)),
-    unseen=(ONE, Training(TRAIN, "--experts 4 --tp 2 --ep 2 --micro-batch 2", 4)),
+    seen=(ONE, Launch(TRAIN, "--experts 4 --tp 2", 2)),
+    unseen=(ONE, Launch(TRAIN, "--experts 4 --tp 2 --ep 2 --micro-batch 2", 4)),
     why="Under sequence parallelism a rank's router sees a part of the tokens, so its gradient is a partial sum. "
     "Without the sum over tp every rank updates its copy by its own part: routers drift apart. The forward of step 0 "
     "is right.",
@@ -56,8 +56,8 @@ WRONG_WAY_HOME = Bug(
             "self.home.finish(self.home.start(_Permute.apply(rows, self.order)))",
         ),
     ),
-    seen=(ONE, Training(TRAIN, "--experts 4 --ep 2", 2)),
-    unseen=(Training(TRAIN, "--experts 8"), Training(TRAIN, "--experts 8 --ep 2 --micro-batch 1", 4)),
+    seen=(ONE, Launch(TRAIN, "--experts 4 --ep 2", 2)),
+    unseen=(Launch(TRAIN, "--experts 8"), Launch(TRAIN, "--experts 8 --ep 2 --micro-batch 1", 4)),
     why="Rows that arrive are sorted by expert, and must be put back into the order of their arrival before they are "
     "sent home. The order is a permutation; its inverse leads back. Applied twice instead, it leads elsewhere, "
     "except where it is its own inverse: tokens get the outputs of others.",

@@ -11,7 +11,7 @@ MODEL, N, GIB = PRESETS["llama3-8b"], 8, 2**30
 LENGTHS = (1024, 4096, 16384)
 
 
-class Way(NamedTuple):
+class Column(NamedTuple):
     """One of the playbook's columns.
 
     parameters: of a rank, which has gradients and optimizer state of as many.
@@ -29,18 +29,18 @@ class Way(NamedTuple):
         return gpt.text_activations(gpt.from_model(MODEL), 1, seq, mode) / self.divisor / GIB
 
 
-def ways() -> list[Way]:
+def ways() -> list[Column]:
     """The six columns. Of a pipeline, the first stage counts: it holds the embedding, and most micro-batches."""
     count = count_parameters(MODEL)
     mlps, layer = MODEL.layers * count.dense_mlp, count.attention + count.dense_mlp + 2 * MODEL.hidden
     first_stage = MODEL.layers // N * layer + count.embedding
     return [
-        Way("one GPU", count.total, 1, {}),
-        Way("DP 8, ZeRO-3", count.total / N, 1, {}),
-        Way("TP 8 with SP", count.total / N, N, {"selective": (1.625, 6.5, 26.0), "full": (0.25, 1.0, 4.0)}),
-        Way("PP 8", first_stage, 1, {}),  # in 1F1B it keeps 8 micro-batches of an eighth of the layers
-        Way("CP 8", count.total, N, {"selective": (0.066, 0.265, 1.06), "full": (0.004, 0.015, 0.062)}),
-        Way("EP 8", count.total - mlps + mlps / N, 1, {}),
+        Column("one GPU", count.total, 1, {}),
+        Column("DP 8, ZeRO-3", count.total / N, 1, {}),
+        Column("TP 8 with SP", count.total / N, N, {"selective": (1.625, 6.5, 26.0), "full": (0.25, 1.0, 4.0)}),
+        Column("PP 8", first_stage, 1, {}),  # in 1F1B it keeps 8 micro-batches of an eighth of the layers
+        Column("CP 8", count.total, N, {"selective": (0.066, 0.265, 1.06), "full": (0.004, 0.015, 0.062)}),
+        Column("EP 8", count.total - mlps + mlps / N, 1, {}),
     ]
 
 

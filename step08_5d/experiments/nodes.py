@@ -4,7 +4,7 @@ from functools import partial
 
 from common.drawing.charts import bars, legend
 from common.drawing.figures import COLOURS, new_figure, save_figure
-from common.experiments.on_nodes import Found, Work, two_nodes
+from common.experiments.on_nodes import Found, Workload, two_nodes
 from common.process_groups import AXES, Degrees, Mesh
 from step08_5d.experiments.tools import STEP, Training
 
@@ -42,10 +42,10 @@ def nodes(quick: bool) -> None:
         draw_placement(panels)
 
 
-def step(mesh: Mesh, flags: dict) -> Work:
+def step(mesh: Mesh, flags: dict) -> Workload:
     """On a rank: the gradients of a step."""
     training = Training(mesh, **MODEL | flags)
-    return Work(training.gradients, training.mesh)
+    return Workload(training.gradients, training.mesh)
 
 
 def predict(micro_batches: int, flags: dict, found: Found) -> float:

@@ -65,7 +65,7 @@ def precision(quick: bool) -> None:
         draw_curves(runs, found)
 
 
-def draw_curves(runs: dict[str, compare.Run], found: dict[str, dict]) -> None:
+def draw_curves(runs: dict[str, compare.Record], found: dict[str, dict]) -> None:
     """Above the curves; below a line per run with its largest difference from its reference, from exact to narrow."""
     from matplotlib.figure import Figure
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, save_figure
 from common.drawing.lanes import Lane, Span, lanes
 from common.drawing.tables import print_table
-from common.experiments.traces import Part, quietest, run_parts
+from common.experiments.traces import TracedPart, quietest, run_parts
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace, time_by_state
 from common.tracing.tracer import Tracer
@@ -41,7 +41,7 @@ def timeline(quick: bool) -> None:
     draw(trace, step)
 
 
-def slow_steps(mesh: Mesh, flags: dict) -> Part:
+def slow_steps(mesh: Mesh, flags: dict) -> TracedPart:
     """On a rank: training steps on a slow device, with experts that are chosen in turn."""
     training = Training(mesh, **flags)
     route_evenly(training.pipeline.stages)
@@ -50,7 +50,7 @@ def slow_steps(mesh: Mesh, flags: dict) -> Part:
         with SlowDevice(SPEED, tracer):
             training.take(tracer=tracer)
 
-    return Part(take, training.mesh)
+    return TracedPart(take, training.mesh)
 
 
 # ---- what the trace says ---------------------------------------------------------------------------------------------

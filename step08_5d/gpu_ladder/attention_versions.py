@@ -22,7 +22,7 @@ BLOCK = 128  # queries, and keys, of a tile
 SOFTMAX = 5  # operations per score beside its exponential: scale, maximum, subtract, sum, convert
 
 
-class Rates(NamedTuple):
+class RatesPerClock(NamedTuple):
     """What a multiprocessor does in a cycle: FLOPs of 16-bit products, other operations, exponentials.
 
     From the CUDA C++ Programming Guide's table of arithmetic throughput, and from the data sheets' peaks.
@@ -34,7 +34,7 @@ class Rates(NamedTuple):
     multiprocessors: int
 
 
-RATES = {"A100": Rates(2048, 64, 16, 108), "H100": Rates(4096, 128, 16, 132)}
+RATES = {"A100": RatesPerClock(2048, 64, 16, 108), "H100": RatesPerClock(4096, 128, 16, 132)}
 
 
 class Version(NamedTuple):

@@ -15,7 +15,7 @@ from step08_5d.gpu_ladder.machine import DEVICE, Rung, climb, from_source, with_
 from step08_5d.gpu_ladder.traffic import LANES, SECTOR, kernel_traffic
 from step08_5d.gpu_ladder.transactions import (
     KERNELS,
-    Sizes,
+    ProductShape,
     count,
     excess,
     predicted_excess,
@@ -28,8 +28,8 @@ from step08_5d.kernels.launching import HAS_TRITON, ceil_div, tl, triton
 PUBLISHED_SECTORS, PUBLISHED_EXCESS = 70_883_737_600, 60_144_222_208
 PUBLISHED_HITS = {"naive": 0.991, "coalesced": 0.950}  # of the L1 cache, by the same profiler
 PUBLISHED_TILED = 6.6  # TFLOP/s; its warps wait most for the queue of shared memory's pipe ("MIO throttle", about 9.2)
-FULL = Sizes(4096, 4096, 4096)
-TOY = Sizes(32, 32, 32)  # the interpreter takes a millisecond for each turn of a kernel's loop
+FULL = ProductShape(4096, 4096, 4096)
+TOY = ProductShape(32, 32, 32)  # the interpreter takes a millisecond for each turn of a kernel's loop
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def tiled_limit(peak: float) -> float:
     return peak / (2 * 4)
 
 
-def _climb(size: Sizes, dtype: torch.dtype) -> None:
+def _climb(size: ProductShape, dtype: torch.dtype) -> None:
     """The rungs on `size`: all of them in float32; in 16 bits, where GPUs have tensor cores, the tiled one."""
     generator = torch.Generator().manual_seed(0)
     shapes = (size.M, size.K), (size.K, size.N)
@@ -180,7 +180,7 @@ def _draw() -> None:
         axis.set_title(f"{title}\n128 bytes needed, {moved:,} moved", fontsize=10)
         axis.set_xlabel("numbers that are neighbors in memory")
     down.set_ylabel("rows of the matrix")
-    values = [predicted_sectors(name, Sizes(1024, 1024, 1024)) / 1024**3 * 32 for name in KERNELS]
+    values = [predicted_sectors(name, ProductShape(1024, 1024, 1024)) / 1024**3 * 32 for name in KERNELS]
     bars.bar(list(KERNELS), values, color=SERIES[0])
     for index, value in enumerate(values):
         bars.text(index, value * 1.1, f"{value:.2g}", ha="center")

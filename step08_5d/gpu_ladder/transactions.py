@@ -16,7 +16,7 @@ TILE = 32  # as in matmul.cu
 LANE = np.arange(LANES)
 
 
-class Sizes(NamedTuple):
+class ProductShape(NamedTuple):
     M: int
     N: int
     K: int
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
         return 4 * ((self.M + self.N) * self.K + row * self.N + column) + 0 * LANE
 
 
-def naive(size: Sizes) -> Iterator[np.ndarray]:
+def naive(size: ProductShape) -> Iterator[np.ndarray]:
     """The lanes of a warp are rows."""
     for row in range(0, size.M, LANES):
         for column in range(size.N):
@@ -41,7 +41,7 @@ def naive(size: Sizes) -> Iterator[np.ndarray]:
             yield size.c(row + LANE, column)
 
 
-def coalesced(size: Sizes) -> Iterator[np.ndarray]:
+def coalesced(size: ProductShape) -> Iterator[np.ndarray]:
     """The lanes of a warp are columns."""
     for row in range(size.M):
         for column in range(0, size.N, LANES):
@@ -51,7 +51,7 @@ def coalesced(size: Sizes) -> Iterator[np.ndarray]:
             yield size.c(row, column + LANE)
 
 
-def tiled(size: Sizes) -> Iterator[np.ndarray]:
+def tiled(size: ProductShape) -> Iterator[np.ndarray]:
     """Each warp loads one row of both tiles. All further reads are from shared memory, which costs no sector."""
     for row in range(size.M):
         for column in range(0, size.N, TILE):
@@ -64,7 +64,7 @@ def tiled(size: Sizes) -> Iterator[np.ndarray]:
 KERNELS = {"naive": naive, "coalesced": coalesced, "tiled": tiled}
 
 
-def predicted_sectors(kernel: str, size: Sizes) -> int:
+def predicted_sectors(kernel: str, size: ProductShape) -> int:
     """A column of 32 numbers is 32 sectors, a row 32 * 4 / 32 = 4, and one number for all lanes 1."""
     row = LANES * 4 // SECTOR
     per_k = {"naive": LANES + 1, "coalesced": 1 + row, "tiled": 2 * row / TILE}[kernel]
@@ -72,22 +72,22 @@ def predicted_sectors(kernel: str, size: Sizes) -> int:
     return round(size.M * size.N // LANES * (per_k * size.K + written))
 
 
-def predicted_loads(kernel: str, size: Sizes) -> int:
+def predicted_loads(kernel: str, size: ProductShape) -> int:
     """Numbers that threads ask memory for: two for each multiplication, or two for TILE of them."""
     return 2 * size.M * size.N * size.K // (TILE if kernel == "tiled" else 1)
 
 
-def predicted_excess(kernel: str, size: Sizes) -> int:
+def predicted_excess(kernel: str, size: ProductShape) -> int:
     """Sectors that neighbors would not have needed: 32 - 4 for each load and store of a column, none elsewhere."""
     return size.M * size.N // LANES * (LANES - LANES * 4 // SECTOR) * (size.K + 1) if kernel == "naive" else 0
 
 
-def excess(kernel: str, size: Sizes) -> int:
+def excess(kernel: str, size: ProductShape) -> int:
     """The same from the addresses: what a warp touches beyond the sectors that its different numbers would fill."""
     return sum(sectors(each) - ceil_div(4 * len(np.unique(each)), SECTOR) for each in KERNELS[kernel](size))
 
 
-def count(kernel: str, size: Sizes) -> tuple[int, int]:
+def count(kernel: str, size: ProductShape) -> tuple[int, int]:
     """Return the numbers loaded and the sectors touched, both counted from the addresses."""
     touched = [(len(addresses), sectors(addresses)) for addresses in KERNELS[kernel](size)]
     numbers, counted = map(sum, zip(*touched))

@@ -17,7 +17,7 @@ from common.labs.predict import Question
 from common.labs.predict import grade as grade_prediction
 from common.labs.ranks import Case, Outcome
 from common.labs.seen import Notes
-from common.labs.training import Training, first_difference
+from common.labs.training import Launch, first_difference
 from common.labs.write import Expected, WriteLab
 from step07_expert_parallel.labs import write_07
 from tests.labs.test_notes import call
@@ -162,8 +162,8 @@ def test_each_lab_knows_how_many_bytes_are_enough(id):
 
 # ---- hunt ------------------------------------------------------------------------------------------------------------
 
-SEEN = Training("seen.py", "right"), Training("seen.py", "wrong")
-UNSEEN = Training("unseen.py", "right"), Training("unseen.py", "wrong")
+SEEN = Launch("seen.py", "right"), Launch("seen.py", "wrong")
+UNSEEN = Launch("unseen.py", "right"), Launch("unseen.py", "wrong")
 EDIT = Edit("common/labs/rules.py", "SLACK = 1.02", "SLACK = 1.2")
 
 
@@ -194,10 +194,10 @@ def hunted(tmp_path, monkeypatch):
 
 def record(*losses: float, norms=None):
     """What `train` returns of a training: as much of it as `compare` reads."""
-    from common.compare import Run
+    from common.compare import Record
 
     lines = [{"step": step, "loss": loss, "grad_norm": (norms or losses)[step]} for step, loss in enumerate(losses)]
-    return Run(path=ROOT, config={}, records=dict(enumerate(lines)))
+    return Record(path=ROOT, config={}, records=dict(enumerate(lines)))
 
 
 def test_a_fix_is_graded_on_the_training_that_nobody_has_seen(hunted):

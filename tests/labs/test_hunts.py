@@ -16,7 +16,7 @@ from common.labs import forks, training
 from common.labs.copies import edited, read
 from common.labs.find import ROOT
 from common.labs.hunt import TOLERANCE, Bug, Hunt
-from common.labs.training import SMALL, Training, first_difference, train
+from common.labs.training import SMALL, Launch, first_difference, train
 from common.launching.process_tree import marked, new_mark
 from step01_single_gpu.labs import hunt_means
 from step02_data_parallel.labs import hunt_samples
@@ -177,9 +177,9 @@ def test_a_hang_and_an_error_are_told(tmp_path):
     (tmp_path / "step00/hangs.py").write_text(HANGS)
     (tmp_path / "step00/fails.py").write_text(FAILS)
     with pytest.raises(UsageError, match=r"not through after 2 s: rank 0 waits in \w+, step00/hangs.py, line 10"):
-        train([(Training("step00/hangs.py", "", 2), tmp_path)], tmp_path, seconds=2)
+        train([(Launch("step00/hangs.py", "", 2), tmp_path)], tmp_path, seconds=2)
     with pytest.raises(UsageError, match="failed: ValueError: three ranks"):
-        train([(Training("step00/fails.py", "", 2), tmp_path)], tmp_path)
+        train([(Launch("step00/fails.py", "", 2), tmp_path)], tmp_path)
 
 
 def test_ranks_end_with_whoever_started_them(tmp_path, monkeypatch):

@@ -13,13 +13,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from common.labs import ranks as lab_ranks
 from common.labs.ranks import BUSY, IDLE, LIMIT
 from common.labs.rules import hides, holds_at_most, sends_at_most, waits_for_messages
-from common.labs.seen import Call, Notes, Watching, line_of
+from common.labs.seen import Notes, SeenCall, Watching, line_of
 
 FOUR = (0, 1, 2, 3)
 
 
-def call(op: str = "all_reduce", bytes: int = 1000, line: int = 1, products: int = 0) -> Call:
-    return Call(op, bytes, FOUR, line, products, 1 if op in ("send", "receive") else None)
+def call(op: str = "all_reduce", bytes: int = 1000, line: int = 1, products: int = 0) -> SeenCall:
+    return SeenCall(op, bytes, FOUR, line, products, 1 if op in ("send", "receive") else None)
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from common.link import Link
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.presets import PRESETS, resolve
-from step01_single_gpu.experiments.tools import Run
+from step01_single_gpu.experiments.tools import OneProcess
 from tests.harness.observing import configure
 from tests.harness.ranks import run_command
 
@@ -58,7 +58,7 @@ def test_flops_are_those_counted(mode):
     """Recomputation included. torch's counter sees the products of the naive core, and not the CPU's flash kernel."""
     config = TrainConfig(seq_len=17, attention="naive", recompute=mode, micro_batch=3, global_batch=3)
     config.model_config = ModelConfig(256, 32, 3, 4, 1, 40, True, head_dim=6)
-    run = Run(config)
+    run = OneProcess(config)
     with FlopCounterMode(display=False) as counter:
         run.gradients()
     assert counter.get_total_flops() == 3 * count_flops(config.model_config, 17).hardware(mode)

@@ -19,7 +19,7 @@ from common.presets import PRESETS
 from common.start import environment
 from step01_single_gpu.cost import saved_activations, states, total_bytes
 from step01_single_gpu.experiments.memory import held_after_backward
-from step01_single_gpu.experiments.tools import Run, train_in
+from step01_single_gpu.experiments.tools import OneProcess, train_in
 from step01_single_gpu.memory_model import __main__ as calculator
 from step01_single_gpu.memory_model import capacity
 from step01_single_gpu.memory_model.capacity import bytes_needed
@@ -38,7 +38,7 @@ def test_saved_activations_are_predicted_to_the_byte(attention, dtype):
     for (kv_heads, tie, *head_dim), mode in itertools.product(models, MODES):
         config = TrainConfig(attention=attention, recompute=mode, dtype=dtype)
         config.model_config = ModelConfig(96, 48, 2, 6, kv_heads, 80, tie, head_dim=(head_dim or [None])[0])
-        model = Run(config).model
+        model = OneProcess(config).model
         for batch, seq in ((1, 2), (1, 24), (3, 7)):
             tokens, targets = (torch.randint(config.model_config.vocab, (batch, seq)) for _ in range(2))
             with SavedTensors(model) as found:
@@ -59,7 +59,7 @@ def test_peak_of_a_step_is_predicted(attention, mode):
     cases = ("float32", 1, 2048), ("float32", 1, 128), ("float32", 2, 128), ("bfloat16", 1, 128)
     for dtype, accumulation, vocab in cases:  # loss, layers and update: each is the peak in some of them
         config = TrainConfig(**shape, dtype=dtype, vocab=vocab, micro_batch=2, global_batch=2 * accumulation)
-        run = Run(config)
+        run = OneProcess(config)
         for first in (True, False):
             with MemoryMeter("cpu").measure(run.state()) as found:
                 run.step()
@@ -72,7 +72,7 @@ def test_peak_of_a_step_is_predicted(attention, mode):
 def test_what_is_held_when_the_backward_ends(dtype, per_parameter):
     """The step's own tensors, by kind; of autograd's gradients there never is more than one tensor."""
     config = TrainConfig(hidden=64, layers=2, seq_len=16, dtype=dtype, micro_batch=1, global_batch=2)
-    count, found = count_parameters(config.model_config).total, held_after_backward(Run(config))
+    count, found = count_parameters(config.model_config).total, held_after_backward(OneProcess(config))
     expected = states(config.model_config, config.torch_dtype)
     expected |= {"gradients of autograd": 0, "their sums": expected.pop("gradients")}
     largest = 384 * 64 * config.torch_dtype.itemsize  # the embedding, and each matrix of an MLP

@@ -14,7 +14,7 @@ from common.parameter import ParameterSpec
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.data.batches import load_batches
-from step01_single_gpu.experiments.tools import Run
+from step01_single_gpu.experiments.tools import OneProcess
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler
 from step02_data_parallel.data_parallel import DataParallel
 from step03_zero.apply_zero import apply_zero
@@ -115,7 +115,7 @@ def test_training_equals_a_plain_torch_loop(optimizer, clip):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_from_the_norm_to_the_update_the_host_does_not_wait(dtype):
-    run = Run(TrainConfig(dtype=dtype, seq_len=16, micro_batch=2, global_batch=2), "cuda")
+    run = OneProcess(TrainConfig(dtype=dtype, seq_len=16, micro_batch=2, global_batch=2), "cuda")
     run.step()  # makes the optimizer's state
     gradients = run.gradients()
     torch.cuda.set_sync_debug_mode("error")

@@ -28,12 +28,12 @@ from step08_5d.gpu_ladder import (
     transactions,
 )
 from step08_5d.gpu_ladder.four_bits import RECIPES
-from step08_5d.gpu_ladder.transactions import Sizes
+from step08_5d.gpu_ladder.transactions import ProductShape
 from step08_5d.kernels.launching import HAS_TRITON
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton (pip install triton)")
 interprets = pytest.mark.skipif(not HAS_TRITON or machine.DEVICE.type == "cuda", reason="needs Triton's interpreter")
-SIZES = Sizes(32, 64, 32)
+SIZES = ProductShape(32, 64, 32)
 LADDER = Path(machine.__file__).parent
 
 
@@ -115,7 +115,7 @@ def on_cpu(tmp_path_factory):
     return ctypes.CDLL(library)
 
 
-def run_on_cpu(library: ctypes.CDLL, kernel: str, size: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def run_on_cpu(library: ctypes.CDLL, kernel: str, size: ProductShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Run a kernel of matmul.cu. Returns its result, the product, and the addresses that it reads: (threads, reads)."""
     a, b = (random(*shape, seed=seed).cpu().numpy() for seed, shape in enumerate([(size.M, size.K), (size.K, size.N)]))
     memory = np.zeros(a.size + b.size + 8, np.float32)  # a and b behind each other, from an address that sectors divide
@@ -134,14 +134,14 @@ def run_on_cpu(library: ctypes.CDLL, kernel: str, size: Sizes) -> tuple[np.ndarr
 
 @pytest.mark.parametrize("kernel", transactions.KERNELS)
 def test_cuda_source_computes_the_product(on_cpu, kernel):
-    result, product, _ = run_on_cpu(on_cpu, kernel, Sizes(34, 33, 70))
+    result, product, _ = run_on_cpu(on_cpu, kernel, ProductShape(34, 33, 70))
     np.testing.assert_allclose(result, product, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", transactions.KERNELS)
 def test_cuda_source_reads_the_sectors_that_we_count(on_cpu, kernel):
     """And so does the simulation, in other sizes too."""
-    for size in (SIZES, Sizes(64, 32, 64)):
+    for size in (SIZES, ProductShape(64, 32, 64)):
         predicted = transactions.predicted_loads(kernel, size), transactions.predicted_sectors(kernel, size)
         assert transactions.count(kernel, size) == predicted
     *_, addresses = run_on_cpu(on_cpu, kernel, SIZES)
@@ -168,7 +168,7 @@ def test_triton_kernels_touch_the_same_sectors(kernel):
     k = 32 if kernel == "tiled" else 8  # a sector of each row at least
     with traffic.kernel_traffic() as touched:
         matmul.IN_TRITON[kernel](torch.zeros(32, k), torch.zeros(k, 32))
-    assert touched.sectors == transactions.predicted_sectors(kernel, Sizes(32, 32, k))
+    assert touched.sectors == transactions.predicted_sectors(kernel, ProductShape(32, 32, k))
 
 
 def test_bytes_of_eager_chains():
