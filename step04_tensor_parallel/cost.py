@@ -139,11 +139,6 @@ def gpt_block_activations(tp: int, sequence_parallel: bool) -> float:
     return 34 / tp if sequence_parallel else 10 + 24 / tp
 
 
-def loss_bytes(tokens: int, vocab: int, tp: int, high: int = 4) -> int:
-    """What the vocabulary-parallel loss keeps: probabilities in at least float32, the target's column, whose it is."""
-    return tokens * (-(-vocab // tp) * high + 8 + 1)
-
-
 # ---- does it hide ----------------------------------------------------------------------------------------------------
 
 

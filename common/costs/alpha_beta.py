@@ -6,18 +6,7 @@ and Gropp, 2005). With `--link` messages really take that long, so predictions c
 
 from dataclasses import dataclass
 
-from common.costs.vocabulary import sent
 from common.link import Link
-
-
-def all_reduce_bytes(size: float, ranks: int) -> float:
-    """Return the bytes that each rank sends in an all-reduce of `size` bytes: 2(N-1)/N K."""
-    return sent("all_reduce", size, ranks)
-
-
-def all_reduce_seconds(size: float, ranks: int, link: Link) -> float:
-    """Return the time of an all-reduce of `size` bytes: 2(N-1) alpha + 2(N-1)/N K / bandwidth."""
-    return 2 * (ranks - 1) * link.alpha + all_reduce_bytes(size, ranks) / link.bandwidth
 
 
 def fill_buckets(sizes: list[int], limit: float) -> list[list[int]]:

@@ -77,20 +77,3 @@ def head_activations(shape: GptShape, batch: int, seq: int, mixed: bool = True) 
     """What the widget adds once: embedding dropout, final norm, projection input, float32 cross-entropy."""
     value, sbh = 2 if mixed else 4, seq * batch * shape.hidden
     return {"embedding": sbh, "head": 2 * value * sbh, "log-probabilities": 4 * seq * batch * shape.vocab}
-
-
-def selective_saving(shape: GptShape, seq: int) -> float:
-    """Share of the activations that selective recomputation drops: (5 a s / h) / (34 + 5 a s / h)."""
-    ratio = 5 * shape.heads * seq / shape.hidden
-    return ratio / (34 + ratio)
-
-
-def selective_overhead(shape: GptShape, seq: int) -> dict[str, float]:
-    """Extra FLOPs of selective recomputation as a share of a step, in two definitions.
-
-    The playbook cites 2.7 % for GPT-3 without a formula; neither definition is the playbook's.
-    `core`: q k^T and p v run once more, 4 b s^2 h, over a layer's 72 b s h^2 + 12 b s^2 h.
-    `paper`: s / (6 h), which matches the 2.7 % published by Korthikanti et al.; three times the first.
-    """
-    s, h = seq, shape.hidden
-    return {"core": 4 * s / (72 * h + 12 * s), "paper": s / (6 * h)}

@@ -10,7 +10,7 @@ from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
-from common.costs.alpha_beta import all_reduce_bytes
+from common.costs.vocabulary import sent
 from common.counts import count_parameters
 from common.drawing.charts import bars, legend, lines
 from common.drawing.figures import COLOURS, new_figure, save_figure
@@ -90,7 +90,7 @@ def exposed(flags: dict) -> float:
     config = TrainConfig(**MODEL | flags)
     tokens = config.micro_batch * config.seq_len
     if "dp" in flags:  # one bucket, sent after the last backward
-        return all_reduce_bytes(4 * count_parameters(config.model_config).total, RANKS) / LINK.bandwidth
+        return sent("all_reduce", 4 * count_parameters(config.model_config).total, RANKS) / LINK.bandwidth
     products = {
         name: (sum(2 * tokens * out * inside for out, inside in weights) / SPEED,) * 3
         for name, weights in product_shapes(MODEL).items()

@@ -127,9 +127,6 @@ def logits_to_gradient(
     _gradient_kernel[rows,](logits, targets, largest, total, gradient, stride, columns, width, **_blocks(logits))
 
 
-# ---- the loss --------------------------------------------------------------------------------------------------------
-
-
 def token_losses(
     logits: Tensor, targets: Tensor, vocab: int, group: Group, fused: bool
 ) -> tuple[Tensor, tuple[Tensor, int, Tensor, Tensor]]:
@@ -152,34 +149,3 @@ def token_losses(
     collectives.all_reduce(sums, group)
     losses = (sums[0].log() - sums[1]) * (targets != IGNORED)
     return losses, (local, columns, largest, sums[0])
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, vocab, group, fused):  # (tokens, vocab/tp), (tokens,)
-        losses, (local, columns, largest, total) = token_losses(logits, targets, vocab, group, fused)
-        ctx.save_for_backward(logits, local, largest, total, targets != IGNORED)
-        ctx.columns, ctx.fused = columns, fused
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        logits, local, largest, total, counts = ctx.saved_tensors
-        in_place = logits_to_gradient if ctx.fused else logits_to_gradient_reference
-        in_place(logits, local, ctx.columns, largest, total, gradient * counts)
-        torch.autograd.graph.increment_version(logits)  # a second backward is an error instead of wrong
-        return logits, None, None, None, None
-
-
-def cross_entropy_sum(logits: Tensor, targets: Tensor, vocab: int, group: Group, fused: bool) -> Tensor:
-    """Return the sum over tokens of -log p(target), the same on all ranks of the group.
-
-    The same as step 4's `vocab_parallel_cross_entropy_sum`, except that its backward overwrites the logits.
-
-    Args:
-        logits: (batch, seq, padded vocabulary / tp), this rank's columns.
-        targets: (batch, seq); IGNORED ones count for nothing.
-        vocab: size of the whole vocabulary, without padding.
-        fused: use the kernels.
-    """
-    return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), vocab, group, fused)

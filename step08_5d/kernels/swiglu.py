@@ -11,15 +11,10 @@ kernel's backward needs gate and up only, and computes silu(gate) again in regis
 """
 
 import torch
-import torch.nn.functional as F
 
 from step08_5d.kernels.launching import ceil_div, tl, triton, warps_for, wide_type
 
 BLOCK = 1024  # elements per program
-
-
-def swiglu_reference(gate, up):
-    return F.silu(gate) * up
 
 
 @triton.jit
@@ -69,5 +64,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate, up):
-    """gate and up of one shape and type -> silu(gate) * up, rounded once."""
+    """gate and up of one shape and type -> `silu_and_multiply` of them (common/model.py), rounded once."""
     return _SwiGLU.apply(gate, up)

@@ -8,6 +8,7 @@ The second moment moves by 1 - 0.95 = 1 / 20 of its distance; with the usual 0.9
 import torch
 
 from step01_single_gpu.mixed_precision import Optimizer
+from step08_5d.kernels.adamw import adamw_reference
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -24,20 +25,14 @@ class NarrowMoments(Optimizer):
     @torch.no_grad()
     def step(self, gradients, lr, factor=None, skip=None):
         """As `Optimizer.step`, but for float16: no step is skipped."""
-        for group, masters in ((group, set(group["params"])) for group in self.inner.param_groups):
-            (first, second), eps = group["betas"], group["eps"]
-            for master, gradient in zip(self.masters, gradients, strict=True):
-                if master not in masters:
-                    continue
-                state = self.state_of(master)
-                gradient = gradient if factor is None else gradient * factor
-                state["step"] += 1
-                corrections = 1 - first ** state["step"], 1 - second ** state["step"]
-                mean, square = (state[key].to(master.dtype) for key in MOMENTS)
-                mean.lerp_(gradient, 1 - first)
-                square.lerp_(gradient.square(), 1 - second)
-                master.mul_(1 - lr * group["weight_decay"])
-                master.addcdiv_(mean / corrections[0], (square / corrections[1]).sqrt() + eps, value=-lr)
-                for key, value in zip(MOMENTS, (mean, square), strict=True):
-                    state[key].copy_(value)
+        of_matrices, of_others = self.inner.param_groups
+        for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
+            group, state = of_matrices if parameter.spec.decay else of_others, self.state_of(master)
+            settings = {key: group[key] for key in ("weight_decay", "betas", "eps")}
+            state["step"] += 1
+            wide = [state[key].to(master.dtype) for key in MOMENTS]
+            rate = master.new_full((), lr)
+            adamw_reference(master, *wide, gradient, None, state["step"], rate, factor, **settings)
+            for key, value in zip(MOMENTS, wide, strict=True):
+                state[key].copy_(value)
         self._copy_to_parameters()

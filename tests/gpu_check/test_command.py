@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.model import rotate
+from common.model import rotate, silu_and_multiply
 from step08_5d.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
-from step08_5d.kernels.swiglu import swiglu_reference
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import launching, test_node, test_training
 from tests.gpu_check.findings import Findings
@@ -133,7 +132,7 @@ LIGER = SimpleNamespace(  # which need not be installed: the formulas under its 
     liger_fused_add_rms_norm=lambda x, residual, weight, eps, in_place: add_rms_norm_reference(
         x, residual, weight, eps
     ),
-    liger_swiglu=swiglu_reference,
+    liger_swiglu=silu_and_multiply,
     liger_rope=lambda q, k, cos, sin: rotate(q, k, cos[0], sin[0]),
     liger_cross_entropy=lambda logits, targets, reduction: F.cross_entropy(logits, targets, reduction=reduction),
     liger_fused_linear_cross_entropy=lambda x, weight, targets, reduction: F.cross_entropy(

@@ -70,7 +70,7 @@ COMMON = [
     (0.0075, vocabulary.seconds, Message("pp_forward", "send", 1500, 3), 4, LINK),
     (0.0135, vocabulary.seconds, Message("tp", "all_gather", 1500, 3), 4, LINK),
     ({("tp", "all_gather"): (5, 60)}, added, [*GATHERS, Message("pp", "send", 9, 0)]),  # 2·15 + 3·10
-    (0.0075, alpha_beta.all_reduce_seconds, 1000, 4, LINK),  # 2·3·0.001 + 1500/10⁶
+    (0.0075, lambda: Player(4, LINK).all_reduce(1000)),  # 2·3·0.001 + 1500/10⁶
     (8, alpha_beta.gather_ratio, 3, 5, 40, 2),  # 2·2·40/(2·5·2)
     (1.547, on_nodes.seconds_on, "8mbit", 1_448_000),  # 1000 packets of 1514 bytes, half as many answers of 66
     (200, on_nodes.crossing, {100: 0.4, 400: 1.2}),  # 0.8 is half the way of the logarithms

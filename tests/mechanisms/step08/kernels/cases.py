@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.model import at_least_float32, rope_tables, rotate
-from common.model import cross_entropy_sum as whole_cross_entropy_sum
+from common.model import at_least_float32, cross_entropy_sum, rope_tables, rotate, silu_and_multiply
 from common.model_config import ModelConfig
 from common.process_groups import Group
 from step08_5d.kernels import (
@@ -73,7 +72,7 @@ def rotation(make: Maker, batch: int, heads: int, kv_heads: int, seq: int, width
 def activation(make: Maker, *shape: int) -> Case:
     gate, up = 3 * make(*shape), 3 * make(*shape)
     work = {"forward": 3 * gate.nbytes, "backward": 5 * gate.nbytes}
-    return Case(swiglu.swiglu, swiglu.swiglu_reference, [gate, up], work=work)
+    return Case(swiglu.swiglu, silu_and_multiply, [gate, up], work=work)
 
 
 def row_statistics(make: Maker, columns: int, scale: float = 1.0) -> Case:
@@ -98,13 +97,32 @@ def row_statistics(make: Maker, columns: int, scale: float = 1.0) -> Case:
     return Case(ours, reference, [make(5, 40) * scale, make(5)], gradients=False, slack=8)
 
 
+class CrossEntropy(torch.autograd.Function):
+    """The loss without the head: the kernels of `linear_cross_entropy`, one after the other. It overwrites logits."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocab, fused):  # (tokens, vocab), (tokens,)
+        losses, (local, columns, largest, total) = cross_entropy.token_losses(logits, targets, vocab, ALONE, fused)
+        ctx.save_for_backward(logits, local, largest, total, targets != cross_entropy.IGNORED)
+        ctx.columns, ctx.fused = columns, fused
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logits, local, largest, total, counts = ctx.saved_tensors
+        fused, plain = cross_entropy.logits_to_gradient, cross_entropy.logits_to_gradient_reference
+        (fused if ctx.fused else plain)(logits, local, ctx.columns, largest, total, gradient * counts)
+        torch.autograd.graph.increment_version(logits)  # a second backward is an error instead of wrong
+        return logits, None, None, None
+
+
 def loss(make: Maker, samples: int, seq: int, vocab: int, fused: bool = True) -> Case:
     """With tokens that do not count."""
     logits, targets = make(samples, seq, vocab), make.integers(vocab, samples, seq)
     targets[:, 1::5] = cross_entropy.IGNORED
     return Case(
-        lambda logits, targets: cross_entropy.cross_entropy_sum(logits, targets, vocab, ALONE, fused),
-        whole_cross_entropy_sum,
+        lambda logits, targets: CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), vocab, fused),
+        cross_entropy_sum,
         [logits],
         (targets,),
         work={BOTH: 3 * logits.nbytes},
@@ -125,7 +143,7 @@ def head_and_loss(
 
     return Case(
         ours,
-        lambda x, weight, targets: whole_cross_entropy_sum(F.linear(x, weight), targets),
+        lambda x, weight, targets: cross_entropy_sum(F.linear(x, weight), targets),
         [x, weight],
         (targets,),
         slack=2,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.model import silu_and_multiply
 from step07_expert_parallel.experts import Counts
 from step08_5d.kernels import (
     adamw,
@@ -235,7 +236,7 @@ CASES = {  # by the module that has the kernel
     merge: [*by_axis(merge.merge, merge.merge_reference, merged, 2, lses=2, tokens=300)],  # a tile has 128 rows
     rotary: [*by_axis(rotary.rotary, rotate, turned, 4)],
     cross_entropy: [Case(ROW_STATISTICS.ours, ROW_STATISTICS.reference, [Input((5, 40), axis=0), Input((5,))])],
-    swiglu: [Case(swiglu.swiglu, swiglu.swiglu_reference, 3 * [VECTOR], with_gradients, END)],
+    swiglu: [Case(swiglu.swiglu, silu_and_multiply, 3 * [VECTOR], with_gradients, END)],
     rms_norm: [
         Case(rms_norm.add_rms_norm, rms_norm.add_rms_norm_reference, [ROWS, ROWS, WEIGHT], normed, ROW),
         Case(norm_backward, norm_backward_reference, [ROWS, WEIGHT, ROWS, ROWS], part=ROW),
