@@ -80,7 +80,7 @@ def roofline(quick: bool) -> None:
     for operation in OPERATIONS:
         shares = [f"{reachable(operation, gpu) / peak_flops(gpu):.1%}" for gpu in MEMORY_BANDWIDTH]
         rows.append((operation.name, f"{operation.intensity:,.1f}", *shares))
-    for operation in IN_FP8:  # as a share of the same peak: beyond 100 % is what narrow numbers gain
+    for operation in IN_FP8:  # as a share of the same peak: beyond 100 % is what low precision gains
         shares = [f"{reachable(operation, gpu, 'float8') / peak_flops(gpu):.1%}" for gpu in MEMORY_BANDWIDTH]
         rows.append((operation.name, f"{operation.intensity:,.1f}", *shares))
     print_table("Share of the bfloat16 peak at most, predicted", ("", "FLOPs per byte", *MEMORY_BANDWIDTH), rows)

@@ -1,4 +1,4 @@
-"""Narrow numbers: formats, errors of products, training curves and bytes in FP8 and below, all on the CPU.
+"""Low precision: formats, errors of products, training curves and bytes in FP8 and below, all on the CPU.
 
 python -m step08_5d.narrow_numbers
 python -m step08_5d.narrow_numbers --only divergence

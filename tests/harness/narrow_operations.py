@@ -21,7 +21,7 @@ CREATE = "empty", "zeros", "ones", "full", "new_", "resize_"
 
 
 class NarrowOperations(TorchDispatchMode):
-    """Within the block, collects in `found` what computes or communicates narrow numbers.
+    """Within the block, collects in `found` what computes or communicates numbers of low precision.
 
     "file.function" of ours -> names of operations. An operation is called "wide ..." if it has wide inputs too, and
     "round" is the mere change of type. The backward of PyTorch's own operations counts where `backward` is called.
