@@ -10,11 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from common.errors import UsageError, communication_errors
+from common.launching.all_ranks import from_rank_0, in_touch
 from common.parameter import ParameterSpec
 from common.process_groups import Mesh
 
@@ -77,9 +79,13 @@ def write(folder: Path, boxes: Iterable[SavedBox], mesh: Mesh) -> None:
 
     # Copying ahead would make each background writer open a CUDA context of its own on GPU 0
     writer, planner = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0), Planner(flatten_state_dict=False)
+    # DCP's ranks would wait for each other's disks in silence, and one of them may write the whole model
+    writer.write_data, finish, index = partial(in_touch, mesh, writer.write_data), writer.finish, []
+    writer.finish = lambda *arguments, **options: index.append(partial(finish, *arguments, **options))  # on rank 0
     group = mesh.world.handle
     with clear_errors():
         dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not group)
+        from_rank_0(mesh, lambda: index[0]())
 
 
 def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> list[str]:
@@ -121,6 +127,9 @@ def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> list[st
 
     group = mesh.world.handle if mesh else None
     with clear_errors():
+        if mesh:
+            metadata = in_touch(mesh, reader.read_metadata)
+            reader.read_metadata, reader.read_data = lambda: metadata, partial(in_touch, mesh, reader.read_data)
         dcp.load({}, storage_reader=reader, planner=Planner(), process_group=group, no_dist=not group)
     return missing
 

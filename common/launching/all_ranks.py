@@ -33,6 +33,17 @@ def on_all_ranks(mesh: Mesh, function: Callable | None) -> list:
     return [result for result, _ in outcomes]
 
 
+def in_touch(mesh: Mesh, function: Callable, *arguments):
+    """Call `function` on every rank and return this rank's result, or raise its error, once all ranks are done.
+
+    As in `on_all_ranks` it may take longer than --timeout, and must not talk to other ranks.
+    """
+    work, done = ThreadPoolExecutor(1).submit(function, *arguments), [False]
+    while not all(done):
+        done = collectives.all_gather_objects(bool(wait([work], 1.0).done), mesh.world)
+    return work.result()
+
+
 def from_rank_0(mesh: Mesh, function: Callable):
     """Call `function` on rank 0 only and return its result on every rank. Errors as in `on_all_ranks`."""
     return on_all_ranks(mesh, function if mesh.rank == 0 else None)[0]

@@ -4,17 +4,19 @@ import json
 import math
 import resource
 import shutil
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint  # noqa: F401, here, so that the fork server imports it once for all ranks
+import torch.distributed.checkpoint as dcp  # here, so that the fork server imports it once for all ranks
 
 from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
+from common.launching import all_ranks
 from common.launching.all_ranks import from_rank_0
 from common.process_groups import Degrees, build_mesh
 from step01_single_gpu.running.background_saves import BackgroundSaves
@@ -103,6 +105,35 @@ def test_who_writes_what(tmp_path):
     assert others == ranks[:1] * 2 and lines[2].endswith("it holds no other"), "all ranks say the same"
     assert min(parts) > 0 and alone[0] > 0 and not any(alone[1:]), "only owners write"
     assert sum(several) < 1.1 * sum(alone) and sorted(several)[-2] > 0, "what all own, once, and not all by one rank"
+
+
+def ranks_with_a_slow_disk(world, run_dir):
+    """Rank 1 writes and reads nothing before the ranks have told each other twice that they are alive."""
+    mesh, gather, wait, told = start(world), all_ranks.collectives.all_gather_objects, all_ranks.wait, []
+
+    def slow(method):
+        def call(*args):
+            before, end = len(told), time.monotonic() + 20
+            while mesh.rank == 1 and len(told) < before + 2:
+                assert time.monotonic() < end, "the next message would come too late"
+                time.sleep(0.01)
+            return method(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_ranks, "wait", lambda work, seconds: wait(work, 0.05 * seconds))
+        patch.setattr(all_ranks.collectives, "all_gather_objects", lambda *args: told.append(1) or gather(*args))
+        for kind, name in ((dcp.FileSystemWriter, "write_data"), (dcp.FileSystemReader, "read_data")):
+            patch.setattr(kind, name, slow(getattr(kind, name)))
+        folder = checkpoint.save(run_dir, 1, hold(mesh.rank, world, None), {}, mesh)
+        found = hold(mesh.rank, world)
+        checkpoint.load(folder, found, mesh)
+    assert_filled(found, mesh.rank, world)
+
+
+def test_a_rank_with_a_slow_disk_keeps_in_touch(tmp_path):
+    run_ranks(2, ranks_with_a_slow_disk, 2, tmp_path)
 
 
 @pytest.mark.filterwarnings("error")
