@@ -10,10 +10,9 @@ from common.checkpoints import boxes
 from common.checkpoints.boxes import SavedBox
 from common.config import TrainConfig
 from common.errors import UsageError
-from common.model import Decoder
 from common.model_config import ModelConfig
 from common.presets import hub_errors_in_one_line, weights_folder
-from common.weights.huggingface import as_stored, check_config, huggingface_name, model_type
+from common.weights.huggingface import as_stored, check_config, huggingface_name, weight_shapes
 from common.weights.initialisation import InitialValues, random_values
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # others are quantised
@@ -87,11 +86,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _check_weights(folder: str, stored: dict, config: ModelConfig) -> None:
     """Raise UsageError unless `stored` describes the whole model's weights; so all ranks refuse the same."""
-    mixtral, ignored = model_type(config) == "mixtral", ("lm_head.weight",) * config.tie_embeddings  # some repeat it
-    for layer in range(config.dense_layers, config.layers if config.experts else 0):
-        ignored += (huggingface_name(f"layers.{layer}.mlp.", mixtral),)  # ranks hold, and look for, different experts
-    shapes = {huggingface_name(p.spec.name, mixtral): tuple(p.shape) for p in Decoder(config).parameters()}
-    for name in sorted(each for each in shapes.keys() | stored.keys() if not each.startswith(ignored)):
+    shapes, ignored = weight_shapes(config), ("lm_head.weight",) * config.tie_embeddings  # some repeat it
+    for name in sorted(each for each in shapes.keys() | stored.keys() if each not in ignored):
         expected, found = shapes.get(name), tuple(stored[name].size) if name in stored else None
         if expected != found and not name.endswith(".inv_freq"):  # old files hold RoPE's frequencies
             raise UsageError(f"--init-from {folder}: the shape of {name} is {found}, that of --model is {expected}")

@@ -6,6 +6,7 @@ import torch
 
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
+from common.model import Decoder
 from common.model_config import ModelConfig
 from common.parameter import ParameterSpec
 from common.presets import resolve
@@ -42,6 +43,28 @@ def as_stored(spec: ParameterSpec, tensor: torch.Tensor, config: ModelConfig) ->
         for ((first, last), *box), part in parts
         for each in range(first, last)
     ]
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight of a whole model, by its name there. Each expert has weights of its own."""
+
+    def swiglu(name: str, ffn: int) -> dict[str, tuple[int, ...]]:
+        shapes = {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+        return {f"{name}.{projection}.weight": shape for projection, shape in shapes.items()}
+
+    hidden, mixtral = config.hidden, model_type(config) == "mixtral"
+    shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in Decoder(config).parameters()}
+    for mlp in (f"layers.{layer}.mlp" for layer in range(config.dense_layers, config.layers if config.experts else 0)):
+        for name in swiglu(mlp, config.ffn):
+            del shapes[name]
+        shapes[f"{mlp}.router.weight"] = config.experts, hidden
+        if not mixtral:  # whose routers have none
+            shapes[f"{mlp}.router.bias"] = (config.experts,)
+        if config.shared_experts:
+            shapes |= swiglu(f"{mlp}.shared", config.shared_experts * config.expert_ffn)
+        for expert in range(config.experts):
+            shapes |= swiglu(f"{mlp}.experts.{expert}", config.expert_ffn)
+    return {huggingface_name(name, mixtral): shape for name, shape in shapes.items()}
 
 
 def check_config(what: str, folder: str, config: ModelConfig) -> None:

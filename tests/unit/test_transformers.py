@@ -250,6 +250,24 @@ def test_loading_is_refused_in_one_line(tmp_path):
         else:
             (folder / name).write_bytes(content) if content else (folder / name).unlink()
         cases.append((str(folder), GQA, words))
+    for kind, flags in (("mixtral", MIXTRAL), ("glm4_moe", GLM)):  # what only the holder of an expert would read
+        shape = config_of(flags).model_config
+        exported(tmp_path / kind, config_of(flags), biased=kind == "glm4_moe")
+        weights = load_file(tmp_path / kind / "model.safetensors")
+        [name, *_] = [
+            each for each in sorted(weights) if ".2.mlp.experts.3." in each or ".2.block_sparse_moe.e" in each
+        ]
+        narrow, more = weights[name].to(torch.float8_e4m3fn), name.replace(".weight", ".weight_scale_inv")
+        changes = [
+            ({name: narrow, more: torch.ones(1, 1)}, "quantised (torch.float8"),
+            ({more: torch.ones(1, 1)}, more),
+        ]
+        changes += [({name: weights[name][1:]}, f"the shape of {name} is ("), ({name: None}, f"of {name} is None")]
+        for number, (change, words) in enumerate(changes):
+            folder = shutil.copytree(tmp_path / kind, tmp_path / f"{kind}{number}")
+            changed = {key: value for key, value in (weights | change).items() if value is not None}
+            save_file({key: value.contiguous() for key, value in changed.items()}, folder / "model.safetensors")
+            cases.append((str(folder), shape, words))
     for name_or_path, config, words in cases:
         with pytest.raises(UsageError) as caught:
             stored_values(name_or_path, config)
