@@ -4,6 +4,9 @@ import json
 import math
 import os
 import platform
+import socket
+import struct
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -87,6 +90,10 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
         store.set(keys[rank], json.dumps(place))
         places = [tuple(json.loads(each)) for each in store.multi_get(keys)]  # waits for all ranks
         backend, line = choose_backend(places, gpu.name if gpu else "")
+        if len({node for node, _ in places}) > 1:
+            keys = [f"address of rank {each}" for each in range(world_size)]
+            store.set(keys[rank], address_towards(os.environ.get("MASTER_ADDR", "")))
+            let_others_reach_gloo([each.decode() for each in store.multi_get(keys)], rank)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if backend == "nccl" else {"backend": "gloo"}
         dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit, **options)
         dist.group.WORLD.bound_device_id = None  # or every new group would split NCCL's world, which takes all ranks
@@ -96,6 +103,49 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
     if rank == 0 and init_method == "env://":
         print(line, flush=True)
     return chosen
+
+
+def let_others_reach_gloo(addresses: list[str], rank: int) -> None:
+    """Choose the interface that gloo uses, where by itself it would tell other nodes an address of no use to them.
+
+    It tells them what the name of this machine stands for. On many that is the loopback (Debian's 127.0.1.1), nothing,
+    or not an address of this machine, for which gloo takes the loopback, too. `addresses` are those of all ranks
+    towards rank 0. They are the loopback on rank 0's node, which takes its own address towards another rank then.
+    """
+    away = [each for each in addresses if each and not _is_loopback(each)]
+    if "GLOO_SOCKET_IFNAME" in os.environ or not away:
+        return
+    with suppress(OSError), socket.socket() as trial:
+        named = socket.gethostbyname(platform.node())
+        trial.bind((named, 0))
+        if not _is_loopback(named):
+            return
+    mine = addresses[rank] if addresses[rank] in away else address_towards(away[0])
+    for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+        if address_of(name) == mine:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which packets to `host` would leave; none are sent. Empty if there is none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused:
+        unused.connect((host, 9))
+        return unused.getsockname()[0]
+    return ""
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of Linux; empty if it has none."""
+    import fcntl
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused:
+        found = fcntl.ioctl(unused, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR
+        return socket.inet_ntoa(found[20:24])
+    return ""
 
 
 def _run_as_batch() -> None:

@@ -1,7 +1,11 @@
 """Groups beyond the parity cases, up to 16,384 ranks; their backends, and how NCCL is started and ended."""
 
+import contextlib
 import json
 import os
+import platform
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +60,52 @@ def test_backend_of_ranks_in_different_places():
     with pytest.raises(UsageError, match="rank 16 sees no GPU, but others do; with --device cpu "):
         start.choose_backend([*sixteen, ("c", None), ("c", None)])
     assert [device_flag(gpus, 4) for gpus in (0, 1, 3, 4, 8)] == ["", "--device cpu", "--device cpu", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("named", "addresses", "interfaces"),  # what a node's name stands for; addresses towards rank 0; what gloo takes
+    [
+        ("127.0.1.1", ["127.0.0.1", "10.0.0.2"], ["eth1", "eth2"]),  # as Debian has it
+        (None, ["127.0.0.1", "10.0.0.2"], ["eth1", "eth2"]),
+        ("192.0.2.9", ["10.0.0.1", "10.0.0.2"], ["eth1", "eth2"]),  # not, or no longer, that of this machine
+        ("10.0.0.3", ["127.0.0.1", "10.0.0.2"], [None, None]),  # others can reach it
+        ("127.0.1.1", ["127.0.0.1", ""], [None, None]),
+        ("127.0.1.1", ["10.0.0.7", "10.0.0.2"], [None, "eth2"]),  # an address of no interface
+    ],
+)
+def test_gloo_offers_an_address_that_other_nodes_reach(named, addresses, interfaces, monkeypatch):
+    class Socket(contextlib.nullcontext):
+        def __enter__(self):
+            return self
+
+        def bind(self, place):
+            if place[0] not in ("10.0.0.3", "127.0.1.1"):
+                raise OSError
+
+    def resolve(name: str) -> str:
+        if name != platform.node() or not named:
+            raise socket.gaierror
+        return named
+
+    def two_interfaces() -> list[tuple[int, str]]:
+        return [(1, "lo"), (2, "eth1"), (3, "eth2")]
+
+    fake = SimpleNamespace(socket=Socket, gethostbyname=resolve, if_nameindex=two_interfaces)
+    monkeypatch.setattr(start, "socket", fake)
+    monkeypatch.setattr(start, "sys", SimpleNamespace(platform="linux"))
+    monkeypatch.setattr(start, "address_towards", {"10.0.0.2": "10.0.0.1"}.get)
+    monkeypatch.setattr(start, "address_of", {"lo": "127.0.0.1", "eth1": "10.0.0.1", "eth2": "10.0.0.2"}.get)
+    for own in ({}, {"GLOO_SOCKET_IFNAME": "mine"}):
+        for rank, interface in enumerate(interfaces):
+            with mock.patch.dict(os.environ, own):
+                start.let_others_reach_gloo(addresses, rank)
+                assert os.environ.get("GLOO_SOCKET_IFNAME") == (own.get("GLOO_SOCKET_IFNAME") or interface)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_addresses_of_this_machine():
+    assert start.address_towards("127.0.0.1") == start.address_of("lo") == "127.0.0.1"
+    assert start.address_towards("::1") == start.address_of("no-such-0") == ""
 
 
 def test_start_of_nccl_after_a_watchdog_timeout(monkeypatch, capsys):
