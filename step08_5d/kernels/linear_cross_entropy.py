@@ -36,6 +36,7 @@ from step08_5d.kernels.cross_entropy import (
 # Logits of a chunk are at least as large. Between processes on CPUs, smaller chunks take longer: `--only head` of the
 # experiments measures it. On GPUs, with a wide model and a large vocabulary, chunks are larger anyway
 FEW_BYTES = 2 * 2**20
+RATIO = 0.25  # and as large as this part of the head's gradient, where the logits are copied in float32
 
 
 def linear_cross_entropy_reference(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, group: Group) -> Tensor:
@@ -53,7 +54,7 @@ def chunk_length(weight: Tensor, fused: bool) -> int:
     little to save, and each chunk costs two messages. All ranks agree, since their parts of the vocabulary are of one
     size.
     """
-    ratio, wide = 1.0 if fused else 0.25, at_least_float32(weight.dtype).itemsize
+    ratio, wide = 1.0 if fused else RATIO, at_least_float32(weight.dtype).itemsize
     length = int(ratio * weight.shape[1] * wide / weight.element_size()) // 16 * 16
     return max(16, length, FEW_BYTES // (len(weight) * weight.element_size()))
 

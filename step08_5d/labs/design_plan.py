@@ -8,7 +8,7 @@ from common.labs.design import Design, Judged, whole
 from common.presets import resolve
 from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import memory
-from step08_5d.planning.search import MOST_FULL, Plan, Task, flags, named, plans
+from step08_5d.planning.search import MOST_FULL, Candidate, Task, flags, named, plans
 from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.speed import mfu, times
 
@@ -28,7 +28,7 @@ def task_of(student: int) -> Task:
 
 
 @functools.cache
-def best_of(student: int) -> Plan:
+def best_of(student: int) -> Candidate:
     return plans(task_of(student))[0][0]
 
 
@@ -68,7 +68,7 @@ def judge(answers: dict[str, str], student: int) -> Judged:
             f"{largest} ({held[largest] / 1e9:.0f} GB)"
         )
     found = times(task.model, layout, task.machine)
-    plan = Plan(layout, held, found, mfu(task.model, layout, found.step, task.machine))
+    plan = Candidate(layout, held, found, mfu(task.model, layout, found.step, task.machine))
     parts = sorted(found._asdict().items(), key=lambda item: -item[1])
     where = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts if seconds > 0.01 * found.step)
     lines = (f"a step takes {found.step:.2f} s: {where}", f"memory: {needed / 1e9:.0f} of {room / 1e9:.0f} GB")

@@ -6,11 +6,13 @@ Each is a text of flags of step 8, such as `plan` prints.
 """
 
 import shlex
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 
 from common.drawing.tables import print_table
 from step08_5d import cost
 from step08_5d.cost import Layout
+from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model
 from step08_5d.planning.explain import most_of_the_rest
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import DEFAULTS, configuration
@@ -22,7 +24,14 @@ from step08_5d.shapes_picture import DIMENSION_OF
 SENT = ("tp", "cp", "ep", "pp", "dp")
 
 
-def show(options) -> None:
+def add_flags(parser: ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("layouts", nargs="+", help='flags of step 8 in quotes, such as "--dp 4 --tp 2 --zero 1"')
+    add_gpu(parser)
+    add_global_batch(parser)
+
+
+def show(options: Namespace) -> None:
     """The table for the options of the command line."""
     machine, rows = MACHINES[options.gpu], []
     for text in options.layouts:
@@ -41,3 +50,6 @@ def show(options) -> None:
     header = ("GPUs", "layout", "MFU", "s", "GB held", *(f"sent: {SENT[0]}", *SENT[1:]), "most of the rest of the step")
     print_table(title, header, rows)
     print("  sent: GB of a rank in a step, in a stage in the middle")
+
+
+COMMAND = Command(add_flags, show)

@@ -9,7 +9,7 @@ from common.drawing.tables import print_table
 from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.published.runs import PAUSE
-from step08_5d.planning.search import EQUAL, MOST_FULL, Plan, Task, command, named
+from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import OURS, Habits
 from step08_5d.planning.time.speed import Times
@@ -24,7 +24,7 @@ MFU = "MFU: as in PaLM, attention counts with its full square, also the half tha
 LABELS = {"stages": "virtual-stages", "micro_batch": "micro-batch"}
 
 
-def print_plans(task: Task, best: list[Plan], misfits: Counter, shown: int) -> None:
+def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int) -> None:
     """The fastest layouts, why the first of them won, and the command that runs it."""
     rows = []
     for plan in different(best)[:shown]:
@@ -46,7 +46,7 @@ def most_of_the_rest(times: Times) -> str:
     return f"{NAMES[times.binds]} ({share:.0%})" if share >= 0.005 else "nothing: all messages hide"
 
 
-def different(best: list[Plan]) -> list[Plan]:
+def different(best: list[Candidate]) -> list[Candidate]:
     """The fastest plan of each set of degrees, whatever its schedule, ZeRO, micro-batches and recomputation."""
     found = {}
     for plan in best:
@@ -55,7 +55,7 @@ def different(best: list[Plan]) -> list[Plan]:
     return list(found.values())
 
 
-def print_steps(task: Task, best: list[Plan], misfits: Counter) -> None:
+def print_steps(task: Task, best: list[Candidate], misfits: Counter) -> None:
     """Fit, batch and throughput of the first plan."""
     plan, layout = best[0], best[0].layout
     alone = layout._replace(dp=1, tp=1, pp=1, cp=1, ep=1, zero=0, micro_batch=1, micro_batches=1)
@@ -101,7 +101,7 @@ def divided(task: Task, layout: Layout) -> str:
     return f"ranks with {words} = {task.model.layers} layers{stages}; the last one also has the head"
 
 
-def neighbours(best: list[Plan]) -> list[tuple[str, object, Plan]]:
+def neighbours(best: list[Candidate]) -> list[tuple[str, object, Candidate]]:
     """For each choice, the fastest plans that decide it otherwise than the first, one for each other value."""
     result = []
     for name in CHOICES if best[0].layout.pp > 1 else [each for each in CHOICES if each != "stages"]:
@@ -113,7 +113,7 @@ def neighbours(best: list[Plan]) -> list[tuple[str, object, Plan]]:
     return result
 
 
-def print_neighbours(best: list[Plan], most: int = 2) -> None:
+def print_neighbours(best: list[Candidate], most: int = 2) -> None:
     """What it costs to decide one thing otherwise, with everything else as good as it can then be.
 
     Args:
@@ -140,7 +140,7 @@ class Condition(NamedTuple):
     batch: int = 1  # times the micro-batches
     room: float = 1.0  # times the memory
 
-    def seconds(self, task: Task, plan: Plan) -> float:
+    def seconds(self, task: Task, plan: Candidate) -> float:
         """Of a step of this plan; infinite if it does not fit."""
         layout = plan.layout._replace(micro_batches=self.batch * plan.layout.micro_batches)
         held = memory(task.model, layout) if self.batch > 1 else plan.held
@@ -159,7 +159,7 @@ CONDITIONS = (
 )
 
 
-def changes(task: Task, best: list[Plan]) -> list[tuple[str, float, Plan, float]]:
+def changes(task: Task, best: list[Candidate]) -> list[tuple[str, float, Candidate, float]]:
     """For each condition: its words, the seconds of the first plan, and the plan that then wins with its seconds."""
     result = []
     for condition in CONDITIONS:
@@ -174,7 +174,7 @@ def changes(task: Task, best: list[Plan]) -> list[tuple[str, float, Plan, float]
     return result
 
 
-def print_changes(task: Task, best: list[Plan]) -> None:
+def print_changes(task: Task, best: list[Candidate]) -> None:
     """Under which other conditions another plan would win."""
     rows = []
     for words, first, winner, least in changes(task, best):

@@ -1,5 +1,6 @@
 """The playbook's recipe for 1,024 GPUs and more (tp 8, ZeRO-2 and a pipeline) beside ZeRO-1 and ZeRO-3."""
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from common.model_config import ModelConfig
 from common.presets import resolve
 from step08_5d import cost
 from step08_5d.cost import Layout
+from step08_5d.planning.command_line import Command, add_cluster, add_model, sequences_of
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Task, divisors, named
 from step08_5d.planning.time.machines import MACHINES
@@ -92,11 +94,17 @@ def print_batch_ways(task: Task, layout: Layout) -> None:
     print_table(f"predicted: another batch, from {named(layout)}", header, rows)
 
 
-def show(options) -> None:
+def add_flags(parser: ArgumentParser) -> None:
+    add_model(parser)
+    add_cluster(parser)
+
+
+def show(options: Namespace) -> None:
     """The table for the options of the command line."""
-    model = resolve(options.model)
+    sequences, model = sequences_of(options), resolve(options.model)
     model = replace(model, max_positions=max(model.max_positions, options.seq_len))
-    sequences = options.tokens_per_batch // options.seq_len
+    if model.heads % TP or model.ffn % TP or (model.kv_heads % TP and TP % model.kv_heads):
+        raise UsageError(f"--model {options.model}: tp {TP} does not divide its {model.heads} heads, or its MLP")
     task = Task(options.model, model, options.gpus, options.seq_len, sequences, MACHINES[options.gpu])
     found, rows = choices(task), []
     if not found:
@@ -117,3 +125,6 @@ def show(options) -> None:
     print_table(title, header, rows)
     if fitting := [choice for choice in found.values() if choice]:
         print_batch_ways(task, min(fitting, key=lambda choice: choice.seconds).layout)
+
+
+COMMAND = Command(add_flags, show)

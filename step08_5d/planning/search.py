@@ -34,7 +34,7 @@ class Task(NamedTuple):
     interleaved: bool = False  # whether pipelines may have several stages on each rank
 
 
-class Plan(NamedTuple):
+class Candidate(NamedTuple):
     """A layout that fits, with what it costs."""
 
     layout: Layout
@@ -100,7 +100,7 @@ def virtual_stages(task: Task, layout: Layout) -> list[int]:
     return [2**power for power in range((task.model.layers // layout.pp).bit_length())]
 
 
-def plans(task: Task) -> tuple[list[Plan], Counter]:
+def plans(task: Task) -> tuple[list[Candidate], Counter]:
     """Return all plans that fit, the fastest first, and how many layouts do not, by the kind that is largest.
 
     Of plans as fast as the fastest, those come first that send less, as what hides on paper may not hide in fact.
@@ -112,7 +112,7 @@ def plans(task: Task) -> tuple[list[Plan], Counter]:
         held = memory(task.model, layout)
         if (needed := sum(held.values())) <= room:
             speed = times(task.model, layout, task.machine)
-            found.append(Plan(layout, held, speed, mfu(task.model, layout, speed.step, task.machine)))
+            found.append(Candidate(layout, held, speed, mfu(task.model, layout, speed.step, task.machine)))
         else:
             misfits[max(held, key=held.get)] += 1
             nearest = min(nearest or (needed, layout), (needed, layout), key=lambda each: each[0])

@@ -1,13 +1,18 @@
-"""The moments of a backward at the ends of the model: loss and head, embedding. See `moments.py`."""
+"""The backward at the ends of the model as ledgers: loss and head, embedding. See `layer.py`."""
+
+from functools import lru_cache
+
+import torch
 
 from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.moments import Moment, norm
-from step08_5d.planning.memory.sizes import Sizes
+from step08_5d.kernels.linear_cross_entropy import chunk_length
+from step08_5d.planning.memory.layer import norm
+from step08_5d.planning.memory.ledger import Deferred, Ledger, Linear, Tensors
+from step08_5d.planning.memory.sizes import LayerSizes
 
-RATIO = 1 / 4  # of the memory of the head's gradient: the logits of a chunk of tokens (step 8, fused head)
-FEW_BYTES = 2 * 2**20  # and of a small vocabulary's logits at least as many
+HIDDEN, MATRIX = "gradient of hidden states", "gradient of head.weight, wide"
 
 
 def vocabulary(model: ModelConfig, layout: Layout) -> int:
@@ -18,60 +23,80 @@ def vocabulary(model: ModelConfig, layout: Layout) -> int:
 # ---- loss and head ---------------------------------------------------------------------------------------------------
 
 
-def kept_by_head(layout: Layout, size: Sizes) -> float:
-    """Bytes of the last norm's input and normalized input, of its output and, with tp, of that gathered."""
-    statistics = layout.tokens / layout.tp * WIDTHS[layout.dtype][1]
-    return size.wide + 2 * size.stream + statistics + (size.whole if layout.tp > 1 else 0.0)
+def kept_by_head(layout: Layout, size: LayerSizes) -> Tensors:
+    """What the last norm keeps, and its output, which is the head's input; with tp, also gathered."""
+    result = {"norm.input": size.wide, "norm.normalised": size.stream, "head.input": size.stream}
+    result |= {"norm.rsqrt": layout.tokens / layout.tp * WIDTHS[layout.dtype][1]}
+    return result | ({"head.input, gathered": size.whole} if layout.tp > 1 else {})
 
 
-def kept_after_loss(model: ModelConfig, layout: Layout, size: Sizes) -> float:
-    """Bytes that the head and the last norm keep of a micro-batch from the loss to the backward, with two gradients."""
-    return kept_by_head(layout, size) + loss(model, layout, size).left
-
-
-def loss(model: ModelConfig, layout: Layout, size: Sizes) -> Moment:
+@lru_cache(maxsize=1024)
+def loss(model: ModelConfig, layout: Layout) -> Ledger:
     """Loss and head, some tokens at a time (step 8, fused head).
 
     With the loss, the forward computes the gradients of the hidden states and, in the type of sums, of the matrix.
     """
-    narrow, wide, _ = WIDTHS[layout.dtype]
-    matrix, rows = vocabulary(model, layout), -(-model.vocab // layout.tp)
-    length = max(16, int(RATIO * model.hidden * wide / narrow) // 16 * 16, FEW_BYTES // (rows * narrow))
-    logits = min(length, layout.tokens) * rows
+    size, (narrow, wide, _) = LayerSizes.of(model, layout), WIDTHS[layout.dtype]
+    matrix, rows, kept = vocabulary(model, layout), -(-model.vocab // layout.tp), kept_by_head(layout, size)
+    weight = torch.empty(rows, model.hidden, dtype=getattr(torch, layout.dtype), device="meta")
+    logits = min(chunk_length(weight, fused=False), layout.tokens) * rows
     # In float32: the logits once more, and less their largest; or a chunk's summand of the matrix's gradient
     copies = max(2 * wide * logits, narrow * matrix) if size.narrow else wide * logits
-    inputs, gathered = size.stream, 0.0  # the norm's output, and that gathered: then released
-    if layout.tp > 1:
-        inputs, gathered = size.stream + size.whole, size.as_gathered
-    there = size.whole + wide * matrix + narrow * logits + copies
-    return Moment("loss", there, size.whole + wide * matrix - inputs, communication=gathered)
+    chunk = {"logits": narrow * logits, "logits in float32": copies}
+    inputs = [each for each in kept if each.startswith("head.")]
+    ledger = Ledger(kept, in_buffers=inputs[1:] if size.one else ())
+    ledger.event("loss", {HIDDEN: size.whole, MATRIX: wide * matrix} | chunk, [*chunk, *inputs])
+    return ledger
 
 
-def head(model: ModelConfig, layout: Layout, size: Sizes) -> list[Moment]:
+def head(model: ModelConfig, layout: Layout) -> Ledger:
     """The backward of what `loss` has computed, and of the last norm. It rounds the gradient of the matrix."""
-    narrow, wide, _ = WIDTHS[layout.dtype]
-    matrix, result, arrived = vocabulary(model, layout), [], 0.0
+    size, narrow = LayerSizes.of(model, layout), WIDTHS[layout.dtype][0]
+    ledger = Ledger(loss(model, layout).tensors, splits=size.split)
+    matrix, of_norm = Linear("head", 0.0, narrow * vocabulary(model, layout)), HIDDEN
     if not size.split:  # or it stays in the type of sums
-        result.append(Moment("head", narrow * matrix if size.narrow else 0.0, -wide * matrix, narrow * matrix, 1))
+        if size.narrow:
+            ledger.event("head", {matrix.gradient: matrix.weight}, [MATRIX])
+        else:  # it is what the loss has made
+            ledger.event("head", {}, [MATRIX], leaves={matrix.gradient: matrix.weight})
+        ledger.add_up("head", [matrix])
     if layout.tp > 1:
-        arrived = size.stream
-        sorted_parts = size.whole - size.as_gathered
-        result.append(Moment("head, scattered", sorted_parts + size.stream, size.stream - size.whole))
-    return result + norm(size, arrived)
+        of_norm = "gradient of head.input"
+        in_order = {f"{HIDDEN}, in order": size.whole - size.as_gathered}
+        ledger.event("head, scattered", in_order | {of_norm: size.stream}, [HIDDEN, *in_order], filled=[of_norm])
+    norm(ledger, size, "norm", of_norm)
+    return ledger
+
+
+def deferred_by_head(model: ModelConfig, layout: Layout) -> Deferred:
+    """The gradient of the head's matrix, which the loss has made in the type of sums."""
+    return Deferred("head", 0.0, {MATRIX: vocabulary(model, layout) * WIDTHS[layout.dtype][1]})
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 
-def embedding(model: ModelConfig, layout: Layout, size: Sizes) -> list[Moment]:
+def embedding(model: ModelConfig, layout: Layout) -> Ledger:
     """The gradient of its matrix.
 
     With tp, that of its output is gathered first, sorted unless there is a single sequence, and copied with zeros for
     the tokens that other ranks look up.
     """
-    matrix = vocabulary(model, layout) * size.w
-    if layout.tp == 1:
-        return [Moment("embedding", matrix, -size.stream, matrix, 1)]
-    before = size.stream if size.one else 0.0  # what has been gathered is released before that copy
-    gathered = Moment("embedding: gathered", 2 * size.whole - before, size.whole - size.stream, 0.0, 0, size.whole)
-    return [gathered, Moment("embedding", matrix, -size.whole, matrix, 1)]
+    size = LayerSizes.of(model, layout)
+    output, gathered, copied = (
+        "gradient of the embeddings",
+        "gradients of all tokens",
+        "gradients of all tokens, copied",
+    )
+    ledger, matrix = Ledger({output: size.stream}), Linear("embedding", 0.0, vocabulary(model, layout) * size.w)
+    if layout.tp > 1:
+        if size.one:
+            ledger.event("embedding: gathered", {gathered: size.whole}, [output], buffers=[gathered])
+            ledger.event("embedding: gathered", {copied: size.whole}, [gathered])
+        else:
+            both = {gathered: size.whole, copied: size.whole}
+            ledger.event("embedding: gathered", both, [gathered, output], buffers=[gathered])
+        output = copied
+    ledger.event("embedding", {matrix.gradient: matrix.weight}, [output])
+    ledger.add_up("embedding", [matrix])
+    return ledger

@@ -1,4 +1,4 @@
-"""What a micro-batch in flight keeps for its backward, in layers and in stages of the pipeline."""
+"""What a micro-batch in flight keeps for its backward: in a layer tensor by tensor, and in stages of the pipeline."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -7,14 +7,15 @@ import torch
 
 from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
-from step04_tensor_parallel.cost import Way, block_activations
+from step01_single_gpu.cost import layer_activations
 from step07_expert_parallel.cost import activations as expert_activations
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.share import share_of
-from step08_5d.planning.memory.sizes import Sizes, ulysses
+from step08_5d.planning.memory.ledger import Tensors
+from step08_5d.planning.memory.sizes import LayerSizes, ulysses
+from step08_5d.planning.stages import ranges_of_rank
 
 
-class Kept(NamedTuple):
+class KeptByStage(NamedTuple):
     """Bytes that a stage keeps of a micro-batch."""
 
     layers: float
@@ -31,7 +32,7 @@ def kept(model: ModelConfig, layout: Layout, rank: int) -> float:
     return sum(each.all for each in kept_by_stages(model, layout, rank))
 
 
-def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[Kept]:
+def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[KeptByStage]:
     """Return the same for each stage of a rank."""
     narrow, wide, _ = WIDTHS[layout.dtype]
     tables = 2 * layout.seq / layout.cp * model.head_width * wide
@@ -39,32 +40,18 @@ def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[Kept]:
     copied = narrow < wide and layout.recompute != "full"
     received = layout.tokens * model.hidden / layout.tp * narrow if copied else 0.0
     result = []
-    for number, (first, last) in enumerate(share_of(model, layout, rank).stages):
+    for number, (first, last) in enumerate(ranges_of_rank(model, layout, rank)):
         data = 8 * layout.tokens * ((first == 0) + (last == model.layers))  # tokens or targets, or both
         layers = kept_by_layers(model, layout, first, last)
-        result.append(Kept(layers, tables + data, received if rank or number else 0.0))
+        result.append(KeptByStage(layers, tables + data, received if rank or number else 0.0))
     return result
 
 
 def kept_by_layers(model: ModelConfig, layout: Layout, first: int, last: int) -> float:
     """Return the bytes that the layers [first, last) keep of one micro-batch."""
     with_experts = max(0, last - max(first, model.dense_layers)) if model.experts else 0
-    result = (last - first - with_experts) * kept_by_layer(model, layout, False)
-    return result + with_experts * kept_by_layer(model, layout, True) if with_experts else result
-
-
-def kept_by_layer(model: ModelConfig, layout: Layout, experts: bool) -> float:
-    """Return the bytes that a layer keeps of one micro-batch, dense or with experts."""
-    return _kept_by_layer(model, of_a_layer(layout), layout.recompute, experts)
-
-
-def kept_at_work(model: ModelConfig, layout: Layout, experts: bool) -> float:
-    """Return the same when its backward begins: recomputed, all that it would keep, its output and its narrow input."""
-    if layout.recompute != "full":
-        return kept_by_layer(model, layout, experts)
-    size = Sizes.of(model, layout)
-    recomputed = _kept_by_layer(model, of_a_layer(layout), "none", experts)
-    return recomputed + size.stream * (2 if size.narrow else 1)
+    result = (last - first - with_experts) * kept_by_layer(model, of_a_layer(layout), experts=False)
+    return result + with_experts * kept_by_layer(model, of_a_layer(layout), experts=True) if with_experts else result
 
 
 def of_a_layer(layout: Layout) -> Layout:
@@ -73,23 +60,55 @@ def of_a_layer(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=4096)
-def _kept_by_layer(model: ModelConfig, layout: Layout, recompute: str, experts: bool) -> float:
-    """Attention is fused and keeps no scores, so `selective` saves no more than a number for each row of them."""
-    full_recompute = recompute == "full"
-    dtype, seq = getattr(torch, layout.dtype), layout.seq // layout.cp
-    way = Way(sequence_parallel=layout.tp > 1, full_recompute=full_recompute)
-    dense = block_activations(model, layout.micro_batch, seq, dtype, layout.tp, way)
-    if recompute == "selective":
-        dense["attention"] -= layout.micro_batch * seq * model.heads * max(4, dtype.itemsize) // layout.tp
-    elif ulysses(layout) and not full_recompute:  # of all tokens, their order, and the output once more
-        size = Sizes.of(model, layout)
-        dense["attention"] += size.queries + 2 * (size.gathered_keys - size.keys) + 8 * layout.seq
-    if full_recompute or not experts:
-        return sum(dense.values())
+def kept_by_layer(model: ModelConfig, layout: Layout, *, experts: bool) -> float:
+    """Return the bytes that a layer keeps of one micro-batch, dense or with experts."""
+    return sum(tensors_of_layer(model, layout, layout.recompute, experts=experts).values())
+
+
+def at_work(model: ModelConfig, layout: Layout, *, experts: bool) -> Tensors:
+    """Return what is kept when a layer's backward begins. Recomputed, a layer also has its output and narrow input."""
+    if layout.recompute != "full":
+        return tensors_of_layer(model, layout, layout.recompute, experts=experts)
+    size = LayerSizes.of(model, layout)
+    copies = {"output": size.stream} | ({"narrow input": size.stream} if size.narrow else {})
+    return tensors_of_layer(model, layout, "none", experts=experts) | copies
+
+
+def tensors_of_layer(model: ModelConfig, layout: Layout, recompute: str, *, experts: bool) -> Tensors:
+    """Return what a layer keeps of one micro-batch: step 1's list for fused attention, divided over tensor ranks.
+
+    Attention keeps no scores, so `selective` saves no more than a number for each row of them. With fewer K/V heads
+    than tensor ranks, every rank has a whole one.
+    """
+    dtype = getattr(torch, layout.dtype)
+    listed = layer_activations(model, layout.micro_batch, layout.seq // layout.cp, dtype, "fused", recompute)
+    result = {each.name: each.bytes / layout.tp for each in listed}
+    if recompute == "full":
+        return result
+    size = LayerSizes.of(model, layout)
+    result |= {"k": size.keys, "v": size.keys}
+    if ulysses(layout) and recompute == "none":  # of all tokens: keys and values, their order, and the output once more
+        result |= {"k": size.gathered_keys, "v": size.gathered_keys}
+        result |= {"attention output": size.queries, "order of tokens": 8 * layout.seq}
+    if experts:
+        for name in ("gate_up.input", "gate", "silu", "up", "down.input"):
+            del result[name]
+        result |= _tensors_of_experts(model, layout, size)
+    return result
+
+
+def _tensors_of_experts(model: ModelConfig, layout: Layout, size: LayerSizes) -> Tensors:
+    """What the experts of a layer keep. The router reads a copy in at least float32, the shared ones a narrow one."""
     tokens = int(layout.tokens / layout.tp)
-    rows, width, shared_ffn = tokens * model.top_k, dtype.itemsize, model.shared_experts * model.expert_ffn
-    own_input = model.hidden if width < WIDTHS[layout.dtype][1] else 0  # the router keeps a copy in the type of sums
-    shared = tokens * (own_input + 4 * shared_ffn) * width if shared_ffn else 0
-    # The MLP's input is that of a router, which has counted it
-    dense["mlp"], dense["column inputs"] = 0, dense["column inputs"] // 2
-    return sum(dense.values()) + expert_activations(model, tokens, rows, width, layout.ep) + shared
+    rows = tokens * model.top_k
+    inner = rows * model.expert_ffn * size.w
+    result = {"router.input": 4 * tokens * model.hidden}
+    result |= {"experts.input": rows * model.hidden * size.w, "experts.output": rows * model.hidden * size.w}
+    result |= dict.fromkeys(("experts.gate", "experts.silu", "experts.up", "experts.down.input"), inner)
+    all_of_it = expert_activations(model, tokens, rows, size.w, layout.ep)
+    result["scores, choices and orders"] = all_of_it - sum(result.values())
+    if model.shared_experts:
+        inner = tokens * model.shared_experts * model.expert_ffn * size.w
+        result |= dict.fromkeys(("shared.gate", "shared.silu", "shared.up", "shared.down.input"), inner)
+        result |= {"shared.gate_up.input": tokens * model.hidden * size.w} if size.narrow else {}
+    return result

@@ -2,7 +2,7 @@
 
 The peak is a maximum over moments: those of all walks through the backward of a stage (`walks.py`), in the first
 backward of a step, when the most micro-batches are in flight and there are no gradients, and in a later one
-(`../stages.py`). What a moment adds to all that lives longer, `moments.py`, `ends.py` and `second_half.py` say; what a
+(`backwards.py`). What a moment adds to all that lives longer, `moments.py`, `ends.py` and `second_half.py` say; what a
 micro-batch in flight keeps, `kept.py`. Nothing is fitted: tests compare a grid of layouts with dry runs. With
 interleaved stages the tables and messages of a micro-batch in only some stages of a rank are estimated, as that part of
 them which these stages have of its layers.
@@ -16,14 +16,16 @@ from common.costs.vocabulary import KINDS, WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.memory import ends
-from step08_5d.planning.memory.kept import Kept, kept_by_stages
-from step08_5d.planning.memory.share import share_of
-from step08_5d.planning.memory.sizes import Sizes
-from step08_5d.planning.memory.walks import Top, Walk, deferred, walks_of_stage
-from step08_5d.planning.stages import Backward, backwards, fullest_ranks
+from step08_5d.planning.memory.backwards import Backward, backwards, fullest_ranks
+from step08_5d.planning.memory.kept import KeptByStage, kept_by_stages, of_a_layer
+from step08_5d.planning.memory.ledger import Entry
+from step08_5d.planning.memory.rank_parameters import parameters_of_rank
+from step08_5d.planning.memory.second_half import bytes_of
+from step08_5d.planning.memory.sizes import LayerSizes
+from step08_5d.planning.memory.walks import Walk, deferred_by, walks_of_stage
 
 
-class Peak(NamedTuple):
+class Fullest(NamedTuple):
     """The fullest moment of a step."""
 
     moment: str
@@ -41,7 +43,7 @@ def of_stage(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
     return peak(model, layout, rank).held
 
 
-def peak(model: ModelConfig, layout: Layout, rank: int) -> Peak:
+def peak(model: ModelConfig, layout: Layout, rank: int) -> Fullest:
     """Return what happens at the fullest moment of a rank of the pipeline, and the bytes by kind.
 
     parameters, gradients  with the weights that ZeRO has gathered, and all buckets
@@ -52,14 +54,14 @@ def peak(model: ModelConfig, layout: Layout, rank: int) -> Peak:
     narrow, wide, _ = WIDTHS[layout.dtype]
     at_rest = states(model, layout, rank)
     # But for the optimizer state, which is at rest, ZeRO-1 holds what no ZeRO does
-    case, top, gradients = _fullest_moment(model, layout._replace(zero=max(1, layout.zero)), rank)
+    case, entry, gradients = _fullest_moment(model, layout._replace(zero=max(1, layout.zero)), rank)
     sizes = at_rest["parameters"] + narrow * case.gathered, wide * gradients, at_rest["optimizer state"]
-    communication = case.communication + top.communication
-    rest = case.there + top.size - communication
+    communication = case.communication + entry.communication
+    rest = case.there + entry.held - communication
     activations = min(rest, case.kept)
-    name = f"{case.backward.when} backward, {case.walk.name}{top.moment}"
+    name = f"{case.backward.when} backward, {case.walk.name}{entry.name}"
     held = {"communication": communication, "activations": activations, "working": rest - activations}
-    return Peak(name, dict(zip(KINDS, sizes)) | held)
+    return Fullest(name, dict(zip(KINDS, sizes)) | held)
 
 
 def states(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
@@ -73,7 +75,7 @@ def states(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
 
 def parameters(model: ModelConfig, layout: Layout, rank: int) -> tuple[float, float]:
     """Return how many parameters this rank of a pipeline has before ZeRO: all but experts, and experts."""
-    return share_of(model, layout, rank).shards
+    return parameters_of_rank(model, layout, rank).shards
 
 
 # ---- all moments -----------------------------------------------------------------------------------------------------
@@ -92,30 +94,32 @@ class _Case(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Case, Top, float]:
+def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Case, Entry, float]:
     """Return the fullest moment: in which case, the moment, and the elements of gradients then."""
     narrow, wide, _ = WIDTHS[layout.dtype]
-    share = share_of(model, layout, rank)
+    mine = parameters_of_rank(model, layout, rank)
     cases = [(narrow * case.gathered + case.there + case.walk.most, case) for case in _cases(model, layout, rank)]
     cases.sort(key=lambda pair: -pair[0])
     most, result = -1.0, None
     for bytes_but_gradients, case in cases:
-        if bytes_but_gradients + wide * share.most_gradients < most:
+        if bytes_but_gradients + wide * mine.most_gradients < most:
             break  # this case and those after it cannot hold more
-        for stored, top in case.walk.tops.items():
-            gradients = share.gradients(max(case.begun, case.walk.begun + stored), case.backward.summed)
-            held = narrow * case.gathered + wide * gradients + case.there + top.size
+        for stored, entry in case.walk.fullest.items():
+            gradients = mine.gradients(max(case.begun, case.walk.stored + stored), case.backward.summed)
+            held = narrow * case.gathered + wide * gradients + case.there + entry.held
             if held > most:
-                most, result = held, (case, top, gradients)
+                most, result = held, (case, entry, gradients)
     return result
 
 
 def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
-    share, size = share_of(model, layout, rank), Sizes.of(model, layout)
+    mine, size = parameters_of_rank(model, layout, rank), LayerSizes.of(model, layout)
     kept, walks = _stages(model, layout._replace(zero=1), rank)
     whole, received = sum(each.all for each in kept), sum(each.received for each in kept)
-    all_deferred = deferred(model, layout, share)
-    of_head = ends.kept_after_loss(model, layout, size) if share.is_last and len(kept) == 1 else 0.0
+    all_deferred = bytes_of(deferred_by(model, layout, mine))
+    of_head = 0.0  # of a micro-batch whose loss has been computed, with two gradients
+    if mine.is_last and len(kept) == 1:
+        of_head = sum(ends.loss(model, of_a_layer(layout)).tensors.values())
     for backward in backwards(model, layout, rank):
         in_flight, at_work = backward.micro_batches, backward.half != "W"  # one of those in flight is at work
         own = kept[backward.stage].all if at_work else 0.0
@@ -126,15 +130,15 @@ def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
             messages = backward.at_loss if walk.is_loss else backward.messages
             if backward.half not in walk.halves or messages is None:
                 continue
-            gathered = share.gathered(walk.region, prefetch=not walk.is_loss)
-            there = others + walk.running + messages * size.stream
-            communication = messages * size.stream - walk.put_off + in_flight * received
-            begun = share.early if backward.early else 0
-            yield _Case(backward, walk, gathered, begun, there, communication, needed)
+            gathered = mine.gathered(walk.region, prefetch=not walk.is_loss)
+            in_messages = (messages - walk.keeps_message) * size.stream
+            there = others + sum(walk.held.values()) + in_messages
+            begun = mine.early if backward.early else 0
+            yield _Case(backward, walk, gathered, begun, there, in_messages + in_flight * received, needed)
 
 
 @lru_cache(maxsize=512)
-def _stages(model: ModelConfig, layout: Layout, rank: int) -> tuple[list[Kept], list[list[Walk]]]:
-    """Return what each stage of a rank keeps, and the walks through it: the same ones with all stages of ZeRO."""
-    kept, share = kept_by_stages(model, layout, rank), share_of(model, layout, rank)
-    return kept, [list(walks_of_stage(model, layout, share, *here)) for here in enumerate(kept)]
+def _stages(model: ModelConfig, layout: Layout, rank: int) -> tuple[list[KeptByStage], list[list[Walk]]]:
+    """Return what each stage of a rank keeps, and the parts of its backward: the same ones with all stages of ZeRO."""
+    kept, mine = kept_by_stages(model, layout, rank), parameters_of_rank(model, layout, rank)
+    return kept, [list(walks_of_stage(model, layout, mine, *here)) for here in enumerate(kept)]

@@ -4,6 +4,7 @@ It takes the flags of step 8, so that the words of a command (that `plan` has pr
 formula does not know is refused in a line. `--play` adds a dry run of each stage, which counts what the formula says.
 """
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
 from common.config import TrainConfig, flag_names, spelled
@@ -14,10 +15,16 @@ from common.model_config import ModelConfig
 from common.process_groups import Degrees
 from step08_5d import config as step08
 from step08_5d.cost import Layout
+from step08_5d.planning.command_line import Command, add_global_batch, add_model
 from step08_5d.planning.memory import gpt as gpt_memory
+from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
+from step08_5d.planning.memory.kept import of_a_layer
+from step08_5d.planning.memory.ledger import Tensors
 from step08_5d.planning.memory.peak import peak
+from step08_5d.planning.memory.sizes import has_experts
+from step08_5d.planning.memory.walks import layer_ledger
 from step08_5d.planning.search import named
-from step08_5d.planning.stages import fullest_ranks, in_flight, layers_of_ranks
+from step08_5d.planning.stages import layers_of_ranks
 
 # The flags of step 8 that the formula knows, and the schedules
 KNOWN = set(
@@ -29,7 +36,15 @@ DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of this command; those of step 
 GPT_FORM = Layout(0, dtype="bfloat16")
 
 
-def show(options) -> None:
+def add_flags(parser: ArgumentParser) -> None:
+    add_model(parser)
+    add_global_batch(parser)
+    parser.add_argument("--play", action="store_true", help="also a dry run of each stage, on fake tensors")
+    parser.add_argument("--layer", action="store_true", help="also the backward of a layer, tensor by tensor")
+    parser.add_argument("--form", choices=("ours", "gpt"), default="ours", help="our model, or the playbook's GPT")
+
+
+def show(options: Namespace) -> None:
     """The table for the options of the command line."""
     words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
     config = configuration([*words, "--global-batch", str(options.global_batch), *options.rest])
@@ -38,6 +53,9 @@ def show(options) -> None:
         _show_gpt(options.model, model, layout)
     else:
         _show_ours(config, layout, options.play)
+        if options.layer:
+            for experts in sorted({has_experts(model, index) for index in range(model.layers)}):
+                show_layer(model, layout, experts=experts)
 
 
 def configuration(argv: list[str]) -> TrainConfig:
@@ -82,6 +100,27 @@ def _show_ours(config: TrainConfig, layout: Layout, play: bool) -> None:
     print(f"  its fullest moment: {peaks[fullest].moment}")
 
 
+def show_layer(model: ModelConfig, layout: Layout, *, experts: bool) -> None:
+    """Print the ledger of a layer's backward: what each event makes and releases, and what is held meanwhile."""
+    ledger = layer_ledger(model, of_a_layer(layout), experts)
+    before = sum(ledger.begins_with.values())
+    rows = _listed("it begins with", before, {"+": ledger.begins_with})
+    for each in ledger.entries:
+        rows += _listed(each.name, before + each.held, {"+": each.made, "-": each.released, "=": each.left})
+    title = "the backward of a layer with experts" if experts else "the backward of a layer"
+    print_table(
+        f"predicted: {title}, MB of a micro-batch",
+        ("+ is made; then - is released, = takes its place", "MB", "held"),
+        rows,
+    )
+
+
+def _listed(event: str, held: float, tensors: dict[str, Tensors]) -> list[tuple[str, str, str]]:
+    """A row for the event, and one for each of its tensors, by the sign before them."""
+    changes = [(f"  {sign} {name}", size) for sign, some in tensors.items() for name, size in some.items()]
+    return [(event, "", f"{held / 1e6:,.1f}"), *((name, f"{size / 1e6:,.1f}", "") for name, size in changes if size)]
+
+
 def played(config: TrainConfig, stage: int):
     """Return the `DryRun` of the first rank of a stage, with the micro-batches that fill the pipeline and no more."""
     from step08_5d.planning.dry_run.play import dry_run, first_ranks  # here, as it imports all that trains
@@ -111,3 +150,6 @@ def _show_gpt(name: str, model: ModelConfig, layout: Layout) -> None:
     print_table(f"predicted: {name} as the playbook's GPT, {named(layout)}, GiB of a rank, 1F1B", header, rows)
     if layout.pp * layout.cp > 1:
         print("  the widget knows neither pipelines nor contexts")
+
+
+COMMAND = Command(add_flags, show, takes_more=True)

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.share import splits_backward
 
 
-class Sizes(NamedTuple):
+class LayerSizes(NamedTuple):
     """Bytes of what a layer works with on this rank."""
 
     narrow: bool  # activations are narrower than sums
@@ -34,7 +33,7 @@ class Sizes(NamedTuple):
         return self.whole if self.one else 0.0
 
     @classmethod
-    def of(cls, model: ModelConfig, layout: Layout) -> "Sizes":
+    def of(cls, model: ModelConfig, layout: Layout) -> "LayerSizes":
         w, high, _ = WIDTHS[layout.dtype]
         t, tp, d = layout.tokens, layout.tp, model.head_width
         keys = t * max(model.kv_heads, tp) * d / tp * w
@@ -49,9 +48,11 @@ def ulysses(layout: Layout) -> bool:
     return layout.cp > 1 and layout.cp_mode == "ulysses"
 
 
-def gradient_stays(model: ModelConfig, size: Sizes, experts: bool = False) -> bool:
-    """Whether a second half needs the gradient of a sublayer's output, which is that of the residual stream.
+def splits_backward(layout: Layout) -> bool:
+    """Whether gradients of weights come in a second half of the backward."""
+    return layout.schedule in ("zb-h1", "zb-h2")
 
-    It does for the last matrix of the attention or the MLP, unless tp gathers it first, and for that of shared experts.
-    """
-    return size.split and (model.shared_experts > 0 if experts else size.whole == size.stream)
+
+def has_experts(model: ModelConfig, index: int) -> bool:
+    """Whether a layer has experts."""
+    return bool(model.experts) and index >= model.dense_layers

@@ -1,5 +1,9 @@
-// Memory: the formulas of memory/peak.py and of what it calls once more; see plan.js, whose `constants`, `sum` and `total`
-// they use.
+// The formulas of memory once more; see plan.js, whose `constants`, `sum` and `total` they use. Python's ledgers have
+// tensors by name. Here an event is the sums of theirs: [there, left, weight, stored, communication, arrived]
+//   there          bytes that it makes, and what events before it should have left, but have not
+//   left           bytes that stay when it is over; negative if more is released than made
+//   weight         of these, gradients of weights while they are added to the sums; stored: how many
+//   communication  of all bytes: in buffers that a collective has filled or is sending; arrived: those that stay
 "use strict";
 
 // ---- step08_5d/planning/memory/sizes.py -----------------------------------------------------------------------------
@@ -20,7 +24,7 @@ function sizes_of(model, layout) {
   };
 }
 
-// ---- step08_5d/planning/memory/moments.py: moments are [there, left, weight, stored, communication, arrived] --------
+// ---- step08_5d/planning/memory/layer.py, linear.py ------------------------------------------------------------------
 
 function mlp(model, layout, size, ffn, divided = true) {
   const tp = divided ? layout.tp : 1, tokens = divided ? layout.tokens : layout.tokens / layout.tp;

@@ -113,7 +113,7 @@ function expert_messages(model, layout, width, count) {
   ];
 }
 
-// ---- step08_5d/planning/stages.py, of 1F1B; its ranks are in share.js -----------------------------------------------
+// ---- step08_5d/planning/time/speed.py, the pace of a pipeline under 1F1B --------------------------------------------
 
 // The slowest rank: its layers, whether it has the head, and for how many micro-batches it waits
 function pace(model, layout, layer, head) {

@@ -1,7 +1,7 @@
-// What the stage of a rank has: the formulas of memory/share.py once more; see plan.js, whose `constants` and `sum` they use.
+// What the stage of a rank has: formulas once more; see plan.js, whose `constants` and `sum` they use.
 "use strict";
 
-// ---- step08_5d/planning/stages.py, of 1F1B; step05_pipeline/stages.py -----------------------------------------------
+// ---- step08_5d/planning/stages.py, memory/backwards.py, of 1F1B; step05_pipeline/stages.py --------------------------
 
 // Layers of each stage: of the lightest stages, the last one takes the next layer
 function layers_of_ranks(model, layout) {
@@ -29,7 +29,7 @@ function range_of_rank(model, layout, rank) {
   return [first, first + layers[rank]];
 }
 
-// ---- step08_5d/planning/memory/share.py -----------------------------------------------------------------------------
+// ---- step08_5d/planning/memory/rank_parameters.py -------------------------------------------------------------------
 
 const has_experts = (model, index) => Boolean(model.experts) && index >= model.dense_layers;
 

@@ -5,6 +5,7 @@ formulas of memory and speed; tests compare the two.
 """
 
 import json
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from common.drawing.figures import COLOURS, DIMENSIONS
 from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import PRESETS
+from step08_5d.kernels.linear_cross_entropy import FEW_BYTES, RATIO
+from step08_5d.planning.command_line import Command
 from step08_5d.planning.explain import NAMES
-from step08_5d.planning.memory.ends import FEW_BYTES, RATIO
-from step08_5d.planning.memory.share import BUCKET
-from step08_5d.planning.published.runs import Fit, predicted, read_runs
+from step08_5d.planning.memory.rank_parameters import BUCKET
+from step08_5d.planning.published.runs import FittedHabits, predicted, read_runs
 from step08_5d.planning.search import MOST_FULL
 from step08_5d.planning.sweeps import sweep
 from step08_5d.planning.sweeps.pictures import words
@@ -59,7 +61,7 @@ def published_dots() -> list[dict]:
         dot |= {"status": "failed", "line": "published without numbers"} if failed else {"status": "ok"}
         if not failed:
             dot |= {"mfu": run.mfu, "speed": run.tokens_per_second, "memory": run.memory}
-            dot["predicted"] = predicted(run, Fit())
+            dot["predicted"] = predicted(run, FittedHabits())
         result.append(dot)
     return result
 
@@ -103,6 +105,14 @@ def write_page(path: str, file: str | None = None) -> Path:
     return Path(path)
 
 
-def show(options) -> None:
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", default="runs/planning/plan.html", help="the file to open in a browser")
+    parser.add_argument("--sweep", help="the runs.jsonl of a sweep to show, such as runs/sweeps/laptop/runs.jsonl")
+
+
+def show(options: Namespace) -> None:
     """The planner with sliders, as one file for a browser."""
     print(f"  page: {write_page(options.out, options.sweep)}")
+
+
+COMMAND = Command(add_flags, show)

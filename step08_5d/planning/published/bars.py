@@ -5,6 +5,7 @@ Published values were read off the figures, in GiB, of one sequence. States are 
 title says. A figure that is wrong has its own formula beside the right one.
 """
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from common.model_config import ModelConfig
 from common.presets import PRESETS
 from step01_single_gpu.memory_model import gpt
 from step05_pipeline.cost import stage_parameters
+from step08_5d.planning.command_line import Command, add_figure
 
 GIB = 2**30
 K = 1024
@@ -155,7 +157,11 @@ def print_claims() -> None:
     print_table("predicted: GiB of a rank, 70B, tp 16 + SP", ("", *(f"{length}k" for length in LONG)), rows)
 
 
-def show(options) -> None:
+def add_flags(parser: ArgumentParser) -> None:
+    add_figure(parser, "bars")
+
+
+def show(options: Namespace) -> None:
     """Print every published value beside ours, and draw the bars of 1k, 4k and 16k tokens."""
     rows = []
     for bar in BARS:
@@ -218,3 +224,6 @@ def draw(path: Path) -> Path:
         axis.set(ylim=(0, TOP), title=f"{name}, {bar.model}", ylabel="GiB")
     legend(figure, columns=4)
     return write_png(figure, path)
+
+
+COMMAND = Command(add_flags, show)

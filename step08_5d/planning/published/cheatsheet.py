@@ -4,6 +4,8 @@ The cheatsheet counts in `model_bf16` = 2 x layers x 16 h^2 bytes (its A2: atten
 has neither embeddings nor fewer heads of keys and values. Its activations come from the text: 34 s b h for each layer.
 """
 
+from argparse import ArgumentParser, Namespace
+
 from common.config import spelled
 from common.drawing.tables import print_table
 from common.errors import UsageError
@@ -11,6 +13,7 @@ from common.model_config import ModelConfig
 from common.presets import resolve
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
+from step08_5d.planning.command_line import Command, add_degrees, add_global_batch, add_model
 from step08_5d.planning.memory.peak import of_stage, states
 from step08_5d.planning.memory.report import DEFAULTS, configuration
 
@@ -48,7 +51,14 @@ def rows(model: ModelConfig, layout: Layout) -> Rows:
     return [*result, ("peak", *peak, "")]
 
 
-def show(options) -> None:
+def add_flags(parser: ArgumentParser) -> None:
+    add_model(parser)
+    add_degrees(parser)
+    parser.add_argument("--zero", type=int, choices=range(4), default=0)
+    add_global_batch(parser)
+
+
+def show(options: Namespace) -> None:
     """The table for the options of the command line."""
     model = resolve(options.model)
     degrees = {name: getattr(options, name) for name in ("dp", "tp", "pp", "cp", "zero", "micro_batch")}
@@ -61,3 +71,6 @@ def show(options) -> None:
     cells = [(name, f"{t / 1e9:.2f}", f"{o / 1e9:.2f}", why) for name, t, o, why in rows(model, layout)]
     title = f"predicted: {options.model}, the first stage's rank of 1F1B, GB"
     print_table(title, ("", "cheatsheet", "ours", "why they differ"), cells)
+
+
+COMMAND = Command(add_flags, show)

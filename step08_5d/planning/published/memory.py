@@ -8,12 +8,13 @@ import math
 import statistics
 from typing import NamedTuple
 
+from common.drawing.tables import print_table
 from step08_5d.planning.fitting import descend
+from step08_5d.planning.memory.backwards import in_flight
 from step08_5d.planning.memory.kept import kept as kept_by_stage
 from step08_5d.planning.memory.peak import states
-from step08_5d.planning.published.runs import VOCAB, Run
+from step08_5d.planning.published.runs import VOCAB, PublishedRun, judge
 from step08_5d.planning.search import MOST_FULL
-from step08_5d.planning.stages import in_flight
 from step08_5d.planning.time.machines import MACHINES
 
 ROOM = 1.2  # how much more than predicted a run may need and still fits
@@ -28,7 +29,7 @@ class Holds(NamedTuple):
     else_: float = 1e9  # bytes of all else
 
 
-class Kept(NamedTuple):
+class StageNeeds(NamedTuple):
     """What a stage of a run keeps in our formulas: bytes, but for logits, which are a number."""
 
     states: float
@@ -36,18 +37,18 @@ class Kept(NamedTuple):
     logits: float
 
 
-def kept(run: Run) -> list[Kept]:
+def kept(run: PublishedRun) -> list[StageNeeds]:
     """Of the first and the last stage."""
     result = []
     for stage in {0, run.layout.pp - 1}:
         logits = run.layout.tokens * VOCAB / run.layout.tp if stage == run.layout.pp - 1 else 0
         held = sum(states(run.model, run.layout, stage).values())
         activations = in_flight(run.model, run.layout, stage) * kept_by_stage(run.model, run.layout, stage)
-        result.append(Kept(held, activations, logits))
+        result.append(StageNeeds(held, activations, logits))
     return result
 
 
-def needed(stages: list[Kept], holds: Holds) -> float:
+def needed(stages: list[StageNeeds], holds: Holds) -> float:
     """Bytes of the fullest stage."""
     most = max(
         holds.states * each.states + holds.activations * each.activations + holds.logit * each.logits for each in stages
@@ -55,17 +56,17 @@ def needed(stages: list[Kept], holds: Holds) -> float:
     return most + holds.else_
 
 
-def predicted(run: Run, holds: Holds) -> float:
+def predicted(run: PublishedRun, holds: Holds) -> float:
     """Bytes of the fullest stage of a run."""
     return needed(kept(run), holds)
 
 
-def fits(run: Run, holds: Holds) -> bool:
+def fits(run: PublishedRun, holds: Holds) -> bool:
     """Whether the planner would call this a layout that fits."""
     return predicted(run, holds) <= MOST_FULL * MACHINES["H100"].memory
 
 
-def fitted(runs: list[Run]) -> Holds:
+def fitted(runs: list[PublishedRun]) -> Holds:
     """What the runs that ended show: the least mean of |log(predicted / published)|."""
     pairs = [(kept(run), run.memory) for run in runs if run.mfu]
     return descend(
@@ -85,7 +86,7 @@ class Failures(NamedTuple):
     open: int  # the rest: they may have run out of memory
 
 
-def failures(runs: list[Run], holds: Holds) -> Failures:
+def failures(runs: list[PublishedRun], holds: Holds) -> Failures:
     """Count what failed although it should have fitted on an 80 GB GPU."""
     sizes = [needed(kept(run), holds) for run in runs]
     worst = max(run.memory / size for run, size in zip(runs, sizes) if run.mfu)
@@ -101,5 +102,31 @@ def failures(runs: list[Run], holds: Holds) -> Failures:
     return Failures(len(failed), len(fit), len(fit) - len(rest), far, len(rest) - far)
 
 
-def _degrees(run: Run) -> tuple:
+def _degrees(run: PublishedRun) -> tuple:
     return run.pair, run.layout.dp, run.layout.pp, run.layout.tp
+
+
+def print_memory(
+    runs: list[PublishedRun],
+    parts: list[tuple[list[PublishedRun], list[PublishedRun]]],
+    seen_by: dict[PublishedRun, Holds],
+) -> None:
+    """Memory: how predictions rank the runs, what that implementation holds, and the failures that should have fit."""
+    result = judge(runs, lambda run: predicted(run, seen_by[run]), lambda run: run.memory)
+    print(f"\nSpearman of predicted (from the other half) and published memory: {result.spearman:.3f}")
+    rows = []
+    for name, some, others in (("half 1", *parts[0]), ("half 2", *parts[1]), ("all", runs, runs)):
+        holds = fitted(some)
+        ended = [run for run in others if run.mfu]
+        off = [abs(math.log(predicted(run, holds) / run.memory)) for run in ended]
+        numbers = (f"{each:.2f}" for each in holds[:2])
+        cells = (*numbers, f"{holds.logit:.1f}", f"{holds.else_ / 1e9:.2f}", f"{statistics.mean(off):.1%}")
+        rows.append((name, *cells, f"{sum(each < math.log(1.2) for each in off) / len(off):.0%}"))
+    header = ("fitted to the other half", "x states", "x activations", "bytes a logit", "GB more", "mean error")
+    print_table("what that implementation holds, in what ours would", (*header, "within 20 %"), rows)
+    found = failures(runs, fitted(runs))
+    print(
+        f"  {found.all} runs failed, and the file does not say why. {found.fit} of them should have fitted by 20 %:\n"
+        f"  for {found.excused} a heavier run with the same degrees ended, {found.far} would fit even if predicted as "
+        f"badly\n  as the worst run that ended; the other {found.open} may have run out of memory"
+    )

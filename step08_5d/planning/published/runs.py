@@ -30,7 +30,18 @@ SHAPES = {  # hidden, layers, heads, ffn; with one stage the two small ones shar
     "80B": (8192, 80, 64, 28672),
 }
 H100 = MACHINES["H100"]
-START = Habits(0.5, 1.0, 1e-3, 1e-4, 1e-3, 1.0, 0.7, 5e-3, 0.5, 0.5)  # where a fit begins
+START = Habits(  # where a fit begins
+    efficiency=0.5,
+    small=1.0,
+    launch=1e-3,
+    near_start=1e-4,
+    far_start=1e-3,
+    spread=1.0,
+    cards=0.7,
+    paced=5e-3,
+    apart=0.5,
+    crowd=0.5,
+)
 WITHOUT_PIPELINES = ("efficiency", "small", "launch", "near_start", "far_start", "spread", "cards")
 OF_PIPELINES = ("paced", "apart", "crowd")
 MOST = 5  # a run that is further off counts no more than this factor
@@ -38,7 +49,7 @@ PAUSE = 0.3  # seconds by which the messages of a late pipeline are late: the me
 TELLABLE = 1.5  # whether a run was late can be told if that makes this factor
 
 
-class Run(NamedTuple):
+class PublishedRun(NamedTuple):
     """One published run."""
 
     name: str
@@ -54,7 +65,7 @@ class Run(NamedTuple):
         return self.name, self.nodes
 
 
-def read_runs() -> list[Run]:
+def read_runs() -> list[PublishedRun]:
     """Return all published runs whose columns agree with each other."""
     result = []
     for row in csv.DictReader(FILE.open(encoding="utf-8")):
@@ -65,7 +76,7 @@ def read_runs() -> list[Run]:
         tied = row["model"] in ("1B", "3B") and pp == 1
         layout = Layout(SEQ, dp, pp, tp=tp, zero=zero, micro_batch=int(row["mbs"]), dtype="bfloat16", nanotron=True)
         result.append(
-            Run(
+            PublishedRun(
                 row["model"],
                 int(row["nodes"]),
                 ModelConfig(VOCAB, hidden, layers, heads, heads, ffn, tied),
@@ -81,7 +92,7 @@ def read_runs() -> list[Run]:
 # ---- what a run should have reached ----------------------------------------------------------------------------------
 
 
-def mfu(run: Run, tokens_per_second: float) -> float:
+def mfu(run: PublishedRun, tokens_per_second: float) -> float:
     """The published kind of MFU: 6 FLOPs a token for each parameter, embedding included, and 12 L h s for attention's
     full square."""
     model = run.model
@@ -101,19 +112,19 @@ class Guess(NamedTuple):
         return self.well > TELLABLE * self.late
 
 
-def guess(run: Run, habits: Habits) -> Guess:
+def guess(run: PublishedRun, habits: Habits) -> Guess:
     layout, step = run.layout, times(run.model, run.layout, H100, habits).step
     tokens = layout.micro_batches * layout.micro_batch * SEQ / layout.tp / layout.pp
     well, late = (mfu(run, tokens / (step + more)) for more in (0.0, lateness(layout, PAUSE)))
     return Guess(well, late)
 
 
-def off(value: float, run: Run) -> float:
+def off(value: float, run: PublishedRun) -> float:
     """How far a predicted MFU is from the published one, as |log| of their ratio."""
     return abs(math.log(value / run.mfu))
 
 
-def was_late(run: Run, habits: Habits) -> bool:
+def was_late(run: PublishedRun, habits: Habits) -> bool:
     """Whether a run was as slow as one whose messages are late."""
     both = guess(run, habits)
     return both.can_tell and off(both.late, run) < off(both.well, run)
@@ -122,33 +133,33 @@ def was_late(run: Run, habits: Habits) -> bool:
 # ---- a fit by coordinate descent -------------------------------------------------------------------------------------
 
 
-class Fit(NamedTuple):
+class FittedHabits(NamedTuple):
     """What some runs show."""
 
     habits: Habits = Habits()
     risk: float = 0.014  # probability of a pipeline to be late, per node
 
 
-def error(habits: Habits, runs: list[Run]) -> float:
+def error(habits: Habits, runs: list[PublishedRun]) -> float:
     """Mean of |log(predicted / published)| of the MFU of runs that have one, each by the better of its guesses."""
     return statistics.mean(min(*(off(each, run) for each in guess(run, habits)), math.log(MOST)) for run in runs)
 
 
-def fitted(runs: list[Run]) -> Fit:
+def fitted(runs: list[PublishedRun]) -> FittedHabits:
     """The habits of runs without a pipeline first, then what a pipeline adds, and how many of them are late."""
     habits, (whole, divided) = START, ([run for run in runs if run.mfu and (run.layout.pp > 1) == i] for i in (0, 1))
     for names, some in ((WITHOUT_PIPELINES, whole), (OF_PIPELINES, divided)):
         habits = descend(habits, names, partial(error, runs=some))
-    return Fit(habits, sum(was_late(run, habits) for run in divided) / sum(run.nodes for run in divided))
+    return FittedHabits(habits, sum(was_late(run, habits) for run in divided) / sum(run.nodes for run in divided))
 
 
-def predicted(run: Run, fit: Fit) -> float:
+def predicted(run: PublishedRun, fit: FittedHabits) -> float:
     """The MFU to expect, as we cannot know whether a pipeline is late."""
     both, risk = guess(run, fit.habits), min(1.0, fit.risk * run.nodes)
     return (1 - risk) * both.well + risk * both.late
 
 
-def halves(runs: list[Run]) -> list[tuple[list[Run], list[Run]]]:
+def halves(runs: list[PublishedRun]) -> list[tuple[list[PublishedRun], list[PublishedRun]]]:
     """Every second pair of model and nodes to fit to, the others to judge on; and the other way round."""
     pairs = sorted({run.pair for run in runs})
     even, odd = ([run for run in runs if pairs.index(run.pair) % 2 == part] for part in (0, 1))
@@ -158,21 +169,21 @@ def halves(runs: list[Run]) -> list[tuple[list[Run], list[Run]]]:
 # ---- judged ----------------------------------------------------------------------------------------------------------
 
 
-class Judgement(NamedTuple):
+class Ranking(NamedTuple):
     """How well predictions rank runs."""
 
     spearman: float  # over all runs
     within: dict[tuple, float]  # over those of a pair
-    chosen: dict[tuple, Run]  # which run the model likes best
+    chosen: dict[tuple, PublishedRun]  # which run the model likes best
     gain: dict[tuple, float]  # its MFU, over the best of its pair
 
 
 def judge(
-    runs: list[Run],
-    predict: Callable[[Run], float],
-    published: Callable[[Run], float] = lambda run: run.mfu,
-    fits: Callable[[Run], bool] = lambda run: True,
-) -> Judgement:
+    runs: list[PublishedRun],
+    predict: Callable[[PublishedRun], float],
+    published: Callable[[PublishedRun], float] = lambda run: run.mfu,
+    fits: Callable[[PublishedRun], bool] = lambda run: True,
+) -> Ranking:
     """Compare predictions with what was published of the runs that ended; choose among those that fit, if any does."""
     runs = [run for run in runs if run.mfu]
     found = {run: (predict(run), published(run)) for run in runs}
@@ -183,4 +194,4 @@ def judge(
         candidates = list(filter(fits, of_pair)) or list(of_pair)
         chosen[pair] = max(candidates, key=lambda run: of_pair[run][0])
         gain[pair] = found[chosen[pair]][1] / max(theirs for _, theirs in of_pair.values())
-    return Judgement(spearman(*zip(*found.values())), within, chosen, gain)
+    return Ranking(spearman(*zip(*found.values())), within, chosen, gain)

@@ -27,7 +27,7 @@ from step08_5d.planning.sweeps.sweep import OF_NODES
 CLOSE = 0.03  # runs that are further off than this (relative) count less in a fit: something may have disturbed them
 
 
-class Work(NamedTuple):
+class RankWork(NamedTuple):
     """What a rank does in a step."""
 
     flops: float
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 class LayoutWork(NamedTuple):
     """What all ranks of a layout do, as far as time depends on it."""
 
-    stages: list[Work]  # of one rank at each place in the pipeline; others there do the same
+    stages: list[RankWork]  # of one rank at each place in the pipeline; others there do the same
     tokens: int  # of all ranks in a step
     stretch: float = 1.0  # a step takes so many times the work of `stages`, added up: see `on_cores`
     turns: float = 1.0  # ranks for each core, or 1
@@ -51,7 +51,7 @@ class LayoutWork(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Seconds that a core needs for each of a `Work`, and what a rank waits for beyond that."""
+    """Seconds that a core needs for each of a `RankWork`, and what a rank waits for beyond that."""
 
     flops: float = 2e-11
     operations: float = 1e-5
@@ -64,8 +64,8 @@ class Rates(NamedTuple):
 OF_CORES = 3  # the first rates are for work, which cores share; the others are for waiting
 
 
-def work_of_rank(run: DryRun, rank: int, of_node: int | None = None) -> Work:
-    """What a dry run has counted, in numbers of `Work`.
+def work_of_rank(run: DryRun, rank: int, of_node: int | None = None) -> RankWork:
+    """What a dry run has counted, in numbers of `RankWork`.
 
     Args:
         of_node: how many ranks are on each node (default: all).
@@ -82,7 +82,7 @@ def work_of_rank(run: DryRun, rank: int, of_node: int | None = None) -> Work:
             far[of_weights] += size * leaving
             hops += number * (2 * (len(ranks) - 1) if op == "all_reduce" else 1)
     sent = sum(size for _, size in run.sent.values())
-    return Work(run.flops, run.operations, sent, waits, far[False], far[True], hops)
+    return RankWork(run.flops, run.operations, sent, waits, far[False], far[True], hops)
 
 
 def share_between_nodes(nodes: list[int], group: str, op: str) -> float:
@@ -193,7 +193,7 @@ def measured(records: list[dict], folder: Path, cores: int, progress: bool = Fal
             played[key] = work_of_layout(each["flags"], each["world"], nodes, cores)
             file.write_text(json.dumps(played), encoding="utf-8")
         works, *others = played[key]
-        layout = LayoutWork([Work(*work) for work in works], *others)
+        layout = LayoutWork([RankWork(*work) for work in works], *others)
         result.append(Measured(each["id"], layout, each["step_time_s"]))
     return result
 

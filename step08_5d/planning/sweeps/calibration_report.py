@@ -21,7 +21,7 @@ class MeasuredSweep(NamedTuple):
     runs: list[Measured]  # of the records, those that ended
 
 
-class Fit(NamedTuple):
+class FittedRates(NamedTuple):
     """Rates, with the runs that they were fitted to."""
 
     name: str  # of these runs
@@ -29,7 +29,7 @@ class Fit(NamedTuple):
     rates: Rates
 
     @classmethod
-    def to(cls, name: str, runs: list[Measured]) -> "Fit":
+    def to(cls, name: str, runs: list[Measured]) -> "FittedRates":
         return cls(name, runs, calibration.fit(runs))
 
 
@@ -46,10 +46,10 @@ def show(options) -> None:
     if len(own.runs) < FEWEST:
         raise UsageError(f"{own.folder} has {len(own.runs)} runs that ended; a calibration needs {FEWEST}")
     if options.judge:
-        judge, fits = measured(options.judge, cores), [Fit.to(f"all of {own.name}", own.runs)]
+        judge, fits = measured(options.judge, cores), [FittedRates.to(f"all of {own.name}", own.runs)]
     else:
         thirds = enumerate(("first", "second", "last"))
-        judge, fits = own, [Fit.to(f"the {name} third", own.runs[start::3]) for start, name in thirds]
+        judge, fits = own, [FittedRates.to(f"the {name} third", own.runs[start::3]) for start, name in thirds]
     if not judge.runs:
         raise UsageError(f"{judge.folder} has no run that ended; first run the sweep {options.judge}")
     guesses = {run.name: calibration.seconds(run.layout, fits[0].rates) for run in judge.runs}
@@ -74,7 +74,7 @@ def print_rates(rates: Rates) -> None:
     print_table("seconds", ("for each", ""), rows)
 
 
-def print_judgements(fits: list[Fit], judge: MeasuredSweep) -> None:
+def print_judgements(fits: list[FittedRates], judge: MeasuredSweep) -> None:
     """How well each fit predicts the runs that it has not seen, and how well their own repetitions do."""
     rows = []
     for fit in fits:

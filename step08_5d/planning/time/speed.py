@@ -14,7 +14,7 @@ from common.counts import count_flops
 from common.model_config import ModelConfig
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.stages import pace
+from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import OURS, Habits, Machine
 from step08_5d.shapes_picture import DIMENSION_OF
 
@@ -126,6 +126,30 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, habits: Habi
     meanwhile = exposed["cp"] + exposed["ep"] + (exposed["tp"] if layout.pp > 1 else 0.0)
     launch = max(0.0, m * layers * (launching(layout, machine, habits) - layer) - meanwhile)
     return Mean(layer, head, launch, exposed, dp)
+
+
+class Pace(NamedTuple):
+    """The slowest rank of a pipeline."""
+
+    layers: float  # that it has
+    head: bool  # whether it is the last, which multiplies by the head
+    waits: float  # for so many of its micro-batches, if it has one stage
+
+
+def pace(model: ModelConfig, layout: Layout, layer: float, head: float) -> Pace:
+    """Return the rank for which all others wait.
+
+    The first micro-batch passes through all ranks, and the others follow in the pace of the slowest. So that one waits
+    while the first is with the others; with v stages on each rank, for a v-th of that.
+
+    Args:
+        layer, head: seconds of a micro-batch, forward and backward, in a layer and in the head.
+    """
+    *others, last = layers_of_ranks(model, layout)
+    most = max(others, default=0)
+    if last * layer + head >= most * layer:
+        return Pace(last, True, sum(others) * layer / (last * layer + head))
+    return Pace(most, False, ((sum(others) - most + last) * layer + head) / (most * layer))
 
 
 def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits = OURS) -> Times:

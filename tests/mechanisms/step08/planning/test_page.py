@@ -15,10 +15,10 @@ from common.presets import PRESETS
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.explain import NAMES
+from step08_5d.planning.memory.backwards import fullest_ranks
 from step08_5d.planning.memory.peak import memory, of_stage
 from step08_5d.planning.page import write
-from step08_5d.planning.search import Plan, Task, command, flags
-from step08_5d.planning.stages import fullest_ranks
+from step08_5d.planning.search import Candidate, Task, command, flags
 from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.speed import mfu, times
 
@@ -57,7 +57,7 @@ def expected(name: str, gpu: str, layout: Layout) -> dict:
         flags(task, layout)
     except UsageError as error:
         return {"refusal": str(error)}
-    plan = Plan(layout, memory(model, layout), times(model, layout, machine), 0)
+    plan = Candidate(layout, memory(model, layout), times(model, layout, machine), 0)
     numbers = {"memory": plan.held, "times": plan.times._asdict(), "speed": plan.tokens_per_second}
     numbers["mfu"] = mfu(model, layout, plan.times.step, machine)
     return numbers | {"command": command(task, layout)}

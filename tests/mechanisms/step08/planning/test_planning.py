@@ -17,15 +17,27 @@ from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
+from step08_5d.planning.memory.backwards import in_flight
 from step08_5d.planning.memory.kept import kept
 from step08_5d.planning.memory.peak import memory, of_stage, parameters, peak, states
 from step08_5d.planning.search import Task, command, flags, layouts, plans
-from step08_5d.planning.stages import in_flight, layers_of_ranks, pace, ranges_of_rank, stage_sizes
+from step08_5d.planning.stages import layers_of_ranks, ranges_of_rank, stage_sizes
 from step08_5d.planning.time.machines import MACHINES, Habits, Machine
-from step08_5d.planning.time.speed import lateness, mfu, spans, times
+from step08_5d.planning.time.speed import lateness, mfu, pace, spans, times
 
 LLAMA, H100 = PRESETS["llama3-8b"], MACHINES["H100"]
-IDEAL = Habits(1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+IDEAL = Habits(
+    efficiency=1.0,
+    small=0.0,
+    launch=0.0,
+    near_start=0.0,
+    far_start=0.0,
+    spread=1.0,
+    cards=1.0,
+    paced=0.0,
+    apart=0.0,
+    crowd=0.0,
+)
 
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 4}, {"tp": 4, "pp": 2, "dp": 2}, {"dp": 4, "ep": 4}])

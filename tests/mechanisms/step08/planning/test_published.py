@@ -12,11 +12,13 @@ from step01_single_gpu.memory_model.gpt import GptShape, from_model
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.memory import gpt as gpt_memory
-from step08_5d.planning.published import bars, cheatsheet
+from step08_5d.planning.memory.backwards import fullest_ranks
+from step08_5d.planning.published import bars, cheatsheet, scaling
 from step08_5d.planning.published import memory as published_memory
 from step08_5d.planning.published import report as published_report
 from step08_5d.planning.published import runs as published
-from step08_5d.planning.stages import fullest_ranks, layers_of_ranks
+from step08_5d.planning.published.late import seconds_late
+from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Habits
 
 LLAMA, GIB = PRESETS["llama3-8b"], 2**30
@@ -128,7 +130,7 @@ def test_published_runs(tmp_path, monkeypatch):
     fits[len(runs)] = fitted = published.fitted(runs)
     for name in published.WITHOUT_PIPELINES + published.OF_PIPELINES:
         assert getattr(Habits(), name) == float(f"{getattr(fitted.habits, name):.2g}"), name
-    assert published.Fit().risk == float(f"{fitted.risk:.2g}")
+    assert published.FittedHabits().risk == float(f"{fitted.risk:.2g}")
     piped = [run for run in runs if run.mfu and run.layout.pp > 1]
     late = {run for run in piped if published.was_late(run, fitted.habits)}
     well = [math.log(published.guess(run, fitted.habits).well / run.mfu) for run in piped if run not in late]
@@ -136,7 +138,7 @@ def test_published_runs(tmp_path, monkeypatch):
     # Also without the law that late messages follow: all that are far too slow lose the same, in every model
     slow = [run for run in piped if published.guess(run, fitted.habits).well > 2 * run.mfu]
     for name in ("1B", "3B", "8B"):
-        pauses = [published_report.seconds_late(run, fitted) for run in slow if run.name == name]
+        pauses = [seconds_late(run, fitted) for run in slow if run.name == name]
         assert statistics.median(pauses) == pytest.approx(published.PAUSE, rel=0.15), name
         quarters = statistics.quantiles(pauses, n=4)
         assert quarters[2] < 1.4 * quarters[0], name
@@ -146,14 +148,14 @@ def test_published_runs(tmp_path, monkeypatch):
     one = min(late, key=lambda run: run.nodes)
     made = one._replace(mfu=published.guess(one, fitted.habits).well)
     assert not published.was_late(made, fitted.habits)
-    sure = published.Fit(fitted.habits, risk=1.0)
+    sure = published.FittedHabits(fitted.habits, risk=1.0)
     assert published.predicted(made, sure) == published.guess(made, fitted.habits).late < made.mfu / 1.5
-    for figure, values in published_report.SCALING.items():  # within a node and, less well, across nodes
-        off = [abs(math.log(a / b)) for a, b in zip(published_report.scaling(figure, fitted.habits), values)]
+    for figure, values in scaling.SCALING.items():  # within a node and, less well, across nodes
+        off = [abs(math.log(a / b)) for a, b in zip(scaling.scaling(figure, fitted.habits), values)]
         assert max(off[:3]) < 0.12 and off[3] < 0.4, figure
         assert off[4] < 0.4 or (figure, off[4] < 0.7) == ("tp_sp_scaling", True), figure  # the page says so
-    largest = published_report.largest(published_memory.fitted(runs))
-    assert largest == pytest.approx(published_report.LARGEST["tp_sp_scaling"], rel=0.31), "with sequence parallelism"
+    largest = scaling.largest(published_memory.fitted(runs))
+    assert largest == pytest.approx(scaling.LARGEST["tp_sp_scaling"], rel=0.31), "with sequence parallelism"
     cells = published_report.cells(runs, fitted)
     small = {pair: cell for pair, cell in cells.items() if pair[0] in ("1B", "3B")}
     assert (len(cells), len(small), sum(cell.untied for cell in small.values())) == (12, 7, 4)

@@ -34,7 +34,7 @@ def task(name: str, gpus: int, seq: int = 4096, sequences: int = 256, interleave
 def test_overlap_by_hand():
     """8 ranks everywhere, 4,096 tokens (of a context rank: 512), 450 GB/s within a node and 50 between."""
     peak, model = 1e12 * H100_TFLOPS, PRESETS["mixtral-8x7b"]
-    rates, degrees = overlap.Rates(peak, 450e9, 50e9), dict.fromkeys(overlap.DEGREES, 8)
+    rates, degrees = overlap.Speeds(peak, 450e9, 50e9), dict.fromkeys(overlap.DEGREES, 8)
     found = {row.name: row for row in overlap.rows(model, 4096, 1, degrees | {"cp": 1}, rates, ("tp",))}
     dp, zero = found["dp"], found["ZeRO-3"]
     assert dp.corrected == pytest.approx(2 * 7 / 8 * peak / (2 * 50e9 * 4096)) and dp.ours == 2 * dp.corrected

@@ -14,7 +14,7 @@ from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
 from step08_5d.planning.sweeps import calibration, sweep
-from step08_5d.planning.sweeps.calibration import LayoutWork, Measured, Rates, Work
+from step08_5d.planning.sweeps.calibration import LayoutWork, Measured, RankWork, Rates
 from tests.harness.ranks import wait_for
 
 GRID = """name = "test"
@@ -147,13 +147,13 @@ def test_rates_that_made_the_times_are_found_again():
     true = Rates(3e-11, 2e-5, 2e-9, 2e-4, 1.1, 0.5)
     runs = []
     for n in range(36):
-        work = Work(1e9 * (1 + n % 5), 1e4 * (1 + n % 3), 1e6 * (1 + n % 11), 50.0 * (n % 4))
+        work = RankWork(1e9 * (1 + n % 5), 1e4 * (1 + n % 3), 1e6 * (1 + n % 11), 50.0 * (n % 4))
         layout = LayoutWork([work] * (1 + n % 2), 4096, 1 + n % 3, 1, 0.5 * (n % 6 == 5), 0.5 * (n % 7 == 6))
         runs.append(Measured(str(n), layout, calibration.seconds(layout, true) * (1.5 if n == 6 else 1)))
     rates = calibration.fit(runs[::2])
     found = calibration.judge(runs[1::2], rates)
     assert found.kendall > 0.95 and found.error < 0.03 and found.regret < 0.03
-    crowd = LayoutWork([Work(0, 0, 0, 3)], 1, turns=2)
+    crowd = LayoutWork([RankWork(0, 0, 0, 3)], 1, turns=2)
     assert calibration.seconds(crowd, Rates(waits=1)) == 6, "four ranks take turns on two cores"
     assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
     assert kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 3), "a tie is in no order"
@@ -181,7 +181,7 @@ def test_another_sweep_judges(grid, monkeypatch, capsys):
     """Rates come of all runs of the first sweep, the judgement of all runs of the second, which has another machine."""
     other = grid.with_name("other.toml")
     other.write_text(grid.read_text().replace('name = "test"', 'name = "other"'))
-    works = [Work(1e9 * n, 1e4 * (n % 3), 1e6 * (n % 4), 9.0 * (n % 2)) for n in range(1, 13)]
+    works = [RankWork(1e9 * n, 1e4 * (n % 3), 1e6 * (n % 4), 9.0 * (n % 2)) for n in range(1, 13)]
     runs = [Measured(str(n), LayoutWork([work], 4096), 1.0) for n, work in enumerate(works)]
     runs = [run._replace(seconds=calibration.seconds(run.layout, Rates())) for run in runs]
     sweeps = {"test": runs, "other": [run._replace(seconds=1.25 * run.seconds) for run in runs[:10]]}

@@ -1,17 +1,32 @@
-"""A rank's share of the model in a pipeline: its parameters, and how large the sums of their gradients are when."""
+"""The parameters of a rank of a pipeline, before ZeRO divides them, and how large the sums of their gradients are when.
+
+Nobody lists them: step 8's own functions build one layer of each sort on the meta device, which takes no memory, and
+divide it over tensor ranks and over ranks of experts.
+"""
 
 from bisect import bisect_right
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
+
+from common.config import TrainConfig
 from common.costs.alpha_beta import fill_buckets
 from common.costs.vocabulary import WIDTHS
+from common.model import Decoder
 from common.model_config import ModelConfig
+from common.process_groups import Group
+from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step07_expert_parallel.moe import apply_experts
 from step08_5d.cost import Layout
+from step08_5d.planning.memory.sizes import has_experts, splits_backward
 from step08_5d.planning.stages import ranges_of_rank
 
-BUCKET = 25e6  # bytes of gradients: the default of --bucket-mb
+BUCKET = 1e6 * TrainConfig.bucket_mb  # bytes of gradients
+NEVER_LATE = ("embedding.", "norm.", "router.")  # parts of names: parameters that no schedule puts off
 
 
 class Parameter(NamedTuple):
@@ -23,7 +38,30 @@ class Parameter(NamedTuple):
     late: bool = False  # whether its gradient comes in W, the second half of a backward (a matrix of a linear layer)
 
 
-class Unit(NamedTuple):
+@lru_cache(maxsize=256)
+def parameters_by_part(model: ModelConfig, tp: int, ep: int) -> dict[str, tuple[Parameter, ...]]:
+    """Return the parameters of the first of tp (and of ep) ranks, in the order of a forward.
+
+    The parts are embedding, dense (a layer), experts (a layer) and end (last norm and head, even if that is tied).
+    """
+    dense = 1 + bool(model.experts)  # of both sorts of layers one, if there are two
+    model = replace(model, layers=dense, dense_layers=1, tie_embeddings=False)
+    config = SimpleNamespace(model_config=model, torch_dtype=torch.float32, sequence_parallel=True, tp_mode="overlap")
+    names = {"tp": tp, "ep": ep, "cp": 1, "dp_cp": 1, "kv_replica": tp}
+    groups = {name: Group(name, tuple(range(ranks)), 0) for name, ranks in names.items()}
+    decoder = Decoder(model)
+    for divide in (apply_tensor_parallel, apply_experts):
+        divide(decoder, config, SimpleNamespace(device=torch.device("cpu"), **groups))
+    result: dict[str, list[Parameter]] = {}
+    parts = {"embedding": "embedding", "layers.0": "dense", "layers.1": "experts", "norm": "end", "head": "end"}
+    for name, parameter in decoder.named_parameters():
+        part = next(part for start, part in parts.items() if name.startswith(f"{start}."))
+        expert, late = "expert" in parameter.spec.shard_groups[0], not any(each in name for each in NEVER_LATE)
+        result.setdefault(part, []).append(Parameter(parameter.numel(), 0, expert, late))
+    return {part: tuple(some) for part, some in result.items()}
+
+
+class SummedTogether(NamedTuple):
     """Parameters whose gradients are summed together: a bucket or, in ZeRO-3, a region."""
 
     size: float
@@ -32,7 +70,7 @@ class Unit(NamedTuple):
     ranks: int  # that share it
 
 
-class Share:
+class RankParameters:
     """What a rank has: `parameters` in the order of the forward, `units` in the order in which the backward sends them.
 
     shards      elements of parameters beyond experts, and of experts
@@ -57,27 +95,16 @@ class Share:
         self.units = self._units(layout, WIDTHS[layout.dtype][1])
 
     def _listed(self, model: ModelConfig, layout: Layout) -> list[Parameter]:
-        h, d, tp = model.hidden, model.head_width, layout.tp
-        queries, keys = model.heads * d // tp, max(1, model.kv_heads // tp) * d
-        matrix, expert = -(-model.vocab // tp) * h, model.expert_ffn * h  # the vocabulary is padded
-        result = [Parameter(matrix, 0)] if self.is_first else []
-        layers = (index for stage in self.stages for index in range(*stage))
-        for region, index in enumerate(layers, int(self.is_first)):
-            sizes = [h, queries * h, keys * h, keys * h, queries * h, h]  # norm, q, k, v, o, norm
-            if has_experts(model, index):
-                result += [Parameter(size, region) for size in (*sizes, model.experts * h)]
-                result += [Parameter(model.experts // layout.ep * expert, region, True)] * 3
-                result += [Parameter(model.shared_experts * expert, region)] * (3 if model.shared_experts else 0)
-            else:
-                result += [Parameter(size, region) for size in (*sizes, *[model.ffn // tp * h] * 3)]
+        parts = parameters_by_part(model, layout.tp, layout.ep)
+        layers = [index for stage in self.stages for index in range(*stage)]
+        regions = [parts["embedding"]] if self.is_first else []
+        regions += [parts["experts" if has_experts(model, index) else "dense"] for index in layers]
         if self.is_last:
-            result += [Parameter(h, self.end)] + [Parameter(matrix, self.end)] * (not self.tied)
-        if self.split:  # all but norms, routers and the embedding
-            early, embedding = (h, model.experts * h), 0 if self.is_first else -1
-            result = [each._replace(late=each.size not in early and each.region != embedding) for each in result]
-        return result
+            regions.append(parts["end"][:1] if self.tied else parts["end"])
+        listed = (each._replace(region=region) for region, some in enumerate(regions) for each in some)
+        return [each if self.split else each._replace(late=False) for each in listed]
 
-    def _units(self, layout: Layout, wide: int) -> list[Unit]:
+    def _units(self, layout: Layout, wide: int) -> list[SummedTogether]:
         result = []
         backward = sorted(range(len(self.parameters)), key=lambda number: (self.parameters[number].late, -number))
         place = {number: index for index, number in enumerate(backward, 1)}  # in the order in which they are stored
@@ -95,7 +122,7 @@ class Share:
             for group in groups:
                 size = sum(self.parameters[number].size for number in group)
                 places = [place[number] for number in group]
-                result.append(Unit(size, min(places), max(places), ranks))
+                result.append(SummedTogether(size, min(places), max(places), ranks))
         return sorted(result, key=lambda unit: unit.begun)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -170,21 +197,12 @@ class Share:
         return list(accumulate(sum(not each.late for each in self.regions.get(region, ())) for region in regions))
 
 
-def has_experts(model: ModelConfig, index: int) -> bool:
-    return bool(model.experts) and index >= model.dense_layers
-
-
-def splits_backward(layout: Layout) -> bool:
-    """Whether gradients of weights come in a second half of the backward."""
-    return layout.schedule in ("zb-h1", "zb-h2")
-
-
 @lru_cache(maxsize=4096)
-def _share(model: ModelConfig, layout: Layout, rank: int) -> Share:
-    return Share(model, layout, rank)
+def _parameters_of_rank(model: ModelConfig, layout: Layout, rank: int) -> RankParameters:
+    return RankParameters(model, layout, rank)
 
 
-def share_of(model: ModelConfig, layout: Layout, rank: int) -> Share:
-    """Return the share of a rank, made once for all layouts that differ in what makes no difference to it."""
+def parameters_of_rank(model: ModelConfig, layout: Layout, rank: int) -> RankParameters:
+    """Return the parameters of a rank, found once for all layouts that differ in what makes no difference to them."""
     same = {"dp": layout.copies, "cp": 1, "micro_batch": 1, "micro_batches": 1, "recompute": "none"}
-    return _share(model, layout._replace(**same), rank)
+    return _parameters_of_rank(model, layout._replace(**same), rank)

@@ -1,0 +1,82 @@
+"""What the commands of the planner share: how they are described, the types of their flags, and common ones."""
+
+import argparse
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import NamedTuple
+
+from common.errors import UsageError
+from step08_5d.planning.time.machines import MACHINES
+
+
+class Command(NamedTuple):
+    """A command: what it adds to its parser, and what it does with the options that the parser returns."""
+
+    add_flags: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], None]
+    takes_more: bool = False  # whether it also takes flags of step 8: `options.rest`
+
+
+# ---- types of flags --------------------------------------------------------------------------------------------------
+
+
+def tokens(text: str) -> int:
+    """A number of tokens, such as 4096, 512k or 4M (of 1,024 each). Raises ValueError for anything else."""
+    unit = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
+    number = float(text.rstrip("kKmM")) * unit
+    if number < 1 or number % 1:  # also of infinity
+        raise ValueError(text)
+    return int(number)
+
+
+def count(text: str) -> int:
+    """A number of GPUs, ranks or the like, for argparse."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
+def speed(text: str) -> float:
+    """GB/s or TFLOP/s, for argparse."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{number:g} must be above 0")
+    return number
+
+
+# ---- flags that several commands have --------------------------------------------------------------------------------
+
+
+def add_model(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
+    parser.add_argument("--seq-len", type=tokens, default=4096)
+
+
+def add_gpu(parser: ArgumentParser) -> None:
+    parser.add_argument("--gpu", choices=MACHINES, default="H100")
+
+
+def add_cluster(parser: ArgumentParser) -> None:
+    add_gpu(parser)
+    parser.add_argument("--gpus", type=count, required=True)
+    parser.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
+
+
+def add_degrees(parser: ArgumentParser) -> None:
+    for degree in ("dp", "tp", "pp", "cp", "ep", "micro-batch"):
+        parser.add_argument(f"--{degree}", type=count, default=1)
+
+
+def add_global_batch(parser: ArgumentParser) -> None:
+    parser.add_argument("--global-batch", "--sequences", type=count, default=256, help="sequences of a step")
+
+
+def add_figure(parser: ArgumentParser, name: str) -> None:
+    parser.add_argument("--out", default=f"runs/planning/{name}.png", help="the figure")
+
+
+def sequences_of(options: Namespace) -> int:
+    """The sequences of a batch of so many tokens. Raises UsageError if they are no whole number."""
+    if options.tokens_per_batch % options.seq_len:
+        raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
+    return options.tokens_per_batch // options.seq_len

@@ -1,0 +1,21 @@
+"""The command `dry-run`: one step of one rank of any world, on fake tensors."""
+
+from argparse import ArgumentParser, Namespace
+
+from step08_5d.planning.command_line import Command, count
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("--world", type=count, required=True, help="how many ranks there would be")
+    parser.add_argument("--rank", type=int, default=0, help="which of them to play")
+
+
+def show(options: Namespace) -> None:
+    """Play the rank and print what it held and sent. What is left of the command line are flags of step 8."""
+    from step08_5d.planning.dry_run import play  # here, as it imports all that trains
+
+    found = play.dry_run(play.configuration(options.rest, options.world), options.rank, progress=True)
+    play.show(found, options.rank)
+
+
+COMMAND = Command(add_flags, show, takes_more=True)
