@@ -147,12 +147,17 @@ def fill_buckets(parameters: list[nn.Parameter], mode: str, bucket_mb: float) ->
     A larger parameter gets a bucket to itself, and so does every parameter in modes naive and overlap.
     """
     limit = round(bucket_mb * 1e6, 3) if mode == "bucket" else 0  # 3 digits: it may be infinite
+    sizes = [parameter.numel() * at_least_float32(parameter.dtype).itemsize for parameter in parameters]
+    return [[parameters[index] for index in bucket] for bucket in pack(sizes, limit)]
+
+
+def pack(sizes: list[float], limit: float) -> list[list[int]]:
+    """The same for any sizes: which parameters, by their place in the forward, each bucket of at most `limit` holds."""
     buckets, room = [], 0
-    for parameter in reversed(parameters):
-        size = parameter.numel() * at_least_float32(parameter.dtype).itemsize
-        if size > room or not buckets:
+    for index in reversed(range(len(sizes))):
+        if sizes[index] > room or not buckets:
             buckets.append([])
             room = limit
-        buckets[-1].append(parameter)
-        room -= size
+        buckets[-1].append(index)
+        room -= sizes[index]
     return buckets

@@ -9,22 +9,6 @@ from dataclasses import dataclass
 from common.link import Link
 
 
-def fill_buckets(sizes: list[int], limit: float) -> list[list[int]]:
-    """Return the indices of the parameters in each bucket of at most `limit` bytes, in the order of the backward.
-
-    Args:
-        sizes: bytes of each parameter's gradient, in forward order. A larger one has a bucket to itself.
-    """
-    buckets, room = [], 0.0
-    for index in reversed(range(len(sizes))):
-        if not buckets or sizes[index] > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(index)
-        room -= sizes[index]
-    return buckets
-
-
 def gather_ratio(ranks: int, width: float, peak_flops: float, bandwidth: float, beta: int = 2) -> float:
     """Return the time of an all-gather over that of the matrix product that follows it; up to 1 it can hide completely.
 

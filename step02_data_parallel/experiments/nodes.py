@@ -6,7 +6,7 @@ The cable is real, the devices are simulated: two ranks cannot compute side by s
 import numpy as np
 
 from common.config import TrainConfig
-from common.costs.alpha_beta import Player, fill_buckets
+from common.costs.alpha_beta import Player
 from common.drawing.charts import legend, lines
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import print_comparison, print_table
@@ -16,6 +16,7 @@ from common.process_groups import Mesh
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.running.slow_device import SlowDevice
 from step02_data_parallel import cost
+from step02_data_parallel.data_parallel import pack
 from step02_data_parallel.train import build
 
 RANKS = 2  # on a node of their own each
@@ -89,7 +90,7 @@ def play(alone: float, mode: str) -> Player:
     """A step's gradients over the cable, if they take `alone` seconds where nothing is sent."""
     (sizes, costs), player = tensors(), Player(RANKS, cable_link(CABLE))
     if mode != "alone":
-        buckets = fill_buckets(sizes, MODEL["bucket_mb"] * 1e6 if mode == "bucket" else 0)
+        buckets = pack(sizes, MODEL["bucket_mb"] * 1e6 if mode == "bucket" else 0)
         times = (1 - BACKWARD) * alone, BACKWARD * alone
         cost.play_step(player, buckets, sizes, costs, times, naive=mode == "naive")
     return player

@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Callable
 
-from common.costs.alpha_beta import fill_buckets
 from common.experiments.counting import Counted, counted, mean_rank, print_counted
 from common.experiments.gradients import compare_with_one_process
 from common.experiments.local_ranks import on_ranks, train_quietly
 from common.experiments.runs import BUCKET_MB, MODEL, tensor_sizes
 from common.process_groups import Mesh
 from step02_data_parallel import cost, train
+from step02_data_parallel.data_parallel import pack
 
 MODES = ("naive", "overlap", "bucket")
 STEPS = 4
@@ -26,7 +26,7 @@ def traffic(quick: bool) -> None:
         found = on_ranks(ranks, count_steps, flags, title="traffic", jobs=len(flags))
         predicted = {}
         for name in cases:
-            buckets = fill_buckets(sizes, BUCKET_MB * 1e6 if name.startswith("bucket") else 0)
+            buckets = pack(sizes, BUCKET_MB * 1e6 if name.startswith("bucket") else 0)
             messages = cost.messages(sum(sizes) / 4, ranks, buckets=len(buckets))
             predicted[name] = [each._replace(count=STEPS * each.count) for each in messages]
         means = {name: mean_rank(rank[index] for rank in found) for index, name in enumerate(cases)}

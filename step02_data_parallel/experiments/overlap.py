@@ -1,12 +1,13 @@
 """How much communication hides behind the backward, over a simulated link, from the intervals of traces."""
 
 from common.config import TrainConfig
-from common.costs.alpha_beta import Player, fill_buckets
+from common.costs.alpha_beta import Player
 from common.drawing.figures import figure_path
 from common.experiments.runs import BUCKET_MB, MODEL, tensor_sizes
 from common.experiments.traces import computation, one_rank, print_hidden, run_cases
 from common.tracing.timelines import draw_timelines
 from step02_data_parallel import cost
+from step02_data_parallel.data_parallel import pack
 from step02_data_parallel.train import train
 
 LINK = "2000,0.2"  # 2 ms a message, 0.2 GB/s: to this model's backward what a real network is to a large model's
@@ -52,7 +53,7 @@ def bucket_sweep(quick: bool) -> None:
 
 def buckets_of(mode: str, bucket_mb: float = BUCKET_MB) -> list[list[int]]:
     """Indices of the parameters in each bucket."""
-    return fill_buckets(tensor_sizes()[0], bucket_mb * 1e6 if mode == "bucket" else 0)
+    return pack(tensor_sizes()[0], bucket_mb * 1e6 if mode == "bucket" else 0)
 
 
 def play(backward: float, mode: str, bucket_mb: float = BUCKET_MB) -> Player:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from torch import nn
 
 from common.config import TrainConfig
-from common.costs.alpha_beta import fill_buckets
 from common.costs.vocabulary import KINDS, WIDTHS, Message, added
 from common.drawing.tables import print_table
 from common.experiments import counting
@@ -17,6 +16,7 @@ from common.experiments.training_step import on_every_case
 from common.measure.storages import live_bytes
 from common.model import Decoder
 from common.process_groups import Mesh
+from step02_data_parallel.data_parallel import pack
 from step03_zero import cost
 from step03_zero.by_layer import ZeroByLayer
 from step03_zero.experiments.tools import SHAPE, STAGES, run_with, units_of
@@ -81,7 +81,7 @@ def expected(flags: dict, ranks: int, micro_batches: int) -> list[Message]:
     """What `cost.py` says of `SHAPE` with these flags."""
     stage, tied = flags["zero"], flags.get("tie_embeddings", False)
     sizes, _ = tensor_sizes()
-    buckets = [sum(sizes[index] for index in each) // 4 for each in fill_buckets(sizes, BUCKET_MB * 1e6)]
+    buckets = [sum(sizes[index] for index in each) // 4 for each in pack(sizes, BUCKET_MB * 1e6)]
     units = units_of(SHAPE | {"tie_embeddings": tied}) if stage == 3 else tuple(buckets[::-1])
     replicas = flags.get("zero_replicas", 1) if stage else ranks
     each_micro_batch, widths = flags.get("zero_reduce") != "step", WIDTHS[flags.get("dtype", "float32")]

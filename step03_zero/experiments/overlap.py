@@ -1,7 +1,7 @@
 """How much communication hides behind computation, over a simulated link, from the intervals of traces."""
 
 from common.config import TrainConfig
-from common.costs.alpha_beta import Player, fill_buckets
+from common.costs.alpha_beta import Player
 from common.drawing.figures import figure_path
 from common.experiments.runs import BUCKET_MB, MODEL, tensor_sizes
 from common.experiments.traces import TracedPart, computation, one_rank, print_hidden, quietest, run_parts
@@ -10,6 +10,7 @@ from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
 from common.tracing.timelines import draw_timelines
 from step02_data_parallel.cost import SCALAR, play_step
+from step02_data_parallel.data_parallel import pack
 from step03_zero import cost
 from step03_zero.experiments.tools import NoPrefetch, regions_of, run_with
 from step03_zero.zero import Zero
@@ -54,7 +55,7 @@ def step_of(mesh: Mesh, case: tuple[int, type[Zero] | None]) -> TracedPart:
 def play(name: str, times: tuple[float, float]) -> Player:
     """Play a step of a variant on two ranks over `LINK`. `times`: seconds of its forward and of its backward."""
     (sizes, costs), player = tensor_sizes(), Player(2, TrainConfig(link=LINK).link_model)
-    regions, buckets = regions_of(Decoder(TrainConfig(**MODEL).model_config)), fill_buckets(sizes, BUCKET_MB * 1e6)
+    regions, buckets = regions_of(Decoder(TrainConfig(**MODEL).model_config)), pack(sizes, BUCKET_MB * 1e6)
     stage, zero = VARIANTS[name]
     if stage == 0:
         play_step(player, buckets, sizes, costs, times)

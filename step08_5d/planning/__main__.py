@@ -2,6 +2,7 @@
 
 python -m step08_5d.planning plan --model llama3-8b --gpus 64 --seq-len 4096 --tokens-per-batch 1M
 python -m step08_5d.planning memory --model llama3-70b --dp 4 --tp 8 --pp 2 --zero 1 --recompute full
+python -m step08_5d.planning memory --model llama3-8b --layer
 python -m step08_5d.planning memory --model llama3-8b --tp 8 --form gpt
 python -m step08_5d.planning compare --model llama3-8b "--dp 8 --zero 3" "--dp 4 --tp 2 --zero 1"
 python -m step08_5d.planning bars

@@ -41,3 +41,21 @@ def log(step: int, flags: str) -> Log:
     with collectives.record() as calls:
         updated = train(config, mesh)
     return Log(config, mesh, updated, calls, None if before is None else sent_so_far(mesh) - before)
+
+
+def fill_buckets(sizes: list[int], limit: float) -> list[list[int]]:
+    """Return the indices of the parameters in each bucket of at most `limit` bytes, in the order of the backward.
+
+    What step 2 does, once more: tests compare the two.
+
+    Args:
+        sizes: bytes of each parameter's gradient, in forward order. A larger one has a bucket to itself.
+    """
+    buckets, room = [], 0.0
+    for index in reversed(range(len(sizes))):
+        if not buckets or sizes[index] > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(index)
+        room -= sizes[index]
+    return buckets

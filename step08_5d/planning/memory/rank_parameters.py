@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from common.config import TrainConfig
-from common.costs.alpha_beta import fill_buckets
 from common.costs.vocabulary import WIDTHS
 from common.model import Decoder
 from common.model_config import ModelConfig
 from common.process_groups import Group
+from step02_data_parallel.data_parallel import pack
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step07_expert_parallel.moe import apply_experts
 from step08_5d.cost import Layout
@@ -117,7 +117,7 @@ class RankParameters:
                 groups = list(buckets.values())
             else:
                 sizes = [wide * self.parameters[number].size for number in numbers]
-                filled = fill_buckets(sizes, BUCKET if ranks > 1 else 0.0)  # nothing is sent: one for each parameter
+                filled = pack(sizes, BUCKET if ranks > 1 else 0.0)  # nothing is sent: one for each parameter
                 groups = [[numbers[index] for index in bucket] for bucket in filled]
             for group in groups:
                 size = sum(self.parameters[number].size for number in group)

@@ -9,12 +9,12 @@ from torch import nn
 
 from common import collectives
 from common.config import TrainConfig
-from common.costs.alpha_beta import fill_buckets
 from common.model import Decoder
 from common.start import environment
 from step02_data_parallel.data_parallel import DataParallel
 from step02_data_parallel.data_parallel import fill_buckets as fill_with_parameters
 from step02_data_parallel.train import build, train
+from tests.harness.accounting import fill_buckets
 from tests.harness.observing import configure, mesh_of, observe_each, watching
 from tests.harness.ranks import run_ranks
 

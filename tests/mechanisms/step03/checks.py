@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config import TrainConfig
-from common.costs.alpha_beta import fill_buckets
 from common.model import Decoder
 from step01_single_gpu.memory_model.capacity import bytes_needed
+from tests.harness.accounting import fill_buckets
 from tests.mechanisms.step03.observe import OTHERS, Observation
 
 REDUCING = 2  # reduce-scatters that a rank has in flight over gloo
