@@ -1,11 +1,12 @@
 """What the ranks of a layout hold at the fullest moment of a step, by kind.
 
-The peak is a maximum over moments: those of all walks through the backward of a stage (`walks.py`), in the first
-backward of a step, when the most micro-batches are in flight and there are no gradients, and in a later one
-(`backwards.py`). What a moment adds to all that lives longer, `moments.py`, `ends.py` and `second_half.py` say; what a
-micro-batch in flight keeps, `kept.py`. Nothing is fitted: tests compare a grid of layouts with dry runs. With
-interleaved stages the tables and messages of a micro-batch in only some stages of a rank are estimated, as that part of
-them which these stages have of its layers.
+The peak is a maximum over events: those of all parts of a stage's backward (`walks.py`), in the first backward of a
+step, when the most micro-batches are in flight and there are no gradients, and in a later one (`backwards.py`). What an
+event adds to all that lives longer say the ledgers of `layer.py`, `ends.py` and `second_half.py`; what a micro-batch in
+flight keeps, `kept.py`; how large weights and sums of gradients are, `rank_parameters.py`.
+
+Nothing is fitted: tests compare a grid of layouts with dry runs. With interleaved stages the tables and messages of a
+micro-batch in only some stages of a rank are estimated, as that part of them which these stages have of its layers.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from step08_5d.planning.memory.walks import Walk, deferred_by, walks_of_stage
 
 
 class Fullest(NamedTuple):
-    """The fullest moment of a step."""
+    """A rank when it holds most in a step."""
 
     moment: str
     held: dict[str, float]  # bytes by kind
@@ -78,11 +79,11 @@ def parameters(model: ModelConfig, layout: Layout, rank: int) -> tuple[float, fl
     return parameters_of_rank(model, layout, rank).shards
 
 
-# ---- all moments -----------------------------------------------------------------------------------------------------
+# ---- all events ------------------------------------------------------------------------------------------------------
 
 
 class _Case(NamedTuple):
-    """A walk in one of a rank's backwards."""
+    """A part of a stage's backward, in one of the rank's backwards."""
 
     backward: Backward
     walk: Walk

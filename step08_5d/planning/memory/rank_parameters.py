@@ -44,8 +44,8 @@ def parameters_by_part(model: ModelConfig, tp: int, ep: int) -> dict[str, tuple[
 
     The parts are embedding, dense (a layer), experts (a layer) and end (last norm and head, even if that is tied).
     """
-    dense = 1 + bool(model.experts)  # of both sorts of layers one, if there are two
-    model = replace(model, layers=dense, dense_layers=1, tie_embeddings=False)
+    sorts = 2 if model.experts else 1
+    model = replace(model, layers=sorts, dense_layers=1, tie_embeddings=False)  # a layer of each sort
     config = SimpleNamespace(model_config=model, torch_dtype=torch.float32, sequence_parallel=True, tp_mode="overlap")
     names = {"tp": tp, "ep": ep, "cp": 1, "dp_cp": 1, "kv_replica": tp}
     groups = {name: Group(name, tuple(range(ranks)), 0) for name, ranks in names.items()}
