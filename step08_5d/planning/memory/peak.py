@@ -133,7 +133,7 @@ def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
                 continue
             gathered = mine.gathered(walk.region, prefetch=not walk.is_loss)
             in_messages = (messages - walk.keeps_message) * size.stream
-            there = others + sum(walk.held.values()) + in_messages
+            there = others + walk.before + in_messages
             begun = mine.early if backward.early else 0
             yield _Case(backward, walk, gathered, begun, there, in_messages + in_flight * received, needed)
 

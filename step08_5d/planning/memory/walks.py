@@ -7,8 +7,8 @@ its second half is a part of its own.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
@@ -21,7 +21,8 @@ from step08_5d.planning.memory.sizes import LayerSizes, has_experts
 LOSS, FIRST, SECOND = "BF", "BI", "W"  # in which halves of a backward a part is: the loss is computed before it
 
 
-class Walk(NamedTuple):
+@dataclass(frozen=True)
+class Walk:
     """A part of a stage's backward, and a ledger of it."""
 
     name: str
@@ -36,7 +37,12 @@ class Walk(NamedTuple):
     def is_loss(self) -> bool:
         return self.halves == LOSS
 
-    @property
+    @cached_property  # a search asks for both with every stage of ZeRO
+    def before(self) -> float:
+        """Bytes that are there when it begins."""
+        return sum(self.held.values())
+
+    @cached_property
     def most(self) -> float:
         return max(each.held for each in self.fullest.values())
 
