@@ -126,6 +126,20 @@ def test_a_seam_says_what_it_does_and_not_for_whom(module):
     assert not re.search(r"\blater steps?\b", text), module
 
 
+def test_a_name_is_that_of_one_class():
+    """What one file says of a class holds wherever its name is met. A subclass may have the name of its base. (Labs are
+    read one by one, and the planner on its own.)
+    """
+    classes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        if not re.search(r"^tests|\.labs\b|\.planning\b", module):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                own = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+                if own and not any(ast.unparse(base).endswith(f".{node.name}") for base in node.bases):
+                    classes.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in classes.items() if len(modules) > 1} == {}
+
+
 @pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("tests")])
 def test_collectives_go_through_collectives(module):
     """Everybody else talks to other ranks through common/collectives.py, which counts and records."""
