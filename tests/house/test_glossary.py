@@ -194,7 +194,7 @@ OURS = {
     "RowParallelLinear": "step04_tensor_parallel.tensor_parallel",
     "Pipeline": "step05_pipeline.pipeline",
     "ring_attention": "step06_context_parallel.ring_attention",
-    "Journey": "step07_expert_parallel.expert_parallel",
+    "TokenDispatcher": "step07_expert_parallel.expert_parallel",
     "MoE": "step07_expert_parallel.moe",
 }
 EXAMPLES = {"--recompute": "full", "--zero-replicas": "2 --zero 1", "--schedule": "1f1b --pp 2"}  # flags need values
