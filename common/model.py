@@ -5,7 +5,8 @@ Pre-norm blocks of grouped-query attention (arXiv:2305.13245) with rotary embedd
 softmax and loss are computed in at least float32.
 
 The model knows nothing about parallelism. It may be built for a range of layers, and what others replace from outside
-are attributes: the attention's `core` and `rotate`, SwiGLU's `activation`, a block's `compute`, and `apply_linears`.
+are attributes: the attention's `core` and `rotate`, SwiGLU's `activation`, `apply_linears`, and `call`, by which the
+attention calls its core and a block its layer: whatever the core and the layer are made of by then.
 """
 
 import math
@@ -35,6 +36,11 @@ class RMSNorm(nn.Module):
         y = x.to(at_least_float32(x.dtype))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * y.to(x.dtype)
+
+    def after_adding(self, x, residual):
+        """Return the norm of x + residual, and x + residual: a replacement may do both at once."""
+        x = x + residual  # what was added is not needed any more
+        return self(x), x
 
 
 def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +94,11 @@ def fused_attention(q, k, v):
 ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
 
 
+def call(function, *inputs):
+    """function(*inputs), which returns one tensor; a replacement may keep less of it for the backward."""
+    return function(*inputs)
+
+
 def apply_linears(x, linears):
     """The outputs of several linear layers for one input x; a replacement may prepare x once for all of them."""
     return [linear(x) for linear in linears]
@@ -98,7 +109,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
-        self.head_width, self.core, self.apply_linears, self.rotate = config.head_width, core, apply_linears, rotate
+        self.head_width, self.core, self.call = config.head_width, core, call
+        self.apply_linears, self.rotate = apply_linears, rotate
         self.q_proj = nn.Linear(config.hidden, config.heads * config.head_width, bias=False)
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_width, bias=False)
@@ -109,7 +121,7 @@ class Attention(nn.Module):
             return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
         q, k, v = map(split, self.apply_linears(x, (self.q_proj, self.k_proj, self.v_proj)))
-        out = self.core(*self.rotate(q, k, *rope), v, *mask)  # (batch, heads, seq, d)
+        out = self.call(self.core, *self.rotate(q, k, *rope), v, *mask)  # (batch, heads, seq, d)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
@@ -138,17 +150,18 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, core):
         super().__init__()
+        self.call = call
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config, core)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
     def forward(self, x, rope, *mask):  # (batch, seq, hidden) -> (batch, seq, hidden)
-        return self.compute(x, *rope, *mask)
+        return self.call(self.compute, x, *rope, *mask)
 
     def compute(self, x, cos, sin, *mask):
-        x = x + self.attention(self.attention_norm(x), (cos, sin), *mask)
-        return x + self.mlp(self.mlp_norm(x))
+        normed, x = self.mlp_norm.after_adding(self.attention(self.attention_norm(x), (cos, sin), *mask), x)
+        return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):

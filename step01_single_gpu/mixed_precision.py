@@ -25,7 +25,8 @@ from common.start import environment
 def take_gradients(parameters: list[nn.Parameter], sums) -> None:
     """Pass every gradient to `sums.accumulate(parameter, gradient)` as soon as a backward has computed it.
 
-    `sums` is whatever adds them up, such as `GradientSums`.
+    `sums` is whatever adds them up, such as `GradientSums`. It is also an attribute of each parameter: whoever computes
+    a gradient without autograd hands it over there.
 
     The gradient is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
     Raises ValueError for a frozen parameter, which never has one.
@@ -33,6 +34,7 @@ def take_gradients(parameters: list[nn.Parameter], sums) -> None:
     for parameter in parameters:
         if not parameter.requires_grad:
             raise ValueError(f"{parameter.spec.name} is frozen (requires_grad is False): its gradient never comes")
+        parameter.sums = sums
 
     def take(parameter: nn.Parameter) -> None:  # torch passes the parameter, not its gradient
         gradient, parameter.grad = parameter.grad, None

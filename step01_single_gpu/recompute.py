@@ -46,22 +46,26 @@ class _Recompute(torch.autograd.Function):
         # --- until here ---
 
 
-def recomputed(function):
-    """Return `function` in a form that keeps only its inputs, and is computed again in the backward.
+def recompute(function, *inputs):
+    """function(*inputs), which returns one tensor, but only `inputs` are kept: the backward computes it again.
 
     Weights inside get gradients only if some input requires one (a layer's hidden states always do). The function must
     not draw random numbers: this model has no dropout, so no state of a random generator is restored.
     """
-    return functools.wraps(function)(functools.partial(_Recompute.apply, function))
+    return _Recompute.apply(function, *inputs)
 
 
 def apply_recompute(model, mode: str) -> None:
-    """Make every layer of a `Decoder` recompute (mode "none", "selective" or "full"). Parameters keep their names."""
+    """Make every layer of a `Decoder` recompute (mode "none", "selective" or "full"), whatever it is made of later.
+
+    It replaces the way in which a layer calls a function, and not the function. So a mechanism that replaces the
+    function afterwards has the new one recomputed. (A wrapper around the old one would be lost in silence.)
+    """
     for layer in model.layers.values():
         if mode == "selective":
-            layer.attention.core = recomputed(layer.attention.core)
+            layer.attention.call = recompute  # of its core
         elif mode == "full":
-            layer.compute = recomputed(layer.compute)  # the method: hooks on the layer run once
+            layer.call = recompute  # of `compute`, within its forward: hooks on the layer run once
 
 
 # ---- in any model ----------------------------------------------------------------------------------------------------

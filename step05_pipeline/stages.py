@@ -14,7 +14,7 @@ from common.process_groups import Mesh, Placement, all_groups, create_groups
 from step03_zero.zero import Zero
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Schedule
-from step05_pipeline.weight_gradients import DeferringLinear
+from step05_pipeline.weight_gradients import defer_linear_layers
 
 
 def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[int, int]]:
@@ -51,16 +51,6 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
             defer_linear_layers(stage)
         stages.append(stage)
     return stages
-
-
-def defer_linear_layers(module: nn.Module) -> None:
-    """Let the linear layers in a module defer the gradients of their weights.
-
-    Those with a bias do not: autograd computes both gradients at once, and W would have nothing left to do.
-    """
-    for name, each in list(module.named_modules()):
-        if isinstance(each, nn.Linear) and each.bias is None:
-            module.set_submodule(name, DeferringLinear(each.weight))
 
 
 def shared_ends(config: TrainConfig) -> tuple[str, ...]:

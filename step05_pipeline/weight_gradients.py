@@ -2,10 +2,10 @@
 
 Other ranks wait for I alone, so zero-bubble pipelines (Qi et al., arXiv:2401.10241) do W when a rank would be idle.
 Splitting the backward into two passes of autograd would run everything between the linear layers twice. So the linear
-layers themselves store the operands of W (after DeepSeek's WeightGradStore).
+layers themselves hand over the operands of W, and a store keeps them (after DeepSeek's WeightGradStore).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,11 @@ from step04_tensor_parallel.linear import linear
 
 
 class WeightGradStore(list):
-    """Deferred weight gradients of one backward, in its order: what step 4's `weight_gradient` gives to `postpone`."""
+    """Deferred weight gradients of one backward, in its order."""
+
+    def put(self, weight: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, multiply: Callable) -> None:
+        """A `gradient_sink` of step 4's linear layers."""
+        self.append((weight, gradient, x, multiply))
 
     def compute(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (weight, gradient) in order, and release each one's operands."""
@@ -30,17 +34,17 @@ def defer_weight_gradients(weights: Iterable[nn.Parameter]) -> Iterator[WeightGr
 
     Parameters of other layers, such as norms, get their gradients as usual.
     """
-    store, before = WeightGradStore(), {weight: getattr(weight, "postpone", None) for weight in weights}
+    store, before = WeightGradStore(), {weight: getattr(weight, "gradient_sink", None) for weight in weights}
     for weight in before:
-        weight.postpone = store.append
+        weight.gradient_sink = store.put
     try:
         yield store
     finally:
-        for weight, postpone in before.items():
-            if postpone:
-                weight.postpone = postpone
+        for weight, sink in before.items():
+            if sink:
+                weight.gradient_sink = sink
             else:
-                del weight.postpone
+                del weight.gradient_sink
 
 
 class DeferringLinear(nn.Linear):
@@ -52,3 +56,13 @@ class DeferringLinear(nn.Linear):
 
     def forward(self, x):
         return linear(x, self.weight)
+
+
+def defer_linear_layers(module: nn.Module) -> None:
+    """Let the linear layers in a module defer the gradients of their weights, unless they are of a kind of their own.
+
+    Those with a bias do not: autograd computes both gradients at once, and W would have nothing left to do.
+    """
+    for name, each in list(module.named_modules()):
+        if type(each) is nn.Linear and each.bias is None:
+            module.set_submodule(name, DeferringLinear(each.weight))

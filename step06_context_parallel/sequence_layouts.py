@@ -138,6 +138,11 @@ def token_positions(split: str, seq_len: int, ranks: int, rank: int) -> Tensor:
     return torch.from_numpy(SequenceLayout(split, seq_len, ranks).positions(rank))
 
 
+def rank_order(split: str, seq_len: int, ranks: int) -> Tensor:
+    """Return the position in the sequence of each token, rank by rank: (seq_len,) of int64. 0 1 6 7 2 3 4 5 above."""
+    return torch.cat([token_positions(split, seq_len, ranks, rank) for rank in range(ranks)])
+
+
 def layout_of(
     q: Tensor, k: Tensor, v: Tensor, ranks: int, split: str, documents: Documents | None = None, causal: bool = True
 ) -> SequenceLayout:

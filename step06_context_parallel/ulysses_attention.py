@@ -21,7 +21,7 @@ from common import collectives
 from common.process_groups import Group
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels
 from step06_context_parallel.ring_attention import RingAttention
-from step06_context_parallel.sequence_layouts import Documents, SequenceLayout, layout_of, token_positions
+from step06_context_parallel.sequence_layouts import Documents, SequenceLayout, layout_of, rank_order
 
 
 class _AllToAll(torch.autograd.Function):
@@ -79,6 +79,5 @@ def ulysses_attention(
 
 @functools.lru_cache(maxsize=4)
 def _places(layout: SequenceLayout, device: torch.device) -> Tensor:
-    """The position in the sequence of each token in rank order: (seq,)."""
     split, seq_len, ranks, *_ = layout
-    return torch.cat([token_positions(split, seq_len, ranks, rank) for rank in range(ranks)]).to(device)
+    return rank_order(split, seq_len, ranks).to(device)

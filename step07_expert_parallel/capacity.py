@@ -7,14 +7,13 @@ nothing is dropped.
 import math
 from fractions import Fraction
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common import collectives
 from common.config import TrainConfig
 from common.process_groups import Group
-from step06_context_parallel.sequence_layouts import SequenceLayout
+from step06_context_parallel.sequence_layouts import rank_order
 from step07_expert_parallel.expert_parallel import inverse
 
 
@@ -44,8 +43,7 @@ def earlier_choices(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -
         parts = whole.new_empty(group.size, *whole.shape)
         collectives.all_gather(parts, whole.contiguous(), group)
         whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
-    layout = SequenceLayout(config.cp_split, whole.shape[1], cp.size)
-    places = torch.from_numpy(np.concatenate([layout.positions(rank) for rank in range(cp.size)])).to(chosen.device)
+    places = rank_order(config.cp_split, whole.shape[1], cp.size).to(chosen.device)
     earlier = count_earlier(whole[:, inverse(places)])[:, places]  # counted in the order of positions
     start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
     return earlier[:, start : start + chosen.shape[1]]

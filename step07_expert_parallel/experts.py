@@ -6,16 +6,15 @@ take, a loop over the experts does the same.
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.model import silu_and_multiply
-from step04_tensor_parallel.linear import weight_gradient
+from step04_tensor_parallel.linear import linear
 
 
 def to_host(counts: Tensor) -> list[int]:
@@ -50,7 +49,7 @@ class Counts:
         return [slice(*ends) for ends in pairwise(accumulate(self.on_host, initial=0))]
 
 
-def _has_kernel(*tensors: Tensor) -> bool:
+def has_kernel(*tensors: Tensor) -> bool:
     """Whether PyTorch's grouped product takes these tensors: not float64, no rows at all, or rows of odd lengths.
 
     On GPUs it is one kernel on Hopper alone: older ones loop over the experts on the host, and on Blackwell experts
@@ -63,50 +62,43 @@ def _has_kernel(*tensors: Tensor) -> bool:
     return tensors[0].dtype in dtypes and len(tensors[0]) > 0 and aligned
 
 
-class Kernels(NamedTuple):
-    """What may compute, in place of the loops below, the products for which PyTorch has no kernel."""
-
-    multiply: Callable
-    multiply_transposed: Callable
-
-
-def multiply(x: Tensor, matrices: Tensor, counts: Counts, kernels: Kernels | None = None) -> Tensor:
+def multiply(x: Tensor, matrices: Tensor, counts: Counts) -> Tensor:
     """The rows of each expert times its matrix: x (rows, in), matrices (experts, in, out) -> (rows, out)."""
-    if _has_kernel(x, matrices, matrices.mT):
+    if has_kernel(x, matrices, matrices.mT):
         return F.grouped_mm(x, matrices, offs=counts.ends)
-    if kernels:
-        return kernels.multiply(x, matrices, counts)
     out = x.new_empty(len(x), matrices.shape[-1])
     for rows, matrix in zip(counts.rows, matrices, strict=True):
         torch.mm(x[rows], matrix, out=out[rows])
     return out
 
 
-def multiply_transposed(y: Tensor, x: Tensor, counts: Counts, kernels: Kernels | None = None) -> Tensor:
+def multiply_transposed(y: Tensor, x: Tensor, counts: Counts) -> Tensor:
     """The transposed rows of each expert in y times those in x: (rows, out), (rows, in) -> (experts, out, in)."""
-    if _has_kernel(y, x):
+    if has_kernel(y, x):
         return F.grouped_mm(y.T, x, offs=counts.ends)
-    if kernels:
-        return kernels.multiply_transposed(y, x, counts)
     out = x.new_empty(len(counts.on_device), y.shape[-1], x.shape[-1])
     for rows, matrix in zip(counts.rows, out, strict=True):
         torch.mm(y[rows].T, x[rows], out=matrix)
     return out
 
 
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, counts, kernels):
-        ctx.weight, ctx.counts, ctx.kernels = weight, counts, kernels
-        ctx.save_for_backward(x)
-        return multiply(x, weight.mT, counts, kernels)
+class Grouped:
+    """`Dense` for a weight (experts, out, in) and rows that are sorted by expert."""
 
     @staticmethod
-    def backward(ctx, gradient):
-        (x,), gradient = ctx.saved_tensors, gradient.contiguous()  # the kernel takes no expanded tensor
-        weight, counts, kernels = ctx.weight, ctx.counts, ctx.kernels
-        dw = weight_gradient(weight, gradient, x, partial(multiply_transposed, counts=counts, kernels=kernels))
-        return multiply(gradient, weight, counts, kernels), dw, None, None
+    def output(x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
+        """x (rows, in) -> (rows, out)."""
+        return multiply(x, weight.mT, counts)
+
+    @staticmethod
+    def input_gradient(gradient: Tensor, weight: Tensor, counts: Counts) -> Tensor:
+        """gradient (rows, out) -> (rows, in)."""
+        return multiply(gradient.contiguous(), weight, counts)  # the kernel takes no expanded tensor
+
+    @staticmethod
+    def weight_gradient(gradient: Tensor, x: Tensor, counts: Counts) -> Tensor:
+        """(rows, out) and (rows, in) -> (experts, out, in)."""
+        return multiply_transposed(gradient.contiguous(), x, counts)
 
 
 class Experts(nn.Module):
@@ -114,12 +106,12 @@ class Experts(nn.Module):
 
     def __init__(self, count: int, hidden: int, ffn: int):
         super().__init__()
-        self.activation, self.kernels = silu_and_multiply, None
+        self.activation = silu_and_multiply
         self.gate_proj = nn.Parameter(torch.empty(count, ffn, hidden))
         self.up_proj = nn.Parameter(torch.empty(count, ffn, hidden))
         self.down_proj = nn.Parameter(torch.empty(count, hidden, ffn))
 
     def forward(self, x, counts):  # (rows, hidden), sorted by expert -> (rows, hidden)
-        gate = _GroupedLinear.apply(x, self.gate_proj, counts, self.kernels)
-        up = _GroupedLinear.apply(x, self.up_proj, counts, self.kernels)
-        return _GroupedLinear.apply(self.activation(gate, up), self.down_proj, counts, self.kernels)
+        gate = linear(x, self.gate_proj, counts, default=Grouped)
+        up = linear(x, self.up_proj, counts, default=Grouped)
+        return linear(self.activation(gate, up), self.down_proj, counts, default=Grouped)

@@ -18,7 +18,7 @@ from common.config import TrainConfig
 from common.model import Decoder, SwiGLU, at_least_float32
 from common.parameter import ParameterSpec, attach_specs
 from common.process_groups import Group, Mesh
-from step05_pipeline.weight_gradients import DeferringLinear
+from step05_pipeline.weight_gradients import defer_linear_layers
 from step07_expert_parallel.expert_parallel import TokenDispatcher, inverse
 from step07_expert_parallel.experts import Counts, Experts, to_host
 from step07_expert_parallel.router import Router
@@ -144,9 +144,8 @@ def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
         with torch.device("meta"):
             experts = Experts(count, shape.hidden, shape.expert_ffn)
             shared = SwiGLU(shape.hidden, shape.shared_experts * shape.expert_ffn) if shape.shared_experts else None
-        # Like all other matrices they put off their weight gradients, if the schedule splits the backward
-        for projection, module in list(shared.named_children() if shared else ()):
-            shared.set_submodule(projection, DeferringLinear(module.weight))
+        if shared:  # like all other matrices they put off their weight gradients, if the schedule splits the backward
+            defer_linear_layers(shared)
         layer.mlp = MoE(router, experts, shared, ep)
         attach_specs(layer.mlp, {"down_proj": residual, "down_proj.weight": residual, "": 0.02})
         of_experts = set(experts.parameters())

@@ -5,7 +5,8 @@ keys, and the activation of the MLP. Eager PyTorch reads and writes memory for e
 reads each input once and writes each output once, and so does the code that `torch.compile` makes of the same formulas.
 
 None of these talks to other ranks, registers hooks or owns weights. So they go into the model's seams, and no mechanism
-of an earlier step notices. (`HeadAndLoss` talks and owns weights, as step 4's head and loss do.)
+of an earlier step notices. (`HeadAndLoss` talks and owns weights, as step 4's head and loss do.) Products of matrices
+add their results to the sums of gradients (`weight_sums.py`).
 """
 
 import functools
@@ -17,15 +18,16 @@ from torch import nn
 
 from common.config import TrainConfig
 from common.errors import UsageError, first_line
-from common.model import Block, Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
+from common.model import Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
 from common.process_groups import Group, Mesh
 from step06_context_parallel.attention_block import NaiveKernels
-from step07_expert_parallel import experts
-from step08_5d.kernels import grouped_matmul, linear_cross_entropy, rms_norm, rotary, swiglu
+from step07_expert_parallel.experts import Experts
+from step08_5d.kernels import linear_cross_entropy, rms_norm, rotary, swiglu
 from step08_5d.kernels.flash_attention import WIDEST_HEAD, attend
 from step08_5d.kernels.flash_attention_backward import attend_backward, flash_attention_core
 from step08_5d.kernels.launching import capability
 from step08_5d.kernels.merge import merge
+from step08_5d.weight_sums import sum_in_products
 
 
 class Pieces(NamedTuple):
@@ -99,15 +101,15 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
             layer.attention.core = functools.partial(layer.attention.core, kernels=BlockKernels())
         elif flash and config.own_attention:  # or PyTorch chooses among kernels that are faster (as published)
             layer.attention.core = flash_attention_core
-        if in_kernels and hasattr(layer.mlp, "experts"):
-            layer.mlp.experts.kernels = experts.Kernels(grouped_matmul.multiply, grouped_matmul.multiply_transposed)
     if config.fused and model.has_head:
         model.head_and_loss = HeadAndLoss(model.head, config.model_config.vocab, mesh.tp, in_kernels)
         model.head = nn.Identity()  # the model returns the hidden states that the other one takes
+    if in_kernels:
+        sum_in_products(model)
 
 
 def apply_pieces(model: Decoder, pieces: Pieces) -> None:
-    """Replace norms, rotation, activation, and with them the way through a layer."""
+    """Replace norms, rotation and activation."""
     for layer in model.layers.values():
         layer.attention_norm = Norm(layer.attention_norm, pieces)
         layer.mlp_norm = Norm(layer.mlp_norm, pieces)
@@ -115,9 +117,8 @@ def apply_pieces(model: Decoder, pieces: Pieces) -> None:
         for module in layer.mlp.modules():
             # A dense MLP, shared experts, and experts. These have other numbers of rows in every step: a compiler would
             # begin anew for each
-            if hasattr(module, "activation") and (pieces is KERNELS or not isinstance(module, experts.Experts)):
+            if hasattr(module, "activation") and (pieces is KERNELS or not isinstance(module, Experts)):
                 module.activation = pieces.activation
-        layer.compute = functools.partial(compute, layer)
     if model.has_head:
         model.norm = Norm(model.norm, pieces)
 
@@ -135,13 +136,6 @@ class Norm(nn.Module):
     def after_adding(self, x, residual):
         """Return the norm of x + residual, and x + residual."""
         return self.pieces.add_rms_norm(x, residual, self.weight, self.eps)
-
-
-def compute(layer: Block, x, cos, sin, *mask):
-    """A decoder layer, where the norm after the attention also adds."""
-    out = layer.attention(layer.attention_norm(x), (cos, sin), *mask)
-    normed, x = layer.mlp_norm.after_adding(out, x)
-    return x + layer.mlp(normed)
 
 
 class HeadAndLoss(nn.Module):

@@ -124,9 +124,9 @@ class Watch:
 
     def __init__(self, model: Decoder, config: TrainConfig, done):
         self.layer, self.names, self.rows, self.seen = next(iter(model.layers.values())), letters(config), [], 0
-        self.done, self.recording, self.core = done, collectives.record(), self.layer.attention.core
+        self.done, self.recording, self.call = done, collectives.record(), self.layer.attention.call
         attention, mlp = self.layer.attention, self.layer.mlp
-        attention.core = self._core
+        attention.call = self._call
         hooks = [(self.layer, "layer input", RESIDUAL, True), (self.layer.attention_norm, "norm", RESIDUAL, False)]
         hooks.append((attention.o_proj, "attention, back in the residual", RESIDUAL, False))
         if hasattr(mlp, "router"):
@@ -158,17 +158,17 @@ class Watch:
         new, self.seen = self.calls[self.seen :], len(self.calls)
         self.rows.append(ShapeRow(place, formula, expected, tensor.numel() * tensor.element_size(), new))
 
-    def _core(self, q, k, v, *mask):
+    def _call(self, core, q, k, v, *mask):
         self.note("queries", "b, a/tp, s/cp, d", q)
         self.note("keys", "b, a_kv/tp, s/cp, d", k)
         self.note("values", "b, a_kv/tp, s/cp, d", v)
-        out = self.core(q, k, v, *mask)
+        out = self.call(core, q, k, v, *mask)
         self.note("attention", "b, a/tp, s/cp, d", out)
         return out
 
     def _end(self, *_) -> None:
         self.recording.__exit__(None, None, None)
-        self.layer.attention.core = self.core
+        self.layer.attention.call = self.call
         for handle in self.handles:
             handle.remove()
         self.done(self.rows, self.names)

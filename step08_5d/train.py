@@ -42,7 +42,6 @@ from step08_5d.fused import apply_kernels
 from step08_5d.fused_adamw import optimizer_class
 from step08_5d.narrow_numbers.layers import apply_fp8, finish_fp8
 from step08_5d.shapes import show_shapes
-from step08_5d.weight_sums import sum_in_products
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:
@@ -53,11 +52,10 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
         apply_tensor_parallel(stage, config, mesh)
         apply_experts(stage, config, mesh)
         apply_context_parallel(stage, config, mesh)
-        apply_kernels(stage, config, mesh)
         apply_recompute(stage, config.recompute)
+        apply_kernels(stage, config, mesh)
     mark_shared_parameters(stages, schedule, mesh.pp_forward.rank, shared_ends(config))
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
-    sum_in_products(stages, zero_wrappers, config, mesh)
     histories = apply_fp8(stages, zero_wrappers, config, mesh)
     biases = [router.bias for _, router in routers_of(stages)]
     if biases:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from common.experiments.local_ranks import on_ranks
 from common.measure.saved_tensors import SavedTensors
 from common.process_groups import Mesh
 from step01_single_gpu.memory_model.gpt import GptShape, layer_activations, text_activations
-from step01_single_gpu.recompute import recomputed
+from step01_single_gpu.recompute import recompute
 from step04_tensor_parallel import cost
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, apply_column_parallel
@@ -136,8 +137,8 @@ def parts_of(block: GptBlock) -> dict[str, int]:
         del result
         return saved.bytes
 
-    of_attention, whole, full = kept_by(block.attention), kept_by(block), kept_by(recomputed(block.forward))
-    block.core = recomputed(block.core)
+    of_attention, whole, full = kept_by(block.attention), kept_by(block), kept_by(partial(recompute, block.forward))
+    block.core = partial(recompute, block.core)
     found = {"attention": kept_by(block.attention)}  # without its scores
     found |= {"scores": of_attention - found["attention"], "mlp": kept_by(block.mlp)}
     found["norms"] = kept_by(lambda x: [norm(each) for norm, each in zip(block.norms, (x, x.clone()))])

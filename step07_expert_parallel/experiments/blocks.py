@@ -44,7 +44,7 @@ def slow_down(module: nn.Module, name: str, seconds: float, owner) -> None:
     compute = module.forward
 
     def backward() -> None:
-        postponed = any(hasattr(each, "postpone") for each in module.parameters())
+        postponed = any(hasattr(each, "gradient_sink") for each in module.parameters())
         with owner.tracer.phase("backward", block=name):
             time.sleep(seconds * (BACKWARD - 1 if postponed else BACKWARD))
 

@@ -72,13 +72,17 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool = False) -> Non
         total += a.T @ b
 
 
-def scaled(dw: Tensor, factor: Tensor) -> Tensor:
-    """dw times a number, in place of dw."""
-    return dw.mul_(factor)
+class Scaled:
+    """A head's `products`, of step 4's seam: its gradient is complete after the loss, but for the loss's own."""
+
+    @staticmethod
+    def weight_gradient(dw: Tensor, factor: Tensor) -> Tensor:
+        """dw times a number, in place of dw."""
+        return dw.mul_(factor)
 
 
 def add_scaled(total: Tensor, dw: Tensor, factor: Tensor, first: bool) -> None:
-    """total += factor * dw, and for the `first` one total = factor * dw: `scaled`, added in one pass."""
+    """total += factor * dw, and for the `first` one total = factor * dw, in one pass."""
     if first:
         torch.mul(dw, factor, out=total)
     else:
@@ -110,10 +114,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         dx, dw = ctx.saved_tensors
-        # Step 4's seam with another product: dw is complete but for the loss's gradient, a factor. In place, and so a
-        # second backward is an error
-        dw = weight_gradient(ctx.weight, dw, gradient, scaled)
-        return dx.mul_(gradient), dw, *(None,) * 6
+        dw = weight_gradient(ctx.weight, dw, gradient, default=Scaled)
+        return dx.mul_(gradient), dw, *(None,) * 6  # both in place, and so a second backward is an error
 
 
 def linear_cross_entropy(

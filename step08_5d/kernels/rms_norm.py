@@ -22,7 +22,7 @@ would differ from run to run.
 import torch
 
 from common.model import at_least_float32
-from step04_tensor_parallel.linear import weight_gradient
+from step04_tensor_parallel.linear import hand_over
 from step08_5d.kernels.launching import ceil_div, next_power_of_two, processors, tl, triton, warps_for, wide_type
 
 FEWEST_ROWS = 4  # of a program in the backward. With more, few rows would keep few multiprocessors busy
@@ -142,7 +142,7 @@ class _AddRMSNorm(torch.autograd.Function):
                 total, weight, d_normed, d_total, dx, sums, rows, size, ctx.eps, wide, part, **blocks
             )  # fmt: skip
         total = sums.sum(0)
-        d_weight = weight_gradient(weight, total, total, lambda done, _: done)  # whoever takes it gets it unrounded
+        d_weight = hand_over(weight, total, total, lambda done, _: done)  # whoever takes it gets it unrounded
         d_weight = d_weight.to(weight.dtype) if d_weight is not None else None
         return dx, dx if ctx.needs_input_grad[1] else None, d_weight, None
 

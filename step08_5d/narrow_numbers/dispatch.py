@@ -1,8 +1,8 @@
 """Tokens travel to their experts in FP8 (`--fp8-dispatch`), as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.3).
 
 A row is sent as its numbers, 8 bits each, followed by the scale of each of its blocks: a little more than half of BF16.
-Outputs of experts come back in BF16, since they are added up, and so do gradients. Experts round the rows that they
-receive in the same way, whether these have travelled or not: what is rounded already stays as it is.
+Outputs of experts come back in BF16, since they are added up, and so do gradients. All rows that arrive at experts are
+rounded in the same way, whether they have travelled or not: what is rounded already stays as it is.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from common import collectives
 from common.model import at_least_float32
 from step07_expert_parallel.expert_parallel import AllToAll, TokenDispatcher
+from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers.scaling import BLOCKS, Narrow, quantise_now
 
 FORMAT = torch.float8_e4m3fn
@@ -44,13 +45,18 @@ class NarrowAllToAll(AllToAll):
 
 
 class NarrowDispatcher(TokenDispatcher):
-    """`TokenDispatcher` with a dispatch in FP8."""
+    """`TokenDispatcher` with a dispatch in FP8. Rows that do not travel are rounded in the same way."""
 
     def __init__(self, *args):
         super().__init__(*args)
         if not self.alone:
             there = self.there
             self.there = NarrowAllToAll(there.sent, there.received, there.group, there.before_wait)
+
+    def arrive(self, rows: Tensor) -> tuple[Tensor, Counts]:
+        """As `TokenDispatcher.arrive`."""
+        arrived, counts = super().arrive(rows)
+        return Rounded.apply(arrived), counts
 
 
 class Rounded(torch.autograd.Function):

@@ -1,16 +1,12 @@
 """Experts whose products are in FP8: each expert is a linear layer of its own, with scales of its own."""
 
 from collections.abc import Callable
-from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.model import at_least_float32
-from step04_tensor_parallel.linear import weight_gradient
-from step07_expert_parallel.experts import Counts, Experts
-from step08_5d.narrow_numbers.dispatch import Rounded
+from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers.linear import Products
+from step08_5d.weight_sums import Add
 
 
 class ExpertProducts:
@@ -34,14 +30,18 @@ class ExpertProducts:
             out, counts, lambda products, index, rows: products.input_gradient(gradient[rows], weight[index])
         )
 
-    def weight_gradient(self, gradient: Tensor, x: Tensor, counts: Counts) -> Tensor:
-        """(rows, out) and (rows, in) -> (experts, out, in) in at least float32: zeros for an expert without rows."""
-        shape = len(self.each), gradient.shape[1], x.shape[1]
-        out = torch.zeros(shape, dtype=at_least_float32(x.dtype), device=x.device)
-        for products, dw, rows in zip(self.each, out, counts.rows, strict=True):
-            if rows.start < rows.stop:
-                dw.copy_(products.weight_gradient(gradient[rows], x[rows]))
-        return out
+    def weight_gradient(self, gradient: Tensor, x: Tensor, counts: Counts) -> Add:
+        """(rows, out) and (rows, in) -> what adds (experts, out, in), in at least float32, to sums: one by one."""
+
+        def add(total: Tensor, first: bool) -> None:
+            for products, each, rows in zip(self.each, total, counts.rows, strict=True):
+                if rows.start < rows.stop:
+                    dw = products.weight_gradient(gradient[rows], x[rows])
+                    each.copy_(dw) if first else each.add_(dw)
+                elif first:
+                    each.zero_()
+
+        return add
 
     def _fill(self, out: Tensor, counts: Counts, product: Callable) -> Tensor:
         for index, rows in enumerate(counts.rows):
@@ -53,34 +53,4 @@ class ExpertProducts:
 def products_of(weight: Tensor) -> list[Products]:
     """What multiplies in FP8 with this weight: one for a linear layer, one for each expert, none for other weights."""
     products = getattr(weight, "products", None)
-    return getattr(products, "each", [products] if products else [])
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, counts):
-        ctx.weight, ctx.counts = weight, counts
-        ctx.save_for_backward(x)
-        return weight.products.output(x, weight, counts)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
-        dw = weight_gradient(weight, gradient, x, partial(weight.products.weight_gradient, counts=counts))
-        return weight.products.input_gradient(gradient, weight, counts), dw, None
-
-
-class NarrowExperts(Experts):
-    """`Experts` whose weights have `products`. `rounds`: they round their rows as a dispatch in FP8 does."""
-
-    def __init__(self, experts: Experts, rounds: bool):
-        nn.Module.__init__(self)
-        self.rounds = rounds
-        self.activation = experts.activation
-        self.gate_proj, self.up_proj, self.down_proj = experts.gate_proj, experts.up_proj, experts.down_proj
-
-    def forward(self, x, counts):  # (rows, hidden), sorted by expert -> (rows, hidden)
-        x = Rounded.apply(x) if self.rounds else x
-        gate = _GroupedLinear.apply(x, self.gate_proj, counts)
-        up = _GroupedLinear.apply(x, self.up_proj, counts)
-        return _GroupedLinear.apply(self.activation(gate, up), self.down_proj, counts)
+    return [each for each in getattr(products, "each", [products]) if isinstance(each, Products)]

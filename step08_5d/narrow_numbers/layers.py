@@ -15,12 +15,14 @@ from common.model import Decoder, at_least_float32
 from common.process_groups import Group, Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from step05_pipeline.weight_gradients import defer_linear_layers
 from step08_5d.fused import launches_kernels
 from step08_5d.narrow_numbers.dispatch import NarrowDispatcher
-from step08_5d.narrow_numbers.experts import ExpertProducts, NarrowExperts, products_of
+from step08_5d.narrow_numbers.experts import ExpertProducts, products_of
 from step08_5d.narrow_numbers.gather import NarrowGather
 from step08_5d.narrow_numbers.history import OPERANDS, STEPS, History, finish_step
 from step08_5d.narrow_numbers.linear import FORMATS, Products
+from step08_5d.weight_sums import add_to_sum
 
 
 def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> list[Tensor]:
@@ -34,19 +36,21 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
     make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], in_kernels=in_kernels)
     histories = []
     for stage, zero in zip(stages, zero_wrappers, strict=True):
+        defer_linear_layers(stage.layers)  # which have step 4's seams
         for layer in stage.layers.values():
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear):
                     cut = _cut(module, name.startswith("mlp.shared"), mesh)
                     history = _history(module.weight, histories, config, mesh)
                     module.weight.products = make(cut=cut, history=history)
+                    module.weight.gradient_sink = add_to_sum
             if hasattr(layer.mlp, "experts"):
-                layer.mlp.experts = NarrowExperts(layer.mlp.experts, config.fp8_dispatch)
                 if config.fp8_dispatch:
                     layer.mlp.dispatcher = NarrowDispatcher
                 for weight in layer.mlp.experts.parameters():
                     each = _history(weight, histories, config, mesh) or [None] * len(weight)
                     weight.products = ExpertProducts([make(history=one, blocks_of_tokens=False) for one in each])
+                    weight.gradient_sink = add_to_sum
         for unit in zero.units if config.fp8_gather else ():
             if unit.group.size > 1 and any(map(products_of, unit.parameters)):
                 unit.all_gather = NarrowGather(unit)

@@ -66,7 +66,7 @@ def peer_layer(name: str, experts: int, tokens: int):
     ours = layer_of(configuration(experts, tokens), 1.0)
     if name != "loop":
         return forward_and_backward(transformers_layer(name, ours), tokens)
-    return mock.patch.object(module, "_has_kernel", lambda *_: False)(forward_and_backward(ours, tokens))
+    return mock.patch.object(module, "has_kernel", lambda *_: False)(forward_and_backward(ours, tokens))
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from step03_zero.zero import Zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
-from step05_pipeline.stages import defer_linear_layers, mark_shared_parameters
+from step05_pipeline.stages import mark_shared_parameters
+from step05_pipeline.weight_gradients import defer_linear_layers
 from step07_expert_parallel.overlap import OverlappedPipeline
 from tests.foreign import models
 from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)

@@ -36,10 +36,11 @@ NARROW = {  # operations: where (file.function). Products and sums round their r
     "wide flash_attention_backward": "attention_block.attend_backward",
     "reduce_scatter over tp": "collectives",
     "_grouped_mm": "experts.multiply, experts.multiply_transposed",
-    "mm": "experts.multiply, experts.multiply_transposed, linear.input_gradient, linear.output, linear.product, "
-    "linear_cross_entropy.add_product, linear_cross_entropy.forward, model.apply_linears, model.forward",
+    "mm": "experts.multiply, experts.multiply_transposed, linear.input_gradient, linear.output, "
+    "linear.weight_gradient, linear_cross_entropy.add_product, linear_cross_entropy.forward, model.apply_linears, "
+    "model.forward",
     "mul_": "linear_cross_entropy.backward",
-    "add": "model.compute, moe.forward",
+    "add": "model.after_adding, model.compute, moe.forward",
     "mul": "model.forward, model.naive_attention, model.silu_and_multiply",
     "silu": "model.silu_and_multiply",
     "neg": "model.turned",

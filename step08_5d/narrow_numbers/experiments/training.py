@@ -13,6 +13,7 @@ from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
 from common.process_groups import Mesh
 from step08_5d.experiments.tools import STEP, Training
+from step08_5d.narrow_numbers.experts import products_of
 
 SHAPE = STEP | {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "kv_heads": 4, "seq_len": 128}
 SHAPE |= {"micro_batch": 4, "global_batch": 4, "lr": 3e-3, "dtype": "bfloat16"}
@@ -81,7 +82,7 @@ def zeros_of_a_step(mesh: Mesh, done: Callable, flags: dict) -> dict[str, tuple[
     for step in range(3):
         training.take(step)
     for stage in training.parts[0].stages:
-        for products in [weight.products for weight in stage.parameters() if hasattr(weight, "products")]:
+        for products in [each for weight in stage.parameters() for each in products_of(weight)]:
             products._narrow = partial(watched, products._narrow)
     training.take(3)
     return {what: (lost / all_, sum(sizes) / len(sizes)) for what, (lost, all_, sizes) in counts.items()}

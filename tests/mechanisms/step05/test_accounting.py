@@ -266,7 +266,7 @@ def test_a_stage_defers_every_product(mode):
             assert not any(reference() is not None for reference in kept[:index]), "operands are released one by one"
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(found[parameter], gradient, rtol=0, atol=1e-12)
-    assert not hasattr(products[0], "postpone"), "after the context nothing is deferred"
+    assert not hasattr(products[0], "gradient_sink"), "after the context nothing is deferred"
 
 
 @pytest.mark.parametrize("vocab", [16, 256, 4096])  # the head is a fiftieth of a layer, a layer, ten layers

@@ -195,8 +195,8 @@ def test_kernel_and_loop_agree(dtype):
             parameter.data.normal_()
         results = []
         with mock.patch.object(torch.nn.functional, "grouped_mm", wraps=torch.nn.functional.grouped_mm) as kernel:
-            for has_kernel in (module._has_kernel, lambda *_: False):
-                with mock.patch.object(module, "_has_kernel", has_kernel):
+            for has_kernel in (module.has_kernel, lambda *_: False):
+                with mock.patch.object(module, "has_kernel", has_kernel):
                     out = experts(x, Counts(torch.tensor(counts)))
                     gradients = torch.autograd.grad(out.sum(), (x, *experts.parameters()))  # an expanded gradient
                     results.append({str(index): each.float() for index, each in enumerate((out, *gradients))})
@@ -213,8 +213,8 @@ class OnCuda(torch.Tensor):
 @pytest.mark.parametrize("capability, taken", [((8, 0), False), ((9, 0), True), ((10, 0), False)])
 def test_pytorch_s_kernel_on_gpus(capability, taken):
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
-        assert module._has_kernel(torch.empty(4, 16, dtype=torch.bfloat16).as_subclass(OnCuda)) == taken
-        assert not module._has_kernel(torch.empty(4, 16, dtype=torch.float16).as_subclass(OnCuda))
+        assert module.has_kernel(torch.empty(4, 16, dtype=torch.bfloat16).as_subclass(OnCuda)) == taken
+        assert not module.has_kernel(torch.empty(4, 16, dtype=torch.float16).as_subclass(OnCuda))
 
 
 def test_biases_move_against_the_load():

@@ -1,6 +1,7 @@
 """Runs with the kernels of step 8, in Triton's interpreter, and with gradients that products add up, train the same."""
 
 import dataclasses
+import itertools
 import os
 import weakref
 from contextlib import ExitStack
@@ -12,14 +13,21 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from common.errors import UsageError
 from common.launching.command_line import parse
+from common.measure.saved_tensors import SavedTensors
 from common.process_groups import mesh_of
+from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.cost import saved_activations
 from step01_single_gpu.data.batches import load_batches
+from step01_single_gpu.recompute import apply_recompute
 from step05_pipeline.config import schedule_of
 from step05_pipeline.stages import build_stages
+from step05_pipeline.weight_gradients import WeightGradStore
+from step06_context_parallel.context_parallel import apply_context_parallel
 from step07_expert_parallel.moe import apply_experts
 from step08_5d import fused, fused_adamw, train, weight_sums
 from step08_5d.kernels import linear_cross_entropy
 from tests.harness.cuda_rules import cuda_rules
+from tests.harness.product_sums import sums_in_products
 from tests.mechanisms.step08.kernels.compare import DEVICE, HAS_TRITON, launches
 from tests.parity import runs
 from tests.parity.runs import ADAMW, SMALL, Result, assemble, assert_parity, reference, train_case, training_of
@@ -35,7 +43,7 @@ EXPERTS = "--experts 4 --expert-ffn 12 --shared-experts 1"
 def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
     """On a rank, or alone."""
     with ExitStack() as stack:
-        for module in (fused, fused_adamw, weight_sums):
+        for module in (fused, fused_adamw):
             stack.enter_context(mock.patch.object(module, "launches_kernels", lambda config, device: config.fused))
         stack.enter_context(mock.patch.object(linear_cross_entropy, "FEW_BYTES", 0))  # several chunks here, too
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
@@ -124,10 +132,13 @@ def test_where_kernels_are_launched(device, capability, flags, expected):
         assert fused.launches_kernels(config, mesh.device) == expected
         assert (fused_adamw.optimizer_class(config, mesh) is fused_adamw.FusedAdamW) == expected
         fused.apply_kernels(model, config, mesh)
-        weight_sums.sum_in_products([model], [None], config, mesh)
         assert isinstance(layer.attention_norm, fused.Norm) == expected
-        assert (layer.mlp.experts.kernels is not None) == expected
-        assert hasattr(layer.attention.q_proj.weight, "postpone") == expected
+        for weight, products in (
+            (layer.attention.q_proj.weight, weight_sums.SummingDense),
+            (layer.mlp.experts.up_proj, weight_sums.SummingGrouped),
+        ):
+            assert (getattr(weight, "products", None) is products) == expected
+            assert hasattr(weight, "gradient_sink") == expected
         assert (model.head is head) == (not config.fused)  # in chunks, on any device
         if not expected:
             with pytest.raises(UsageError, match="--own-attention: our kernels run on a GPU since Ampere"):
@@ -181,6 +192,33 @@ def test_experts_are_not_compiled():
     assert_parity(result, reference(case, 7), case)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_may_come_first(mode):
+    """In any order with what replaces the core of the attention and the norms, a layer keeps what the formula says."""
+    flags = f"--micro-batch 2 --attention naive --mask-documents --recompute {mode} --no-fused"
+    config = parse(8, f"{SMALL} {flags}".split())
+    config.resolve_and_check(1)
+    mesh, shape = mesh_of(config, torch.device("cpu")), (config.model_config, 2, config.seq_len, config.torch_dtype)
+    tokens, documents = torch.arange(2 * config.seq_len).view(2, -1), ((0, 5), (0,))
+    apply = {
+        "recompute": lambda model: apply_recompute(model, mode),
+        "core": lambda model: apply_context_parallel(model, config, mesh),
+        "norms": lambda model: fused.apply_pieces(model, fused.REFERENCES),
+    }
+    kept = {}
+    for order in itertools.permutations(apply):
+        (model,) = build_stages(config, schedule_of(config), mesh)
+        for name in order:
+            apply[name](model)
+        materialise(model, config.torch_dtype, mesh.device, random_values(0))
+        with SavedTensors(model) as saved:
+            model(tokens, None, documents)
+        kept[order] = saved.bytes
+    everything = saved_activations(*shape, "naive", mode)
+    expected = sum(each.bytes for each in everything if each.part != "log-probabilities")
+    assert kept == dict.fromkeys(kept, expected)
+
+
 def test_pieces_are_recomputed():
     case = f"{TINY} {ADAMW} --layers 2 --recompute full"
     result, calls = train_in_pieces(case)
@@ -195,13 +233,13 @@ CASES = [
     f"{ADAMW} --micro-batch 1 --zero 2 --tie-embeddings --bucket-mb 0.001",
     f"{ADAMW} --micro-batch 1 --zero 3 --recompute full --tie-embeddings",
     f"{ADAMW} --micro-batch 3 --tp 2",
-    f"{ADAMW} --micro-batch 3 --pp 2 --schedule zb-h1",  # only backwards that are whole
+    f"{ADAMW} --micro-batch 3 --pp 2 --schedule zb-h1 --tie-embeddings",  # in the second half of the backward
     f"{ADAMW} --micro-batch 3 --pp 2 --experts 8 --expert-ffn 20 --shared-experts 1",
 ]
 
 
 def train_with_sums(cases: list[str]) -> list[dict]:
-    with mock.patch.object(weight_sums, "launches_kernels", lambda *_: True):
+    with sums_in_products():
         return [train_case(8, case) for case in cases]
 
 
@@ -210,22 +248,35 @@ def test_numbers_are_the_same():
         assert_parity(result, reference(training_of(case), 7), case)
 
 
+def test_every_sink_multiplies_once():
+    """Since a product may work in place. The one that defers does so when W computes, and not before."""
+    multiply, weight, store = mock.Mock(), mock.Mock(), WeightGradStore()
+    store.put(weight, mock.sentinel.gradient, mock.sentinel.x, multiply)
+    assert not multiply.called
+    assert list(store.compute()) == [(weight, multiply.return_value)]
+    multiply.assert_called_once_with(mock.sentinel.gradient, mock.sentinel.x)
+    multiply.reset_mock()
+    weight_sums.add_to_sum(weight, mock.sentinel.gradient, mock.sentinel.x, multiply)
+    multiply.assert_called_once_with(mock.sentinel.gradient, mock.sentinel.x)
+    weight.sums.accumulate.assert_called_once_with(weight, multiply.return_value, True)
+
+
 @pytest.mark.parametrize("flags, matrices", [("", 7), (EXPERTS, 10)])
 def test_nothing_is_rounded_between_product_and_sum(flags, matrices):
     """Three micro-batches in bfloat16, and a sum that an earlier step has left: NaN, here."""
     config = parse(8, f"{SMALL} --global-batch 3 --micro-batch 1 --dtype bfloat16 {flags}".split())
     config.resolve_and_check(1)
     mesh, exact = mesh_of(config, torch.device("cpu")), {}
-    with mock.patch.object(weight_sums, "launches_kernels", lambda *_: True), cuda_rules():
+    with sums_in_products(), cuda_rules():
         pipeline, optimizer, balancing = train.build(config, mesh)
         for weight in pipeline.stages[0].parameters():
 
-            def noted(operands, add=weight.postpone):
-                weight, dy, x, multiply = operands
-                exact[weight.spec.name] = exact.get(weight.spec.name, 0) + multiply(dy.double(), x.double())
-                add(operands)
+            def noted(weight, dy, x, multiply, sink=weight.gradient_sink):
+                total = exact.setdefault(weight.spec.name, torch.zeros_like(weight, dtype=torch.float64))
+                multiply(dy.double(), x.double())(total, False)
+                sink(weight, dy, x, multiply)
 
-            weight.postpone = noted
+            weight.gradient_sink = noted
         for unit in pipeline.zero_wrappers[0].units:
             unit.make_bucket().flat.fill_(torch.nan)
         batches = load_batches(config, mesh)

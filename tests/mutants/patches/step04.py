@@ -121,10 +121,10 @@ reduced before the last micro-batch: collectives.all_reduce(self.reduced, self.r
 @ step05_pipeline.pipeline:Pipeline._weight_gradients
 # W runs a micro-batch too early: it finds what the previous I has deferred, and the last I's is never computed
 W before its I: action.micro_batch)) => action.micro_batch - 1), WeightGradStore())
-@ step04_tensor_parallel.linear:weight_gradient
+@ step04_tensor_parallel.linear:hand_over
 # A layer keeps its input for W in one buffer, which the next micro-batch overwrites
-W with the input of another micro-batch: (weight, gradient, x.detach(), multiply)) =>
-    (weight, gradient, weight.__dict__.setdefault('buffer', torch.empty_like(x)).copy_(x), multiply))
+W with the input of another micro-batch: (weight, gradient, x.detach(), multiply) =>
+    (weight, gradient, weight.__dict__.setdefault('buffer', torch.empty_like(x)).copy_(x), multiply)
 # Where backwards are split, W computes the gradients of the linear layers, and nobody those of the rest
 @ step03_zero.zero:Zero.backward
 norms forgotten by split backwards: self.last_micro_batch = last\n =>

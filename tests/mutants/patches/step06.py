@@ -134,8 +134,8 @@ TOGETHER = Mutants(r"""
 head's split lost: if self.split: => if False:
 @ step08_5d.kernels.linear_cross_entropy:_LinearCrossEntropy.backward
 # A zero-bubble schedule gets it in I, since the loss has computed it long ago, and in W once more
-head's gradient twice: dw = weight_gradient(ctx.weight, dw, gradient, scaled) =>
-    weight_gradient(ctx.weight, dw.clone(), gradient, scaled); dw.mul_(gradient)
+head's gradient twice: dw = weight_gradient(ctx.weight, dw, gradient, default=Scaled) =>
+    weight_gradient(ctx.weight, dw.clone(), gradient, default=Scaled); dw.mul_(gradient)
 @ step08_5d.train:train_step
 experts summed like the rest: sum_extra_groups(optimizer.parameters, gradients, mesh) => …; [collectives.all_reduce(g,
     mesh.dp_cp) for each, g in zip(optimizer.parameters, gradients) if ".experts." in each.spec.name]
@@ -156,11 +156,12 @@ copy lost: gradient, copy, *numbers => gradient, None, *numbers
 everything decays: if parameter.spec.decay else of_others =>
 
 # ---- right results at a higher price
-@ step08_5d.train:build
-# Kernels bring a way through the layer of their own, and it takes the place of the one that is recomputed
-recompute before the kernels: apply_kernels(stage, config, mesh) => SWAPPED
-recompute before the kernels: apply_recompute(stage, config.recompute) => apply_kernels(stage, config, mesh)
-recompute before the kernels: SWAPPED => apply_recompute(stage, config.recompute)
+@ step08_5d.train:apply_recompute
+# Recomputation wraps the function itself, and kernels that come later bring a way through the layer of their own
+recompute before the kernels: layer.call = recompute =>
+    layer.compute = (lambda compute: lambda *inputs: recompute(compute, *inputs))(layer.compute)
+@ step08_5d.fused:apply_pieces
+recompute before the kernels: layer.attention.rotate = => layer.compute = type(layer).compute.__get__(layer); …
 """)
 init_head, token_losses, attend = HeadAndLoss.__init__, linear_cross_entropy.token_losses, fused.attend
 
