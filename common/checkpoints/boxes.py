@@ -126,10 +126,10 @@ def read(reader, boxes: Iterable[SavedBox], mesh: Mesh | None = None) -> list[st
             return wanted[index.fqn][index.index][2]
 
     group = mesh.world.handle if mesh else None
+    if mesh:  # DCP calls them, and shares their errors
+        reader.read_metadata = partial(in_touch, mesh, reader.read_metadata)
+        reader.read_data = partial(in_touch, mesh, reader.read_data)
     with clear_errors():
-        if mesh:
-            metadata = in_touch(mesh, reader.read_metadata)
-            reader.read_metadata, reader.read_data = lambda: metadata, partial(in_touch, mesh, reader.read_data)
         dcp.load({}, storage_reader=reader, planner=Planner(), process_group=group, no_dist=not group)
     return missing
 
