@@ -6,6 +6,7 @@ float32, and what messages fill. `python -m step08_5d.planning memory --layer` p
 """
 
 from collections.abc import Collection
+from functools import cached_property
 from typing import NamedTuple
 
 Tensors = dict[str, float]  # bytes by name
@@ -58,6 +59,7 @@ class Ledger:
         self.held, self.stored = 0.0, 0
         self.entries: list[Entry] = []
         self.deferred: list[Deferred] = []
+        self.put_off_tensors: set[str] = set()
 
     def event(
         self,
@@ -81,13 +83,13 @@ class Ledger:
         """
         makes = makes or {}
         self._make(makes)
-        self.in_buffers |= self.tensors.keys() & set(buffers)
-        communication = sum(self.tensors[each] for each in self.in_buffers)
+        self.in_buffers.update(buffers)
+        communication = sum(self.tensors[each] for each in self.in_buffers) if self.in_buffers else 0.0
         held = self.held
-        released = self.release([each for each in releases if not self.is_put_off(each)])
+        released = self.release([each for each in releases if each not in self.put_off_tensors])
         self.entries.append(Entry(name, makes, released, leaves or {}, held, communication, self.stored))
         self._make(leaves or {})
-        self.in_buffers |= self.tensors.keys() & set(filled)
+        self.in_buffers.update(filled)
 
     def linear(
         self, event: str, layer: Linear, makes: Tensors, operands: Collection[str], shared: Collection[str] = ()
@@ -116,14 +118,12 @@ class Ledger:
     def put_off(self, layer: Linear, operands: Collection[str]) -> None:
         """Keep what the gradient of a weight will be computed from."""
         self.deferred.append(Deferred(layer.name, layer.weight, {each: self.tensors[each] for each in operands}))
-        self.in_buffers -= set(operands)
+        self.put_off_tensors.update(operands)
+        self.in_buffers.difference_update(operands)
 
-    def is_put_off(self, tensor: str) -> bool:
-        """Whether a tensor is kept for the second half."""
-        return any(tensor in each.operands for each in self.deferred)
-
+    @cached_property  # which ends the ledger: nothing may be entered any more
     def fullest(self) -> dict[int, Entry]:
-        """Return the entry with the most bytes for each number of gradients stored so far."""
+        """The entry with the most bytes for each number of gradients stored so far."""
         result = {}
         for each in self.entries:
             if each.stored not in result or each.held > result[each.stored].held:
@@ -131,16 +131,16 @@ class Ledger:
         return result
 
     def _make(self, tensors: Tensors) -> None:
-        if twice := self.tensors.keys() & tensors.keys():
-            raise ValueError(f"made twice: {', '.join(sorted(twice))}")
+        if not self.tensors.keys().isdisjoint(tensors):
+            raise ValueError(f"made twice: {', '.join(sorted(self.tensors.keys() & tensors.keys()))}")
         self.tensors |= tensors
         self.held += sum(tensors.values())
 
     def release(self, tensors: Collection[str]) -> Tensors:
         """Take tensors out, and return them. Raises ValueError if one of them is not there."""
-        if missing := set(tensors) - self.tensors.keys():
-            raise ValueError(f"released, and not there: {', '.join(sorted(missing))}")
-        self.in_buffers -= set(tensors)
+        if missing := [each for each in tensors if each not in self.tensors]:
+            raise ValueError(f"released, and not there: {', '.join(missing)}")
+        self.in_buffers.difference_update(tensors)
         released = {each: self.tensors.pop(each) for each in tensors}
         self.held -= sum(released.values())
         return released

@@ -59,11 +59,11 @@ def walks_of_stage(
     if has_loss:
         loss, head = ends.loss(model, of_a_layer(layout)), ends.head(model, of_a_layer(layout))
         for halves, ledger in ((LOSS, loss), (FIRST, head)):
-            yield Walk("", halves, rank.end, 0, {"stage": kept.all} | ledger.begins_with, ledger.fullest())
+            yield Walk("", halves, rank.end, 0, {"stage": kept.all} | ledger.begins_with, ledger.fullest)
     yield from _below_the_head(model, layout, rank, number, kept, received=layout.pp > 1 and not has_loss)
     if rank.split:
         ledger = second_half.backward(deferred_by(model, layout, rank))
-        yield Walk("gradients of weights, ", SECOND, rank.end, rank.early, {}, ledger.fullest())
+        yield Walk("gradients of weights, ", SECOND, rank.end, rank.early, {}, ledger.fullest)
 
 
 def _below_the_head(
@@ -79,7 +79,7 @@ def _below_the_head(
     tied = ends.vocabulary(model, layout) * LayerSizes.of(model, layout).w if rank.tied else 0.0
     above = {"gradient of head.weight, to be added to the embedding's": tied}
     of_last = layer_ledger(model, of_a_layer(layout), has_experts(model, last - 1)) if last > first else None
-    keeps = received and of_last is not None and of_last.is_put_off(layer.OUTPUT)
+    keeps = received and of_last is not None and layer.OUTPUT in of_last.put_off_tensors
     with_experts = min(last, max(first, model.dense_layers)) if model.experts else last  # from here on
     some = {first, with_experts - 1, with_experts, last - 1}
     for index in sorted(index for index in some if first <= index < last):
@@ -92,11 +92,11 @@ def _below_the_head(
             keeps_it = False
         if received and is_last and not keeps_it:
             held[layer.OUTPUT] = 0.0  # it is the message
-        yield Walk(f"layer {index}: ", FIRST, region, rank.stored_before(region), held, ledger.fullest(), keeps_it)
+        yield Walk(f"layer {index}: ", FIRST, region, rank.stored_before(region), held, ledger.fullest, keeps_it)
     if rank.is_first and number == 0:
         ledger = ends.embedding(model, layout)
         held = above | ledger.begins_with | {"put off above": second_half.bytes_of(deferred_by(model, layout, rank))}
-        yield Walk("", FIRST, 0, rank.stored_before(0), held, ledger.fullest(), keeps)
+        yield Walk("", FIRST, 0, rank.stored_before(0), held, ledger.fullest, keeps)
 
 
 @lru_cache(maxsize=4096)
