@@ -12,7 +12,7 @@ from typing import NamedTuple
 Tensors = dict[str, float]  # bytes by name
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """An event, and what is held while it lasts. LayerSizes in bytes."""
 
     name: str
@@ -57,7 +57,7 @@ class Ledger:
     def __init__(self, tensors: Tensors, splits: bool = False, in_buffers: Collection[str] = ()):
         self.begins_with, self.tensors, self.splits, self.in_buffers = tensors, dict(tensors), splits, set(in_buffers)
         self.held, self.stored = 0.0, 0
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         self.deferred: list[Deferred] = []
         self.put_off_tensors: set[str] = set()
 
@@ -87,7 +87,7 @@ class Ledger:
         communication = sum(self.tensors[each] for each in self.in_buffers) if self.in_buffers else 0.0
         held = self.held
         released = self.release([each for each in releases if each not in self.put_off_tensors])
-        self.entries.append(Entry(name, makes, released, leaves or {}, held, communication, self.stored))
+        self.entries.append(LedgerEntry(name, makes, released, leaves or {}, held, communication, self.stored))
         self._make(leaves or {})
         self.in_buffers.update(filled)
 
@@ -122,7 +122,7 @@ class Ledger:
         self.in_buffers.difference_update(operands)
 
     @cached_property  # which ends the ledger: nothing may be entered any more
-    def fullest(self) -> dict[int, Entry]:
+    def fullest(self) -> dict[int, LedgerEntry]:
         """The entry with the most bytes for each number of gradients stored so far."""
         result = {}
         for each in self.entries:

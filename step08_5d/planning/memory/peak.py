@@ -19,7 +19,7 @@ from step08_5d.cost import Layout
 from step08_5d.planning.memory import ends
 from step08_5d.planning.memory.backwards import Backward, backwards, fullest_ranks
 from step08_5d.planning.memory.kept import KeptByStage, kept_by_stages, of_a_layer
-from step08_5d.planning.memory.ledger import Entry
+from step08_5d.planning.memory.ledger import LedgerEntry
 from step08_5d.planning.memory.rank_parameters import parameters_of_rank
 from step08_5d.planning.memory.second_half import bytes_of
 from step08_5d.planning.memory.sizes import LayerSizes
@@ -95,7 +95,7 @@ class _Case(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Case, Entry, float]:
+def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Case, LedgerEntry, float]:
     """Return the fullest moment: in which case, the moment, and the elements of gradients then."""
     narrow, wide, _ = WIDTHS[layout.dtype]
     mine = parameters_of_rank(model, layout, rank)

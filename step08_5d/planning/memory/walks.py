@@ -14,7 +14,7 @@ from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.memory import ends, layer, second_half
 from step08_5d.planning.memory.kept import KeptByStage, kept_by_layers, of_a_layer
-from step08_5d.planning.memory.ledger import Deferred, Entry, Ledger, Tensors
+from step08_5d.planning.memory.ledger import Deferred, Ledger, LedgerEntry, Tensors
 from step08_5d.planning.memory.rank_parameters import RankParameters
 from step08_5d.planning.memory.sizes import LayerSizes, has_experts
 
@@ -30,7 +30,7 @@ class Walk:
     region: int  # of the rank's parameters
     stored: int  # gradients of the rank that have been stored when it begins
     held: Tensors  # what is there then, but for messages and other micro-batches
-    fullest: dict[int, Entry]  # by how many gradients it has stored until then
+    fullest: dict[int, LedgerEntry]  # by how many gradients it has stored until then
     keeps_message: bool = False  # the gradient that the stage has received waits for the second half: `held` has it
 
     @property

@@ -51,7 +51,7 @@ class Sweep(NamedTuple):
         return Path("runs", "sweeps", self.name)
 
 
-class Case(NamedTuple):
+class SweepRun(NamedTuple):
     """One run."""
 
     id: str
@@ -118,7 +118,7 @@ def _are_counts(values: object) -> bool:
     return isinstance(values, list) and all(type(each) is int and each > 0 for each in values)
 
 
-def cases(sweep: Sweep) -> Iterator[Case]:
+def cases(sweep: Sweep) -> Iterator[SweepRun]:
     """All runs, each once."""
     seen = set()
     for table in sweep.grid:
@@ -128,7 +128,7 @@ def cases(sweep: Sweep) -> Iterator[Case]:
             run = "_".join([f"ranks-{world}", *(f"{name}-{value}" for name, value in chosen.items())])
             if run not in seen:
                 seen.add(run)
-                yield Case(run, world, chosen, [*shlex.split(sweep.flags), *_words(chosen)])
+                yield SweepRun(run, world, chosen, [*shlex.split(sweep.flags), *_words(chosen)])
 
 
 def _words(values: dict[str, object]) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _words(values: dict[str, object]) -> Iterator[str]:
             yield from [spelled] if value is True else [spelled, str(value)]
 
 
-def refusal(case: Case) -> str:
+def refusal(case: SweepRun) -> str:
     """The line with which step 8 would refuse these flags, or nothing."""
     if case.world % case.nodes.get("nodes", 1):
         return f"{case.nodes['nodes']} nodes do not divide {case.world} ranks"
@@ -154,7 +154,7 @@ def refusal(case: Case) -> str:
     return ""
 
 
-def command(sweep: Sweep, case: Case, run_dir: Path) -> list[str]:
+def command(sweep: Sweep, case: SweepRun, run_dir: Path) -> list[str]:
     """What starts a run."""
     flags = [*case.flags, "--run-dir", str(run_dir)]
     if sweep.launcher == "slurm":
@@ -169,7 +169,7 @@ def command(sweep: Sweep, case: Case, run_dir: Path) -> list[str]:
     return [*launcher, "-m", "step08_5d.train", *flags]
 
 
-def run(sweep: Sweep, case: Case) -> dict:
+def run(sweep: Sweep, case: SweepRun) -> dict:
     """Run a case to its end, or to the timeout. Returns its record."""
     record = case._asdict()
     if line := refusal(case):

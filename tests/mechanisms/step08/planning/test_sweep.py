@@ -129,7 +129,7 @@ def test_a_bad_file_is_one_line(grid, capsys, old, new, line):
 
 def test_commands():
     asked = sweep.Sweep("x", "", [16], [])
-    case = sweep.Case("a", 16, {}, ["--pp", "2"])
+    case = sweep.SweepRun("a", 16, {}, ["--pp", "2"])
     slurm = sweep.command(asked._replace(launcher="slurm"), case, asked.folder / "a")
     assert slurm[:6] == "sbatch --wait --nodes 2 --gpus-per-node 8".split() and "step08_5d/train.slurm" in slurm
     for world, nodes, of_node in ((2, 1, 2), (12, 2, 6), (20, 4, 5)):
