@@ -3,18 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
 from torch import nn
 
-from common.config import TrainConfig
 from common.counts import count_flops
-from common.model import ATTENTION_CORES, Decoder
 from common.model_config import ModelConfig
-from common.process_groups import Mesh, Placement, all_groups, create_groups
-from step03_zero.zero import Zero
-from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Schedule
-from step05_pipeline.weight_gradients import defer_linear_layers
 
 
 def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[int, int]]:
@@ -34,54 +27,6 @@ def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[i
         cost[lightest] += layer
     bounds = [sum(layers[:stage]) for stage in range(stages + 1)]
     return list(zip(bounds, bounds[1:]))
-
-
-def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[Decoder]:
-    """This rank's stages on the meta device, in the order of their chunk numbers.
-
-    If the schedule splits backwards, their linear layers can defer weight gradients. (Those by which tensor parallelism
-    replaces them can always do so.)
-    """
-    ranges = split_layers(config.model_config, schedule.stages, config.seq_len)
-    stages = []
-    for chunk in range(schedule.chunks(mesh.pp_forward.rank)):
-        _, number = schedule.stage_of(mesh.pp_forward.rank, chunk)
-        stage = Decoder(config.model_config, ATTENTION_CORES[config.attention], *ranges[number])
-        if schedule.splits_backward:
-            defer_linear_layers(stage)
-        stages.append(stage)
-    return stages
-
-
-def shared_ends(config: TrainConfig) -> tuple[str, ...]:
-    """The names of what both ends of the model hold."""
-    return ("embedding.weight",) if config.model_config.tie_embeddings else ()
-
-
-def build_pipeline(
-    schedule: Schedule,
-    stages: list[Decoder],
-    zero_wrappers: list[Zero],
-    config: TrainConfig,
-    mesh: Mesh,
-    kind: type[Pipeline] = Pipeline,
-) -> Pipeline:
-    """What runs these stages in the order of the schedule."""
-    tokens = config.rank_seq_len // (config.tp if config.sequence_parallel else 1)
-    shape = config.micro_batch, tokens, config.model_config.hidden
-    like = torch.empty((), dtype=config.torch_dtype, device=mesh.device).expand(shape)  # takes no memory
-    delays = [1e-3 * config.layer_delay * len(stage.layers) for stage in stages] if config.layer_delay else ()
-    return kind(schedule, stages, zero_wrappers, mesh.pp_forward, mesh.pp_backward, like, free_sent=True, delays=delays)
-
-
-def place_stages(mesh: Mesh, placement: Placement, timeout: float) -> Mesh:
-    """Return `mesh` with the groups `embed` and `mirror` of this placement. All ranks call it together."""
-    if placement == (tuple(range(mesh.degrees.pp)),):  # that of `build_mesh`
-        return mesh
-    groups = all_groups(mesh.degrees, placement=placement)
-    groups = {name: groups[name] for name in ("embed", "mirror")}
-    mesh = replace(mesh, **create_groups(mesh.degrees, mesh.device, groups, timeout))
-    return mesh.with_link(mesh.world.line and mesh.world.line.link)
 
 
 def mark_shared_parameters(stages: list[nn.Module], schedule: Schedule, rank: int, at_both_ends: Iterable[str]) -> None:

@@ -30,9 +30,10 @@ from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
+from step05_pipeline.apply_pipeline import build_pipeline, build_stages, place_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
-from step05_pipeline.stages import build_pipeline, build_stages, mark_shared_parameters, place_stages, shared_ends
+from step05_pipeline.stages import mark_shared_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
 from step07_expert_parallel.balancing import Balancing, routers_of
 from step07_expert_parallel.moe import apply_experts

@@ -13,11 +13,11 @@ from common.experiments.traces import TracedPart, run_parts
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
+from step05_pipeline.apply_pipeline import build_pipeline
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
-from step05_pipeline.stages import build_pipeline
 from step07_expert_parallel import cost
 from step07_expert_parallel.balancing import routers_of
 from step07_expert_parallel.experiments.blocks import draw_blocks, phases, slow_down

@@ -27,9 +27,9 @@ from common.experiments.demo import device_flag
 from common.launching import launch
 from common.link import Link
 from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates
+from step05_pipeline.apply_pipeline import place_stages
 from step05_pipeline.config import schedule_of
 from step05_pipeline.schedules.catalogue import SCHEDULES
-from step05_pipeline.stages import place_stages
 from step08_5d.config import check
 from tests.harness.observing import configure
 

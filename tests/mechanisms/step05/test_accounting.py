@@ -16,13 +16,14 @@ from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.recompute import apply_recompute
 from step05_pipeline import cost
 from step05_pipeline import pipeline as executor
+from step05_pipeline.apply_pipeline import build_stages
 from step05_pipeline.config import schedule_of
 from step05_pipeline.experiments.messages import PLACEMENTS
 from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from step05_pipeline.schedules.messages import place_messages
 from step05_pipeline.schedules.simulator import Costs, simulate
-from step05_pipeline.stages import build_stages, split_layers
+from step05_pipeline.stages import split_layers
 from step05_pipeline.weight_gradients import defer_weight_gradients
 from tests.harness.communicators import replay
 from tests.harness.observing import mesh_of, observe_each

@@ -19,8 +19,8 @@ from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.recompute import apply_recompute
+from step05_pipeline.apply_pipeline import build_stages
 from step05_pipeline.config import schedule_of
-from step05_pipeline.stages import build_stages
 from step05_pipeline.weight_gradients import WeightGradStore
 from step06_context_parallel.context_parallel import apply_context_parallel
 from step07_expert_parallel.moe import apply_experts

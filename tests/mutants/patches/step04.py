@@ -12,7 +12,7 @@ from common import collectives
 from common.model import cross_entropy_sum
 from common.weights import initialisation
 from step04_tensor_parallel import operators
-from step05_pipeline import stages
+from step05_pipeline import apply_pipeline
 from tests.mutants.patches.mutants import Mutants
 
 TENSOR = Mutants(r"""
@@ -188,10 +188,10 @@ wait counted as work: work.wait() => with self.step.tracer.phase('forward', acti
 @ step05_pipeline.pipeline:Pipeline._send
 sends waited for: self.step.pending_sends[direction] = tensor, work => …; self._complete_send(direction)
 """)
-decoder, first_layer = stages.Decoder, [0]  # of the stage that was built last
+decoder, first_layer = apply_pipeline.Decoder, [0]  # of the stage that was built last
 
 
-@PIPELINE.replaces("layers counted from zero on every stage", "step05_pipeline.stages:Decoder")
+@PIPELINE.replaces("layers counted from zero on every stage", "step05_pipeline.apply_pipeline:Decoder")
 def _(config, core, first, last):
     """Every stage draws its layers as if they were the first ones of the model."""
     first_layer[0] = first
