@@ -1,6 +1,6 @@
 """The backward of a layer as a ledger: its MLP or experts, their norm, the attention, its norm.
 
-LayerSizes are those of the operations that a dry run counts: PyTorch's own ones, `--tp-mode overlap` with sequence
+Sizes are those of the operations that a dry run counts: PyTorch's own ones, `--tp-mode overlap` with sequence
 parallelism, and zigzag. On a GPU, kernels need less at times. What happens at the ends of the model says `ends.py`.
 Kept tensors have the names of step 1's list of activations.
 """

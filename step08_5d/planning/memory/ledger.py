@@ -13,7 +13,7 @@ Tensors = dict[str, float]  # bytes by name
 
 
 class LedgerEntry(NamedTuple):
-    """An event, and what is held while it lasts. LayerSizes in bytes."""
+    """An event, and what is held while it lasts. Sizes in bytes."""
 
     name: str
     made: Tensors

@@ -1,4 +1,4 @@
-"""The second half of a backward (ZB-H1) as a ledger: gradients of matrices that the first half has put off."""
+"""The second half of a backward (zb-h1, zb-h2) as a ledger: gradients of matrices that the first half has put off."""
 
 from collections.abc import Sequence
 

@@ -53,7 +53,7 @@ function parameters_of(model, layout, share) {
   return result;
 }
 
-// common/costs/alpha_beta.py, fill_buckets: of numbers of parameters, in the order of the backward
+// `pack` of step02_data_parallel/data_parallel.py: of numbers of parameters, in the order of the backward
 function fill_buckets(numbers, bytes, limit) {
   const buckets = [];
   let room = 0;
