@@ -5,7 +5,8 @@ Pre-norm blocks of grouped-query attention (arXiv:2305.13245) with rotary embedd
 softmax and loss are computed in at least float32.
 
 The model knows nothing about parallelism. It may be built for a range of layers, and what others replace from outside
-are attributes: the attention's `core` and `rotate`, SwiGLU's `activation`, `apply_linears`, and `call`, by which the
+are attributes. Some are modules: linear layers, norms, a layer's `mlp`, the embedding and the head. Others are
+functions: the attention's `core` and `rotate`, SwiGLU's `activation`, `apply_linears`, and `call`, by which the
 attention calls its core and a block its layer: whatever the core and the layer are made of by then.
 """
 

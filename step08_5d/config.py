@@ -11,11 +11,11 @@ def check(config: TrainConfig) -> None:
     if sorted(config.order.split(",")) != ["cp", "dp", "pp", "tp"]:
         raise UsageError(f"--order {config.order} must name tp, cp, pp and dp, each once, separated by commas")
     step07.check(config)
-    check_fp8(config)
+    check_low_precision(config)
 
 
-def check_fp8(config: TrainConfig) -> None:
-    """No cut falls into the middle of what shares a scale, and no flag about FP8 means nothing."""
+def check_low_precision(config: TrainConfig) -> None:
+    """Narrow moments and FP8 have what they need, and no cut falls into the middle of what shares a scale."""
     if config.moments != TrainConfig.moments and (config.optimizer == "sgd" or config.dtype == "float16"):
         needed = "--optimizer adamw" if config.optimizer == "sgd" else "another --dtype than float16, which skips steps"
         raise UsageError(f"--moments {config.moments} needs {needed}")

@@ -4,9 +4,10 @@ Small operations move most of the bytes of a layer: the norm with the addition b
 keys, and the activation of the MLP. Eager PyTorch reads and writes memory for every `*` and `+` in them. A kernel
 reads each input once and writes each output once, and so does the code that `torch.compile` makes of the same formulas.
 
-None of these talks to other ranks, registers hooks or owns weights. So they go into the model's seams, and no mechanism
-of an earlier step notices. (`HeadAndLoss` talks and owns weights, as step 4's head and loss do.) Products of matrices
-add their results to the sums of gradients (`weight_sums.py`).
+None of these talks to other ranks or registers hooks. So they go into the model's seams, and no mechanism of an earlier
+step notices, if they go there before ZeRO does: `Norm` takes over the weight of the norm that it replaces, and ZeRO has
+hooks on modules. (`HeadAndLoss` owns weights, too, and talks as step 4's head and loss do.) Products of matrices add
+their results to the sums of gradients (`weight_sums.py`).
 """
 
 import functools

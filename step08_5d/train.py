@@ -1,4 +1,4 @@
-"""Step 8: the same run in all five dimensions, in BF16, with fused kernels.
+"""Step 8: the same run in all five dimensions, with fused kernels on a GPU, and in FP8 if you ask for it (`--fp8`).
 
     torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --dtype bfloat16
     torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --experts 8 --ep 4 --zero 1 --dtype bfloat16
