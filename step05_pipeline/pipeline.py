@@ -1,12 +1,35 @@
 """Pipeline parallelism by hand: one executor for every schedule.
 
-A schedule says in which order a rank works: F, the forward of a micro-batch through one of its stages; B, the backward;
-or I and W, the two halves of the backward. `schedules/messages.py` has placed the sends and receives between these
-actions. What remains here is what each of them does, and when memory is released:
+For one schedule alone, three loops are enough. Here is 1F1B on rank `rank` of `p`, with `m` micro-batches. A forward
+puts its input and its output into a queue, from which a backward takes the oldest pair:
+
+    ahead = min(m, p - 1 - rank)                       # forwards before the first gradient can arrive
+    for _ in range(ahead):                             # warm-up
+        send_output(forward(receive_input()))
+    for _ in range(m - ahead):                         # steady: one forward, one backward
+        send_output(forward(receive_input()))
+        send_gradient(backward(receive_gradient()))
+    for _ in range(ahead):                             # cool-down
+        send_gradient(backward(receive_gradient()))
+
+Two things are wrong with these loops. First, they hang if a send blocks until it is received: the last rank sends the
+gradient of micro-batch 0 while the rank before it sends the output of micro-batch 1, and neither receives. Therefore
+libraries that have such loops send and receive in one call. Second, every other schedule needs other loops: several
+stages per rank, backwards in two halves, two copies of the model.
+
+So here the order is data. A schedule lists the actions of a rank: F, the forward of a micro-batch through one of its
+stages; B, the backward; or I and W, the two halves of the backward. `schedules/messages.py` has placed the sends and
+receives between these actions, so that no schedule hangs. What remains here is one loop over this list, what each
+action does, and when memory is released:
   F  calls the function that `run` was given, and keeps its input and the graph until the backward
   B  takes the gradient of its output (in the last stage: none, it starts at the loss) and makes that of its input
   I  does the same, but defers the gradients of linear weights to W
-Nothing here depends on which schedule it is, what a stage computes, or how layers are divided or gradients reduced.
+Nothing here depends on which schedule it is, on what a stage computes, or on how layers are divided. But gradients go
+to a `Zero` of step 3, of any stage. It is told to `gather` when a step begins; `backward` says of every backward
+whether it is the stage's `last` one of the step, and whether it is `complete`, since after an I more gradients follow;
+`accumulate` takes those of a W; `launch_rest` starts the reduction while other ranks are still busy, unless
+`each_micro_batch` has done so; and `finish` returns the sums. Step 2's `DataParallel` does not fit: it has no `gather`,
+no `complete` and no `launch_rest`. In stage 0, `Zero` does what it does.
 """
 
 import time
@@ -52,7 +75,7 @@ class Pipeline:
     Args:
         schedule: what every rank does, in order; this object executes the row of its own rank.
         stages: the parts of the model that this rank holds, in the order of their chunk numbers: modules of any kind.
-        zero_wrappers: one `Zero` per stage; it collects that stage's gradients.
+        zero_wrappers: one `Zero` per stage, which collects that stage's gradients (see above).
         activations, gradients: the pipeline's ranks, in order, as two groups: messages of the one do not wait for
             those of the other.
         like: a tensor of every message's shape, type and device.
