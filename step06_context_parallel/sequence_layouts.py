@@ -138,9 +138,13 @@ def token_positions(split: str, seq_len: int, ranks: int, rank: int) -> Tensor:
     return torch.from_numpy(SequenceLayout(split, seq_len, ranks).positions(rank))
 
 
-def rank_order(split: str, seq_len: int, ranks: int) -> Tensor:
-    """Return the position in the sequence of each token, rank by rank: (seq_len,) of int64. 0 1 6 7 2 3 4 5 above."""
-    return torch.cat([token_positions(split, seq_len, ranks, rank) for rank in range(ranks)])
+@functools.lru_cache(maxsize=4)  # every layer asks for it, in every micro-batch: it is copied to the device once
+def rank_order(split: str, seq_len: int, ranks: int, device: torch.device) -> Tensor:
+    """Return the position in the sequence of each token, rank by rank: (seq_len,) of int64. 0 1 6 7 2 3 4 5 above.
+
+    All callers share the tensor.
+    """
+    return torch.cat([token_positions(split, seq_len, ranks, rank) for rank in range(ranks)]).to(device)
 
 
 def layout_of(

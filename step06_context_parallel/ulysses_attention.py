@@ -12,8 +12,6 @@ than ranks, they are repeated first. For example, 4 heads and 8 tokens (zigzag) 
 The tokens are then in the order of the ranks, and are sorted for the causal mask.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from common import collectives
 from common.process_groups import Group
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels
 from step06_context_parallel.ring_attention import RingAttention
-from step06_context_parallel.sequence_layouts import Documents, SequenceLayout, layout_of, rank_order
+from step06_context_parallel.sequence_layouts import Documents, layout_of, rank_order
 
 
 class _AllToAll(torch.autograd.Function):
@@ -67,7 +65,8 @@ def ulysses_attention(
     layout, heads, kv_heads = layout_of(q, k, v, group.size, split, documents, causal), q.shape[1], k.shape[1]
     if heads % group.size or kv_heads % group.size and group.size % kv_heads:
         raise ValueError(f"Ulysses: {group.size} ranks cannot divide {heads} heads of q and {kv_heads} of k and v")
-    plan, places = layout._replace(ranks=1).plan(0), _places(layout, q.device)
+    plan = layout._replace(ranks=1).plan(0)
+    places = rank_order(split, layout.seq_len, group.size, q.device)
     order = places.argsort()
     k, v = (each.repeat_interleave(max(1, group.size // kv_heads), dim=1) for each in (k, v))
     q, k, v = (heads_to_sequence(each, group)[:, :, order] for each in (q, k, v))
@@ -75,9 +74,3 @@ def ulysses_attention(
     alone = Group(group.name, (group.ranks[group.rank],), 0)
     out = RingAttention.apply(q, k, v, plan, alone, kernels)
     return sequence_to_heads(out[:, :, places], group)
-
-
-@functools.lru_cache(maxsize=4)
-def _places(layout: SequenceLayout, device: torch.device) -> Tensor:
-    split, seq_len, ranks, *_ = layout
-    return rank_order(split, seq_len, ranks).to(device)

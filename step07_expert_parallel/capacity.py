@@ -43,7 +43,7 @@ def earlier_choices(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -
         parts = whole.new_empty(group.size, *whole.shape)
         collectives.all_gather(parts, whole.contiguous(), group)
         whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
-    places = rank_order(config.cp_split, whole.shape[1], cp.size).to(chosen.device)
+    places = rank_order(config.cp_split, whole.shape[1], cp.size, chosen.device)
     earlier = count_earlier(whole[:, inverse(places)])[:, places]  # counted in the order of positions
     start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
     return earlier[:, start : start + chosen.shape[1]]

@@ -32,6 +32,7 @@ from common.process_groups import GROUP_NAMES, Degrees, coordinates, mesh_of
 from common.tracing.tracer import Tracer
 from step01_single_gpu.mixed_precision import Optimizer
 from step05_pipeline.pipeline import Pipeline
+from step06_context_parallel.sequence_layouts import rank_order
 from step07_expert_parallel.moe import MoE
 from step08_5d import config as step08
 from step08_5d import train as step08_train
@@ -108,6 +109,7 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
                 arguments = pipeline, optimizer, balancing, batches, config, mesh, tracer
                 step08_train.train_step(0, *arguments)
             between = by_kind(pipeline, optimizer, allocations)
+    rank_order.cache_clear()  # of fake tensors
     return DryRun(
         config,
         coordinates(rank, mesh.degrees),

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 
 from common.config import CP_SPLITS
 from common.model import fused_attention
-from step06_context_parallel import attention_block, cost
+from common.process_groups import Group
+from step06_context_parallel import attention_block, cost, sequence_layouts
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention
 from step06_context_parallel.context_parallel import take_part
 from step06_context_parallel.sequence_layouts import Documents, SequenceLayout
+from step06_context_parallel.ulysses_attention import ulysses_attention
 from tests.harness.observing import configure
 
 SEQ, NAMES = 48, ("out", "dq", "dk", "dv")
@@ -121,6 +123,15 @@ def test_no_pair_is_computed_in_vain_and_no_key_travels_too_far():
             needed[source, hop] = expected
         furthest = tuple(int(hops.nonzero()[-1]) for hops in needed)
         assert all(layout.plan(rank).reach == furthest for rank in range(ranks)), layout
+
+
+def test_order_of_tokens_is_the_same_for_all_documents():
+    """Micro-batches have other documents, and no new order, which would have to be copied to the device."""
+    q, k, v = (torch.randn(2, 2, SEQ, 16) for _ in range(3))
+    sequence_layouts.rank_order.cache_clear()
+    for documents in DOCUMENTS:
+        ulysses_attention(q, k, v, Group("cp", (0,), 0), documents=documents)
+    assert sequence_layouts.rank_order.cache_info()[:2] == (len(DOCUMENTS) - 1, 1)  # hits and misses
 
 
 def test_documents_begin_after_the_end_of_another():

@@ -72,8 +72,8 @@ causal blocks in squares: parts = self.kernels.attend_backward( =>
     self.kernels.attend_backward(gradient, q, k, v, out, lse, False); …
 """)
 # The whole sequence stays in the order of the ranks, which the causal mask takes for that of the tokens
-replaces = CONTEXT.replaces("Ulysses in rank order", "step06_context_parallel.ulysses_attention:_places")
-replaces(lambda layout, device: torch.arange(layout.seq_len))
+replaces = CONTEXT.replaces("Ulysses in rank order", "step06_context_parallel.ulysses_attention:rank_order")
+replaces(lambda split, seq_len, ranks, device: torch.arange(seq_len))
 
 EXPERTS = Mutants(r"""
 # ---- wrong results
