@@ -3,21 +3,25 @@
 import torch
 
 from common import collectives
-from common.process_groups import Group
+from common.process_groups import Mesh
 
 ROW = 1 << 14  # elements of a gradient whose squares are added up in one go on the CPU
 
 
-def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor], world: Group) -> torch.Tensor:
+def gradient_norm(parameters: list[torch.Tensor], gradients: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """Global 2-norm of the gradient, the same 0-d float64 tensor on every rank.
 
-    Every rank sums the squares of the elements that it owns; one all-reduce adds them up. `gradients` are the finished
-    ones (already reduced), one for each parameter, which need no more than a spec.
+    Every rank sums the squares of the elements that it owns; one all-reduce adds them up.
+
+    Args:
+        gradients: the finished ones (already reduced), one for each parameter, which need no more than a spec. A rank
+            may have none.
+        mesh: of it, `world`, all ranks, and `device`.
     """
     owned = [gradient for parameter, gradient in zip(parameters, gradients, strict=True) if parameter.spec.owner]
     norms = torch.cat([norm.view(-1) for norm in _norms(owned)]) if owned else torch.zeros(0)
-    total = norms.to(gradients[0].device, torch.float64).square().sum()
-    collectives.all_reduce(total, world)
+    total = norms.to(mesh.device, torch.float64).square().sum()
+    collectives.all_reduce(total, mesh.world)
     return total.sqrt()
 
 

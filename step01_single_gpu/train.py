@@ -65,7 +65,7 @@ def train_step(
     with tracer.phase("optimizer"):
         gradients = gradient_sums.finish()
         # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
-        norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
+        norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
     return {"loss": loss, "grad_norm": norm}

@@ -66,7 +66,7 @@ def train_step(
     with tracer.phase("optimizer"):
         gradients = zero.finish()
         # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
-        norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
+        norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
         collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean

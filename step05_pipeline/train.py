@@ -84,7 +84,7 @@ def train_step(
         gradients = pipeline.finish()
         sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
         # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
-        norm = gradient_norm(optimizer.parameters, gradients, mesh.world) / scaler.scale
+        norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
         collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean

@@ -120,7 +120,7 @@ def test_from_the_norm_to_the_update_the_host_does_not_wait(dtype):
     gradients = run.gradients()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        norm = gradient_norm(run.parameters, gradients, run.mesh.world) / run.scaler.scale
+        norm = gradient_norm(run.parameters, gradients, run.mesh) / run.scaler.scale
         factor = clip_factor(norm, 1.0) / run.scaler.scale
         run.optimizer.step(gradients, 1e-3, factor, run.scaler.overflow(norm))
     finally:

@@ -60,7 +60,7 @@ last unit of the step before: unit.start_over() => kept = unit.gathering; …; u
 last unit of the step before: self.gathering = None =>
     if any(parameter.spec.name == 'norm.weight' for parameter in self.parameters): return\n    …
 @ step03_zero.train:gradient_norm
-norm of the local shard: collectives.all_reduce(total, world) => pass
+norm of the local shard: collectives.all_reduce(total, mesh.world) => pass
 norm counts replicas: if parameter.spec.owner] => ]
 @ step03_zero.unit:Unit.complete
 only the last micro-batch in the shard: self.reduced.add_(summed) => summed.clone()
