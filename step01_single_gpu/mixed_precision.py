@@ -11,7 +11,8 @@ In float32 and float64 the master weights are the weights themselves, and none o
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,12 +22,27 @@ from common.errors import Diverged
 from common.model import at_least_float32
 from common.start import environment
 
+Add = Callable[[torch.Tensor, bool], None]  # called as add(total, first): if `first`, it overwrites what `total` holds
 
-def take_gradients(parameters: list[nn.Parameter], sums) -> None:
+
+class TakesGradients(Protocol):
+    """What adds up the gradients of a step's micro-batches, in at least float32: such as `GradientSums`."""
+
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+        """Add one micro-batch's gradient of one parameter to its sum.
+
+        Args:
+            gradient: a tensor like the parameter. Or, where a product of matrices can add its result to the sum in one
+                go, a function that does so.
+            last: whether nothing follows. If a weight is used twice and somebody hands over the gradient of one use,
+                that of the other one follows in the same backward. (Autograd adds both before it calls a hook.)
+        """
+
+
+def take_gradients(parameters: list[nn.Parameter], sums: TakesGradients) -> None:
     """Pass every gradient to `sums.accumulate(parameter, gradient)` as soon as a backward has computed it.
 
-    `sums` is whatever adds them up, such as `GradientSums`. It is also an attribute of each parameter: whoever computes
-    a gradient without autograd hands it over there.
+    `sums` is also an attribute of each parameter: whoever computes a gradient without autograd hands it over there.
 
     The gradient is taken away from autograd, so only one parameter's gradient in the training type exists at a time.
     Raises ValueError for a frozen parameter, which never has one.
@@ -53,8 +69,14 @@ class GradientSums:
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         take_gradients(parameters, self)
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient of one parameter. The first one becomes the sum, uncopied if it is wide."""
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+        """See `TakesGradients`. A step's first tensor becomes the sum, uncopied if it is wide."""
+        if callable(gradient):
+            first = parameter not in self.sums
+            if first:
+                self.sums[parameter] = torch.empty_like(parameter, dtype=at_least_float32(parameter.dtype))
+            gradient(self.sums[parameter], first)
+            return
         if parameter in self.sums:
             self.sums[parameter].add_(gradient)
         else:

@@ -16,7 +16,7 @@ Ranks need no broadcast at the start: an initial weight is a function of (seed, 
 everywhere. Nothing is divided by the number of ranks: each rank's loss is its share of the global mean already.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from common import collectives
 from common.model import at_least_float32
 from common.process_groups import Group
-from step01_single_gpu.mixed_precision import take_gradients
+from step01_single_gpu.mixed_precision import Add, take_gradients
 
 
 class Bucket:
@@ -52,12 +52,8 @@ class Bucket:
         self.missing = set(self.parameters)
         self.work: collectives.Work | None = None
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Callable) -> None:
-        """Add one micro-batch's gradient of one parameter.
-
-        Where a product of matrices can add its result to the sum in one go, `gradient` is a function that does so: it
-        is called as gradient(sum, first), and if `first`, it overwrites what is there.
-        """
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Add) -> None:
+        """Add one micro-batch's gradient of one parameter, or a part of it: see step 1's `TakesGradients`."""
         first = parameter not in self.filled
         if callable(gradient):
             gradient(self.views[parameter], first)
@@ -104,13 +100,13 @@ class DataParallel:
         finally:
             self.synchronising = True
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient of one parameter; in the last one this may launch buckets."""
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+        """See step 1's `TakesGradients`. In the last micro-batch this may launch buckets."""
         bucket = self.bucket_of[parameter]
         if bucket.work is not None:
             raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched")
         bucket.add(parameter, gradient)
-        if self.synchronising:
+        if self.synchronising and last:
             bucket.missing.discard(parameter)
             if self.mode != "naive":
                 self._launch_complete()

@@ -18,6 +18,7 @@ from torch import nn
 from common import collectives
 from common.model import at_least_float32
 from common.process_groups import Group
+from step01_single_gpu.mixed_precision import Add
 from step02_data_parallel.data_parallel import Bucket
 
 # By device, in elements: every shard begins at a multiple of it. CUDA kernels read 16 bytes at a time where they can,
@@ -34,7 +35,7 @@ class LocalBucket(Bucket):
         self.parameters, self.flat = [parameter], None
         self.start_over()
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Callable) -> None:
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Add) -> None:
         if self.flat is not None or callable(gradient):
             self._hold(torch.empty_like)
             super().add(parameter, gradient)

@@ -41,7 +41,7 @@ from torch import nn
 from common.parameter import attach_specs
 from common.process_groups import Mesh
 from common.weights.initialisation import InitialValues, allocate_parameters
-from step01_single_gpu.mixed_precision import take_gradients
+from step01_single_gpu.mixed_precision import Add, take_gradients
 from step02_data_parallel.data_parallel import fill_buckets
 from step03_zero.unit import Unit
 
@@ -183,12 +183,8 @@ class Zero:
             self._end_of_backward()
         self.synchronising = self.last_micro_batch = True
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor, last: bool = True) -> None:
-        """Add one micro-batch's gradient of one parameter; this may launch reduce-scatters.
-
-        Not `last`: another gradient of this parameter follows in this backward. (Of a weight with two uses, autograd
-        adds both before it tells the hook. But a caller may hand over one of them itself.)
-        """
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+        """See step 1's `TakesGradients`. This may launch reduce-scatters."""
         index = self.index_of[parameter]
         if index < self.next_unit:  # two forwards in one backward, say: a gradient would be lost
             raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched")

@@ -5,8 +5,12 @@ Two attributes of a weight change what happens here:
 
   weight.products       says how the three products are computed: an object with the functions of `Dense`
   weight.gradient_sink  takes the weight's gradient, which then never reaches autograd. It is called with (weight,
-                        gradient, x, multiply), and `multiply(gradient, x)` is the gradient of the weight. The sink
-                        calls it exactly once, since it may work in place. It need not do so at once.
+                        gradient, x, multiply), and `multiply(gradient, x)` is the gradient of the weight, as the
+                        products return it. The sink calls it exactly once, since it may work in place. It need not
+                        do so at once.
+
+Products may return the weight's gradient as a function that adds it to a sum (step 1's `Add`). Autograd cannot take
+that, so these weights need a sink which can.
 
 A weight may also have several matrices, each for some of the rows of x. Then all three products are told which rows
 these are (`*rows` below), and `default` says how they are computed if the weight does not.
@@ -58,12 +62,16 @@ def weight_gradient(
 def hand_over(weight: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, multiply: Callable) -> torch.Tensor | None:
     """Return `multiply(gradient, x)`, the gradient of `weight`; None if its sink takes it.
 
-    The sink's x is detached, as the graph behind it would keep the input of a pipeline's stage alive.
+    The sink's x is detached, as the graph behind it would keep the input of a pipeline's stage alive. Raises TypeError
+    if the products return a function, and there is no sink.
     """
     if hasattr(weight, "gradient_sink"):
         weight.gradient_sink(weight, gradient, x.detach(), multiply)
         return None
-    return multiply(gradient, x)
+    result = multiply(gradient, x)
+    if not isinstance(result, torch.Tensor):
+        raise TypeError("products that return a function in place of a gradient need a `gradient_sink` that takes it")
+    return result
 
 
 class _Linear(torch.autograd.Function):

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from step01_single_gpu.mixed_precision import Add
 from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers.linear import Products
-from step08_5d.weight_sums import Add
 
 
 class ExpertProducts:

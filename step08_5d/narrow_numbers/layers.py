@@ -22,7 +22,7 @@ from step08_5d.narrow_numbers.experts import ExpertProducts, products_of
 from step08_5d.narrow_numbers.gather import NarrowGather
 from step08_5d.narrow_numbers.history import OPERANDS, STEPS, History, finish_step
 from step08_5d.narrow_numbers.linear import FORMATS, Products
-from step08_5d.weight_sums import add_to_sum
+from step08_5d.weight_sums import multiply_by
 
 
 def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> list[Tensor]:
@@ -42,15 +42,13 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
                 if isinstance(module, nn.Linear):
                     cut = _cut(module, name.startswith("mlp.shared"), mesh)
                     history = _history(module.weight, histories, config, mesh)
-                    module.weight.products = make(cut=cut, history=history)
-                    module.weight.gradient_sink = add_to_sum
+                    multiply_by(module.weight, make(cut=cut, history=history))
             if hasattr(layer.mlp, "experts"):
                 if config.fp8_dispatch:
                     layer.mlp.dispatcher = NarrowDispatcher
                 for weight in layer.mlp.experts.parameters():
                     each = _history(weight, histories, config, mesh) or [None] * len(weight)
-                    weight.products = ExpertProducts([make(history=one, blocks_of_tokens=False) for one in each])
-                    weight.gradient_sink = add_to_sum
+                    multiply_by(weight, ExpertProducts([make(history=one, blocks_of_tokens=False) for one in each]))
         for unit in zero.units if config.fp8_gather else ():
             if unit.group.size > 1 and any(map(products_of, unit.parameters)):
                 unit.all_gather = NarrowGather(unit)
