@@ -144,7 +144,6 @@ class Optimizer:
         betas, eps: AdamW's; by default those of Llama 2 (arXiv:2307.09288, section 2.2).
 
     masters     the parameters' values in at least float32: the optimizer updates these
-    updates     how many steps were taken
     scaler      the factor of the losses, whose gradients `step` receives
     """
 
@@ -159,7 +158,7 @@ class Optimizer:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-5,
     ):
-        self.parameters, self.updates, self.float64 = parameters, 0, dtype == torch.float64
+        self.parameters, self.float64 = parameters, dtype == torch.float64
         self.buffers, self.scaler = buffers, LossScaler(dtype)
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
@@ -182,7 +181,7 @@ class Optimizer:
         """Update at learning rate `lr` with `factor` times the gradients: clipping and unscaling in one.
 
         If `skip` is 1, nothing changes. Both are 0-d tensors on the device of the gradients: the fused kernel reads
-        them there, so the host need not wait for the norm that they come from. The caller counts the `updates`.
+        them there, so the host need not wait for the norm that they come from. There AdamW also counts its updates.
         """
         if factor is not None and self.float64:  # the kernel would take it as float32
             torch._foreach_mul_(gradients, factor)
@@ -225,7 +224,6 @@ class Optimizer:
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """Take over what `checkpoint.load` has filled: `updates` steps were taken, and the model gets its weights."""
-        self.updates = updates
         for master in self.masters:
             if "step" in self.inner.state[master]:
                 self.inner.state[master]["step"].fill_(updates)

@@ -23,12 +23,14 @@ class FusedAdamW(Optimizer):
     @torch.no_grad()
     def step(self, gradients, lr, factor=None, skip=None):
         """As `Optimizer.step`. No number comes back to the host, so it does not wait."""
-        of_matrices, of_others = self.inner.param_groups
-        # Filled on the device once for all: masters have one type, and copies from the host would wait
-        numbers = [self.masters[0].new_full((), number) for number in (self.updates + 1, lr)] if self.masters else []
-        for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
+        if not self.masters:
+            return
+        counts = [self.state_of(master)["step"] for master in self.masters]
+        torch._foreach_add_(counts, 1)
+        rate = self.masters[0].new_full((), lr)  # on the device, for all of them: copies from the host would wait
+        for parameter, master, count, gradient in zip(self.parameters, self.masters, counts, gradients, strict=True):
             state, copy = self.state_of(master), parameter if parameter.dtype != master.dtype else None
-            group = of_matrices if parameter.spec.decay else of_others
-            settings = {key: group[key] for key in ("weight_decay", "betas", "eps")}
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            adamw.adamw(master, *moments, gradient, copy, *numbers, factor, skip, **settings)
+            moments, settings = (state["exp_avg"], state["exp_avg_sq"]), adamw.settings_of(self, parameter)
+            adamw.adamw(master, *moments, gradient, copy, count, rate, factor, skip, **settings)
+        if skip is not None:
+            torch._foreach_sub_(counts, [skip] * len(counts))

@@ -43,9 +43,7 @@ class OneProcess(Training):
     def step(self, tracer: Tracer | None = None) -> tuple[float, float, bool]:
         """Take a step at the full learning rate. Returns loss, gradient norm, and whether the update was applied."""
         numbers = self.take(self.config.warmup, tracer)
-        taken = self.scaler.accept(numbers["grad_norm"])
-        self.optimizer.updates += taken
-        return numbers["loss"], numbers["grad_norm"], taken
+        return numbers["loss"], numbers["grad_norm"], self.scaler.accept(numbers["grad_norm"])
 
     def state(self) -> list[torch.Tensor]:
         """Return what is alive between two steps."""

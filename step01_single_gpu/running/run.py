@@ -34,6 +34,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, optimizer: Optimizer):
         self.config, self.mesh, self.batches, self.optimizer = config, mesh, batches, optimizer
+        self.updates = 0  # how many the optimizer has made, before this process as well
         self.first_step, recorded = self.resume()
         self.background = BackgroundSaves(mesh, config.timeout) if config.async_save else None
         self.record = RunRecord(config, mesh, batches, recorded)
@@ -76,8 +77,7 @@ class Run:
         Reading them waits for the device. Otherwise the host waits nowhere in a step but in layers with experts.
         """
         values = dict(zip(numbers, torch.stack(list(numbers.values())).tolist()))
-        if self.optimizer.scaler.accept(values["grad_norm"]):  # float16 may have skipped this step
-            self.optimizer.updates += 1
+        self.updates += self.optimizer.scaler.accept(values["grad_norm"])  # float16 may have skipped this step
         self.measured |= values
 
     def check_finite(self, step: int) -> None:
@@ -98,7 +98,7 @@ class Run:
         config, scaler = self.config, self.optimizer.scaler
         if config.save_every and (step % config.save_every == 0 or step == config.steps):
             extra = {"identity": self.identity(), "model": asdict(config.model_config), "dtype": config.dtype}
-            extra |= {"tokenizer": config.tokenizer, "updates": self.optimizer.updates}
+            extra |= {"tokenizer": config.tokenizer, "updates": self.updates}
             extra |= {"loss_scale": scaler.scale if scaler.dynamic else None}  # float16 alone has one
             extra |= {"good_steps": scaler.good_steps}
             arguments = config.run_dir, step, self.optimizer.slices(), extra
@@ -133,7 +133,8 @@ class Run:
             found = from_rank_0(mesh, lambda: files.candidates(config.resume, config.run_dir))
             if found:  # "auto" also starts a run
                 folder, extra = checkpoint.load_intact(found, self.optimizer.slices(), mesh, self.identity())
-                self.optimizer.loaded(extra["updates"])
+                self.updates = extra["updates"]
+                self.optimizer.loaded(self.updates)
                 scaler = self.optimizer.scaler
                 if scaler.dynamic and extra["loss_scale"] is not None:
                     scaler.scale, scaler.good_steps = extra["loss_scale"], extra["good_steps"]

@@ -25,6 +25,13 @@ from step08_5d.kernels.launching import ceil_div, tl, triton, warps_for, wide_ty
 BLOCK = 1024  # elements per program
 
 
+def settings_of(optimizer, parameter) -> dict:
+    """Of the functions below for a parameter of step 1's `Optimizer`: weight_decay, betas and eps."""
+    of_matrices, of_others = optimizer.inner.param_groups
+    group = of_matrices if parameter.spec.decay else of_others
+    return {key: group[key] for key in ("weight_decay", "betas", "eps")}
+
+
 def adamw_reference(
     master, exp_avg, exp_avg_sq, gradient, copy, step, lr, factor=None, skip=None, *, weight_decay, betas, eps
 ):

@@ -8,7 +8,7 @@ The second moment moves by 1 - 0.95 = 1 / 20 of its distance; with the usual 0.9
 import torch
 
 from step01_single_gpu.mixed_precision import Optimizer
-from step08_5d.kernels.adamw import adamw_reference
+from step08_5d.kernels.adamw import adamw_reference, settings_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -25,10 +25,8 @@ class NarrowMoments(Optimizer):
     @torch.no_grad()
     def step(self, gradients, lr, factor=None, skip=None):
         """As `Optimizer.step`, but for float16: no step is skipped."""
-        of_matrices, of_others = self.inner.param_groups
         for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
-            group, state = of_matrices if parameter.spec.decay else of_others, self.state_of(master)
-            settings = {key: group[key] for key in ("weight_decay", "betas", "eps")}
+            state, settings = self.state_of(master), settings_of(self, parameter)
             state["step"] += 1
             wide = [state[key].to(master.dtype) for key in MOMENTS]
             rate = master.new_full((), lr)

@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from common.weights.initialisation import values_from
 from step01_single_gpu.mixed_precision import GradientSums, Optimizer
 from step01_single_gpu.recompute import recompute_modules
 from step03_zero.zero import Zero
+from step08_5d.fused_adamw import FusedAdamW
+from step08_5d.kernels import adamw
 from tests.foreign import models
 from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)
 from tests.harness.ranks import run_ranks
@@ -107,6 +110,23 @@ def test_bfloat16_has_masters_and_float16_a_scale():
             before = [each.clone() for each in optimizer.masters]
             optimizer.step([each * torch.inf for each in gradients], 1e-4, skip=skip)
             assert all(map(torch.equal, before, optimizer.masters))
+
+
+def test_kernels_count_the_updates_of_any_loop():
+    """PyTorch computes what the kernel would. A step that is skipped does not count."""
+    found = []
+    for kind in (Optimizer, FusedAdamW):
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 3)
+        attach_specs(layer)
+        optimizer = kind(list(layer.parameters()), torch.float32, DECAY)
+        with mock.patch.object(adamw, "adamw", adamw.adamw_reference):
+            for step in range(4):
+                gradients = [torch.randn_like(master) for master in optimizer.masters]
+                optimizer.step(gradients, 1e-2, torch.tensor(0.5), skip=torch.tensor(float(step == 1)))
+        assert {optimizer.state_of(master)["step"].item() for master in optimizer.masters} == {3}
+        found.append([master.detach().clone() for master in optimizer.masters])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", models.MODELS)

@@ -151,8 +151,9 @@ copies of tp counted twice: spec.owner] => spec.owner or "tp" in parameter.spec.
 norm past the residual: self.pieces.add_rms_norm(x, residual, self.weight, self.eps) =>
     self.pieces.add_rms_norm(x, residual.detach(), self.weight, self.eps)[0], x + residual
 @ step08_5d.fused_adamw:FusedAdamW.step
-clip factor lost: *numbers, factor, => *numbers, None,
-copy lost: gradient, copy, *numbers => gradient, None, *numbers
+clip factor lost: count, rate, factor, => count, rate, None,
+copy lost: gradient, copy, count => gradient, None, count
+@ step08_5d.kernels.adamw:settings_of
 everything decays: if parameter.spec.decay else of_others =>
 
 # ---- right results at a higher price
