@@ -32,7 +32,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     expert, router = 3 * h * model.expert_ffn, h * model.experts
     moe = (model.experts + model.shared_experts) * expert + router
     moe_active = (model.top_k + model.shared_experts) * expert + router
-    moe_layers = model.layers - model.dense_layers if model.experts else 0
+    moe_layers = len(model.expert_layers)
     embedding = model.vocab * h
     head = 0 if model.tie_embeddings else embedding
     norms = (2 * model.layers + 1) * h
@@ -71,7 +71,7 @@ class FlopCount:
 def count_flops(model: ModelConfig, seq_len: int) -> FlopCount:
     """The exact FLOPs of one sequence of `seq_len` tokens; embedding rows are looked up and cost none."""
     count = count_parameters(model)
-    moe_layers = model.layers - model.dense_layers if model.experts else 0
+    moe_layers = len(model.expert_layers)
     linear = model.layers * count.attention
     linear += (model.layers - moe_layers) * count.dense_mlp + moe_layers * count.moe_active
     core = model.layers * 2 * (2 * seq_len * seq_len * model.heads * model.head_width)

@@ -48,6 +48,15 @@ class ModelConfig:
         """Width of one attention head."""
         return self.head_dim or self.hidden // self.heads
 
+    @property
+    def expert_layers(self) -> range:
+        """The layers that have experts. (Without any, it begins, too, where the layers end.)"""
+        return range(self.dense_layers if self.experts else self.layers, self.layers)
+
+    def has_experts(self, index: int) -> bool:
+        """Whether this layer has experts in place of a dense MLP."""
+        return index in self.expert_layers
+
     def check(self) -> None:
         """Raise UsageError unless the shapes fit together."""
         for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn"):

@@ -48,6 +48,6 @@ class Balancing:
             for index, router in self.routers:
                 change = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
                 router.bias += change if skip is None else change * (1 - skip)  # skip: only float16 has it
-        loads = loads[shape.dense_layers :]
+        loads = loads[shape.expert_layers.start :]
         worst = (loads.amax(1) / loads.mean(1)).mean()
         return {"aux_loss": aux_loss, "imbalance": worst, "dropped": dropped}

@@ -62,7 +62,7 @@ def copies(model: ModelConfig, nodes: int, once_per_node: bool) -> float:
 
 def split_parameters(model: ModelConfig) -> tuple[int, int]:
     """Return the parameters of routed experts, and all others."""
-    experts = (model.layers - model.dense_layers) * model.experts * 3 * model.hidden * model.expert_ffn
+    experts = len(model.expert_layers) * model.experts * 3 * model.hidden * model.expert_ffn
     return experts, count_parameters(model).total - experts
 
 

@@ -133,8 +133,8 @@ def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     has a part of the sequence to itself there, as in the norms, so that those gradients are summed over `tp`.
     """
     shape, ep, tp = config.model_config, mesh.ep, mesh.tp
-    for index, layer in model.layers.items() if shape.experts else ():
-        if int(index) < shape.dense_layers:
+    for index, layer in model.layers.items():
+        if not shape.has_experts(int(index)):
             continue
         name = f"layers.{index}.mlp"
         residual = layer.mlp.down_proj.weight.spec.init_std

@@ -62,19 +62,14 @@ class Layout(NamedTuple):
         return self.micro_batch * self.seq / self.cp
 
 
-def expert_layers(model: ModelConfig) -> int:
-    """Return how many layers have experts."""
-    return model.layers - model.dense_layers if model.experts else 0
-
-
 def parameters(model: ModelConfig, layout: Layout, ends: bool = True) -> tuple[float, float]:
     """Return the parameters of a rank before ZeRO: all but experts, and experts, which only ep divides.
 
     Norms, routers and shared experts are whole on every tensor rank.
     """
     count, expert = count_parameters(model), 3 * model.hidden * model.expert_ffn
-    of_experts = expert * model.experts * expert_layers(model)
-    whole = count.norms + expert_layers(model) * (model.hidden * model.experts + expert * model.shared_experts)
+    of_experts = expert * model.experts * len(model.expert_layers)
+    whole = count.norms + len(model.expert_layers) * (model.hidden * model.experts + expert * model.shared_experts)
     divided = count.total - of_experts - whole
     if not ends:
         whole, divided = whole - model.hidden, divided - count.embedding - count.head
@@ -101,7 +96,7 @@ def messages(model: ModelConfig, layout: Layout, ends: bool = True) -> list[Mess
         tokens, wide = layout.micro_batch * layout.seq // layout.tp, WIDTHS[layout.dtype][1]
         result += context.messages(layout.cp_mode, layout.cp_split, layout.cp, model, tokens, width, wide, times)
     result += of_tensors(model, layout, stream, ends)
-    of_layers = layout.micro_batches * expert_layers(model) / layout.pp
+    of_layers = layout.micro_batches * len(model.expert_layers) / layout.pp
     return result + experts.messages(model, layout.tokens / layout.tp, layout.ep, width, of_layers)
 
 
@@ -139,7 +134,7 @@ def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool) ->
     tp, pp = layout.tp, layout.pp
     if tp == 1:
         return []
-    sublayers, end = (2 * model.layers - expert_layers(model)) / pp, 1 / pp if ends else 0
+    sublayers, end = (2 * model.layers - len(model.expert_layers)) / pp, 1 / pp if ends else 0
     part, each = (tp - 1) / tp * stream, layout.micro_batches
     result = [
         Message("tp", "all_gather", part, each * (3 * sublayers + 2 * end), "weight gradients, in the backward"),
@@ -148,7 +143,7 @@ def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool) ->
     for numbers in (1, 2):  # of a token: the largest logit; the sum of exponentials and the logit of the target
         result.append(Message("tp", "all_reduce", sent("all_reduce", 4 * numbers * layout.tokens, tp), each * end))
     beside_experts = model.hidden * (model.experts + 3 * model.shared_experts * model.expert_ffn)
-    whole = (2 * model.layers * model.hidden + expert_layers(model) * beside_experts) / pp + model.hidden * end
+    whole = (2 * model.layers * model.hidden + len(model.expert_layers) * beside_experts) / pp + model.hidden * end
     whole /= layout.copies if layout.zero else 1  # with ZeRO only this rank's shard of them
     return [*result, Message("tp", "all_reduce", sent("all_reduce", WIDTHS[layout.dtype][1] * whole, tp), 1)]
 

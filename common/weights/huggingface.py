@@ -54,7 +54,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     hidden, mixtral = config.hidden, model_type(config) == "mixtral"
     shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in Decoder(config).parameters()}
-    for mlp in (f"layers.{layer}.mlp" for layer in range(config.dense_layers, config.layers if config.experts else 0)):
+    for mlp in (f"layers.{layer}.mlp" for layer in config.expert_layers):
         for name in swiglu(mlp, config.ffn):
             del shapes[name]
         shapes[f"{mlp}.router.weight"] = config.experts, hidden

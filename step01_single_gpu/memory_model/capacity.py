@@ -44,8 +44,7 @@ def bytes_needed(config: TrainConfig) -> int:
     if config.moments != TrainConfig.moments:  # narrower ones
         each["moments"] = 2 * getattr(torch, config.moments).itemsize
     states = each["master weights"] + each["moments"]
-    layers = model.layers - model.dense_layers if model.experts else 0
-    experts = layers * model.experts * 3 * model.hidden * model.expert_ffn
+    experts = len(model.expert_layers) * model.experts * 3 * model.hidden * model.expert_ffn
     dense, ranks = count_parameters(model).total - experts, degrees.dp * degrees.cp
     result = 0
     # Of each kind: how many copies exist, and in how many of them ZeRO divides what it divides

@@ -49,7 +49,7 @@ def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[KeptBy
 
 def kept_by_layers(model: ModelConfig, layout: Layout, first: int, last: int) -> float:
     """Return the bytes that the layers [first, last) keep of one micro-batch."""
-    with_experts = max(0, last - max(first, model.dense_layers)) if model.experts else 0
+    with_experts = max(0, last - max(first, model.expert_layers.start))
     result = (last - first - with_experts) * kept_by_layer(model, of_a_layer(layout), experts=False)
     return result + with_experts * kept_by_layer(model, of_a_layer(layout), experts=True) if with_experts else result
 

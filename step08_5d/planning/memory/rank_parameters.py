@@ -22,7 +22,7 @@ from step02_data_parallel.data_parallel import pack
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step07_expert_parallel.moe import apply_experts
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.sizes import has_experts, splits_backward
+from step08_5d.planning.memory.sizes import splits_backward
 from step08_5d.planning.stages import ranges_of_rank
 
 BUCKET = 1e6 * TrainConfig.bucket_mb  # bytes of gradients
@@ -98,7 +98,7 @@ class RankParameters:
         parts = parameters_by_part(model, layout.tp, layout.ep)
         layers = [index for stage in self.stages for index in range(*stage)]
         regions = [parts["embedding"]] if self.is_first else []
-        regions += [parts["experts" if has_experts(model, index) else "dense"] for index in layers]
+        regions += [parts["experts" if model.has_experts(index) else "dense"] for index in layers]
         if self.is_last:
             regions.append(parts["end"][:1] if self.tied else parts["end"])
         listed = (each._replace(region=region) for region, some in enumerate(regions) for each in some)

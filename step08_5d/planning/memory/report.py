@@ -21,7 +21,6 @@ from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
 from step08_5d.planning.memory.kept import of_a_layer
 from step08_5d.planning.memory.ledger import Tensors
 from step08_5d.planning.memory.peak import peak
-from step08_5d.planning.memory.sizes import has_experts
 from step08_5d.planning.memory.walks import layer_ledger
 from step08_5d.planning.search import named
 from step08_5d.planning.stages import layers_of_ranks
@@ -54,7 +53,7 @@ def show(options: Namespace) -> None:
     else:
         _show_ours(config, layout, options.play)
         if options.layer:
-            for experts in sorted({has_experts(model, index) for index in range(model.layers)}):
+            for experts in sorted({model.has_experts(index) for index in range(model.layers)}):
                 show_layer(model, layout, experts=experts)
 
 

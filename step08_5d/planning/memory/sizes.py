@@ -51,8 +51,3 @@ def ulysses(layout: Layout) -> bool:
 def splits_backward(layout: Layout) -> bool:
     """Whether gradients of weights come in a second half of the backward."""
     return layout.schedule in ("zb-h1", "zb-h2")
-
-
-def has_experts(model: ModelConfig, index: int) -> bool:
-    """Whether a layer has experts."""
-    return bool(model.experts) and index >= model.dense_layers

@@ -16,7 +16,7 @@ from step08_5d.planning.memory import ends, layer, second_half
 from step08_5d.planning.memory.kept import KeptByStage, kept_by_layers, of_a_layer
 from step08_5d.planning.memory.ledger import Deferred, Ledger, LedgerEntry, Tensors
 from step08_5d.planning.memory.rank_parameters import RankParameters
-from step08_5d.planning.memory.sizes import LayerSizes, has_experts
+from step08_5d.planning.memory.sizes import LayerSizes
 
 LOSS, FIRST, SECOND = "BF", "BI", "W"  # in which halves of a backward a part is: the loss is computed before it
 
@@ -78,9 +78,9 @@ def _below_the_head(
     first, last = rank.stages[number]
     tied = ends.vocabulary(model, layout) * LayerSizes.of(model, layout).w if rank.tied else 0.0
     above = {"gradient of head.weight, to be added to the embedding's": tied}
-    of_last = layer_ledger(model, of_a_layer(layout), has_experts(model, last - 1)) if last > first else None
+    of_last = layer_ledger(model, of_a_layer(layout), model.has_experts(last - 1)) if last > first else None
     keeps = received and of_last is not None and layer.OUTPUT in of_last.put_off_tensors
-    with_experts = min(last, max(first, model.dense_layers)) if model.experts else last  # from here on
+    with_experts = min(last, max(first, model.expert_layers.start))  # from here on
     some = {first, with_experts - 1, with_experts, last - 1}
     for index in sorted(index for index in some if first <= index < last):
         region, experts, is_last = rank.starts[number] + index - first, index >= with_experts, index == last - 1
@@ -112,5 +112,5 @@ def deferred_by(model: ModelConfig, layout: Layout, rank: RankParameters, index:
     ((first, last),) = rank.stages
     result = [ends.deferred_by_head(model, layout)] if rank.is_last else []
     for each in reversed(range(max(first, index), last)):
-        result += layer_ledger(model, of_a_layer(layout), has_experts(model, each)).deferred
+        result += layer_ledger(model, of_a_layer(layout), model.has_experts(each)).deferred
     return result
