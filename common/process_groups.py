@@ -135,6 +135,10 @@ class Mesh:
 
 
 GROUP_NAMES = tuple(each.name for each in fields(Mesh) if each.type is Group)
+DIMENSION_OF = {name: name for name in (*AXES, "ep")}  # what a group belongs to. (`world` belongs to none.)
+DIMENSION_OF |= dict.fromkeys(("pp_forward", "pp_backward", "embed", "mirror"), "pp")
+DIMENSION_OF |= dict.fromkeys(("dp_cp", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp")
+DIMENSION_OF |= {"kv_replica": "tp"}
 
 
 def coordinates(rank: int, degrees: Degrees) -> dict[str, int]:

@@ -4,11 +4,7 @@ from pathlib import Path
 
 from common.config import TrainConfig
 from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, write_png
-
-DIMENSION_OF = {name: name for name in DIMENSIONS}  # a group of the mesh
-DIMENSION_OF |= dict.fromkeys(("pp_forward", "pp_backward", "embed", "mirror"), "pp")
-DIMENSION_OF |= dict.fromkeys(("dp_cp", "shard", "replica", "edp", "expert_shard", "expert_replica"), "dp")
-DIMENSION_OF |= {"kv_replica": "tp"}
+from common.process_groups import DIMENSION_OF
 
 WIDTH, BOX, ARROW, SENT, LINE = 10.0, 0.56, 0.26, 0.62, 0.32  # in units of the picture; an inch has 1.2 of them
 COLUMNS = (0.25, "left"), (4.2, "left"), (6.3, "left"), (9.75, "right")  # of a box: place, formula, shape, bytes

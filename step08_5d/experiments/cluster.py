@@ -8,9 +8,9 @@ from common.costs.vocabulary import seconds
 from common.drawing.tables import print_table
 from common.link import Link
 from common.presets import PRESETS
+from common.process_groups import DIMENSION_OF
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.shapes_picture import DIMENSION_OF
 
 LLAMA = PRESETS["llama3-405b"]
 ALPHA = 10e-6  # seconds a message

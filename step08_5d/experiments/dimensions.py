@@ -10,12 +10,11 @@ from common.drawing.tables import print_table
 from common.experiments.counting import Sent, counted, held, mean_rank, print_counted, print_held
 from common.experiments.local_ranks import on_ranks
 from common.experiments.training_step import on_every_case
-from common.process_groups import Mesh
+from common.process_groups import DIMENSION_OF, Mesh
 from step01_single_gpu.running.memory_meter import MemoryMeter
 from step08_5d import cost as formulas
 from step08_5d.cost import Layout
 from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Training, route_evenly
-from step08_5d.shapes_picture import DIMENSION_OF
 
 RANKS = 8
 CASES = {

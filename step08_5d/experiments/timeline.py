@@ -6,12 +6,11 @@ from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, save_figure
 from common.drawing.lanes import Lane, Span, lanes
 from common.drawing.tables import print_table
 from common.experiments.traces import TracedPart, quietest, run_parts
-from common.process_groups import Mesh
+from common.process_groups import DIMENSION_OF, Mesh
 from common.tracing.chrome_trace import Trace, time_by_state
 from common.tracing.tracer import Tracer
 from step01_single_gpu.running.slow_device import SlowDevice
 from step08_5d.experiments.tools import EXPERTS, FIVE_D, Training, route_evenly
-from step08_5d.shapes_picture import DIMENSION_OF
 
 SPEED, BANDWIDTH = 0.1e9, 2.5e6  # FLOP/s of a rank, and bytes/s of the link that each of its groups has to itself
 FLAGS = EXPERTS | FIVE_D | {"layers": 4, "kv_heads": 4, "seq_len": 256, "global_batch": 4, "zero": 1, "bucket_mb": 0.1}

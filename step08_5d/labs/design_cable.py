@@ -15,9 +15,9 @@ from common.experiments.tcp_bytes import PACKET
 from common.labs.design import Design, Judged, whole
 from common.labs.find import ROOT
 from common.launching.command_line import parse
+from common.process_groups import DIMENSION_OF
 from step08_5d import config as step08
 from step08_5d.cost import Layout, bubble, messages, operations
-from step08_5d.shapes_picture import DIMENSION_OF
 
 NODES = RANKS = 2
 SEQUENCES = 8

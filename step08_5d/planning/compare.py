@@ -10,6 +10,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 
 from common.drawing.tables import print_table
+from common.process_groups import DIMENSION_OF
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model
@@ -19,7 +20,6 @@ from step08_5d.planning.memory.report import DEFAULTS, configuration
 from step08_5d.planning.search import named
 from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.speed import mfu, times
-from step08_5d.shapes_picture import DIMENSION_OF
 
 SENT = ("tp", "cp", "ep", "pp", "dp")
 

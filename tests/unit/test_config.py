@@ -53,6 +53,12 @@ def test_parameters_of_experts():
     assert count_flops(MOE, 10).linear == 2 * 10 * active
 
 
+def test_layers_of_experts():
+    assert list(MOE.expert_layers) == [1, 2] and [MOE.has_experts(index) for index in range(3)] == [False, True, True]
+    dense = dataclasses.replace(MOE, experts=0)
+    assert not dense.expert_layers and not any(map(dense.has_experts, range(3)))
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_flops_are_those_counted(mode):
     """Recomputation included. torch's counter sees the products of the naive core, and not the CPU's flash kernel."""

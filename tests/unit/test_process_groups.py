@@ -26,12 +26,17 @@ from common.errors import UsageError
 from common.experiments.demo import device_flag
 from common.launching import launch
 from common.link import Link
-from common.process_groups import GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates
+from common.process_groups import AXES, DIMENSION_OF, GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates
 from step05_pipeline.apply_pipeline import place_stages
 from step05_pipeline.config import schedule_of
 from step05_pipeline.schedules.catalogue import SCHEDULES
 from step08_5d.config import check
 from tests.harness.observing import configure
+
+
+def test_every_group_belongs_to_a_dimension():
+    assert DIMENSION_OF.keys() == {*GROUP_NAMES, "pp"} - {"world"}
+    assert set(DIMENSION_OF.values()) == {*AXES, "ep"}
 
 
 def test_groups_that_no_parity_case_tells_apart():

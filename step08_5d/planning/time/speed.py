@@ -12,11 +12,11 @@ from common.costs.networks import NETWORK, bus_bandwidth
 from common.costs.vocabulary import WIDTHS, Message
 from common.counts import count_flops
 from common.model_config import ModelConfig
+from common.process_groups import DIMENSION_OF
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import OURS, Habits, Machine
-from step08_5d.shapes_picture import DIMENSION_OF
 
 # Per parameter: gradient, master weight and two moments are read, all but the first written; the copy
 UPDATE_BYTES = 32
