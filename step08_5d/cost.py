@@ -14,6 +14,7 @@ from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
 from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations, total_bytes
+from step05_pipeline.schedules.catalogue import CHUNKS
 from step06_context_parallel import cost as context
 from step07_expert_parallel import cost as experts
 
@@ -43,7 +44,7 @@ class Layout(NamedTuple):
         """Return the layout of a checked configuration."""
         same = {name: getattr(config, name) for name in ("dp", "pp", "cp", "tp", "ep", "zero", "micro_batch", "dtype")}
         same |= {name: getattr(config, name) for name in ("cp_mode", "cp_split", "recompute", "schedule")}
-        same["stages"] = config.virtual_stages or (2 if config.schedule == "interleaved" else 1)
+        same["stages"] = config.virtual_stages or (CHUNKS if config.schedule == "interleaved" else 1)
         return cls(config.seq_len, micro_batches=config.accumulation_steps, **same)
 
     @property

@@ -13,6 +13,8 @@ from step05_pipeline.schedules.actions import Action, Placement, Schedule, loope
 from step05_pipeline.schedules.further import dualpipe, several_stages, zero_bubble
 from step05_pipeline.schedules.further.placements import bidirectional, v_shaped
 
+CHUNKS = 2
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -20,7 +22,7 @@ class Entry:
 
     function: (ranks, micro_batches, chunks) -> the actions of each rank, in order.
     placement: (ranks, chunks) -> which rank holds which stage.
-    chunks: stages per rank, of one copy of the model; None if --virtual-stages decides (2 by default).
+    chunks: stages per rank, of one copy of the model; None if --virtual-stages decides (by default `CHUNKS`).
     overlapped: see `Schedule`.
     """
 
@@ -70,6 +72,6 @@ def build_schedule(
         if name != "llama3":
             raise UsageError(f"--consecutive {consecutive} needs --schedule llama3, not {name}")
         options["consecutive"] = consecutive
-    chunks = chunks or entry.chunks or 2
+    chunks = chunks or entry.chunks or CHUNKS
     actions = entry.function(ranks, micro_batches, chunks, **options)
     return Schedule(name, entry.placement(ranks, chunks), micro_batches, tuple(map(tuple, actions)), entry.overlapped)

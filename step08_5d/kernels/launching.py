@@ -48,11 +48,6 @@ finally:
 HAS_TRITON = hasattr(tl, "load")
 
 
-def can_launch(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on this tensor: compiled on CUDA, or interpreted."""
-    return HAS_TRITON and (tensor.is_cuda or triton.knobs.runtime.interpret)
-
-
 def wide_type(dtype: torch.dtype):
     """The Triton type to compute in: float64 for float64, else float32. (`common.model.at_least_float32` in Triton.)"""
     return tl.float64 if dtype == torch.float64 else tl.float32

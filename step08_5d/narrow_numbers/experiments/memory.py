@@ -9,8 +9,8 @@ from common.experiments.local_ranks import on_ranks
 from common.measure.storages import live_bytes
 from common.process_groups import Mesh
 from step08_5d.experiments.tools import Training
+from step08_5d.narrow_numbers.experiments.recipes import OURS, PUBLISHED
 from step08_5d.narrow_numbers.experiments.training import SHAPE
-from step08_5d.narrow_numbers.memory import OURS, PUBLISHED
 
 FLAGS = {"ours, BF16": {}, "ours, --fp8": {"fp8": "tile"}}
 FLAGS["ours, --fp8 --moments bfloat16"] = {"fp8": "tile", "moments": "bfloat16"}

@@ -4,7 +4,7 @@ import math
 
 from common.drawing.figures import SERIES, new_figure, save_figure
 from common.drawing.tables import print_table
-from step08_5d.narrow_numbers.formats import FORMATS, numbers
+from step08_5d.narrow_numbers.experiments.formats import FORMATS, numbers
 
 
 def formats(quick: bool) -> None:

@@ -6,8 +6,8 @@ from torch import Tensor
 from common.drawing.charts import lines
 from common.drawing.figures import new_figure, save_figure
 from common.drawing.tables import print_table
-from step08_5d.narrow_numbers.formats import FORMATS as SMALL
-from step08_5d.narrow_numbers.formats import round_to
+from step08_5d.narrow_numbers.experiments.formats import FORMATS as SMALL
+from step08_5d.narrow_numbers.experiments.formats import round_to
 from step08_5d.narrow_numbers.linear import FORMATS, multiply_reference
 from step08_5d.narrow_numbers.scaling import largest_of, quantise_now, stretched
 

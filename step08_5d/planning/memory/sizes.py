@@ -4,10 +4,12 @@ Letters: h hidden width, t tokens of a rank in a micro-batch, r = t / tp of them
 activation, wide bytes of a sum (at least float32).
 """
 
+from functools import cache
 from typing import NamedTuple
 
 from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
+from step05_pipeline.schedules.catalogue import build_schedule
 from step08_5d.cost import Layout
 
 
@@ -21,7 +23,6 @@ class LayerSizes(NamedTuple):
     queries: float  # t heads d / tp w
     keys: float  # the same of keys; of values
     statistics: float  # the attention's log-sum-exp
-    ffn: float  # t ffn / tp w
     gathered_keys: float  # ulysses: keys of all tokens, of this rank's part of the heads
     one: bool  # a single sequence: gathered parts of it need not be sorted
     w: int
@@ -39,7 +40,7 @@ class LayerSizes(NamedTuple):
         keys = t * max(model.kv_heads, tp) * d / tp * w
         stream = t * model.hidden / tp
         shape = (t * model.hidden * w, stream * w, stream * high, t * model.heads * d / tp * w, keys)
-        shape += (t * model.heads / tp * high, t * model.ffn / tp * w)
+        shape += (t * model.heads / tp * high,)
         copies = max(1, layout.cp // max(1, model.kv_heads // tp))  # ulysses: every rank needs a head
         return cls(w < high, *shape, keys * copies, layout.micro_batch == 1, w, splits_backward(layout))
 
@@ -50,4 +51,9 @@ def ulysses(layout: Layout) -> bool:
 
 def splits_backward(layout: Layout) -> bool:
     """Whether gradients of weights come in a second half of the backward."""
-    return layout.schedule in ("zb-h1", "zb-h2")
+    return _splits_backward(layout.schedule)
+
+
+@cache
+def _splits_backward(schedule: str) -> bool:
+    return build_schedule(schedule, ranks=2, micro_batches=4).splits_backward  # with any numbers

@@ -8,7 +8,8 @@ from torch import nn
 
 from common.parameter import ParameterSpec
 from step07_expert_parallel.experts import Counts
-from step08_5d.narrow_numbers import formats, memory, scaling, sketch
+from step08_5d.narrow_numbers import scaling, sketch
+from step08_5d.narrow_numbers.experiments import formats
 from step08_5d.narrow_numbers.experts import ExpertProducts
 from step08_5d.narrow_numbers.linear import FORMATS, Products
 from step08_5d.narrow_numbers.moments import MOMENTS, NarrowMoments
@@ -176,7 +177,7 @@ def test_stochastic_rounding_is_right_on_average():
 
 
 def test_bytes_of_recipes():
-    totals = [each.total for each in (memory.PUBLISHED | memory.OURS).values()]
+    totals = [each.total for each in (recipes.PUBLISHED | recipes.OURS).values()]
     assert totals == [20, 16, 16, 9, 15, 10, 18, 18, 14]
 
 

@@ -221,7 +221,7 @@ def rank_without_triton() -> str:
     names = [each.name for each in pkgutil.iter_modules(step08_5d.kernels.__path__)]
     modules = {name: importlib.import_module(f"step08_5d.kernels.{name}") for name in names}
     x, weight = torch.ones(2, 4), torch.ones(4)
-    assert not modules["launching"].HAS_TRITON and not modules["launching"].can_launch(x), "Triton is there"
+    assert not modules["launching"].HAS_TRITON, "Triton is there"
     assert modules["rms_norm"].rms_norm_reference(x, weight, 0.0).equal(x), "the reference needs no Triton"
     try:
         modules["rms_norm"].rms_norm(x, weight, 0.0)
