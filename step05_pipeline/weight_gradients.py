@@ -48,21 +48,19 @@ def defer_weight_gradients(weights: Iterable[nn.Parameter]) -> Iterator[WeightGr
 
 
 class DeferringLinear(nn.Linear):
-    """A linear layer without bias whose weight gradient can be deferred."""
+    """A linear layer whose weight gradient can be deferred. That of its bias is a sum, and comes at once."""
 
-    def __init__(self, weight: nn.Parameter):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None):
         super().__init__(*reversed(weight.shape), bias=False, device="meta")
-        self.weight = weight
+        self.weight, self.bias = weight, bias
 
     def forward(self, x):
-        return linear(x, self.weight)
+        y = linear(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 def defer_linear_layers(module: nn.Module) -> None:
-    """Let the linear layers in a module defer the gradients of their weights, unless they are of a kind of their own.
-
-    Those with a bias do not: autograd computes both gradients at once, and W would have nothing left to do.
-    """
+    """Let linear layers in a module defer the gradients of their weights, unless they are of a kind of their own."""
     for name, each in list(module.named_modules()):
-        if type(each) is nn.Linear and each.bias is None:
-            module.set_submodule(name, DeferringLinear(each.weight))
+        if type(each) is nn.Linear:
+            module.set_submodule(name, DeferringLinear(each.weight, each.bias))
