@@ -212,6 +212,9 @@ class Pipeline:
         direction = transfer.output.direction
         self._complete_send(direction)  # the previous one: an action has run since, so it is usually complete
         tensor = self.step.outputs.pop(transfer.output).contiguous()
+        if (tensor.shape, tensor.dtype) != (self.like.shape, self.like.dtype):  # gloo fills a part of a larger one
+            what, wanted = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (tensor, self.like))
+            raise ValueError(f"a message {transfer.output} is {what}, but the pipeline's `like` is {wanted}")
         work = collectives.send(tensor, transfer.peer, self.groups[direction], async_op=True)
         self.step.pending_sends[direction] = tensor, work
 

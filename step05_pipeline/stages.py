@@ -39,7 +39,13 @@ def mark_shared_parameters(stages: list[nn.Module], schedule: Schedule, rank: in
     Args:
         rank: this one, in the pipeline.
         at_both_ends: names of the parameters that the first and the last stage share.
+
+    Raises ValueError if two stages hold the same tensor: it has one spec, and they need two.
     """
+    held = [parameter for model in stages for parameter in model.parameters()]
+    for index, parameter in enumerate(held):
+        if any(parameter is other for other in held[:index]):
+            raise ValueError(f"two stages of a rank hold the same {parameter.spec.name}: build each from its own model")
     for chunk, model in enumerate(stages):
         copy, stage = schedule.stage_of(rank, chunk)
         for parameter in (*model.parameters(), *(buffer for buffer in model.buffers() if hasattr(buffer, "spec"))):
