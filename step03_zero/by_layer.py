@@ -47,6 +47,9 @@ class ZeroByLayer(Zero):
             unit.fetch()
 
     def _after_forward(self, index: int, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if not isinstance(output, torch.Tensor):
+            what = f"{type(module).__name__} returns a {type(output).__name__}"
+            raise TypeError(f"the last module of a region must return one tensor, and {what}")
         if output.requires_grad:
             output.register_hook(lambda gradient: self._before_backward(index))
         # The last region stays, because the backward begins with it; but without gradients there will be no backward
@@ -77,7 +80,8 @@ class ZeroByLayer(Zero):
     def _reduce(self, region: Region) -> None:
         """Launch the units that no earlier region needs. Autograd has accumulated all of their gradients by now."""
         for unit in region.owned:
-            self._launch(unit)
+            if self.index_of[unit.parameters[0]] >= self.next_unit:  # else the region before it runs twice in a row
+                self._launch(unit)
 
     def _launch_complete(self) -> None:
         """Launch nothing between borders: a rank that does not use some weight would launch its unit among other

@@ -71,7 +71,7 @@ class Zero:
         mesh: `device`, and the groups that the specs' `shard_groups` name: by default `shard`, whose ranks hold a copy
             of the model together, and `replica`, whose ranks hold the same shard of different copies.
         stage: 0 to 3, see above.
-        dtype: of the weights.
+        dtype: of the weights; by default the one that they have in `model`.
         mode, bucket_mb: those of step 2.
         each_micro_batch: reduce-scatter the gradients of each micro-batch, in stages 2 and 3; else their sum.
 
@@ -100,7 +100,7 @@ class Zero:
         mesh: Mesh,
         stage: int,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         mode: str = "bucket",
         bucket_mb: float = 25.0,
         each_micro_batch: bool = False,
@@ -109,12 +109,13 @@ class Zero:
         self.synchronising = self.last_micro_batch = True
         self.next_unit, self.in_flight = 0, []
         attach_specs(model)
+        dtype = dtype or next((each.dtype for each in model.parameters()), torch.float32)
         like = torch.empty((), dtype=dtype, device=mesh.device)
         allocate_parameters(model, lambda each: like.expand(each.shape))  # one element each; units bring the memory
         self.regions = [Region(modules) for modules in regions]
         held = {parameter for region in self.regions for parameter in region.parameters}
         if lost := [parameter.spec.name for parameter in model.parameters() if parameter not in held]:
-            raise ValueError(f"{lost[0]} is in no region: nothing would gather it")
+            raise ValueError(f"{lost[0]} is in no region, whose modules bring their weights: nothing would gather it")
         self.units = [self._unit(some, mesh) for some in self._parameters_of_units(model, bucket_mb, mesh)]
         self.shards = [piece for unit in self.units for _, piece in unit.pieces]
         values(self.shards)
@@ -187,7 +188,8 @@ class Zero:
         """See step 1's `TakesGradients`. This may launch reduce-scatters."""
         index = self.index_of[parameter]
         if index < self.next_unit:  # two forwards in one backward, say: a gradient would be lost
-            raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched")
+            why = "do the regions run once each, in their order, and is there one forward per backward?"
+            raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched; {why}")
         bucket = self.units[index].make_bucket()
         bucket.add(parameter, gradient)
         if self.synchronising and last:
