@@ -16,7 +16,7 @@ from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.stages import mark_shared_parameters
-from step05_pipeline.weight_gradients import defer_linear_layers
+from step05_pipeline.weight_gradients import defer_linear_layers, defer_weight_gradients
 from step07_expert_parallel.overlap import OverlappedPipeline
 from tests.foreign import models
 from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)
@@ -183,3 +183,35 @@ def test_what_a_stage_returns_may_be_needed_by_its_backward():
     sum(both[1](both[0](inputs(index))).square().sum() for index in range(4)).backward()
     for gradient, stage in zip(found, both, strict=True):
         torch.testing.assert_close(gradient, stage.weight.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_bias_does_not_keep_a_linear_layer_from_deferring():
+    layer, x = nn.Linear(4, 3, dtype=torch.float64), torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    layer(x).square().sum().backward()
+    expected = {name: each.grad for name, each in layer.named_parameters()}
+    model = nn.Sequential(layer)
+    defer_linear_layers(model)
+    model.zero_grad()
+    with defer_weight_gradients([layer.weight]) as store:
+        model(x).square().sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(layer.bias.grad, expected["bias"])
+    ((weight, gradient),) = store.compute()
+    assert weight is layer.weight
+    torch.testing.assert_close(gradient, expected["weight"])
+
+
+def test_stages_of_a_rank_must_not_hold_the_same_tensor():
+    model, schedule = nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), build_schedule("zbv", 2, 4)
+    model[1].weight = model[0].weight
+    attach_specs(model)
+    with pytest.raises(ValueError, match=r"^two stages of a rank hold the same 0\.weight"):
+        mark_shared_parameters(list(model), schedule, 0, ["0.weight"])
+
+
+def test_a_message_of_another_shape_is_an_error():
+    """Gloo would fill a part of a larger one, and say nothing."""
+    group, schedule = Group("pipeline", (0, 1), 0), build_schedule("1f1b", 2, 1)
+    pipeline = Pipeline(schedule, [nn.Identity()], [], group, group, torch.empty(2, 4))
+    with pytest.raises(ValueError, match=r"shape \(1, 4\), but the pipeline's `like` is .* shape \(2, 4\)$"):
+        pipeline.run(lambda stage, index, x: torch.ones(1, 4))

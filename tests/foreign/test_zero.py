@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from common.parameter import attach_specs
 from common.process_groups import Group
@@ -106,3 +107,50 @@ def test_what_is_in_no_region_is_named():
     mesh = SimpleNamespace(device=torch.device("cpu"), shard=one, replica=one)
     with pytest.raises(ValueError, match=r"^transformer\.wpe\.weight is in no region"):
         Zero(model, [[regions[0][0]], *regions[1:]], values_from({}), mesh, 1)
+
+
+def alone() -> SimpleNamespace:
+    one = Group("alone", (0,), 0)
+    return SimpleNamespace(device=torch.device("cpu"), shard=one, replica=one)
+
+
+def by_layer(model: nn.Module, regions: list[list[nn.Module]]) -> ZeroByLayer:
+    values = values_from({name: each.detach().clone() for name, each in model.named_parameters()})
+    return ZeroByLayer(model, regions, values, alone(), 3)
+
+
+class Repeats(nn.Module):
+    """One layer runs twice in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(self.first(x))))))
+
+
+def test_a_region_may_run_twice_in_a_row_and_weights_keep_their_type():
+    model, x = Repeats(), torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+    model(x).square().sum().backward()
+    expected = {name: each.grad.flatten() for name, each in model.named_parameters()}
+    zero = by_layer(model, [[model.first], [model.twice], [model.last]])
+    for _ in range(2):
+        zero.gather()
+        with zero.backward(last=True):
+            model(x).square().sum().backward()
+        for shard, gradient in zip(zero.shards, zero.finish(), strict=True):
+            torch.testing.assert_close(gradient, expected[shard.spec.name], rtol=1e-12, atol=1e-14)  # float64, too
+
+
+def test_a_region_that_returns_several_tensors_is_named():
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    pair = Pair(4, 4)
+    zero = by_layer(pair, [[pair]])
+    zero.gather()
+    with pytest.raises(TypeError, match=r"must return one tensor, and Pair returns a tuple$"):
+        pair(torch.ones(4))
