@@ -184,7 +184,7 @@ ARGUMENTS = {"bucket_cap_mb": "DistributedDataParallel", "reshard_after_forward"
 OURS = {
     "Mesh": "common.process_groups",
     "Group": "common.process_groups",
-    "recomputed": "step01_single_gpu.recompute",
+    "recompute_modules": "step01_single_gpu.recompute",
     "LossScaler": "step01_single_gpu.mixed_precision",
     "DataParallel": "step02_data_parallel.data_parallel",
     "Zero": "step03_zero.zero",

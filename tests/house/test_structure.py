@@ -222,6 +222,6 @@ def test_files_stay_readable():
     assert {module: length for module, length in lengths.items() if length > 320} == {}
     users = [f"{step}.train" for step in STEPS]
     used = {module for module in needed_by(*COMMANDS, *users) if module.startswith("common")}
-    assert sum(lengths[module] for module in used) <= 4000, "what a train.py or a command imports, wherever it is"
+    assert sum(lengths[module] for module in used) <= 4250, "what a train.py or a command imports, wherever it is"
     core = {module for module in MODULES if room_of_common(module) == "common"}
     assert sum(lengths[module] for module in core) <= 1750

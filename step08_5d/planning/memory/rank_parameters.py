@@ -4,6 +4,7 @@ Nobody lists them: step 8's own functions build one layer of each sort on the me
 divide it over tensor ranks and over ranks of experts.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -43,7 +44,17 @@ def parameters_by_part(model: ModelConfig, tp: int, ep: int) -> dict[str, tuple[
     """Return the parameters of the first of tp (and of ep) ranks, in the order of a forward.
 
     The parts are embedding, dense (a layer), experts (a layer) and end (last norm and head, even if that is tied).
+    Where tp does not divide the heads, as in some published runs, whatever a divisor of both divides is cut further.
     """
+    if 1 < (fits := math.gcd(model.heads, tp)) < tp <= model.kv_heads:
+        whole, cut = (parameters_by_part(model, ranks, ep) for ranks in (1, fits))
+        return {
+            part: tuple(
+                own._replace(size=own.size * fits / tp) if own.size < all_of_it.size else own
+                for own, all_of_it in zip(cut[part], whole[part], strict=True)
+            )
+            for part in cut
+        }
     sorts = 2 if model.experts else 1
     model = replace(model, layers=sorts, dense_layers=1, tie_embeddings=False)  # a layer of each sort
     config = SimpleNamespace(model_config=model, torch_dtype=torch.float32, sequence_parallel=True, tp_mode="overlap")

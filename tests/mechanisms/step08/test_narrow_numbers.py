@@ -9,7 +9,7 @@ from torch import nn
 from common.parameter import ParameterSpec
 from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers import scaling, sketch
-from step08_5d.narrow_numbers.experiments import formats
+from step08_5d.narrow_numbers.experiments import formats, recipes
 from step08_5d.narrow_numbers.experts import ExpertProducts
 from step08_5d.narrow_numbers.linear import FORMATS, Products
 from step08_5d.narrow_numbers.moments import MOMENTS, NarrowMoments
