@@ -183,6 +183,8 @@ class Optimizer:
         If `skip` is 1, nothing changes. Both are 0-d tensors on the device of the gradients: the fused kernel reads
         them there, so the host need not wait for the norm that they come from. There AdamW also counts its updates.
         """
+        if not self.masters:
+            return
         if factor is not None and self.float64:  # the kernel would take it as float32
             torch._foreach_mul_(gradients, factor)
             factor = None
