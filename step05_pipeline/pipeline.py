@@ -211,12 +211,17 @@ class Pipeline:
     def _send(self, transfer: Transfer) -> None:
         direction = transfer.output.direction
         self._complete_send(direction)  # the previous one: an action has run since, so it is usually complete
-        tensor = self.step.outputs.pop(transfer.output).contiguous()
-        if (tensor.shape, tensor.dtype) != (self.like.shape, self.like.dtype):  # gloo fills a part of a larger one
-            what, wanted = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (tensor, self.like))
-            raise ValueError(f"a message {transfer.output} is {what}, but the pipeline's `like` is {wanted}")
+        tensor = self._message(transfer.output)
         work = collectives.send(tensor, transfer.peer, self.groups[direction], async_op=True)
         self.step.pending_sends[direction] = tensor, work
+
+    def _message(self, output: Output) -> Tensor:
+        """Return what is to be sent. Raises ValueError if it is not like `like`: gloo would fill a part of a tensor."""
+        tensor = self.step.outputs.pop(output).contiguous()
+        if (tensor.shape, tensor.dtype) != (self.like.shape, self.like.dtype):
+            what, wanted = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (tensor, self.like))
+            raise ValueError(f"a message {output} is {what}, but the pipeline's `like` is {wanted}")
+        return tensor
 
     def _complete_send(self, direction: str) -> None:
         """Wait for the pending send in this direction, if any, and free the tensor that it sent."""

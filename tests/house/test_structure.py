@@ -203,7 +203,7 @@ def test_every_module_can_be_imported(room):
                 assert error.name == "triton", module
 
 
-MOST_LINES = {2: 450, 3: 525, 6: 800}  # of a mechanism; in the other steps 700
+MOST_LINES = {2: 450, 3: 525, 5: 750, 6: 800}  # of a mechanism; in the other steps 700
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -224,4 +224,4 @@ def test_files_stay_readable():
     used = {module for module in needed_by(*COMMANDS, *users) if module.startswith("common")}
     assert sum(lengths[module] for module in used) <= 4250, "what a train.py or a command imports, wherever it is"
     core = {module for module in MODULES if room_of_common(module) == "common"}
-    assert sum(lengths[module] for module in core) <= 1750
+    assert sum(lengths[module] for module in core) <= 1850
