@@ -25,8 +25,15 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def rms_norm(x, weight, eps):
+    """x / rms(x) * weight over the last axis: (..., size), (size,) -> (..., size)."""
+    y = x.to(at_least_float32(x.dtype))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis."""
+    """`rms_norm` with a weight of its own."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -34,9 +41,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):  # (..., size) -> (..., size)
-        y = x.to(at_least_float32(x.dtype))
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x, residual):
         """Return the norm of x + residual, and x + residual: a replacement may do both at once."""

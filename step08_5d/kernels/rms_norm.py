@@ -22,16 +22,11 @@ would differ from run to run.
 import torch
 
 from common.model import at_least_float32
+from common.model import rms_norm as rms_norm_reference
 from step04_tensor_parallel.linear import hand_over
 from step08_5d.kernels.launching import ceil_div, next_power_of_two, processors, tl, triton, warps_for, wide_type
 
 FEWEST_ROWS = 4  # of a program in the backward. With more, few rows would keep few multiprocessors busy
-
-
-def rms_norm_reference(x, weight, eps):
-    y = x.to(at_least_float32(x.dtype))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
 
 
 def add_rms_norm_reference(x, residual, weight, eps):
