@@ -6,8 +6,8 @@ softmax and loss are computed in at least float32.
 
 The model knows nothing about parallelism. It may be built for a range of layers, and what others replace from outside
 are attributes. Some are modules: linear layers, norms, a layer's `mlp`, the embedding and the head. Others are
-functions: the attention's `core` and `rotate`, SwiGLU's `activation`, `apply_linears`, and `call`, by which the
-attention calls its core and a block its layer: whatever the core and the layer are made of by then.
+functions: the attention's `core` and `rotate`, SwiGLU's `activation`, `apply_linears`, the `loss`, and `call`, by which
+the attention calls its core and a block its layer: whatever the core and the layer are made of by then.
 """
 
 import math
@@ -175,6 +175,8 @@ class Decoder(nn.Module):
 
     With layer 0 it has the embedding and takes token ids (batch, seq) int64, else hidden states (batch, seq, hidden).
     With the last layer it has the final norm and the head and returns logits (batch, seq, vocab), else hidden states.
+
+    loss    maps what the head returns, and targets (batch, seq), to their summed loss: who divides the head replaces it
     """
 
     def __init__(self, config: ModelConfig, core=fused_attention, first: int = 0, last: int | None = None):
@@ -188,6 +190,7 @@ class Decoder(nn.Module):
             if self.has_head:
                 self.norm = RMSNorm(config.hidden, config.norm_eps)
                 self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+                self.loss = cross_entropy_sum
         if config.tie_embeddings and self.has_embedding and self.has_head:
             self.head.weight = self.embedding.weight
         # GPT-2's initialization: 0.02, and less for the 2 * layers matrices that add to the residual stream. The

@@ -18,6 +18,7 @@ With 8 query heads and 2 K/V heads, tp 4 divides the query heads. Of the K/V hea
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from common.process_groups import Group, Mesh
 from step04_tensor_parallel.linear import input_gradient, linear, output, weight_gradient
 from step04_tensor_parallel.operators import Split, join_sequence, start_all_gather, start_reduce_scatter
 from step04_tensor_parallel.ring import gather_and_multiply, multiply_and_scatter
-from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
+from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy_sum
 
 # ---- dividing the model ----------------------------------------------------------------------------------------------
 
@@ -58,8 +59,11 @@ CUTS: Cuts = {  # of each kind of module, its linear layers by name
 def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     """Replace the layers of a `Decoder` on the meta device by parallel ones that hold this rank's part of the weights.
 
-    The spec of every parameter says which part that is, and over which groups its gradient is a partial sum.
+    The spec of every parameter says which part that is, and over which groups its gradient is a partial sum. The loss
+    is that of logits divided along the vocabulary. A rank on its own takes it as well: all of it happens in one copy.
     """
+    if model.has_head:
+        model.loss = partial(vocab_parallel_cross_entropy_sum, vocab=config.model_config.vocab, group=mesh.tp)
     if mesh.tp.size > 1:
         split = Split(mesh.tp, config.sequence_parallel, config.tp_mode)
         cut_layers(model, CUTS, split, mesh.kv_replica)

@@ -29,7 +29,6 @@ from step03_zero.zero import Zero
 from step04_tensor_parallel.config import check
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
-from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:
@@ -61,8 +60,7 @@ def train_step(
     for index in range(config.accumulation_steps):
         tokens, targets = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device)
         with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
-            total = vocab_parallel_cross_entropy_sum(model(tokens), targets, config.model_config.vocab, mesh.tp)
-            share = total / batches.target_tokens
+            share = model.loss(model(tokens), targets) / batches.target_tokens
         with tracer.phase("backward"), zero.backward(last=index == config.accumulation_steps - 1):
             (share * scaler.scale).backward()
         loss += share.detach()

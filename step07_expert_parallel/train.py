@@ -30,7 +30,6 @@ from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
-from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from step05_pipeline.apply_pipeline import build_pipeline, build_stages, place_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
@@ -88,8 +87,7 @@ def train_step(
         y = stage(tokens if x is None else x, positions, *mask)
         if not stage.has_head:
             return y  # to the next stage
-        total = vocab_parallel_cross_entropy_sum(y, targets, config.model_config.vocab, mesh.tp)
-        share = total / batches.target_tokens  # of the mean over the whole global batch
+        share = stage.loss(y, targets) / batches.target_tokens  # of the mean over the whole global batch
         loss.add_(share.detach())
         return share * scaler.scale  # where the backward begins
 

@@ -103,8 +103,8 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
         elif flash and config.own_attention:  # or PyTorch chooses among kernels that are faster (as published)
             layer.attention.core = flash_attention_core
     if config.fused and model.has_head:
-        model.head_and_loss = HeadAndLoss(model.head, config.model_config.vocab, mesh.tp, in_kernels)
-        model.head = nn.Identity()  # the model returns the hidden states that the other one takes
+        model.loss = HeadAndLoss(model.head, config.model_config.vocab, mesh.tp, in_kernels)
+        model.head = nn.Identity()  # hidden states go to the loss: logits of all tokens at once would be too large
     if in_kernels:
         sum_in_products(model)
 

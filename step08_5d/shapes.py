@@ -107,7 +107,7 @@ def check_weights(stages: list[Decoder], config: TrainConfig) -> list[ShapeRow]:
     names, rows = letters(config), {}
     for stage in stages:
         for name, weight in stage.named_parameters():
-            name = name.replace("head_and_loss.", "head.")
+            name = name.replace("loss.", "head.")  # it may hold the head
             found = [formula for ends, formula in WEIGHTS.items() if name.endswith(ends)]
             if len(found) != 1:
                 raise AssertionError(f"{name} has {len(found)} formulas")

@@ -81,7 +81,7 @@ def sum_in_products(model: Decoder) -> None:
             for weight in module.parameters():
                 multiply_by(weight, SummingDense if weight.dim() == 2 else SummingGrouped)
     if model.has_head:
-        multiply_by(model.head_and_loss.weight, SummingHead)
+        multiply_by(model.loss.weight, SummingHead)
     for weight in model.parameters():  # of norms, too
         weight.gradient_sink = add_to_sum
     if model.has_head and model.has_embedding and model.config.tie_embeddings:

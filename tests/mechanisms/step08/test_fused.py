@@ -140,6 +140,7 @@ def test_where_kernels_are_launched(device, capability, flags, expected):
             assert (getattr(weight, "products", None) is products) == expected
             assert hasattr(weight, "gradient_sink") == expected
         assert (model.head is head) == (not config.fused)  # in chunks, on any device
+        assert isinstance(model.loss, fused.HeadAndLoss) == config.fused
         if not expected:
             with pytest.raises(UsageError, match="--own-attention: our kernels run on a GPU since Ampere"):
                 fused.apply_kernels(model, dataclasses.replace(config, own_attention=True), mesh)
@@ -285,7 +286,7 @@ def test_nothing_is_rounded_between_product_and_sum(flags, matrices):
 
         def forward(stage, index, x):
             tokens, targets = batches.micro_batch(0, index, 1)
-            return stage.head_and_loss(stage(tokens), targets)
+            return stage.loss(stage(tokens), targets)
 
         pipeline.run(forward)
         found = dict(zip((each.spec.name for each in optimizer.parameters), pipeline.finish(), strict=True))
