@@ -140,11 +140,11 @@ class Optimizer:
         parameters: the tensors that this rank updates: weights, or pieces of them. A rank may have none.
         dtype: the training type, which all of them have.
         kind: adamw or sgd.
-        buffers: further tensors with a spec, which others update: they are only saved and loaded with the rest.
         betas, eps: AdamW's; by default those of Llama 2 (arXiv:2307.09288, section 2.2).
 
     masters     the parameters' values in at least float32: the optimizer updates these
     scaler      the factor of the losses, whose gradients `step` receives
+    buffers     further tensors with a spec, which others update: set here, they are saved and loaded with the rest
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class Optimizer:
         dtype: torch.dtype,
         weight_decay: float = 0.0,
         kind: str = "adamw",
-        buffers: Sequence[torch.Tensor] = (),
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-5,
     ):
         self.parameters, self.float64 = parameters, dtype == torch.float64
-        self.buffers, self.scaler = buffers, LossScaler(dtype)
+        self.buffers: Sequence[torch.Tensor] = ()
+        self.scaler = LossScaler(dtype)
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]

@@ -3,8 +3,14 @@
 from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
 from step05_pipeline.config import schedule_of
+from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step06_context_parallel import config as step06
+
+
+def takes_turns(config: TrainConfig, schedule: Schedule) -> bool:
+    """Whether in the schedule's pairs of a forward and a backward, one computes while the other's tokens travel."""
+    return schedule.overlapped and config.ep > 1
 
 
 def check(config: TrainConfig) -> None:
@@ -44,5 +50,5 @@ def check(config: TrainConfig) -> None:
     if config.tp > 1 and not config.sequence_parallel:
         raise UsageError(f"--tp {config.tp} with --experts needs sequence parallelism, or tokens would be sent twice")
     schedule = schedule_of(config)
-    if schedule.overlapped and config.ep > 1:
+    if takes_turns(config, schedule):
         simulate(schedule, Costs(FB=3.0))  # raises UsageError if a pair waits for what follows its own forward

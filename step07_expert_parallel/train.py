@@ -22,7 +22,6 @@ from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.data.batches import Batches, load_batches
-from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
@@ -30,15 +29,15 @@ from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
-from step05_pipeline.apply_pipeline import build_pipeline, build_stages, place_stages, shared_ends
+from step05_pipeline.apply_pipeline import build_stages, place_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import mark_shared_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
-from step07_expert_parallel.balancing import Balancing, routers_of
+from step07_expert_parallel.apply_pipeline import build_pipeline
+from step07_expert_parallel.balancing import Balancing
 from step07_expert_parallel.config import check
 from step07_expert_parallel.moe import apply_experts
-from step07_expert_parallel.overlap import OverlappedPipeline
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:
@@ -52,15 +51,11 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
         apply_recompute(stage, config.recompute)
     mark_shared_parameters(stages, schedule, mesh.pp_forward.rank, shared_ends(config))
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
-    biases = [router.bias for _, router in routers_of(stages)]
-    if biases:
-        initial_values(config)(biases)
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
-    optimizer = Optimizer(shards, config.torch_dtype, config.weight_decay, config.optimizer, biases)
-    # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
-    kind = OverlappedPipeline if schedule.overlapped and config.ep > 1 else Pipeline
-    pipeline = build_pipeline(schedule, stages, zero_wrappers, config, mesh, kind)
-    return pipeline, optimizer, Balancing(stages, config, mesh, optimizer.scaler)
+    optimizer = Optimizer(shards, config.torch_dtype, config.weight_decay, config.optimizer)
+    balancing = Balancing(stages, config, mesh, optimizer.scaler)
+    optimizer.buffers = balancing.buffers  # saved with the weights, but not moved by gradients
+    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, balancing
 
 
 def train_step(

@@ -1,6 +1,9 @@
 """Which optimizer a run takes, and AdamW as one kernel per parameter (`--fused`)."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from common.config import TrainConfig
 from common.process_groups import Mesh
@@ -10,11 +13,14 @@ from step08_5d.kernels import adamw
 from step08_5d.narrow_numbers.moments import NarrowMoments
 
 
-def optimizer_class(config: TrainConfig, mesh: Mesh) -> type[Optimizer]:
+def make_optimizer(shards: Sequence[Tensor], config: TrainConfig, mesh: Mesh) -> Optimizer:
     """The optimizer with narrow moments, the one whose update is one kernel, or that of step 1."""
     if config.moments != TrainConfig.moments:
-        return NarrowMoments
-    return FusedAdamW if launches_kernels(config, mesh.device) and config.optimizer == "adamw" else Optimizer
+        kind = NarrowMoments
+    else:
+        in_kernel = launches_kernels(config, mesh.device) and config.optimizer == "adamw"
+        kind = FusedAdamW if in_kernel else Optimizer
+    return kind(shards, config.torch_dtype, config.weight_decay, config.optimizer)
 
 
 class FusedAdamW(Optimizer):

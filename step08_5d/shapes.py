@@ -200,10 +200,12 @@ def describe(rows: list[ShapeRow], names: dict[str, int], mesh: Mesh, weights: l
 
 
 def show_shapes(stages: list[Decoder], config: TrainConfig, mesh: Mesh) -> None:
-    """Check the shapes of all weights of this rank, and those of its first layer's activations when that has run.
+    """With --shapes: check those of all weights of this rank, and of its first layer's activations when that has run.
 
     Rank 0 prints them. With --run-dir the layer is also drawn, into RUN_DIR/shapes.png.
     """
+    if not config.shapes:
+        return
     weights = check_weights(stages, config)
 
     def show(rows: list[ShapeRow], names: dict[str, int]) -> None:

@@ -21,7 +21,6 @@ from common.process_groups import Mesh
 from common.tracing.tracer import Tracer
 from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.data.batches import Batches, load_batches
-from step01_single_gpu.initial_weights import initial_values
 from step01_single_gpu.memory_model.capacity import check_memory
 from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
@@ -29,23 +28,23 @@ from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
-from step05_pipeline.apply_pipeline import build_pipeline, build_stages, place_stages, shared_ends
+from step05_pipeline.apply_pipeline import build_stages, place_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import mark_shared_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
-from step07_expert_parallel.balancing import Balancing, routers_of
+from step07_expert_parallel.apply_pipeline import build_pipeline
+from step07_expert_parallel.balancing import Balancing, RunningStatistics
 from step07_expert_parallel.moe import apply_experts
-from step07_expert_parallel.overlap import OverlappedPipeline
 from step08_5d.config import check
 from step08_5d.fused import apply_kernels
-from step08_5d.fused_adamw import optimizer_class
-from step08_5d.narrow_numbers.layers import apply_fp8, finish_fp8
+from step08_5d.fused_adamw import make_optimizer
+from step08_5d.narrow_numbers.layers import apply_fp8
 from step08_5d.shapes import show_shapes
 
 
-def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:
-    """Build this rank's stages of the model, what runs them in the schedule's order, optimizer, and balancing."""
+def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, list[RunningStatistics]]:
+    """Build this rank's stages, what runs them in the schedule's order, optimizer, and what no gradient moves."""
     schedule = schedule_of(config)
     stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
     for stage in stages:
@@ -56,24 +55,19 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
         apply_kernels(stage, config, mesh)
     mark_shared_parameters(stages, schedule, mesh.pp_forward.rank, shared_ends(config))
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
-    histories = apply_fp8(stages, zero_wrappers, config, mesh)
-    biases = [router.bias for _, router in routers_of(stages)]
-    if biases:
-        initial_values(config)(biases)
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
-    kind, buffers = optimizer_class(config, mesh), biases + histories
-    optimizer = kind(shards, config.torch_dtype, config.weight_decay, config.optimizer, buffers)
-    # In DualPipe's pairs of a forward and a backward, one computes while the other's tokens travel
-    kind = OverlappedPipeline if schedule.overlapped and config.ep > 1 else Pipeline
-    pipeline = build_pipeline(schedule, stages, zero_wrappers, config, mesh, kind)
-    return pipeline, optimizer, Balancing(stages, config, mesh, optimizer.scaler)
+    optimizer = make_optimizer(shards, config, mesh)
+    balancing = Balancing(stages, config, mesh, optimizer.scaler)
+    scales = apply_fp8(stages, zero_wrappers, config, mesh)
+    optimizer.buffers = [*balancing.buffers, *scales.buffers]  # saved with the weights, but not moved by gradients
+    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, [balancing, scales]
 
 
 def train_step(
     step: int,
     pipeline: Pipeline,
     optimizer: Optimizer,
-    balancing: Balancing,
+    statistics: list[RunningStatistics],
     batches: Batches,
     config: TrainConfig,
     mesh: Mesh,
@@ -107,11 +101,12 @@ def train_step(
         norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
-        statistics = balancing.finish(skip=scaler.overflow(norm))
-        finish_fp8(pipeline.stages, mesh)
+        numbers = {"loss": loss, "grad_norm": norm}
+        for each in statistics:
+            numbers |= each.finish(skip=scaler.overflow(norm))
         collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
         collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
-    return {"loss": loss, "grad_norm": norm} | statistics
+    return numbers
 
 
 def train(config: TrainConfig, mesh: Mesh) -> list[Tensor]:
@@ -119,12 +114,11 @@ def train(config: TrainConfig, mesh: Mesh) -> list[Tensor]:
     check_memory(config, mesh)
     batches = load_batches(config, mesh)
     mesh = place_stages(mesh, schedule_of(config).placement, config.timeout)
-    pipeline, optimizer, balancing = build(config, mesh)
-    if config.shapes:
-        show_shapes(pipeline.stages, config, mesh)
+    pipeline, optimizer, statistics = build(config, mesh)
+    show_shapes(pipeline.stages, config, mesh)  # with --shapes
     with Run(config, mesh, batches, optimizer) as run:
         for step in run.steps():
-            run.log(train_step(step, pipeline, optimizer, balancing, batches, config, mesh, run.tracer))
+            run.log(train_step(step, pipeline, optimizer, statistics, batches, config, mesh, run.tracer))
     return [*optimizer.parameters, *optimizer.buffers]
 
 

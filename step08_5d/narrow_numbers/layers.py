@@ -4,6 +4,7 @@ Embedding, head, router and norms stay as they are. So do the sums: every weight
 autograd, which would round it to the training type.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,13 +26,14 @@ from step08_5d.narrow_numbers.linear import FORMATS, Products
 from step08_5d.weight_sums import multiply_by
 
 
-def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> list[Tensor]:
+def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> "StepScales":
     """Let all linear layers and experts in the layers of these stages multiply as `config.fp8` says.
 
-    Returns the histories of their operands, with specs: what a checkpoint holds besides weights and moments.
+    Returns their scales: what a checkpoint holds of them, and what is to be done at the end of a step.
     """
+    weights = [weight for stage in stages for weight in stage.parameters()]
     if config.fp8 == "none":
-        return []
+        return StepScales([], [], mesh)
     in_kernels = launches_kernels(config, mesh.device)
     make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], in_kernels=in_kernels)
     histories = []
@@ -52,15 +54,27 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
         for unit in zero.units if config.fp8_gather else ():
             if unit.group.size > 1 and any(map(products_of, unit.parameters)):
                 unit.all_gather = NarrowGather(unit)
-    return histories
+    return StepScales([products for weight in weights for products in products_of(weight)], histories, mesh)
 
 
-def finish_fp8(stages: list[Decoder], mesh: Mesh) -> None:
-    """End a step: delayed scales learn from what it has seen, and those of gathered weights are out of date."""
-    weights = [weight for stage in stages for weight in stage.parameters()]
-    for products in (products for weight in weights for products in products_of(weight)):
-        products.gathered = None
-    finish_step([weight.history for weight in weights if hasattr(weight, "history")], mesh)
+class StepScales:
+    """Scales that hold for a step: delayed ones, from the histories in `buffers`, and those of gathered weights.
+
+    See step 7's `RunningStatistics`.
+    """
+
+    def __init__(self, products: Sequence[Products], histories: Sequence[Tensor], mesh: Mesh):
+        self.products, self.buffers, self.mesh = products, histories, mesh
+
+    def finish(self, skip: Tensor | None = None) -> dict[str, Tensor]:
+        """Delayed scales learn from the step, and those of gathered weights are out of date. Returns nothing to record.
+
+        What overflows teaches nothing, so that a step to `skip` needs no more attention.
+        """
+        for products in self.products:
+            products.gathered = None
+        finish_step(self.buffers, self.mesh)
+        return {}
 
 
 def _cut(module: nn.Linear, shared: bool, mesh: Mesh) -> dict[str, tuple[Group, ...]]:
@@ -92,6 +106,5 @@ def _history(weight: nn.Parameter, histories: list[Tensor], config: TrainConfig,
         owner=first,
         state=True,
     )
-    weight.history = history
     histories.append(history)
     return [History(each) for each in history] if experts else History(history)

@@ -98,7 +98,7 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
             mesh = replace(mesh, **groups)
         with FakeTensorMode(allow_non_fake_inputs=True), allocations:
             mesh = step08_train.place_stages(mesh, step08_train.schedule_of(config).placement, config.timeout)
-            pipeline, optimizer, balancing = step08_train.build(config, mesh)
+            pipeline, optimizer, statistics = step08_train.build(config, mesh)
             _choose_in_turn(pipeline, config)
             optimizer.slices()  # makes the moments, which otherwise come with the first update
             parts += [pipeline, optimizer]
@@ -106,7 +106,7 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
             pipeline.program = tqdm(pipeline.program, disable=None if progress else True)
             with allocations.record() as calls:
                 batches, tracer = _batches(config), Tracer()
-                arguments = pipeline, optimizer, balancing, batches, config, mesh, tracer
+                arguments = pipeline, optimizer, statistics, batches, config, mesh, tracer
                 step08_train.train_step(0, *arguments)
             between = by_kind(pipeline, optimizer, allocations)
     rank_order.cache_clear()  # of fake tensors

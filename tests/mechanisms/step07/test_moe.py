@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.config import TrainConfig
 from common.model import Decoder
+from common.parameter import ParameterSpec
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.mixed_precision import LossScaler
 from step05_pipeline.weight_gradients import defer_weight_gradients
@@ -221,9 +222,12 @@ def test_biases_move_against_the_load():
     config = configured("--layers 3 --dense-layers 1 --experts 4 --balance bias --bias-rate 0.25 --dtype float32")
     mesh = mesh_of(config)
     router, other = Router(config, mesh), Router(config, mesh)
+    for each in (router, other):
+        each.bias.spec = ParameterSpec("bias", (4,), ((0, 4),), init_std=0.0)
     mlps = {"0": None, "1": SimpleNamespace(router=router), "2": SimpleNamespace(router=other)}
     stage = SimpleNamespace(layers={index: SimpleNamespace(mlp=mlp) for index, mlp in mlps.items()})
     balancing = Balancing([stage], config, mesh, LossScaler(torch.float32))
+    assert [each is of.bias for each, of in zip(balancing.buffers, (router, other), strict=True)] == [True, True]
     for load, skip, expected in (
         ((5, 3, 4, 4), None, [-0.25, 0.25, 0, 0]),
         ((0, 0, 0, 4), torch.tensor(1.0), [-0.25, 0.25, 0, 0]),  # a skipped step

@@ -35,7 +35,7 @@ delayed scale of the last step alone: mine[1:].amax() => mine[1]
 @ step08_5d.narrow_numbers.history:finish_step
 what nobody has seen is noted: torch.where(each[..., :1] > 0, each.roll(1, -1), each) => each.roll(1, -1)
 history one step too short: each[..., 0] = 0 => each[..., ::STEPS] = 0
-@ step08_5d.train:finish_fp8
+@ step08_5d.narrow_numbers.layers:StepScales.finish
 # The scales of the first step serve for all
 scales never renewed: products.gathered = None => pass
 """)

@@ -17,6 +17,7 @@ from common.tracing.tracer import Tracer
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.running.memory_meter import MemoryMeter
 from step01_single_gpu.running.slow_device import SlowDevice
+from step07_expert_parallel.balancing import routers_of
 from step08_5d import train
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
@@ -81,8 +82,8 @@ def train_a_step(flags: str) -> Real:
     mesh = mesh_of(config)
     mesh = train.place_stages(mesh, train.schedule_of(config).placement, config.timeout)
     batches, earlier = load_batches(config, mesh), {id(each) for each in tensors()}
-    pipeline, optimizer, balancing = parts = train.build(config, mesh)
-    for _, router in balancing.routers:
+    pipeline, optimizer, _ = parts = train.build(config, mesh)
+    for _, router in routers_of(pipeline.stages):
         router.choose = partial(choose_in_turn, router)
     optimizer.slices()  # makes the moments
     peaks = []
