@@ -61,10 +61,16 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> No
 
     The spec of every parameter says which part that is, and over which groups its gradient is a partial sum. The loss
     is that of logits divided along the vocabulary. A rank on its own takes it as well: all of it happens in one copy.
+
+    Raises ValueError if an MLP has been replaced already, by what is not to be cut.
     """
     if model.has_head:
         model.loss = partial(vocab_parallel_cross_entropy_sum, vocab=config.model_config.vocab, group=mesh.tp)
     if mesh.tp.size > 1:
+        for name, layer in model.layers.items():
+            if not isinstance(layer.mlp, SwiGLU):
+                kind = type(layer.mlp).__name__
+                raise ValueError(f"layer {name} has a {kind}: apply_tensor_parallel comes before what replaces MLPs")
         split = Split(mesh.tp, config.sequence_parallel, config.tp_mode)
         cut_layers(model, CUTS, split, mesh.kv_replica)
         ends = ("embedding" if model.has_embedding else None, "head" if model.has_head else None)

@@ -40,7 +40,8 @@ def mark_shared_parameters(stages: list[nn.Module], schedule: Schedule, rank: in
         rank: this one, in the pipeline.
         at_both_ends: names of the parameters that the first and the last stage share.
 
-    Raises ValueError if two stages hold the same tensor: it has one spec, and they need two.
+    Raises ValueError if two stages hold the same tensor: it has one spec, and they need two. And if ZeRO has the
+    parameters already: what it updates has copies of their specs.
     """
     held = [parameter for model in stages for parameter in model.parameters()]
     for index, parameter in enumerate(held):
@@ -50,6 +51,8 @@ def mark_shared_parameters(stages: list[nn.Module], schedule: Schedule, rank: in
         copy, stage = schedule.stage_of(rank, chunk)
         for parameter in (*model.parameters(), *(buffer for buffer in model.buffers() if hasattr(buffer, "spec"))):
             spec = parameter.spec
+            if hasattr(parameter, "sums"):  # of gradients
+                raise ValueError(f"{spec.name}: mark_shared_parameters comes before ZeRO, which copies the specs")
             tied = schedule.stages > 1 and spec.name in at_both_ends
             if not tied and len(schedule.placement) == 1:
                 continue  # no other stage holds it

@@ -40,9 +40,14 @@ def attention(
     return core(q, k, v, cp, config.cp_split, documents, kernels=kernels or KERNELS[config.attention])
 
 
+def replaces_attention(config: TrainConfig) -> bool:
+    """Whether a run's attention is the core above: sequences are divided, or their documents told apart."""
+    return config.cp > 1 or config.mask_documents
+
+
 def apply_context_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     """Let the attention of every layer see the tokens of all context-parallel ranks, and no other documents."""
-    if mesh.cp.size > 1 or config.mask_documents:
+    if replaces_attention(config):
         for layer in model.layers.values():
             layer.attention.core = partial(attention, config=config, cp=mesh.cp)
 

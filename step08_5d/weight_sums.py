@@ -74,12 +74,18 @@ def multiply_by(weight: Tensor, products) -> None:
 
 
 def sum_in_products(model: Decoder) -> None:
-    """Let the products of linear layers and experts, norms, and the head with the loss add to sums."""
+    """Let the products of linear layers and experts, norms, and the head with the loss add to sums.
+
+    Raises ValueError for a weight that has products already, which would be lost.
+    """
     defer_linear_layers(model.layers)  # which have step 4's seams
     for module in model.layers.modules():
         if isinstance(module, nn.Linear | Experts):
             for weight in module.parameters():
-                multiply_by(weight, SummingDense if weight.dim() == 2 else SummingGrouped)
+                products = SummingDense if weight.dim() == 2 else SummingGrouped
+                if getattr(weight, "products", products) is not products:
+                    raise ValueError(f"{weight.spec.name} has products: apply_kernels comes before what changes these")
+                multiply_by(weight, products)
     if model.has_head:
         multiply_by(model.loss.weight, SummingHead)
     for weight in model.parameters():  # of norms, too

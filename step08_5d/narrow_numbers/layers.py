@@ -29,11 +29,13 @@ from step08_5d.weight_sums import multiply_by
 def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> "StepScales":
     """Let all linear layers and experts in the layers of these stages multiply as `config.fp8` says.
 
-    Returns their scales: what a checkpoint holds of them, and what is to be done at the end of a step.
+    Raises ValueError if ZeRO does not have the weights yet, to whose sums their gradients are handed.
     """
     weights = [weight for stage in stages for weight in stage.parameters()]
     if config.fp8 == "none":
         return StepScales([], [], mesh)
+    if not all(hasattr(weight, "sums") for weight in weights):
+        raise ValueError("apply_fp8 comes after ZeRO, which adds up the gradients of its products")
     in_kernels = launches_kernels(config, mesh.device)
     make = partial(Products, config.fp8, FORMATS[config.fp8_gradients], in_kernels=in_kernels)
     histories = []
