@@ -32,7 +32,7 @@ from step08_5d.kernels.merge import merge
 from step08_5d.weight_sums import sum_in_products
 
 
-class Pieces(NamedTuple):
+class SmallOperations(NamedTuple):
     """What computes the small operations of a layer; see the files in kernels/ for their arguments."""
 
     rms_norm: Callable
@@ -41,14 +41,14 @@ class Pieces(NamedTuple):
     activation: Callable
 
 
-KERNELS = Pieces(rms_norm.rms_norm, rms_norm.add_rms_norm, rotary.rotary, swiglu.swiglu)
-REFERENCES = Pieces(rms_norm.rms_norm_reference, rms_norm.add_rms_norm_reference, rotate, silu_and_multiply)
+IN_TRITON = SmallOperations(rms_norm.rms_norm, rms_norm.add_rms_norm, rotary.rotary, swiglu.swiglu)
+REFERENCES = SmallOperations(rms_norm.rms_norm_reference, rms_norm.add_rms_norm_reference, rotate, silu_and_multiply)
 
 
 @functools.cache
-def compiled_pieces() -> Pieces:
+def compiled_operations() -> SmallOperations:
     """The same formulas in PyTorch, compiled when they are first used."""
-    return Pieces(*(_compiled(function) for function in REFERENCES))
+    return SmallOperations(*(_compiled(function) for function in REFERENCES))
 
 
 def _compiled(function: Callable) -> Callable:
@@ -100,9 +100,9 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
             "--own-attention: our kernels run on a GPU since Ampere (compute capability 8.0), and with --fused"
         )
     if in_kernels:
-        apply_pieces(model, KERNELS)
+        apply_operations(model, IN_TRITON)
     elif config.compile:
-        apply_pieces(model, compiled_pieces())
+        apply_operations(model, compiled_operations())
     flash = in_kernels and config.attention == "fused" and config.model_config.head_width <= WIDEST_HEAD
     for layer in model.layers.values():
         if flash and layer.attention.core is not fused_attention:  # step 6's, which works in blocks
@@ -116,34 +116,34 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
         sum_in_products(model)
 
 
-def apply_pieces(model: Decoder, pieces: Pieces) -> None:
+def apply_operations(model: Decoder, operations: SmallOperations) -> None:
     """Replace norms, rotation and activation."""
     for layer in model.layers.values():
-        layer.attention_norm = Norm(layer.attention_norm, pieces)
-        layer.mlp_norm = Norm(layer.mlp_norm, pieces)
-        layer.attention.rotate = pieces.rotate
+        layer.attention_norm = Norm(layer.attention_norm, operations)
+        layer.mlp_norm = Norm(layer.mlp_norm, operations)
+        layer.attention.rotate = operations.rotate
         for module in layer.mlp.modules():
             # A dense MLP, shared experts, and experts. These have other numbers of rows in every step: a compiler would
             # begin anew for each
-            if hasattr(module, "activation") and (pieces is KERNELS or not isinstance(module, Experts)):
-                module.activation = pieces.activation
+            if hasattr(module, "activation") and (operations is IN_TRITON or not isinstance(module, Experts)):
+                module.activation = operations.activation
     if model.has_head:
-        model.norm = Norm(model.norm, pieces)
+        model.norm = Norm(model.norm, operations)
 
 
 class Norm(nn.Module):
     """RMSNorm, alone or after an addition."""
 
-    def __init__(self, norm: RMSNorm, pieces: Pieces):
+    def __init__(self, norm: RMSNorm, operations: SmallOperations):
         super().__init__()
-        self.weight, self.eps, self.pieces = norm.weight, norm.eps, pieces
+        self.weight, self.eps, self.operations = norm.weight, norm.eps, operations
 
     def forward(self, x):  # (..., size) -> (..., size)
-        return self.pieces.rms_norm(x, self.weight, self.eps)
+        return self.operations.rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x, residual):
         """Return the norm of x + residual, and x + residual."""
-        return self.pieces.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.operations.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class HeadAndLoss(nn.Module):

@@ -154,9 +154,9 @@ def train_in_pieces(flags: str, mutant: str | None = None) -> tuple[Result, int]
         return activation if function is fused.REFERENCES.activation else function
 
     with mock.patch.object(torch, "compile", as_it_is):
-        fused.compiled_pieces.cache_clear()
+        fused.compiled_operations.cache_clear()
         result = assemble([train_case(8, f"{flags} --compile", mutant)])
-    fused.compiled_pieces.cache_clear()
+    fused.compiled_operations.cache_clear()
     return result, activation.call_count
 
 
@@ -176,13 +176,13 @@ def test_what_cannot_be_compiled_is_one_line(monkeypatch):
         return call
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    pieces = fused.compiled_pieces.__wrapped__()
+    operations = fused.compiled_operations.__wrapped__()
     with pytest.raises(
         UsageError, match="^--compile: PyTorch cannot compile rms_norm [(]No working C.. compiler found[)]$"
     ):
-        pieces.rms_norm(torch.zeros(2))
+        operations.rms_norm(torch.zeros(2))
     with pytest.raises(ZeroDivisionError):
-        pieces.rotate()
+        operations.rotate()
 
 
 def test_experts_are_not_compiled():
@@ -204,7 +204,7 @@ def test_recomputation_may_come_first(mode):
     apply = {
         "recompute": lambda model: apply_recompute(model, mode),
         "core": lambda model: apply_context_parallel(model, config, mesh),
-        "norms": lambda model: fused.apply_pieces(model, fused.REFERENCES),
+        "norms": lambda model: fused.apply_operations(model, fused.REFERENCES),
     }
     kept = {}
     for order in itertools.permutations(apply):

@@ -148,8 +148,8 @@ copies of tp counted twice: spec.owner] => spec.owner or "tp" in parameter.spec.
 # ---- wrong results where kernels run
 @ step08_5d.fused:Norm.after_adding
 # The gradient of the norm reaches what was added, and not the residual stream that it was added to
-norm past the residual: self.pieces.add_rms_norm(x, residual, self.weight, self.eps) =>
-    self.pieces.add_rms_norm(x, residual.detach(), self.weight, self.eps)[0], x + residual
+norm past the residual: self.operations.add_rms_norm(x, residual, self.weight, self.eps) =>
+    self.operations.add_rms_norm(x, residual.detach(), self.weight, self.eps)[0], x + residual
 @ step08_5d.fused_adamw:FusedAdamW.step
 clip factor lost: count, rate, factor, => count, rate, None,
 copy lost: gradient, copy, count => gradient, None, count
@@ -161,7 +161,7 @@ everything decays: if parameter.spec.decay else of_others =>
 # Recomputation wraps the function itself, and kernels that come later bring a way through the layer of their own
 recompute before the kernels: layer.call = recompute =>
     layer.compute = (lambda compute: lambda *inputs: recompute(compute, *inputs))(layer.compute)
-@ step08_5d.fused:apply_pieces
+@ step08_5d.fused:apply_operations
 recompute before the kernels: layer.attention.rotate = => layer.compute = type(layer).compute.__get__(layer); …
 """)
 init_head, token_losses, attend = HeadAndLoss.__init__, linear_cross_entropy.token_losses, fused.attend
