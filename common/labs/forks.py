@@ -8,7 +8,8 @@ names. It runs the jobs one after the other. A job is a dict:
     command   a script and its flags
     ranks     how many
     seconds   after which ranks that still run show where they are, and are ended
-    out       a file for what became of the ranks, by rank: exit status, whether it was ended, and what it has printed
+    out       a file for what became of the ranks, by rank: exit status, whether it was ended, whether it had printed
+              more than `MOST` by then, and what it has printed last
 """
 
 import faulthandler
@@ -24,6 +25,8 @@ import time
 from pathlib import Path
 
 GRACE = 3.0  # seconds that ranks have after another has failed, and again to show where they are
+MOST = 1 << 24  # bytes that a rank may print: a loop that prints without end would fill the disk
+LAST = 1 << 16  # bytes of what it has printed that are read
 
 
 def main(path: str) -> None:
@@ -35,8 +38,11 @@ def main(path: str) -> None:
 
 
 def run(job: dict) -> list[dict]:
-    """Run one job to its end. Returns for each rank its status, whether it had to be ended, and what it has printed."""
+    """Run one job to its end. Returns for each rank what the job's file says of it."""
     port, ranks = free_port(), {}
+    files = [Path(f"{job['out']}.{rank}") for rank in range(job["ranks"])]
+    for file in files:
+        file.write_bytes(b"")
     for rank in range(job["ranks"]):
         number = os.fork()
         if number == 0:
@@ -50,15 +56,26 @@ def run(job: dict) -> list[dict]:
             found[ranks.pop(number)] = {"status": code, "ended": told > 0}
             if code and not told:  # the others may hear of it, or not
                 deadline = min(deadline, time.monotonic() + GRACE)
-        elif time.monotonic() > deadline and told < 2:
+        elif told < 2 and (time.monotonic() > deadline or not told and any(map(prints_too_much, files))):
             for number in ranks:
                 os.kill(number, signal.SIGKILL if told else signal.SIGUSR1)
             told, deadline = told + 1, time.monotonic() + GRACE
         else:
             time.sleep(0.02)
-    files = [Path(f"{job['out']}.{rank}") for rank in range(job["ranks"])]
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    return [found[rank] | {"text": text} for rank, text in enumerate(texts)]
+    return [
+        found[rank] | {"flooded": prints_too_much(file), "text": last_of(file).decode(errors="replace")}
+        for rank, file in enumerate(files)
+    ]
+
+
+def prints_too_much(file: Path) -> bool:
+    return file.stat().st_size > MOST
+
+
+def last_of(file: Path) -> bytes:
+    with file.open("rb") as content:
+        content.seek(max(0, file.stat().st_size - LAST))
+        return content.read(LAST)
 
 
 def be_rank(job: dict, rank: int, port: int) -> None:

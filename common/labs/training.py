@@ -65,7 +65,9 @@ def _reason(ranks: list[dict], seconds: float) -> str:
     """Why a training failed: the error of a rank, or where each rank was that did not end."""
     if all(rank["ended"] for rank in ranks if rank["status"]):
         where = [f"rank {number} {_place(rank['text'])}" for number, rank in enumerate(ranks) if rank["ended"]]
-        return f"was not through after {seconds:g} s: {'; '.join(where)}"
+        flooded = any(rank["flooded"] for rank in ranks)
+        why = "prints without end" if flooded else f"was not through after {seconds:g} s"
+        return f"{why}: {'; '.join(where)}"
     text = next(rank["text"] for rank in ranks if rank["status"] and not rank["ended"])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ") or re.match(r"[\w.]*Error\b", line)]

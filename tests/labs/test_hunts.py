@@ -1,6 +1,7 @@
 """Labs of the kind hunt: each bug is visible in what its lab lets the student run, and its repair passes."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -206,6 +207,15 @@ def test_a_rank_that_does_not_answer_is_killed(tmp_path):
     job = {"root": str(tmp_path), "command": ["deaf.py"], "ranks": 2, "seconds": 2, "out": str(tmp_path / "out")}
     done = run_command([sys.executable, "-c", f"from common.labs import forks; print(forks.run({job}))"], timeout=30)
     assert done.stdout.count("'status': -9, 'ended': True") == 2, done
+
+
+def test_a_rank_that_prints_without_end_is_ended_before_it_fills_the_disk(tmp_path):
+    (tmp_path / "floods.py").write_text("while True:\n    print('x' * 20000)\n")
+    job = {"root": str(tmp_path), "command": ["floods.py"], "ranks": 1, "seconds": 300, "out": str(tmp_path / "out")}
+    code = f"import json; from common.labs import forks; print(json.dumps(forks.run({job})))"
+    [rank] = json.loads(run_command([sys.executable, "-c", code], timeout=60).stdout)
+    assert rank["ended"] and rank["flooded"] and len(rank["text"]) <= forks.LAST
+    assert training._reason([rank], 300) == "prints without end: rank 0 is at floods.py, line 2 (<module>)"
 
 
 AT_ITS_PACE = "import os, sys, time; rank = int(os.environ['RANK']); time.sleep({} * rank); sys.exit({})"
