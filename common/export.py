@@ -54,8 +54,9 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     from torch.distributed.checkpoint import FileSystemReader
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
-    config, dtype, run_tokenizer = described(folder)
-    rope, scaling, tokenizer = {"rope_type": "default"}, config.rope_scaling, tokenizer or run_tokenizer
+    config, dtype, extra = described(folder)
+    rope, scaling = {"rope_type": "default"}, config.rope_scaling
+    given, tokenizer = tokenizer, tokenizer or extra["tokenizer"]
     if scaling:
         rope = {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in ROPE_SCALING_NAMES.items()}
     weights, boxes = {}, []
@@ -74,7 +75,12 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
 
     with hub_errors_in_one_line(f"--tokenizer {tokenizer}"):
         loaded = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else ByT5Tokenizer()
-    options = {f"{each}_token_id": getattr(loaded, f"{each}_token_id") for each in ("bos", "eos", "pad")}
+    end = extra.get("end", loaded.eos_token_id)  # older checkpoints do not say what ended a document
+    same = end == loaded.eos_token_id  # not if tokens were synthetic: then there is no tokenizer
+    if given and not same:
+        raise UsageError(f"--tokenizer {given} ends a document with {loaded.eos_token_id}, and {folder} with {end}")
+    options = {f"{each}_token_id": getattr(loaded, f"{each}_token_id") if same else None for each in ("bos", "pad")}
+    options |= {"eos_token_id": end}
     names = HUGGINGFACE_NAMES | EXPERT_NAMES.get(kind, {})
     options |= {name: getattr(config, ours) for ours, name in names.items()} | {"head_dim": config.head_width}
     if kind == "glm4_moe":
@@ -85,18 +91,18 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     theirs.save_pretrained(out)
     check_config("an export to", str(out), config)
     model.to(dtype).save_pretrained(out, state_dict=weights)
-    if len(loaded) <= config.vocab:  # a run on synthetic tokens may have a smaller vocabulary
+    if same and len(loaded) <= config.vocab:  # older checkpoints of synthetic tokens may have a smaller vocabulary
         loaded.save_pretrained(out)
 
 
-def described(folder: Path) -> tuple[ModelConfig, torch.dtype, str | None]:
-    """The model, the --dtype and the --tokenizer of the run that wrote the checkpoint `folder`."""
+def described(folder: Path) -> tuple[ModelConfig, torch.dtype, dict]:
+    """The model and the --dtype of the run that wrote the checkpoint `folder`, and all that EXTRA says."""
     try:
         extra = json.loads((folder / files.EXTRA).read_text(encoding="utf-8"))
         shape = dict(extra["model"])
         if scaling := shape["rope_scaling"]:
             shape["rope_scaling"] = RopeScaling(**scaling)
-        return ModelConfig(**shape), getattr(torch, extra["dtype"]), extra["tokenizer"]
+        return ModelConfig(**shape), getattr(torch, extra["dtype"]), extra | {"tokenizer": extra["tokenizer"]}
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder}/{files.EXTRA} does not describe a model ({error!r})") from None
 

@@ -98,7 +98,8 @@ class Run:
         config, scaler = self.config, self.optimizer.scaler
         if config.save_every and (step % config.save_every == 0 or step == config.steps):
             extra = {"identity": self.identity(), "model": asdict(config.model_config), "dtype": config.dtype}
-            extra |= {"tokenizer": config.tokenizer, "updates": self.updates}
+            extra |= {"tokenizer": config.tokenizer, "end": self.batches.corpus.end}
+            extra |= {"updates": self.updates}
             extra |= {"loss_scale": scaler.scale if scaler.dynamic else None}  # float16 alone has one
             extra |= {"good_steps": scaler.good_steps}
             arguments = config.run_dir, step, self.optimizer.slices(), extra

@@ -53,6 +53,9 @@ def test_a_run_of_each_family_of_presets_can_be_exported_and_trained_on(preset, 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["moved", "out", "run"]
     theirs, shape = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), config.model_config
     assert resolve(str(tmp_path / "out")).rope_scaling == shape.rope_scaling == resolve(preset).rope_scaling
+    ends = theirs.generation_config  # of synthetic documents, which no tokenizer has made
+    assert (ends.eos_token_id, ends.bos_token_id, ends.pad_token_id) == (0, None, None)
+    assert not (tmp_path / "out/tokenizer_config.json").exists()
     ours, tensors = built(config, random_values(seed=1))
     checkpoint.load(
         moved, [box for each in tensors for box in SavedBox.of("parameter", each.spec, each)], mesh_of(config)

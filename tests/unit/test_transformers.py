@@ -29,6 +29,7 @@ from step01_single_gpu.initial_weights import stored_values
 from step07_expert_parallel.moe import apply_experts
 from step07_expert_parallel.router import Router
 from tests.harness.observing import configure, mesh_of
+from tests.harness.small_tokenizer import save_tokenizer
 
 BASE = "--layers 3 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 384 --seq-len 20 --global-batch 2"
 BASE += " --micro-batch 2 --data synthetic --device cpu"
@@ -83,6 +84,7 @@ def exported(folder: Path, config: TrainConfig, biased: bool = True) -> tuple[De
     run = folder.with_name(f"{folder.name}-run")
     shape = json.loads(json.dumps(asdict(config.model_config), sort_keys=True))  # no order of keys means anything
     extra = {"model": shape, "dtype": config.dtype, "tokenizer": None}
+    extra |= {"end": 1} if config.dtype == "float32" else {}  # older checkpoints do not say it
     checkpoint.save(run, 1, boxes, extra, mesh_of(config))
     assert export.main([str(run), str(folder)]) == 0
     return model, tensors
@@ -278,12 +280,14 @@ def test_loading_is_refused_in_one_line(tmp_path):
 def test_export_is_refused_in_one_line(tmp_path, capsys):
     exported(tmp_path / "out", config_of(GQA))
     run, new, file = tmp_path / "out-run", tmp_path / "new", tmp_path / "file"
+    other = save_tokenizer(run / "tokenizer", end="the")
     file.write_text("")
     for source, out, options, words in [
         ("auto", new, [], "./auto: there is no complete checkpoint"),
         (run, tmp_path / "out", [], f"{tmp_path / 'out'} is not an empty folder"),
         (run, file, [], f"{file} is not an empty folder"),
         (run, new, ["--tokenizer", "no/tokenizer"], "error: --tokenizer no/tokenizer cannot be read ("),
+        (run, new, ["--tokenizer", other], f"error: --tokenizer {other} ends a document with 2, and {run}"),
     ]:
         capsys.readouterr()
         assert export.main([str(source), str(out), *options]) == 2
