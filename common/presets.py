@@ -80,7 +80,7 @@ def _expressed(theirs, what: str) -> ModelConfig:
             raise UsageError(f"{what} has {key} {getattr(theirs, key, None)}, which this decoder does not have")
     values = {ours: getattr(theirs, key, None) for ours, key in HUGGINGFACE_NAMES.items()}
     rope = theirs.rope_parameters
-    scaled, whole = rope["rope_type"] == "llama3", rope.get("partial_rotary_factor", 1) == 1
+    scaled, whole = rope["rope_type"] == "llama3", rope.get("partial_rotary_factor", 1) == 1 and rope["rope_theta"] > 0
     if scaled:
         values["rope_scaling"] = scaling = RopeScaling(**{ours: rope[key] for ours, key in ROPE_SCALING_NAMES.items()})
         whole &= 0 < scaling.low_freq_factor < scaling.high_freq_factor and scaling.factor > 0

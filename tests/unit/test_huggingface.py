@@ -85,6 +85,8 @@ COMPUTED = [  # a model of transformers, what its config.json says, and what is 
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters {"),
     ("llama", {"rope_scaling": SCALED | {"rope_type": "llama3", "factor": "8"}}, "cannot be read ("),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be read ("),
+    ("llama", {"rope_theta": "10000"}, "cannot be read ("),
+    ("llama", {"rope_theta": 0}, "rope_parameters {"),
     ("llama", {"rope_scaling": SCALED | {"type": "llama3"}}, None),  # as it was spelled once
     ("llama", {"rope_parameters": HALF | SCALED | {"rope_type": "llama3", "rope_theta": 5e5}}, None),
     ("llama", {"pretraining_tp": 2}, None),  # divides products, and changes none
