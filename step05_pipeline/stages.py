@@ -43,10 +43,12 @@ def mark_shared_parameters(stages: list[nn.Module], schedule: Schedule, rank: in
     Raises ValueError if two stages hold the same tensor: it has one spec, and they need two. And if ZeRO has the
     parameters already: what it updates has copies of their specs.
     """
-    held = [parameter for model in stages for parameter in model.parameters()]
-    for index, parameter in enumerate(held):
-        if any(parameter is other for other in held[:index]):
-            raise ValueError(f"two stages of a rank hold the same {parameter.spec.name}: build each from its own model")
+    held: set[nn.Parameter] = set()
+    for model in stages:
+        if twice := held.intersection(model.parameters()):
+            name = next(iter(twice)).spec.name
+            raise ValueError(f"two stages of a rank hold the same {name}: build each from its own model")
+        held.update(model.parameters())
     for chunk, model in enumerate(stages):
         copy, stage = schedule.stage_of(rank, chunk)
         for parameter in (*model.parameters(), *(buffer for buffer in model.buffers() if hasattr(buffer, "spec"))):
