@@ -9,49 +9,17 @@ If A had 7 numbers, the shard of rank 2 would hold two pieces: A[6:7] and B[0:2]
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from common import collectives
-from common.model import at_least_float32
 from common.process_groups import Group
-from step01_single_gpu.mixed_precision import Add
 from step02_data_parallel.data_parallel import Bucket
 
 # By device, in elements: every shard begins at a multiple of it. CUDA kernels read 16 bytes at a time where they can,
 # and memory comes in lines of 128 bytes: 64 elements of 16 bits
 ALIGNMENT = {"cuda": 64}
-
-
-class LocalBucket(Bucket):
-    """The bucket of a parameter whose gradient no other rank has a part in, and so is not sent: it holds the first
-    micro-batch's gradient itself, as step 1 does, where a bucket to send has a copy of it.
-    """
-
-    def __init__(self, parameter: nn.Parameter):
-        self.parameters, self.flat = [parameter], None
-        self.start_over()
-
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | Add) -> None:
-        if self.flat is not None or callable(gradient):
-            self._hold(torch.empty_like)
-            super().add(parameter, gradient)
-        else:
-            self._hold(lambda _, dtype: gradient.to(dtype).contiguous())
-            self.filled.add(parameter)
-
-    def zero_unused(self) -> None:
-        self._hold(torch.zeros_like)
-
-    def _hold(self, make: Callable) -> None:
-        """Hold what `make(parameter, dtype=...)` returns, unless there is a sum already."""
-        if self.flat is None:
-            (parameter,) = self.parameters
-            total = make(parameter, dtype=at_least_float32(parameter.dtype))
-            self.views, self.flat = {parameter: total}, total.view(-1)
 
 
 class Unit:
@@ -116,9 +84,7 @@ class Unit:
 
     def make_bucket(self) -> Bucket:
         """Return the bucket for this step's gradients, which is allocated when the first one is to be stored."""
-        if self.bucket is None:
-            sent = len(self.parameters) > 1 or self.group.size * self.replicas.size > 1 or self.stage >= 2
-            self.bucket = Bucket(self.parameters, self.weights.numel()) if sent else LocalBucket(*self.parameters)
+        self.bucket = self.bucket or Bucket(self.parameters, self.weights.numel())
         return self.bucket
 
     def reduce_scatter(self) -> None:

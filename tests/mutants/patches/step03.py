@@ -80,7 +80,8 @@ updates in bfloat16: self._copy_to_parameters() =>
 
 # Each bucket has whatever was in memory behind the last parameter, and the norm is that of the whole buckets
 @ step03_zero.unit:Unit.make_bucket
-norm counts padding: if sent else LocalBucket(*self.parameters) => ; self.bucket.flat.fill_(1e-3)
+norm counts padding: self.bucket = self.bucket or Bucket(self.parameters, self.weights.numel()) =>
+    if not self.bucket: …; self.bucket.flat.fill_(1e-3)
 @ step03_zero.zero:Zero.finish
 norm counts padding: gradients = [] => gradients, Zero.buckets = [], []
 norm counts padding: unit.start_over() => Zero.buckets.append(unit.reduced); …
