@@ -126,7 +126,6 @@ replaces = ZERO.replaces
 initialise, finish, start_over = Zero.__init__, Zero.finish, Unit.start_over
 backward, decay = Zero.backward, ParameterSpec.decay.fget
 replaces("sums in bfloat16", "step02_data_parallel.data_parallel:at_least_float32")(lambda dtype: dtype)
-replaces("sums in bfloat16", "step03_zero.unit:at_least_float32")(lambda dtype: dtype)
 replaces("no prefetch", "step03_zero.by_layer:ZeroByLayer._prefetch")(lambda self, region: None)
 replaces("gathers beside a reduction", "common.collectives:Work.is_completed")(lambda self: False)
 # Every reduce-scatter begins when the backward is over; or no backward counts as the last one of a step
