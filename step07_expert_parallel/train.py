@@ -12,7 +12,6 @@ import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
 
 # isort: split
 import torch
-from torch import Tensor
 
 from common import collectives
 from common.config import TrainConfig
@@ -67,14 +66,14 @@ def train_step(
     config: TrainConfig,
     mesh: Mesh,
     tracer: Tracer,
-) -> dict[str, Tensor]:
+) -> dict[str, torch.Tensor]:
     """One update of the weights. Returns the step's numbers, 0-d float64 on the device: nothing waits for it here."""
     scaler = optimizer.scaler
     loss = torch.zeros((), dtype=torch.float64, device=mesh.device)  # stays 0 on ranks without the last stage
     positions = positions_of(config, mesh)
 
     # ---- gradients of the global batch: the schedule says when a micro-batch passes through a stage, and this how ----
-    def forward(stage: Decoder, index: int, x: Tensor | None) -> Tensor:
+    def forward(stage: Decoder, index: int, x: torch.Tensor | None) -> torch.Tensor:
         mask = ()
         if stage.has_embedding or stage.has_head or config.mask_documents:  # other stages read no data
             whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
@@ -102,7 +101,7 @@ def train_step(
     return {"loss": loss, "grad_norm": norm} | statistics
 
 
-def train(config: TrainConfig, mesh: Mesh) -> list[Tensor]:
+def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     """Take the configured number of steps. Returns the tensors that this rank updates."""
     check_memory(config, mesh)
     batches = load_batches(config, mesh)
