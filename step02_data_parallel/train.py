@@ -56,7 +56,7 @@ def train_step(
 
     # ---- gradients of the global batch, a micro-batch at a time ----
     for index in range(config.accumulation_steps):
-        tokens, targets = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device)
+        tokens, targets = batches.micro_batch(step, index, config.micro_batch, mesh.dp, mesh.device)
         with tracer.phase("forward"):  # the loss is a share of the mean over the whole global batch
             share = cross_entropy_sum(model(tokens), targets) / batches.target_tokens
         with tracer.phase("backward"), data_parallel.backward(last=index == config.accumulation_steps - 1):

@@ -63,10 +63,8 @@ def train_step(
 
     # ---- gradients of the global batch: the schedule says when a micro-batch passes through a stage, and this how ----
     def forward(stage: Decoder, index: int, x: torch.Tensor | None) -> torch.Tensor:
-        if stage.has_embedding or stage.has_head:  # stages between them read no data
-            tokens, targets = batches.micro_batch(
-                step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size, mesh.device
-            )
+        if stage.has_embedding or stage.has_head:  # other stages read no data
+            tokens, targets = batches.micro_batch(step, index, config.micro_batch, mesh.dp, mesh.device)
         y = stage(tokens if x is None else x, positions)
         if not stage.has_head:
             return y  # to the next stage
@@ -79,7 +77,7 @@ def train_step(
     # ---- clip by the global norm, update ----
     with tracer.phase("optimizer"):
         gradients = pipeline.finish()
-        sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
+        sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads, what stages share
         # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
         norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale

@@ -68,7 +68,7 @@ def train_step(
     def forward(stage: Decoder, index: int, x: torch.Tensor | None) -> torch.Tensor:
         mask = ()
         if stage.has_embedding or stage.has_head or config.mask_documents:  # other stages read no data
-            whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
+            whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp)
             tokens, targets, *mask = take_part(*whole, config, mesh, batches.corpus.end)
         y = stage(tokens if x is None else x, positions, *mask)
         if not stage.has_head:
@@ -82,7 +82,7 @@ def train_step(
     # ---- clip by the global norm, update ----
     with tracer.phase("optimizer"):
         gradients = pipeline.finish()
-        sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
+        sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads, what stages share
         # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
         norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale

@@ -34,13 +34,13 @@ from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import mark_shared_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
 from step07_expert_parallel.apply_pipeline import build_pipeline
-from step07_expert_parallel.balancing import Balancing
+from step07_expert_parallel.balancing import Balancing, RunningStatistics
 from step07_expert_parallel.config import check
 from step07_expert_parallel.moe import apply_experts
 
 
-def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balancing]:
-    """Build this rank's stages of the model, what runs them in the schedule's order, optimizer, and balancing."""
+def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, list[RunningStatistics]]:
+    """Build this rank's stages of the model, what runs them in the order of the schedule, and their optimizer."""
     schedule = schedule_of(config)
     stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
     for stage in stages:
@@ -52,16 +52,16 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, Balanci
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
     optimizer = Optimizer(shards, config.torch_dtype, config.weight_decay, config.optimizer)
-    balancing = Balancing(stages, config, mesh, optimizer.scaler)
-    optimizer.buffers = balancing.buffers  # saved with the weights, but not moved by gradients
-    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, balancing
+    statistics = [Balancing(stages, config, mesh, optimizer.scaler)]
+    optimizer.buffers = [buffer for each in statistics for buffer in each.buffers]  # saved, but no gradient moves them
+    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, statistics
 
 
 def train_step(
     step: int,
     pipeline: Pipeline,
     optimizer: Optimizer,
-    balancing: Balancing,
+    statistics: list[RunningStatistics],
     batches: Batches,
     config: TrainConfig,
     mesh: Mesh,
@@ -76,7 +76,7 @@ def train_step(
     def forward(stage: Decoder, index: int, x: torch.Tensor | None) -> torch.Tensor:
         mask = ()
         if stage.has_embedding or stage.has_head or config.mask_documents:  # other stages read no data
-            whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
+            whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp)
             tokens, targets, *mask = take_part(*whole, config, mesh, batches.corpus.end)
         y = stage(tokens if x is None else x, positions, *mask)
         if not stage.has_head:
@@ -90,15 +90,17 @@ def train_step(
     # ---- clip by the global norm, update ----
     with tracer.phase("optimizer"):
         gradients = pipeline.finish()
-        sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
+        sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads, what stages share
         # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
         norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
-        statistics = balancing.finish(skip=scaler.overflow(norm))
+        noted = {}
+        for each in statistics:  # ranks compare what they have counted, and start anew
+            noted |= each.finish(skip=scaler.overflow(norm))
         collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
         collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
-    return {"loss": loss, "grad_norm": norm} | statistics
+    return {"loss": loss, "grad_norm": norm} | noted
 
 
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
@@ -106,10 +108,10 @@ def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:
     check_memory(config, mesh)
     batches = load_batches(config, mesh)
     mesh = place_stages(mesh, schedule_of(config).placement, config.timeout)
-    pipeline, optimizer, balancing = build(config, mesh)
+    pipeline, optimizer, statistics = build(config, mesh)
     with Run(config, mesh, batches, optimizer) as run:
         for step in run.steps():
-            run.log(train_step(step, pipeline, optimizer, balancing, batches, config, mesh, run.tracer))
+            run.log(train_step(step, pipeline, optimizer, statistics, batches, config, mesh, run.tracer))
     return [*optimizer.parameters, *optimizer.buffers]
 
 

@@ -43,7 +43,7 @@ from step08_5d.shapes import show_shapes
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, list[RunningStatistics]]:
-    """Build this rank's stages, what runs them in the schedule's order, optimizer, and what no gradient moves."""
+    """Build this rank's stages of the model, what runs them in the order of the schedule, and their optimizer."""
     schedule = schedule_of(config)
     stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
     for stage in stages:
@@ -56,10 +56,9 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, list[Ru
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
     optimizer = make_optimizer(shards, config, mesh)
-    balancing = Balancing(stages, config, mesh, optimizer.scaler)
-    scales = apply_fp8(stages, zero_wrappers, config, mesh)
-    optimizer.buffers = [*balancing.buffers, *scales.buffers]  # saved with the weights, but not moved by gradients
-    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, [balancing, scales]
+    statistics = [Balancing(stages, config, mesh, optimizer.scaler), *apply_fp8(stages, zero_wrappers, config, mesh)]
+    optimizer.buffers = [buffer for each in statistics for buffer in each.buffers]  # saved, but no gradient moves them
+    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, statistics
 
 
 def train_step(
@@ -81,7 +80,7 @@ def train_step(
     def forward(stage: Decoder, index: int, x: torch.Tensor | None) -> torch.Tensor:
         mask = ()
         if stage.has_embedding or stage.has_head or config.mask_documents:  # other stages read no data
-            whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp.rank, mesh.dp.size)
+            whole = batches.micro_batch(step, index, config.micro_batch, mesh.dp)
             tokens, targets, *mask = take_part(*whole, config, mesh, batches.corpus.end)
         y = stage(tokens if x is None else x, positions, *mask)
         if not stage.has_head:
@@ -95,17 +94,17 @@ def train_step(
     # ---- clip by the global norm, update ----
     with tracer.phase("optimizer"):
         gradients = pipeline.finish()
-        sum_extra_groups(optimizer.parameters, gradients, mesh)  # and parameters that stages share
+        sum_extra_groups(optimizer.parameters, gradients, mesh)  # norms, shared K/V heads, what stages share
         # gradients still carry the loss scale: divide it out of the norm, and of the factor that multiplies them
         norm = gradient_norm(optimizer.parameters, gradients, mesh) / scaler.scale
         factor = clip_factor(norm, config.clip) / scaler.scale
         optimizer.step(gradients, config.learning_rate(step), factor, skip=scaler.overflow(norm))
-        numbers = {"loss": loss, "grad_norm": norm}
-        for each in statistics:
-            numbers |= each.finish(skip=scaler.overflow(norm))
+        noted = {}
+        for each in statistics:  # ranks compare what they have counted, and start anew
+            noted |= each.finish(skip=scaler.overflow(norm))
         collectives.all_reduce(loss, mesh.dp_cp)  # the sum of all shares is the mean
         collectives.all_reduce(loss, mesh.pp_forward)  # only ranks with a last stage have any
-    return numbers
+    return {"loss": loss, "grad_norm": norm} | noted
 
 
 def train(config: TrainConfig, mesh: Mesh) -> list[torch.Tensor]:

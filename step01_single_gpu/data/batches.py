@@ -10,7 +10,7 @@ import torch
 from common.config import TrainConfig
 from common.errors import UsageError
 from common.launching.agreement import agree
-from common.process_groups import Mesh
+from common.process_groups import Group, Mesh
 from step01_single_gpu.data.text_sources import WINDOW
 from step01_single_gpu.data.token_cache import Corpus, load_corpus
 
@@ -41,15 +41,16 @@ class Batches:
         """Target tokens of a global batch. A rank divides its summed loss by this to get its share of the mean."""
         return self.global_batch * self.seq_len
 
-    def micro_batch(self, step: int, index: int, micro_batch: int, dp_rank: int = 0, dp_size: int = 1, device="cpu"):
-        """Return inputs and targets of micro-batch `index` on rank `dp_rank`: int64, both (micro_batch, seq_len).
+    def micro_batch(self, step: int, index: int, micro_batch: int, dp: Group | None = None, device="cpu"):
+        """Return inputs and targets of this rank's micro-batch `index`: int64, both (micro_batch, seq_len).
 
-        They are rows (index * dp_size + dp_rank) * micro_batch and following of the global batch, so that the union
+        They are rows (index * dp.size + dp.rank) * micro_batch and following of the global batch, so that the union
         over ranks and micro-batches is the same in every layout. Raises ValueError for rows outside the global batch.
         """
-        first = (index * dp_size + dp_rank) * micro_batch
-        if not (0 <= dp_rank < dp_size and 0 <= first <= self.global_batch - micro_batch):
-            raise ValueError(f"micro-batch {index} of dp rank {dp_rank} is outside the {self.global_batch} rows")
+        rank, size = (dp.rank, dp.size) if dp else (0, 1)
+        first = (index * size + rank) * micro_batch
+        if not 0 <= first <= self.global_batch - micro_batch:
+            raise ValueError(f"micro-batch {index} of dp rank {rank} is outside the {self.global_batch} rows")
         rows = np.stack([self._sample(step * self.global_batch + first + row) for row in range(micro_batch)])
         if rows.max() >= self.corpus.vocab:  # the embedding would fail without a clear word, or not at all
             raise ValueError(f"--data {self.corpus.name}: token {rows.max()} of a vocabulary of {self.corpus.vocab}")

@@ -103,7 +103,7 @@ def gradients(mesh: Mesh, case: tuple[int, str]) -> Workload:
     config = TrainConfig(**flags, dp_mode="bucket" if mode == "alone" else mode)
     config.resolve_and_check(mesh.world.size)
     model, parallel, _ = build(config, mesh)
-    tokens, targets = load_batches(config, mesh).micro_batch(0, 0, sequences, mesh.dp.rank, mesh.dp.size)
+    tokens, targets = load_batches(config, mesh).micro_batch(0, 0, sequences, mesh.dp)
 
     def function() -> None:
         with SlowDevice(SPEED):

@@ -9,9 +9,7 @@ BATCHES = "step01_single_gpu/data/batches.py"
 ONE = Launch("step01_single_gpu/train.py")
 
 SAME_SAMPLES = Bug(
-    edits=(
-        Edit(BATCHES, "first = (index * dp_size + dp_rank) * micro_batch", "first = index * dp_size * micro_batch"),
-    ),
+    edits=(Edit(BATCHES, "first = (index * size + rank) * micro_batch", "first = index * size * micro_batch"),),
     seen=(ONE, Launch(TRAIN, "", 2)),
     unseen=(ONE, Launch(TRAIN, "--micro-batch 1 --dp-mode overlap", 3)),
     why="All ranks take the rows of rank 0. Curves look healthy, as nothing is wrong with the gradients of what is "

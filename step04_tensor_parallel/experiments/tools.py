@@ -40,7 +40,7 @@ def logits_and_targets(run: Training) -> tuple[torch.Tensor, torch.Tensor]:
     """The model's forward of the first micro-batch."""
     model, zero, _ = run.parts
     zero.gather()
-    tokens, targets = run.batches.micro_batch(0, 0, run.config.micro_batch, run.mesh.dp.rank, run.mesh.dp.size)
+    tokens, targets = run.batches.micro_batch(0, 0, run.config.micro_batch, run.mesh.dp)
     return model(tokens), targets
 
 

@@ -26,14 +26,15 @@ from step08_5d.narrow_numbers.linear import FORMATS, Products
 from step08_5d.weight_sums import multiply_by
 
 
-def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> "StepScales":
-    """Let all linear layers and experts in the layers of these stages multiply as `config.fp8` says.
+def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainConfig, mesh: Mesh) -> list["StepScales"]:
+    """Let all linear layers and experts in the layers of these stages multiply as `config.fp8` says. Returns the scales
+    that hold for a step: none without FP8.
 
     Raises ValueError if ZeRO does not have the weights yet, to whose sums their gradients are handed.
     """
     weights = [weight for stage in stages for weight in stage.parameters()]
     if config.fp8 == "none":
-        return StepScales([], [], mesh)
+        return []
     if not all(hasattr(weight, "sums") for weight in weights):
         raise ValueError("apply_fp8 comes after ZeRO, which adds up the gradients of its products")
     in_kernels = launches_kernels(config, mesh.device)
@@ -56,7 +57,7 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
         for unit in zero.units if config.fp8_gather else ():
             if unit.group.size > 1 and any(map(products_of, unit.parameters)):
                 unit.all_gather = NarrowGather(unit)
-    return StepScales([products for weight in weights for products in products_of(weight)], histories, mesh)
+    return [StepScales([products for weight in weights for products in products_of(weight)], histories, mesh)]
 
 
 class StepScales:

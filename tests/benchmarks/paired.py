@@ -48,7 +48,7 @@ def first_batch(flags: str) -> tuple[TrainConfig, Mesh, torch.Tensor, torch.Tens
     """Return what a peer starts from: the inputs and targets of this rank are those of `our_step`."""
     config, mesh, batches = prepare(8, flags)
     rows = config.global_batch // config.dp
-    return config, mesh, *batches.micro_batch(0, 0, rows, mesh.dp.rank, mesh.dp.size)
+    return config, mesh, *batches.micro_batch(0, 0, rows, mesh.dp)
 
 
 def our_step(step: int, flags: str) -> Callable[[], float]:

@@ -42,7 +42,7 @@ stale bucket: while self.next_bucket < => stale = [self.bucket_of[each].views[ea
 stale bucket: return [self.bucket_of[parameter].views[parameter] for parameter in self.parameters] => return stale
 @ step01_single_gpu.data.batches:Batches.micro_batch
 # Every rank reads the samples of rank 0: curves look healthy, most of the data is never seen
-same samples everywhere: first = (index * dp_size + dp_rank) => first = (index * dp_size)
+same samples everywhere: first = (index * size + rank) => first = (index * size)
 @ step02_data_parallel.data_parallel:DataParallel.backward
 last backward missed: self.synchronising = last => self.synchronising = False
 @ step02_data_parallel.data_parallel:DataParallel._launch_complete

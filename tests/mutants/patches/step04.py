@@ -106,7 +106,7 @@ PIPELINE = Mutants(r"""
 # micro-batches. The loss is reported right, and AdamW divides the factor away
 missing share of micro-batches: return share * scaler.scale => … * config.accumulation_steps
 targets of another micro-batch: y = stage( =>
-    _, targets = batches.micro_batch(step, index ^ 1, config.micro_batch, mesh.dp.rank, mesh.dp.size); …
+    _, targets = batches.micro_batch(step, index ^ 1, config.micro_batch, mesh.dp); …
 # Under sequence parallelism, later stages count positions over their input: a part of the sequence
 positions of the slice: else x, positions => … % (tokens if x is None else x).shape[1]
 loss of one rank: collectives.all_reduce(loss, mesh.pp_forward) => pass
