@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common import gloo
 from common.errors import communication_errors
-from common.process_groups import Group
+from common.group import Group
 
 # torch 2.13 renamed two collectives and warns about the old names, which are the only ones that 2.11 has
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.process_groups import Group
+from common.group import Group
 
 # Reduce-scatters of one group in flight at most: while one travels, the next is ready. Each holds a buffer for what it
 # receives, which NCCL does not need, and a step may launch one for every bucket long before it waits for any

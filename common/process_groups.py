@@ -6,15 +6,15 @@ grid round: a rank gets another place in it and other groups, but only the round
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.config import TrainConfig
 from common.errors import UsageError, communication_errors
+from common.group import Group
 from common.link import Line, Link
 from common.start import environment, meet
 
@@ -42,13 +42,6 @@ class Degrees:
     experts: bool = False
     axes: tuple[str, ...] = AXES
 
-    @classmethod
-    def of(cls, config: TrainConfig) -> "Degrees":
-        """Return the degrees of a checked configuration. Without ZeRO every data-parallel rank holds a copy."""
-        replicas = config.zero_replicas if config.zero else config.dp * config.cp
-        experts, axes = config.model_config.experts > 0, tuple(reversed(config.order.split(",")))
-        return cls(config.tp, config.cp, config.pp, config.dp, config.ep, replicas, experts, axes)
-
     @property
     def world(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
@@ -58,47 +51,6 @@ class Degrees:
         """Copies of an expert: one per holder without sharding, else as many as of the model, or a divisor of that."""
         holders = self.dp * self.cp * self.tp // self.ep
         return holders if self.zero_replicas == self.dp * self.cp else math.gcd(holders, self.zero_replicas)
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate: `ranks` are global, in order; `rank` is this process's index among them.
-
-    A group of one rank has no `handle`, and every collective over it returns at once.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    rank: int
-    handle: dist.ProcessGroup | None = None
-    backend: str = ""
-    line: Line | None = field(default=None, compare=False)  # a simulated slower one (--link)
-
-    @classmethod
-    def of(cls, handle: dist.ProcessGroup | None = None, name: str = "group") -> "Group":
-        """Return the group of a process group that a program has made itself; by default of all its ranks.
-
-        With it, a mechanism runs in any program that has called `init_process_group`, and needs no mesh.
-
-        Args:
-            name: the one under which collectives are counted and recorded.
-
-        Raises ValueError if there is no process group, or this process is not in it.
-        """
-        if handle == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns to all others
-            raise ValueError(f"rank {dist.get_rank()} is not in the process group that is to be {name!r}")
-        size = dist.get_world_size(handle)  # raises ValueError before `init_process_group`
-        handle = handle or dist.group.WORLD
-        ranks = tuple(dist.get_global_rank(handle, index) for index in range(size))
-        if size == 1:
-            return cls(name, ranks, 0)
-        backends = dist.get_backend_config(handle)  # as cpu:gloo,cuda:nccl, for which `get_backend` says "undefined"
-        backend = next((each for each in ("nccl", "gloo") if each in backends), backends)
-        return cls(name, ranks, dist.get_rank(handle), handle, backend)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -206,12 +158,6 @@ def build_mesh(degrees: Degrees, device: torch.device, kv_heads: int | None = No
         raise UsageError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not {world_size} ranks")
     groups = create_groups(degrees, device, all_groups(degrees, kv_heads), timeout)
     return Mesh(degrees=degrees, device=device, **groups)
-
-
-def mesh_of(config: TrainConfig, device: torch.device) -> Mesh:
-    """Return this rank's mesh of a checked configuration, with the link that it simulates. All ranks call it."""
-    mesh = build_mesh(Degrees.of(config), device, config.model_config.kv_heads, config.timeout)
-    return mesh.with_link(config.link_model)
 
 
 def separate(group: Group, timeout: float) -> Group:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from common import collectives
 from common.errors import UsageError
+from common.group import Group
 from common.launching.launch import end_cleanly
-from common.process_groups import Degrees, Group, build_mesh
+from common.process_groups import Degrees, build_mesh
 from common.start import environment, init_distributed
 
 NAP = 0.2  # seconds: at the barrier rank r comes this many times r late

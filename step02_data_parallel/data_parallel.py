@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from common import collectives
+from common.group import Group
 from common.model import at_least_float32
-from common.process_groups import Group
 from step01_single_gpu.mixed_precision import Add, take_gradients
 
 

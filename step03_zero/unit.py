@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import nn
 
 from common import collectives
-from common.process_groups import Group
+from common.group import Group
 from step02_data_parallel.data_parallel import Bucket
 
 # By device, in elements: every shard begins at a multiple of it. CUDA kernels read 16 bytes at a time where they can,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from common import collectives
-from common.process_groups import Group
+from common.group import Group
 
 
 def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, collectives.Work]:

@@ -16,7 +16,7 @@ With 4 ranks, this is what rank 1 does. Parts of the sequence are 0 to 3, and sN
 import torch
 
 from common import collectives
-from common.process_groups import Group
+from common.group import Group
 from step04_tensor_parallel.linear import output
 
 

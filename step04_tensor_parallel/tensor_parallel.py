@@ -18,21 +18,18 @@ With 8 query heads and 2 K/V heads, tp 4 divides the query heads. Of the K/V hea
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from common import collectives
-from common.config import TrainConfig
-from common.model import Attention, Decoder, SwiGLU
+from common.group import Group
 from common.parameter import attach_specs
-from common.process_groups import Group, Mesh
 from step04_tensor_parallel.linear import input_gradient, linear, output, weight_gradient
 from step04_tensor_parallel.operators import Split, join_sequence, start_all_gather, start_reduce_scatter
 from step04_tensor_parallel.ring import gather_and_multiply, multiply_and_scatter
-from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy_sum
+from step04_tensor_parallel.vocab_parallel import VocabParallelEmbedding
 
 # ---- dividing the model ----------------------------------------------------------------------------------------------
 
@@ -49,33 +46,6 @@ class Cut(NamedTuple):
 
 
 Cuts = dict[type[nn.Module], dict[str, Cut]]
-COLUMNS, HEADS, ROWS = Cut(0), Cut(0, "head_width"), Cut(1)
-CUTS: Cuts = {  # of each kind of module, its linear layers by name
-    Attention: {"q_proj": HEADS, "k_proj": HEADS, "v_proj": HEADS, "o_proj": Cut(1, "head_width")},
-    SwiGLU: {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
-}
-
-
-def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
-    """Replace the layers of a `Decoder` on the meta device by parallel ones that hold this rank's part of the weights.
-
-    The spec of every parameter says which part that is, and over which groups its gradient is a partial sum. The loss
-    is that of logits divided along the vocabulary. A rank on its own takes it as well: all of it happens in one copy.
-
-    Raises ValueError if an MLP has been replaced already, by what is not to be cut.
-    """
-    if model.has_head:
-        model.loss = partial(vocab_parallel_cross_entropy_sum, vocab=config.model_config.vocab, group=mesh.tp)
-    if mesh.tp.size > 1:
-        for name, layer in model.layers.items():
-            if not isinstance(layer.mlp, SwiGLU):
-                kind = type(layer.mlp).__name__
-                raise ValueError(f"layer {name} has a {kind}: apply_tensor_parallel comes before what replaces MLPs")
-        split = Split(mesh.tp, config.sequence_parallel, config.tp_mode)
-        cut_layers(model, CUTS, split, mesh.kv_replica)
-        ends = ("embedding" if model.has_embedding else None, "head" if model.has_head else None)
-        cut_vocabulary(model, *ends, config.model_config.vocab, split)
-        share_the_rest(model, split)
 
 
 def cut_layers(model: nn.Module, cuts: Cuts, split: Split, copies: Group | None = None) -> None:

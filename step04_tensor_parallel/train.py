@@ -26,9 +26,9 @@ from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
 from step03_zero.zero import Zero
+from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.config import check
 from step04_tensor_parallel.partial_sums import sum_extra_groups
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Decoder, Zero, Optimizer]:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import collectives
+from common.group import Group
 from common.model import at_least_float32
-from common.process_groups import Group
 from step04_tensor_parallel.operators import Split
 
 

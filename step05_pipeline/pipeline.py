@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from common import collectives
-from common.process_groups import Group
+from common.group import Group
 from common.tracing.tracer import Tracer
 from step03_zero.zero import Zero
 from step05_pipeline.schedules.actions import Action, Output, Schedule

@@ -13,8 +13,9 @@ from functools import partial
 from torch import Tensor
 
 from common.config import TrainConfig
+from common.group import Group
 from common.model import Decoder
-from common.process_groups import Group, Mesh
+from common.process_groups import Mesh
 from step01_single_gpu.data.batches import to_device
 from step06_context_parallel.all_gather_attention import all_gather_attention
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common import collectives
 from common.collectives import Work
-from common.process_groups import Group
+from common.group import Group
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention, NaiveKernels
 from step06_context_parallel.sequence_layouts import AttentionPlan, Documents, layout_of
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import CP_SPLITS
+SPLITS = ("zigzag", "contiguous", "striped")
 
 
 class ScoreBlock(NamedTuple):
@@ -91,8 +91,8 @@ class SequenceLayout(NamedTuple):
 
         Raises ValueError if there is no such split, or if it would give ranks different numbers of tokens.
         """
-        if self.split not in CP_SPLITS:
-            raise ValueError(f"split {self.split!r} is none of {', '.join(CP_SPLITS)}")
+        if self.split not in SPLITS:
+            raise ValueError(f"split {self.split!r} is none of {', '.join(SPLITS)}")
         parts = 2 * self.ranks if self.split == "zigzag" and self.ranks > 1 else self.ranks
         if self.seq_len % parts:
             raise ValueError(f"{self.split} on {self.ranks} ranks: {parts} parts do not divide {self.seq_len} tokens")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common import collectives
-from common.process_groups import Group
+from common.group import Group
 from step06_context_parallel.attention_block import KERNELS, NaiveKernels
 from step06_context_parallel.ring_attention import RingAttention
 from step06_context_parallel.sequence_layouts import Documents, layout_of, rank_order

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common import collectives
 from common.config import TrainConfig
-from common.process_groups import Group
+from common.group import Group
 from step06_context_parallel.sequence_layouts import rank_order
 from step07_expert_parallel.expert_parallel import inverse
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common import collectives
-from common.process_groups import Group
+from common.group import Group
 from step07_expert_parallel.experts import Counts
 
 

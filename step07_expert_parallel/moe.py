@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.config import TrainConfig
+from common.group import Group
 from common.model import Decoder, SwiGLU, at_least_float32
 from common.parameter import ParameterSpec, attach_specs
-from common.process_groups import Group, Mesh
+from common.process_groups import Mesh
 from step05_pipeline.weight_gradients import defer_linear_layers
 from step07_expert_parallel.expert_parallel import TokenDispatcher, inverse
 from step07_expert_parallel.experts import Counts, Experts, to_host

@@ -26,8 +26,8 @@ from step01_single_gpu.mixed_precision import Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
+from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.partial_sums import sum_extra_groups
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step05_pipeline.apply_pipeline import build_stages, place_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline

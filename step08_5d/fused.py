@@ -19,8 +19,9 @@ from torch import nn
 
 from common.config import TrainConfig
 from common.errors import UsageError, first_line
+from common.group import Group
 from common.model import ATTENTION_CORES, Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
-from common.process_groups import Group, Mesh
+from common.process_groups import Mesh
 from step06_context_parallel.attention_block import NaiveKernels
 from step06_context_parallel.context_parallel import replaces_attention
 from step07_expert_parallel.experts import Experts

@@ -22,9 +22,10 @@ import torch
 from common import collectives
 from common.drawing.tables import print_table
 from common.errors import UsageError
+from common.group import Group
 from common.launching.command_line import OneLineParser, summary
 from common.launching.launch import end_cleanly
-from common.process_groups import Degrees, Group, Mesh, build_mesh
+from common.process_groups import Degrees, Mesh, build_mesh
 from common.start import environment, init_distributed
 
 LONG = 0.2  # seconds: larger messages than one that takes so long are not tried

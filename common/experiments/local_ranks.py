@@ -17,7 +17,8 @@ import torch
 
 from common.collectives import barrier
 from common.config import TrainConfig
-from common.process_groups import Degrees, build_mesh, mesh_of
+from common.launching.run_mesh import mesh_of
+from common.process_groups import Degrees, build_mesh
 from common.start import environment, init_distributed
 
 

@@ -7,7 +7,8 @@ from types import ModuleType
 import torch
 
 from common.config import TrainConfig
-from common.process_groups import Degrees, Mesh, build_mesh
+from common.launching.run_mesh import degrees_of
+from common.process_groups import Mesh, build_mesh
 from common.tracing.tracer import Tracer
 
 groups_of = functools.cache(build_mesh)  # all cases of one layout use the same groups
@@ -17,7 +18,7 @@ def checked(mesh: Mesh, **flags) -> tuple[TrainConfig, Mesh]:
     """The configuration with these flags on the ranks of `mesh`, and its groups."""
     config = TrainConfig(device="cpu", **flags)
     config.resolve_and_check(mesh.world.size)
-    found = groups_of(Degrees.of(config), mesh.device, config.model_config.kv_heads)
+    found = groups_of(degrees_of(config), mesh.device, config.model_config.kv_heads)
     return config, found.with_link(config.link_model)
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from common.errors import CommunicationError, UsageError
 from common.launching.agreement import agree, facts_of
 from common.launching.command_line import escape_what_cannot_be_printed, parse
-from common.process_groups import Degrees, build_mesh, mesh_of
+from common.launching.run_mesh import mesh_of
+from common.process_groups import Degrees, build_mesh
 from common.start import environment, init_distributed, meet
 
 LINGER = 2.0  # seconds that a rank outlives its error, so that the launcher sees the rank that failed first

@@ -9,8 +9,9 @@ import torch
 
 from common.config import TrainConfig
 from common.errors import UsageError
+from common.group import Group
 from common.launching.agreement import agree
-from common.process_groups import Group, Mesh
+from common.process_groups import Mesh
 from step01_single_gpu.data.text_sources import WINDOW
 from step01_single_gpu.data.token_cache import Corpus, load_corpus
 

@@ -14,7 +14,8 @@ from common.config import TrainConfig
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.launching.all_ranks import on_all_ranks
-from common.process_groups import Degrees, Mesh
+from common.launching.run_mesh import degrees_of
+from common.process_groups import Mesh
 from step01_single_gpu.cost import bytes_per_parameter
 
 SYSTEM = Path("/")  # whose proc and sys describe this machine
@@ -39,7 +40,7 @@ def bytes_needed(config: TrainConfig) -> int:
 
     It is a lower bound: activations, buffers and copies of single parameters come on top.
     """
-    model, degrees = config.model_config, Degrees.of(config)
+    model, degrees = config.model_config, degrees_of(config)
     each = bytes_per_parameter(config.torch_dtype, config.optimizer)
     if config.moments != TrainConfig.moments:  # narrower ones
         each["moments"] = 2 * getattr(torch, config.moments).itemsize

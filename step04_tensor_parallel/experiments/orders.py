@@ -11,7 +11,8 @@ from common.costs.vocabulary import sent
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.counting import counted
 from common.experiments.local_ranks import on_ranks
-from common.process_groups import Group, Mesh
+from common.group import Group
+from common.process_groups import Mesh
 from step04_tensor_parallel.operators import copy_to_ranks, make_operator, sum_over_ranks
 
 TOKENS, HIDDEN, FFN = 256, 128, 512

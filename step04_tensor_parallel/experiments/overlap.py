@@ -10,8 +10,9 @@ from common.config import TrainConfig
 from common.costs.alpha_beta import Player
 from common.experiments.local_ranks import on_ranks
 from common.experiments.traces import print_hidden, run_cases
+from common.group import Group
 from common.link import Link
-from common.process_groups import Group, Mesh
+from common.process_groups import Mesh
 from step04_tensor_parallel import cost
 from step04_tensor_parallel.experiments.timelines import draw_layers
 from step04_tensor_parallel.experiments.tools import WAYS, way_of

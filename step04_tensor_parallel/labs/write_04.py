@@ -3,11 +3,11 @@
 import torch
 import torch.distributed as dist
 
+from common.group import Group
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most, sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
-from common.process_groups import Group
 
 # ---- write-04-a: two matrices, forward and backward ------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from common.experiments.on_nodes import NODES, RANKS, Found, Workload, two_nodes
 from common.experiments.training_step import groups_of
+from common.group import Group
 from common.model_config import ModelConfig
-from common.process_groups import Degrees, Group, Mesh
+from common.process_groups import Degrees, Mesh
 from step07_expert_parallel import cost
 from step07_expert_parallel.balancing import routers_of
 from step07_expert_parallel.experiments.layer import Training

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from common import collectives
+from common.group import Group
 from common.model import at_least_float32
-from common.process_groups import Group
 from step08_5d.kernels.launching import next_power_of_two, tl, triton, warps_for, wide_type
 
 IGNORED = -100  # a target that does not count, as in PyTorch

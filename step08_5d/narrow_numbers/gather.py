@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from common import collectives
+from common.group import Group
 from common.model import at_least_float32
-from common.process_groups import Group
 from step03_zero.unit import Unit
 from step08_5d.narrow_numbers.experts import products_of
 from step08_5d.narrow_numbers.linear import FORMATS, Products

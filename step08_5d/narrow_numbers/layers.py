@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from common.config import TrainConfig
+from common.group import Group
 from common.model import Decoder, at_least_float32
-from common.process_groups import Group, Mesh
+from common.process_groups import Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from step05_pipeline.weight_gradients import defer_linear_layers

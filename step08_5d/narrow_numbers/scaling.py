@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import collectives
+from common.group import Group
 from common.model import at_least_float32
-from common.process_groups import Group
 from step08_5d.kernels.quantise import Block
 
 BLOCKS = {"tile": 128, "mx": 32}  # numbers of a row that share a scale

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import collectives
-from common.process_groups import Group
+from common.group import Group
 from step06_context_parallel.all_gather_attention import all_gather_attention
 from step06_context_parallel.attention_block import KERNELS
 from step06_context_parallel.ring_attention import ring_attention

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.group import Group
 from common.parameter import attach_specs
-from common.process_groups import Group
 from common.weights.initialisation import values_from
 from step01_single_gpu.mixed_precision import GradientSums, Optimizer
 from step01_single_gpu.recompute import recompute_modules

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.group import Group
 from common.parameter import attach_specs
-from common.process_groups import Group
 from common.weights.initialisation import values_from
 from step03_zero.zero import Zero
 from step04_tensor_parallel.partial_sums import sum_extra_groups

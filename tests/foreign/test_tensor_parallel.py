@@ -7,14 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.process_groups import Group
+from common.group import Group
 from common.weights.initialisation import values_from
 from step03_zero.zero import Zero
 from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.partial_sums import sum_extra_groups
 from step04_tensor_parallel.tensor_parallel import (
-    COLUMNS,
-    ROWS,
     Cut,
     Cuts,
     cut_layers,
@@ -25,6 +23,8 @@ from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_s
 from tests.foreign import models
 from tests.foreign.models import PRELOAD  # noqa: F401 (of the fork server)
 from tests.harness.ranks import run_ranks
+
+COLUMNS, ROWS = Cut(0), Cut(1)
 
 
 def cuts() -> Cuts:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from common.group import Group
 from common.parameter import attach_specs
-from common.process_groups import Group
 from common.weights.initialisation import values_from
 from step02_data_parallel.data_parallel import DataParallel
 from step03_zero.by_layer import ZeroByLayer

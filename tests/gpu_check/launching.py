@@ -10,7 +10,7 @@ import torch
 
 from common.launching.command_line import STEP_NAMES, parse
 from common.launching.process_tree import kill, new_mark
-from common.process_groups import mesh_of
+from common.launching.run_mesh import mesh_of
 from common.start import init_distributed
 from tests.gpu_check.findings import Findings
 from tests.harness.ranks import free_port, in_background, rank_processes, run_script, steps_of, wait_for

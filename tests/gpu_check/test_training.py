@@ -13,6 +13,7 @@ from common.collectives import all_reduce, barrier
 from common.compare import relative_difference
 from common.launching.command_line import STEP_NAMES, parse
 from common.launching.launch import end_cleanly
+from common.launching.run_mesh import degrees_of
 from common.process_groups import Degrees, build_mesh
 from common.start import environment, init_distributed
 from step02_data_parallel.collectives_tour import tour
@@ -102,7 +103,7 @@ def train_layouts(folder: Path, device: str, backend: str, part: str, item: str)
             flags = f"{runs.SMALL} {layout} --device {device} --timeout {TIMEOUT}".split()
             config = parse(step, [*flags, "--run-dir", f"{folder}/{item}, {index}"])
             config.resolve_and_check(world.size)
-            mesh = build_mesh(Degrees.of(config), place, config.model_config.kv_heads, timeout=TIMEOUT)
+            mesh = build_mesh(degrees_of(config), place, config.model_config.kv_heads, timeout=TIMEOUT)
             importlib.import_module(f"{STEP_NAMES[step - 1]}.train").train(config, mesh)
         else:
             tour(world, place if backend == "nccl" else torch.device("cpu"))

@@ -7,10 +7,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from common import process_groups
 from common.collectives import barrier
 from common.config import TrainConfig
 from common.experiments import tcp_bytes
+from common.launching import run_mesh
 from common.launching.command_line import STEP_NAMES, parse
 from common.process_groups import Mesh
 from common.start import environment
@@ -26,7 +26,7 @@ def configure(step: int, flags: str, world: int | None = None) -> TrainConfig:
 
 def mesh_of(config: TrainConfig) -> Mesh:
     """Return this rank's place among the ranks of `config`."""
-    return process_groups.mesh_of(config, torch.device("cpu"))
+    return run_mesh.mesh_of(config, torch.device("cpu"))
 
 
 def place() -> tuple[int, int]:

@@ -14,8 +14,10 @@ from torch import nn
 from common.costs.hardware import H100_TFLOPS
 from common.costs.networks import BUS_GB_PER_S, NETWORK, NODE, NVLINK
 from common.drawing import groups as picture
+from common.group import Group
+from common.launching.run_mesh import degrees_of
 from common.parameter import attach_specs
-from common.process_groups import GROUP_NAMES, Degrees, Group, all_groups, coordinates
+from common.process_groups import GROUP_NAMES, all_groups, coordinates
 from step02_data_parallel.data_parallel import fill_buckets
 from step03_zero.unit import Unit
 from step03_zero.zero import fill_all_buckets
@@ -52,7 +54,7 @@ def of_rank(name: str, groups: dict = SIXTEEN) -> tuple[int, ...]:
 
 def test_the_example_is_what_its_flags_ask_for():
     (flags,) = re.findall(r"flags for this are `(.*?)`", PAGE)
-    assert Degrees.of(configure(8, flags, 16)) == picture.EXAMPLE
+    assert degrees_of(configure(8, flags, 16)) == picture.EXAMPLE
     assert coordinates(RANK, picture.EXAMPLE) == {"dp": 0, "pp": 1, "cp": 0, "tp": 1}
     assert "So rank 5 is dp 0, pp 1, cp 0, tp 1." in PAGE and RANK == 5
     assert "rank = ((dp_rank · pp + pp_rank) · cp + cp_rank) · tp + tp_rank\n" in PAGE
@@ -73,7 +75,7 @@ def test_the_ranks_in_the_text():
     one_copy = all_groups(replace(picture.EXAMPLE, zero_replicas=1))
     assert of_rank("shard", one_copy) == (5, 7, 13, 15) and of_rank("replica", one_copy) == (RANK,)
     assert "Then `shard` is all of `dp_cp`, here 5 7 13 15, and `replica` is rank 5 alone." in text
-    nothing = all_groups(Degrees.of(configure(8, "--tp 2 --cp 2 --pp 2", 16)))  # stage 0
+    nothing = all_groups(degrees_of(configure(8, "--tp 2 --cp 2 --pp 2", 16)))  # stage 0
     assert of_rank("shard", nothing) == (RANK,) and of_rank("replica", nothing) == (5, 7, 13, 15)
     assert of_rank("expert_shard") == (RANK,) and of_rank("expert_replica") == (5, 13)
     assert "what `shard` and `replica` are to `dp_cp`: here 5, alone, and 5 13." in text
@@ -183,13 +185,13 @@ PYTORCH = {
 ARGUMENTS = {"bucket_cap_mb": "DistributedDataParallel", "reshard_after_forward": "fully_shard"}
 OURS = {
     "Mesh": "common.process_groups",
-    "Group": "common.process_groups",
+    "Group": "common.group",
     "recompute_modules": "step01_single_gpu.recompute",
     "LossScaler": "step01_single_gpu.mixed_precision",
     "DataParallel": "step02_data_parallel.data_parallel",
     "Zero": "step03_zero.zero",
     "ZeroByLayer": "step03_zero.by_layer",
-    "apply_tensor_parallel": "step04_tensor_parallel.tensor_parallel",
+    "apply_tensor_parallel": "step04_tensor_parallel.apply_tensor_parallel",
     "ColumnParallelLinear": "step04_tensor_parallel.tensor_parallel",
     "RowParallelLinear": "step04_tensor_parallel.tensor_parallel",
     "Pipeline": "step05_pipeline.pipeline",

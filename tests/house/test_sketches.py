@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.group import Group
 from common.parameter import ParameterSpec
-from common.process_groups import Group
 from step02_data_parallel import sketch as step02
 from step02_data_parallel.data_parallel import DataParallel
 from step03_zero import sketch as step03

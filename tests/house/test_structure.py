@@ -15,7 +15,8 @@ FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT 
 COMMANDS = {"common.compare", "common.tracer", "common.export", "common.nodes"}  # what a user starts with python -m
 COURSE = ("costs", "drawing", "experiments", "labs")  # rooms of common that training does without,
 BUT = {"common.costs.hardware", "common.drawing.figures"}  # but for a device's peak (the MFU) and step 8's --shapes
-COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "start", "process_groups", "launching.launch")}
+COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "group", "process_groups", "start")}
+COLLECTIVE |= {"common.launching.launch"}
 COLLECTIVE |= {"step02_data_parallel.collectives_tour"}  # which shows some that no step needs
 COLLECTIVE |= {"step02_data_parallel.hangs"}  # and what goes wrong
 COLLECTIVE |= {"step08_5d.planning.dry_run.play"}  # which starts a world whose other ranks do not exist
@@ -184,7 +185,26 @@ def needed_by(*modules: str) -> set[str]:
 
 
 def test_the_model_knows_nothing_of_ranks():
-    assert "common.process_groups" not in needed_by("common.model")
+    assert not {"common.group", "common.process_groups"} & needed_by("common.model")
+
+
+MECHANISMS = {  # what our flags are handed to by train.py, `apply_...` and `..._of(config)`
+    1: "mixed_precision recompute clipping",
+    2: "data_parallel",
+    3: "unit zero by_layer",
+    4: "tensor_parallel linear operators ring vocab_parallel partial_sums",
+    5: "pipeline stages weight_gradients schedules.catalogue schedules.validator",
+    6: "ring_attention ulysses_attention all_gather_attention attention_block sequence_layouts",
+    7: "expert_parallel experts turns",
+    8: "kernels.flash_attention kernels.linear_cross_entropy narrow_numbers.linear narrow_numbers.gather",
+}
+
+
+@pytest.mark.parametrize("step", MECHANISMS)
+def test_a_mechanism_knows_no_flags(step):
+    """So that it can be lifted out: see common/your_own_model.md."""
+    for name in MECHANISMS[step].split():
+        assert "common.config" not in needed_by(f"{STEPS[step - 1]}.{name}"), f"{name} loads all flags"
 
 
 def test_training_does_without_the_course():

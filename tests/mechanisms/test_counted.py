@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import TrainConfig
+from common.group import Group
 from common.model import fused_attention
-from common.process_groups import Degrees, Group, build_mesh
+from common.process_groups import Degrees, build_mesh
 from common.tracing.tracer import Tracer
 from step01_single_gpu.running.slow_device import SlowDevice
 from step04_tensor_parallel import cost as tensor

@@ -10,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.config import flag_names
 from common.counts import count_flops
+from common.group import Group
+from common.launching.run_mesh import degrees_of
 from common.model import Decoder, naive_attention
 from common.model_config import ModelConfig
-from common.process_groups import Degrees, Group
 from common.start import environment
 from step01_single_gpu.running import run_record
 from step01_single_gpu.running.run_record import RunRecord
@@ -132,7 +133,7 @@ def test_a_record_says_the_same_of_the_whole_run_however_it_is_divided(tmp_path,
         ranks, folder = 8 if layout else 1, tmp_path / str(len(found))
         config = configure(8, f"{WHOLE} {layout} --run-dir {folder}", ranks)
         world = Group("world", tuple(range(ranks)), 0, backend="gloo" if layout else "")
-        mesh = SimpleNamespace(rank=0, world=world, device=torch.device("cpu"), degrees=Degrees.of(config))
+        mesh = SimpleNamespace(rank=0, world=world, device=torch.device("cpu"), degrees=degrees_of(config))
         record = RunRecord(config, mesh, BATCHES, 0)
         record.end_step(2, 0.5, {"loss": 1.0, "grad_norm": 1.0})
         record.close()

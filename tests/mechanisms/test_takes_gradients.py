@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from common.group import Group
 from common.parameter import attach_specs
-from common.process_groups import Group
 from common.weights.initialisation import values_from
 from step01_single_gpu.mixed_precision import Add, GradientSums, TakesGradients
 from step02_data_parallel.data_parallel import DataParallel

@@ -16,7 +16,7 @@ from common import collectives
 from common.checkpoints import checkpoint
 from common.errors import UsageError
 from common.launching.command_line import STEP_NAMES
-from common.process_groups import mesh_of
+from common.launching.run_mesh import mesh_of
 from common.start import environment
 from common.tracing.chrome_trace import read_trace
 from step01_single_gpu import initial_weights

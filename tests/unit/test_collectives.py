@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from common import collectives
 from common.errors import CommunicationError, communication_errors
+from common.group import Group
 from common.link import Link
-from common.process_groups import Degrees, Group, Mesh, build_mesh
+from common.process_groups import Degrees, Mesh, build_mesh
 from tests.harness.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)

@@ -16,9 +16,9 @@ from common.config import TrainConfig
 from common.costs.hardware import vendor_tflops
 from common.counts import count_flops
 from common.errors import UsageError
+from common.launching.run_mesh import mesh_of
 from common.measure.storages import live_bytes
 from common.metrics import read_metrics
-from common.process_groups import mesh_of
 from common.start import environment
 from step01_single_gpu.running import run_record, utilisation
 from step01_single_gpu.running.memory_meter import Allocation, MemoryMeter, _known

@@ -25,6 +25,7 @@ from common import collectives, process_groups, start
 from common.errors import UsageError
 from common.experiments.demo import device_flag
 from common.launching import launch
+from common.launching.run_mesh import degrees_of, mesh_of
 from common.link import Link
 from common.process_groups import AXES, DIMENSION_OF, GROUP_NAMES, Degrees, Mesh, all_groups, build_mesh, coordinates
 from step05_pipeline.apply_pipeline import place_stages
@@ -219,7 +220,7 @@ def test_sixteen_ranks_are_laid_out_as_in_llama_3():
     assert coordinates(13, Degrees(2, 2, 2, 2)) == {"tp": 1, "cp": 0, "pp": 1, "dp": 1}
 
     # In another order, too, ranks that follow each other share the experts, or a copy of the model
-    degrees = Degrees.of(configure(8, "--tp 2 --cp 2 --pp 2 --experts 8 --ep 4 --zero 1 --order dp,pp,tp,cp", 16))
+    degrees = degrees_of(configure(8, "--tp 2 --cp 2 --pp 2 --experts 8 --ep 4 --zero 1 --order dp,pp,tp,cp", 16))
     groups = {name: ranks[0] for name, ranks in all_groups(degrees).items()}
     assert [groups[name] for name in ("dp", "pp_forward", "tp", "cp")] == [(0, 1), (0, 2), (0, 4), (0, 8)]
     assert groups["dp_cp"] == (0, 1, 8, 9) and (groups["ep"], groups["edp"]) == ((0, 1, 4, 5), (0, 8))
@@ -237,9 +238,7 @@ def test_every_group_of_every_placement_has_the_link(name):
     for link in ("1000000,1.5", None):
         config = configure(8, f"{flags} --link {link}" if link else flags, 16)
         with one_rank_of(16, 5):
-            mesh = place_stages(
-                process_groups.mesh_of(config, torch.device("cpu")), schedule_of(config).placement, 60.0
-            )
+            mesh = place_stages(mesh_of(config, torch.device("cpu")), schedule_of(config).placement, 60.0)
         lines = [getattr(mesh, each).line for each in GROUP_NAMES]
         if link is None:
             assert lines == [None] * len(GROUP_NAMES)

@@ -14,8 +14,9 @@ import torch
 from common import collectives
 from common.collectives import Call, all_reduce, exchange, receive, send
 from common.config import TrainConfig
+from common.group import Group
 from common.link import Link
-from common.process_groups import GROUP_NAMES, Degrees, Group, Mesh, build_mesh
+from common.process_groups import GROUP_NAMES, Degrees, Mesh, build_mesh
 from common.tracer import TIMES, main, report
 from common.tracing.chrome_trace import Event, chrome_events, read_trace, time_by_state
 from common.tracing.clocks import CudaClock

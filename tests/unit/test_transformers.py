@@ -19,10 +19,10 @@ from common.checkpoints import checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.config import TrainConfig
 from common.errors import UsageError
+from common.group import Group
 from common.model import Decoder
 from common.model_config import ModelConfig, RopeScaling
 from common.presets import resolve
-from common.process_groups import Group
 from common.weights.huggingface import as_stored, model_type
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.initial_weights import stored_values

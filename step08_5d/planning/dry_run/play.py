@@ -28,7 +28,8 @@ from common.costs.vocabulary import KINDS, Message, added
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.launching.command_line import parse
-from common.process_groups import GROUP_NAMES, Degrees, coordinates, mesh_of
+from common.launching.run_mesh import degrees_of, mesh_of
+from common.process_groups import GROUP_NAMES, Degrees, coordinates
 from common.tracing.tracer import Tracer
 from step01_single_gpu.mixed_precision import Optimizer
 from step05_pipeline.pipeline import Pipeline
@@ -80,7 +81,7 @@ def dry_run(config: TrainConfig, rank: int, progress: bool = False, like_gloo: b
 
     Raises UsageError if the world has no such rank.
     """
-    world = Degrees.of(config).world
+    world = degrees_of(config).world
     if not 0 <= rank < world:
         raise UsageError(f"--rank {rank}: the world has the ranks 0 to {world - 1}")
     seen = {}

@@ -16,11 +16,11 @@ import torch
 
 from common.config import TrainConfig
 from common.costs.vocabulary import WIDTHS
+from common.group import Group
 from common.model import Decoder
 from common.model_config import ModelConfig
-from common.process_groups import Group
 from step02_data_parallel.data_parallel import pack
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step07_expert_parallel.moe import apply_experts
 from step08_5d.cost import Layout
 from step08_5d.planning.memory.sizes import splits_backward

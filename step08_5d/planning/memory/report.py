@@ -11,8 +11,8 @@ from common.config import TrainConfig, flag_names, spelled
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.launching.command_line import parse
+from common.launching.run_mesh import degrees_of
 from common.model_config import ModelConfig
-from common.process_groups import Degrees
 from step08_5d import config as step08
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_model
@@ -127,7 +127,7 @@ def played(config: TrainConfig, stage: int):
     filling = config.pp + 1 if (config.virtual_stages or 1) == 1 else 2 * config.pp
     micro_batches = min(config.accumulation_steps, filling)
     short = replace(config, global_batch=micro_batches * config.dp * config.micro_batch, device="cpu")
-    return dry_run(short, first_ranks(Degrees.of(short))[stage], progress=True)
+    return dry_run(short, first_ranks(degrees_of(short))[stage], progress=True)
 
 
 def _all(kinds: dict[str, float]) -> float:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from common.launching.run_mesh import degrees_of
 from common.nodes import value_of
-from common.process_groups import Degrees, all_groups
+from common.process_groups import all_groups
 from step05_pipeline.config import schedule_of
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.simulator import Costs
@@ -70,7 +71,7 @@ def work_of_rank(run: DryRun, rank: int, of_node: int | None = None) -> RankWork
     Args:
         of_node: how many ranks are on each node (default: all).
     """
-    groups, waits = all_groups(Degrees.of(run.config), run.config.model_config.kv_heads), 0.0
+    groups, waits = all_groups(degrees_of(run.config), run.config.model_config.kv_heads), 0.0
     far, hops = {False: 0.0, True: 0.0}, 0.0  # far: by whether it may hide
     for (group, op), (number, size) in run.sent.items():
         ranks = next(each for each in groups[group] if rank in each)
@@ -109,7 +110,7 @@ def work_of_layout(flags: list[str], world: int, nodes: dict[str, object], cores
     Raises UsageError as a real run does.
     """
     config, of_node = configuration(flags, world), world // nodes["nodes"] if nodes else None
-    first = first_ranks(Degrees.of(config))
+    first = first_ranks(degrees_of(config))
     works = [work_of_rank(dry_run(config, rank, like_gloo=True), rank, of_node) for rank in first]
     cable = behind = 0.0
     if "bandwidth" in nodes:

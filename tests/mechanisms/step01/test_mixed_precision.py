@@ -18,7 +18,7 @@ from step01_single_gpu.experiments.tools import OneProcess
 from step01_single_gpu.mixed_precision import GradientSums, LossScaler
 from step02_data_parallel.data_parallel import DataParallel
 from step03_zero.apply_zero import apply_zero
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from tests.harness.observing import configure, mesh_of
 from tests.parity.runs import SMALL, Result, assert_parity, reference
 

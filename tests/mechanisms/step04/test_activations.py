@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from common.config import TrainConfig
+from common.group import Group
 from common.measure.saved_tensors import SavedTensors
 from common.model import Decoder
 from common.model_config import ModelConfig
-from common.process_groups import Degrees, Group, Mesh, build_mesh
+from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.running.memory_meter import MemoryMeter
 from step04_tensor_parallel import vocab_parallel
+from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.cost import Way, block_activations
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from tests.harness.ranks import run_ranks
 

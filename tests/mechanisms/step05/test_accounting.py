@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from common.experiments.traces import quietest
+from common.launching.run_mesh import degrees_of
 from common.model_config import ModelConfig
-from common.process_groups import Degrees, coordinates
+from common.process_groups import coordinates
 from common.tracing.chrome_trace import read_trace
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.recompute import apply_recompute
@@ -48,7 +49,7 @@ WITH_DP = [f"--pp 2 --dp 2 --layers {LAYERS} --schedule {flags}" for flags in WI
 def plan(flags: str, rank: int) -> tuple:
     """(configuration, schedule, pipeline rank) of a rank."""
     config = prepare(flags, WORLD)
-    return config, schedule_of(config), coordinates(rank, Degrees.of(config))["pp"]
+    return config, schedule_of(config), coordinates(rank, degrees_of(config))["pp"]
 
 
 @pytest.fixture(scope="module")

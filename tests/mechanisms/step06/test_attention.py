@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from common.config import CP_SPLITS
+from common.group import Group
 from common.model import fused_attention
-from common.process_groups import Group
 from step06_context_parallel import attention_block, cost, sequence_layouts
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention
 from step06_context_parallel.context_parallel import take_part
@@ -110,6 +110,7 @@ def test_blocks_are_the_whole_attention(device, dtype):
 
 def test_no_pair_is_computed_in_vain_and_no_key_travels_too_far():
     """Between two ranks there is one block at most, where no documents are masked: the formula has its pairs."""
+    assert sequence_layouts.SPLITS == CP_SPLITS, "the flag has other values than the mechanism"
     for split, ranks, causal, documents in itertools.product(CP_SPLITS, (1, 2, 3, 4, 6), (True, False), DOCUMENTS):
         layout = SequenceLayout(split, SEQ, ranks, documents, causal)
         held, needed = [layout.positions(rank) for rank in range(ranks)], torch.zeros(ranks, ranks)

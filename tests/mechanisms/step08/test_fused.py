@@ -13,8 +13,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from common.errors import UsageError
 from common.launching.command_line import parse
+from common.launching.run_mesh import mesh_of
 from common.measure.saved_tensors import SavedTensors
-from common.process_groups import mesh_of
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations
 from step01_single_gpu.data.batches import load_batches

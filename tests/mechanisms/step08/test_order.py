@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from common.process_groups import Group
+from common.group import Group
 from step03_zero.apply_zero import apply_zero
-from step04_tensor_parallel.tensor_parallel import apply_tensor_parallel
+from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step05_pipeline.apply_pipeline import build_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.stages import mark_shared_parameters

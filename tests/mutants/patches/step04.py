@@ -24,7 +24,7 @@ norm gradients not summed: in parameter.spec.extra_groups}) => in parameter.spec
 K/V replicas drift: in parameter.spec.extra_groups}) => in parameter.spec.extra_groups} - {"kv_replica"})
 @ step04_tensor_parallel.vocab_parallel:VocabParallelEmbedding.forward
 embedding mask off by one: self.num_embeddings) => self.num_embeddings - 1)
-@ step04_tensor_parallel.tensor_parallel:vocab_parallel_cross_entropy_sum
+@ step04_tensor_parallel.apply_tensor_parallel:vocab_parallel_cross_entropy_sum
 # All ranks have the same loss, so it is averaged over them: a right value, and gradients tp times too small
 loss averaged over tp: flat = logits.flatten(0, 1) =>
     flat = (logits / group.size + (logits - logits / group.size).detach()).flatten(0, 1)
@@ -92,7 +92,9 @@ all_columns = operators.make_operator(
 )
 
 
-@TENSOR.replaces("full logits on every rank", "step04_tensor_parallel.tensor_parallel:vocab_parallel_cross_entropy_sum")
+@TENSOR.replaces(
+    "full logits on every rank", "step04_tensor_parallel.apply_tensor_parallel:vocab_parallel_cross_entropy_sum"
+)
 @TENSOR.replaces("full logits on every rank", "step04_tensor_parallel.vocab_parallel:vocab_parallel_cross_entropy_sum")
 def _(logits, targets, vocab, group):
     """Every rank gathers the logits of the whole vocabulary, as codes without a vocabulary-parallel loss do."""

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.group import Group
 from common.model import at_least_float32, cross_entropy_sum, rope_tables, rotate, silu_and_multiply
 from common.model_config import ModelConfig
-from common.process_groups import Group
 from step08_5d.kernels import (
     adamw,
     cross_entropy,

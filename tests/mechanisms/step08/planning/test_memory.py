@@ -5,7 +5,7 @@ import os
 import pytest
 
 from common.costs.vocabulary import KINDS
-from common.process_groups import Degrees
+from common.launching.run_mesh import degrees_of
 from step08_5d.cost import Layout
 from step08_5d.planning.dry_run.play import configuration, dry_run, first_ranks
 from step08_5d.planning.memory.peak import peak
@@ -126,7 +126,7 @@ def compare(case: str):
     """For the first rank of each stage: stage, the fullest moment, the formula's bytes by kind, and the dry run."""
     world, *words = case.split()
     config = configuration([*words, "--data", "synthetic", "--steps", "1"], int(world))
-    for stage, rank in enumerate(first_ranks(Degrees.of(config))):
+    for stage, rank in enumerate(first_ranks(degrees_of(config))):
         yield stage, *peak(config.model_config, Layout.of(config), stage), dry_run(config, rank)
 
 

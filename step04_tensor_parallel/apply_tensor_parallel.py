@@ -1,0 +1,38 @@
+"""Tensor parallelism for the model of these steps: how its layers are cut, and what the flags choose."""
+
+from functools import partial
+
+from common.config import TrainConfig
+from common.model import Attention, Decoder, SwiGLU
+from common.process_groups import Mesh
+from step04_tensor_parallel.operators import Split
+from step04_tensor_parallel.tensor_parallel import Cut, Cuts, cut_layers, cut_vocabulary, share_the_rest
+from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
+
+COLUMNS, HEADS, ROWS = Cut(0), Cut(0, "head_width"), Cut(1)
+CUTS: Cuts = {  # of each kind of module, its linear layers by name
+    Attention: {"q_proj": HEADS, "k_proj": HEADS, "v_proj": HEADS, "o_proj": Cut(1, "head_width")},
+    SwiGLU: {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
+}
+
+
+def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
+    """Replace the layers of a `Decoder` on the meta device by parallel ones that hold this rank's part of the weights.
+
+    The spec of every parameter says which part that is, and over which groups its gradient is a partial sum. The loss
+    is that of logits divided along the vocabulary. A rank on its own takes it as well: all of it happens in one copy.
+
+    Raises ValueError if an MLP has been replaced already, by what is not to be cut.
+    """
+    if model.has_head:
+        model.loss = partial(vocab_parallel_cross_entropy_sum, vocab=config.model_config.vocab, group=mesh.tp)
+    if mesh.tp.size > 1:
+        for name, layer in model.layers.items():
+            if not isinstance(layer.mlp, SwiGLU):
+                kind = type(layer.mlp).__name__
+                raise ValueError(f"layer {name} has a {kind}: apply_tensor_parallel comes before what replaces MLPs")
+        split = Split(mesh.tp, config.sequence_parallel, config.tp_mode)
+        cut_layers(model, CUTS, split, mesh.kv_replica)
+        ends = ("embedding" if model.has_embedding else None, "head" if model.has_head else None)
+        cut_vocabulary(model, *ends, config.model_config.vocab, split)
+        share_the_rest(model, split)
