@@ -84,7 +84,7 @@ def observe(step: int, flags: str, folder: Path) -> dict:
             compiled = mock.patch.object(torch, "compile", lambda each, **_: seen["compiled"].append(each) or each)
             for context in (
                 watching(checkpoint, "save", note_save),
-                watching(Batches, "micro_batch", lambda self, *args, **_: seen["batches"].append(args[:5])),
+                watching(Batches, "micro_batch", lambda self, *args, **_: seen["batches"].append(args[:3])),
                 watching(RunRecord, "end_step", note_end_of_step),
                 watching(_Recompute, "backward", count("recomputed")),
                 watching(attention_block, "_scores", count("scores")),
