@@ -141,10 +141,10 @@ class Optimizer:
         dtype: the training type, which all of them have.
         kind: adamw or sgd.
         betas, eps: AdamW's; by default those of Llama 2 (arXiv:2307.09288, section 2.2).
+        buffers: further tensors with a spec, which others update: they are saved and loaded with the rest.
+        scaler: the factor of the losses, whose gradients `step` receives; by default that of `dtype`.
 
     masters     the parameters' values in at least float32: the optimizer updates these
-    scaler      the factor of the losses, whose gradients `step` receives
-    buffers     further tensors with a spec, which others update: set here, they are saved and loaded with the rest
     """
 
     def __init__(
@@ -156,10 +156,11 @@ class Optimizer:
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-5,
+        buffers: Sequence[torch.Tensor] = (),
+        scaler: LossScaler | None = None,
     ):
-        self.parameters, self.float64 = parameters, dtype == torch.float64
-        self.buffers: Sequence[torch.Tensor] = ()
-        self.scaler = LossScaler(dtype)
+        self.parameters, self.buffers, self.float64 = parameters, buffers, dtype == torch.float64
+        self.scaler = scaler or LossScaler(dtype)
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
         decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]

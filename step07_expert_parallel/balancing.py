@@ -1,5 +1,6 @@
 """What keeps the experts of all layers busy, once a step: their loads are compared, and biases moved."""
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -7,11 +8,8 @@ import torch
 from torch import Tensor
 
 from common import collectives
-from common.config import TrainConfig
-from common.model import Decoder
-from common.process_groups import Mesh
-from step01_single_gpu.initial_weights import initial_values
-from step01_single_gpu.mixed_precision import LossScaler
+from common.group import Group
+from common.model import at_least_float32
 from step07_expert_parallel.router import Router
 
 
@@ -31,25 +29,34 @@ class RunningStatistics(Protocol):
         ...
 
 
-def routers_of(stages: list[Decoder]) -> list[tuple[int, Router]]:
-    """The routers of this rank's layers, each with the number of its layer."""
-    layers = [(int(index), layer.mlp) for stage in stages for index, layer in stage.layers.items()]
-    return [(index, mlp.router) for index, mlp in layers if hasattr(mlp, "router")]
-
-
 class Balancing:
     """What the routers of all layers do together, once a step: they compare loads and move their biases.
 
-    See `RunningStatistics`. Biases get their initial values here, and auxiliary losses the scale of the loss.
+    See `RunningStatistics`.
+
+    Args:
+        routers: those of this rank, each with the number of its layer. A rank may have none.
+        layers: the numbers of all layers of the model that have experts; without any, nothing is compared.
+        experts: of such a layer.
+        rate: how far a step moves the bias of an expert that gets more or fewer tokens than the mean; 0 for not at all.
+        world: all ranks, which may have routers of other layers, or have sent other tokens through those of this one.
     """
 
-    def __init__(self, stages: list[Decoder], config: TrainConfig, mesh: Mesh, scaler: LossScaler):
-        self.config, self.mesh, self.routers = config, mesh, routers_of(stages)
-        for _, router in self.routers:
-            router.scaler = scaler
-        self.buffers = [router.bias for _, router in self.routers]
-        if self.buffers:
-            initial_values(config)(self.buffers)
+    def __init__(
+        self,
+        routers: Sequence[tuple[int, Router]],
+        layers: range,
+        experts: int,
+        rate: float,
+        world: Group,
+        device: torch.device | str = "cpu",
+    ):
+        self.routers, self.layers, self.experts = routers, layers, experts
+        self.rate, self.world, self.device = rate, world, device
+        self.buffers = [router.bias for _, router in routers]
+        for bias in self.buffers:
+            if rate and bias.dtype != at_least_float32(bias.dtype):
+                raise ValueError(f"a router's bias has become {bias.dtype}, which is too coarse for steps of {rate:g}")
 
     @torch.no_grad()
     def finish(self, skip: Tensor | None = None) -> dict[str, Tensor]:
@@ -59,21 +66,21 @@ class Balancing:
         expert at its worst as a multiple of the mean (mean over the layers); and `dropped`, how many choices were
         dropped.
         """
-        shape = self.config.model_config
-        numbers = torch.zeros(2 + shape.layers * shape.experts, dtype=torch.float64, device=self.mesh.device)
-        (aux_loss, dropped), loads = numbers[:2], numbers[2:].view(shape.layers, shape.experts)  # views: one message
-        if not shape.experts:
+        size = len(self.layers), self.experts
+        numbers = torch.zeros(2 + math.prod(size), dtype=torch.float64, device=self.device)
+        (aux_loss, dropped), whole = numbers[:2], numbers[2:].view(size)  # views: one message
+        if not self.layers:
             return {"aux_loss": aux_loss, "imbalance": torch.zeros_like(aux_loss), "dropped": dropped}
+        loads = dict(zip(self.layers, whole, strict=True))
         for index, router in self.routers:
             loads[index] += router.load
             aux_loss += router.auxiliary
             dropped += router.dropped
             router.start_over()
-        collectives.all_reduce(numbers, self.mesh.world)  # float64 holds these integers exactly
-        if self.config.balance == "bias":
+        collectives.all_reduce(numbers, self.world)  # float64 holds these integers exactly
+        if self.rate:
             for index, router in self.routers:
-                change = self.config.bias_rate * (loads[index].mean() - loads[index]).sign()
+                change = self.rate * (loads[index].mean() - loads[index]).sign()
                 router.bias += change if skip is None else change * (1 - skip)  # skip: only float16 has it
-        loads = loads[shape.expert_layers.start :]
-        worst = (loads.amax(1) / loads.mean(1)).mean()
+        worst = (whole.amax(1) / whole.mean(1)).mean()
         return {"aux_loss": aux_loss, "imbalance": worst, "dropped": dropped}

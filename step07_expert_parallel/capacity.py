@@ -5,45 +5,68 @@ nothing is dropped.
 """
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
 from common import collectives
-from common.config import TrainConfig
 from common.group import Group
 from step06_context_parallel.sequence_layouts import rank_order
 from step07_expert_parallel.expert_parallel import inverse
 
 
-def beyond_capacity(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -> Tensor:
-    """chosen (batch, seq, k) -> which choices are dropped, bool of the same shape."""
-    if not config.capacity_factor:
+@dataclass(frozen=True)
+class SequenceParts:
+    """Which ranks have the other parts of this rank's sequences. All parts have the same length.
+
+    cp      ranks that each have the tokens that `split` says (see step 6's `sequence_layouts`)
+    tp      ranks that have neighboring parts of what a rank of `cp` has
+    """
+
+    cp: Group
+    tp: Group
+    split: str = "contiguous"
+
+    @property
+    def groups(self) -> tuple[Group, Group]:
+        """What to add up over, or to gather from first to last."""
+        return self.tp, self.cp
+
+    def length(self, part: int) -> int:
+        """The tokens of a whole sequence of which a rank has `part`."""
+        return part * self.cp.size * self.tp.size
+
+
+def beyond_capacity(chosen: Tensor, factor: float, experts: int, parts: SequenceParts) -> Tensor:
+    """chosen (batch, seq, k) -> which choices are dropped, bool of the same shape. With a factor of 0 none is."""
+    if not factor:
         return torch.zeros_like(chosen, dtype=torch.bool)
-    return earlier_choices(chosen, config, tp, cp) >= capacity(config)
+    _, seq, top_k = chosen.shape
+    return earlier_choices(chosen, parts) >= capacity(factor, experts, top_k, parts.length(seq))
 
 
-def capacity(config: TrainConfig) -> int:
-    """How many tokens of a sequence an expert takes: its equal share times the factor, rounded up.
+def capacity(factor: float, experts: int, top_k: int, tokens: int) -> int:
+    """How many of a sequence's tokens an expert takes: its equal share of choices times the factor, rounded up.
 
     The factor is the decimal number that was typed: 1.1 * 50 is 55, but 55.000000000000007 in floating point.
     """
-    evenly = Fraction(config.model_config.top_k * config.seq_len, config.model_config.experts)
-    return min(math.ceil(Fraction(str(config.capacity_factor)) * evenly), config.seq_len)
+    evenly = Fraction(top_k * tokens, experts)
+    return min(math.ceil(Fraction(str(factor)) * evenly), tokens)
 
 
-def earlier_choices(chosen: Tensor, config: TrainConfig, tp: Group, cp: Group) -> Tensor:
+def earlier_choices(chosen: Tensor, parts: SequenceParts) -> Tensor:
     """chosen (batch, seq, k) -> the same shape: how many earlier tokens of the sequence chose the same expert.
 
     Earlier tokens may be on other ranks, which therefore exchange their choices: k small numbers for a token.
     """
-    whole = chosen
-    for group in (tp, cp):  # the ranks of `tp` hold neighboring parts of what a rank of `cp` has
-        parts = whole.new_empty(group.size, *whole.shape)
-        collectives.all_gather(parts, whole.contiguous(), group)
-        whole = parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
-    places = rank_order(config.cp_split, whole.shape[1], cp.size, chosen.device)
+    whole, cp, tp = chosen, parts.cp, parts.tp
+    for group in parts.groups:
+        all_parts = whole.new_empty(group.size, *whole.shape)
+        collectives.all_gather(all_parts, whole.contiguous(), group)
+        whole = all_parts.movedim(0, 1).flatten(1, 2)  # (batch, seq * group.size, k)
+    places = rank_order(parts.split, whole.shape[1], cp.size, chosen.device)
     earlier = count_earlier(whole[:, inverse(places)])[:, places]  # counted in the order of positions
     start = (cp.rank * tp.size + tp.rank) * chosen.shape[1]
     return earlier[:, start : start + chosen.shape[1]]

@@ -8,18 +8,13 @@ Back at its place, a token is the sum of the outputs of its experts, weighted by
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.config import TrainConfig
 from common.group import Group
-from common.model import Decoder, SwiGLU, at_least_float32
-from common.parameter import ParameterSpec, attach_specs
-from common.process_groups import Mesh
-from step05_pipeline.weight_gradients import defer_linear_layers
+from common.model import at_least_float32
 from step07_expert_parallel.expert_parallel import TokenDispatcher, inverse
 from step07_expert_parallel.experts import Counts, Experts, to_host
 from step07_expert_parallel.router import Router
@@ -103,8 +98,16 @@ class _Combine(torch.autograd.Function):
 class MoE(nn.Module):
     """The layer: x (batch, seq, hidden) -> the gated sum of its tokens' experts, plus the shared experts.
 
-    While tokens travel to experts on other ranks, this rank computes the shared ones. Before it waits for tokens, it
-    calls `before_wait`.
+    While tokens travel to experts on other ranks, this rank computes the shared ones.
+
+    Args:
+        experts: those of this rank, its part of the router's: rank j of `ep` has the j-th.
+        shared: what all tokens pass through as well, if anything: x -> (batch, seq, hidden).
+
+    Three attributes may be replaced:
+      before_wait   is called before each wait for tokens of other ranks: somebody else may compute meanwhile
+      read          brings the numbers of tokens to the host (see `Counts`)
+      dispatcher    what takes rows to their experts and back: a class like `TokenDispatcher`
     """
 
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None, ep: Group):
@@ -114,49 +117,11 @@ class MoE(nn.Module):
 
     def forward(self, x):
         chosen, gates = self.router(x)  # (tokens, k)
-        some_dropped = bool(self.router.config.capacity_factor)
-        choices = Choices(chosen, self.router.shape.experts, some_dropped, self.read)
+        routing = self.router.routing
+        choices = Choices(chosen, routing.experts, routing.capacity_factor > 0, self.read)
         dispatcher = self.dispatcher(choices.counts, self.ep, self.before_wait)
         rows = dispatcher.dispatch(_Copy.apply(x.flatten(0, 1), choices))
         shared = self.shared(x) if self.shared else 0
         rows, counts = dispatcher.arrive(rows)
         rows = dispatcher.back(self.experts(rows, counts))
         return _Combine.apply(rows, gates.flatten()[choices.order], choices).to(x.dtype).view_as(x) + shared
-
-
-# ---- the model -------------------------------------------------------------------------------------------------------
-
-
-def apply_experts(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
-    """Replace the MLPs of a `Decoder` on the meta device by experts, in all layers but the first `dense_layers`.
-
-    This rank holds a part of the experts, and all of the router and of the shared experts. With tensor parallelism it
-    has a part of the sequence to itself there, as in the norms, so that those gradients are summed over `tp`.
-    """
-    shape, ep, tp = config.model_config, mesh.ep, mesh.tp
-    for index, layer in model.layers.items():
-        if not shape.has_experts(int(index)):
-            continue
-        name = f"layers.{index}.mlp"
-        residual = layer.mlp.down_proj.weight.spec.init_std
-        count = shape.experts // ep.size
-        mine = count * ep.rank, count * (ep.rank + 1)
-        router = Router(config, mesh)
-        with torch.device("meta"):
-            experts = Experts(count, shape.hidden, shape.expert_ffn)
-            shared = SwiGLU(shape.hidden, shape.shared_experts * shape.expert_ffn) if shape.shared_experts else None
-        if shared:  # like all other matrices they put off their weight gradients, if the schedule splits the backward
-            defer_linear_layers(shared)
-        layer.mlp = MoE(router, experts, shared, ep)
-        attach_specs(layer.mlp, {"down_proj": residual, "down_proj.weight": residual, "": 0.02})
-        of_experts = set(experts.parameters())
-        for parameter in layer.mlp.parameters():
-            spec = replace(parameter.spec, name=f"{name}.{parameter.spec.name}")
-            if parameter in of_experts:
-                whole, box = (shape.experts, *spec.global_shape[1:]), (mine, *spec.box[1:])
-                spec = replace(spec, global_shape=whole, box=box, shard_groups=("expert_shard", "expert_replica"))
-            elif tp.size > 1:
-                spec = replace(spec, extra_groups=("tp",), owner=tp.rank == 0)
-            parameter.spec = spec
-        box, first = ((0, shape.experts),), mesh.dp_cp.rank == tp.rank == 0  # every rank has the whole bias
-        router.bias.spec = ParameterSpec(f"{name}.router.bias", (shape.experts,), box, init_std=0.0, owner=first)

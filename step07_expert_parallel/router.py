@@ -11,45 +11,92 @@ of the whole global batch, so that nothing depends on micro-batches or on how ma
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import collectives
-from common.config import TrainConfig
 from common.model import at_least_float32
-from common.process_groups import Mesh
 from step01_single_gpu.mixed_precision import LossScaler
-from step07_expert_parallel.capacity import beyond_capacity
+from step07_expert_parallel.capacity import SequenceParts, beyond_capacity
+
+GATES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts.
+
+    top_k               experts of a token
+    gate                softmax or sigmoid: what makes scores of logits
+    groups, groups_per_token
+                        the experts are divided into so many groups, and those of a token belong to so many
+    normalize, scale    whether the gates of a token add up to 1; what they are multiplied by then
+    aux_coef, z_coef    coefficients of the auxiliary loss and of the z-loss, 0 for none
+    capacity_factor     an expert takes so many equal shares of a sequence's choices; 0 for all
+
+    Raises ValueError for what does not fit together.
+    """
+
+    experts: int
+    top_k: int
+    gate: str = "softmax"
+    groups: int = 1
+    groups_per_token: int = 1
+    normalize: bool = True
+    scale: float = 1.0
+    aux_coef: float = 0.0
+    z_coef: float = 0.0
+    capacity_factor: float = 0.0
+
+    def __post_init__(self):
+        if self.gate not in GATES:
+            raise ValueError(f"gate {self.gate!r} is none of {', '.join(GATES)}")
+        if self.experts % self.groups or self.groups_per_token > self.groups:
+            raise ValueError(f"{self.groups_per_token} of {self.groups} groups of {self.experts} experts")
+        if self.top_k > (allowed := self.experts // self.groups * self.groups_per_token):
+            raise ValueError(f"top_k {self.top_k} exceeds the {allowed} experts that a token may choose from")
 
 
 class Router(nn.Module):
     """Chooses `top_k` of the experts for every token, and says how much each of them counts.
 
     weight      (experts, hidden)
-    bias        (experts,), a buffer: added to the scores for the choice alone. Zero, unless --balance bias moves it
+    bias        (experts,), a buffer: added to the scores for the choice alone. Zero, unless `Balancing` moves it
     load        (experts,) int64: how many tokens have chosen each expert since the last `start_over`
     auxiliary   () float64: this rank's share of the auxiliary losses since then
     dropped     () int64: how many choices exceeded the capacity of their expert since then
-    scaler      multiplies losses before the backward; `Balancing` brings the one of the run
 
-    Sequences are divided over two groups: the ranks of `tp` hold neighboring parts of what a rank of `cp` has.
+    `choose` may be replaced: by one that ignores the scores, say, so that all experts get equally many tokens.
+
+    Args:
+        parts: of the sequences, on this rank and others.
+        sequences: of the global batch. The auxiliary losses are means over them, as the loss is.
+        scaler: of the loss. It multiplies the auxiliary losses as well.
+        dtype: the training type.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh):
+    def __init__(
+        self,
+        hidden: int,
+        routing: Routing,
+        parts: SequenceParts,
+        sequences: int,
+        scaler: LossScaler,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
         super().__init__()
-        self.config, self.shape, device = config, config.model_config, mesh.device
-        self.sequence_groups = mesh.tp, mesh.cp
-        self.scaler = LossScaler(torch.float32)
-        self.weight = nn.Parameter(torch.empty(self.shape.experts, self.shape.hidden, device="meta"))
-        dtype = at_least_float32(config.torch_dtype)
-        self.register_buffer("bias", torch.zeros(self.shape.experts, dtype=dtype, device=device))
+        self.routing, self.parts, self.sequences, self.scaler = routing, parts, sequences, scaler
+        self.weight = nn.Parameter(torch.empty(routing.experts, hidden))
+        self.register_buffer("bias", torch.zeros(routing.experts, dtype=at_least_float32(dtype), device=device))
         self.start_over()
 
     def start_over(self) -> None:
         """Forget what has been counted."""
-        self.load = torch.zeros(self.shape.experts, dtype=torch.int64, device=self.bias.device)
+        self.load = torch.zeros(self.routing.experts, dtype=torch.int64, device=self.bias.device)
         self.auxiliary = torch.zeros((), dtype=torch.float64, device=self.bias.device)
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.bias.device)
 
@@ -61,18 +108,18 @@ class Router(nn.Module):
         logits, scores = self.score(x)
         chosen = self.choose(scores.detach())  # (batch, seq, k); no gradient passes through a choice
         gates = self.weigh(scores, chosen)
-        dropped = beyond_capacity(chosen, self.config, *self.sequence_groups)
+        dropped = beyond_capacity(chosen, self.routing.capacity_factor, self.routing.experts, self.parts)
 
         counts = self.count(chosen)
         auxiliary = self.auxiliary_loss(logits, scores, counts)
         gates = _Account.apply(gates.masked_fill(dropped, 0), auxiliary, self, counts.sum(0), dropped.sum())
-        return chosen.masked_fill(dropped, self.shape.experts).flatten(0, 1), gates.flatten(0, 1)
+        return chosen.masked_fill(dropped, self.routing.experts).flatten(0, 1), gates.flatten(0, 1)
 
     def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (batch, seq, hidden) -> logits and scores, both (batch, seq, experts), in at least float32."""
         dtype = at_least_float32(x.dtype)
         logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        return logits, logits.softmax(-1) if self.shape.gate == "softmax" else logits.sigmoid()
+        return logits, logits.softmax(-1) if self.routing.gate == "softmax" else logits.sigmoid()
 
     def choose(self, scores: Tensor) -> Tensor:
         """scores (..., experts) -> the best `top_k` experts of the allowed groups (..., k), the best one first.
@@ -80,25 +127,25 @@ class Router(nn.Module):
         .1 .5 .6 | .9 .1 .0 | .8 .0 .1    three groups, whose two best add up to 1.1, 1.0 and 0.9: two are allowed
         chosen: 3, 2, 1                   the best three in them. Expert 6 is better than 2, but not allowed
         """
-        scores, groups = scores + self.bias, self.shape.expert_groups
-        if self.shape.groups_per_token < groups:
+        scores, groups = scores + self.bias, self.routing.groups
+        if self.routing.groups_per_token < groups:
             by_group = scores.unflatten(-1, (groups, -1))  # (..., groups, experts / groups)
             two_best = by_group.topk(min(2, by_group.shape[-1])).values  # a group is as good as its two best experts
-            allowed = _best(two_best.sum(-1), self.shape.groups_per_token)
+            allowed = _best(two_best.sum(-1), self.routing.groups_per_token)
             forbidden = torch.ones_like(two_best[..., 0], dtype=torch.bool).scatter_(-1, allowed, False)
             scores = by_group.masked_fill(forbidden.unsqueeze(-1), -math.inf).flatten(-2)
-        return _best(scores, self.shape.top_k)
+        return _best(scores, self.routing.top_k)
 
     def weigh(self, scores: Tensor, chosen: Tensor) -> Tensor:
         """Return the gates: scores (batch, seq, experts), chosen (batch, seq, k) -> (batch, seq, k)."""
         gates = scores.gather(-1, chosen)
-        if self.shape.normalize_gates:
+        if self.routing.normalize:
             gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
-        return gates * self.shape.gate_scale
+        return gates * self.routing.scale
 
     def count(self, chosen: Tensor) -> Tensor:
         """chosen (batch, seq, k) -> (batch, experts): how many of a sequence's tokens here chose each expert."""
-        counts = torch.zeros(len(chosen), self.shape.experts, dtype=torch.int64, device=chosen.device)
+        counts = torch.zeros(len(chosen), self.routing.experts, dtype=torch.int64, device=chosen.device)
         return counts.scatter_add_(1, chosen.flatten(1), torch.ones_like(chosen).flatten(1))
 
     def auxiliary_loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
@@ -112,18 +159,18 @@ class Router(nn.Module):
             logits, scores: (batch, seq, experts), of the tokens on this rank.
             counts: (batch, experts), how many of them chose each expert.
         """
-        config, tokens, factor = self.config, self.config.seq_len, 1 / self.config.global_batch  # for a mean
+        routing, tokens, factor = self.routing, self.parts.length(logits.shape[1]), 1 / self.sequences  # for a mean
         loss = torch.zeros((), dtype=scores.dtype, device=scores.device)
-        if config.balance == "aux" and config.aux_coef:
+        if routing.aux_coef:
             counts = counts.clone()
-            for group in self.sequence_groups:
+            for group in self.parts.groups:
                 collectives.all_reduce(counts, group)
-            f = counts.to(scores.dtype) * (self.shape.experts / (self.shape.top_k * tokens))
-            shares = scores if self.shape.gate == "softmax" else F.logsigmoid(logits).softmax(-1)  # sigmoids may be 0
+            f = counts.to(scores.dtype) * (routing.experts / (routing.top_k * tokens))
+            shares = scores if routing.gate == "softmax" else F.logsigmoid(logits).softmax(-1)  # sigmoids may be 0
             p = shares.sum(1) / tokens
-            loss = loss + config.aux_coef * factor * (f * p).sum()
-        if config.z_coef:
-            loss = loss + config.z_coef * factor * logits.logsumexp(-1).square().sum() / tokens
+            loss = loss + routing.aux_coef * factor * (f * p).sum()
+        if routing.z_coef:
+            loss = loss + routing.z_coef * factor * logits.logsumexp(-1).square().sum() / tokens
         return loss
 
 

@@ -22,7 +22,7 @@ from common.tracing.tracer import Tracer
 from step01_single_gpu.clipping import clip_factor, gradient_norm
 from step01_single_gpu.data.batches import Batches, load_batches
 from step01_single_gpu.memory_model.capacity import check_memory
-from step01_single_gpu.mixed_precision import Optimizer
+from step01_single_gpu.mixed_precision import LossScaler, Optimizer
 from step01_single_gpu.recompute import apply_recompute
 from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
@@ -33,27 +33,28 @@ from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import mark_shared_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
+from step07_expert_parallel.apply_experts import apply_experts, build_balancing
 from step07_expert_parallel.apply_pipeline import build_pipeline
-from step07_expert_parallel.balancing import Balancing, RunningStatistics
+from step07_expert_parallel.balancing import RunningStatistics
 from step07_expert_parallel.config import check
-from step07_expert_parallel.moe import apply_experts
 
 
 def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, list[RunningStatistics]]:
     """Build this rank's stages of the model, what runs them in the order of the schedule, and their optimizer."""
     schedule = schedule_of(config)
     stages = build_stages(config, schedule, mesh)  # one or several models with some of the layers
+    scaler = LossScaler(config.torch_dtype)
     for stage in stages:
         apply_tensor_parallel(stage, config, mesh)
-        apply_experts(stage, config, mesh)
+        apply_experts(stage, config, mesh, scaler)
         apply_context_parallel(stage, config, mesh)
         apply_recompute(stage, config.recompute)
     mark_shared_parameters(stages, schedule, mesh.pp_forward.rank, shared_ends(config))
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
-    optimizer = Optimizer(shards, config.torch_dtype, config.weight_decay, config.optimizer)
-    statistics = [Balancing(stages, config, mesh, optimizer.scaler)]
-    optimizer.buffers = [buffer for each in statistics for buffer in each.buffers]  # saved, but no gradient moves them
+    statistics = [build_balancing(stages, config, mesh)]
+    kept = {"buffers": [buffer for each in statistics for buffer in each.buffers], "scaler": scaler}
+    optimizer = Optimizer(shards, config.torch_dtype, config.weight_decay, config.optimizer, **kept)
     return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, statistics
 
 

@@ -13,14 +13,18 @@ from step08_5d.kernels import adamw
 from step08_5d.narrow_numbers.moments import NarrowMoments
 
 
-def make_optimizer(shards: Sequence[Tensor], config: TrainConfig, mesh: Mesh) -> Optimizer:
-    """The optimizer with narrow moments, the one whose update is one kernel, or that of step 1."""
+def make_optimizer(shards: Sequence[Tensor], config: TrainConfig, mesh: Mesh, **options) -> Optimizer:
+    """The optimizer with narrow moments, the one whose update is one kernel, or that of step 1.
+
+    Args:
+        options: `buffers` and `scaler`, as for each of them.
+    """
     if config.moments != TrainConfig.moments:
         kind = NarrowMoments
     else:
         in_kernel = launches_kernels(config, mesh.device) and config.optimizer == "adamw"
         kind = FusedAdamW if in_kernel else Optimizer
-    return kind(shards, config.torch_dtype, config.weight_decay, config.optimizer)
+    return kind(shards, config.torch_dtype, config.weight_decay, config.optimizer, **options)
 
 
 class FusedAdamW(Optimizer):

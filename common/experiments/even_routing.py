@@ -8,5 +8,5 @@ def choose_in_turn(router, scores: torch.Tensor) -> torch.Tensor:
 
     `router.choose = partial(choose_in_turn, router)`
     """
-    places = torch.arange(scores[..., 0].numel()).view(*scores.shape[:-1], 1) * router.shape.top_k
-    return (places + torch.arange(router.shape.top_k)) % router.shape.experts
+    places = torch.arange(scores[..., 0].numel()).view(*scores.shape[:-1], 1) * router.routing.top_k
+    return (places + torch.arange(router.routing.top_k)) % router.routing.experts

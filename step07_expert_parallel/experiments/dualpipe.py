@@ -19,7 +19,7 @@ from step05_pipeline.schedules.actions import Action, Schedule
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, runs_as_one, simulate
 from step07_expert_parallel import cost
-from step07_expert_parallel.balancing import routers_of
+from step07_expert_parallel.apply_experts import routers_of
 from step07_expert_parallel.experiments.blocks import draw_blocks, phases, slow_down
 from step07_expert_parallel.experiments.layer import SHAPE, Training
 from step07_expert_parallel.overlap import OverlappedPipeline

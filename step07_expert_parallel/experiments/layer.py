@@ -10,8 +10,10 @@ from common.experiments import training_step
 from common.model import Decoder
 from common.process_groups import Mesh
 from common.weights.initialisation import materialise, random_values
+from step01_single_gpu.mixed_precision import LossScaler
 from step07_expert_parallel import train
-from step07_expert_parallel.moe import MoE, apply_experts
+from step07_expert_parallel.apply_experts import apply_experts
+from step07_expert_parallel.moe import MoE
 
 # A token has as many numbers as it takes for headers of messages not to matter
 SHAPE = {"step_name": "step07_expert_parallel", "layers": 1, "hidden": 128, "ffn": 128, "heads": 4, "kv_heads": 4}
@@ -40,7 +42,7 @@ class ExpertLayer:
         shape, dtype = self.config.model_config, self.config.torch_dtype
         with torch.device("meta"):
             model = Decoder(shape)
-        apply_experts(model, self.config, self.mesh)
+        apply_experts(model, self.config, self.mesh, LossScaler(dtype))
         built = model.layers["0"].mlp
         self.layer = kind(built.router, built.experts, built.shared, built.ep)
         if choose:

@@ -18,7 +18,7 @@ from common.group import Group
 from common.model_config import ModelConfig
 from common.process_groups import Degrees, Mesh
 from step07_expert_parallel import cost
-from step07_expert_parallel.balancing import routers_of
+from step07_expert_parallel.apply_experts import routers_of
 from step07_expert_parallel.experiments.layer import Training
 from step07_expert_parallel.expert_parallel import TokenDispatcher
 from step07_expert_parallel.moe import Choices, MoE, _Combine, _Copy

@@ -50,7 +50,7 @@ class SharedLast(MoE):
 
     def forward(self, x):
         chosen, gates = self.router(x)
-        choices = Choices(chosen, self.router.shape.experts, some_dropped=False)
+        choices = Choices(chosen, self.router.routing.experts, some_dropped=False)
         dispatcher = TokenDispatcher(choices.counts, self.ep, self.before_wait)
         rows, counts = dispatcher.arrive(dispatcher.dispatch(_Copy.apply(x.flatten(0, 1), choices)))
         shared = self.shared(x)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +14,13 @@ from common.drawing.figures import SERIES, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments import training_step
 from common.experiments.local_ranks import on_ranks
-from common.process_groups import Degrees, Mesh, build_mesh
+from common.group import Group
+from common.process_groups import Mesh
+from step01_single_gpu.mixed_precision import LossScaler
 from step07_expert_parallel import train
 from step07_expert_parallel.balancing import Balancing
-from step07_expert_parallel.router import Router
+from step07_expert_parallel.capacity import SequenceParts
+from step07_expert_parallel.router import Router, Routing
 
 # Its MLPs are so narrow that a few hundred steps show whether more parameters help
 SMALL = {"step_name": "step07_expert_parallel", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "seq_len": 64}
@@ -42,13 +44,15 @@ class Trained(NamedTuple):
         return sum(step[key] for step in self.numbers[-steps:]) / steps
 
 
-class WatchedBalancing(Balancing):
-    """Keeps the loads that it finds at the end of every step."""
+class Watched:
+    """Keeps the loads that balancing finds at the end of every step."""
 
-    def finish(self, *args, **named):
-        loads = [router.load.tolist() for _, router in self.routers]
-        self.loads = [*getattr(self, "loads", []), loads]
-        return super().finish(*args, **named)
+    def __init__(self, balancing: Balancing):
+        self.balancing, self.buffers, self.loads = balancing, balancing.buffers, []
+
+    def finish(self, skip: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.loads.append([router.load.tolist() for _, router in self.balancing.routers])
+        return self.balancing.finish(skip)
 
 
 def trainings(cases: list[dict]) -> list[Trained]:
@@ -60,9 +64,9 @@ def trainings(cases: list[dict]) -> list[Trained]:
 def watch(mesh: Mesh, done: Callable, flags: dict) -> Trained:
     """On the only rank: a training, with the loads of every step."""
     training = training_step.Training(train, *training_step.checked(mesh, **flags))
-    pipeline, optimizer, _ = training.parts
-    watched = WatchedBalancing(pipeline.stages, training.config, training.mesh, optimizer.scaler)
-    training.parts = pipeline, optimizer, watched
+    pipeline, optimizer, (balancing,) = training.parts
+    watched = Watched(balancing)
+    training.parts = pipeline, optimizer, [watched]
     return Trained([training.take(step) for step in range(training.config.steps)], watched.loads)
 
 
@@ -75,9 +79,9 @@ PROBABILITIES = {"a": (0.05, 0.65, 0.2, 0.1), "b": (0.8, 0.1, 0.06, 0.04), "c": 
 
 def routed(top_k: int, normalize: bool) -> list[tuple[list[int], list[float]]]:
     """What our router makes of `PROBABILITIES`: the experts of each token, and their gates."""
-    config, mesh = TrainConfig(**SMALL | {"experts": 4, "top_k": top_k}), build_mesh(Degrees(), torch.device("cpu"))
-    config.model_config = replace(config.model_config, hidden=len(PROBABILITIES), normalize_gates=normalize)
-    router = Router(config, mesh)
+    alone, scaler = Group("alone", (0,), 0), LossScaler(torch.float64)
+    how, parts = Routing(experts=4, top_k=top_k, normalize=normalize), SequenceParts(cp=alone, tp=alone)
+    router = Router(len(PROBABILITIES), how, parts, 1, scaler, torch.float64)
     logits = torch.tensor([list(each) for each in PROBABILITIES.values()], dtype=torch.float64).log()
     router.weight = torch.nn.Parameter(logits.T)  # token i is row i of the identity
     chosen, gates = router(torch.eye(len(PROBABILITIES), dtype=torch.float64)[None])

@@ -4,7 +4,7 @@ from common.labs.copies import Edit
 from common.labs.hunt import NOBODY, Bug, Hunt, handout
 from common.labs.training import Launch
 
-TRAIN, MOE = "step07_expert_parallel/train.py", "step07_expert_parallel/moe.py"
+TRAIN, APPLY = "step07_expert_parallel/train.py", "step07_expert_parallel/apply_experts.py"
 DISPATCHER = "step07_expert_parallel/expert_parallel.py"
 ONE = Launch(TRAIN, "--experts 4")
 
@@ -33,7 +33,7 @@ AVERAGED = Bug(
 ROUTER_APART = Bug(
     edits=(
         Edit(
-            MOE,
+            APPLY,
             'spec = replace(spec, extra_groups=("tp",), owner=tp.rank == 0)',
             'spec = replace(spec, extra_groups=() if parameter is router.weight else ("tp",), owner=tp.rank == 0)',
         ),

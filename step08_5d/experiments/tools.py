@@ -7,7 +7,7 @@ from common.experiments.even_routing import choose_in_turn
 from common.experiments.training_step import checked
 from common.model import Decoder
 from common.process_groups import Mesh
-from step07_expert_parallel.balancing import routers_of
+from step07_expert_parallel.apply_experts import routers_of
 from step08_5d import train
 
 STEP = {"step_name": "step08_5d"}  # a configuration of no step, or of an earlier one, refuses experts

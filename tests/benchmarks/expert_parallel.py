@@ -36,7 +36,7 @@ def transformers_layer(implementation: str, ours: MoE) -> torch.nn.Module:
     """Mixtral's block with our layer's weights."""
     from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 
-    shape = {"num_local_experts": ours.router.shape.experts, "num_experts_per_tok": TOP_K}
+    shape = {"num_local_experts": ours.router.routing.experts, "num_experts_per_tok": TOP_K}
     shape |= {"hidden_size": HIDDEN, "intermediate_size": WIDTH}
     layer = MixtralSparseMoeBlock(MixtralConfig(**shape, experts_implementation=implementation))
     layer.gate.weight.data = ours.router.weight.data

@@ -62,7 +62,7 @@ COLLAPSED = [
 
 def choose_the_last(self, scores: torch.Tensor) -> torch.Tensor:
     """In place of `Router.choose`: the last expert is the best one for every token, then that before it, and so on."""
-    return (self.shape.experts - 1 - torch.arange(self.shape.top_k)).expand(*scores.shape[:-1], -1)
+    return (self.routing.experts - 1 - torch.arange(self.routing.top_k)).expand(*scores.shape[:-1], -1)
 
 
 def train_collapsed(cases: list[str]) -> list[dict]:

@@ -26,7 +26,8 @@ from common.presets import resolve
 from common.weights.huggingface import as_stored, model_type
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.initial_weights import stored_values
-from step07_expert_parallel.moe import apply_experts
+from step01_single_gpu.mixed_precision import LossScaler
+from step07_expert_parallel.apply_experts import apply_experts
 from step07_expert_parallel.router import Router
 from tests.harness.observing import configure, mesh_of
 from tests.harness.small_tokenizer import save_tokenizer
@@ -63,7 +64,7 @@ def config_of(model: ModelConfig | str, dtype: str = "float32") -> TrainConfig:
 def built(config: TrainConfig, values, ep: Group = ALONE, **layers) -> tuple[Decoder, list[torch.Tensor]]:
     """A model and all that is saved of it: parameters and the biases of routers."""
     model = Decoder(config.model_config, **layers)
-    apply_experts(model, config, replace(mesh_of(config), ep=ep))
+    apply_experts(model, config, replace(mesh_of(config), ep=ep), LossScaler(config.torch_dtype))
     materialise(model, config.torch_dtype, torch.device("cpu"), values)
     tensors = [*model.parameters(), *(each.bias for each in model.modules() if isinstance(each, Router))]
     values(tensors)

@@ -19,9 +19,10 @@ from common.costs.vocabulary import WIDTHS
 from common.group import Group
 from common.model import Decoder
 from common.model_config import ModelConfig
+from step01_single_gpu.mixed_precision import LossScaler
 from step02_data_parallel.data_parallel import pack
 from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
-from step07_expert_parallel.moe import apply_experts
+from step07_expert_parallel.apply_experts import apply_experts
 from step08_5d.cost import Layout
 from step08_5d.planning.memory.sizes import splits_backward
 from step08_5d.planning.stages import ranges_of_rank
@@ -57,12 +58,14 @@ def parameters_by_part(model: ModelConfig, tp: int, ep: int) -> dict[str, tuple[
         }
     sorts = 2 if model.experts else 1
     model = replace(model, layers=sorts, dense_layers=1, tie_embeddings=False)  # a layer of each sort
-    config = SimpleNamespace(model_config=model, torch_dtype=torch.float32, sequence_parallel=True, tp_mode="overlap")
+    config = TrainConfig(dtype="float32")
+    config.model_config = model
     names = {"tp": tp, "ep": ep, "cp": 1, "dp_cp": 1, "kv_replica": tp}
     groups = {name: Group(name, tuple(range(ranks)), 0) for name, ranks in names.items()}
     decoder = Decoder(model)
-    for divide in (apply_tensor_parallel, apply_experts):
-        divide(decoder, config, SimpleNamespace(device=torch.device("cpu"), **groups))
+    mesh = SimpleNamespace(device=torch.device("cpu"), **groups)
+    apply_tensor_parallel(decoder, config, mesh)
+    apply_experts(decoder, config, mesh, LossScaler(torch.float32))
     result: dict[str, list[Parameter]] = {}
     parts = {"embedding": "embedding", "layers.0": "dense", "layers.1": "experts", "norm": "end", "head": "end"}
     for name, parameter in decoder.named_parameters():

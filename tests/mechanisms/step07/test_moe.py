@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,17 +11,18 @@ from torch import Tensor
 
 from common.config import TrainConfig
 from common.model import Decoder
-from common.parameter import ParameterSpec
+from common.model_config import ModelConfig
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.mixed_precision import LossScaler
 from step05_pipeline.weight_gradients import defer_weight_gradients
 from step07_expert_parallel import experts as module
+from step07_expert_parallel.apply_experts import apply_experts, routing_of
 from step07_expert_parallel.balancing import Balancing
-from step07_expert_parallel.capacity import capacity
+from step07_expert_parallel.capacity import SequenceParts, capacity
 from step07_expert_parallel.experiments import routing
 from step07_expert_parallel.experts import Counts, Experts
-from step07_expert_parallel.moe import MoE, apply_experts
-from step07_expert_parallel.router import Router
+from step07_expert_parallel.moe import MoE
+from step07_expert_parallel.router import Router, Routing
 from tests.harness.observing import configure, mesh_of
 
 BASE = (
@@ -55,11 +55,18 @@ def test_from_probabilities_to_gates():
 def layer_of(config: TrainConfig, lively: float = 20.0) -> MoE:
     """The only layer's experts, with weights so large that tokens differ in what they choose."""
     model = Decoder(config.model_config)
-    apply_experts(model, config, mesh_of(config))
+    apply_experts(model, config, mesh_of(config), LossScaler(config.torch_dtype))
     materialise(model, config.torch_dtype, torch.device("cpu"), random_values(1))
     for parameter in model.parameters():
         parameter.data.mul_(lively)
     return model.layers["0"].mlp
+
+
+def router_of(config: TrainConfig) -> Router:
+    """A router alone, of one rank."""
+    mesh = mesh_of(config)
+    parts, dtype = SequenceParts(mesh.cp, mesh.tp, config.cp_split), config.torch_dtype
+    return Router(config.model_config.hidden, routing_of(config), parts, config.global_batch, LossScaler(dtype), dtype)
 
 
 def inputs_of(config: TrainConfig, batch: int = 3, seq: int = 12) -> Tensor:
@@ -68,9 +75,9 @@ def inputs_of(config: TrainConfig, batch: int = 3, seq: int = 12) -> Tensor:
     return x.to(config.torch_dtype).requires_grad_()
 
 
-def choice_of(scores: list[float], bias: list[float], config: TrainConfig) -> list[int]:
+def choice_of(scores: list[float], bias: list[float], shape: ModelConfig) -> list[int]:
     """The experts that a token with these scores chooses."""
-    shape, ranked = config.model_config, [score + more for score, more in zip(scores, bias, strict=True)]
+    ranked = [score + more for score, more in zip(scores, bias, strict=True)]
     size = shape.experts // shape.expert_groups
     groups = [range(start, start + size) for start in range(0, shape.experts, size)]
     groups.sort(key=lambda group: -sum(sorted((ranked[i] for i in group), reverse=True)[:2]))
@@ -78,17 +85,17 @@ def choice_of(scores: list[float], bias: list[float], config: TrainConfig) -> li
     return sorted(allowed, key=lambda index: (-ranked[index], index))[: shape.top_k]
 
 
-def written_out(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[int], int]:
+def written_out(moe: MoE, x: Tensor, config: TrainConfig) -> tuple[Tensor, Tensor, list[int], int]:
     """The output, the auxiliary losses, the load of each expert and how many choices were dropped, by the formulas.
 
     Every expert works on every token, and its output is multiplied by a gate, which is usually 0.
     """
-    config, shape, experts = moe.router.config, moe.router.shape, moe.experts
+    shape, experts = config.model_config, moe.experts
     logits = x @ moe.router.weight.T  # (batch, seq, experts), as all that follows
     scores = logits.softmax(-1) if shape.gate == "softmax" else 1 / (1 + (-logits).exp())
     chosen = torch.zeros_like(scores)
     for row, marks in zip(scores.flatten(0, 1).tolist(), chosen.flatten(0, 1)):
-        marks[choice_of(row, moe.router.bias.tolist(), config)] = 1
+        marks[choice_of(row, moe.router.bias.tolist(), shape)] = 1
     gates = scores * chosen
     gates = gates / (gates.sum(-1, keepdim=True) if shape.normalize_gates else 1) * shape.gate_scale
     equal = shape.top_k * x.shape[1] / shape.experts
@@ -129,7 +136,7 @@ def test_equals_the_formulas(case, favourite):
     if favourite:
         moe.router.bias[favourite] += 100
     weights = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)
-    out, auxiliary, load, dropped = written_out(moe, x)
+    out, auxiliary, load, dropped = written_out(moe, x, config)
     expected = {"out": out} | gradients_of(moe, x, (out * weights).sum() + auxiliary)
     found = {"out": moe(x)}
     router, names = moe.router, {parameter: name for name, parameter in moe.named_parameters()}
@@ -150,8 +157,7 @@ def test_equals_the_formulas(case, favourite):
 def test_of_equal_scores_the_first_wins():
     scores = torch.zeros(1, 8, dtype=torch.float64)
     for flags in ("", "--expert-groups 4 --node-limit 2"):
-        config = configured(f"--experts 8 --top-k 3 {flags}")
-        router = Router(config, mesh_of(config))
+        router = router_of(configured(f"--experts 8 --top-k 3 {flags}"))
         assert router.choose(scores).tolist() == [[0, 1, 2]]
         assert router.choose(scores.index_fill(1, torch.tensor(5), 1)).tolist() == [[5, 0, 1]]
     assert router.weigh(scores, torch.tensor([[0, 1, 2]])).isfinite().all(), "sigmoids may all be 0"
@@ -160,15 +166,16 @@ def test_of_equal_scores_the_first_wins():
 def test_sigmoids_that_underflow():
     """The first token's scores are all 0 in float32. The loss and its gradient are those of float64, where none is."""
     config = configured("--experts 4 --gate sigmoid --balance aux --dtype float32")
-    router, found = Router(config, mesh_of(config)), []
+    router, found = router_of(config), []
     counts = torch.tensor([[3, 2, 1, 0]])
     for dtype in (torch.float32, torch.float64):
-        logits = torch.tensor([[[-200.0, -201, -202, -203], [-60, -61, -62, -63], [1, 2, 0, -1]]], dtype=dtype)
+        rows = [[-200.0, -201, -202, -203], [-60, -61, -62, -63], [1, 2, 0, -1]]
+        logits = torch.tensor([rows], dtype=dtype)
         scores = logits.requires_grad_().sigmoid()
         loss = router.auxiliary_loss(logits, scores, counts)
         found.append((loss, *torch.autograd.grad(loss, logits)))
         probabilities = scores / scores.sum(-1, keepdim=True)
-    f, p = counts.double() * 4 / (2 * 12), probabilities.sum(1) / 12
+    f, p = counts.double() * 4 / (2 * 3), probabilities.sum(1) / 3
     expected = 0.01 / 8 * (f * p).sum()
     assert found[1][0].item() == pytest.approx(expected.item(), rel=1e-12) and found[1][1].ne(0).all()
     torch.testing.assert_close(found[0], tuple(each.float() for each in found[1]))
@@ -176,12 +183,11 @@ def test_sigmoids_that_underflow():
 
 def test_the_capacity_is_the_product_of_the_decimal_numbers():
     """In floating point 1.1 * 50 and 2.2 * 50 exceed 55 and 110, and 0.07 * 100 exceeds 7."""
-    shares = {50: "--experts 4 --top-k 2 --seq-len 100", 100: "--experts 4 --top-k 1 --seq-len 400"}
+    shares = {50: (4, 2, 100), 100: (4, 1, 400)}  # experts, of a token, tokens
     cases = [(1.1, 50, 55), (2.2, 50, 100), (1.1, 100, 110), (2.2, 100, 220), (0.07, 100, 7), (1.11, 50, 56)]
     for factor, share, expected in cases:
-        config = configured(f"{shares[share]} --capacity-factor {factor}")
-        assert capacity(config) == expected, (factor, share)
-    assert capacity(configured("--experts 7 --top-k 2 --seq-len 12 --capacity-factor 1.75")) == 6  # 24 / 7 * 7 / 4
+        assert capacity(factor, *shares[share]) == expected, (factor, share)
+    assert capacity(1.75, 7, 2, 12) == 6  # 24 / 7 * 7 / 4
 
 
 COUNTS = [4, 4, 4, 4], [0, 9, 0, 7], [0, 0, 16, 0], [0, 0, 0, 16], [0, 0, 0, 0]
@@ -219,14 +225,9 @@ def test_pytorch_s_kernel_on_gpus(capability, taken):
 
 
 def test_biases_move_against_the_load():
-    config = configured("--layers 3 --dense-layers 1 --experts 4 --balance bias --bias-rate 0.25 --dtype float32")
-    mesh = mesh_of(config)
-    router, other = Router(config, mesh), Router(config, mesh)
-    for each in (router, other):
-        each.bias.spec = ParameterSpec("bias", (4,), ((0, 4),), init_std=0.0)
-    mlps = {"0": None, "1": SimpleNamespace(router=router), "2": SimpleNamespace(router=other)}
-    stage = SimpleNamespace(layers={index: SimpleNamespace(mlp=mlp) for index, mlp in mlps.items()})
-    balancing = Balancing([stage], config, mesh, LossScaler(torch.float32))
+    config = configured("--experts 4")
+    router, other = router_of(config), router_of(config)
+    balancing = Balancing([(1, router), (2, other)], range(1, 3), 4, 0.25, mesh_of(config).world)
     assert [each is of.bias for each, of in zip(balancing.buffers, (router, other), strict=True)] == [True, True]
     for load, skip, expected in (
         ((5, 3, 4, 4), None, [-0.25, 0.25, 0, 0]),
@@ -237,6 +238,29 @@ def test_biases_move_against_the_load():
         figures = balancing.finish(skip)
         assert router.bias.tolist() == expected and router.load.sum() == router.dropped == 0
         assert figures["imbalance"] == (max(load) * 4 / sum(load) + 1.75) / 2 and figures["dropped"] == 3
+
+
+def test_a_bias_that_has_become_narrow_is_refused():
+    """Added to a bias near 0.5 in bfloat16, 0.001 is lost."""
+    config = configured("--experts 4")
+    router = router_of(config).bfloat16()
+    Balancing([(0, router)], range(1), 4, 0.0, mesh_of(config).world)  # moves none
+    with pytest.raises(ValueError, match="has become torch.bfloat16"):
+        Balancing([(0, router)], range(1), 4, 0.001, mesh_of(config).world)
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        ({"gate": "Softmax"}, "gate 'Softmax' is none of softmax, sigmoid"),
+        ({"groups": 3}, "1 of 3 groups of 8 experts"),
+        ({"groups": 2, "groups_per_token": 4}, "4 of 2 groups of 8 experts"),
+        ({"groups": 4, "top_k": 3}, "top_k 3 exceeds the 2 experts that a token may choose from"),
+    ],
+)
+def test_what_routing_cannot_be(settings, line):
+    with pytest.raises(ValueError, match=f"^{line}"):
+        Routing(**{"experts": 8, "top_k": 2} | settings)
 
 
 def test_narrow_tokens_get_scores_in_float32():

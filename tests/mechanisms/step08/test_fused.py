@@ -18,12 +18,13 @@ from common.measure.saved_tensors import SavedTensors
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.cost import saved_activations
 from step01_single_gpu.data.batches import load_batches
+from step01_single_gpu.mixed_precision import LossScaler
 from step01_single_gpu.recompute import apply_recompute
 from step05_pipeline.apply_pipeline import build_stages
 from step05_pipeline.config import schedule_of
 from step05_pipeline.weight_gradients import WeightGradStore
 from step06_context_parallel.context_parallel import apply_context_parallel
-from step07_expert_parallel.moe import apply_experts
+from step07_expert_parallel.apply_experts import apply_experts
 from step08_5d import fused, fused_adamw, train, weight_sums
 from step08_5d.kernels import linear_cross_entropy
 from tests.harness.cuda_rules import cuda_rules
@@ -126,7 +127,7 @@ def test_where_kernels_are_launched(device, capability, flags, expected):
     config.resolve_and_check(1)
     mesh = mesh_of(config, torch.device("cpu"))
     (model,) = build_stages(config, schedule_of(config), mesh)
-    apply_experts(model, config, mesh)
+    apply_experts(model, config, mesh, LossScaler(config.torch_dtype))
     mesh, layer, head = dataclasses.replace(mesh, device=torch.device(device)), model.layers["0"], model.head
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
         assert fused.launches_kernels(config, mesh.device) == expected

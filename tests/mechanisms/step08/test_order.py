@@ -4,15 +4,17 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from common.group import Group
+from step01_single_gpu.mixed_precision import LossScaler
 from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step05_pipeline.apply_pipeline import build_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.stages import mark_shared_parameters
 from step06_context_parallel.context_parallel import apply_context_parallel
-from step07_expert_parallel.moe import apply_experts
+from step07_expert_parallel.apply_experts import apply_experts
 from step08_5d.fused import apply_kernels
 from step08_5d.narrow_numbers.layers import apply_fp8
 from step08_5d.weight_sums import sum_in_products
@@ -31,7 +33,7 @@ def in_order(names: list[str]) -> None:
     (stage,) = stages
     apply: dict[str, Callable] = {
         "tensor parallelism": lambda: apply_tensor_parallel(stage, config, two),
-        "experts": lambda: apply_experts(stage, config, two),
+        "experts": lambda: apply_experts(stage, config, two, LossScaler(torch.float64)),
         "context parallelism": lambda: apply_context_parallel(stage, config, mesh),
         "kernels": lambda: apply_kernels(stage, config, mesh),
         "sums in kernels": lambda: sum_in_products(stage),  # the part of `apply_kernels` that needs a GPU

@@ -87,7 +87,7 @@ router's gradient not summed over tp: extra_groups=("tp",) =>
     extra_groups=() if ".router." in spec.name else ("tp",)
 @ step07_expert_parallel.router:Router.auxiliary_loss
 # A sequence is taken for balanced if each rank's part of it is: its loads are not added up over tp and cp
-statistics of a rank: in self.sequence_groups: => in ():
+statistics of a rank: in self.parts.groups: => in ():
 @ step07_expert_parallel.balancing:Balancing.finish
 # Two ranks of DualPipe hold a copy of each layer, and only one of them says what it has counted
 loads of one copy: += router.load\n => += router.load * router.bias.spec.owner\n
@@ -140,8 +140,8 @@ head's gradient twice: dw = weight_gradient(ctx.weight, dw, gradient, default=Sc
 experts summed like the rest: sum_extra_groups(optimizer.parameters, gradients, mesh) => …; [collectives.all_reduce(g,
     mesh.dp_cp) for each, g in zip(optimizer.parameters, gradients) if ".experts." in each.spec.name]
 loss of a part of the sequence: collectives.all_reduce(loss, mesh.dp_cp) => pass
-@ step07_expert_parallel.balancing:Balancing.finish
-loads of a part of the sequence: self.mesh.world => self.mesh.dp
+@ step08_5d.train:build_balancing
+loads of a part of the sequence: mesh.world => mesh.dp
 @ step08_5d.train:gradient_norm
 copies of tp counted twice: spec.owner] => spec.owner or "tp" in parameter.spec.extra_groups]
 

@@ -17,7 +17,7 @@ from common.tracing.tracer import Tracer
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.running.memory_meter import MemoryMeter
 from step01_single_gpu.running.slow_device import SlowDevice
-from step07_expert_parallel.balancing import routers_of
+from step07_expert_parallel.apply_experts import routers_of
 from step08_5d import train
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
