@@ -207,6 +207,17 @@ def test_a_mechanism_knows_no_flags(step):
         assert "common.config" not in needed_by(f"{STEPS[step - 1]}.{name}"), f"{name} loads all flags"
 
 
+WITHOUT_FLAGS = {7: ("router", "capacity", "experts", "expert_parallel", "moe", "balancing")}
+WITHOUT_FLAGS = [f"{STEPS[step - 1]}.{name}" for step, names in WITHOUT_FLAGS.items() for name in names]
+
+
+@pytest.mark.parametrize("module", WITHOUT_FLAGS)
+def test_a_mechanism_asks_for_no_flags(module):
+    """Nor for a mesh, nor for our model: a file named apply_... alone knows them."""
+    assert "common.config" not in imports_of(module)
+    assert not re.search(r"\b(TrainConfig|Mesh|Decoder)\b", MODULES[module].read_text())
+
+
 def test_training_does_without_the_course():
     used = needed_by(*(f"{step}.train" for step in STEPS))
     assert {module for module in used if module.startswith(tuple(f"common.{room}." for room in COURSE))} == BUT
