@@ -102,9 +102,9 @@ def train_and_look(step: int, flags: str) -> dict:
     """
     found, made, initialise, loaded = {}, [], Optimizer.__init__, Optimizer.loaded
 
-    def keep(self, *arguments):
+    def keep(self, *arguments, **options):
         made.append(self)
-        initialise(self, *arguments)
+        initialise(self, *arguments, **options)
 
     def look(self, updates):
         loaded(self, updates)
