@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.process_groups import Group
+from common.group import Group
 from step01_single_gpu.mixed_precision import LossScaler
 from step07_expert_parallel.balancing import Balancing
 from step07_expert_parallel.capacity import SequenceParts
