@@ -5,6 +5,7 @@ RoPE, softmax and the loss are left out. The backward of a product takes two pro
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from common.model_config import ModelConfig
 
@@ -24,6 +25,7 @@ class ParameterCount:
     active: int
 
 
+@cache
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """The number of parameters in each part of `model`, which need not be built for that."""
     h, d = model.hidden, model.head_width
@@ -68,6 +70,7 @@ class FlopCount:
         return self.model + again[recompute]
 
 
+@cache
 def count_flops(model: ModelConfig, seq_len: int) -> FlopCount:
     """The exact FLOPs of one sequence of `seq_len` tokens; embedding rows are looked up and cost none."""
     count = count_parameters(model)

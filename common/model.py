@@ -185,7 +185,9 @@ class Decoder(nn.Module):
         self.config, self.has_embedding, self.has_head = config, first == 0, last == config.layers
         with torch.device("meta"):
             if self.has_embedding:
-                self.embedding = nn.Embedding(config.vocab, config.hidden)
+                # From a tensor: nn.Embedding would draw values, for which it imports torch._dynamo, a second's work
+                matrix = torch.empty(config.vocab, config.hidden)
+                self.embedding = nn.Embedding.from_pretrained(matrix, freeze=False)
             self.layers = nn.ModuleDict({str(index): Block(config, core) for index in range(first, last)})
             if self.has_head:
                 self.norm = RMSNorm(config.hidden, config.norm_eps)

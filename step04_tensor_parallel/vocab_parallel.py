@@ -31,7 +31,7 @@ class VocabParallelEmbedding(nn.Embedding):
     """
 
     def __init__(self, weight: nn.Parameter, first: int, split: Split):
-        super().__init__(*weight.shape, device="meta")
+        super().__init__(*weight.shape, _weight=weight)
         self.weight, self.first, self.split = weight, first, split
 
     def forward(self, tokens):

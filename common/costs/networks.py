@@ -1,6 +1,7 @@
 """Published numbers of the networks between GPUs, in bytes/s, each with its source. None was measured here."""
 
 import math
+from functools import cache
 
 # What an H100 sends at most: over NVLink 4 to GPUs of its node (900 GB/s in both directions together, data sheet), and
 # over a card of 400 Gb/s to other nodes (eight cards in a DGX H100, data sheet)
@@ -17,6 +18,7 @@ BUS_GB_PER_S = {
 }
 
 
+@cache
 def bus_bandwidth(op: str, gpus: float) -> float:
     """Return the published bus bandwidth in bytes/s, between two published numbers of GPUs on a straight line between
     their logarithms. Beyond the first and the last number it is theirs.

@@ -1,4 +1,7 @@
-"""The backward at the ends of the model as ledgers: loss and head, embedding. See `layer.py`."""
+"""The backward at the ends of the model as ledgers: loss and head, embedding. See `layer.py`.
+
+Nobody may change these ledgers: each is made once for all layouts of which `of_an_end` leaves the same.
+"""
 
 from functools import lru_cache
 
@@ -8,6 +11,7 @@ from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.kernels.linear_cross_entropy import chunk_length
+from step08_5d.planning.memory.kept import of_a_layer
 from step08_5d.planning.memory.layer import norm
 from step08_5d.planning.memory.ledger import Deferred, Ledger, Linear, Tensors
 from step08_5d.planning.memory.sizes import LayerSizes
@@ -18,6 +22,11 @@ HIDDEN, MATRIX = "gradient of hidden states", "gradient of head.weight, wide"
 def vocabulary(model: ModelConfig, layout: Layout) -> int:
     """Elements of the rank's part of the embedding or the head; the vocabulary is padded."""
     return -(-model.vocab // layout.tp) * model.hidden
+
+
+def of_an_end(layout: Layout) -> Layout:
+    """Return the layout with all left out that makes no difference to the ends: a search asks for many like it."""
+    return of_a_layer(layout)._replace(ep=1, recompute="none")
 
 
 # ---- loss and head ---------------------------------------------------------------------------------------------------
@@ -49,6 +58,7 @@ def loss(model: ModelConfig, layout: Layout) -> Ledger:
     return ledger
 
 
+@lru_cache(maxsize=1024)
 def head(model: ModelConfig, layout: Layout) -> Ledger:
     """The backward of what `loss` has computed, and of the last norm. It rounds the gradient of the matrix."""
     size, narrow = LayerSizes.of(model, layout), WIDTHS[layout.dtype][0]
@@ -76,6 +86,7 @@ def deferred_by_head(model: ModelConfig, layout: Layout) -> Deferred:
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)
 def embedding(model: ModelConfig, layout: Layout) -> Ledger:
     """The gradient of its matrix.
 

@@ -39,19 +39,19 @@ def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[KeptBy
     # What a later stage has received is a copy of its own, unless it is what the first norm or recomputation keeps
     copied = narrow < wide and layout.recompute != "full"
     received = layout.tokens * model.hidden / layout.tp * narrow if copied else 0.0
-    result = []
+    result, of_layer = [], of_a_layer(layout)
     for number, (first, last) in enumerate(ranges_of_rank(model, layout, rank)):
         data = 8 * layout.tokens * ((first == 0) + (last == model.layers))  # tokens or targets, or both
-        layers = kept_by_layers(model, layout, first, last)
+        layers = kept_by_layers(model, of_layer, first, last)
         result.append(KeptByStage(layers, tables + data, received if rank or number else 0.0))
     return result
 
 
 def kept_by_layers(model: ModelConfig, layout: Layout, first: int, last: int) -> float:
-    """Return the bytes that the layers [first, last) keep of one micro-batch."""
+    """Return the bytes that the layers [first, last) keep of one micro-batch. layout: see `of_a_layer`."""
     with_experts = max(0, last - max(first, model.expert_layers.start))
-    result = (last - first - with_experts) * kept_by_layer(model, of_a_layer(layout), experts=False)
-    return result + with_experts * kept_by_layer(model, of_a_layer(layout), experts=True) if with_experts else result
+    result = (last - first - with_experts) * kept_by_layer(model, layout, experts=False)
+    return result + with_experts * kept_by_layer(model, layout, experts=True) if with_experts else result
 
 
 def of_a_layer(layout: Layout) -> Layout:

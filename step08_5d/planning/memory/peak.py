@@ -9,7 +9,6 @@ Nothing is fitted: tests compare a grid of layouts with dry runs. With interleav
 micro-batch in only some stages of a rank are estimated, as that part of them which these stages have of its layers.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.memory import ends
 from step08_5d.planning.memory.backwards import Backward, backwards, fullest_ranks
-from step08_5d.planning.memory.kept import KeptByStage, kept_by_stages, of_a_layer
+from step08_5d.planning.memory.kept import kept_by_stages
 from step08_5d.planning.memory.ledger import LedgerEntry
 from step08_5d.planning.memory.rank_parameters import parameters_of_rank
 from step08_5d.planning.memory.second_half import bytes_of
@@ -55,8 +54,8 @@ def peak(model: ModelConfig, layout: Layout, rank: int) -> Fullest:
     narrow, wide, _ = WIDTHS[layout.dtype]
     at_rest = states(model, layout, rank)
     # But for the optimizer state, which is at rest, ZeRO-1 holds what no ZeRO does
-    case, entry, gradients = _fullest_moment(model, layout._replace(zero=max(1, layout.zero)), rank)
-    sizes = at_rest["parameters"] + narrow * case.gathered, wide * gradients, at_rest["optimizer state"]
+    case, entry, gathered, gradients = _fullest_moment(model, layout._replace(zero=max(1, layout.zero)), rank)
+    sizes = at_rest["parameters"] + narrow * gathered, wide * gradients, at_rest["optimizer state"]
     communication = case.communication + entry.communication
     rest = case.there + entry.held - communication
     activations = min(rest, case.kept)
@@ -87,7 +86,6 @@ class _Case(NamedTuple):
 
     backward: Backward
     walk: Walk
-    gathered: float  # elements of weights
     begun: int  # gradients that were stored before
     there: float  # bytes that are there when it begins, but for parameters, gradients and optimizer state
     communication: float  # of these
@@ -95,32 +93,39 @@ class _Case(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Case, LedgerEntry, float]:
-    """Return the fullest moment: in which case, the moment, and the elements of gradients then."""
+def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Case, LedgerEntry, float, float]:
+    """Return the fullest moment: in which case, the moment, and the elements of gathered weights and gradients then."""
     narrow, wide, _ = WIDTHS[layout.dtype]
-    mine = parameters_of_rank(model, layout, rank)
-    cases = [(narrow * case.gathered + case.there + case.walk.most, case) for case in _cases(model, layout, rank)]
-    cases.sort(key=lambda pair: -pair[0])
+    mine, cases = parameters_of_rank(model, layout, rank), []
+    for case in _cases(model, layout._replace(zero=1), rank):
+        gathered = mine.gathered(case.walk.region, prefetch=not case.walk.is_loss)
+        cases.append((narrow * gathered + case.there + case.walk.most, gathered, case))
+    cases.sort(key=lambda found: -found[0])
     most, result = -1.0, None
-    for bytes_but_gradients, case in cases:
+    for bytes_but_gradients, gathered, case in cases:
         if bytes_but_gradients + wide * mine.most_gradients < most:
             break  # this case and those after it cannot hold more
         for stored, entry in case.walk.fullest.items():
+            if narrow * gathered + wide * mine.most_gradients + case.there + entry.held <= most:
+                continue
             gradients = mine.gradients(max(case.begun, case.walk.stored + stored), case.backward.summed)
-            held = narrow * case.gathered + wide * gradients + case.there + entry.held
+            held = narrow * gathered + wide * gradients + case.there + entry.held
             if held > most:
-                most, result = held, (case, entry, gradients)
+                most, result = held, (case, entry, gathered, gradients)
     return result
 
 
-def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
+@lru_cache(maxsize=512)
+def _cases(model: ModelConfig, layout: Layout, rank: int) -> list[_Case]:
+    """Return all cases, which are the same with every stage of ZeRO."""
     mine, size = parameters_of_rank(model, layout, rank), LayerSizes.of(model, layout)
-    kept, walks = _stages(model, layout._replace(zero=1), rank)
+    kept, result = kept_by_stages(model, layout, rank), []
+    walks = [list(walks_of_stage(model, layout, mine, *here)) for here in enumerate(kept)]
     whole, received = sum(each.all for each in kept), sum(each.received for each in kept)
     all_deferred = bytes_of(deferred_by(model, layout, mine))
     of_head = 0.0  # of a micro-batch whose loss has been computed, with two gradients
     if mine.is_last and len(kept) == 1:
-        of_head = sum(ends.loss(model, of_a_layer(layout)).tensors.values())
+        of_head = sum(ends.loss(model, ends.of_an_end(layout)).tensors.values())
     for backward in backwards(model, layout, rank):
         in_flight, at_work = backward.micro_batches, backward.half != "W"  # one of those in flight is at work
         own = kept[backward.stage].all if at_work else 0.0
@@ -131,15 +136,8 @@ def _cases(model: ModelConfig, layout: Layout, rank: int) -> Iterator[_Case]:
             messages = backward.at_loss if walk.is_loss else backward.messages
             if backward.half not in walk.halves or messages is None:
                 continue
-            gathered = mine.gathered(walk.region, prefetch=not walk.is_loss)
             in_messages = (messages - walk.keeps_message) * size.stream
             there = others + walk.before + in_messages
             begun = mine.early if backward.early else 0
-            yield _Case(backward, walk, gathered, begun, there, in_messages + in_flight * received, needed)
-
-
-@lru_cache(maxsize=512)
-def _stages(model: ModelConfig, layout: Layout, rank: int) -> tuple[list[KeptByStage], list[list[Walk]]]:
-    """Return what each stage of a rank keeps, and the parts of its backward: the same ones with all stages of ZeRO."""
-    kept, mine = kept_by_stages(model, layout, rank), parameters_of_rank(model, layout, rank)
-    return kept, [list(walks_of_stage(model, layout, mine, *here)) for here in enumerate(kept)]
+            result.append(_Case(backward, walk, begun, there, in_messages + in_flight * received, needed))
+    return result

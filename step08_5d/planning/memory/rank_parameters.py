@@ -115,8 +115,11 @@ class RankParameters:
         regions += [parts["experts" if model.has_experts(index) else "dense"] for index in layers]
         if self.is_last:
             regions.append(parts["end"][:1] if self.tied else parts["end"])
-        listed = (each._replace(region=region) for region, some in enumerate(regions) for each in some)
-        return [each if self.split else each._replace(late=False) for each in listed]
+        return [
+            Parameter(each.size, region, each.expert, each.late and self.split)
+            for region, some in enumerate(regions)
+            for each in some
+        ]
 
     def _units(self, layout: Layout, wide: int) -> list[SummedTogether]:
         result = []

@@ -57,7 +57,7 @@ def walks_of_stage(
     """
     has_loss = rank.is_last and number == len(rank.stages) - 1
     if has_loss:
-        loss, head = ends.loss(model, of_a_layer(layout)), ends.head(model, of_a_layer(layout))
+        loss, head = (ledger_of(model, ends.of_an_end(layout)) for ledger_of in (ends.loss, ends.head))
         for halves, ledger in ((LOSS, loss), (FIRST, head)):
             yield Walk("", halves, rank.end, 0, {"stage": kept.all} | ledger.begins_with, ledger.fullest)
     yield from _below_the_head(model, layout, rank, number, kept, received=layout.pp > 1 and not has_loss)
@@ -77,16 +77,16 @@ def _below_the_head(
     """
     first, last = rank.stages[number]
     tied = ends.vocabulary(model, layout) * LayerSizes.of(model, layout).w if rank.tied else 0.0
-    above = {"gradient of head.weight, to be added to the embedding's": tied}
-    of_last = layer_ledger(model, of_a_layer(layout), model.has_experts(last - 1)) if last > first else None
+    above, of_layer = {"gradient of head.weight, to be added to the embedding's": tied}, of_a_layer(layout)
+    of_last = layer_ledger(model, of_layer, model.has_experts(last - 1)) if last > first else None
     keeps = received and of_last is not None and layer.OUTPUT in of_last.put_off_tensors
     with_experts = min(last, max(first, model.expert_layers.start))  # from here on
     some = {first, with_experts - 1, with_experts, last - 1}
     for index in sorted(index for index in some if first <= index < last):
         region, experts, is_last = rank.starts[number] + index - first, index >= with_experts, index == last - 1
-        ledger, keeps_it = layer_ledger(model, of_a_layer(layout), experts), keeps
+        ledger, keeps_it = layer_ledger(model, of_layer, experts), keeps
         held = {"tables and tokens": kept.beside, "received": kept.received} | above | ledger.begins_with
-        held["layers below"] = kept_by_layers(model, layout, first, index)
+        held["layers below"] = kept_by_layers(model, of_layer, first, index)
         held["put off above"] = second_half.bytes_of(deferred_by(model, layout, rank, index + 1))
         if is_last and experts:  # shared experts, which put it off, come after all others
             keeps_it = False
@@ -94,7 +94,7 @@ def _below_the_head(
             held[layer.OUTPUT] = 0.0  # it is the message
         yield Walk(f"layer {index}: ", FIRST, region, rank.stored_before(region), held, ledger.fullest, keeps_it)
     if rank.is_first and number == 0:
-        ledger = ends.embedding(model, layout)
+        ledger = ends.embedding(model, ends.of_an_end(layout))
         held = above | ledger.begins_with | {"put off above": second_half.bytes_of(deferred_by(model, layout, rank))}
         yield Walk("", FIRST, 0, rank.stored_before(0), held, ledger.fullest, keeps)
 

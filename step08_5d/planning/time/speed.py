@@ -5,7 +5,7 @@ then moves its bytes, and what may hide behind a computation hides as far as tha
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from common.costs.networks import NETWORK, bus_bandwidth
@@ -56,12 +56,16 @@ def small_bytes(model: ModelConfig, layout: Layout) -> float:
 
 def spans(layout: Layout, dimension: str, machine: Machine, order: str) -> tuple[int, int]:
     """Return over how many nodes a group of `dimension` reaches, and how many of its ranks are in each."""
-    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp}
-    axes = order.split(",")
-    first = {"ep": "tp" if layout.ep <= layout.tp else "cp", "dp": "cp" if layout.cp > 1 else "dp"}.get(dimension)
+    return _spans(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep, dimension, machine.gpus, order)
+
+
+@cache  # a search asks for a few hundred of them, and often
+def _spans(dp: int, pp: int, cp: int, tp: int, ep: int, dimension: str, of_node: int, order: str) -> tuple[int, int]:
+    sizes, axes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}, order.split(",")
+    first = {"ep": "tp" if ep <= tp else "cp", "dp": "cp" if cp > 1 else "dp"}.get(dimension)
     before = math.prod(sizes[axis] for axis in axes[: axes.index(first or dimension)])
-    size = {"ep": layout.ep, "dp": layout.copies}.get(dimension) or sizes[dimension]
-    together = min(size, max(1, machine.gpus // before))
+    size = {"ep": ep, "dp": dp * cp}.get(dimension) or sizes[dimension]
+    together = min(size, max(1, of_node // before))
     return math.ceil(size / together), together
 
 
