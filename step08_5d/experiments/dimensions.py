@@ -65,11 +65,16 @@ def layout_of(flags: dict) -> tuple:
 def measure(mesh: Mesh, flags: dict) -> dict:
     """On a rank: what it sends in a step, what it holds, and the peak of the next step."""
     training = Training(mesh, **flags)
-    route_evenly(training.pipeline.stages)
-    result = {"counted": counted(training.gradients, training.mesh), "held": held(training)}
+    result = sent_and_held(training)
     with MemoryMeter("cpu").measure([each for _, each in training.weights() + training.states()]) as meter:
         training.take()
     return result | {"peak": meter.peak_bytes}
+
+
+def sent_and_held(training: Training) -> dict:
+    """On a rank: what it sends in a step, and what it holds. From now on, experts are chosen in turn."""
+    route_evenly(training.pipeline.stages)
+    return {"counted": counted(training.gradients, training.mesh), "held": held(training)}
 
 
 def mean_held(ranks: list[dict]) -> dict[str, float]:

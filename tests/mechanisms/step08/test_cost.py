@@ -13,13 +13,13 @@ from common.costs.vocabulary import KINDS, added
 from common.experiments.counting import mean_rank
 from common.experiments.training_step import on_every_case
 from common.model import Decoder
-from common.process_groups import Degrees, build_mesh
+from common.process_groups import Degrees, Mesh, build_mesh
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import simulate
 from step08_5d import cost, shapes, train
 from step08_5d.cost import Layout
 from step08_5d.experiments import dimensions, nodes
-from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D
+from step08_5d.experiments.tools import DENSE, EXPERTS, FIVE_D, FOUR_D, Training
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import ROOT, run_ranks
 from tests.mechanisms import test_formulas as formulas
@@ -86,7 +86,11 @@ CASES = [
 def ranks_measure(cases: list[dict]) -> list[dict]:
     """On a rank."""
     mesh = build_mesh(Degrees(dp=8), torch.device("cpu"))
-    return on_every_case(mesh, lambda: None, dimensions.measure, cases)
+    return on_every_case(mesh, lambda: None, sent_and_held, cases)
+
+
+def sent_and_held(mesh: Mesh, flags: dict) -> dict:
+    return dimensions.sent_and_held(Training(mesh, **flags))
 
 
 def test_what_ranks_send_and_hold():

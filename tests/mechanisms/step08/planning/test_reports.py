@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from functools import cache
 
 import pytest
 
@@ -16,12 +17,13 @@ from step08_5d.cost import Layout
 from step08_5d.planning import explain, recipe
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.memory.peak import memory
-from step08_5d.planning.search import MOST_FULL, Task, divisors, flags, plans
+from step08_5d.planning.search import MOST_FULL, Candidate, Task, divisors, flags, plans
 from step08_5d.planning.time import overlap
 from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.speed import times
 
 LLAMA, H100 = PRESETS["llama3-8b"], MACHINES["H100"]
+EVERY = bool(os.environ.get("TEST_ALL"))
 
 
 def task(name: str, gpus: int, seq: int = 4096, sequences: int = 256, interleaved: bool = False) -> Task:
@@ -79,8 +81,11 @@ def test_bad_input_is_one_line(words, line, capsys):
 # ---- search ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("name, gpus, seq, sequences", [("smollm-1.7b", 4, 2048, 16), ("mixtral-8x7b", 16, 4096, 16)])
+SEARCHES = [("smollm-1.7b", 4, 2048, 16, False), ("smollm-1.7b", 4, 2048, 16, True)]
+SEARCHES += [("mixtral-8x7b", 16, 4096, 16, False)] + [("mixtral-8x7b", 16, 4096, 16, True)] * EVERY
+
+
+@pytest.mark.parametrize("name, gpus, seq, sequences, interleaved", SEARCHES)
 def test_search_finds_what_trying_everything_finds(name, gpus, seq, sequences, interleaved):
     """Every combination that step 8 accepts, of any divisor and micro-batch: none that fits is faster."""
     mine, fastest = task(name, gpus, seq, sequences, interleaved), None
@@ -114,6 +119,7 @@ def accepted(mine: Task, layout: Layout) -> bool:
 
 
 OTHER_MODELS = [
+    "--model llama3-8b --gpus 512",
     "--model llama3-70b --gpus 64",
     "--model llama3-405b --gpus 1024 --tokens-per-batch 4M",
     "--model deepseek-v3-like --gpus 1024 --tokens-per-batch 4M",
@@ -128,10 +134,9 @@ OTHER_MODELS = [
         "--model llama3-8b --gpus 64 --seq-len 128k --tokens-per-batch 4M",
         "--model mixtral-8x7b --gpus 64",
         "--model llama3-8b --gpus 8",
-        "--model llama3-8b --gpus 512",
         "--model llama3-8b --gpus 512 --interleaved",
         "--model smollm-1.7b --gpus 2 --seq-len 2048 --tokens-per-batch 32k",
-        *(OTHER_MODELS if os.environ.get("TEST_ALL") else ()),
+        *(OTHER_MODELS if EVERY else ()),
     ],
 )
 def test_the_printed_command_is_a_command_of_step_8(words, capsys):
@@ -155,8 +160,16 @@ def test_the_printed_command_is_a_command_of_step_8(words, capsys):
     assert abs(float(held[1]) - float(size)) < 0.56 and held[2] == kind
 
 
+ON_16 = task("llama3-8b", 16, sequences=64)
+
+
+@cache
+def plans_on_16() -> list[Candidate]:
+    return plans(ON_16)[0]
+
+
 def test_neighbours_decide_one_thing_otherwise():
-    best, _ = plans(task("llama3-8b", 16, sequences=64))
+    best = plans_on_16()
     for name, value, plan in explain.neighbours(best):
         assert value == getattr(plan.layout, name) != getattr(best[0].layout, name)
         same = [each.times.step for each in best if getattr(each.layout, name) == value]
@@ -165,8 +178,7 @@ def test_neighbours_decide_one_thing_otherwise():
 
 def test_what_would_change_a_plan():
     """None of these makes a plan faster; the plan that then wins is the fastest of all."""
-    mine = task("llama3-8b", 16, sequences=64)
-    best, _ = plans(mine)
+    mine, best = ON_16, plans_on_16()
     for condition, (words, first, winner, least) in zip(explain.CONDITIONS, explain.changes(mine, best), strict=True):
         seconds = [condition.seconds(mine, plan) for plan in best]
         assert words == condition.words and first == seconds[0]
@@ -224,8 +236,8 @@ def test_the_recipe_takes_the_fastest_of_all_that_fit():
 
 def test_layouts_side_by_side(capsys):
     """What `plan` says of its first layout, and another one."""
-    first = plans(task("llama3-8b", 64))[0][0]
-    main(["compare", "--model", "llama3-8b", " ".join(flags(task("llama3-8b", 64), first.layout)), "--dp 2 --pp 2"])
+    first = plans_on_16()[0]
+    main(["compare", "--model", "llama3-8b", " ".join(flags(ON_16, first.layout)), "--dp 2 --pp 2"])
     ours, pipeline = (line.split() for line in capsys.readouterr().out.splitlines()[4:6])
     sizes = f"{sum(first.held.values()) / 1e9:.0f}", f"{first.sent(LLAMA) / 1e9:.1f}"
-    assert {"64", f"{first.mfu:.1%}", f"{first.times.step:.2f}", *sizes} <= set(ours) and pipeline[0] == "4"
+    assert {"16", f"{first.mfu:.1%}", f"{first.times.step:.2f}", *sizes} <= set(ours) and pipeline[0] == "4"
