@@ -19,10 +19,22 @@ if not torch.cuda.device_count():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before a test, or a process that it starts, loads Triton
 
 
+def stay_on_one_core():
+    """Of those side by side, each worker has its core, and so have its ranks: messages to a rank on another core, which
+    has to be woken for each, take twice as much processor time.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
+
+
 def pytest_configure():
     """Refuse to run without assertions, and the one pair of versions that pyproject.toml's ranges allow and that cannot
     run the kernels here.
     """
+    if os.environ.get("PIN"):
+        stay_on_one_core()
     if not __debug__:
         raise pytest.UsageError("python -O and PYTHONOPTIMIZE remove the assertions that tests are made of")
     try:
