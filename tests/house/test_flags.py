@@ -2,6 +2,9 @@
 
 A flag of the model, the data or the update changes the numbers. One of the layout or of logging leaves them as they
 are, and changes what `CHANGES` says of the run: what is sent, computed, kept or written.
+
+A flag is tried in the step that brings it, in the last step, and in every second one between them, with TEST_ALL=1 in
+all; without the step's own flags, each run is compared with the one of the nearest earlier step that has it.
 """
 
 import functools
@@ -18,6 +21,7 @@ from common.config import TrainConfig
 from common.launching.command_line import parse
 from step01_single_gpu.mixed_precision import LossScaler
 from tests.harness.ranks import ROOT, run_ranks
+from tests.parity.cases import ALL
 from tests.parity.runs import assemble
 from tests.parity.whole_run import observe, observe_all, what_changed
 
@@ -88,6 +92,8 @@ FURTHER = [
 # (And two ranks divide in one dimension only, which needs no order.)
 AT_THE_START = {"device", "timeout", "memory_snapshot", "order"}
 PEERLESS = {"link"}  # in one process there is nobody to talk to
+SINCE = {name: field.metadata.get("step") for name, field in TrainConfig.__dataclass_fields__.items()}
+SINCE |= dict.fromkeys(PEERLESS, 2)
 
 
 def flags_of(step: int) -> dict[str, str]:
@@ -133,11 +139,17 @@ def check(name: str, flags: str, role: str, what: str, before: list[dict], after
         assert sum(rank["recomputed"] for rank in after) == 8 * len(layers), "not every layer is computed again"
 
 
+def is_tried(step: int, since: int, number: int) -> bool:
+    """Whether a step tries the case of this number, which another one, `since`, has brought."""
+    return ALL or step in (since, STEPS[-1]) or (step + number) % 2 == 0
+
+
 def cases_of(step: int) -> list[tuple]:
-    """(flag, flags without it, flags with it, what it changes) of everything that a step knows."""
-    cases = [(name, *CHANGES[name]) for name in flags_of(step)]
-    for since, name, without, *what in FURTHER:
-        if step >= since:
+    """(flag, flags without it, flags with it, what it changes) of everything that a step tries."""
+    known, numbers = flags_of(step), {name: number for number, name in enumerate(CHANGES)}
+    cases = [(name, *CHANGES[name]) for name in known if is_tried(step, SINCE[name], numbers[name])]
+    for number, (since, name, without, *what) in enumerate(FURTHER):
+        if step >= since and is_tried(step, since, number):
             _, flag, usual = CHANGES[name]
             cases.append((name, without, flag, *(what or [usual])))
     return [(name, without, f"{without} {flag}".strip(), what) for name, without, flag, what in cases]
@@ -165,16 +177,26 @@ def test_every_flag_does_what_it_is_for(step):
 
 
 OTHERWISE = {4: {"saved"}}  # what a step does in its own way: step 4 has another loss
+LAUNCHED_OTHERWISE = 5, "--dp-mode naive"
+
+
+def earlier_with(flags: str, step: int) -> int | None:
+    """The nearest earlier step that has this run, and accepts it."""
+    for earlier in range(step - 1, 0, -1):
+        if flags in (runs := runs_of(earlier)):
+            return None if runs[flags][0]["refused"] else earlier
 
 
 @pytest.mark.parametrize("step", STEPS[1:])
 def test_without_its_own_flags_a_step_does_what_the_previous_one_does(step):
     """All that can be seen is the same; next to step 1, which is one process, the numbers are."""
-    runs, previous, otherwise = runs_of(step), runs_of(step - 1), OTHERWISE.get(step, set())
-    for flags in runs.keys() & previous.keys():
-        if not previous[flags][0]["refused"] and (step, flags) != (5, "--dp-mode naive"):
-            changed = what_changed(previous[flags], runs[flags], 1e-2 if "float16" in flags else 1e-10)
-            assert changed <= otherwise, f"step {step}, {flags}: {changed} differ from the previous step"
+    for flags, run in runs_of(step).items():
+        earlier = earlier_with(flags, step)
+        if earlier is None or (flags == LAUNCHED_OTHERWISE[1] and earlier < LAUNCHED_OTHERWISE[0] <= step):
+            continue
+        otherwise = set().union(*(OTHERWISE.get(each, set()) for each in range(earlier + 1, step + 1)))
+        changed = what_changed(runs_of(earlier)[flags], run, 1e-2 if "float16" in flags else 1e-10)
+        assert changed <= otherwise, f"step {step}, {flags}: {changed} differ from step {earlier}"
 
 
 def float16_from_too_large_a_scale(step: int, folder: Path) -> list[dict]:
