@@ -15,7 +15,7 @@ from common.tracing.chrome_trace import read_trace, time_by_state
 from step01_single_gpu.running.gpu_kernels import classify_kernels
 from tests.gpu_check.findings import Findings, on_devices
 from tests.gpu_check.launching import train_alone, visible_gpus
-from tests.harness.ranks import steps_of, torchrun
+from tests.harness.ranks import run_script, steps_of, torchrun
 
 TINY = "--layers 2 --hidden 32 --heads 4 --ffn 48 --vocab 256 --dtype bfloat16 --global-batch {} --micro-batch {}"
 TINY += " --seq-len {}"
@@ -109,9 +109,12 @@ def test_dimension(found, item):
     assert all_["loss"] == pytest.approx(one["loss"], rel=1e-2)
 
 
-def run(ranks: int, *command, **options) -> None:
-    """A command under torchrun. Raises AssertionError with what was printed if that fails."""
-    done = torchrun(ranks, *command, timeout=TIME, **options)
+def run(ranks: int, *command, forked: bool = False, **options) -> None:
+    """A command under torchrun, or on forked ranks. Raises AssertionError with what was printed if that fails."""
+    if forked:
+        done = run_script(*command, ranks=ranks, timeout=TIME)
+    else:
+        done = torchrun(ranks, *command, timeout=TIME, **options)
     assert done.returncode == 0, done.stderr.strip()[-600:]
 
 
@@ -135,7 +138,8 @@ def train(found: Findings, name: str, ranks: int, shape: str, flags: str = "", e
     shape = TINY.format(4, 1, 64) if found.quick else f"{SHAPES[shape]} --dtype bfloat16"
     flags = f"{shape} {flags} --data synthetic --warmup 2 --steps {STEPS} --device {found.device.type}"
     flags += "" if found.quick else f" --trace {STEPS - 1}:{STEPS - 1} --profile"
-    run(ranks, "step08_5d/train.py", *flags.split(), "--run-dir", found.folder / name, env=environment)
+    command = ["step08_5d/train.py", *flags.split(), "--run-dir", found.folder / name]
+    run(ranks, *command, forked=found.device.type == "cpu", env=environment)
 
 
 def predicted(seconds: float, ranks: int, config: dict) -> float:
