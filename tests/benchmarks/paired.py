@@ -134,13 +134,18 @@ def take_turns(makers: list[Callable], pairs: int) -> tuple[list[tuple[float, fl
     return times, max(abs(a - b) for a, b in zip(losses[0][:5], losses[1][:5], strict=True))
 
 
-def peak_alone(make: Callable, steps: int = 5) -> tuple[int, list[str]]:
-    """Return the highest number of bytes alive during a step, the median of these, with nothing else alive in the
-    process, and the project's files that a step runs. (Where a gloo thread drops the last reference to a message, its
-    release is seen late, see `MemoryMeter`.)
+def peak_alone(make: Callable) -> tuple[int, list[str]]:
+    """Return `peak_of_steps`, with nothing else alive in the process, and the project's files that a step runs."""
+    step = make()
+    return peak_of_steps(step), files_run(step)
+
+
+def peak_of_steps(step: Callable, steps: int = 5) -> int:
+    """Return the highest number of bytes alive during a step, the median of these. (Where a gloo thread drops the last
+    reference to a message, its release is seen late, see `MemoryMeter`.)
     """
     warnings.filterwarnings("ignore", message="Memory block of unknown size")
-    step, peaks, meter = make(), [], MemoryMeter(torch.device("cpu"))
+    peaks, meter = [], MemoryMeter(torch.device("cpu"))
     step()
     step()
     for _ in range(steps):
@@ -151,7 +156,7 @@ def peak_alone(make: Callable, steps: int = 5) -> tuple[int, list[str]]:
         with meter.measure(o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)) as measured:
             step()
         peaks.append(measured.peak_bytes)
-    return statistics.median(peaks), files_run(step)
+    return statistics.median(peaks)
 
 
 # ---- on all ranks ----------------------------------------------------------------------------------------------------

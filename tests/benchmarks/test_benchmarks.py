@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks import context_parallel, data_parallel, expert_parallel, kept, pipeline, tensor_parallel, zero
 from tests.benchmarks.kept import NAMES, changed_files, code_of, files_run, hash_of, load
-from tests.benchmarks.paired import our_step, peak_alone
+from tests.benchmarks.paired import our_step, peak_of_steps
 from tests.benchmarks.tables import PAGES, TABLES, with_tables
 from tests.harness.ranks import ROOT, run_ranks
 
@@ -40,7 +40,7 @@ def sides() -> dict[str, Sides]:
 def peak_of(make: Callable) -> int:
     gc.collect()
     gc.freeze()  # what an earlier case has left is not counted
-    return peak_alone(make, steps=3)[0]
+    return peak_of_steps(make(), steps=3)
 
 
 def peaks() -> dict[str, tuple[int, int]]:
