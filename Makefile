@@ -51,10 +51,10 @@ help:
 	@echo 'PY=python          uses an environment of your own and installs nothing; it needs what'
 	@echo '                   pip install -c constraints.txt -e ".[test]" installs, in any version that pyproject.toml allows'
 
-# Two files of tests more than there are cores, in the order of tests/conftest.py: some wait, and leave a core to others.
-# At most ten, as each may start eight ranks
+# One file of tests more than there are cores, in the order of tests/conftest.py: some wait, and leave a core to others;
+# each worker takes seconds to begin. At most ten, as each may start eight ranks
 SIDE_BY_SIDE = -q -n $(shell cores=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); \
-  echo $$((cores < 8 ? cores + 2 : 10))) --dist loadfile --no-loadscope-reorder
+  echo $$((cores < 9 ? cores + 1 : 10))) --dist loadfile --no-loadscope-reorder
 
 demo: $(READY)
 	$(PY) -m common.experiments.demo

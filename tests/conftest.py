@@ -20,13 +20,14 @@ if not torch.cuda.device_count():
 
 
 def stay_on_one_core():
-    """Of those side by side, each worker has its core, and so have its ranks: messages to a rank on another core, which
-    has to be woken for each, take twice as much processor time.
+    """Where no core is to spare, the first workers have one each, which their ranks stay on: a rank on another core has
+    to be woken for each message, which takes processor time. Further workers go where a core is idle.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
+        if int(worker) < len(cores) <= int(os.environ["PYTEST_XDIST_WORKER_COUNT"]):
+            os.sched_setaffinity(0, {cores[int(worker)]})
 
 
 def pytest_configure():
