@@ -34,8 +34,7 @@ def pytest_configure():
     """Refuse to run without assertions, and the one pair of versions that pyproject.toml's ranges allow and that cannot
     run the kernels here.
     """
-    if os.environ.get("PIN"):
-        stay_on_one_core()
+    stay_on_one_core()
     if not __debug__:
         raise pytest.UsageError("python -O and PYTHONOPTIMIZE remove the assertions that tests are made of")
     try:
