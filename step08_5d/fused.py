@@ -20,7 +20,7 @@ from torch import nn
 from common.config import TrainConfig
 from common.errors import UsageError, first_line
 from common.group import Group
-from common.model import ATTENTION_CORES, Decoder, RMSNorm, fused_attention, rotate, silu_and_multiply
+from common.model import ATTENTION_CORES, Decoder, RMSNorm, SwiGLU, fused_attention, rotate, silu_and_multiply
 from common.process_groups import Mesh
 from step06_context_parallel.attention_block import NaiveKernels
 from step06_context_parallel.context_parallel import replaces_attention
@@ -88,11 +88,13 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
     """Let kernels compute a `Decoder`: its small operations (or compile these), experts, head with loss, attention.
 
     Raises UsageError for --own-attention where no kernel is launched, and ValueError if context parallelism has yet to
-    replace the attention, or if ZeRO's hooks are on the modules already that are replaced here.
+    replace the attention, or experts an MLP, or if ZeRO's hooks are on the modules already that are replaced here.
     """
     cores = [layer.attention.core for layer in model.layers.values()]
     if replaces_attention(config) and any(core in ATTENTION_CORES.values() for core in cores):
         raise ValueError("apply_kernels comes after apply_context_parallel, into whose attention it puts kernels")
+    if any(config.model_config.has_experts(int(i)) and isinstance(model.layers[i].mlp, SwiGLU) for i in model.layers):
+        raise ValueError("apply_kernels comes after apply_experts, for whose products there are kernels as well")
     if any(hasattr(weight, "sums") for weight in model.parameters()):  # of gradients
         raise ValueError("apply_kernels comes before ZeRO, whose hooks are on modules that it replaces")
     in_kernels = launches_kernels(config, mesh.device)

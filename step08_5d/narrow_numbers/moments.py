@@ -24,7 +24,9 @@ class NarrowMoments(Optimizer):
 
     @torch.no_grad()
     def step(self, gradients, lr, factor=None, skip=None):
-        """As `Optimizer.step`, but for float16: no step is skipped."""
+        """As `Optimizer.step`. Raises ValueError for `skip`, which only float16 has."""
+        if skip is not None:
+            raise ValueError("moments in BF16 are for training in bfloat16 or float32: no step is skipped")
         for parameter, master, gradient in zip(self.parameters, self.masters, gradients, strict=True):
             state, settings = self.state_of(master), settings_of(self, parameter)
             state["step"] += 1

@@ -199,3 +199,5 @@ def test_moments_in_bfloat16():
             assert relative(state[key], theirs.state[other][key]) < 2**-8
             theirs.state[other][key].copy_(state[key])
     assert relative(ours.masters[0], other) < 1e-6
+    with pytest.raises(ValueError, match="^moments in BF16 are for training in bfloat16 or float32"):
+        ours.step([gradient], 1e-3, skip=torch.ones(()))

@@ -56,8 +56,10 @@ def test_the_order_of_build():
         ("experts, tensor parallelism", "layer 0 has a MoE: apply_tensor_parallel comes before what replaces MLPs"),
         # The blocks of attention would run without kernels
         ("kernels, context parallelism", "apply_kernels comes after apply_context_parallel, into whose attention "),
+        # Experts would run without kernels, and round their weights' gradients
+        ("context parallelism, kernels, experts", "apply_kernels comes after apply_experts, for whose products "),
         # A norm would come without the hook that waits for its weights
-        ("context parallelism, ZeRO, kernels", "apply_kernels comes before ZeRO, whose hooks are on modules "),
+        ("experts, context parallelism, ZeRO, kernels", "apply_kernels comes before ZeRO, whose hooks are on modules "),
         ("ZeRO, FP8, sums in kernels", "layers.0.attention.q_proj.weight has products: apply_kernels comes before "),
         # Gradients would not be summed over the holders
         ("ZeRO, shared parameters", "embedding.weight: mark_shared_parameters comes before ZeRO, which copies the "),
