@@ -225,7 +225,7 @@ def test_every_module_can_be_imported(room):
                 assert error.name == "triton", module
 
 
-MOST_LINES = {2: 450, 5: 750, 6: 800}  # of a mechanism; in the other steps 700
+MOST_LINES = {2: 450, 5: 750, 6: 800, 7: 800}  # of a mechanism; in the other steps 700
 
 
 @pytest.mark.parametrize("step", STEPS)
