@@ -2,8 +2,9 @@
 
     python step01_single_gpu/sketch.py
 
-It takes the same five steps in four ways. Losses agree up to rounding, but from way to way, activations take less
-memory: fewer numbers, and in the last way as many, of half the bytes.
+It takes the same five steps in four ways. For each it prints the losses, which agree up to rounding, and how many
+activations were in memory at most. From the first way to the third they become fewer. In the fourth there are as many
+as in the third, but each takes two bytes instead of four.
 A name that begins with d is a gradient: dx is that of the loss with respect to x.
 """
 

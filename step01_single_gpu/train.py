@@ -4,7 +4,8 @@
     python step01_single_gpu/train.py --steps 20 --dtype bfloat16 --recompute selective --micro-batch 1
     python step01_single_gpu/train.py --model smollm-135m --seq-len 2048 --global-batch 64 --dtype bfloat16
 
-The lesson is in step01_single_gpu/README.md. Each of the other steps adds one dimension to this file.
+The lesson is in step01_single_gpu/README.md. The folders beside this one each add a way to divide the run among
+processes, and the last one trains with all of them.
 """
 
 import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
