@@ -26,7 +26,6 @@ from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.stages import split_layers
 
 TAUGHT = {"afab": "AFAB", "1f1b": "1F1B", "interleaved": "interleaved", "zb-h1": "ZB-H1"}  # in the lesson
-NEEDS_MORE = {"zbv": "ZBV (twice the messages)", "dualpipe": "DualPipe (two copies of the weights)"}
 
 
 def activations(quick: bool) -> None:
@@ -128,15 +127,13 @@ class Watcher:
 
 
 def draw_tradeoff(shares: dict[str, list[float]], ranks: int, micro_batches: int) -> None:
-    """A dot for each schedule: what its fullest rank keeps, and how long its ranks wait."""
+    """A dot for each schedule of the lesson: what its fullest rank keeps, and how long its ranks wait."""
     figure, axis = new_figure(width=7.4, height=4.2)
-    for name, label in (TAUGHT | NEEDS_MORE).items():
+    for name, label in TAUGHT.items():
         schedule, costs = pipeline_of(name, ranks, micro_batches)
         kept, bubble = max(shares[name]), simulate(schedule, costs).bubble
-        taught = name in TAUGHT
-        look = {"fillstyle": "full" if taught else "none", "markersize": 11 if taught else 8}
-        axis.plot(kept, bubble, "o", color=COLOURS["measured"], **look)
-        font = {"fontsize": 13, "fontweight": "bold"} if taught else {"fontsize": 11}
+        axis.plot(kept, bubble, "o", color=COLOURS["measured"], markersize=11)
+        font = {"fontsize": 13, "fontweight": "bold"}
         axis.annotate(label, (kept, bubble), xytext=(9, -4), textcoords="offset points", **font)
     arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 2}
     axis.annotate("", (1.72, 5.5), (1.95, 6.7), arrowprops=arrow)
