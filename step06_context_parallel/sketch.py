@@ -55,7 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         p = (scores - total[:, None]).exp()  # each key's weight among them
         out[queries] = out[queries] * (lse[queries] - total).exp()[:, None] + p @ v[keys]
         lse[queries] = total
-        ring = pass_on(ring)  # the last time for nothing: only the backward must bring something home
+        ring = pass_on(ring)  # the last time, my own keys return, which only the backward needs
     # --- until here ---
     return out, lse
 
