@@ -25,9 +25,11 @@ from step07_expert_parallel.router import Router
 class Choices:
     """What tokens have chosen, sorted by expert and then by token: a row for each choice that is not dropped.
 
-    counts          how many rows each expert has
-    order, tokens   (rows,) each: which of the tokens * k choices a row is, and of which token
-    places, starts  (rows,) and (tokens,): the rows of token t are listed in places, from starts[t] on
+    counts    how many rows each expert has
+    order     (rows,): which of the tokens * k choices a row is
+    tokens    (rows,): which token it belongs to
+    places    (rows,): the way back, from tokens to rows. It lists the rows of token 0, then those of token 1, ...
+    starts    (tokens,): where in this list the rows of each token begin
 
     For example, three tokens choose two of the experts 0, 1, 2, and token 1's second choice is dropped (3):
 

@@ -184,12 +184,14 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 class _Account(torch.autograd.Function):
-    """Passes the gates on. Its backward starts the one of the auxiliary losses, and adds up values and counts.
+    """Passes the gates on unchanged. Its backward adds up what was counted, and starts that of the auxiliary losses.
 
-    Why in the backward? With recomputation a layer's forward runs twice per micro-batch, and in an evaluation it runs
-    without any training. Its backward runs exactly once for every micro-batch that the step trains on, so what is added
-    up there is counted once. And the auxiliary loss has no way of its own to the end of the model: a layer returns
-    hidden states alone, also to another pipeline stage. So its backward starts here, with the factor of the loss.
+    Why is it counted in the backward? With recomputation a layer's forward runs twice per micro-batch, and in an
+    evaluation it runs without any training. But a backward runs exactly once for each micro-batch of a training step.
+
+    Why do the auxiliary losses start here? A layer returns hidden states alone, perhaps to another pipeline stage, so
+    the auxiliary losses cannot reach the end of the model, where they would be added to the loss. It is enough that
+    their own backward runs at some time, and starts with the same scale as the loss's.
     """
 
     @staticmethod
