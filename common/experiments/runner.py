@@ -36,11 +36,11 @@ def run_experiments(
     """
     by_name, step = {function.__name__: function for function in experiments}, step or package.partition(".")[0]
     parser = OneLineParser(prog=f"python -m {package}", description=summary(description), epilog=EPILOG)
-    parser.add_argument("--only", choices=by_name, help="one experiment (default: all)")
+    parser.add_argument("--only", nargs="+", choices=by_name, metavar="NAME", help=f"some of {', '.join(by_name)}")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements, rougher numbers")
     options = parser.parse_args(argv)
     figures.folder = Path(f"runs/{step.partition('_')[0]}-figures") if options.quick else ROOT / step / "figures"
-    names = [options.only] if options.only else list(by_name)
+    names = options.only or list(by_name)
     for number, name in enumerate(names, 1):
         print(f"\n==== {number} of {len(names)}, {name}: {summary(by_name[name].__doc__)}", flush=True)
         start = time.perf_counter()

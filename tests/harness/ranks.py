@@ -90,15 +90,18 @@ def run_command(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def run_script(*command, ranks: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
+def run_script(
+    *command, ranks: int = 1, timeout: float = 120, module: str = "step08_5d.train"
+) -> subprocess.CompletedProcess:
     """What `python *command` does from the top folder (a script or -m and a module), but on forked processes, which
     have imported torch already. With several `ranks`, what they would do under torchrun: `stdout` and `stderr` are
-    those of all of them, rank 0's first, and the status is that of a rank that failed.
+    those of all of them, rank 0's first, and the status is that of a rank that failed. The forked processes have also
+    imported `module`, as that of a function in `run_ranks`.
     """
     command = [str(each) for each in command]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        request = {"command": command, "module": "step08_5d.train"}  # which imports what most scripts do
+        request = {"command": command, "module": module}  # by default one that imports what most scripts do
         outcome = _ask_server(folder, str(ROOT), environment, ranks, timeout, request)
         texts = ["".join(_read(folder, f"{rank}.{name}") for rank in range(ranks)) for name in ("output", "errors")]
         stacks = [_read(folder, f"{rank}.stacks") for rank in range(ranks)]

@@ -48,11 +48,11 @@ LAYOUTS = [  # ranks, step, flags: a line for whatever communicates in a new way
 ]
 WIDE = [  # one step each, for the order of the operations: numbers are not compared
     (8, 4, f"{HYBRID} --tp 2 --zero 2"),
-    (8, 5, f"{PP} --dp 2 --tp 2 --zero 3 --schedule interleaved --tp-mode chunked"),
-    (8, 6, f"{PP} --cp 2 --dp 2 --zero 3 --schedule zbv --cp-split contiguous"),
     (8, 7, f"{EP} {PP} --ep 4 --micro-batch 2 --cp 2 --tp 2 --zero 1 --schedule dualpipev"),
 ]
 MORE_WIDE = [
+    (8, 5, f"{PP} --dp 2 --tp 2 --zero 3 --schedule interleaved --tp-mode chunked"),
+    (8, 6, f"{PP} --cp 2 --dp 2 --zero 3 --schedule zbv --cp-split contiguous"),
     (8, 5, f"{PP} --dp 2 --tp 2 --zero 1 --schedule dualpipe"),
     (8, 5, f"{PP} {HYBRID} --zero 3 --schedule 1f1b"),
     (8, 5, "--layers 8 --pp 4 --zero 1 --global-batch 8 --schedule zbv"),

@@ -58,7 +58,7 @@ def assert_approved(rows: list[Compiled]) -> None:
 
 @needs_triton
 def test_attention_and_norms_on_hopper():
-    rows = compiled(90, "attention", "wide_attention", "norms")
+    rows = compiled(90, "attention", "norms")
     assert_approved(rows)
     products = {row.kernel: row.products for row in rows if row.case.startswith("d ") and row.kernel != "merge"}
     assert products == dict.fromkeys(("forward", "query_gradient", "key_gradient"), "wgmma")
