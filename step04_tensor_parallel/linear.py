@@ -1,4 +1,4 @@
-"""A linear layer in three products, with two seams.
+"""A linear layer in three products, with two seams: places where other code may step in.
 
 The backward of a linear layer is two multiplications, and other ranks wait for only one of them, the input's gradient.
 Two attributes of a weight change what happens here:

@@ -62,7 +62,7 @@ def _reduce_scatter(x, group):
 def make_operator(name, in_forward, in_backward):
     """Return an autograd function of (x, group) from a function of (x, group) for each direction.
 
-    PyTorch names the backward's node after the class: in profiles and in `grad_fn` it is `CopyToRanksBackward`.
+    `type` makes the class, so that it gets this name: PyTorch calls the backward's node `CopyToRanksBackward` after it.
     """
 
     def forward(ctx, x, group):

@@ -1,6 +1,6 @@
 """The claims of step 4, predicted and measured.
 
-python -m step04_tensor_parallel.experiments  # all of them, about 7 minutes on 2 cores
+python -m step04_tensor_parallel.experiments  # all of them, about 8 minutes on 2 cores
 python -m step04_tensor_parallel.experiments --only shapes
 """
 
@@ -16,6 +16,7 @@ EXPERIMENTS = [
     memory.activations,
     gpt.gpt,
     overlap.overlap,
+    overlap.backward,
     nodes.nodes,
     cluster.condition,
 ]

@@ -8,18 +8,22 @@ import torch
 from common import collectives
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player
+from common.drawing.tables import print_table
 from common.experiments.local_ranks import on_ranks
-from common.experiments.traces import print_hidden, run_cases
+from common.experiments.traces import TracedPart, print_hidden, quietest, run_cases, run_parts
 from common.group import Group
 from common.link import Link
 from common.process_groups import Mesh
+from common.tracing.tracer import Tracer
+from step01_single_gpu.running.slow_device import SlowDevice
 from step04_tensor_parallel import cost
-from step04_tensor_parallel.experiments.timelines import draw_layers
-from step04_tensor_parallel.experiments.tools import WAYS, way_of
+from step04_tensor_parallel.experiments.timelines import draw_backwards, draw_layers
+from step04_tensor_parallel.experiments.tools import WAYS, training, way_of
 from step04_tensor_parallel.train import train
 
 MODEL = {"layers": 1, "hidden": 512, "ffn": 1536, "heads": 8, "kv_heads": 8, "data": "synthetic", "warmup": 1}
 MODEL |= {"seq_len": 256, "micro_batch": 2, "global_batch": 2, "tp": 2}
+SLOW_LINK, SLOW = "2000,0.015", 6e9  # of the lesson's command: devices so slow that two cores are enough for both
 LINK = "200,0.15"  # 0.2 ms a message, 0.15 GB/s: to these products what a network between nodes is to real ones
 
 PANELS = {
@@ -40,6 +44,31 @@ def overlap(quick: bool) -> None:
     players = {name: play(MODEL | WAYS[name], Link.parse(LINK), times) for name in traces}
     print_hidden(f"2 ranks, --link {LINK}", players, traces)
     draw_layers([(title, traces[name], name.startswith("SP")) for name, title in PANELS.items()], "timelines")
+
+
+def backward(quick: bool) -> None:
+    """The backward of an MLP in modes plain and overlap, on simulated devices: what hides behind which product."""
+    modes = {mode: mode for mode in ("plain", "overlap")}
+    traces = run_parts(2, slow_step, modes, steps=2 if quick else 4, title="backward")
+    found = draw_backwards(traces, "backward")
+    rows = []
+    for mode, (takes, waits) in found.items():
+        row = quietest(traces[mode])
+        whole = f"{1e3 * row.communication_s:.0f}", f"{1e3 * row.exposed_s:.0f}", f"{row.overlap_share:.0%}"
+        rows.append((mode, f"{takes:.0f}", f"{waits:.0f}", *whole))
+    header = ("", "MLP's backward, ms", "it waits", "whole step: communication", "exposed", "hidden")
+    print_table(f"2 ranks, --link {SLOW_LINK} --compute {SLOW / 1e9:g}", header, rows)
+
+
+def slow_step(mesh: Mesh, mode: str) -> TracedPart:
+    """On a rank: one training step, whose products are phases of the trace and take the time of a slow device."""
+    run = training(mesh, MODEL | {"tp_mode": mode, "link": SLOW_LINK})
+
+    def step(tracer: Tracer) -> None:
+        with SlowDevice(SLOW, tracer):
+            run.take(tracer=tracer)
+
+    return TracedPart(step, run.mesh)
 
 
 def play(flags: dict, link: Link, times: dict) -> Player:

@@ -1,4 +1,4 @@
-"""Timelines of one rank that name the layers: the tracer's lanes, and one more above them."""
+"""Timelines of one rank: of whole steps with the names of the layers, and of one MLP's backward, product by product."""
 
 from common.drawing.figures import save_figure
 from common.drawing.lanes import Lane, Span, panels_of_lanes
@@ -24,6 +24,47 @@ def draw_layers(panels: list[tuple[str, Trace, bool]], name: str) -> None:
         title = f"{title}: {1e3 * row.step_time_s:.0f} ms, of which it waits {1e3 * waits:.0f}"
         rows.append((title, [Lane("layer", layers, 0.55), *lanes_of(alone, row.step)]))
     save_figure(panels_of_lanes(rows, "ms since the start of the step", NAMES), name)
+
+
+MESSAGES = {"all_gather": "gather", "reduce_scatter": "sum"}
+GRADIENTS = {"dx": "input's gradient", "dW": "weights' gradient"}
+# The six products of an MLP's backward, in order: those of down, then those of gate and up. And its messages
+PLAIN = ("dx", "dW", "dx", "dW", "dx", "dW"), ("dy", "dx")
+OVERLAP = ("dx", "dW", "dx", "dx", "dW", "dW"), ("dy", "x", "dx")
+
+
+def draw_backwards(traces: dict[str, Trace], name: str) -> dict[str, tuple[float, float]]:
+    """Draw an MLP's backward on rank 0 in `plain` and in `overlap`, traced with a simulated device (--compute).
+
+    Returns, for each, the milliseconds that it takes, and those of them in which the rank waits.
+    """
+    rows, found = [], {}
+    for (mode, trace), (products, messages) in zip(traces.items(), (PLAIN, OVERLAP), strict=True):
+        row, alone = quietest(trace), one_rank(trace)
+        spans = [span for span in alone.spans[0] if span["args"]["step"] == row.step]
+        begin, end = [each[1:] for each in layers_of(spans, True) if each[0] == "MLP"][1]
+
+        def within(category: str, spans=spans, begin=begin, end=end) -> list[Span]:
+            """What rank 0 does between begin and end; of phases, those of the simulated device."""
+            some = [span for span in spans if span["cat"] == category and (category != "phase" or "op" in span["args"])]
+            timed = sorted((*bounds(span), span["name"]) for span in some)
+            return [Span(a - begin, b - a, name) for a, b, name in timed if begin <= (a + b) / 2 <= end]
+
+        computing = [
+            each._replace(name=GRADIENTS[word], words=word)
+            for each, word in zip(within("phase"), products, strict=True)
+        ]
+        sent = [
+            each._replace(words=f"{MESSAGES[each.name]} {word}")
+            for each, word in zip(within("communication"), messages, strict=True)
+        ]
+        waits = [each._replace(name="blocked") for each in within("wait")]
+        found[mode] = end - begin, sum(each.width for each in waits)
+        title = f"{mode}: {end - begin:.0f} ms, of which it waits {found[mode][1]:.0f}"
+        rows.append((title, [Lane("rank 0", [*computing, *waits]), Lane("messages", sent, 0.7)]))
+    names = {each: each for each in GRADIENTS.values()} | {"blocked": "waits"}
+    save_figure(panels_of_lanes(rows, "ms since the backward of the MLP has begun", names, row=0.5), name)
+    return found
 
 
 def layers_of(spans: list[dict], sequence_parallel: bool) -> list[tuple[str, float, float]]:
