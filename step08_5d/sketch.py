@@ -1,9 +1,17 @@
-"""Data, pipeline and tensor parallelism at once, by hand: three groups of ranks, and a few lines for each.
+"""All five dimensions at once. Each of them is a group of ranks, and a few lines:
+
+    dimension   divides                     sends                              in
+    dp          sequences                   gradients, once per step           train
+    pp          layers                      the output of a stage              run
+    cp          the tokens of a sequence    keys and values                    attention
+    tp          heads; tokens elsewhere     tokens to heads, and sums back     attention
+    ep          experts                     tokens to experts, results back    experts
 
     python step08_5d/sketch.py
-    torchrun --nproc_per_node 8 step08_5d/sketch.py
+    torchrun --nproc_per_node 16 step08_5d/sketch.py
 
-Both commands print the same losses, up to rounding; 2 and 4 ranks do so, too. dx is the gradient of x, and so on.
+Both commands print the same losses, up to rounding; 2, 4 and 8 ranks do so, too. A layer is attention, then experts in
+the place of an MLP. Autograd goes back through what a rank has computed, and each `Message` sends its gradient back.
 """
 
 import os
@@ -12,8 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LAYERS, WIDTH, TOKENS, MICRO_BATCHES, STEPS, LEARNING_RATE = 4, 16, 64, 4, 5, 0.1
-DEGREES = {1: (1, 1, 1), 2: (1, 1, 2), 4: (1, 2, 2), 8: (2, 2, 2)}  # dp, pp and tp, by number of ranks
+LAYERS, WIDTH, HEADS, HEAD, EXPERTS, CHOICES = 2, 16, 4, 4, 8, 2
+SEQUENCES, TOKENS, STEPS, LEARNING_RATE = 4, 16, 5, 0.1
+# Number of ranks: (dp, pp, cp, tp, ep)
+DEGREES = {1: (1, 1, 1, 1, 1), 2: (1, 1, 1, 2, 2), 4: (1, 1, 2, 2, 2), 8: (1, 2, 2, 2, 4), 16: (2, 2, 2, 2, 4)}
+
+
+def make_groups(dp: int, pp: int, cp: int, tp: int, ep: int) -> list[dist.ProcessGroup]:
+    """Return my group along each dimension, and the two over which gradients are summed: dp_cp and edp."""
+    # --- write this yourself ---
+    grid = torch.arange(dp * pp * cp * tp).view(dp, pp, cp, tp)
+    dealt = grid.movedim(1, 0).reshape(pp, -1, ep)  # step 7: the ranks of each stage, dealt into rows of ep
+    rows = [*(grid.movedim(axis, -1) for axis in range(4)), dealt]  # each row is a group
+    rows += [grid.movedim(2, -1).movedim(0, -2).flatten(-2), dealt.movedim(1, -1)]
+    # --- until here ---
+    return [dist.new_subgroups_by_enumeration(each.flatten(0, -2).tolist())[0] for each in rows]
 
 
 def part(whole: Tensor, group: dist.ProcessGroup, axis: int = 0) -> Tensor:
@@ -21,81 +42,130 @@ def part(whole: Tensor, group: dist.ProcessGroup, axis: int = 0) -> Tensor:
     return whole.chunk(group.size(), axis)[group.rank()].clone()
 
 
-def gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks of a group."""
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine, group)
+class Message(torch.autograd.Function):
+    """`there` sends something in the forward. In the backward, `back` sends its gradient the opposite way."""
+
+    @staticmethod
+    def forward(context, x, there, back, group, *way):
+        context.back = lambda dy: back(dy, group, *way[::-1])
+        return there(x, group, *way)
+
+    @staticmethod
+    def backward(context, dy):
+        return context.back(dy), *[None] * (len(context.needs_input_grad) - 1)
+
+
+def gather(mine: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    """Return the tokens of all ranks."""
+    parts = [torch.empty_like(mine) for _ in range(tp.size())]
+    dist.all_gather(parts, mine, tp)
     return torch.cat(parts)
 
 
-def reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return my rows of the sum of the group's tensors."""
-    summed = torch.empty_like(part(whole, group))
-    dist.reduce_scatter(summed, list(whole.chunk(group.size())), group=group)
+def reduce_scatter(whole: Tensor, tp: dist.ProcessGroup) -> Tensor:
+    """Return my tokens of the sum of all ranks' tensors."""
+    summed = torch.empty_like(part(whole, tp))
+    dist.reduce_scatter(summed, list(whole.chunk(tp.size())), group=tp)
     return summed
 
 
-def run(weights, gradients, samples: Tensor, targets: Tensor, pp: dist.ProcessGroup, tp: dist.ProcessGroup) -> Tensor:
+def pass_on(mine: Tensor, cp: dist.ProcessGroup, after: int, before: int) -> Tensor:
+    """Send a tensor to the rank after me in a ring, and return what the rank before me sends."""
+    sending, arriving = dist.isend(mine, group=cp, group_dst=after), torch.empty_like(mine)
+    dist.recv(arriving, group=cp, group_src=before)
+    sending.wait()
+    return arriving
+
+
+def exchange(rows: Tensor, ep: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    """Send `sent[j]` rows to each rank j, in this order. Returns the `received[j]` rows from each rank."""
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, received, sent, ep)
+    return arrived
+
+
+def attention(x: Tensor, qkv: Tensor, out: Tensor, cp: dist.ProcessGroup, tp: dist.ProcessGroup) -> Tensor:
+    """Return what my tokens find in the whole sequence before them."""
+    q, k, v = Message.apply(x, gather, reduce_scatter, tp) @ qkv  # tp: the tokens of all its ranks, for my heads
+    positions, me, ranks = torch.arange(TOKENS).chunk(cp.size()), cp.rank(), cp.size()
+    weighted = total = 0
+    for hop in range(ranks):  # step 6, with contiguous parts
+        if hop > 0:  # cp: the keys and values of the next owner
+            k, v = Message.apply(torch.stack((k, v)), pass_on, pass_on, cp, (me + 1) % ranks, (me - 1) % ranks)
+        later = positions[me - hop] > positions[me][:, None]
+        p = (q @ k.mT * HEAD**-0.5).exp().masked_fill(later, 0)  # each key's weight
+        weighted, total = weighted + p @ v, total + p.sum(-1, keepdim=True)
+    y = (weighted / total @ out).sum(0)  # of my heads
+    return Message.apply(y, reduce_scatter, gather, tp)  # tp: the sum of all heads, for my tokens
+
+
+def experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor, ep: dist.ProcessGroup) -> Tensor:
+    """Return what their experts make of my tokens. `up` and `down` are the weights of my experts."""
+    best, chosen = (x @ router).topk(CHOICES)
+    order = chosen.flatten().argsort(stable=True)  # by expert; choice i is one of token i // CHOICES
+    counts = chosen.flatten().bincount(minlength=EXPERTS).view(ep.size(), -1)  # by rank and expert
+    arrivals = exchange(counts, ep, [1] * ep.size(), [1] * ep.size())
+    sent, received = counts.sum(1).tolist(), arrivals.sum(1).tolist()
+    rows = Message.apply(x[order // CHOICES], exchange, exchange, ep, sent, received)  # ep: to the experts
+    expert = torch.arange(len(up)).repeat(ep.size()).repeat_interleave(arrivals.flatten())  # of each row
+    results = (torch.relu(rows[:, None] @ up[expert]) @ down[expert]).squeeze(1)
+    results = Message.apply(results, exchange, exchange, ep, received, sent)  # ep: and home
+    return torch.zeros_like(x).index_add(0, order // CHOICES, results * best.softmax(-1).flatten()[order, None])
+
+
+def run(weights: list[Tensor], samples: Tensor, targets: Tensor, pp, cp, tp, ep) -> Tensor:
     """Add up the gradients of my stage. Returns the loss of my tokens, which only the last stage knows."""
-    layers, dlayers = list(zip(*weights)), list(zip(*gradients))  # one (scale, w1, w2) per layer
-    stages, kept, loss = dist.get_process_group_ranks(pp), [], samples.new_zeros(())
-    before, after = stages[: pp.rank()], stages[pp.rank() + 1 :]
-    for micro_batch in samples.chunk(MICRO_BATCHES):  # step 5: all forwards first, to be short
-        activations = [part(micro_batch, tp)]
-        if before:
-            dist.recv(activations[0], before[-1])
-        for scale, w1, w2 in layers:  # step 4: layers of two matrices, with sequence parallelism
-            hidden = torch.relu(gather(activations[-1] * scale, tp) @ w1)
-            activations.append(activations[-1] + reduce_scatter(hidden @ w2, tp))
-        if after:
-            dist.send(activations[-1], after[0])
-        kept.append(activations)
-    for activations, target in zip(kept, targets.chunk(MICRO_BATCHES)):
-        y, dx = activations.pop(), torch.empty_like(activations[0])
-        if after:
-            dist.recv(dx, after[0])
+    stage, last, kept, loss = pp.rank(), pp.size() - 1, [], samples.new_zeros(())
+    for sample, target in zip(samples, targets):  # step 5: micro-batches of one sequence, all forwards first
+        x = part(part(sample, cp), tp)  # my tokens
+        if stage > 0:
+            dist.recv(x, group=pp, group_src=stage - 1)  # pp
+        y = x.requires_grad_()
+        for qkv, out, router, up, down in zip(*weights):
+            y = y + attention(y, qkv, out, cp, tp)
+            y = y + experts(y, router, up, down, ep)
+        if stage < last:
+            dist.send(y.detach(), group=pp, group_dst=stage + 1)  # pp
         else:
-            error = y - part(target, tp)
-            loss += error.square().sum() / (TOKENS * WIDTH)
-            dx = 2 * error / (TOKENS * WIDTH)
-        for x, (scale, w1, w2), (dscale, dw1, dw2) in zip(activations[::-1], layers[::-1], dlayers[::-1]):
-            scaled, dy = gather(x * scale, tp), gather(dx, tp)
-            hidden = torch.relu(scaled @ w1)  # step 1: recomputed
-            dhidden = (dy @ w2.T) * (hidden > 0)
-            dscaled = reduce_scatter(dhidden @ w1.T, tp)
-            dscale += (dscaled * x).sum(0)
-            dw1 += scaled.T @ dhidden
-            dw2 += hidden.T @ dy
-            dx = dx + dscaled * scale
-        if before:
-            dist.send(dx, before[-1])
+            y = (y - part(part(target, cp), tp)).square().sum() / (SEQUENCES * TOKENS * WIDTH)
+            loss += y.detach()
+        kept.append((x, y))
+    for x, y in kept:
+        dy = torch.ones_like(y)  # of the loss
+        if stage < last:
+            dist.recv(dy, group=pp, group_src=stage + 1)  # pp
+        y.backward(dy)
+        if stage > 0:
+            dist.send(x.grad, group=pp, group_dst=stage - 1)  # pp
     return loss
 
 
 def train(rank: int, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], list[Tensor]]:
-    """Take all steps. Returns the losses, and my part of scale, w1 and w2."""
-    # --- write this yourself ---
-    grid = torch.arange(ranks).view(DEGREES[ranks])
-    groups = [grid.movedim(axis, -1).flatten(0, -2).tolist() for axis in range(3)]  # ranks along dp, pp and tp
-    dp, pp, tp = (dist.new_subgroups_by_enumeration(along)[0] for along in groups)  # mine
-    # --- until here ---
+    """Take all steps. Returns the losses, and my parts of all weights."""
+    dp, pp, cp, tp, ep, dp_cp, edp = make_groups(*DEGREES[ranks])
     random = torch.Generator().manual_seed(0)
-    scale = torch.ones(LAYERS, WIDTH, dtype=dtype)
-    w1, w2 = torch.randn(2, LAYERS, WIDTH, WIDTH, generator=random, dtype=dtype) * WIDTH**-0.5
-    weights = [part(scale, pp), part(part(w1, pp), tp, axis=2), part(part(w2, pp), tp, axis=1)]
-    samples, targets = (part(each, dp) for each in torch.randn(2, TOKENS, WIDTH, generator=random, dtype=dtype))
+    sizes = (3, HEADS, WIDTH, HEAD), (HEADS, HEAD, WIDTH), (WIDTH, EXPERTS), (2, EXPERTS, WIDTH, WIDTH)
+    drawn = [torch.randn(LAYERS, *size, generator=random, dtype=dtype) * WIDTH**-0.5 for size in sizes]
+    qkv, out, router, mlps = (part(each, pp) for each in drawn)  # my layers
+    qkv, out = part(qkv, tp, axis=2), part(out, tp, axis=1)  # my heads
+    up, down = part(mlps, ep, axis=2).unbind(1)  # my experts
+    weights = [weight.requires_grad_() for weight in (qkv, out, router, up, down)]
+    samples, targets = part(torch.randn(2, SEQUENCES, TOKENS, WIDTH, generator=random, dtype=dtype), dp, axis=1)
 
     losses = []
     for step in range(STEPS):
-        gradients = dscale, dw1, dw2 = [torch.zeros_like(weight) for weight in weights]
-        loss = run(weights, gradients, samples, targets, pp, tp)
+        loss = run(weights, samples, targets, pp, cp, tp, ep)
+        dqkv, dout, drouter, dup, ddown = (weight.grad for weight in weights)
         # --- write this yourself ---
-        for gradient in (dscale, dw1, dw2):
-            dist.all_reduce(gradient, group=dp)  # whose ranks hold the same weights, but saw other samples
-        dist.all_reduce(dscale, group=tp)  # whose ranks hold the same scale, but saw other tokens
+        for gradient in (dqkv, dout, drouter):
+            dist.all_reduce(gradient, group=dp_cp)  # dp: other sequences saw these weights. cp: other tokens
+        dist.all_reduce(drouter, group=tp)  # each rank of tp routed its own tokens, with the same router
+        for gradient in (dup, ddown):
+            dist.all_reduce(gradient, group=edp)  # copies of my experts saw the tokens of other rows of ep
         # --- until here ---
-        for weight, gradient in zip(weights, gradients):
-            weight -= LEARNING_RATE * gradient
+        for weight in weights:
+            weight.data -= LEARNING_RATE * weight.grad
+            weight.grad = None
         dist.all_reduce(loss)
         losses.append(loss.item())
         if rank == 0:

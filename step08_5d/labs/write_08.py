@@ -12,121 +12,126 @@ from common.labs.rules import sends_at_most
 from common.labs.seen import Notes
 from common.labs.write import Expected, WriteLab, page
 
+NAMES = "dp", "pp", "cp", "tp", "ep", "dp_cp", "edp"  # of the groups, as the sketch lists them
+
 
 def _place(case: Case, rank: int) -> dict[str, list[int]]:
-    """The ranks along each dimension that a rank belongs to."""
-    grid = torch.arange(case.ranks).view(case.dp, case.pp, case.tp)
-    dp, pp, tp = (grid == rank).nonzero()[0].tolist()
-    return {"dp": grid[:, pp, tp].tolist(), "pp": grid[dp, :, tp].tolist(), "tp": grid[dp, pp].tolist()}
+    """The ranks of each group that a rank belongs to."""
+    grid = torch.arange(case.ranks).view(case.dp, case.pp, case.cp, case.tp)
+    dp, pp, cp, tp = (grid == rank).nonzero()[0].tolist()
+    dealt = grid[:, pp].reshape(-1, case.ep)
+    row, column = (dealt == rank).nonzero()[0].tolist()
+    along = grid[:, pp, cp, tp], grid[dp, :, cp, tp], grid[dp, pp, :, tp], grid[dp, pp, cp]
+    rest = dealt[row], grid[:, pp, :, tp].flatten(), dealt[:, column]
+    return {name: ranks.tolist() for name, ranks in zip(NAMES, (*along, *rest))}
 
 
-def _train(student, case: Case, run) -> list[Tensor]:
-    """One step of the student's training, with a function of ours for what a stage computes."""
-    student.DEGREES = {case.ranks: (case.dp, case.pp, case.tp)}
-    student.LAYERS, student.WIDTH, student.TOKENS, student.STEPS = case.pp, case.width, 8 * case.dp, 1
-    student.LEARNING_RATE, student.run = 1.0, run
-    with contextlib.redirect_stdout(io.StringIO()):
-        return student.train(dist.get_rank(), case.ranks, torch.float64)[1]
+def _degrees(case: Case) -> tuple[int, ...]:
+    return case.dp, case.pp, case.cp, case.tp, case.ep
 
 
 # ---- write-08-a: groups ----------------------------------------------------------------------------------------------
 
 
 def group(student, case: Case, rank: int) -> dict[str, Tensor]:
-    found = {}
-
-    def run(weights, gradients, samples, targets, pp, tp) -> Tensor:
-        found["pp"], found["tp"] = (torch.tensor(dist.get_process_group_ranks(each)) for each in (pp, tp))
-        return samples.new_zeros(())
-
-    reduce = dist.all_reduce
-
-    def listen(tensor, *args, **options):
-        if options.get("group") is not None:
-            found.setdefault("dp", torch.tensor(dist.get_process_group_ranks(options["group"])))  # its first sum
-        return reduce(tensor, *args, **options)
-
-    dist.all_reduce = listen
-    try:
-        _train(student, case, run)
-    finally:
-        dist.all_reduce = reduce
-    return {f"ranks of {name}": found.get(name) for name in ("dp", "pp", "tp")}
+    groups = student.make_groups(*_degrees(case))
+    return {f"ranks of {name}": torch.tensor(dist.get_process_group_ranks(each)) for name, each in zip(NAMES, groups)}
 
 
 def expect_groups(case: Case) -> list[Expected]:
     found = []
     for rank in range(case.ranks):
-        place = {name: torch.tensor(ranks) for name, ranks in _place(case, rank).items()}
-        right = {f"ranks of {name}": ranks for name, ranks in place.items()}
-        grid = torch.arange(case.ranks).view(case.tp, case.pp, case.dp)
-        tp, pp, dp = (grid == rank).nonzero()[0].tolist()
-        turned = {"ranks of dp": grid[tp, pp], "ranks of pp": grid[tp, :, dp], "ranks of tp": grid[:, pp, dp]}
+        place = {f"ranks of {name}": torch.tensor(ranks) for name, ranks in _place(case, rank).items()}
+        grid = torch.arange(case.ranks).view(case.tp, case.cp, case.pp, case.dp)
+        tp, cp, pp, dp = (grid == rank).nonzero()[0].tolist()
+        turned = {"ranks of dp": grid[tp, cp, pp], "ranks of pp": grid[tp, cp, :, dp]}
+        turned |= {"ranks of cp": grid[tp, :, pp, dp], "ranks of tp": grid[:, cp, pp, dp]}
         mistakes = {"tp is to be the fastest dimension: its ranks are neighbors, because they send the most.": turned}
-        for name in place:
-            for other in {"dp", "pp", "tp"} - {name}:
-                text = f"these are the ranks along {other}. Along {name}, the other two coordinates stay the same."
-                mistakes[text] = {f"ranks of {name}": place[other]}
+        for name in NAMES[:4]:
+            for other in set(NAMES[:4]) - {name}:
+                text = f"these are the ranks along {other}. Along {name}, the other three coordinates stay the same."
+                mistakes[text] = {f"ranks of {name}": place[f"ranks of {other}"]}
+        mistakes["ep deals the ranks of one stage anew, and a row of it has no ranks of other stages."] = {
+            "ranks of ep": torch.arange(case.ranks).view(-1, case.ep)[rank // case.ep]
+        }
+        mistakes[
+            "ranks of a row of ep hold different experts; edp joins the ranks of a column, with the same ones."
+        ] = {"ranks of edp": place["ranks of ep"]}
+        mistakes["the ranks of cp hold the same weights, too, and saw other tokens: dp_cp joins both."] = {
+            "ranks of dp_cp": place["ranks of dp"]
+        }
         mistakes["all ranks are in this group: it should have those along one dimension."] = dict.fromkeys(
-            right, torch.arange(case.ranks)
+            place, torch.arange(case.ranks)
         )
-        found.append(Expected.of(right, mistakes))
+        found.append(Expected.of(place, mistakes))
     return found
 
 
 # ---- write-08-b: sums ------------------------------------------------------------------------------------------------
 
+GRADIENTS = "dqkv", "dout", "drouter", "dup", "ddown"
+
 
 def _gradients(case: Case, rank: int) -> list[Tensor]:
-    """Of a rank's part of scale, w1 and w2, as its stage would compute them."""
+    """Of a rank's part of all weights, as its stage would compute them."""
     random = torch.Generator().manual_seed(100 * case.seed + rank)
-    sizes = (1, case.width), (1, case.width, case.width // case.tp), (1, case.width // case.tp, case.width)
-    return [torch.randn(*size, generator=random, dtype=torch.float64) for size in sizes]
+    heads, experts, width = 4 // case.tp, 8 // case.ep, case.width
+    sizes = (3, heads, width, 4), (heads, 4, width), (width, 8), (experts, width, width), (experts, width, width)
+    return [torch.randn(1, *size, generator=random, dtype=torch.float64) for size in sizes]
 
 
 def add_up(student, case: Case, rank: int) -> dict[str, Tensor]:
+    """What one step of the student's training changes, with a function of ours for what a stage computes."""
     before = []
 
-    def run(weights, gradients, samples, targets, pp, tp) -> Tensor:
-        before.extend(weight.clone() for weight in weights)
-        for gradient, drawn in zip(gradients, _gradients(case, rank)):
-            gradient += drawn
+    def run(weights, samples, targets, pp, cp, tp, ep) -> Tensor:
+        before.extend(weight.detach().clone() for weight in weights)
+        for weight, drawn in zip(weights, _gradients(case, rank)):
+            weight.grad = drawn
         return samples.new_zeros(())
 
-    after = _train(student, case, run)
-    return {name: old - new for name, old, new in zip(("dscale", "dw1", "dw2"), before, after)}
+    student.DEGREES = {case.ranks: _degrees(case)}
+    student.LAYERS, student.WIDTH, student.HEADS, student.HEAD, student.EXPERTS = case.pp, case.width, 4, 4, 8
+    student.SEQUENCES, student.TOKENS, student.STEPS, student.LEARNING_RATE = case.dp, 8, 1, 1.0
+    student.run = run
+    with contextlib.redirect_stdout(io.StringIO()):
+        after = student.train(rank, case.ranks, torch.float64)[1]
+    return {name: old - new.detach() for name, old, new in zip(GRADIENTS, before, after)}
 
 
 def expect_totals(case: Case) -> list[Expected]:
-    drawn = [dict(zip(("dscale", "dw1", "dw2"), _gradients(case, rank))) for rank in range(case.ranks)]
+    drawn = [dict(zip(GRADIENTS, _gradients(case, rank))) for rank in range(case.ranks)]
     found = []
     for rank in range(case.ranks):
         place = _place(case, rank)
-        both = [each for replica in place["dp"] for each in _place(case, replica)["tp"]]
+        both = [each for other in place["dp_cp"] for each in _place(case, other)["tp"]]
 
         def total(over: list[int], *names: str) -> dict[str, Tensor]:
             return {name: sum(drawn[each][name] for each in over) for name in names}
 
-        right = total(both, "dscale") | total(place["dp"], "dw1", "dw2")
+        cut, experts = ("dqkv", "dout"), ("dup", "ddown")
+        right = total(place["dp_cp"], *cut) | total(both, "drouter") | total(place["edp"], *experts)
         mistakes = {
-            "this is the rank's own gradient; the ranks of dp saw other samples.": total(
-                [rank], "dscale", "dw1", "dw2"
+            "this is the rank's own gradient; other ranks hold the same weight, and saw other tokens.": total(
+                [rank], *GRADIENTS
             ),
-            "every rank of tp has the same scale, but saw other tokens: their gradients are summands.": (
-                total(place["dp"], "dscale")
+            "the ranks of cp hold the same weights, too, and saw other tokens of the same sequences.": (
+                total(place["dp"], *cut)
             ),
-            "the ranks of tp hold different columns or rows of this weight: there is nothing to add up over tp.": (
-                total(both, "dw1", "dw2")
+            "every rank of tp has the same router, but saw other tokens: their gradients are summands.": (
+                total(place["dp_cp"], "drouter")
             ),
-            "summed over tp alone: the ranks of dp hold the same weight, and saw other samples.": (
-                total(place["tp"], "dscale")
+            "the ranks of tp hold different heads: there is nothing to add up over tp.": total(both, *cut),
+            "the ranks of ep hold different experts: there is nothing to add up over ep.": total(place["ep"], *experts),
+            "an expert saw the tokens of all ranks of its row of ep; its copies are on the ranks of edp.": (
+                total(place["dp_cp"], *experts)
             ),
-            "summed over pp: its ranks hold different layers.": total(place["pp"], "dscale", "dw1", "dw2"),
-            "summed over all ranks: those of other stages hold other layers.": (
-                total(list(range(case.ranks)), "dscale", "dw1", "dw2")
+            "summed over tp alone: the ranks of dp_cp hold the same router, and saw other tokens.": (
+                total(place["tp"], "drouter")
             ),
+            "summed over pp: its ranks hold different layers.": total(place["pp"], *GRADIENTS),
             "gradients were averaged; losses are shares of the global mean already, so they are summed.": {
-                name: each / case.dp for name, each in right.items()
+                name: each / len(place["edp" if name in experts else "dp_cp"]) for name, each in right.items()
             },
         }
         found.append(Expected.of(right, mistakes))
@@ -134,17 +139,19 @@ def expect_totals(case: Case) -> list[Expected]:
 
 
 def judge_totals(case: Case, rank: int, notes: Notes):
-    scale, weights = 8 * case.width, 2 * 8 * case.width**2 // case.tp
-    over = [(scale + weights, case.dp), (scale, case.tp), (8, case.ranks)]
+    """Bytes of each sum, and its ranks. The last one is that of the loss, on all ranks."""
+    sizes = [8 * each.numel() for each in _gradients(case, rank)]
+    over = [(sum(sizes[:3]), case.dp * case.cp), (sizes[2], case.tp), (8, case.ranks)]
+    over.append((sum(sizes[3:]), case.dp * case.cp * case.tp // case.ep))
     why = {"all_gather": "sums are all that is needed."}
     yield from sends_at_most(notes, sum(2 * bytes * (1 - 1 / ranks) for bytes, ranks in over), why)
 
 
 CASES = (
-    Case(ranks=2, dp=1, pp=2, tp=1, width=4),
-    Case(ranks=6, dp=3, pp=1, tp=2, width=12),
-    Case(ranks=4, dp=2, pp=2, tp=1, width=8),
-    Case(ranks=8, dp=2, pp=2, tp=2, width=16),
+    Case(ranks=2, dp=1, pp=2, cp=1, tp=1, ep=1, width=4),
+    Case(ranks=6, dp=3, pp=1, cp=1, tp=2, ep=2, width=12),
+    Case(ranks=4, dp=2, pp=1, cp=2, tp=1, ep=2, width=8),
+    Case(ranks=8, dp=1, pp=2, cp=2, tp=2, ep=2, width=16),
 )
 LABS = [
     WriteLab(

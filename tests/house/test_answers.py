@@ -56,7 +56,7 @@ CHANGES = {
     ],
     8: [
         ("DEGREES = {", "LIMIT = 1\nDEGREES = {"),
-        ("        # --- until here ---\n        for weight, ", "§0        for weight, "),
+        ("        # --- until here ---\n        for weight in ", "§0        for weight in "),
     ],
     "step08_5d/narrow_numbers": [],
 }

@@ -25,7 +25,9 @@ from tests.harness.ranks import ROOT, RankFailure, run_ranks, run_script
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("step*/sketch.py"))
 SKETCHES = {int(folder[4:6]): importlib.import_module(f"{folder}.sketch") for folder in FOLDERS}
-RANKS = [(step, ranks) for step in range(2, 9) for ranks in (2, 4)] + [(8, 8)]
+RANKS = [(step, ranks) for step in range(2, 9) for ranks in (2, 4)] + [(8, 8), (8, 16)]
+# Each dimension of sketch 8 alone, and experts over those of others: dp, pp, cp, tp and ep, on two ranks
+DIVISIONS = [(2, 1, 1, 1, 1), (2, 1, 1, 1, 2), (1, 2, 1, 1, 1), (1, 1, 2, 1, 1), (1, 1, 2, 1, 2), (1, 1, 1, 2, 1)]
 FEW = 4, True  # micro-batches of sketch 1, which has one rank only, and recomputation
 MARKED = re.compile(r"^( *)# --- write this yourself ---\n(.*?)^\1# --- until here ---\n", re.MULTILINE | re.DOTALL)
 
@@ -33,6 +35,15 @@ MARKED = re.compile(r"^( *)# --- write this yourself ---\n(.*?)^\1# --- until he
 def train(*steps: int) -> dict[int, tuple]:
     """Losses and weights of sketches on this rank."""
     return {step: SKETCHES[step].train(*(FEW if step == 1 else place()), torch.float64)[:2] for step in steps}
+
+
+def divide() -> list[tuple]:
+    """Losses and weights of sketch 8 on this rank, in each of DIVISIONS."""
+    results = []
+    for degrees in DIVISIONS:
+        SKETCHES[8].DEGREES[2] = degrees
+        results.append(train(8)[8])
+    return results
 
 
 def begin(*steps: int) -> dict[int, tuple]:
@@ -50,12 +61,12 @@ def begin(*steps: int) -> dict[int, tuple]:
 @pytest.fixture(scope="module")
 def worlds():
     """What every rank returns, by number of ranks: one world for all sketches."""
-    steps = {1: range(1, 9), 2: range(2, 9), 4: range(2, 9), 8: [8]}
+    steps = {1: range(1, 9), 2: range(2, 9), 4: range(2, 9), 8: [8], 16: [8]}
     return {ranks: run_ranks(ranks, train, *steps[ranks]) for ranks in steps}
 
 
 # How a sketch divides each of its weights: along an axis, or not at all, and every rank has a copy
-DIVIDED = {2: [None] * 9, 3: [0] * 9, 4: [None, 1, 0], 6: [None] * 9, 7: [None, None, 0, 0], 8: [None, 2, 1]}
+DIVIDED = {2: [None] * 9, 3: [0] * 9, 4: [None, 1, 0], 6: [None] * 9, 7: [None, None, 0, 0]}
 
 
 def whole(pieces: list[torch.Tensor], axis: int | None) -> torch.Tensor:
@@ -64,18 +75,27 @@ def whole(pieces: list[torch.Tensor], axis: int | None) -> torch.Tensor:
     return pieces[0] if axis is None else torch.cat(pieces, dim=axis)
 
 
-def joined(step: int, parts: list) -> list[torch.Tensor]:
+def joined(step: int, parts: list, degrees: tuple | None = None) -> list[torch.Tensor]:
     """The whole weights, of which every rank returned a part or a copy."""
     if step in (1, 5):  # layers or stages
         return [weight for part in parts for layer in part for weight in (layer if step == 1 else [layer])]
     if step < 8:
         return [whole(list(pieces), axis) for pieces, axis in zip(zip(*parts), DIVIDED[step])]
-    dp, pp, tp = SKETCHES[8].DEGREES[len(parts)]
-    stages = []
-    for first in range(0, len(parts), tp):
-        stages.append([whole(list(each), axis) for each, axis in zip(zip(*parts[first : first + tp]), DIVIDED[8])])
-    replicas = [[torch.cat(each) for each in zip(*stages[d * pp : (d + 1) * pp])] for d in range(dp)]
-    return [whole(list(copies), None) for copies in zip(*replicas)]
+    dp, pp, cp, tp, ep = degrees or SKETCHES[8].DEGREES[len(parts)]
+    stages = [[] for _ in range(pp)]  # the ranks of each stage, in ascending order
+    for rank, part in enumerate(parts):
+        stages[rank // (cp * tp) % pp].append(part)
+    return [torch.cat(layers) for layers in zip(*(_stage(part, tp, ep) for part in stages))]
+
+
+def _stage(parts: list, tp: int, ep: int) -> list[torch.Tensor]:
+    """The weights of a stage in sketch 8: heads are divided by each row of tp, experts by each row of ep."""
+    qkv, out, router, up, down = (list(pieces) for pieces in zip(*parts))
+
+    def rows(pieces: list[torch.Tensor], size: int, axis: int) -> torch.Tensor:
+        return whole([torch.cat(pieces[i : i + size], dim=axis) for i in range(0, len(pieces), size)], None)
+
+    return [rows(qkv, tp, 2), rows(out, tp, 1), whole(router, None), rows(up, ep, 1), rows(down, ep, 1)]
 
 
 def agree(losses: list[float], weights: list[torch.Tensor], others: list[float], other_weights: list[torch.Tensor]):
@@ -92,6 +112,13 @@ def test_several_ranks_do_what_one_does(worlds, step, ranks):
     assert all(losses == results[0][0] for losses, _ in results), "ranks disagree about the loss"
     losses, weights = worlds[1][0][step]
     agree(results[0][0], joined(step, [part for _, part in results]), losses, joined(step, [weights]))
+
+
+def test_each_dimension_of_sketch_8_does_what_one_rank_does(worlds):
+    losses, weights = worlds[1][0][8]
+    for degrees, results in zip(DIVISIONS, zip(*run_ranks(2, divide))):
+        assert results[0][0] == results[1][0], "ranks disagree about the loss"
+        agree(results[0][0], joined(8, [part for _, part in results], degrees), losses, joined(8, [weights]))
 
 
 def two_matrices(weights, x):
@@ -116,22 +143,41 @@ def attention(weights, x):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def mixture(weights, x):
+def through_experts(x, router, ups, downs):
     """Every token through all experts, most of them with a gate of 0."""
-    first, router, ups, downs = weights
-    x = x @ first
-    best, chosen = (x @ router).topk(SKETCHES[7].CHOICES)
+    best, chosen = (x @ router).topk(2)
     gates = x.new_zeros(len(x), len(ups)).scatter(1, chosen, best.softmax(-1))
     return x + torch.einsum("te,etw->tw", gates, torch.relu(x @ ups) @ downs)
 
 
-def residual(weights, x):
-    for scale, w1, w2 in zip(*weights):
-        x = x + torch.relu(x * scale @ w1) @ w2
+def mixture(weights, x):
+    first, router, ups, downs = weights
+    return through_experts(x @ first, router, ups, downs)
+
+
+def five_dimensions(weights, sequences):
+    return torch.stack([transformer(weights, x) for x in sequences])
+
+
+def transformer(weights, x):
+    """Layers of causal attention and of experts, of one sequence."""
+    for qkv, out, *experts in zip(*weights):
+        q, k, v = torch.einsum("tw,nhwd->nhtd", x, qkv)
+        heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = through_experts(x + torch.einsum("htd,hdw->tw", heads, out), *experts)
     return x
 
 
-MODELS = {1: two_matrices, 2: chain, 3: chain, 4: tensor_parallel, 5: chain, 6: attention, 7: mixture, 8: residual}
+MODELS = {
+    1: two_matrices,
+    2: chain,
+    3: chain,
+    4: tensor_parallel,
+    5: chain,
+    6: attention,
+    7: mixture,
+    8: five_dimensions,
+}
 
 
 def descend(model, weights, samples, targets, steps: int, learning_rate: float):
@@ -291,7 +337,7 @@ def test_the_second_order_of_sketch_5_hangs():
 def test_a_sketch_fits_on_a_projector(folder):
     """It imports nothing of ours, and what a reader is to write can be cut out."""
     text = (ROOT / folder / "sketch.py").read_text()
-    assert 40 <= len(text.splitlines()) <= 110
+    assert 40 <= len(text.splitlines()) <= (180 if folder == "step08_5d" else 110)  # which has all dimensions
     imported = re.findall(r"^(?:import|from) ([\w.]+)", text, re.MULTILINE)
     assert {name.split(".")[0] for name in imported} <= {"os", "torch"}
     assert MARKED.search(text) and text.count("# ---") == 2 * len(MARKED.findall(text))
