@@ -1,7 +1,7 @@
 """Step 8: the same run in all five dimensions, with fused kernels on a GPU, and in FP8 if you ask for it (`--fp8`).
 
+    torchrun --nproc_per_node 16 step08_5d/train.py --pp 2 --cp 2 --tp 2 --experts 8 --ep 4 --zero 1 --dtype bfloat16
     torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --dtype bfloat16
-    torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --experts 8 --ep 4 --zero 1 --dtype bfloat16
     torchrun --nproc_per_node 8 step08_5d/train.py --pp 2 --cp 2 --tp 2 --steps 1 --shapes
 
 The lesson is in step08_5d/README.md. `diff` this file with step07_expert_parallel/train.py to see what it adds.
