@@ -11,7 +11,7 @@
     torchrun --nproc_per_node 16 step08_5d/sketch.py
 
 Both commands print the same losses, up to rounding; 2, 4 and 8 ranks do so, too. A layer is attention, then experts in
-the place of an MLP. Autograd goes back through what a rank has computed, and each `Message` sends its gradient back.
+the place of an MLP. Autograd goes back through what a rank has computed, and `Mirrored` messages send gradients back.
 """
 
 import os
@@ -42,7 +42,7 @@ def part(whole: Tensor, group: dist.ProcessGroup, axis: int = 0) -> Tensor:
     return whole.chunk(group.size(), axis)[group.rank()].clone()
 
 
-class Message(torch.autograd.Function):
+class Mirrored(torch.autograd.Function):
     """`there` sends something in the forward. In the backward, `back` sends its gradient the opposite way."""
 
     @staticmethod
@@ -86,17 +86,17 @@ def exchange(rows: Tensor, ep: dist.ProcessGroup, sent: list[int], received: lis
 
 def attention(x: Tensor, qkv: Tensor, out: Tensor, cp: dist.ProcessGroup, tp: dist.ProcessGroup) -> Tensor:
     """Return what my tokens find in the whole sequence before them."""
-    q, k, v = Message.apply(x, gather, reduce_scatter, tp) @ qkv  # tp: the tokens of all its ranks, for my heads
+    q, k, v = Mirrored.apply(x, gather, reduce_scatter, tp) @ qkv  # tp: the tokens of all its ranks, for my heads
     positions, me, ranks = torch.arange(TOKENS).chunk(cp.size()), cp.rank(), cp.size()
     weighted = total = 0
     for hop in range(ranks):  # step 6, with contiguous parts
         if hop > 0:  # cp: the keys and values of the next owner
-            k, v = Message.apply(torch.stack((k, v)), pass_on, pass_on, cp, (me + 1) % ranks, (me - 1) % ranks)
+            k, v = Mirrored.apply(torch.stack((k, v)), pass_on, pass_on, cp, (me + 1) % ranks, (me - 1) % ranks)
         later = positions[me - hop] > positions[me][:, None]
         p = (q @ k.mT * HEAD**-0.5).exp().masked_fill(later, 0)  # each key's weight
         weighted, total = weighted + p @ v, total + p.sum(-1, keepdim=True)
     y = (weighted / total @ out).sum(0)  # of my heads
-    return Message.apply(y, reduce_scatter, gather, tp)  # tp: the sum of all heads, for my tokens
+    return Mirrored.apply(y, reduce_scatter, gather, tp)  # tp: the sum of all heads, for my tokens
 
 
 def experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor, ep: dist.ProcessGroup) -> Tensor:
@@ -106,10 +106,10 @@ def experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor, ep: dist.Proces
     counts = chosen.flatten().bincount(minlength=EXPERTS).view(ep.size(), -1)  # by rank and expert
     arrivals = exchange(counts, ep, [1] * ep.size(), [1] * ep.size())
     sent, received = counts.sum(1).tolist(), arrivals.sum(1).tolist()
-    rows = Message.apply(x[order // CHOICES], exchange, exchange, ep, sent, received)  # ep: to the experts
+    rows = Mirrored.apply(x[order // CHOICES], exchange, exchange, ep, sent, received)  # ep: to the experts
     expert = torch.arange(len(up)).repeat(ep.size()).repeat_interleave(arrivals.flatten())  # of each row
     results = (torch.relu(rows[:, None] @ up[expert]) @ down[expert]).squeeze(1)
-    results = Message.apply(results, exchange, exchange, ep, received, sent)  # ep: and home
+    results = Mirrored.apply(results, exchange, exchange, ep, received, sent)  # ep: and home
     return torch.zeros_like(x).index_add(0, order // CHOICES, results * best.softmax(-1).flatten()[order, None])
 
 
