@@ -3,6 +3,7 @@
 import re
 import textwrap
 import types
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,8 @@ def sketch_of(step: int | str) -> Path:
     return folder / "sketch.py"
 
 
-def solved(step: int | str) -> types.ModuleType:
-    """The sketch of a step, or in a folder, as its lesson's answer has it."""
+def solved(step: int | str, changes: Iterable[tuple[str, str]] = (), **names) -> types.ModuleType:
+    """The sketch of a step, or in a folder, as its lesson's answer has it; with further changes, and names for them."""
     path = sketch_of(step)
     exercises = re.split(r"^\*\*\d\. ", path.with_name("README.md").read_text(), flags=re.MULTILINE)
     (answer,) = [each for each in exercises if each.startswith("(change")]
@@ -90,7 +91,11 @@ def solved(step: int | str) -> types.ModuleType:
         for index, part in enumerate(parts):
             after = after.replace(f"§{index}", textwrap.indent(textwrap.dedent(part), indent))
         source = source.replace(found, after)
+    for before, after in changes:
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
     module = types.ModuleType(f"sketch_{path.parent.name}")
+    module.__dict__.update(names)
     exec(source, module.__dict__)
     for each in functions:
         exec(each, module.__dict__)  # they take the place of the sketch's
