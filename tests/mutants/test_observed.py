@@ -55,6 +55,7 @@ INITIAL = state.initial_peak, of_each_rank(lambda seen: state.check_initial_peak
 GRADIENTS = partial(state.peak_of_gradients, "--zero 2"), of_each_rank(lambda s: state.check_peak_of_gradients(*s))
 DP_2, PP_4 = "--pp 2 --dp 2 --schedule", "--pp 4 --schedule"
 NOTICED = {  # mutant: ranks, observation and check, what that says
+    "nothing overlaps": (2, WATCH, "bucket 1 waits for the one before"),
     "last backward missed": (2, WATCH, "bucket 0 is launched in the phase optimizer"),
     "all-reduce poses as reduce-scatter": (2, of_zero("calls", f"--zero 2 {ONCE}"), "calls: 0 x reduce_scatter"),
     "gloo's own reduce-scatter": (2, of_zero("wire", f"{LARGE} --zero 2 --micro-batch 6"), "wire: .* of the formula"),
@@ -62,6 +63,7 @@ NOTICED = {  # mutant: ranks, observation and check, what that says
     "parameters never freed": (2, of_zero("residency", f"--zero 3 {ONCE}"), "residency: .* at the peak"),
     "prefetch of two": (2, of_zero("residency", f"--zero 3 {ONCE}"), "residency: .* at the peak"),
     "no prefetch": (2, of_zero("gathers_overlap", f"--zero 3 {ONCE}"), "order of gathers: .* no prefetch"),
+    "no prefetch in the backward": (2, of_zero("gathers_overlap", f"--zero 3 {ONCE}"), "no prefetch"),
     "last unit freed and gathered again": (2, of_zero("calls", f"--zero 3 {ONCE}"), "9 x all_gather instead of 8"),
     "waits for all gathers": (2, of_zero("gathers_overlap", f"--zero 1 {ONCE}"), "order of gathers: .* elsewhere"),
     "reduced after the backward": (2, of_zero("reductions_overlap", f"--zero 2 {ONCE}"), "order of reductions: "),
@@ -94,6 +96,7 @@ NOTICED = {  # mutant: ranks, observation and check, what that says
     "all keys of a ring kept": (4, (step06.ranks_peak, step06.check_peak), None),
     "causal blocks in squares": (4, TRAIN_6, None),
     "dispatch waits before the shared experts": (2, ORDER_7, None),
+    "shared experts after the dispatch": (2, ORDER_7, None),
     "gradients arrive before the shared experts' backward": (2, ORDER_7, None),
     "counts read for drops that cannot be": (2, ORDER_7, None),
     "whole model at first": (4, INITIAL, "initial peak: "),

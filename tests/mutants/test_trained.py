@@ -27,7 +27,8 @@ TRAINED = {  # (step, ranks, flags): the mutants that are trained under them; No
     (3, 2, f"{ZERO} 1"): "weights of the step before, no decay of flat shards, norm of the local shard, "
     "unsharded optimizer",
     (3, 2, f"{ZERO} 2"): "decay on norms, only the last micro-batch in the shard, all-reduce poses as reduce-scatter",
-    (3, 2, f"{ZERO} 3"): "last unit of the step before, parameters never freed, no prefetch",
+    (3, 2, f"{ZERO} 3"): "last unit of the step before, parameters never freed, no prefetch, "
+    "no prefetch in the backward",
     (3, 3, f"{ZERO} 1 {ODD}"): "norm counts padding",
     (3, 4, f"{ZERO} 1 --zero-replicas 2"): "no sum over replicas",
     (3, 4, f"{ZERO} 2 --zero-replicas 2"): "summed over replicas each micro-batch",

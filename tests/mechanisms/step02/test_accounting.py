@@ -71,6 +71,7 @@ def check_train(calls: list[tuple], flags: str, world: int) -> None:
                 assert in_flight == 1, f"bucket {index} does not wait for the one before"
             else:  # the backward meets the parameters of one layer in an order of its own; a layer has nine
                 assert phase == "backward", f"bucket {index} is launched in the phase {phase}"
+                assert in_flight > 1 or index == 0, f"bucket {index} waits for the one before"
                 assert ready <= issue <= min(end, ready + 8), f"bucket {index}: after {issue} gradients, not {ready}"
         for group in ("world", "dp_cp"):  # the norm, then the loss
             assert next(calls)[:5] == ("optimizer", "all_reduce", group, 1, "float64"), f"{group} in step {step}"

@@ -47,6 +47,9 @@ same samples everywhere: first = (index * size + rank) => first = (index * size)
 last backward missed: self.synchronising = last => self.synchronising = False
 @ step02_data_parallel.data_parallel:DataParallel._launch_complete
 one launch per gradient: while => if
+@ step02_data_parallel.data_parallel:DataParallel._launch_next
+# The question in the middle of the lesson
+nothing overlaps: async_op=overlapping => async_op=False
 """)
 
 ZERO = Mutants(r"""
@@ -101,6 +104,9 @@ parameters never freed: self.weights.untyped_storage().resize_(0) => pass
 @ step03_zero.by_layer:ZeroByLayer._prefetch
 prefetch of two: in region.units: => in [unit for each in self.regions[max(0, self.regions.index(region) - 1) :
     self.regions.index(region) + 2] for unit in each.units]:
+@ step03_zero.by_layer:ZeroByLayer._before_backward
+# The question in the middle of the lesson
+no prefetch in the backward: if index > 0 and => if False and
 @ step03_zero.by_layer:ZeroByLayer._after_forward
 last unit freed and gathered again: if index + 1 < len(self.regions) or not output.requires_grad: => if True:
 @ step03_zero.zero:Zero.gather

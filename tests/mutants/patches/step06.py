@@ -100,6 +100,11 @@ sent back in another order: inverse(self.order) => self.order
 @ step07_expert_parallel.expert_parallel:TokenDispatcher.dispatch
 dispatch waits before the shared experts: return rows if self.alone else self.there.start(rows) =>
     rows = self.there.start(rows); self.there.in_flight[1].wait(); return rows
+@ step07_expert_parallel.moe:MoE.forward
+# The question in the middle of the lesson
+shared experts after the dispatch: shared = self.shared(x) if self.shared else 0\n => \n
+shared experts after the dispatch: rows, counts = dispatcher.arrive(rows) =>
+    …; shared = self.shared(x) if self.shared else 0
 @ step07_expert_parallel.expert_parallel:AllToAll.launch
 gradients arrive before the shared experts' backward: return result => if sent is not self.sent: work.wait()\n    …
 @ step07_expert_parallel.moe:Choices.__init__
