@@ -85,7 +85,7 @@ def test_groups_and_numbers_of_a_step(tmp_path):
 
 def test_rows_of_the_calculator_and_of_schedules(capsys):
     memory_model([])
-    assert not unknown(ROW, cells(capsys.readouterr().out), 1)
+    assert not unknown(ROW, cells(capsys.readouterr().out), 0)
     schedules(["--schedule", "zb-h1"])
     names, lines = [name for name, page in found(OF_SCHEDULE) if page.startswith("step05")], capsys.readouterr().out
     assert len(names) >= 3 and {*names} <= cells(lines), names

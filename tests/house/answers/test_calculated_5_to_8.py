@@ -116,7 +116,7 @@ def test_step_6_exercises_2_and_5():
     assert max(reach) == 1 and max(found["zigzag"][1]) == max(found["striped"][1]) == 7
     of_striped = found["striped"][2]
     assert min(of_striped) == max(of_striped)
-    pairs = [round(each / 1e6) for each in (min(millions), max(millions))]
+    pairs = [round(each(found[split][0]) / 1e6) for split in ("contiguous", "zigzag") for each in (min, max)]
     check(exercise(6, 5, "design"), *pairs, max(of_striped), min(blocks), max(blocks))
 
 
@@ -135,13 +135,19 @@ def test_step_7_exercise_1():
 
 def test_step_7_exercise_5():
     of = exercise(7, 5, "design")
-    (code,) = of.blocks("python")
-    drawn = float(re.findall(r"[\d.]+", printed(f"import torch\ntorch.manual_seed(0)\n{code}"))[-1])
+    counting, limiting = of.blocks("python")
+    names = {"torch": torch}
+    torch.manual_seed(0)
+    drawn, limited_to = (
+        float(re.findall(r"[\d.]+", printed(code, names))[-1])
+        for code in (counting, limiting + "\n".join(counting.splitlines()[2:]))
+    )
     once = experts.fan_out(8, 256, 8) * 7 / 8
     assert drawn == pytest.approx(once, abs=0.05)
     limited = replace(DEEPSEEK, experts=256, top_k=8, expert_groups=8, groups_per_token=4)
     assert experts.copies(replace(limited, expert_groups=1, groups_per_token=1), 8, False) == 7
-    check(of, 7, once, experts.copies(limited, 8, True))
+    assert limited_to == pytest.approx(3.46, abs=0.02)
+    check(of, 7, once, experts.copies(limited, 8, True), limited_to)
 
 
 # ---- step 8 ----------------------------------------------------------------------------------------------------------

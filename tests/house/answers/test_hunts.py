@@ -13,7 +13,7 @@ import pytest
 
 from common.start import environment
 from tests.harness.ranks import run_ranks, steps_of
-from tests.house.answers.exercises import QUICK, Exercise, check_trained, exercise
+from tests.house.answers.exercises import QUICK, Exercise, check_trained, exercise, results, same_text, written_as
 from tests.mutants.patches import assert_applies, patched
 from tests.parity.runs import train_here
 
@@ -42,6 +42,14 @@ if ALL:
 def hunt(step: int) -> Exercise:
     assert_applies(f"hunt of step {step}")
     return exercise(step, 4, "bug hunt")
+
+
+def check_hunt(of: Exercise, *computed: float, late: tuple[str, ...] = ()) -> None:
+    """`check` of what a hunt asks, too, but for `late` numbers, those of tenth steps, without TEST_ALL."""
+    check_trained(of, *computed)
+    if same_text():
+        asked = [number for number in results(of.question) if ALL or number not in late]
+        assert all(any(written_as(value, number) for value in computed) for number in asked), asked
 
 
 def curve(step: int, flags: str, bug: bool) -> tuple[list[float], list[float]]:
@@ -82,13 +90,13 @@ def test_step_1():
     assert "`targets.numel()`" in of.answer and rounding(wrong, right)
     _, norms = zip(*(alone(1, f"{SHORT} --steps 1 --micro-batch {size}", True) for size in (1, 2)))
     assert norms[0][0] == pytest.approx(2 * norms[1][0], rel=1e-5)
-    check_trained(of, right[1][0], wrong[1][0])
+    check_hunt(of, right[1][0], wrong[1][0])
 
 
 def test_step_2(two):
     of = hunt(2)
     assert "`mesh.dp`" in of.answer
-    check_trained(of, alone(1, ONE)[0][0], two[2, ONE, True][0][0])
+    check_hunt(of, alone(1, ONE)[0][0], two[2, ONE, True][0][0])
 
 
 def test_step_3(two):
@@ -96,13 +104,13 @@ def test_step_3(two):
     wrong = {stage: off(two[3, flags, True], two[3, flags, False], LAST) for stage, flags in ZERO.items()}
     assert "`gathering`" in of.answer and off(two[3, ZERO[1], True], two[3, ZERO[1], False], 0) == 0
     assert wrong[1] > 1e-3 and wrong[3] < 1e-6
-    check_trained(of, *([100 * wrong[1]] if ALL else []))
+    check_hunt(of, *([100 * wrong[1]] if ALL else []), late=("5.5",))
 
 
 def test_step_4(two):
     of, columns = hunt(4), 384 / 2
     assert "`mesh.dp`" in of.answer and "`mesh.tp`" in of.answer
-    check_trained(of, alone(1, ONE)[0][0], two[4, f"--tp 2 {ONE}", True][0][0], columns, math.log(columns))
+    check_hunt(of, alone(1, ONE)[0][0], two[4, f"--tp 2 {ONE}", True][0][0], columns, 2 * columns, math.log(columns))
 
 
 def test_step_5(two):
@@ -111,18 +119,18 @@ def test_step_5(two):
     old, new = (line[1:].strip() for line in diff.splitlines())
     assert old.replace("(step, index,", "(step, forwards % 4,") == new
     assert all(rounding(two[5, f"{OTHERS} {name}", True], right) for name in ("afab", "1f1b", "zb-h1"))
-    check_trained(of, two[5, INTERLEAVED, True][1][0], alone(1, ONE)[1][0])
+    check_hunt(of, two[5, INTERLEAVED, True][1][0], alone(1, ONE)[1][0])
 
 
 def test_step_6(two):
     of, right, wrong = hunt(6), alone(1, ONE), two[6, ZIGZAG, True]
-    assert "`torch.arange(config.rank_seq_len)`" in of.answer and "`positions_of(config, mesh)`" in of.answer
+    assert "torch.arange(config.rank_seq_len" in of.answer and "positions_of(config, mesh)" in of.answer
     wide = off(two[6, f"--cp 2 {FLOAT64}", True], two[6, f"--cp 2 {FLOAT64}", False], 0)
     assert wide > 1e-8
     found = off(wrong, right, 0), off(wrong, right, 0, norm=True)
     if ALL:
         found += wide, off(two[6, TENTH[6], True], alone(1, TEN), LAST), off(two[6, ZIGZAG, False], right, 0, norm=True)
-    check_trained(of, *found)
+    check_hunt(of, *found)
 
 
 def test_step_7(two):
@@ -130,11 +138,11 @@ def test_step_7(two):
     assert "`self.order`" in of.answer and "`inverse(self.order)`" in of.answer
     wrong = off(two[7, flags, True], two[7, flags, False], LAST)
     assert wrong > 1e-4 and rounding(two[7, f"{TWO} --ep 2", True], alone(7, TWO))
-    check_trained(of, *([100 * wrong] if ALL else []))
+    check_hunt(of, *([100 * wrong] if ALL else []), late=("0.36",))
 
 
 def test_step_8(two):
     of, right, wrong = hunt(8), alone(1, ONE), two[8, HEAD, True]
     assert "`begin_sublayer`" in of.answer and rounding((wrong[0],), right)
     tenth = [100 * off(two[8, TENTH[8], True], alone(1, TEN), LAST)] if ALL else []
-    check_trained(of, 100 * off(wrong, right, 0, norm=True), *tenth)
+    check_hunt(of, 100 * off(wrong, right, 0, norm=True), *tenth)
