@@ -85,7 +85,7 @@ def written_as(value: float, number: str) -> bool:
     decimals = len(mantissa.partition(".")[2])
     zeros = len(mantissa) - len(mantissa.rstrip("0")) if not decimals and float(mantissa) >= 1000 else -decimals
     error = abs(value - float(f"{mantissa}e{power or 0}"))
-    return error <= min(0.5001 * 10.0 ** (zeros + int(power or 0)), 0.07 * abs(value))
+    return error <= 0.5001 * 10.0 ** (zeros + int(power or 0)) and (bool(power) or error <= 0.07 * abs(value))
 
 
 @cache
