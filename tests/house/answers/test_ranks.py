@@ -11,6 +11,7 @@ from common.start import environment
 from step02_data_parallel import cost as data
 from step02_data_parallel.data_parallel import fill_buckets
 from step07_expert_parallel import sketch as sketch_7
+from step08_5d import sketch as sketch_8
 from tests.harness.observing import configure, place
 from tests.harness.ranks import run_ranks, steps_of
 from tests.house import test_answers
@@ -53,14 +54,15 @@ def norms_of_step_8(*changes: tuple[str, str], degrees: tuple[int, ...] | None =
     return norms[0]
 
 
-ALL_COUNT, SUMMED_TOO_OFTEN = (
-    ("if tp.rank() == 0:", "if True:"),
-    ("for group in (pp, tp):", "for group in (pp, tp, dp):"),
+ALL_COUNT = "if tp.rank() == 0:", "if True:"
+SUMMED_TOO_OFTEN = (
+    "dist.all_reduce(squares, group=pp)",
+    "[dist.all_reduce(squares, group=each) for each in (dp_cp, pp)]",
 )
 
 
 def of_two_ranks() -> tuple[list, list]:
-    norms = norms_of_step_8(), norms_of_step_8(ALL_COUNT), norms_of_step_8(SUMMED_TOO_OFTEN, degrees=(2, 1, 1))
+    norms = norms_of_step_8(), norms_of_step_8(ALL_COUNT), norms_of_step_8(SUMMED_TOO_OFTEN, degrees=(2, 1, 1, 1, 2))
     return sent_to_shards(), norms
 
 
@@ -118,5 +120,6 @@ def test_step_7_exercise_3(monkeypatch):
 def test_step_8_exercise_2(two):
     alone, (together, all_count, too_often) = norms_of_step_8(), two[1]
     assert together == pytest.approx(alone, rel=1e-6)
-    assert too_often / alone == pytest.approx(2**0.5, rel=1e-6) and "√2" in exercise(8, 2, "change").answer
+    dp, _, cp, *_ = sketch_8.DEGREES[16]
+    assert too_often / alone == pytest.approx(2**0.5, rel=1e-6) and (dp * cp) ** 0.5 == 2  # "twice too large"
     check(exercise(8, 2, "change"), alone, all_count)
