@@ -42,7 +42,7 @@ def run(actions: str, weights: list[Tensor], samples: Tensor, targets: Tensor) -
     """Add up gradients of my layers. Returns the loss (0 except on the last rank), and most micro-batches kept."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     micro_batches = list(zip(samples.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES)))
-    kept, in_flight, loss, most = {}, [], samples.new_zeros(()), 0
+    kept, sends, loss, most = {}, [], samples.new_zeros(()), 0
     # --- write this yourself ---
     for action in actions.split():
         i = int(action[1:])
@@ -54,7 +54,7 @@ def run(actions: str, weights: list[Tensor], samples: Tensor, targets: Tensor) -
             for weight in weights:
                 y = torch.relu(y @ weight)
             if rank < last:
-                in_flight.append(dist.isend(y.detach(), rank + 1))
+                sends.append(dist.isend(y.detach(), rank + 1))
             else:
                 y = (y - target).square().sum() / targets.numel()  # a share of the mean over the whole batch
                 loss += y.detach()
@@ -64,8 +64,8 @@ def run(actions: str, weights: list[Tensor], samples: Tensor, targets: Tensor) -
             x, y = kept.pop(i)
             y.backward(receive(y, rank + 1) if rank < last else None)
             if rank > 0:
-                in_flight.append(dist.isend(x.grad, rank - 1))
-    for work in in_flight:
+                sends.append(dist.isend(x.grad, rank - 1))
+    for work in sends:
         work.wait()
     # --- until here ---
     return loss, most

@@ -38,7 +38,7 @@ def one_forward_one_backward(p: int, m: int, v: int) -> list[list[Action]]:
     # --- write this yourself ---
     rows = []
     for rank in range(p):
-        ahead = min(m, p - 1 - rank)  # forwards until the first gradient can arrive
+        ahead = min(m, p - 1 - rank)  # forwards before the first pair: one for each later rank
         rows.append(expand_pattern((ahead, "F"), (m - ahead, "F B"), (ahead, "B"), micro_batches=m))
     return rows
     # --- until here ---

@@ -37,7 +37,7 @@ CHANGES = {
     ],
     5: [
         ("\nHANGS =", f"\nSCHEDULE = {ZERO_BUBBLE}\nHANGS ="),
-        ("kept, in_flight, loss, most = ", "postponed = {}\n    kept, in_flight, loss, most = "),
+        ("kept, sends, loss, most = ", "postponed = {}\n    kept, sends, loss, most = "),
         ("        else:\n            x, y = kept", "§0        else:\n            x, y = kept"),
     ],
     6: [
