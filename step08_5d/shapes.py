@@ -16,7 +16,6 @@ from common.model import Decoder
 from common.process_groups import GROUP_NAMES, Mesh
 from step08_5d.shapes_picture import draw_shapes
 
-RESIDUAL = "b, s/cp/sp, h"  # between the sublayers every token is on one rank of `tp`
 MEANINGS = {
     "b": "micro-batch",
     "s": "tokens of a sequence",
@@ -30,7 +29,6 @@ MEANINGS = {
     "fe": "width of an expert",
     "n": "shared experts",
     "k": "experts of a token",
-    "sp": "tp, or 1 without sequence parallelism",
     "rows": "sent here by the routers of `ep`",
 }
 
@@ -79,11 +77,11 @@ class ShapeRow:
 
 def letters(config: TrainConfig) -> dict[str, int]:
     """What the letters of the formulas stand for."""
-    model, split = config.model_config, config.tp if config.sequence_parallel else 1
+    model = config.model_config
     names = {"b": config.micro_batch, "s": config.seq_len, "h": model.hidden, "f": model.ffn, "d": model.head_width}
     names |= {"a": model.heads, "a_kv": model.kv_heads, "E": model.experts, "k": model.top_k, "fe": model.expert_ffn}
     names |= {"v": model.vocab, "n": model.shared_experts}
-    return names | {"tp": config.tp, "cp": config.cp, "ep": config.ep, "sp": split}
+    return names | {"tp": config.tp, "cp": config.cp, "ep": config.ep}
 
 
 def evaluate(formula: str, names: dict[str, int]) -> tuple[int, ...]:
@@ -127,14 +125,16 @@ class Watch:
         self.done, self.recording, self.call = done, collectives.record(), self.layer.attention.call
         attention, mlp = self.layer.attention, self.layer.mlp
         attention.call = self._call
-        hooks = [(self.layer, "layer input", RESIDUAL, True), (self.layer.attention_norm, "norm", RESIDUAL, False)]
-        hooks.append((attention.o_proj, "attention, back in the residual", RESIDUAL, False))
+        tokens = "s/cp/tp" if config.sequence_parallel else "s/cp"  # of a sequence, between the sublayers
+        residual = f"b, {tokens}, h"
+        hooks = [(self.layer, "layer input", residual, True), (self.layer.attention_norm, "norm", residual, False)]
+        hooks.append((attention.o_proj, "attention, back in the residual", residual, False))
         if hasattr(mlp, "router"):
-            hooks.append((mlp.router, "chosen experts of each token", "b*s/cp/sp, k", False))
+            hooks.append((mlp.router, "chosen experts of each token", f"b*{tokens}, k", False))
             hooks.append((mlp.experts, "tokens of this rank's experts", "rows, h", True))
         else:
             hooks.append((mlp.down_proj, "inside the MLP", "b, s/cp, f/tp", True))
-        hooks += [(mlp, "MLP, back in the residual", RESIDUAL, False), (self.layer, "layer output", RESIDUAL, False)]
+        hooks += [(mlp, "MLP, back in the residual", residual, False), (self.layer, "layer output", residual, False)]
         self.handles = [self._hook(*each) for each in hooks]
         self.handles.append(self.layer.register_forward_hook(self._end))
 

@@ -90,12 +90,12 @@ def attention(x: Tensor, qkv: Tensor, out: Tensor, cp: dist.ProcessGroup, tp: di
     positions, me, ranks = torch.arange(TOKENS).chunk(cp.size()), cp.rank(), cp.size()
     weighted = total = 0
     for hop in range(ranks):  # step 6, with contiguous parts
-        if hop > 0:  # cp: the keys and values of the next owner
+        if hop > 0:  # cp: from the rank before me, the keys and values of rank me - hop
             k, v = Mirrored.apply(torch.stack((k, v)), pass_on, pass_on, cp, (me + 1) % ranks, (me - 1) % ranks)
         later = positions[me - hop] > positions[me][:, None]
         p = (q @ k.mT * HEAD**-0.5).exp().masked_fill(later, 0)  # each key's weight
         weighted, total = weighted + p @ v, total + p.sum(-1, keepdim=True)
-    y = (weighted / total @ out).sum(0)  # of my heads
+    y = (weighted / total @ out).sum(0)  # (my heads, tokens, WIDTH), added up over my heads
     return Mirrored.apply(y, reduce_scatter, gather, tp)  # tp: the sum of all heads, for my tokens
 
 
@@ -107,7 +107,7 @@ def experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor, ep: dist.Proces
     arrivals = exchange(counts, ep, [1] * ep.size(), [1] * ep.size())
     sent, received = counts.sum(1).tolist(), arrivals.sum(1).tolist()
     rows = Mirrored.apply(x[order // CHOICES], exchange, exchange, ep, sent, received)  # ep: to the experts
-    expert = torch.arange(len(up)).repeat(ep.size()).repeat_interleave(arrivals.flatten())  # of each row
+    expert = torch.arange(len(up)).repeat(ep.size()).repeat_interleave(arrivals.flatten())  # (rows,): 0 0 1, 0 1, ...
     results = (torch.relu(rows[:, None] @ up[expert]) @ down[expert]).squeeze(1)
     results = Mirrored.apply(results, exchange, exchange, ep, received, sent)  # ep: and home
     return torch.zeros_like(x).index_add(0, order // CHOICES, results * best.softmax(-1).flatten()[order, None])

@@ -4,7 +4,7 @@ import statistics
 
 from common.config import TrainConfig
 from common.costs.vocabulary import KINDS
-from common.drawing.charts import bars, legend
+from common.drawing.charts import bars
 from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments.counting import Sent, counted, held, mean_rank, print_counted, print_held
@@ -98,11 +98,13 @@ def draw(sent: dict, peaks: dict[str, dict], bubbles: dict[str, float]) -> None:
         groups = {name: [{part: size / 1e6 for part, size in each.items()}] for name, each in stacks.items()}
         bars(axis, groups, colours=COLOURS_OF, value="{:.1f}", horizontal=True)
     idle = {name: [{"bubble": share}] for name, share in bubbles.items()}
-    bars(last, idle, colours={"bubble": COLOURS["other"]}, value="{:.0%}", horizontal=True)
+    bars(last, idle, colours={"bubble": COLOURS["forward"]}, value="{:.0%}", horizontal=True)
     last.set(xticks=[])
-    titles = "MB that a rank sends in a step", "MB on the fullest rank, at the peak", "share of a step"
+    titles = "MB that a rank sends in a step", "MB on the fullest rank, at the peak", "bubble, share of a step"
     for axis, title in zip((left, right, last), titles):
         axis.axhline(list(bubbles).index("experts, dp 8") - 0.5, color="black", linewidth=0.8)  # another model
         axis.set_title(title, loc="left", fontsize=10)
-    legend(figure, columns=5)
+    for axis, columns in ((left, 5), (right, 2)):  # colours of messages and memory are alike
+        look = {"ncols": columns, "frameon": False, "fontsize": 9, "handlelength": 1.2, "columnspacing": 1.2}
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), **look)
     save_figure(figure, "cost")
