@@ -64,7 +64,7 @@ class ZeroByLayer(Zero):
         done = self.regions[index + 1] if index + 1 < len(self.regions) else None
         if done:
             self._free(done)
-        self._complete()  # the gather below needs memory
+        self._complete()  # frees gradients before the next gather needs memory
         if region.backward_reads_weights:
             for unit in region.units:
                 unit.fetch().wait()

@@ -175,7 +175,7 @@ def draw(seconds: dict[tuple[int, str], tuple], shares: dict[str, dict[float, fl
     )
     right.axvline(equal, color="black", linestyle="--", linewidth=1.2)
     right.text(equal / 1.08, 0.04, "a layer's forward = its gather", fontsize=11, ha="right")
-    right.text(max(shares["measured"]), 0.5, "never hidden:\nfirst gather,\nlast scatter", fontsize=11, ha="right")
+    right.text(max(shares["measured"]), 0.5, "never hidden:\nfirst gathers,\nlast sums", fontsize=11, ha="right")
     right.set(xlabel="tokens per rank", ylabel="of the messages hidden", ylim=(0, 1))
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     right.set_title("Enough tokens hide the messages", fontsize=11.5, loc="left", fontweight="bold")
