@@ -175,7 +175,10 @@ def test_step_8_exercise_3():
     over = {
         name: sum(size for (group, _), (_, size) in sizes.items() if group.startswith(name)) for name in ("tp", "pp")
     }
-    check(exercise(8, 3, "prediction"), *(size / 1e6 for size in over.values()))
+    x = 2 * 256 / 2 * model.hidden * 8 / 1e6
+    of_layers, of_ends = 4 * model.layers / 2 * 10 * x, 4 * 2 * x
+    assert of_layers + of_ends == pytest.approx(over["tp"] / 1e6, rel=0.01) and over["pp"] / 1e6 == pytest.approx(4 * x)
+    check(exercise(8, 3, "prediction"), *(size / 1e6 for size in over.values()), x, of_layers, of_ends)
 
 
 def test_step_8_exercise_5():
@@ -195,7 +198,8 @@ def test_step_8_exercise_5():
     chosen = cost.Layout(seq, dp=1, pp=2, cp=4, tp=8, zero=1, micro_batches=128, dtype="bfloat16")
     held = sum(cost.held(LLAMA_70B, chosen).values()) / GIB
     found = [states, *kept.values(), sharded, of_tp, of_tp / 4, kept["full"] / 8, psi, round(100 * (more - 1), -1)]
-    found += [*times, *(round(step, -1) for step in steps), exchanged, held, 1 / cost.bubble(chosen), 64, 32, 16, 12]
+    found += [*times, *(round(step, -1) for step in steps), exchanged, held, held + of_tp / 4, 1 / cost.bubble(chosen)]
+    found += [64, 32, 16, 12]
     check(exercise(8, 5, "design"), *found)
 
 
