@@ -9,9 +9,10 @@ from step04_tensor_parallel.operators import Split
 from step04_tensor_parallel.tensor_parallel import Cut, Cuts, cut_layers, cut_vocabulary, share_the_rest
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 
-COLUMNS, HEADS, ROWS = Cut(0), Cut(0, "head_width"), Cut(1)
+COLUMNS, ROWS = Cut(0), Cut(1)
+HEAD_COLUMNS, HEAD_ROWS = Cut(0, "head_width"), Cut(1, "head_width")
 CUTS: Cuts = {  # of each kind of module, its linear layers by name
-    Attention: {"q_proj": HEADS, "k_proj": HEADS, "v_proj": HEADS, "o_proj": Cut(1, "head_width")},
+    Attention: {"q_proj": HEAD_COLUMNS, "k_proj": HEAD_COLUMNS, "v_proj": HEAD_COLUMNS, "o_proj": HEAD_ROWS},
     SwiGLU: {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
 }
 
