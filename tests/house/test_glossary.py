@@ -67,7 +67,10 @@ def test_the_table_of_groups():
     named = {name: numbers(ranks) for name, ranks, *_ in rows(section("Groups"), "group")}
     expected = {title: of_rank(name) for name, title, *_ in picture.PANELS}
     assert {f"`{title}`": ranks for title, ranks in expected.items()} == named
-    assert of_rank("pp_forward") == of_rank("pp_backward")
+    further = rows(section("Groups"), "further group")
+    listed = {name: ranks for names, ranks, _ in further for name in re.findall(r"`(\w+)`", names)}
+    assert listed.pop("world") == f"all {picture.EXAMPLE.world}"
+    assert {name: of_rank(name) for name in listed} == {name: numbers(ranks) for name, ranks in listed.items()}
 
 
 def test_the_ranks_in_the_text():
@@ -77,9 +80,7 @@ def test_the_ranks_in_the_text():
     assert "Then `shard` is all of `dp_cp`, here 5 7 13 15, and `replica` is rank 5 alone." in text
     nothing = all_groups(degrees_of(configure(8, "--tp 2 --cp 2 --pp 2", 16)))  # stage 0
     assert of_rank("shard", nothing) == (RANK,) and of_rank("replica", nothing) == (5, 7, 13, 15)
-    assert of_rank("expert_shard") == (RANK,) and of_rank("expert_replica") == (5, 13)
-    assert "what `shard` and `replica` are to `dp_cp`: here 5, alone, and 5 13." in text
-    assert of_rank("embed") == (1, 5) and "first or last stage, here 1 5;" in text
+    assert "With `--zero 0`, which shards nothing, `shard` is rank 5 alone, and `replica` is 5 7 13 15." in text
     assert of_rank("dp") == of_rank("replica") == of_rank("edp") == (5, 13)
 
 
@@ -151,12 +152,12 @@ def test_containers():
     expected = [
         ("gradient of", " " + " ".join(order)),
         ("region", parts_of(layers)),
-        ("bucket", parts_of([(size, str(number)) for number, size in enumerate(sizes(buckets))])),
+        ("bucket = unit of stages 1, 2", parts_of([(size, str(number)) for number, size in enumerate(sizes(buckets))])),
         ("  its shards", shards(buckets)),
         ("unit of stage 3", parts_of(layers)),
         ("  its shards", shards(regions)),
     ]
-    assert drawn.splitlines() == [f"{label:17}{row}" for label, row in expected]
+    assert drawn.splitlines() == [f"{label:30}{row}" for label, row in expected]
 
     assert [names[each] for each in buckets[1]] == ["g2", "B1"]  # a norm of one layer and a matrix of another
     pieces = Unit(regions[0], 3, Group("shard", (0, 1), 0), Group("replica", (0,), 0)).pieces
