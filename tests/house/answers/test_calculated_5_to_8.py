@@ -12,16 +12,13 @@ from common.costs.hardware import H100_TFLOPS
 from common.costs.networks import NETWORK
 from common.costs.vocabulary import WIDTHS, added
 from common.counts import count_parameters
-from common.errors import UsageError
 from common.presets import resolve
 from common.process_groups import Degrees, all_groups, coordinates
 from step01_single_gpu.cost import saved_activations, total_bytes
 from step05_pipeline import cost as pipeline
 from step05_pipeline.schedules.__main__ import parse_costs
-from step05_pipeline.schedules.actions import Action
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Timeline, simulate
-from step05_pipeline.schedules.validator import check_schedule
 from step07_expert_parallel import cost as experts
 from step08_5d import cost
 from tests.house.answers.exercises import check, exercise
@@ -77,15 +74,6 @@ def test_step_5_exercise_5():
     for most, best in ((12, "interleaved"), (8, "zb-h1")):
         assert min((name for name in found if kept[name] <= most), key=times.get) == best
     check(exercise(5, 5, "design"), *times.values(), *kept.values())
-
-
-def test_step_5_before_you_read_on():
-    """1F1B whose steady part does the backward first."""
-    assert '"B F"' in exercise(5, 0, "before you read on").question
-    schedule = build_schedule("1f1b", 2, 2)
-    row = [Action("B", 0), Action("F", 0), Action("B", 1), Action("F", 1)]
-    with pytest.raises(UsageError, match="rank 1"):
-        check_schedule(replace(schedule, actions=(schedule.actions[0], tuple(row))))
 
 
 # ---- step 6 ----------------------------------------------------------------------------------------------------------

@@ -130,7 +130,8 @@ def test_shapes_are_checked_and_printed_and_drawn(tmp_path, capsys):
     assert re.search(r"values +\(b, a_kv/tp, s/cp, d\) +2 x 1 x 8 x 4, 256 bytes", dense)
     for told in ("reduce of counts over tp (2 ranks), sends 64", "to-all of counts over ep (4 ranks), sends 24"):
         assert told in experts  # integers of 8 bytes: 2 sequences x 4 experts, and 3/4 of 4 experts
-    assert "all-reduce over tp" in other and "sp 1 (tp, or 1 without sequence parallelism)" in other
+    assert "all-reduce over tp" in other and re.search(r"layer output +\(b, s/cp, h\)", other), "tokens are not divided"
+    assert re.search(r"layer output +\(b, s/cp/tp, h\)", dense)
     assert re.search(r"layer output .* 2 x 16 x 16, 1,024 bytes", other), "bfloat16"
     weights = ("embedding", "(v/tp, h)", "193 x 16"), ("attention.k_proj", "(a_kv/tp*d, h)", "4 x 16")  # 385 are padded
     for shown in (dense, experts, other):  # a K/V head for each of two ranks, or one for both
