@@ -119,6 +119,7 @@ def accepted(mine: Task, layout: Layout) -> bool:
 
 
 OTHER_MODELS = [
+    "--model llama3-8b --gpus 512 --interleaved",
     "--model llama3-8b --gpus 512",
     "--model llama3-70b --gpus 64",
     "--model llama3-405b --gpus 1024 --tokens-per-batch 4M",
@@ -134,7 +135,6 @@ OTHER_MODELS = [
         "--model llama3-8b --gpus 64 --seq-len 128k --tokens-per-batch 4M",
         "--model mixtral-8x7b --gpus 64",
         "--model llama3-8b --gpus 8",
-        "--model llama3-8b --gpus 512 --interleaved",
         "--model smollm-1.7b --gpus 2 --seq-len 2048 --tokens-per-batch 32k",
         *(OTHER_MODELS if EVERY else ()),
     ],
