@@ -16,8 +16,8 @@ from step05_pipeline.schedules.actions import Action, expand_pattern
 def zero_bubble_h1(p: int, m: int, v: int) -> list[list[Action]]:
     """Zero Bubble (Qi et al., arXiv:2401.10241, section 2.1): 1F1B's order of F and I. Bubble: (p - 1)(F + B - 2W).
 
-    Rank k defers each W by k micro-batches. Counting micro-batches whose W is still due, every rank holds up to p, as
-    many as 1F1B's first rank.
+    That is the bubble if W takes no longer than F and than I. Rank k defers each W by k micro-batches. Counting
+    micro-batches whose W is still due, every rank holds up to p, as many as 1F1B's first rank.
     """
     return [split_row(m, ahead=p - 1 - rank, weights_later=rank) for rank in range(p)]
 

@@ -1,4 +1,4 @@
-"""Names in prose of what the programs print (columns, rows, groups, numbers of a step) are the printed ones."""
+"""Names in prose of what the programs print (columns, groups, numbers of a step, schedules) are the printed ones."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from common import tracer
 from common.parameter import ParameterSpec
 from common.process_groups import AXES, GROUP_NAMES
 from common.tracer import StepRow
-from step01_single_gpu.memory_model.__main__ import main as memory_model
 from step05_pipeline.schedules.__main__ import main as schedules
 from tests.harness.ranks import ROOT, steps_of
 from tests.house.answers.exercises import QUICK
@@ -24,7 +23,6 @@ PAGES = sorted(
 NAME = r"[*`]([A-Za-z_]+(?: [a-z_]+)*)[*`]"  # in italics or as code
 OF_TRACER = re.compile(rf"tracer's (?:table, (?:column )?|table |columns? )?{NAME}")
 COLUMN = re.compile(rf"\b[Cc]olumns? {NAME}|{NAME} columns?\b")
-ROW = re.compile(rf"\bcalculator's rows? {NAME}")
 GROUP = re.compile(r"\bgroups? `([a-z_]+)`|`([a-z_]+)` groups?\b|\b[Oo]ver `([a-z_]+)`|`comm_bytes` of `([a-z_]+)`")
 OF_STEP = re.compile(r"[^.;:]*`metrics\.jsonl`[^.;:]*|`comm_bytes` of `[a-z_]+`")
 OF_SCHEDULE = re.compile(r"read (?:the \w+ \()?`([a-z ]+)`|`(in flight)`")
@@ -83,9 +81,7 @@ def test_groups_and_numbers_of_a_step(tmp_path):
     assert len(names) >= 4 and not [each for each in names if each[0] not in {*line, *groups}]
 
 
-def test_rows_of_the_calculator_and_of_schedules(capsys):
-    memory_model([])
-    assert not unknown(ROW, cells(capsys.readouterr().out), 0)
+def test_rows_of_schedules(capsys):
     schedules(["--schedule", "zb-h1"])
     names, lines = [name for name, page in found(OF_SCHEDULE) if page.startswith("step05")], capsys.readouterr().out
     assert len(names) >= 3 and {*names} <= cells(lines), names

@@ -110,15 +110,27 @@ def router_norms(module) -> list[float]:
     return found
 
 
-def test_step_7_exercise_3(monkeypatch):
-    monkeypatch.setattr(sketch_7, "CHOICES", 1)
-    monkeypatch.setattr(sketch_7, "backward", sketch_7.backward)  # which `router_norms` replaces
-    assert max(router_norms(sketch_7)) < 1e-6
-    check(exercise(7, 3, "change"), router_norms(test_answers.solved(7))[0])
+def of_one_rank() -> tuple[float, float, float]:
+    """Of step 7's router with one choice per token the largest norm, and its first with the answer's code; the norm of
+    step 8's exercise.
+    """
+    answer = router_norms(test_answers.solved(7))[0]
+    sketch_7.CHOICES = 1
+    return max(router_norms(sketch_7)), answer, norms_of_step_8()
 
 
-def test_step_8_exercise_2(two):
-    alone, (together, all_count, too_often) = norms_of_step_8(), two[1]
+@pytest.fixture(scope="module")
+def one():
+    return run_ranks(1, of_one_rank)[0]
+
+
+def test_step_7_exercise_3(one):
+    assert one[0] < 1e-6
+    check(exercise(7, 3, "change"), one[1])
+
+
+def test_step_8_exercise_2(one, two):
+    alone, (together, all_count, too_often) = one[2], two[1]
     assert together == pytest.approx(alone, rel=1e-6)
     dp, _, cp, *_ = sketch_8.DEGREES[16]
     assert too_often / alone == pytest.approx(2**0.5, rel=1e-6) and (dp * cp) ** 0.5 == 2  # "twice too large"
