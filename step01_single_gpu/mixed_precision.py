@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from common.checkpoints.boxes import SavedBox
 from common.errors import Diverged
@@ -160,16 +162,11 @@ class Optimizer:
         scaler: LossScaler | None = None,
     ):
         self.parameters, self.buffers, self.float64 = parameters, buffers, dtype == torch.float64
+        self.weight_decay, self.kind, self.betas, self.eps = weight_decay, kind, betas, eps
         self.scaler = scaler or LossScaler(dtype)
         # .to() returns the weight itself in float32 and float64, a copy in narrower types
         self.masters = [parameter.detach().to(at_least_float32(parameter.dtype)) for parameter in parameters]
-        decay = [master for p, master in zip(parameters, self.masters, strict=True) if p.spec.decay]
-        others = [master for p, master in zip(parameters, self.masters, strict=True) if not p.spec.decay]
-        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        if kind == "adamw":  # the learning rate is an argument of `step`
-            self.inner = torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
-        else:
-            self.inner = torch.optim.SGD(groups, fused=True)
+        self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # of each master, by name: see `state_of`
 
     @torch.no_grad()
     def step(
@@ -189,14 +186,21 @@ class Optimizer:
         if factor is not None and self.float64:  # the kernel would take it as float32
             torch._foreach_mul_(gradients, factor)
             factor = None
-        self.inner.grad_scale = None if factor is None else (1 / factor).float()  # which it divides gradients by
-        self.inner.found_inf = skip
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = gradient
-        self.inner.step()
-        self.inner.zero_grad()
+        scale = None if factor is None else (1 / factor).float()  # which the kernel divides gradients by
+        triples = list(zip(self.parameters, self.masters, gradients, strict=True))
+        for decays, weight_decay in ((True, self.weight_decay), (False, 0.0)):
+            masters = [master for parameter, master, _ in triples if parameter.spec.decay == decays]
+            chosen = [gradient for parameter, _, gradient in triples if parameter.spec.decay == decays]
+            settings = {"lr": lr, "weight_decay": weight_decay, "maximize": False}
+            settings |= {"fused": True, "grad_scale": scale, "found_inf": skip}
+            # As functions: torch.optim.AdamW.step would import torch's compiler, half of the CPU time of a start
+            if self.kind == "adamw":
+                states = [self.state_of(master) for master in masters]
+                mean, square, counts = ([each[key] for each in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+                (beta1, beta2), more = self.betas, {"amsgrad": False, "eps": self.eps}
+                adamw(masters, chosen, mean, square, [], counts, beta1=beta1, beta2=beta2, **more, **settings)
+            else:
+                sgd(masters, chosen, [], momentum=0.0, dampening=0.0, nesterov=False, **settings)
         self._copy_to_parameters()
 
     def _copy_to_parameters(self) -> None:
@@ -205,9 +209,9 @@ class Optimizer:
             torch._foreach_copy_(self.parameters, self.masters)
 
     def state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return what the optimizer keeps for a master weight. (By itself, torch makes it in the first step.)"""
-        state = self.inner.state[master]
-        if isinstance(self.inner, torch.optim.AdamW) and not state:
+        """Return what AdamW keeps for a master weight, zeros at first: exp_avg, exp_avg_sq, step. SGD keeps nothing."""
+        state = self.state.setdefault(master, {})
+        if self.kind == "adamw" and not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
         return state
@@ -227,7 +231,7 @@ class Optimizer:
     @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """Take over what `checkpoint.load` has filled: `updates` steps were taken, and the model gets its weights."""
-        for master in self.masters:
-            if "step" in self.inner.state[master]:
-                self.inner.state[master]["step"].fill_(updates)
+        for state in self.state.values():
+            if "step" in state:
+                state["step"].fill_(updates)
         self._copy_to_parameters()

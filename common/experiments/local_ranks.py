@@ -37,7 +37,7 @@ def on_ranks(world: int, function: Callable, *args, title: str = "", jobs: int =
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         # On Linux, forked from a process that has imported torch once and has no threads
         method = "forkserver" if sys.platform == "linux" else "spawn"
-        multiprocessing.set_forkserver_preload(["__main__", "torch._dynamo", "common.collectives"])
+        multiprocessing.set_forkserver_preload(["__main__", "common.collectives"])
         ranks = {"nprocs": world, "join": False, "start_method": method}
         context = processes.start_processes(_rank, (world, folder, function, args), **ranks)
         label = f"{title} ({world} rank{'s' if world > 1 else ''})"

@@ -87,7 +87,7 @@ class Training:
         """The optimizer's state after an update: moments, and master weights that are no parameters."""
         result, weights = [], {each.untyped_storage().data_ptr() for _, each in self.weights()}
         for shard, master in zip(self.shards, self.optimizer.masters, strict=True):
-            result += [(shard, each) for each in self.optimizer.inner.state[master].values() if each.dim()]
+            result += [(shard, each) for each in self.optimizer.state[master].values() if each.dim()]
             if master.untyped_storage().data_ptr() not in weights:
                 result.append((shard, master))
         return result

@@ -30,7 +30,6 @@ LAST = 1 << 16  # bytes of what it has printed that are read
 
 
 def main(path: str) -> None:
-    import torch._dynamo  # noqa: F401  which optimizers load when they are first used
     import torch.distributed  # noqa: F401
 
     for job in json.loads(Path(path).read_text(encoding="utf-8")):

@@ -79,7 +79,7 @@ def held_after_backward(run: OneProcess) -> dict[str, int]:
             found["gradients of autograd"] = size_of(each.grad for each in run.parameters if each.grad is not None)
             found["their sums"] = size_of(run.gradient_sums.sums.values())
             found["master weights"] = size_of(run.optimizer.masters)
-            found["moments"] = size_of(t for state in run.optimizer.inner.state.values() for t in state.values())
+            found["moments"] = size_of(t for state in run.optimizer.state.values() for t in state.values())
         yield
 
     run.step()

@@ -65,7 +65,7 @@ def record(run: OneProcess, steps: int) -> MemoryTimeline:
         for _ in range(steps):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 run.step(SimpleNamespace(phase=phase))
-            label("moments", *(value for state in run.optimizer.inner.state.values() for value in state.values()))
+            label("moments", *(value for state in run.optimizer.state.values() for value in state.values()))
             ends.append(time.time())
     alive = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fixed}
     points = [(seconds - begin, sizes) for seconds, sizes in _stack(recording.events, labels, alive)]

@@ -47,7 +47,7 @@ class OneProcess(Training):
 
     def state(self) -> list[torch.Tensor]:
         """Return what is alive between two steps."""
-        moments = [value for state in self.optimizer.inner.state.values() for value in state.values()]
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*self.parameters, *self.optimizer.masters, *moments, self.batches.tokens]
 
 

@@ -27,9 +27,8 @@ BLOCK = 1024  # elements per program
 
 def settings_of(optimizer, parameter) -> dict:
     """Of the functions below for a parameter of step 1's `Optimizer`: weight_decay, betas and eps."""
-    of_matrices, of_others = optimizer.inner.param_groups
-    group = of_matrices if parameter.spec.decay else of_others
-    return {key: group[key] for key in ("weight_decay", "betas", "eps")}
+    weight_decay = optimizer.weight_decay if parameter.spec.decay else 0.0
+    return {"weight_decay": weight_decay, "betas": optimizer.betas, "eps": optimizer.eps}
 
 
 def adamw_reference(

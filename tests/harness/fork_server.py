@@ -22,7 +22,8 @@ from pathlib import Path
 GRACE = 3.0  # seconds that ranks have to end by themselves once another has failed, and then to show their stack
 MARGIN = 4 * GRACE  # seconds after the timeout by which every rank has been ended
 
-# Loaded before the first fork. Optimizers load torch._dynamo when first used: a second of CPU for each rank.
+# Loaded before the first fork. torch.optim's optimizers, which tests compare ours with, load torch._dynamo when first
+# used: a second of CPU for each rank. (Ours do not.)
 PRELOAD = "numpy", "torch", "torch.distributed", "torch._dynamo", "common.process_groups", "common.collectives"
 
 

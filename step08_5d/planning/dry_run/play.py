@@ -189,7 +189,7 @@ def by_kind(pipeline: Pipeline, optimizer: Optimizer, allocations: FakeAllocatio
         "optimizer state": [*optimizer.masters],
     }
     for master in optimizer.masters:
-        tensors["optimizer state"] += optimizer.inner.state[master].values()
+        tensors["optimizer state"] += optimizer.state[master].values()
     result, taken = {}, set()
     for kind in KINDS:  # in float32 a master weight is the parameter itself
         storages = {id(each.untyped_storage()): each.untyped_storage() for each in tensors[kind] if each is not None}

@@ -125,7 +125,7 @@ class Watch:
         kinds["parameters"] = [*self.parameters, *self.zero.shards]
         kinds["gradients"] = [*gradients, *(unit.bucket.flat for unit in units if unit.bucket)]
         kinds["gradients"] += [unit.reduced for unit in units if unit.reduced is not None]
-        states = self.optimizer.inner.state.values()
+        states = self.optimizer.state.values()
         kinds["optimizer"] = [*self.optimizer.masters, *(each for state in states for each in state.values())]
         known, held = [], {}
         for kind, tensors in kinds.items():

@@ -159,7 +159,7 @@ norm past the residual: self.operations.add_rms_norm(x, residual, self.weight, s
 clip factor lost: count, rate, factor, => count, rate, None,
 copy lost: gradient, copy, count => gradient, None, count
 @ step08_5d.kernels.adamw:settings_of
-everything decays: if parameter.spec.decay else of_others =>
+everything decays: if parameter.spec.decay else 0.0 =>
 
 # ---- right results at a higher price
 @ step08_5d.train:apply_recompute

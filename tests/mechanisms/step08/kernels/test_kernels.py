@@ -205,7 +205,7 @@ def test_same_as_step_1(dtype, function):
         settings = {"step": step, "lr": scalars[0], "factor": scalars[1], "skip": skip}
         function(**ours, gradient=gradient.clone(), **settings, **ADAMW)
         optimizer.step([gradient], scalars[0].item(), scalars[1], skip)
-        state, tolerance = optimizer.inner.state[master], 1e-14 if dtype == torch.float64 else 1e-6
+        state, tolerance = optimizer.state[master], 1e-14 if dtype == torch.float64 else 1e-6
         assert difference(ours["master"], master) < tolerance
         assert all(difference(ours[name], state[name]) < tolerance for name in ("exp_avg", "exp_avg_sq"))
         assert state["step"] == step
