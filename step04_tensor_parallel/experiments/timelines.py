@@ -28,9 +28,9 @@ def draw_layers(panels: list[tuple[str, Trace, bool]], name: str) -> None:
 
 MESSAGES = {"all_gather": "gather", "reduce_scatter": "sum"}
 GRADIENTS = {"dx": "input's gradient", "dW": "weights' gradient"}
-# The six products of an MLP's backward, in order: those of down, then those of gate and up. And its messages
-PLAIN = ("dx", "dW", "dx", "dW", "dx", "dW"), ("dy", "dx")
-OVERLAP = ("dx", "dW", "dx", "dx", "dW", "dW"), ("dy", "x", "dx")
+# The six products of an MLP's backward, in order, and its messages. (Autograd goes back through up first, then gate)
+PLAIN = ("dx of down", "dW of down", "dx of up", "dW of up", "dx of gate", "dW of gate"), ("dy", "dx")
+OVERLAP = ("dx of down", "dW of down", "dx of gate", "dx of up", "dW of gate", "dW of up"), ("dy", "x", "dx")
 
 
 def draw_backwards(traces: dict[str, Trace], name: str) -> dict[str, tuple[float, float]]:
@@ -51,7 +51,7 @@ def draw_backwards(traces: dict[str, Trace], name: str) -> dict[str, tuple[float
             return [Span(a - begin, b - a, name) for a, b, name in timed if begin <= (a + b) / 2 <= end]
 
         computing = [
-            each._replace(name=GRADIENTS[word], words=word)
+            each._replace(name=GRADIENTS[word[:2]], words=word)
             for each, word in zip(within("phase"), products, strict=True)
         ]
         sent = [
@@ -63,7 +63,9 @@ def draw_backwards(traces: dict[str, Trace], name: str) -> dict[str, tuple[float
         title = f"{mode}: {end - begin:.0f} ms, of which it waits {found[mode][1]:.0f}"
         rows.append((title, [Lane("rank 0", [*computing, *waits]), Lane("messages", sent, 0.7)]))
     names = {each: each for each in GRADIENTS.values()} | {"blocked": "waits"}
-    save_figure(panels_of_lanes(rows, "ms since the backward of the MLP has begun", names, row=0.5), name)
+    figure = panels_of_lanes(rows, "ms since the backward of the MLP has begun", names, row=0.5)
+    figure.axes[0].set_xlim(0, 1.01 * max(takes for takes, _ in found.values()))  # the last wait ends before the edge
+    save_figure(figure, name)
     return found
 
 
