@@ -56,3 +56,7 @@ def _cell(axis, rank: int, letter: str, colour: str) -> None:
     look = {"va": "center", "color": ink, "zorder": 6}
     axis.text(left + 0.3, row + 0.47, f"{rank}", fontsize=9, ha="center", fontweight="bold", **look)
     axis.text(left + 0.76, row + 0.62, letter, fontsize=8, ha="center", style="italic", **look)
+
+
+if __name__ == "__main__":
+    print(draw(Path(__file__).parent.parent / "figures" / "groups.png"))
