@@ -106,8 +106,8 @@ def draw_slack(added: dict[tuple[str, float], float], m: int) -> None:
     figure, axis = new_figure(width=7.4, height=4.2)
     fine = [step / 40 for step in range(6, 85)]
     looks = {
-        "1f1b": (SERIES[0], "1F1B: every micro-batch waits", 8.6),
-        "afab": (SERIES[1], "AFAB: the first waits", 2.8),
+        "1f1b": (SERIES[0], "1F1B: every round waits", 8.6),
+        "afab": (SERIES[1], "AFAB: two messages in all", 1.25),
     }
     for name, (colour, label, height) in looks.items():
         free = played_on_cable(name, m, 0)
