@@ -43,6 +43,9 @@ class Trained(NamedTuple):
         """The mean of a number over the last steps."""
         return sum(step[key] for step in self.numbers[-steps:]) / steps
 
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.numbers]
+
 
 class Watched:
     """Keeps the loads that balancing finds at the end of every step."""
@@ -170,6 +173,7 @@ MODELS = {  # colour, flags
     "8 experts, bias": (SERIES[2], MOE | BALANCES["bias"]),
     "16 experts, aux": (SERIES[3], MOE | BALANCES["aux"] | {"experts": 16}),
 }
+CURVES = ("dense", "8 experts, no balancing", "8 experts, aux", "16 experts, aux")  # of which the picture has a line
 
 
 def learning(quick: bool) -> None:
@@ -187,10 +191,25 @@ def learning(quick: bool) -> None:
     header = ("", "parameters", "active", "kFLOP per token", "loss", "minus dense, by seed", "mean")
     print_table(f"loss in the last {last} of {steps} steps, which see new tokens only", header, rows)
 
-    figure, axis = new_figure(width=7.5, height=3.4)
-    below = {name: losses["dense"] - each for name, each in losses.items() if name != "dense"}
-    marks = {name: [list(each)] for name, each in below.items()}
+    curves = {name: np.array([found[name, seed].losses() for seed in range(seeds)]).mean(0) for name in CURVES}
+    draw_learning(curves, losses, last)
+
+
+def draw_learning(curves: dict[str, np.ndarray], losses: dict[str, np.ndarray], last: int) -> None:
+    """Left the smoothed loss, the mean of all seeds; right by how much each model ends below the dense one."""
+    figure, (falling, ends) = new_figure(1, 2, width=10.5, height=3.9, width_ratios=(1.25, 1))
     colours = {name: colour for name, (colour, _) in MODELS.items()}
-    bars(axis, {name: [{name: each.mean()}] for name, each in below.items()}, marks, colours, horizontal=True)
-    axis.set(xlabel="loss below the dense model's, at the end; lines: single seeds")
+    begin = len(curves["dense"]) // 4  # before, losses fall so steeply that the lines could not be told apart
+    series = {name: dict(list(enumerate(smooth(each, last), 1))[begin:]) for name, each in curves.items()}
+    lines(falling, series, colours=colours, ends=False)
+    falling.set(xlabel="step", xlim=(begin, len(curves["dense"])))
+    falling.set_title(f"loss from step {begin} on, mean of {last} steps", loc="left", fontsize=10, fontweight="bold")
+    falling.legend(frameon=False, fontsize=9)
+    below = {name: losses["dense"] - each for name, each in losses.items() if name != "dense"}
+    bars(ends, {name: [{name: each.mean()}] for name, each in below.items()}, colours=colours, horizontal=True)
+    for place, each in enumerate(below.values()):
+        heights = place + np.linspace(-0.15, 0.15, len(each))  # apart, where two seeds agree
+        ends.plot(each, heights, "o", color="black", markeredgecolor="white", markersize=6)
+    ends.set_xlabel("dots: single seeds")
+    ends.set_title("loss below the dense model's, at the end", loc="left", fontsize=10, fontweight="bold")
     save_figure(figure, "learning")
