@@ -27,17 +27,17 @@ def pass_on(mine: Tensor) -> Tensor:
     return arriving
 
 
-def block(q: Tensor, k: Tensor, owner: int) -> tuple[slice, slice, Tensor]:
-    """Return which of my queries see which of the owner's keys, and their scores. Rank r has parts r and -1 - r."""
+def block(q: Tensor, k: Tensor, source: int) -> tuple[slice, slice, Tensor]:
+    """Return which of my queries see which keys of rank `source`, and their scores. Rank r has parts r and -1 - r."""
     rank, half = dist.get_rank(), len(q) // 2
     # --- write this yourself ---
     queries, keys = slice(0, None), slice(0, None)
-    if owner < rank:
-        keys = slice(0, half)  # both of my parts come after the owner's early part, and before its late part
-    elif owner > rank:
-        queries = slice(half, None)  # my late part comes after both of the owner's parts, my early part before
+    if source < rank:
+        keys = slice(0, half)  # both of my parts come after that rank's early part, and before its late part
+    elif source > rank:
+        queries = slice(half, None)  # my late part comes after both of that rank's parts, my early part before
     scores = q[queries] @ k[keys].T * WIDTH**-0.5
-    if owner == rank:
+    if source == rank:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=bool).triu(1), -torch.inf)
     return queries, keys, scores
     # --- until here ---
@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # --- write this yourself ---
     for hop in range(ranks):
         k, v = ring
-        queries, keys, scores = block(q, k, owner=(rank - hop) % ranks)
+        queries, keys, scores = block(q, k, source=(rank - hop) % ranks)
         total = torch.logaddexp(lse[queries], scores.logsumexp(-1))  # of the keys so far, and these
         p = (scores - total[:, None]).exp()  # each key's weight among them
         out[queries] = out[queries] * (lse[queries] - total).exp()[:, None] + p @ v[keys]
@@ -67,7 +67,7 @@ def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
     # --- write this yourself ---
     for hop in range(ranks):
         k, v, dk, dv = ring  # gradients travel with their keys and values
-        queries, keys, scores = block(q, k, owner=(rank - hop) % ranks)
+        queries, keys, scores = block(q, k, source=(rank - hop) % ranks)
         p = (scores - lse[queries, None]).exp()  # each key's weight among all keys
         dp = dout[queries] @ v[keys].T
         dscores = p * (dp - (dout * out)[queries].sum(-1, keepdim=True)) * WIDTH**-0.5

@@ -43,8 +43,8 @@ def _seen(case: Case, rank: int, sign: int = -1, before: str = "all early", afte
     halves = {"all": slice(None), "early": slice(0, half), "late": slice(half, None)}
     mine, seen = _places(case, rank), torch.ones(case.tokens, case.tokens, dtype=torch.bool).tril()
     for hop in range(1, case.ranks):
-        theirs, owner = _places(case, (rank - hop) % case.ranks), (rank + sign * hop) % case.ranks
-        queries, keys = (halves[each] for each in (before if owner < rank else after).split())
+        theirs, source = _places(case, (rank - hop) % case.ranks), (rank + sign * hop) % case.ranks
+        queries, keys = (halves[each] for each in (before if source < rank else after).split())
         seen[mine[:, None], theirs] = False
         seen[mine[queries][:, None], theirs[keys]] = True
     return seen
@@ -62,12 +62,12 @@ def expect_attention(case: Case) -> list[Expected]:
     q, k, v, _ = _drawn(case)
     out, lse = _attend(case, q, k, v)
     place, found = torch.arange(case.tokens), []
-    owner = torch.empty_like(place)
+    source = torch.empty_like(place)
     for rank in range(case.ranks):
-        owner[_places(case, rank)] = rank
+        source[_places(case, rank)] = rank
     for rank in range(case.ranks):
         mine = _places(case, rank)
-        causal, own = place[:, None] >= place, (owner == rank)[None, :]
+        causal, own = place[:, None] >= place, (source == rank)[None, :]
 
         def of(seen: Tensor, mine=mine, q=q) -> dict[str, Tensor]:
             wrong = _attend(case, q, k, v, seen)
@@ -78,7 +78,7 @@ def expect_attention(case: Case) -> list[Expected]:
         total = merged.new_full((len(mine),), -torch.inf)
         last = total.clone()  # the sums of the last block that a query saw, instead of those of all
         for hop in range(case.ranks):
-            block, sums = _attend(case, q, k, v, causal & (owner == (rank - hop) % case.ranks))
+            block, sums = _attend(case, q, k, v, causal & (source == (rank - hop) % case.ranks))
             block, sums = torch.nan_to_num(block[mine]), sums[mine]
             merged += block
             total = torch.logaddexp(total, sums)
@@ -87,7 +87,7 @@ def expect_attention(case: Case) -> list[Expected]:
         mistakes = {
             "these queries have seen the rank's own keys only. The others must come around the ring.": of(causal & own),
             "queries see keys that come after them. Is the rank's own block masked?": of(causal | own),
-            "every query sees every key: which keys come before a query depends on both owners' parts.": of(
+            "every query sees every key: which keys come before a query depends on both ranks' parts.": of(
                 causal | True
             ),
             "blocks were added, each with weights that sum to 1: together, all keys' weights must sum to 1.": (
@@ -102,8 +102,8 @@ def expect_attention(case: Case) -> list[Expected]:
             "scores are q · k times WIDTH**-0.5, and the factor is missing.": of(causal, q=q * case.width**0.5),
             "keys were taken for those of another rank. Messages go to the next rank: where did keys start that have "
             "come h hops?": of(_seen(case, rank, sign=1)),
-            "the wrong halves meet. An earlier owner's first half comes before all of my queries; only my second half "
-            "comes after a later owner's keys.": [
+            "the wrong halves meet. A smaller rank's first half comes before all of my queries; only my second half "
+            "comes after a larger rank's keys.": [
                 of(_seen(case, rank, before="all late")),
                 of(_seen(case, rank, after="early all")),
                 of(_seen(case, rank, before="all late", after="early all")),
