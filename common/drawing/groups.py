@@ -3,6 +3,9 @@
 python -m common.drawing.groups    # draws common/figures/groups.png
 """
 
+import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
+
+# isort: split
 from pathlib import Path
 
 from common.drawing.figures import DIMENSIONS, SERIES, new_figure, write_png
