@@ -200,7 +200,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("late, restarts, flags", [("none", 1, "--data /no/such/file.txt"), ("0", 0, "--foo")])
+@pytest.mark.parametrize("late, restarts, flags", [("none", 1, "--resume /no/such"), ("0", 0, "--foo")])
 def test_bad_input_under_torchrun(late, restarts, flags, tmp_path):
     """One rank prints the line, also if it starts late, and the launcher's report ends with it. The launcher's signal
     to the others does not change their status."""

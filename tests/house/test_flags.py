@@ -3,8 +3,8 @@
 A flag of the model, the data or the update changes the numbers. One of the layout or of logging leaves them as they
 are, and changes what `CHANGES` says of the run: what is sent, computed, kept or written.
 
-A flag is tried in the step that brings it, in the last step, and in every second one between them, with TEST_ALL=1 in
-all; without the step's own flags, each run is compared with the one of the nearest earlier step that has it.
+A flag is tried in the step that brings it and in the last step, with TEST_ALL=1 in all between them, too. Besides, each
+step without its own flags is compared with the step before it.
 """
 
 import functools
@@ -139,17 +139,16 @@ def check(name: str, flags: str, role: str, what: str, before: list[dict], after
         assert sum(rank["recomputed"] for rank in after) == 8 * len(layers), "not every layer is computed again"
 
 
-def is_tried(step: int, since: int, number: int) -> bool:
-    """Whether a step tries the case of this number, which another one, `since`, has brought."""
-    return ALL or step in (since, STEPS[-1]) or (step + number) % 3 == 0
+def is_tried(step: int, since: int) -> bool:
+    """Whether a step tries what another one, `since`, has brought."""
+    return ALL or step in (since, STEPS[-1])
 
 
 def cases_of(step: int) -> list[tuple]:
     """(flag, flags without it, flags with it, what it changes) of everything that a step tries."""
-    known, numbers = flags_of(step), {name: number for number, name in enumerate(CHANGES)}
-    cases = [(name, *CHANGES[name]) for name in known if is_tried(step, SINCE[name], numbers[name])]
-    for number, (since, name, without, *what) in enumerate(FURTHER):
-        if step >= since and is_tried(step, since, number):
+    cases = [(name, *CHANGES[name]) for name in flags_of(step) if is_tried(step, SINCE[name])]
+    for since, name, without, *what in FURTHER:
+        if step >= since and is_tried(step, since):
             _, flag, usual = CHANGES[name]
             cases.append((name, without, flag, *(what or [usual])))
     return [(name, without, f"{without} {flag}".strip(), what) for name, without, flag, what in cases]

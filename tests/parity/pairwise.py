@@ -41,8 +41,8 @@ def pairwise(factors: dict[str, Sequence], forbidden: Iterable[dict] = ()) -> li
     return chosen
 
 
-def thin(arrays: dict[int, list[dict]], least: int = 0) -> dict[int, list[dict]]:
-    """A few of the cases for each number of ranks, for a quick run of the tests, and at least so many.
+def thin(arrays: dict[int, list[dict]]) -> dict[int, list[dict]]:
+    """A few of the cases for each number of ranks, for a quick run of the tests.
 
     Together they still have every single value of every factor, and each number of ranks a case. With the environment
     variable TEST_ALL=1 (`make test-all`) all of them, and so every pair. Hard cases that have a name do not pass
@@ -52,7 +52,7 @@ def thin(arrays: dict[int, list[dict]], least: int = 0) -> dict[int, list[dict]]
         return arrays
     cases = [(world, {**case, "ranks": world}) for world, array in arrays.items() for case in array]
     missing, kept = {value for _, case in cases for value in case.items()}, {world: [] for world in arrays}
-    while missing or sum(map(len, kept.values())) < least:
+    while missing:
         cases.remove(chosen := max(cases, key=lambda each: len(missing & each[1].items())))
         world, best = chosen
         kept[world].append({name: value for name, value in best.items() if name != "ranks"})

@@ -66,7 +66,7 @@ def cases_of() -> dict[int, list[dict]]:
         several = [each for each in WITH_EXPERTS[ranks] if f"--micro-batch {each[0]}" not in each[1]]
         here += [{"recipe": recipe, "layout": each} for recipe in (ROW, NOW) for each in several]
         found[ranks] += pairwise(sparse, here)
-    found = thin(found, least=14)
+    found = thin(found)
     hard = {"shape": SHARED, "recipe": ROW, "layout": WITH_EXPERTS[2][1], "optimizer": SGD}
     found[2].append(hard)  # each tensor rank has a part of the tokens of a shared expert, which share scales
     return found
