@@ -68,6 +68,7 @@ def draw_placement(panels: dict[str, dict[str, tuple[float, float]]]) -> None:
         groups = {name: [{"measured": measured}] for name, (_, measured) in speeds.items()}
         marks = {name: [predicted] for name, (predicted, _) in speeds.items()}
         bars(axis, groups, marks, {"measured": COLOURS["measured"]}, value="{:,.0f}", horizontal=True)
+        axis.get_yticklabels()[list(speeds).index("dp outermost")].set_fontweight("bold")  # our order
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("tokens/s")
     legend(figure)

@@ -187,6 +187,11 @@ def test_step_8_exercise_5():
     held = sum(cost.held(LLAMA_70B, chosen).values()) / GIB
     found = [states, *kept.values(), sharded, of_tp, of_tp / 4, kept["full"] / 8, psi, round(100 * (more - 1), -1)]
     found += [*times, *(round(step, -1) for step in steps), exchanged, held, held + of_tp / 4, 1 / cost.bubble(chosen)]
+    tokens, kv_width = seq // 4, LLAMA_70B.head_width * LLAMA_70B.kv_heads // 8
+    hops = 3 * 2 * tokens * kv_width * 2
+    attention = 4 * seq**2 * LLAMA_70B.hidden / 32 / 2 / speed
+    assert hops / NETWORK < attention
+    found += [tokens, hops / 1e6, 1e3 * hops / NETWORK, 1e3 * attention]
     found += [64, 32, 16, 12]
     check(exercise(8, 5, "design"), *found)
 

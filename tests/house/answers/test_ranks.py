@@ -133,5 +133,5 @@ def test_step_8_exercise_2(one, two):
     alone, (together, all_count, too_often) = one[2], two[1]
     assert together == pytest.approx(alone, rel=1e-6)
     dp, _, cp, *_ = sketch_8.DEGREES[16]
-    assert too_often / alone == pytest.approx(2**0.5, rel=1e-6) and (dp * cp) ** 0.5 == 2  # "twice too large"
+    assert too_often / alone == pytest.approx(2**0.5, rel=1e-6) and (dp * cp) ** 0.5 == 2  # "twice as large"
     check(exercise(8, 2, "change"), alone, all_count)
