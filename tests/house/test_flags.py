@@ -213,7 +213,7 @@ def float16_from_too_large_a_scale(step: int, folder: Path) -> list[dict]:
         return [observe(step, each, folder) for each in runs]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS if ALL else (1, 2, 3, STEPS[-1]))  # where gradients are added up in a new way
 def test_float16_scales_the_loss_skips_steps_and_goes_on(step, tmp_path):
     ranks = run_ranks(1 if step == 1 else 2, float16_from_too_large_a_scale, step, tmp_path)
     many, _, one = map(assemble, zip(*ranks, strict=True))
