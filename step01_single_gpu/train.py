@@ -8,7 +8,7 @@ The lesson is in step01_single_gpu/README.md. The folders beside this one each a
 processes, and the last one trains with all of them.
 """
 
-import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
+import common.entry  # noqa: F401 (before torch: one thread per process by default)
 
 # isort: split
 import torch

@@ -4,12 +4,12 @@ For one schedule alone, three loops are enough. Here is 1F1B on rank `rank` of `
 puts its input and its output into a queue, from which a backward takes the oldest pair:
 
     ahead = min(m, p - 1 - rank)                       # forwards before the first gradient can arrive
-    for _ in range(ahead):                             # warm-up
+    for _ in range(ahead):                             # fill
         send_output(forward(receive_input()))
     for _ in range(m - ahead):                         # steady: one forward, one backward
         send_output(forward(receive_input()))
         send_gradient(backward(receive_gradient()))
-    for _ in range(ahead):                             # cool-down
+    for _ in range(ahead):                             # drain
         send_gradient(backward(receive_gradient()))
 
 Two things are wrong with these loops. First, they hang if a send blocks until it is received: the last rank sends the

@@ -8,7 +8,7 @@ The lesson is in step07_expert_parallel/README.md. `diff` this file with step06_
 adds.
 """
 
-import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
+import common.entry  # noqa: F401 (before torch: one thread per process by default)
 
 # isort: split
 import torch

@@ -7,7 +7,7 @@
 The lesson is in step08_5d/README.md. `diff` this file with step07_expert_parallel/train.py to see what it adds.
 """
 
-import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
+import common.entry  # noqa: F401 (before torch: one thread per process by default)
 
 # isort: split
 import torch

@@ -3,7 +3,7 @@
 python -m common.drawing.groups    # draws common/figures/groups.png
 """
 
-import common.entry  # noqa: F401 (before torch, so that its idle threads sleep)
+import common.entry  # noqa: F401 (before torch: one thread per process by default)
 
 # isort: split
 from pathlib import Path
