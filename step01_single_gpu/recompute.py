@@ -6,8 +6,8 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174) 
 
   none       every layer keeps what its backward needs
   selective  the attention core keeps only q, k and v; scores and probabilities are computed again
-  full       a layer keeps only its input and computes everything again: one more forward, so that D tokens take
-             8 Psi D FLOPs instead of 6 Psi D (Psi is the number of parameters)
+  full       a layer keeps only its input and computes everything again: one more forward, so that D tokens take up
+             to 8 Psi D FLOPs instead of 6 Psi D (Psi is the number of parameters; the head's are not repeated)
 """
 
 import functools

@@ -89,13 +89,14 @@ def draw_recomputation(ratios: dict[tuple[str, str], tuple[float, float, float]]
 
 def flops(quick: bool) -> None:
     """FLOPs of forward and backward: exact, and by the usual approximation."""
-    rows = []
-    for name, seq in (("debug", 256), ("smollm-135m", 2048), ("llama3-8b", 8192), ("llama3-70b", 8192)):
+    rows, sizes = [], {"debug": 256, "smollm-135m": 2048, "llama3-1b": 4096, "llama3-8b": 8192, "llama3-70b": 8192}
+    for name, seq in sizes.items():
         model = PRESETS[name]
         counted, parameters = count_flops(model, seq), count_parameters(model).total
         exact, simple = counted.model, 6 * seq * parameters
         parts = (counted.linear, counted.attention_core, counted.head)
         shares = (f"{part / counted.forward:.1%}" for part in parts)
-        rows.append((f"{name}, s {seq}", f"{exact:.3e}", *shares, f"{simple / exact:.3f}"))
-    header = ("", "FLOPs a sequence", "linear", "attention core", "head", "6ΨD / exact")
+        again = counted.hardware("full") / exact - 1
+        rows.append((f"{name}, s {seq}", f"{exact:.3e}", *shares, f"{simple / exact:.3f}", f"+{again:.1%}"))
+    header = ("", "FLOPs a sequence", "linear", "attention core", "head", "6ΨD / exact", "full recomputation")
     print_table("Predicted FLOPs of forward and backward", header, rows)
