@@ -30,14 +30,14 @@ Add = Callable[[torch.Tensor, bool], None]  # called as add(total, first): if `f
 class TakesGradients(Protocol):
     """What adds up the gradients of a step's micro-batches, in at least float32: such as `GradientSums`."""
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, whole: bool = True) -> None:
         """Add one micro-batch's gradient of one parameter to its sum.
 
         Args:
             gradient: a tensor like the parameter. Or, where a product of matrices can add its result to the sum in one
                 go, a function that does so.
-            last: whether nothing follows. If a weight is used twice and somebody hands over the gradient of one use,
-                that of the other one follows in the same backward. (Autograd adds both before it calls a hook.)
+            whole: whether no part of it follows. If a weight is used twice and somebody hands over the gradient of one
+                use, that of the other one follows in the same backward. (Autograd adds both before it calls a hook.)
         """
 
 
@@ -71,7 +71,7 @@ class GradientSums:
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         take_gradients(parameters, self)
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, whole: bool = True) -> None:
         """See `TakesGradients`. A step's first tensor becomes the sum, uncopied if it is wide."""
         if callable(gradient):
             first = parameter not in self.sums

@@ -100,13 +100,13 @@ class DataParallel:
         finally:
             self.synchronising = True
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, whole: bool = True) -> None:
         """See step 1's `TakesGradients`. In the last micro-batch this may launch buckets."""
         bucket = self.bucket_of[parameter]
         if bucket.work is not None:
             raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched")
         bucket.add(parameter, gradient)
-        if self.synchronising and last:
+        if self.synchronising and whole:
             bucket.missing.discard(parameter)
             if self.mode != "naive":
                 self._launch_complete()

@@ -184,7 +184,7 @@ class Zero:
             self._end_of_backward()
         self.synchronising = self.last_micro_batch = True
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, last: bool = True) -> None:
+    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor | Add, whole: bool = True) -> None:
         """See step 1's `TakesGradients`. This may launch reduce-scatters."""
         index = self.index_of[parameter]
         if index < self.next_unit:  # two forwards in one backward, say: a gradient would be lost
@@ -192,7 +192,7 @@ class Zero:
             raise RuntimeError(f"{parameter.spec.name}: a gradient came after its bucket was launched; {why}")
         bucket = self.units[index].make_bucket()
         bucket.add(parameter, gradient)
-        if self.synchronising and last:
+        if self.synchronising and whole:
             bucket.missing.discard(parameter)
             self._launch_complete()
         # Free early what has already been summed. Not with replicas: that launches an all-reduce over them, in an order

@@ -63,9 +63,9 @@ class SummingHead:
         return lambda total, first: add_scaled(total, dw, factor, first)
 
 
-def add_to_sum(weight: Tensor, gradient: Tensor, x: Tensor, multiply: Callable, last: bool = True) -> None:
+def add_to_sum(weight: Tensor, gradient: Tensor, x: Tensor, multiply: Callable, whole: bool = True) -> None:
     """A `gradient_sink`: what `multiply` returns is added to the step's sum of this weight's gradients, unrounded."""
-    weight.sums.accumulate(weight, multiply(gradient, x), last)
+    weight.sums.accumulate(weight, multiply(gradient, x), whole)
 
 
 def multiply_by(weight: Tensor, products) -> None:
@@ -92,4 +92,4 @@ def sum_in_products(model: Decoder) -> None:
         weight.gradient_sink = add_to_sum
     if model.has_head and model.has_embedding and model.config.tie_embeddings:
         # The head's gradient; that of the embedding follows
-        model.embedding.weight.gradient_sink = partial(add_to_sum, last=False)
+        model.embedding.weight.gradient_sink = partial(add_to_sum, whole=False)

@@ -44,10 +44,10 @@ def hand_over(sums: TakesGradients, model: nn.Module, index: int) -> dict[str, T
     one, two = torch.randn(2, *model.weight.shape)
     narrow = one.bfloat16()
     parts = [adds(two), narrow] if index % 2 else [narrow, adds(two)]
-    sums.accumulate(model.weight, parts[0], last=False)
+    sums.accumulate(model.weight, parts[0], whole=False)
     sums.accumulate(model.weight, parts[1])
     bias = torch.randn(model.bias.shape)
-    sums.accumulate(model.bias, adds(bias) if index % 2 else bias.bfloat16(), last=True)
+    sums.accumulate(model.bias, adds(bias) if index % 2 else bias.bfloat16(), whole=True)
     return {"weight": narrow.float() + two, "bias": bias if index % 2 else bias.bfloat16().float()}
 
 
