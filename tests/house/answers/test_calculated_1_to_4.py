@@ -5,7 +5,7 @@ import torch
 
 from common.costs.alpha_beta import gather_ratio
 from common.costs.hardware import H100_TFLOPS
-from common.costs.networks import NETWORK, NVLINK, bus_bandwidth
+from common.costs.networks import NETWORK, NODE, NVLINK, bus_bandwidth
 from common.costs.vocabulary import WIDTHS, sent
 from common.counts import count_parameters
 from common.presets import resolve
@@ -69,12 +69,14 @@ def test_step_1_exercise_5():
 
 
 def test_step_2_exercise_1():
-    found, bandwidth, buckets = [], NETWORK / 1e9, 28_000 / 25
+    found, bandwidth, buckets = [], NODE * NETWORK / 1e9, 28_000 / 25
     for gpus in (64, 1024):
         gradients, *_ = data.messages(7e9, gpus)
         in_all, latency = gradients.bytes / 1e9, 2 * (gpus - 1) * 10e-6
-        found += [in_all, in_all / bandwidth, latency * 1e3, latency * buckets]
-    check(exercise(2, 1, "calculation"), 28, *found, buckets, 2 * 25 / 1e3 / bandwidth * 1e3)
+        bucket = in_all / bandwidth / buckets
+        found += [in_all, in_all / bandwidth, bucket * 1e3, latency * 1e3, latency * buckets]
+    assert 10 < 2 * 63 * 10e-6 / (found[2] / 1e3) < 11
+    check(exercise(2, 1, "calculation"), 28, *found, buckets, latency / bucket)
 
 
 def test_step_2_exercise_5():
