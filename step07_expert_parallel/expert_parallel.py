@@ -25,8 +25,8 @@ class AllToAll:
 
     `start` and `finish` surround whatever is computed meanwhile. In the backward, autograd comes to `finish` first:
 
-        forward, read from left to right     start: send the rows | shared experts | finish: wait for rows
-        backward, read from right to left    start: wait for them | shared experts | finish: send the gradients back
+        forward     start: send the rows          | shared experts            | finish: wait for rows
+        backward    finish: send their gradients  | shared experts, backward  | start: wait for gradients
 
     `before_wait` is called before each wait: somebody else may compute meanwhile.
     """
