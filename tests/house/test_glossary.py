@@ -115,7 +115,7 @@ class Layer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.g, self.A, self.B = (nn.Parameter(torch.zeros(size)) for size in (2, 4, 4))
+        self.n, self.U, self.D = (nn.Parameter(torch.zeros(size)) for size in (2, 4, 4))
 
 
 def parts_of(pieces: list[tuple[int, str]]) -> str:
@@ -128,7 +128,7 @@ def test_containers():
     model = nn.ModuleDict({"1": Layer(), "2": Layer()})
     attach_specs(model)
     parameters, limit = list(model.parameters()), 8 * 4 / 1e6  # 8 numbers of 4 bytes
-    names = {each: "".join(reversed(each.spec.name.split("."))) for each in parameters}  # B2
+    names = {each: "".join(reversed(each.spec.name.split("."))) for each in parameters}  # D2
     buckets = fill_buckets(parameters, "bucket", limit)
     assert buckets == fill_all_buckets(parameters, "bucket", limit)  # as stages 1 and 2 ask for them
     regions = [fill_all_buckets(list(model[name].parameters()), "bucket", math.inf)[0] for name in "21"]
@@ -159,9 +159,9 @@ def test_containers():
     ]
     assert drawn.splitlines() == [f"{label:30}{row}" for label, row in expected]
 
-    assert [names[each] for each in buckets[1]] == ["g2", "B1"]  # a norm of one layer and a matrix of another
+    assert [names[each] for each in buckets[1]] == ["n2", "D1"]  # a norm of one layer and a matrix of another
     pieces = Unit(regions[0], 3, Group("shard", (0, 1), 0), Group("replica", (0,), 0)).pieces
-    assert [(piece.spec.name, piece.spec.flat_range) for _, piece in pieces] == [("2.B", (0, 4)), ("2.A", (0, 1))]
+    assert [(piece.spec.name, piece.spec.flat_range) for _, piece in pieces] == [("2.D", (0, 4)), ("2.U", (0, 1))]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
