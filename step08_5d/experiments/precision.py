@@ -38,7 +38,7 @@ RUNS = {
 CURVES = {ONE: "#CFCFCF", "float32, 8 ranks, --fused": SERIES[0], "bfloat16, 8 ranks, --fused": SERIES[1]}
 COLOURS = {"layout": SERIES[0], "type": SERIES[1], "order of sums": SERIES[2]}
 MARKERS = {"loss": {"marker": "o"}, "grad_norm": {"marker": "D", "markerfacecolor": "none"}}
-TOLERANCES = {"tolerance in float64": 1e-10, "tolerance in float32": 1e-5, "one rounding to bfloat16": 2.0**-9}
+TOLERANCES = {"tolerance in float64": 1e-10, "tolerance in float32": 1e-5, "one rounding\nto bfloat16": 2.0**-9}
 
 
 def precision(quick: bool) -> None:
@@ -82,10 +82,11 @@ def draw_curves(runs: dict[str, compare.Record], found: dict[str, dict]) -> None
     for line, (name, worst) in enumerate(found.items()):
         for key, look in MARKERS.items():
             axis.plot(worst[key][0], line, color=COLOURS[RUNS[name][3]], linestyle="none", markersize=8, **look)
-    for height, (label, place) in zip((-1.3, -1.3, -0.8), TOLERANCES.items()):  # the last two are close to each other
+    for (label, place), side in zip(TOLERANCES.items(), ("right", "right", "left")):  # the last two are close
         axis.axvline(place, color="black", linestyle="--", linewidth=1.2)
-        axis.text(place / 1.4, height, label, fontsize=9, va="center", ha="right")
-    axis.set(xscale="log", xlim=(1e-17, 1), ylim=(len(found) - 0.4, -1.7), xlabel="largest relative difference")
+        away = 1.4 if side == "left" else 1 / 1.4
+        axis.text(place * away, -0.75, label, fontsize=9, va="center", ha=side)
+    axis.set(xscale="log", xlim=(1e-17, 1), ylim=(len(found) - 0.4, -1.2), xlabel="largest relative difference")
     axis.set_yticks(range(len(found)), [f"{name}\nagainst {RUNS[name][2]}" for name in found], fontsize=8.5)
     handles = [axis.plot([], [], "s", color=colour, label=f"{name} differs")[0] for name, colour in COLOURS.items()]
     look = {"color": "black", "linestyle": "none"}
