@@ -59,12 +59,15 @@ def lanes(axis, rows: list[Lane], end: float) -> set[str]:
     return drawn
 
 
-def panels_of_lanes(panels: list[tuple[str, list[Lane]]], unit: str, names: dict[str, str], row: float = 0.33):
+def panels_of_lanes(
+    panels: list[tuple[str, list[Lane]]], unit: str, names: dict[str, str], row: float = 0.33, end: float = 0
+):
     """Return a figure of several groups of lanes above each other, `panels`, on one axis of time.
 
     Args:
         names: for the legend, in its order: what the colour of a span's name means. Those not drawn are left out.
         row: inches of a lane of height 1.
+        end: of the axis; where the last box ends, if that is later.
     """
     from matplotlib.patches import Patch
 
@@ -72,7 +75,7 @@ def panels_of_lanes(panels: list[tuple[str, list[Lane]]], unit: str, names: dict
     height = row * sum(heights) + 0.45 * len(panels) + 0.8
     shape = {"squeeze": False, "sharex": True, "height_ratios": heights}
     figure, axes = new_figure(len(panels), width=10, height=height, **shape)
-    end = max(span.start + span.width for _, rows in panels for each in rows for span in each.spans)
+    end = max(end, *(span.start + span.width for _, rows in panels for each in rows for span in each.spans))
     drawn = set()
     for axis, (title, rows) in zip(axes[:, 0], panels):
         drawn |= lanes(axis, rows, end)

@@ -9,8 +9,8 @@ from step05_pipeline.schedules.validator import check_schedule
 
 UNIT = "time; 1 is the forward of a quarter of the model"
 LLAMA3 = "llama3 with N = 8"
-GALLERY = {"afab": "AFAB", "1f1b": "1F1B", "interleaved": "interleaved, two stages per rank", "zb-h1": "ZB-H1"}
-FOLDED = {"zbv": "ZBV, two stages per rank, in a V"}
+DRAWN = {"afab": "AFAB", "1f1b": "1F1B", "interleaved": "interleaved, two stages per rank", "zb-h1": "ZB-H1"}
+DRAWN |= {"zbv": "ZBV, two stages per rank, in a V"}
 
 
 def played(name: str, ranks: int = 4, micro_batches: int = 8, chunks: int | None = None) -> Timeline:
@@ -45,9 +45,9 @@ def schedules(quick: bool) -> None:
     print_table(
         "p 4, m 8, F = I = W = 1 (of a quarter of the model), B = 2; 24 units of work on each rank", header, rows
     )
-    for figure, shown in (("gallery", GALLERY), ("zbv", FOLDED)):
-        panels = {f"{label}: {lines[name].makespan:g} units": lines[name] for name, label in shown.items()}
-        draw_figure(panels, figure, UNIT)
+    end = max(lines[name].makespan for name in DRAWN)  # one scale, to compare pictures
+    for name, label in DRAWN.items():
+        draw_figure({f"{label}: {lines[name].makespan:g} units": lines[name]}, name, UNIT, end)
 
 
 # ---- interleaving ----------------------------------------------------------------------------------------------------

@@ -22,6 +22,6 @@ def pipeline_of(name: str, ranks: int, micro_batches: int, chunks: int | None = 
     return schedule, Costs(F=unit, I=unit, W=unit)
 
 
-def draw_figure(timelines: dict[str, Timeline], name: str, unit: str) -> None:
+def draw_figure(timelines: dict[str, Timeline], name: str, unit: str, end: float = 0) -> None:
     """Draw timelines as NAME.png in the folder of this step's figures, and print where."""
-    print(f"  figure: {draw(timelines, figure_path(name), unit)}")
+    print(f"  figure: {draw(timelines, figure_path(name), unit, end)}")

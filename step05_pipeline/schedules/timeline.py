@@ -13,18 +13,19 @@ COLUMNS = 400  # of text, at most
 # ---- a picture -------------------------------------------------------------------------------------------------------
 
 
-def draw(timelines: dict[str, Timeline], path: str | Path, unit: str = "time of a forward") -> Path:
+def draw(timelines: dict[str, Timeline], path: str | Path, unit: str = "time of a forward", end: float = 0) -> Path:
     """Draw timelines above each other on one axis of time, each from its own start on. Returns the path.
 
     Args:
         timelines: by title. Boxes show the micro-batch if it fits; a rank's later chunks have lighter colours.
         unit: the unit of their times, for the axis.
+        end: of the axis, if that is later than the end of the longest.
 
     Raises UsageError if `path` cannot be written.
     """
     names = {name: name for name in (*NAMES.values(), "idle")}
     panels = [(title, lanes_of(each)) for title, each in timelines.items()]
-    return write_png(panels_of_lanes(panels, unit, names, row=0.29), path)
+    return write_png(panels_of_lanes(panels, unit, names, row=0.29, end=end), path)
 
 
 def lanes_of(timeline: Timeline, names: bool = False) -> list[Lane]:
