@@ -1,5 +1,7 @@
 """What one machine cannot measure: predicted for real hardware, or published by others, and labelled so."""
 
+import math
+
 from common.costs.alpha_beta import gather_ratio
 from common.costs.hardware import H100_TFLOPS
 from common.costs.networks import BUS_GB_PER_S, NETWORK, NODE, NVLINK
@@ -38,6 +40,16 @@ def condition(quick: bool) -> None:
         rows.append(cells)
     header = ("", "GB/s, nominal", "columns", "GB/s, published", "columns")
     print_table("predicted: columns that share a gather from which on it can hide", header, rows)
+    rows = []
+    for name in ("llama3-8b", "llama3-70b", "llama3-405b"):
+        model = PRESETS[name]
+        cells = [f"{model.heads}"]
+        for width in ((model.heads + 2 * model.kv_heads) * model.head_width, 2 * model.ffn):
+            degrees = (1 + width * each / peak for each in (NVLINK, 1e9 * BUS_GB_PER_S["all_gather"][NODE]))
+            cells += [f"{width:,}", *(f"tp {2 ** int(math.log2(each))}" for each in degrees)]
+        rows.append((name, *cells))
+    header = ("", "heads", "q, k, v", "nominal", "published", "gate, up", "nominal", "published")
+    print_table("predicted: the largest power of two whose gather can hide, if a node had that many GPUs", header, rows)
     model, tokens, rows = PRESETS["llama3-8b"], 8192, []
     flops = count_flops(model, tokens).model
     for tp in DEGREES:
