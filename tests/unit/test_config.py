@@ -86,13 +86,19 @@ def test_what_flags_make_of_the_model(tmp_path):
     assert valid(f"--model {tmp_path}/config.json --hidden 64").model_config.head_width == 32  # 64 / 2
 
 
-def test_heavy_packages_are_imported_only_where_they_are_used():
-    """Sixteen ranks would each spend seconds on them; a preset does not need them."""
+def test_heavy_packages_are_imported_only_where_they_are_used(tmp_path):
+    """Sixteen ranks would each spend seconds on them; neither a preset nor a whole run needs them."""
     heavy = {"transformers", "datasets", "matplotlib", "torch.distributed.checkpoint", "pandas", "pyarrow"}
-    code = "import sys, common.config, step02_data_parallel.train\ncommon.config.TrainConfig(model='llama3-8b')"
-    assert run_command([sys.executable, "-c", f"{code}.model_config\nprint({heavy} & sys.modules.keys())"]).stdout == (
-        "set()\n"
-    )
+    heavy |= {"torch._dynamo", "torch._inductor", "sympy"}  # torch's compiler, half of a start: its optimizers' methods
+    flags = "--layers 1 --hidden 32 --heads 2 --kv-heads 2 --ffn 32 --seq-len 8 --vocab 384 --global-batch 2 --steps 1"
+    arguments = f"{flags} --data synthetic --device cpu --run-dir {tmp_path / 'run'}".split()
+    code = "import sys, common.config, step08_5d.train\ncommon.config.TrainConfig(model='llama3-8b').model_config"
+    code += f"\nprint({heavy} & sys.modules.keys())\nsys.argv[1:] = {arguments}"
+    code += "\nstep08_5d.train.run(8, step08_5d.train.train, step08_5d.train.check)"
+    code += f"\nprint({heavy} & sys.modules.keys())"
+    printed = run_command([sys.executable, "-c", code]).stdout.splitlines()
+    assert "loss" in "".join(printed)
+    assert [line for line in printed if line.startswith(("set", "{"))] == ["set()", "set()"], printed
 
 
 def test_paths_may_begin_with_the_home(tmp_path, monkeypatch):
