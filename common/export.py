@@ -54,6 +54,7 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     from torch.distributed.checkpoint import FileSystemReader
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
+    bars_for_terminals_only()
     config, dtype, extra = described(folder)
     rope, scaling = {"rope_type": "default"}, config.rope_scaling
     given, tokenizer = tokenizer, tokenizer or extra["tokenizer"]
@@ -93,6 +94,14 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     model.to(dtype).save_pretrained(out, state_dict=weights)
     if same and len(loaded) <= config.vocab:  # older checkpoints of synthetic tokens may have a smaller vocabulary
         loaded.save_pretrained(out)
+
+
+def bars_for_terminals_only() -> None:
+    """Let transformers show its progress where somebody looks, and not in files."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
 
 def described(folder: Path) -> tuple[ModelConfig, torch.dtype, dict]:
