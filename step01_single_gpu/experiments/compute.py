@@ -75,7 +75,7 @@ def keep_freed_memory() -> None:
 def draw_recomputation(ratios: dict[tuple[str, str], tuple[float, float, float]]) -> None:
     """Bytes, FLOPs and time of each mode, relative to none: a panel per kind of attention."""
     figure, axes = new_figure(columns=2, width=8.6, height=3.5, sharey=True)
-    for axis, attention in zip(axes, ("naive", "fused")):
+    for axis, attention in zip(axes, ("fused", "naive")):
         groups = {
             what: [{f"--recompute {mode}": ratios[attention, mode][index]} for mode in MODES]
             for index, what in enumerate(("bytes kept", "FLOPs", "time"))
