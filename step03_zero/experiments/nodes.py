@@ -114,8 +114,9 @@ def compare_layouts(repeats: int) -> dict[tuple[int, str], tuple[float, float]]:
 # ---- two nodes of one rank -------------------------------------------------------------------------------------------
 
 
-def compare_tokens(sequences: tuple[int, ...], repeats: int) -> tuple[dict[str, dict[float, float]], float]:
-    """Print what hides by tokens. Returns the hidden shares by kind and tokens, and where forward and gather are equal.
+def compare_tokens(sequences: tuple[int, ...], repeats: int) -> tuple[dict[str, dict[float, float]], float, float]:
+    """Print what hides by tokens. Returns the hidden shares by kind and tokens, and where forward and gather are equal:
+    the forward of these runs, and one of its products alone, as the formula says.
 
     The prediction is also played between the measured points, with the interpolated time of a step that sends nothing.
     """
@@ -149,11 +150,15 @@ def compare_tokens(sequences: tuple[int, ...], repeats: int) -> tuple[dict[str, 
     forward, gather = seconds * TIMES[0] / sum(units_of(SHAPE)[1:]), 4 * 0.5 / bandwidth  # seconds per parameter
     equal = fine[int(np.argmax(forward >= gather))]
     print(f"  a layer's whole forward with {equal:,} tokens")
-    return shares, equal
+    return shares, equal, condition
 
 
-def draw(seconds: dict[tuple[int, str], tuple], shares: dict[str, dict[float, float]], equal: float) -> None:
-    """Left the steps of both layouts as bars, right the share that hides over the tokens; dashed at `equal` tokens."""
+def draw(
+    seconds: dict[tuple[int, str], tuple], shares: dict[str, dict[float, float]], equal: float, condition: float
+) -> None:
+    """Left the steps of both layouts as bars, right the share that hides over the tokens; dashed at `equal` tokens, and
+    dotted at those of the formula.
+    """
     figure, (left, right) = new_figure(columns=2, width=9.6, height=3.9)
     groups, marks = {}, {}
     for (m, name), (predicted, measured) in seconds.items():
@@ -174,10 +179,14 @@ def draw(seconds: dict[tuple[int, str], tuple], shares: dict[str, dict[float, fl
         ends=False,
     )
     right.axvline(equal, color="black", linestyle="--", linewidth=1.2)
+    right.axvline(condition, color="black", linestyle=":", linewidth=1.2)
     right.text(equal / 1.08, 0.04, "a layer's forward = its gather", fontsize=11, ha="right")
-    right.text(max(shares["measured"]), 0.5, "never hidden:\nfirst gathers,\nlast sums", fontsize=11, ha="right")
+    right.text(condition * 1.06, 0.04, f"formula: {condition:.0f}", fontsize=11)
+    what = "never hidden:\nfirst gathers,\nlast sums"
+    never = right.text(max(shares["measured"]), 0.5, what, fontsize=11, ha="right")
+    never.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # over the dotted line
     right.set(xlabel="tokens per rank", ylabel="of the messages hidden", ylim=(0, 1))
     right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    right.set_title("Enough tokens hide the messages", fontsize=11.5, loc="left", fontweight="bold")
+    right.set_title("Plain stage 3: enough tokens hide messages", fontsize=11.5, loc="left", fontweight="bold")
     legend(figure)
     save_figure(figure, "nodes")

@@ -102,30 +102,36 @@ def test_step_3_exercise_1():
 
 
 def test_step_3_exercise_5():
-    widths, tokens, room = WIDTHS["bfloat16"], 6144, 80 - 46
-    held = {stage: sum(zero.held(PSI_8B, stage, 64, widths).values()) / GIB for stage in (1, 2)}
-    assert held[1] > room > held[2]
-    gradients = 4 * PSI_8B / 1e9
-    network = bus_bandwidth("reduce_scatter", 64)
-    scatter = sent("reduce_scatter", 4 * PSI_8B, 64) / network
+    widths, tokens, bf16 = WIDTHS["bfloat16"], 6144, torch.bfloat16
+    peaks = [predict_peak(LLAMA_8B, 1, tokens, bf16, recompute=mode, accumulation=2).peak for mode in ("none", "full")]
+    active, recomputed = ((each - sum(states(LLAMA_8B, bf16).values())) / GIB for each in peaks)
+    room, gpus = 80 - active, (64, 16, 8)
+    held = {(stage, n): sum(zero.held(PSI_8B, stage, n, widths).values()) / GIB for stage in (1, 2, 3) for n in gpus}
+    assert all(held[1, n] > room and held[1, n] + recomputed < 80 for n in gpus)
     backward = data.operations(PSI_8B, tokens)["last backward"] / PEAK
-    assert scatter > backward
-    gather = bus_bandwidth("all_gather", 64)
-    everywhere = zero.tokens_to_hide_backward(64, gather, network, PEAK)
-    in_node = zero.tokens_to_hide_backward(8, *(bus_bandwidth(op, 8) for op in ("all_gather", "reduce_scatter")), PEAK)
-    assert everywhere > tokens > in_node
-    sharded = sum(zero.held(PSI_8B, 3, 8, widths).values()) / GIB
-    ends, layer = LLAMA_8B.vocab * LLAMA_8B.hidden, count_parameters(LLAMA_8B)
+    networks = {n: bus_bandwidth("reduce_scatter", n) for n in gpus}
+    scatters = {n: sent("reduce_scatter", 4 * PSI_8B, n) / networks[n] for n in gpus}
+    needed = {n: zero.tokens_to_hide_backward(n, bus_bandwidth("all_gather", n), networks[n], PEAK) for n in gpus}
+    between = {n: sent("all_reduce", 4 * PSI_8B / n, 64 // n) / NETWORK for n in (16, 8)}
+    assert [scatters[n] < backward for n in gpus] == [False, True, True] and max(between.values()) < backward
+    assert [needed[n] < tokens for n in gpus] == [False, False, True]
+    largest, layer = LLAMA_8B.vocab * LLAMA_8B.hidden, count_parameters(LLAMA_8B)
     layer = layer.attention + layer.dense_mlp
-    borrowed = (2 + 4) * (ends + layer) / GIB  # weights and gradients of two units
-    assert sharded + borrowed < room
-    between = sent("all_reduce", 4 * PSI_8B / 8, 8) / NETWORK
-    assert between < backward
-    peak = predict_peak(LLAMA_8B, 1, tokens, torch.bfloat16, recompute="full", accumulation=2).peak
-    recomputed = (peak - sum(states(LLAMA_8B, torch.bfloat16).values())) / GIB
-    assert held[1] + recomputed < 80
-    found = *held.values(), gradients, network / 1e9, scatter, backward, everywhere, sharded, borrowed, between
-    check(exercise(3, 5, "design"), *found, sharded + borrowed + 46, 64, 249.8e9, in_node, recomputed)
+    bucket = 4 * largest / GIB  # of the embedding's or the head's gradient alone
+    borrowed = (2 + 4) * (largest + layer) / GIB  # weights and gradients of two units
+    assert held[2, 16] + 2 * bucket < room and held[3, 8] + borrowed < room < held[2, 8] + 2 * bucket + 1
+    found = [active, recomputed, *held.values(), 4 * PSI_8B / 1e9, backward, *needed.values()]
+    found += [
+        scatters[64],
+        scatters[16],
+        networks[64] / 1e9,
+        networks[16] / 1e9,
+        249.8e9,
+        bucket,
+        borrowed,
+        *between.values(),
+    ]
+    check(exercise(3, 5, "design"), *found, *(46 + each for each in (held[2, 16], held[2, 8], held[3, 8] + borrowed)))
 
 
 def test_step_4_exercise_1():
