@@ -8,7 +8,7 @@ import numpy as np
 from common.config import TrainConfig
 from common.costs.alpha_beta import Player
 from common.drawing.charts import legend, lines
-from common.drawing.figures import new_figure, save_figure
+from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.on_nodes import HIDES, Found, Workload, cable_link, crossing, two_nodes
 from common.model import Decoder, cross_entropy_sum
@@ -57,21 +57,24 @@ def nodes(quick: bool) -> None:
     print_table("what hides", ("", "backward, ms", "all-reduces, ms", "hidden: predicted", "measured"), rows)
     rows = [(mode, *map(crossing, hidden[mode])) for mode in MODES[1:]]
     print_comparison(f"tokens per rank from which {HIDES:.0%} of the all-reduce hides", "mode", rows)
-    condition = players[tokens[0], "bucket"].communication * SPEED / (4 * sum(tensors()[1]))
-    print(f"  the backward takes as long as the all-reduce with {condition:,.0f} tokens per rank")
-    draw(hidden["bucket"][1], alone, condition)
+    formula = cost.tokens_to_hide(RANKS, cable_link(CABLE).bandwidth, SPEED, gradient_bytes=4)
+    print(f"  by the formula, which counts products alone, all of it hides from {formula:,.0f} tokens per rank on")
+    draw(hidden["bucket"][1], alone, formula)
 
 
-def draw(measured: dict[int, float], alone: dict[int, float], condition: float) -> None:
+def draw(measured: dict[int, float], alone: dict[int, float], formula: float) -> None:
     """What hides of the all-reduces against tokens per rank, in buckets; predicted also between the measured points."""
     fine = range(min(alone), max(alone) + 1, 8)
     played = [play(seconds, "bucket") for seconds in np.interp(fine, list(alone), list(alone.values()))]
     predicted = {each: 1 - player.blocked / player.communication for each, player in zip(fine, played)}
+    most = max(predicted.values())
     figure, axis = new_figure(height=3.4)
-    series = {"predicted": predicted, "measured": measured}
-    lines(axis, series, dots=("measured",), log="x", ticks=list(measured), ends=False)
-    axis.axvline(condition, color="black", linestyle="--", linewidth=1)
-    axis.text(condition * 1.05, 0.04, "backward = all-reduce", fontsize=10)
+    series = {"predicted, bucket by bucket": predicted, "measured": measured}
+    colours = {"predicted, bucket by bucket": COLOURS["predicted"]}
+    lines(axis, series, dots=("measured",), colours=colours, log="x", ticks=list(measured), ends=False)
+    axis.axvline(formula, color="black", linestyle="--", linewidth=1)
+    axis.text(formula * 1.05, 0.04, f"the formula:\n{formula:,.0f} tokens", fontsize=10)
+    axis.text(64, most, f"the last buckets, {1 - most:.1%}, never hide", fontsize=10, va="center")
     axis.set(xlabel="tokens per rank", ylabel="of the all-reduce hidden", ylim=(0, 1))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.set_title("Enough tokens hide the all-reduce: two nodes, a slow cable", fontsize=11, loc="left")

@@ -12,8 +12,8 @@ from common import collectives
 from common.config import TrainConfig
 from common.costs.vocabulary import sent
 from common.counts import count_parameters
-from common.drawing.charts import bars, legend, lines
-from common.drawing.figures import COLOURS, new_figure, save_figure
+from common.drawing.charts import bars, lines
+from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.errors import UsageError
 from common.experiments.local_ranks import on_ranks
@@ -32,6 +32,8 @@ MODEL = {"layers": 4, "hidden": 128, "ffn": 384, "heads": 4, "kv_heads": 4, "dat
 MODEL |= {"seq_len": 128, "micro_batch": 8, "global_batch": 16}
 PREDICTED = "predicted, any number of tokens"
 LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
+NAMES = {"tp 2": "tensor parallel", "dp 2": "data parallel"}
+PLACES = {"one node": COLOURS["other"], "two nodes": DIMENSIONS["tp"]}
 # A pair of column layers, like gate and up, that share a gather
 HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200, 1600)
 
@@ -150,24 +152,26 @@ def compare_widths(seconds: dict[tuple[int, int], float]) -> dict[int, list[tupl
 
 
 def draw(steps: dict[str, list[tuple[float, float]]], shares: dict[int, list[tuple[int, float, float]]]) -> None:
-    """Left the steps as bars, right the exposed share over the width."""
+    """Left the exposed share over the width, right the steps as bars."""
     figure, (left, right) = new_figure(columns=2, width=9.6, height=4.3)
-    places = "one node", "two nodes"
-    groups = {name: [{place: each[1]} for place, each in zip(places, both)] for name, both in steps.items()}
-    marks = {name: [predicted for predicted, _ in both] for name, both in steps.items()}
-    bars(left, groups, marks, value="{:.1f} s")
-    left.set(ylabel="seconds")
-    left.set_title("a step", loc="left", fontsize=12)
     formula = 4 * (RANKS - 1) * SPEED / (2 * LINK.bandwidth)
-    right.axvspan(formula, 1.05 * WIDTHS[-1], color=COLOURS["idle"], zorder=0)
-    right.text(1.02 * formula, 0.5, f"from {formula:,.0f} columns on,\nall should hide", fontsize=12)
+    left.axvspan(formula, 1.05 * WIDTHS[-1], color=COLOURS["idle"], zorder=0)
+    left.text(1.02 * formula, 0.5, f"from {formula:,.0f} columns on,\nall should hide", fontsize=12)
     corners = WIDTHS[0], formula, WIDTHS[-1]
     series = {PREDICTED: {width: max(0.0, 1 - width / formula) for width in corners}}
     for tokens, points in shares.items():
         series[f"measured, {tokens:,} tokens"] = {width: measured for width, _, measured in points}
-    lines(right, series, dots=tuple(series)[1:], colours={PREDICTED: "black"}, ends=False)
-    right.set(ylim=(-0.03, 1.12), xlabel="columns that share the gather")
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    right.set_title("how much of the messages is exposed", loc="left", fontsize=12)
-    legend(figure, columns=3)
+    lines(left, series, dots=tuple(series)[1:], colours={PREDICTED: "black"}, ends=False)
+    left.set(ylim=(-0.03, 1.12), xlabel="columns that share the gather")
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    left.set_title("exposed of a column layer's two messages", loc="left", fontsize=12)
+    left.legend(loc="upper right", frameon=False)
+    places = "one node", "two nodes"
+    names = {name: NAMES[name] for name in steps}
+    groups = {names[name]: [{place: each[1]} for place, each in zip(places, both)] for name, both in steps.items()}
+    marks = {names[name]: [predicted for predicted, _ in both] for name, both in steps.items()}
+    bars(right, groups, marks, colours=PLACES, value="{:.1f} s")
+    right.set(ylabel="seconds")
+    right.set_title("a step, measured (black lines: predicted)", loc="left", fontsize=12)
+    right.legend(loc="upper right", frameon=False)
     save_figure(figure, "nodes")
