@@ -13,7 +13,7 @@ from common.config import TrainConfig
 from common.costs.vocabulary import sent
 from common.counts import count_parameters
 from common.drawing.charts import bars, lines
-from common.drawing.figures import COLOURS, DIMENSIONS, new_figure, save_figure
+from common.drawing.figures import COLOURS, DIMENSIONS, SERIES, new_figure, save_figure
 from common.drawing.tables import compared, print_table
 from common.errors import UsageError
 from common.experiments.local_ranks import on_ranks
@@ -34,6 +34,7 @@ PREDICTED = "predicted, any number of tokens"
 LAYOUTS = {"tp 2": {"tp": 2}, "dp 2": {"dp": 2}}
 NAMES = {"tp 2": "tensor parallel", "dp 2": "data parallel"}
 PLACES = {"one node": COLOURS["other"], "two nodes": DIMENSIONS["tp"]}
+LINES = "black", SERIES[0], SERIES[3]  # predicted, and measured with each number of tokens
 # A pair of column layers, like gate and up, that share a gather
 HIDDEN, TOKENS, WIDTHS = 256, (512, 1024), (200, 400, 600, 800, 1000, 1200, 1600)
 
@@ -161,10 +162,10 @@ def draw(steps: dict[str, list[tuple[float, float]]], shares: dict[int, list[tup
     series = {PREDICTED: {width: max(0.0, 1 - width / formula) for width in corners}}
     for tokens, points in shares.items():
         series[f"measured, {tokens:,} tokens"] = {width: measured for width, _, measured in points}
-    lines(left, series, dots=tuple(series)[1:], colours={PREDICTED: "black"}, ends=False)
+    lines(left, series, dots=tuple(series)[1:], colours=dict(zip(series, LINES)), ends=False)
     left.set(ylim=(-0.03, 1.12), xlabel="columns that share the gather")
     left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    left.set_title("exposed of a column layer's two messages", loc="left", fontsize=12)
+    left.set_title("exposed part of a backward's two messages", loc="left", fontsize=12)
     left.legend(loc="upper right", frameon=False)
     places = "one node", "two nodes"
     names = {name: NAMES[name] for name in steps}
