@@ -96,10 +96,11 @@ def in_float64(monkeypatch) -> None:
     from transformers import modeling_rope_utils
     from transformers.models.glm4_moe import modeling_glm4_moe
     from transformers.models.llama import modeling_llama
+    from transformers.models.mistral import modeling_mistral
     from transformers.models.mixtral import modeling_mixtral
 
     wide = SimpleNamespace(**{**vars(torch), "float32": torch.float64, "float": torch.float64})
-    for module in (modeling_rope_utils, modeling_glm4_moe, modeling_llama, modeling_mixtral):
+    for module in (modeling_rope_utils, modeling_glm4_moe, modeling_llama, modeling_mistral, modeling_mixtral):
         monkeypatch.setattr(module, "torch", wide)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 

@@ -1,0 +1,1 @@
+"""What others have written is the judge: their runtimes run what we write, and ours runs what they write."""
