@@ -69,5 +69,5 @@ def llama(quick: bool) -> None:
     print(f"\npeak {H100_TFLOPS:g} TFLOP/s, NVLink 450 GB/s, network 50 GB/s out of each GPU; tp 8, pp 16, ZeRO-1")
     print_table("predicted: what a GPU sends in a step", ("", "GB", "s on the wire", "may hide behind"), rows)
     header = ("", "computes, s", "bubble, 1 stage on a rank", "8 stages")
-    header += ("MFU if all hides but the bubble", "if nothing hides", "published")
+    header += ("of the peak if all hides but the bubble", "if nothing hides", "MFU, published")
     print_table("predicted: a step, beside the published speed", header, bounds)
