@@ -61,7 +61,8 @@ def ring_sends(split: str, ranks: int, causal: bool = True) -> dict[str, int]:
 def layer_bytes(mode: str, split: str, ranks: int, tokens: int, h: int, h_kv: int, beta: int, beta_sum: int) -> dict:
     """Bytes that a rank sends for one layer, on average over ranks, by phase. `tokens`: batch times sequence length.
 
-    Ulysses sends (N-1)/N of its part of q, k, v and of the output, and the same of their gradients.
+    Ulysses sends (N-1)/N of its part of q, k, v and of the output, and the same of their gradients. If there are fewer
+    K/V heads than ranks, it repeats them first, and h_kv is the width of all N.
     """
     part = tokens // ranks * h_kv  # elements of a rank's keys
     if mode == "ring":
@@ -76,15 +77,26 @@ def layer_bytes(mode: str, split: str, ranks: int, tokens: int, h: int, h_kv: in
 
 
 def messages(
-    mode: str, split: str, ranks: int, model: ModelConfig, tokens: int, beta: int, beta_sum: int, count: float = 1
+    mode: str,
+    split: str,
+    ranks: int,
+    model: ModelConfig,
+    tokens: int,
+    beta: int,
+    beta_sum: int,
+    count: float = 1,
+    tp: int = 1,
 ) -> list[Message]:
     """What a rank sends for `count` layers and micro-batches, on average over ranks. One of them is a tensor.
 
     Args:
         tokens: of a whole micro-batch, batch times sequence length. beta, beta_sum: bytes of an activation, and of a
-            sum of gradients.
+            sum of gradients. tp: ranks that share the heads; where there are more of them than K/V heads, each has one.
     """
-    h, h_kv = model.heads * model.head_width, model.kv_heads * model.head_width
+    kv_heads = max(1, model.kv_heads // tp)
+    if mode == "ulysses":  # repeats them until there is one for each rank
+        kv_heads = max(kv_heads, ranks)
+    h, h_kv = model.heads // tp * model.head_width, kv_heads * model.head_width
     part = tokens // ranks * h_kv  # elements of a rank's keys
     if mode == "ring":
         sends = {phase: number / ranks for phase, number in ring_sends(split, ranks).items()}

@@ -94,8 +94,8 @@ def messages(model: ModelConfig, layout: Layout, ends: bool = True) -> list[Mess
             hops = layout.micro_batches * borders
             result.append(Message(group, "send", stream / layout.tp, hops, "other micro-batches"))
     if layout.cp > 1:  # keys and values, of a rank's own heads
-        tokens, wide = layout.micro_batch * layout.seq // layout.tp, WIDTHS[layout.dtype][1]
-        result += context.messages(layout.cp_mode, layout.cp_split, layout.cp, model, tokens, width, wide, times)
+        way, tokens = (layout.cp_mode, layout.cp_split, layout.cp), layout.micro_batch * layout.seq
+        result += context.messages(*way, model, tokens, width, WIDTHS[layout.dtype][1], times, layout.tp)
     result += of_tensors(model, layout, stream, ends)
     of_layers = layout.micro_batches * len(model.expert_layers) / layout.pp
     return result + experts.messages(model, layout.tokens / layout.tp, layout.ep, width, of_layers)

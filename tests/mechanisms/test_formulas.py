@@ -165,6 +165,13 @@ STEP_5_AND_6 = [
     (20, context.tokens_to_hide, 40, 2, 0.5),  # 2·0.5·40/2
     (24, context.tokens_to_hide, 40, 2, 0.5, True, True),
     (10, context.tokens_to_hide, 40, 2, 0.5, False),
+    # Of 16 tokens 3/16, 2 bytes: 4 heads of 2; 2 K/V heads become 4. With tp 2, 1/4: 2 heads; 1 K/V head becomes 2
+    ([Message("cp", "all_to_all", 48, 4)] * 2, context.messages, "ulysses", "zigzag", 4, DENSE, 16, 2, 4),
+    ([Message("cp", "all_to_all", 32, 4)] * 2, context.messages, "ulysses", "zigzag", 2, DENSE, 16, 2, 4, 1, 2),
+    (
+        [Message("cp", "send", 32, 4, "attention"), Message("cp", "send", 64, 4, "attention")],  # 8 tokens of one head
+        lambda: context.messages("ring", "zigzag", 2, DENSE, 16, 2, 4, tp=4),
+    ),
     # Hops of 3 and 5; keys of 2 bytes, sums of 4, two heads for each. K and V travel 0-4
     ((9, 4, 1), played, 2, layer("ring", "forward")),
     ((20, 20, 12), played, 2, layer("ring", "backward")),  # computes 0-3, 4-9; sums travel 4-12, 12-20

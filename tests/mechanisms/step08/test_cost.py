@@ -76,6 +76,7 @@ def test_formulas_by_hand():
 SMALL = {"layers": 4, "hidden": 32, "ffn": 48, "vocab": 256, "seq_len": 16, "global_batch": 2}
 CASES = [
     DENSE | FOUR_D | SMALL | {"cp_mode": "allgather", "dtype": "bfloat16"},
+    DENSE | FOUR_D | SMALL | {"cp_mode": "ulysses", "kv_heads": 2},  # fewer heads on a rank than cp
     DENSE | SMALL | {"pp": 2, "zero": 3, "global_batch": 8},
     EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1},
     DENSE | SMALL | {"zero": 3, "global_batch": 16},  # two micro-batches
