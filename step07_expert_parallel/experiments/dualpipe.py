@@ -10,6 +10,7 @@ from common.costs.networks import NETWORK, NVLINK
 from common.drawing.tables import print_comparison, print_table
 from common.experiments.even_routing import choose_in_turn
 from common.experiments.traces import TracedPart, run_parts
+from common.model_config import ModelConfig
 from common.presets import PRESETS
 from common.process_groups import Mesh
 from common.tracing.chrome_trace import Trace
@@ -29,6 +30,7 @@ FLAGS = SHAPE | {"layers": 4, "hidden": 32, "expert_ffn": 16, "vocab": 256, "mic
 FLAGS |= {"pp": PP, "ep": EP, "schedule": "dualpipe"}
 LAYERS = FLAGS["layers"] // PP  # of a stage
 ATTENTION, EXPERTS, TRAVEL = 0.03, 0.03, 0.02  # seconds of a layer's forward, and of an all-to-all of tokens
+SEQ = 4096  # tokens of the large models' sequences
 
 
 class Slow(Pipeline):
@@ -123,24 +125,42 @@ def stage_costs(*layer, together: bool, communication: float = 0.0) -> Costs:
     return Costs(**{kind: cost.alone(each) for kind, each in actions.items()}, FB=joint, communication=communication)
 
 
+def partner_cases() -> list[tuple[str, ModelConfig, float, float]]:
+    """Large models on H100s: name, model, copies of a token that travel over a link, and bytes/s of that link.
+
+    With ep 8 all ranks are on one node, or each on a node of its own. With ep 64 they are on 8 nodes, and what stays
+    within one of these takes NVLink.
+    """
+    mixtral, deepseek = PRESETS["mixtral-8x7b"], PRESETS["deepseek-v3-like"]
+    nodes = deepseek.expert_groups
+    return [
+        ("Mixtral 8x7B, ep 8, NVLink", mixtral, cost.copies(mixtral, 8, False), NVLINK),
+        ("Mixtral 8x7B, ep 8, InfiniBand", mixtral, cost.copies(mixtral, 8, False), NETWORK),
+        ("DeepSeek-V3, ep 8, NVLink", deepseek, cost.copies(deepseek, 8, False), NVLINK),
+        ("DeepSeek-V3, ep 64 on 8 nodes, InfiniBand", deepseek, cost.copies(deepseek, nodes, False), NETWORK),
+        ("the same, once to each of at most 4 nodes", deepseek, cost.copies(deepseek, nodes, True), NETWORK),
+    ]
+
+
+def partner_times(model: ModelConfig, copies: float, bandwidth: float) -> tuple[float, float, float, float]:
+    """PREDICTED: seconds per token and layer of attention, of experts and of an all-to-all, and what of four of these
+    a forward and a backward in turns do not hide.
+    """
+    layers = 4
+    attention, experts = (flops / (H100_TFLOPS * 1e12) for flops in cost.operations(model, SEQ).values())
+    travel = 2 * copies * model.hidden / bandwidth
+    backward, forward = (cost.parts(kind, attention, experts, travel, layers) for kind in "BF")
+    exposed = cost.in_turns(backward, forward) / layers - 3 * (attention + experts)
+    return attention, experts, travel, abs(exposed)  # rounding errors can have a sign
+
+
 def partners(quick: bool) -> None:
     """PREDICTED: behind what each all-to-all hides on H100s, and how much of it does not."""
-    peak, seq, layers = H100_TFLOPS * 1e12, 4096, 4
-    mixtral, deepseek = PRESETS["mixtral-8x7b"], PRESETS["deepseek-v3-like"]
-    per_node = cost.copies(deepseek, deepseek.expert_groups, once_per_node=True)
-    cases = [("mixtral-8x7b, ep 8, NVLink", mixtral, mixtral.top_k * 7 / 8, NVLINK)]
-    cases += [("mixtral-8x7b, ep 8, InfiniBand", mixtral, mixtral.top_k * 7 / 8, NETWORK)]
-    cases += [("deepseek-v3-like, ep 8, NVLink", deepseek, deepseek.top_k * 7 / 8, NVLINK)]
-    cases += [("deepseek-v3-like, ep 64, InfiniBand", deepseek, deepseek.top_k * 63 / 64, NETWORK)]
-    cases += [("the same, once to each of at most 4 nodes", deepseek, per_node, NETWORK)]
     rows = []
-    for name, model, copies, bandwidth in cases:
-        attention, experts = (flops / peak for flops in cost.operations(model, seq).values())
-        travel = 2 * copies * model.hidden / bandwidth
-        backward, forward = (cost.parts(kind, attention, experts, travel, layers) for kind in "BF")
-        exposed = cost.in_turns(backward, forward) / layers - 3 * (attention + experts)
+    for name, model, copies, bandwidth in partner_cases():
+        attention, experts, travel, exposed = partner_times(model, copies, bandwidth)
         times = travel, attention, 2 * experts, experts, 2 * attention, 4 * travel, exposed
-        rows.append((name, *(f"{1e6 * abs(each):.2f}" for each in times), f"{1 - exposed / (4 * travel):.0%}"))
+        rows.append((name, *(f"{1e6 * each:.2f}" for each in times), f"{1 - exposed / (4 * travel):.0%}"))
     header = ("", "an all-to-all", "C of B: A of F", "D of F: E of B", "D of B: E of F", "C of F: A of B")
-    title = f"predicted: F and B in turns on H100s, bfloat16, {seq:,} tokens of a sequence; µs per token and layer"
+    title = f"predicted: F and B in turns on H100s, bfloat16, {SEQ:,} tokens of a sequence; µs per token and layer"
     print_table(title, (*header, "all four travel", "exposed", "hidden"), rows)

@@ -1,6 +1,7 @@
 """Formulas of step 7, each against a number worked out by hand and against what ranks really keep, hold and send."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from common.measure.saved_tensors import SavedTensors
 from common.measure.storages import live_bytes
 from common.process_groups import Degrees, build_mesh
 from step07_expert_parallel import cost
-from step07_expert_parallel.experiments import memory, nodes, traffic
+from step07_expert_parallel.experiments import dualpipe, memory, nodes, traffic
 from step07_expert_parallel.experiments.layer import SHAPE, ExpertLayer
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import ROOT, run_ranks
 from tests.mechanisms.test_formulas import EXPERTS, KINDS, check
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
@@ -74,6 +75,17 @@ BY_HAND = [
 
 def test_formulas_by_hand():
     check(BY_HAND)
+
+
+def test_two_micro_batches_in_turns():
+    """What they hide is what the page says, and a copy that stays within a node does not cross InfiniBand."""
+    page = (ROOT / "step07_expert_parallel" / "dualpipe.md").read_text()
+    cases = dualpipe.partner_cases()
+    assert [copies for _, _, copies, _ in cases] == [1.75, 1.75, 7, 7, 3.5]
+    for name, *case in cases:
+        *_, travel, exposed = dualpipe.partner_times(*case)
+        (row,) = re.findall(rf"^\| {name} \| ([\d.]+) \| .* \| (\d+) % \|$", page, re.MULTILINE)
+        assert row == (f"{1e6 * travel:.2f}", f"{100 * (1 - exposed / travel / 4):.0f}"), name
 
 
 # ---- counted ---------------------------------------------------------------------------------------------------------
