@@ -137,12 +137,12 @@ def buffers(mode: str, ranks: int, part: int, beta: int, beta_sum: int) -> dict[
 
 
 def while_scattering(ranks: int, part: int, queries: int, beta: int, beta_sum: int) -> int:
-    """Bytes of an all-gather's backward while gloo's reduce-scatter runs, which receives the parts into a new buffer.
+    """Bytes of an all-gather's backward while gloo's reduce-scatter runs: others' parts arrive in a new buffer.
 
     The sums of all ranks' keys and values, what arrives for one of them, the gathered keys and values, and the results:
     gradients of the rank's queries (`queries` elements), keys and values.
     """
-    return part * (3 * ranks * beta_sum + 2 * ranks * beta + 2 * beta_sum) + queries * beta_sum
+    return part * ((3 * ranks - 1) * beta_sum + 2 * ranks * beta + 2 * beta_sum) + queries * beta_sum
 
 
 def kept(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, ulysses: int = 0) -> int:

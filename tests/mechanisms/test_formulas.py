@@ -162,6 +162,7 @@ STEP_5_AND_6 = [
     (248 + 32 + 60, context.bytes_per_token, DENSE, 4, "ring", 2, "none"),
     (2 * 16 / 2 + 124 + 32 + 60, context.bytes_per_token, DENSE, 4, "ring", 2, "full"),
     (248 + 32 + 352, context.bytes_per_token, DENSE, 16, "allgather", 2, "none"),  # 2·4·(16·2 + 14·4)/2
+    (388, context.while_scattering, 2, 10, 7, 2, 4),  # sums 4·40, one part arrives 40, keys 4·20, results 28 + 2·40
     (20, context.tokens_to_hide, 40, 2, 0.5),  # 2·0.5·40/2
     (24, context.tokens_to_hide, 40, 2, 0.5, True, True),
     (10, context.tokens_to_hide, 40, 2, 0.5, False),
