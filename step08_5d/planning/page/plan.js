@@ -75,12 +75,12 @@ function of_weights(size, again, ranks, layout) {
   return result;
 }
 
-// step06_context_parallel/cost.py: the ring, zigzag
+// step06_context_parallel/cost.py: the ring, zigzag. With more tensor ranks than K/V heads, each of these has one head
 function context_messages(model, layout, beta, beta_sum, count) {
   const ranks = layout.cp, dimension = "cp", op = "send";
   if (ranks === 1) return [];
-  const tokens = Math.floor((layout.micro_batch * layout.seq) / layout.tp);
-  const part = Math.floor(tokens / ranks) * model.kv_heads * model.head_width;
+  const kv_heads = Math.max(1, Math.floor(model.kv_heads / layout.tp));
+  const part = Math.floor((layout.micro_batch * layout.seq) / ranks) * kv_heads * model.head_width;
   return [
     { dimension, op, bytes: part * beta, count: count * 4 * (ranks - 1) },
     { dimension, op, bytes: part * beta_sum, count: count * 2 * ranks },
