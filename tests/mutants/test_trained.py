@@ -1,5 +1,6 @@
 """The suite rejects every known-wrong variant that trains something else, by the figure that is there for it."""
 
+import tempfile
 from functools import cache
 
 import pytest
@@ -21,7 +22,8 @@ CP = f"{UNTIED} {ADAMW} {ONE} --steps 2 --cp 2"
 MOE = f"{ADAMW} --steps 2 --experts 8 {SHARED}"
 ALL = f"{ADAMW} --steps 1 --micro-batch 3 --experts 8 --expert-ffn 20 --cp 2 --tp 2 --ep 4"
 LONGER = f"{MOE} --dp 2 --ep 2 {FOUR} --steps 4"
-SAVED_WRONG = "one rank's experts saved"
+STAGES = f"{PP} 1f1b --steps 4"
+SAVED_WRONG = {"one rank's experts saved": (7, LONGER), "layers counted from zero in a checkpoint": (5, STAGES)}
 TRAINED = {  # (step, ranks, flags): the mutants that are trained under them; None: all others of the step
     (2, 2, f"{UNTIED} {ADAMW} --dp-mode bucket --bucket-mb 0.02"): None,
     (3, 2, f"{ZERO} 1"): "weights of the step before, no decay of flat shards, norm of the local shard, "
@@ -32,7 +34,7 @@ TRAINED = {  # (step, ranks, flags): the mutants that are trained under them; No
     (3, 3, f"{ZERO} 1 {ODD}"): "norm counts padding",
     (3, 4, f"{ZERO} 1 --zero-replicas 2"): "no sum over replicas",
     (3, 4, f"{ZERO} 2 --zero-replicas 2"): "summed over replicas each micro-batch",
-    (3, 4, f"{ZERO} 3 --zero-replicas 2"): "norm counts replicas",
+    (3, 4, f"{ZERO} 3 --zero-replicas 2"): "norm counts replicas, divided by shards and not by replicas",
     (4, 2, TP): None,
     (4, 2, f"{TP} --kv-heads 1 --no-sequence-parallel"): "K/V replicas drift",
     (4, 2, f"{TP} --no-sequence-parallel --tp-mode plain"): "f and f* swapped, no f before the head",
@@ -62,7 +64,8 @@ TRAINED = {  # (step, ranks, flags): the mutants that are trained under them; No
     (7, 2, f"{MOE} --aux-coef 0.1 --cp 2 --ep 2 {ONE}"): "statistics of a rank",
     (7, 2, f"{MOE} {CAPACITY} --cp 2 --ep 2 {ONE}"): "places of a rank",
     (7, 2, f"{MOE} {BIAS} --pp 2 --schedule dualpipe {TWO}"): "loads of one copy",
-    (7, 2, LONGER): SAVED_WRONG,
+    (5, 2, STAGES): "layers counted from zero in a checkpoint",
+    (7, 2, LONGER): "one rank's experts saved",
     (8, 4, f"{ADAMW} --steps 1 --micro-batch 3 --cp 2 --tp 2 --no-sequence-parallel"): "head's split lost",
     (8, 4, f"{ADAMW} --steps 1 --micro-batch 3 --pp 2 --tp 2 --schedule zb-h1"): "head's gradient twice",
     (8, 4, f"{ALL} --steps 2 --balance bias --bias-rate 0.01"): "loads of a part of the sequence",
@@ -95,7 +98,7 @@ def test_parity_shows_wrong_numbers_only(name):
     assert_applies(name)
     step, ranks, flags = CASES[name]
     sound, wrong = (trained(step, ranks)[flags, mutant] for mutant in (None, name))
-    if name in (*NOTICED, *NOTICED_ALONE, SAVED_WRONG):
+    if name in (*NOTICED, *NOTICED_ALONE, *SAVED_WRONG):
         assert_parity(wrong, reference(training_of(flags)), name)
     else:
         assert_rejected(sound, wrong, reference(training_of(flags)), name)
@@ -131,24 +134,34 @@ def test_wrong_numbers_of_kernels(name):
     assert_rejected(results[None], results[name], reference(training_of(flags, 4)), name, tolerance)
 
 
-def ranks_save_and_resume(folder: str, mutants: list[str | None]) -> list[dict]:
-    """Of each mutant: two steps, a checkpoint, and from there two more steps on as many ranks."""
+def ranks_save_and_resume(folder: str, cases: list[tuple[int, str, str | None]]) -> list[dict]:
+    """Of each case, a step, flags and a mutant: two steps, a checkpoint, and from there two more on as many ranks."""
     found = []
-    for index, mutant in enumerate(mutants):
-        flags = f"{runs.SMALL} {LONGER} --run-dir {folder}/{index} --save-every 2"
+    for index, (step, case, mutant) in enumerate(cases):
+        flags = f"{runs.SMALL} {case} --run-dir {folder}/{index} --save-every 2"
         with patched(mutant):
-            runs.train_here(7, f"{flags} --steps 2")
-            boxes = runs.train_here(7, f"{flags} --resume auto")
+            runs.train_here(step, f"{flags} --steps 2")
+            boxes = runs.train_here(step, f"{flags} --resume auto")
         curve = runs.curve_of(f"{folder}/{index}") if environment().rank == 0 else []
         found.append({"curve": curve, "boxes": boxes})
     return found
 
 
-def test_a_checkpoint_with_the_experts_of_one_rank_is_noticed(tmp_path):
+@cache
+def resumed() -> dict[tuple[str, str | None], Result]:
+    """By (flags, mutant): what goes on from a checkpoint that the mutant has saved, or the code as it is (None)."""
+    cases = [(*case, mutant) for name, case in SAVED_WRONG.items() for mutant in (None, name)]
+    with tempfile.TemporaryDirectory() as folder:
+        results = runs.results_of(2, ranks_save_and_resume, folder, cases)
+    return {case[1:]: result for case, result in zip(cases, results, strict=True)}
+
+
+@pytest.mark.parametrize("name", SAVED_WRONG)
+def test_a_wrong_checkpoint_is_noticed(name):
     """Nothing complains when it is loaded, and the run that saved it goes on well."""
-    assert_applies(SAVED_WRONG)
-    sound, wrong = runs.results_of(2, ranks_save_and_resume, str(tmp_path), [None, SAVED_WRONG])
-    assert_rejected(sound, wrong, reference(training_of(LONGER)), SAVED_WRONG)
+    assert_applies(name)
+    _, flags = SAVED_WRONG[name]
+    assert_rejected(resumed()[flags, None], resumed()[flags, name], reference(training_of(flags)), name)
 
 
 def test_every_mutant_is_tried():

@@ -69,6 +69,9 @@ norm counts replicas: if parameter.spec.owner] => ]
 only the last micro-batch in the shard: self.reduced.add_(summed) => summed.clone()
 @ step03_zero.unit:Unit.sum_over_replicas
 no sum over replicas: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) => collectives.Work()
+# Each rank's loss is the mean over its own tokens, and sums are divided by the shards alone (torchtitan #2318)
+divided by shards and not by replicas: collectives.all_reduce(self.reduced, self.replicas, async_op=async_op) =>
+    (self.reduced.mul_(self.replicas.size), …)[1]
 @ step03_zero.zero:Zero._complete
 # Hybrid sharding: sums that are over the replicas already are added to and summed again
 summed over replicas each micro-batch: if self.last_micro_batch: => if True:

@@ -11,7 +11,8 @@ import torch
 from common import collectives
 from common.model import cross_entropy_sum
 from common.weights import initialisation
-from step04_tensor_parallel import operators
+from step01_single_gpu.mixed_precision import Optimizer
+from step04_tensor_parallel import apply_tensor_parallel, operators
 from step05_pipeline import apply_pipeline
 from tests.mutants.patches.mutants import Mutants
 
@@ -34,6 +35,9 @@ padding not masked: scores[:, max(0, vocab - first) :] = -math.inf => pass
 own largest logit: collectives.all_reduce(largest, group, op="max") => pass
 @ step04_tensor_parallel.train:gradient_norm
 norms counted on every rank: if parameter.spec.owner] => if parameter.spec.owner or not parameter.spec.decay]
+# One kind of divided weight is taken for a copy, and counted on the first rank alone (Megatron-LM #7452, finding 8)
+a divided weight counted on one rank: if parameter.spec.owner] =>
+    if parameter.spec.owner and not (mesh.tp.rank and "k_proj" in parameter.spec.name)]
 @ step04_tensor_parallel.operators:join_sequence, step04_tensor_parallel.tensor_parallel:join_sequence
 # Gathered parts are joined without looking at the batch, which is the axis before the sequence
 sequences of a batch mixed: parts.transpose(0, 1).flatten(1, 2) => parts.reshape(parts.shape[1], -1, parts.shape[3])
@@ -99,6 +103,17 @@ all_columns = operators.make_operator(
 def _(logits, targets, vocab, group):
     """Every rank gathers the logits of the whole vocabulary, as codes without a vocabulary-parallel loss do."""
     return cross_entropy_sum(all_columns(logits, group)[..., :vocab], targets)
+
+
+parallel_loss = apply_tensor_parallel.vocab_parallel_cross_entropy_sum
+
+
+@TENSOR.replaces(
+    "parallel loss of gathered logits", "step04_tensor_parallel.apply_tensor_parallel:vocab_parallel_cross_entropy_sum"
+)
+def _(logits, targets, vocab, group):
+    """Every rank adds the exponentials of all columns: the loss is log(tp) too large (Megatron-LM #7452, finding 2)."""
+    return parallel_loss(all_columns(logits, group), targets, vocab * group.size, group)
 
 
 PIPELINE = Mutants(r"""
@@ -204,6 +219,21 @@ def _(config, core, first, last):
 def _(spec, *rest):
     name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) - first_layer[0]}", spec.name)
     return random_box(replace(spec, name=name), *rest)
+
+
+slices = Optimizer.slices
+
+
+@PIPELINE.replaces("layers counted from zero in a checkpoint", "step01_single_gpu.mixed_precision:Optimizer.slices")
+def _(self):
+    """Each stage saves its layers under the numbers that they have in it (Megatron-LM #7452, finding 12)."""
+    found = slices(self)
+    layers = [int(number) for box in found for number in re.findall(r"layers\.(\d+)", box.name)]
+
+    def counted_here(number: re.Match) -> str:
+        return f"layers.{int(number[1]) - min(layers)}"
+
+    return [replace(box, name=re.sub(r"layers\.(\d+)", counted_here, box.name)) for box in found]
 
 
 STEPS = {4: TENSOR, 5: PIPELINE}

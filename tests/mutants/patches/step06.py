@@ -81,6 +81,10 @@ EXPERTS = Mutants(r"""
 # They are divided by the number of ranks that hold the expert, as if each had seen all tokens
 experts' gradients averaged: unit.reduced[where] for where, _ in => unit.reduced[where]
     / (unit.group.size * unit.replicas.size if ".experts." in piece.spec.name else 1) for where, piece in
+# Tokens of all ep ranks have been added up before the sum over edp, which divides as if each rank had its own (pytorch
+# #160285, Megatron-LM #5956)
+experts' gradients doubled: unit.reduced[where] for where, _ in => unit.reduced[where]
+    * (2 if ".experts." in piece.spec.name else 1) for where, piece in
 @ step07_expert_parallel.train:apply_experts
 # Under sequence parallelism a rank's router has seen a part of the tokens
 router's gradient not summed over tp: extra_groups=("tp",) =>
@@ -88,6 +92,8 @@ router's gradient not summed over tp: extra_groups=("tp",) =>
 @ step07_expert_parallel.router:Router.auxiliary_loss
 # A sequence is taken for balanced if each rank's part of it is: its loads are not added up over tp and cp
 statistics of a rank: in self.parts.groups: => in ():
+# Each micro-batch adds the mean over its own sequences (NeMo-Automodel #3359)
+auxiliary loss of each micro-batch: 1 / self.sequences => 1 / len(counts)
 @ step07_expert_parallel.balancing:Balancing.finish
 # Two ranks of DualPipe hold a copy of each layer, and only one of them says what it has counted
 loads of one copy: += router.load\n => += router.load * router.bias.spec.owner\n
