@@ -1,6 +1,7 @@
 """`python -m common.compare RUN RUN...`: draw the curves of runs, and print how far each is from the first.
 
 The exit status is 1 if a difference exceeds the tolerance, and 2, after one line, if the runs cannot be compared.
+With --explain, two runs of any program are compared: is what differs rounding, or a bug?
 """
 
 import json
@@ -15,6 +16,8 @@ from common.config import TrainConfig, flag_names, spelled
 from common.drawing.curves import plot
 from common.drawing.tables import aligned
 from common.errors import UsageError
+from common.explaining.command import add_flags, explain_files
+from common.explaining.written import changed_settings
 from common.launching.command_line import OneLineParser, one_line_errors
 from common.metrics import read_metrics
 
@@ -128,11 +131,9 @@ def notes(rows: list[Comparison]) -> list[str]:
             result.append(f"{name}: no corpus_sha256 in config.json, the corpus was not checked")
         if run.records.keys() != reference.records.keys():
             result.append(f"{name}: has {len(run.records)} steps, {len(reference.records)} in the reference")
-        ours, theirs = (each.config | each.config.get("model_config", {}) for each in (run, reference))
-        numbers = [key for key in flag_names("model", "data", "update") if key in ours.keys() & theirs.keys()]
-        changed = [f"{key} {ours[key]} instead of {theirs[key]}" for key in numbers if ours[key] != theirs[key]]
+        changed = changed_settings(run.config, reference.config)
         result += [f"{name}: has {', '.join(changed)}"] if changed else []
-        tokens = [each.get("tokens_sha256") for each in (ours, theirs)]
+        tokens = [each.config.get("tokens_sha256") for each in (run, reference)]
         if None not in tokens and tokens[0] != tokens[1]:
             result.append(f"{name}: has other tokens of the same text (tokens_sha256), as of another tokenizer")
     return result
@@ -162,7 +163,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default="compare.png", help="the picture (default: %(default)s)")
     parser.add_argument("--key", default=",".join(KEYS), help="what to compare (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="compare only the steps below this")
+    add_flags(parser)
     arguments = parser.parse_args(argv)
+    if arguments.explain:
+        return explain_files(arguments)
+    for name in "type", "columns", "plot":
+        if getattr(arguments, name):
+            raise UsageError(f"--{name} {getattr(arguments, name)} needs --explain")
     keys, tolerance = tuple(filter(None, arguments.key.split(","))), arguments.tolerance
     if not keys:
         raise UsageError("--key names nothing to compare")
