@@ -1,0 +1,105 @@
+"""`python -m common.lockstep`: one process and several ranks take the same step; which tensor is the first to differ?
+
+    python -m common.lockstep --reference "step01_single_gpu/train.py --layers 2 --seq-len 64" \\
+        --candidate "torchrun --nproc_per_node 4 step04_tensor_parallel/train.py --layers 2 --seq-len 64 --tp 2"
+
+Both run in float64, so that rounding is far below any mistake. Weights as they are used, activations, their gradients
+and the gradients of weights are compared by name, each rank's with its place in the whole.
+"""
+
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common.config import flag_names, spelled
+from common.errors import UsageError
+from common.launching.command_line import STEP_NAMES, OneLineParser, one_line_errors, parse, summary
+from common.lockstep.compare import first_difference
+from common.lockstep.explain import describe
+from common.lockstep.records import Seen, Whole
+
+ROOT = Path(__file__).resolve().parents[2]
+TOPICS = {"first": "first", "ranks": "on ranks", "dimension": "only", "where": "where", "kind": "looks like"}
+
+
+@one_line_errors
+def main(argv: list[str] | None = None) -> int:
+    """Compare two commands. Returns 0 if no tensor differs, and 1 if one does."""
+    parser = OneLineParser(prog="python -m common.lockstep", description=summary(__doc__))
+    parser.add_argument("--reference", required=True, metavar="COMMAND", help="step0N_name/train.py FLAGS: one process")
+    parser.add_argument("--candidate", required=True, metavar="COMMAND", help="what to look into, with its torchrun")
+    parser.add_argument("--steps", type=int, default=2, help="how many (default: 2, so that an update is seen, too)")
+    options = parser.parse_args(argv)
+    commands = {"reference": options.reference, "candidate": options.candidate}
+    divided = {kind: divide(kind, command) for kind, command in commands.items()}
+    check_same(*(words[1:] for _, words in divided.values()))
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        (whole,), ranks = (observe(kind, *divided[kind], folder, options.steps) for kind in divided)
+    return report(Whole(whole.records), ranks)
+
+
+def divide(kind: str, command: str) -> tuple[list[str], list[str]]:
+    """Return what starts the ranks, and the script with its flags. Raises UsageError for another script."""
+    words = shlex.split(command)
+    at = next((i for i, word in enumerate(words) if Path(word).name == "train.py"), None)
+    if at is None or Path(words[at]).resolve().parent.name not in STEP_NAMES:
+        raise UsageError(f"--{kind}: there is no step0N_name/train.py in {command!r}; see common/your_own_model.md")
+    launcher, script = words[:at], words[at:]
+    if launcher[:1] == ["torchrun"]:
+        local = (
+            [] if any("rdzv" in word or "master" in word or "nnodes" in word for word in launcher) else ["--standalone"]
+        )
+        launcher = [sys.executable, "-m", "torch.distributed.run", *local, *(w for w in launcher[1:] if w not in local)]
+    elif launcher[:1] in ([], ["python"], ["python3"]):
+        launcher = [sys.executable, *launcher[1:]]
+    return launcher, script
+
+
+def check_same(reference: list[str], candidate: list[str]) -> None:
+    """Raises UsageError if the flags of the two describe two trainings, and not two layouts of one."""
+    configs = [parse(len(STEP_NAMES), words) for words in (reference, candidate)]
+    for name in flag_names("model", "data", "update"):
+        ours, theirs = (getattr(config, name) for config in configs)
+        if ours != theirs and name != "dtype":
+            raise UsageError(
+                f"{spelled(name)} is {ours} in the reference and {theirs} in the candidate: no common step"
+            )
+
+
+def observe(kind: str, launcher: list[str], script: list[str], folder: str, steps: int) -> list[Seen]:
+    """Run a command with `rank.py` in the place of its script. Returns what its ranks have seen.
+
+    Raises UsageError if it fails, after it has said why.
+    """
+    command = [*launcher, "-m", "common.lockstep.rank", folder, kind, str(steps), *script]
+    variables = {"OMP_NUM_THREADS": "1"} | os.environ  # or torchrun prints four lines about it
+    status = subprocess.run(command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, check=False).returncode
+    found = [pickle.loads(path.read_bytes()) for path in Path(folder).glob(f"*.{kind}")]
+    if status:
+        raise UsageError(f"the {kind} ended with status {status}")
+    if kind == "reference" and len(found) != 1:
+        raise UsageError(f"the reference is one process, and these are {len(found)}")
+    return sorted(found, key=lambda seen: seen.rank)
+
+
+def report(whole: Whole, ranks: list[Seen]) -> int:
+    """Print what differs first. Returns the exit status."""
+    difference, compared = first_difference(whole, ranks)
+    if difference is None:
+        print(
+            f"no difference: {compared} of {len(whole.order)} tensors are those of the reference, on {len(ranks)} ranks"
+        )
+        return 0
+    print(f"{compared - 1} tensors are equal, in the order of computation. The first that is not:")
+    for topic, text in describe(difference, whole, ranks).items():
+        if text:
+            print(f"  {TOPICS[topic]:<12}{text}")
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

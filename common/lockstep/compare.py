@@ -1,0 +1,106 @@
+"""The first tensor, in the order of computation, in which ranks differ from one process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.lockstep.records import Place, Record, Seen, Whole
+
+TOLERANCE = 1e-9  # of the largest element of the whole tensor; sums in another order differ by 1e-12 at most
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A tensor that some ranks hold: what it is, and what it should be.
+
+    ranks: those that hold it or, if it is a sum over ranks, those whose summands it has.
+    wrong: of each element, whether it is.
+    """
+
+    ranks: tuple[int, ...]
+    place: Place
+    value: np.ndarray
+    expected: np.ndarray
+    wrong: np.ndarray
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that differs: of all that is recorded under one key, what is wrong and what is right.
+
+    scale: the largest element of the whole tensor.
+    """
+
+    key: tuple[int, str, str]
+    scale: float
+    wrong: list[Finding]
+    right: list[Finding]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold something wrong."""
+        return tuple(sorted({rank for each in self.wrong for rank in each.ranks}))
+
+    def close(self, a: np.ndarray, b: np.ndarray) -> bool:
+        """Whether two arrays are the same, but for rounding."""
+        return a.shape == b.shape and not differs(a, b, self.scale).any()
+
+
+def differs(value: np.ndarray, expected: np.ndarray, scale: float) -> np.ndarray:
+    """Of each element, whether it differs by more than rounding."""
+    return ~(np.abs(value - expected) <= TOLERANCE * scale)  # NaN differs
+
+
+def size_of(whole: np.ndarray) -> float:
+    """The largest element; 1 if there is none but zeros."""
+    return float(np.abs(whole).max(initial=0)) or 1.0
+
+
+def by_key(ranks: Sequence[Seen]) -> dict[tuple, list[tuple[int, Record]]]:
+    """The records of all ranks, each with its rank."""
+    found: dict[tuple, list[tuple[int, Record]]] = {}
+    for seen in ranks:
+        for record in seen.records:
+            found.setdefault(record.key, []).append((seen.rank, record))
+    return found
+
+
+def same_place(place: Place) -> tuple[bytes, ...]:
+    """Equal for equal places."""
+    return tuple(np.asarray(each, np.int64).tobytes() for each in place)
+
+
+def first_difference(whole: Whole, ranks: Sequence[Seen]) -> tuple[Difference | None, int]:
+    """Return the first tensor that differs, or None if none does, and how many were compared until then."""
+    records, compared = by_key(ranks), 0
+    for key in whole.order:
+        scale = size_of(whole.values[key])
+        findings = [_finding(whole, scale, *each) for each in _added_up(records.get(key, []))]
+        findings = [each for each in findings if each is not None]
+        compared += bool(findings)
+        if wrong := [each for each in findings if each.wrong.any()]:
+            return Difference(key, scale, wrong, [each for each in findings if not each.wrong.any()]), compared
+    return None, compared
+
+
+def _finding(whole: Whole, scale: float, ranks: tuple[int, ...], record: Record) -> Finding | None:
+    expected = whole.at(record)
+    if expected is None:
+        return None
+    wrong = np.asarray(differs(record.value, expected, scale))
+    return Finding(ranks, record.place, record.value, np.asarray(expected), wrong)
+
+
+def _added_up(records: list[tuple[int, Record]]) -> list[tuple[tuple[int, ...], Record]]:
+    """The same, with the sums of summands in their place."""
+    found, summands = [], {}
+    for rank, record in records:
+        if record.summand:
+            summands.setdefault(same_place(record.place), []).append((rank, record))
+        else:
+            found.append(((rank,), record))
+    for some in summands.values():
+        total = some[0][1]._replace(value=sum(record.value for _, record in some))
+        found.append((tuple(sorted({rank for rank, _ in some})), total))
+    return found

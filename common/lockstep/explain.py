@@ -1,0 +1,336 @@
+"""What the first difference looks like: a missing sum, a wrong share, a stale or a shifted value.
+
+Each function below tries one explanation on a wrong tensor. It returns what it has found, in words, or "" if the
+numbers do not fit: nothing is said that they do not show.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.lockstep.compare import Difference, Finding, by_key, differs, same_place
+from common.lockstep.records import WORDS, Record, Seen, Whole
+
+GROUPS = (
+    "tp",
+    "cp",
+    "dp",
+    "dp_cp",
+    "ep",
+    "edp",
+    "pp_forward",
+    "shard",
+    "replica",
+    "kv_replica",
+    "embed",
+    "mirror",
+)  # names to prefer, where groups have the same ranks
+MOST = 2e7  # comparisons of numbers, in the search for what has moved
+AXES = {2: ("sample", "position"), 3: ("sample", "position", "feature"), 4: ("sample", "head", "position", "feature")}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What explanations look at."""
+
+    difference: Difference
+    whole: Whole
+    seen: dict[int, Seen]
+    records: dict[tuple, list[tuple[int, Record]]]
+
+    def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """A rank's groups of several ranks, each set of ranks once, under its best known name."""
+        mine = self.seen[rank].groups
+        names = sorted(mine, key=lambda name: (GROUPS.index(name) if name in GROUPS else len(GROUPS), name))
+        found: dict[tuple[int, ...], str] = {}
+        for name in names:
+            found.setdefault(tuple(sorted(mine[name])), name)
+        return {name: ranks for ranks, name in found.items()}
+
+
+# ---- explanations ----------------------------------------------------------------------------------------------------
+
+
+def not_finite(finding: Finding, context: Context) -> str:
+    bad = ~np.isfinite(finding.value)
+    return f"not a number in {bad.sum()} of {bad.size} elements" if bad.any() else ""
+
+
+def missing_sum(finding: Finding, context: Context) -> str:
+    """Ranks hold the same elements, and only their sum is right; or a sum lacks what some ranks have computed."""
+    difference = context.difference
+    if difference.key[1] in ("gradient", "update", "own"):
+        return _sum_of_own(finding, context) if difference.key[1] == "gradient" else ""
+    place, (rank, *_) = same_place(finding.place), finding.ranks
+    held = {each: record for each, record in context.records[difference.key] if same_place(record.place) == place}
+    for name, ranks in context.groups_of(rank).items():
+        if all(each in held for each in ranks):
+            values = [held[each].value for each in ranks]
+            if difference.close(sum(values), finding.expected):
+                return f"a missing sum over {name}: the values of ranks {listed(ranks)} add up to the right one"
+            if difference.key[2] == "grad_norm" and difference.close(_root(values), finding.expected):
+                return f"a missing sum over {name}: the squares of ranks {listed(ranks)} add up to the right one's"
+    return ""
+
+
+def _root(values: Sequence[np.ndarray]) -> np.ndarray:
+    return np.sqrt(sum(np.square(each) for each in values))
+
+
+def _sum_of_own(finding: Finding, context: Context) -> str:
+    """A gradient beside what each rank has contributed to it."""
+    difference, (rank, *_) = context.difference, finding.ranks
+    step, _, name = difference.key
+    own = {}
+    for each, record in context.records.get((step, "own", name), []):
+        if (part := _part(record, finding)) is not None:
+            own[each] = own.get(each, 0) + part
+    every = tuple(sorted(own))
+    for group, ranks in {"": (rank,), **context.groups_of(rank)}.items():
+        some = tuple(each for each in ranks if each in own)
+        if some and some != every and difference.close(sum(own[each] for each in some), finding.value):
+            of = f"the sum over {group} (ranks {listed(some)})" if group else f"what rank {rank} has computed alone"
+            return f"a missing sum over {_across(ranks, every, context)}: it is {of}"
+    for each in every:
+        if difference.close(finding.expected - own[each], finding.value):
+            return f"a missing sum: what rank {each} has computed is not in it"
+        if difference.close(finding.expected + own[each], finding.value):
+            return f"a sum too much: what rank {each} has computed is in it twice"
+    return ""
+
+
+def _across(ranks: Sequence[int], every: Sequence[int], context: Context) -> str:
+    """The largest group that joins one of these ranks with others of those that have a summand."""
+    groups = context.groups_of(ranks[0])
+    names = [name for name, some in groups.items() if set(some) <= set(every) and not set(some) & set(ranks[1:])]
+    return max(names, key=lambda name: len(groups[name]), default="other ranks")
+
+
+def wrong_sum(finding: Finding, context: Context) -> str:
+    """What ranks have contributed is right, and the sum of it is not."""
+    step, phase, name = context.difference.key
+    parts = [_part(record, finding) for _, record in context.records.get((step, "own", name), [])]
+    parts = [part for part in parts if part is not None]
+    if phase == "gradient" and parts and context.difference.close(sum(parts), finding.expected):
+        return "a wrong sum: what the ranks have computed adds up to the right one"
+    return ""
+
+
+def _part(record: Record, finding: Finding) -> np.ndarray | None:
+    """The elements of a record at the place of a finding, if it has all of them."""
+    if len(record.place) != len(finding.place):
+        return None
+    where = []
+    for have, want in zip(record.place, finding.place, strict=True):
+        if not np.isin(want, have).all():
+            return None
+        where.append(np.searchsorted(have, want))
+    return record.value[np.ix_(*where)]
+
+
+def wrong_decay(finding: Finding, context: Context) -> str:
+    """An updated weight that is off by a small part of what it was."""
+    step, phase, name = context.difference.key
+    before = context.whole.values.get((step, "forward", name))
+    if phase != "update" or before is None:
+        return ""
+    old = before[np.ix_(*finding.place)]
+    factor = float(((finding.value - finding.expected) * old).sum() / (old * old).sum())
+    if differs(finding.value - finding.expected, factor * old, 1e-3 * abs(factor) * context.difference.scale).any():
+        return ""
+    return f"a wrong weight decay: {abs(factor):.3g} of the weight is {'left' if factor > 0 else 'taken away'} too much"
+
+
+def wrong_share(finding: Finding, context: Context) -> str:
+    """All elements, or all of those that are wrong, are the right ones times a constant."""
+    value, expected = finding.value, finding.expected
+    if context.difference.key[1] == "number":
+        return _known(float(value / expected), finding, context) if expected else ""
+    for where, which in ((np.ones_like(finding.wrong), ""), (finding.wrong, " where it is wrong")):
+        a, b = value[where], expected[where]
+        if value.dtype.kind == "f" and (square := float((b * b).sum())) and len(b) > 1:
+            factor = float((a * b).sum()) / square
+            if not differs(a, factor * b, context.difference.scale).any():
+                if abs(factor) < 1e-9:
+                    return f"zeros{which}, where it should not be zero"
+                return (
+                    _known(factor, finding, context, which)
+                    or f"a wrong share: {factor:.6g} times the right value{which}"
+                )
+    return ""
+
+
+def _known(factor: float, finding: Finding, context: Context, which: str = "") -> str:
+    """The factor, if it is one that is known."""
+    seen = context.seen[finding.ranks[0]]
+    sizes = {name: len(ranks) for name, ranks in context.groups_of(seen.rank).items()} | seen.counts
+    for times, words in ((factor, "times the right value"), (1 / factor if factor else 0, "of the right value")):
+        names = [name for name, size in sizes.items() if size > 1 and abs(times - size) < 1e-9 * size]
+        if names:
+            much = f"{times:.6g} {words}" if times is factor else f"1/{times:.6g} {words}"
+            return f"a wrong share: {much}{which}, and {round(times)} is the size of {', '.join(names)}"
+    return ""
+
+
+def counted_wrongly(finding: Finding, context: Context) -> str:
+    """A gradient norm whose square has too much or too little by the square of some gradients."""
+    step, phase, name = context.difference.key
+    if (phase, name) != ("number", "grad_norm"):
+        return ""
+    excess = float(finding.value) ** 2 - float(finding.expected) ** 2
+    squares = {
+        key[2]: float((value**2).sum()) for key, value in context.whole.values.items() if key[:2] == (step, "gradient")
+    }
+    sets = dict(squares)
+    sets["all weights of norms"] = sum(square for each, square in squares.items() if each.endswith("norm.weight"))
+    sets["all experts"] = sum(square for each, square in squares.items() if ".experts." in each)
+    sets["all parameters"] = sum(squares.values())
+    for which, square in sets.items():
+        times = excess / square if square else 0.0
+        if abs(times - round(times)) < 1e-7 and round(times):
+            times = round(times)
+            return f"a wrong share: {which} counted {abs(times)} times {'too often' if times > 0 else 'too seldom'}"
+    return ""
+
+
+def stale(finding: Finding, context: Context) -> str:
+    """It is what another micro-batch of this rank has, or what it was in the previous step."""
+    step, phase, name = context.difference.key
+    place, wrong = finding.place, finding.wrong
+    before = context.whole.values.get((step - 1, phase, name))
+    if before is not None and phase != "number" and _is(finding.value, before[np.ix_(*place)], wrong, context):
+        return f"a stale value: that of step {step - 1}{'' if wrong.all() else ' where it is wrong'}"
+    if phase not in ("forward", "backward") or name.endswith("weight"):
+        return ""
+    whole, mine = context.whole.values[context.difference.key], set(finding.place[0].tolist())
+    for rank, record in context.records[context.difference.key]:
+        rows = record.place[0] if record.place else ()
+        if record.total or len(rows) != len(place[0]) or set(rows.tolist()) == mine:
+            continue
+        if _is(finding.value, whole[np.ix_(rows, *place[1:])], wrong, context):
+            whose = "another micro-batch" if rank in finding.ranks else f"a micro-batch of rank {rank}"
+            kind = "a stale value" if rank in finding.ranks else "a shifted value"
+            return f"{kind}: that of samples {ranges(rows)}, which are {whose}"
+    return ""
+
+
+def _is(value: np.ndarray, other: np.ndarray, wrong: np.ndarray, context: Context) -> bool:
+    """Whether wrong elements are those of another tensor."""
+    return not differs(value[wrong], other[wrong], context.difference.scale).any()
+
+
+def shifted(finding: Finding, context: Context) -> str:
+    """Its slices along some axis are those of other places."""
+    whole, value = context.whole.values[context.difference.key], finding.value
+    for axis in range(value.ndim if value.shape == tuple(map(len, finding.place)) else 0):
+        others = [each if index != axis else np.arange(whole.shape[axis]) for index, each in enumerate(finding.place)]
+        have = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
+        there = np.moveaxis(whole[np.ix_(*others)], axis, 0).reshape(whole.shape[axis], -1)
+        width = have.shape[1]
+        if width < 4 or len(have) * len(there) * min(width, 64) > MOST:
+            continue
+        columns = np.linspace(0, width - 1, min(width, 64)).astype(int)
+        same = ~differs(have[:, None, columns], there[None, :, columns], context.difference.scale).any(2)
+        at = finding.place[axis]
+        found = np.where(same[np.arange(len(at)), at], at, same.argmax(1))
+        if same.any(1).all() and (found != at).any():
+            name = axis_name(context, axis)
+            return (
+                f"a shifted value: {name}s {ranges(at[found != at])} hold what belongs to {ranges(found[found != at])}"
+            )
+    return _mixed(finding, context)
+
+
+def _mixed(finding: Finding, context: Context) -> str:
+    """Every token of an activation has what belongs to some token of the micro-batch, but not to this one."""
+    value, expected = finding.value, finding.expected
+    if context.difference.key[1] not in ("forward", "backward") or value.ndim != 3 or value.shape[2] < 4:
+        return ""
+    whole = context.whole.values[context.difference.key][np.ix_(finding.place[0])][..., finding.place[2]]
+    have, there = (each.reshape(-1, value.shape[2]) for each in (value, whole))
+    if len(have) * len(there) * value.shape[2] > MOST or value.shape != expected.shape:
+        return ""
+    same = ~differs(have[:, None], there[None], context.difference.scale).any(2)
+    return "a shifted value: tokens hold what belongs to other tokens of the micro-batch" if same.any(1).all() else ""
+
+
+EXPLANATIONS: tuple[Callable[[Finding, Context], str], ...] = (
+    *(not_finite, missing_sum, wrong_decay, wrong_share, counted_wrongly, stale, shifted, wrong_sum),
+)
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """1, 2 and 5"""
+    words = [str(each) for each in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """0-3, 8-11: in the order of the numbers, which need not ascend."""
+    parts: list[list[int]] = []
+    for number in map(int, numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    words = [str(low) if low == high else f"{low}-{high}" for low, high in parts]
+    return ", ".join(words if len(words) <= 6 else [*words[:5], "...", words[-1]])
+
+
+def axis_name(context: Context, axis: int) -> str:
+    """What an axis of the tensor is."""
+    _, phase, name = context.difference.key
+    dims = len(context.difference.wrong[0].place)
+    if phase in ("forward", "backward") and not name.endswith("weight") and dims in AXES:
+        return AXES[dims][axis]
+    return "row" if axis == 0 else "column" if axis == 1 and dims == 2 else f"index {axis}: number"
+
+
+def dimension(context: Context) -> str:
+    """The dimension of the mesh that tells wrong ranks from right ones: `tp 1`, say. Or that all are wrong."""
+    difference = context.difference
+    wrong = set(difference.ranks)
+    holders = wrong | {rank for each in difference.right for rank in each.ranks}
+    if len(holders) == 1:
+        return ""
+    for name in context.seen[min(wrong)].coordinates:
+        at = {context.seen[rank].coordinates.get(name) for rank in wrong}
+        if {rank for rank in holders if context.seen[rank].coordinates.get(name) in at} == wrong != holders:
+            return f"{name} {listed(sorted(at))}"
+    if wrong == holders:
+        return "all that hold it"
+    return ""
+
+
+def describe(difference: Difference, whole: Whole, ranks: Sequence[Seen]) -> dict[str, str]:
+    """What there is to say of the first difference, by topic: first, ranks, dimension, where, kind."""
+    context = Context(difference, whole, {seen.rank: seen for seen in ranks}, by_key(ranks))
+    step, phase, name = difference.key
+    finding = max(difference.wrong, key=lambda each: each.wrong.sum())
+    kinds = [text for explain in EXPLANATIONS if (text := explain(finding, context))]
+    return {
+        "first": f"step {step}, {WORDS[phase].format(name)}",
+        "ranks": listed(difference.ranks),
+        "dimension": dimension(context),
+        "where": _where(finding, context),
+        "kind": kinds[0] if kinds else "other values, that no explanation fits",
+    }
+
+
+def _where(finding: Finding, context: Context) -> str:
+    if not finding.place:
+        return f"{finding.value:.12g} instead of {finding.expected:.12g}"
+    parts = []
+    for axis, indices in enumerate(finding.place):
+        if finding.wrong.shape != tuple(map(len, finding.place)):
+            break
+        bad = finding.wrong.any(tuple(other for other in range(finding.wrong.ndim) if other != axis))
+        if not bad.all():
+            parts.append(f"{axis_name(context, axis)}s {ranges(indices[bad])} of {ranges(indices)}")
+    error = float(np.abs(finding.value - finding.expected).max()) / context.difference.scale
+    parts += [f"{finding.wrong.sum():,} of {finding.wrong.size:,} elements", f"by up to {error:.1e} of the largest"]
+    return "; ".join(parts)
