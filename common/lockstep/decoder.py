@@ -1,5 +1,6 @@
 """What else is recorded of the model of these steps: the tokens, what layers call that is no module, and the loss."""
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +31,8 @@ def watch_decoder(recorder: Recorder, model: Decoder, whole: bool = False) -> No
             _watch_activation(recorder, name, module)
         if hasattr(module, "apply_linears"):
             _watch_linears(recorder, name, module)
+        if hasattr(module, "dispatcher"):
+            _watch_experts(recorder, name, module)
     if model.has_head:
         watch_loss(recorder, model, "loss", whole)
 
@@ -140,3 +143,48 @@ def _watch_activation(recorder: Recorder, name: str, module: SwiGLU) -> None:
         return activation_noted
 
     recorder.replace(module, "activation", make)
+
+
+def _watch_experts(recorder: Recorder, name: str, module: nn.Module) -> None:
+    """What tokens send to their experts, and what they get back: (batch, seq, k, hidden), k choices of each token.
+
+    Experts see rows of many ranks, whose places nobody knows there. So rows are noted where they leave and return: on
+    the rank of their token, sorted by expert and then by token.
+    """
+    chosen = threading.local()
+
+    def note(what: str, rows: Tensor) -> None:
+        order = chosen.experts.flatten().argsort(stable=True)[: len(rows)]
+        samples = len(recorder.part.rows(recorder.micro_batch))
+        shape = samples, len(chosen.experts) // samples, chosen.experts.shape[1], rows.shape[1]
+
+        def arrange(x: Tensor) -> Tensor:
+            return x.new_zeros(shape).flatten(0, 2).index_copy(0, order, x).view(shape)  # zeros for what is dropped
+
+        place = recorder.part.place(shape, recorder.micro_batch)
+        recorder.note_value_and_gradient(f"{name}.experts ({what})", rows, place, arrange=arrange)
+
+    def make(dispatcher: Callable) -> Callable:
+        def dispatcher_noted(*arguments):
+            result = dispatcher(*arguments)
+            dispatch, back = result.dispatch, result.back
+
+            def dispatch_noted(rows):
+                note("rows sent", rows)
+                return dispatch(rows)
+
+            def back_noted(rows):
+                rows = back(rows)
+                note("rows that return", rows)
+                return rows
+
+            result.dispatch, result.back = dispatch_noted, back_noted
+            return result
+
+        return dispatcher_noted
+
+    def keep_choices(_, inputs, outputs: tuple) -> None:
+        chosen.experts = outputs[0]
+
+    recorder.keep(module.router.register_forward_hook(keep_choices))
+    recorder.replace(module, "dispatcher", make)

@@ -255,8 +255,41 @@ def _mixed(finding: Finding, context: Context) -> str:
     return "a shifted value: tokens hold what belongs to other tokens of the micro-batch" if same.any(1).all() else ""
 
 
+def of_another_name(finding: Finding, context: Context) -> str:
+    """It is the same tensor of another layer, say."""
+    step, phase, _ = context.difference.key
+    for key, whole in context.whole.values.items():
+        if key[:2] == (step, phase) and key != context.difference.key and whole.ndim == len(finding.place) > 1:
+            fits = all(len(have) and have.max() < size for have, size in zip(finding.place, whole.shape, strict=True))
+            if fits and context.difference.close(whole[np.ix_(*finding.place)], finding.value):
+                return f"a shifted value: that of {key[2]}"
+    return ""
+
+
+def turned(finding: Finding, context: Context) -> str:
+    """Queries or keys that are rotated as those of other positions.
+
+    Elements 0 and d/2 of a head are a number of the complex plane, and each position turns it by one radian more
+    (`common.model.rope_tables`). No two whole numbers of radians are the same angle.
+    """
+    value, expected, half = finding.value, finding.expected, finding.value.shape[-1] // 2 if finding.value.ndim else 0
+    if ".rotate (" not in context.difference.key[2] or context.difference.key[1] != "forward":
+        return ""
+    ratio = (value[..., 0] + 1j * value[..., half]) / (expected[..., 0] + 1j * expected[..., half])  # of all tokens
+    positions, seq_len = finding.place[2], context.whole.values[context.difference.key].shape[2]
+    at = []
+    for position, angles in zip(positions, np.moveaxis(ratio, 2, 0), strict=True):
+        errors = np.abs(np.exp(1j * (np.arange(seq_len) - position))[:, None] - angles.flatten()).max(1)
+        if not errors.min() < 1e-7:
+            return ""
+        at.append(int(errors.argmin()))
+    wrong = np.asarray(at) != positions
+    return f"a shifted value: positions {ranges(positions[wrong])} are turned as {ranges(np.asarray(at)[wrong])}"
+
+
 EXPLANATIONS: tuple[Callable[[Finding, Context], str], ...] = (
-    *(not_finite, missing_sum, wrong_decay, wrong_share, counted_wrongly, stale, shifted, wrong_sum),
+    *(not_finite, missing_sum, wrong_decay, wrong_share, counted_wrongly, stale, shifted, turned, of_another_name),
+    wrong_sum,
 )
 
 
@@ -314,11 +347,17 @@ def describe(difference: Difference, whole: Whole, ranks: Sequence[Seen]) -> dic
     kinds = [text for explain in EXPLANATIONS if (text := explain(finding, context))]
     return {
         "first": f"step {step}, {WORDS[phase].format(name)}",
-        "ranks": listed(difference.ranks),
+        "ranks": ", ".join(_rank(context.seen[rank]) for rank in difference.ranks),
         "dimension": dimension(context),
         "where": _where(finding, context),
         "kind": kinds[0] if kinds else "other values, that no explanation fits",
     }
+
+
+def _rank(seen: Seen) -> str:
+    """A rank and its place: 3 (dp 1, tp 1)"""
+    place = ", ".join(f"{name} {index}" for name, index in seen.coordinates.items())
+    return f"{seen.rank} ({place})" if place else str(seen.rank)
 
 
 def _where(finding: Finding, context: Context) -> str:

@@ -96,6 +96,7 @@ class _ObservedRun:
         numbers = train_step(step, *parts)
         for name, number in numbers.items():
             self.recorder.note("number", name, number, ())
+        self.recorder.note_pieces("update", self.optimizer.buffers, self.optimizer.buffers)
         return numbers
 
     def close(self) -> None:

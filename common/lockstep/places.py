@@ -81,7 +81,8 @@ def part_of(config: TrainConfig, mesh: Mesh) -> Part:
 
     def adds(spec: ParameterSpec) -> bool:
         divided = any(high - low < size for (low, high), size in zip(spec.box, spec.global_shape, strict=True))
-        return mesh.tp.rank == 0 or divided or not {"tp", "kv_replica"}.isdisjoint(spec.extra_groups)
+        of_expert = spec.shard_groups[0].startswith("expert")  # no two ranks have sent it the same tokens
+        return mesh.tp.rank == 0 or divided or of_expert or not {"tp", "kv_replica"}.isdisjoint(spec.extra_groups)
 
     cut = positions_of(config.cp_split, config.seq_len, mesh.cp.size, mesh.cp.rank) if config.cp > 1 else None
     return Part(rows, range(config.seq_len) if cut is None else cut, mesh.tp.size, mesh.tp.rank, adds)

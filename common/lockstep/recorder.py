@@ -66,15 +66,26 @@ class Recorder:
         y.noted = name
         self.note_value_and_gradient(name, y, place, summand)
 
-    def note_value_and_gradient(self, name: str, y: Tensor, place: Place | None, summand: bool = False) -> None:
-        """The same for a tensor that may have been noted under another name."""
-        self.note("forward", name, y, place, once=("output", self.micro_batch))
+    def note_value_and_gradient(
+        self,
+        name: str,
+        y: Tensor,
+        place: Place | None,
+        summand: bool = False,
+        arrange: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
+        """The same for a tensor that may have been noted under another name.
+
+        Args:
+            arrange: brings it, and its gradient, into the shape of its place.
+        """
+        self.note("forward", name, arrange(y.detach()), place, once=("output", self.micro_batch))
         if place is None or not y.requires_grad:
             return
         step, shape = self.step, [len(each) for each in place]
 
         def note(gradient: Tensor) -> None:
-            value = copied(gradient).reshape(shape)
+            value = copied(arrange(gradient)).reshape(shape)
             self.records.append(Record(step, "backward", name, place, value, summand=summand))
 
         y.register_hook(note)
@@ -117,6 +128,8 @@ class Recorder:
         if y.dim() == 2 and inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 3:
             if len(y) == inputs[0].shape[:2].numel():  # a router forgets which tokens belong to which sample
                 shape = (*inputs[0].shape[:2], y.shape[1])
+        elif y.dim() == 2 and self.part.positions is not None:
+            return None  # rows of an expert, say
         return self.part.place(shape, self.micro_batch, features_of(module))
 
     def replace(self, owner: object, attribute: str, make: Callable) -> None:
