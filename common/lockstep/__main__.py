@@ -18,12 +18,10 @@ from pathlib import Path
 from common.config import flag_names, spelled
 from common.errors import UsageError
 from common.launching.command_line import STEP_NAMES, OneLineParser, one_line_errors, parse, summary
-from common.lockstep.compare import first_difference
-from common.lockstep.explain import describe
-from common.lockstep.records import Seen, Whole
+from common.lockstep.explain import in_words
+from common.lockstep.records import Seen
 
 ROOT = Path(__file__).resolve().parents[2]
-TOPICS = {"first": "first", "ranks": "on ranks", "dimension": "only", "where": "where", "kind": "looks like"}
 
 
 @one_line_errors
@@ -39,7 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     check_same(*(words[1:] for _, words in divided.values()))
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         (whole,), ranks = (observe(kind, *divided[kind], folder, options.steps) for kind in divided)
-    return report(Whole(whole.records), ranks)
+    if text := in_words(whole, ranks):
+        print(text)
+        return 1
+    kept = len({record.key for record in whole.records} & {record.key for seen in ranks for record in seen.records})
+    print(f"no difference: {kept} tensors are those of the reference, on {len(ranks)} rank{'s' * (len(ranks) > 1)}")
+    return 0
 
 
 def divide(kind: str, command: str) -> tuple[list[str], list[str]]:
@@ -84,21 +87,6 @@ def observe(kind: str, launcher: list[str], script: list[str], folder: str, step
     if kind == "reference" and len(found) != 1:
         raise UsageError(f"the reference is one process, and these are {len(found)}")
     return sorted(found, key=lambda seen: seen.rank)
-
-
-def report(whole: Whole, ranks: list[Seen]) -> int:
-    """Print what differs first. Returns the exit status."""
-    difference, compared = first_difference(whole, ranks)
-    if difference is None:
-        print(
-            f"no difference: {compared} of {len(whole.order)} tensors are those of the reference, on {len(ranks)} ranks"
-        )
-        return 0
-    print(f"{compared - 1} tensors are equal, in the order of computation. The first that is not:")
-    for topic, text in describe(difference, whole, ranks).items():
-        if text:
-            print(f"  {TOPICS[topic]:<12}{text}")
-    return 1
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def _watch_experts(recorder: Recorder, name: str, module: nn.Module) -> None:
 
     def note(what: str, rows: Tensor) -> None:
         order = chosen.experts.flatten().argsort(stable=True)[: len(rows)]
-        samples = len(recorder.part.rows(recorder.micro_batch))
+        samples = len(recorder.part.samples(recorder.micro_batch))
         shape = samples, len(chosen.experts) // samples, chosen.experts.shape[1], rows.shape[1]
 
         def arrange(x: Tensor) -> Tensor:

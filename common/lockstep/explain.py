@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.lockstep.compare import Difference, Finding, by_key, differs, same_place
+from common.lockstep.compare import Difference, Finding, by_key, differs, first_difference, same_place
 from common.lockstep.records import WORDS, Record, Seen, Whole
 
 GROUPS = (
@@ -182,16 +182,29 @@ def counted_wrongly(finding: Finding, context: Context) -> str:
     squares = {
         key[2]: float((value**2).sum()) for key, value in context.whole.values.items() if key[:2] == (step, "gradient")
     }
-    sets = dict(squares)
-    sets["all weights of norms"] = sum(square for each, square in squares.items() if each.endswith("norm.weight"))
-    sets["all experts"] = sum(square for each, square in squares.items() if ".experts." in each)
-    sets["all parameters"] = sum(squares.values())
+    sets = {f"the gradient of {each}": square for each, square in squares.items()}
+    for each in context.seen[finding.ranks[0]].coordinates:
+        sets[f"what ranks of {each} hold copies of"] = sum(
+            squares[one] for one in _copies(each, context) & squares.keys()
+        )
+    sets["all that norms have"] = sum(square for each, square in squares.items() if each.endswith("norm.weight"))
     for which, square in sets.items():
         times = excess / square if square else 0.0
         if abs(times - round(times)) < 1e-7 and round(times):
-            times = round(times)
-            return f"a wrong share: {which} counted {abs(times)} times {'too often' if times > 0 else 'too seldom'}"
+            return f"a wrong share: {which} is counted {1 + round(times)} times"
     return ""
+
+
+def _copies(dimension: str, context: Context) -> set[str]:
+    """The parameters of which ranks that differ in this dimension alone update the same elements."""
+    step, found, owners = context.difference.key[0], set(), {}
+    for key, some in context.records.items():
+        for rank, record in some if key[:2] == (step, "gradient") else ():
+            others = {name: at for name, at in context.seen[rank].coordinates.items() if name != dimension}
+            holder = key[2], *others.values(), *same_place(record.place)
+            if owners.setdefault(holder, rank) != rank:
+                found.add(key[2])
+    return found
 
 
 def stale(finding: Finding, context: Context) -> str:
@@ -243,16 +256,16 @@ def shifted(finding: Finding, context: Context) -> str:
 
 
 def _mixed(finding: Finding, context: Context) -> str:
-    """Every token of an activation has what belongs to some token of the micro-batch, but not to this one."""
-    value, expected = finding.value, finding.expected
-    if context.difference.key[1] not in ("forward", "backward") or value.ndim != 3 or value.shape[2] < 4:
+    """Every token of an activation has what belongs to some token of the batch, but not always to this one."""
+    value, whole = finding.value, context.whole.values[context.difference.key]
+    if context.difference.key[1] not in ("forward", "backward") or value.ndim < 3 or value.shape[-1] < 4:
         return ""
-    whole = context.whole.values[context.difference.key][np.ix_(finding.place[0])][..., finding.place[2]]
-    have, there = (each.reshape(-1, value.shape[2]) for each in (value, whole))
-    if len(have) * len(there) * value.shape[2] > MOST or value.shape != expected.shape:
+    columns = np.linspace(0, value.shape[-1] - 1, 4).astype(int)
+    have, there = value[..., columns].reshape(-1, 4), whole[..., finding.place[-1][columns]].reshape(-1, 4)
+    if len(have) * len(there) * 4 > MOST:
         return ""
     same = ~differs(have[:, None], there[None], context.difference.scale).any(2)
-    return "a shifted value: tokens hold what belongs to other tokens of the micro-batch" if same.any(1).all() else ""
+    return "a shifted value: tokens hold what belongs to other tokens" if same.any(1).all() else ""
 
 
 def of_another_name(finding: Finding, context: Context) -> str:
@@ -324,33 +337,42 @@ def axis_name(context: Context, axis: int) -> str:
 
 
 def dimension(context: Context) -> str:
-    """The dimension of the mesh that tells wrong ranks from right ones: `tp 1`, say. Or that all are wrong."""
+    """The ranks that are wrong, and what in the mesh tells them from those that are right."""
     difference = context.difference
     wrong = set(difference.ranks)
     holders = wrong | {rank for each in difference.right for rank in each.ranks}
-    if len(holders) == 1:
-        return ""
+    words = f"rank{'s' * (len(wrong) > 1)} {', '.join(_rank(context.seen[rank]) for rank in sorted(wrong))}"
+    if wrong == holders:
+        return words + (": all that hold it" if len(wrong) > 1 else "")
     for name in context.seen[min(wrong)].coordinates:
         at = {context.seen[rank].coordinates.get(name) for rank in wrong}
-        if {rank for rank in holders if context.seen[rank].coordinates.get(name) in at} == wrong != holders:
-            return f"{name} {listed(sorted(at))}"
-    if wrong == holders:
-        return "all that hold it"
-    return ""
+        if {rank for rank in holders if context.seen[rank].coordinates.get(name) in at} == wrong:
+            return f"{words}: only where {name} is {listed(sorted(at))}"
+    return f"{words}, and not on {listed(sorted(holders - wrong))}"
+
+
+def in_words(reference: Seen, ranks: Sequence[Seen]) -> str:
+    """Compare what ranks have seen with what one process has, and say what differs first; "" if nothing does."""
+    whole = Whole(reference.records)
+    difference, compared = first_difference(whole, ranks)
+    if difference is None:
+        return ""
+    lines = [f"{compared - 1} tensors are equal, in the order of computation. The first that is not:"]
+    lines += [f"  {topic:<12}{text}" for topic, text in describe(difference, whole, ranks).items() if text]
+    return "\n".join(lines)
 
 
 def describe(difference: Difference, whole: Whole, ranks: Sequence[Seen]) -> dict[str, str]:
-    """What there is to say of the first difference, by topic: first, ranks, dimension, where, kind."""
+    """What there is to say of the first difference, by topic."""
     context = Context(difference, whole, {seen.rank: seen for seen in ranks}, by_key(ranks))
     step, phase, name = difference.key
     finding = max(difference.wrong, key=lambda each: each.wrong.sum())
     kinds = [text for explain in EXPLANATIONS if (text := explain(finding, context))]
     return {
-        "first": f"step {step}, {WORDS[phase].format(name)}",
-        "ranks": ", ".join(_rank(context.seen[rank]) for rank in difference.ranks),
-        "dimension": dimension(context),
+        "what": f"step {step}, {WORDS[phase].format(name)}",
+        "on": dimension(context),
         "where": _where(finding, context),
-        "kind": kinds[0] if kinds else "other values, that no explanation fits",
+        "looks like": kinds[0] if kinds else "other values, that no explanation fits",
     }
 
 

@@ -70,13 +70,13 @@ class _ObservedRun:
 
     def build(self, build: Callable, config: TrainConfig, mesh: Mesh) -> tuple:
         parts = build(config, mesh)
-        self.recorder = recorder = Recorder(part_of(config, mesh))
         self.optimizer = next(each for each in parts if hasattr(each, "masters"))
         place, degrees = coordinates(mesh.rank, mesh.degrees), mesh.degrees
         groups = {name: getattr(mesh, name).ranks for name in GROUP_NAMES if getattr(mesh, name).size > 1}
         counts = {"micro-batches of a rank": config.accumulation_steps}
         place = {name: index for name, index in place.items() if getattr(degrees, name) > 1}
-        self.seen = Seen(mesh.rank, place, groups, counts, recorder.records)
+        self.seen = Seen(mesh.rank, place, groups, counts)
+        self.recorder = recorder = Recorder(part_of(config, mesh), self.seen)
         pipeline = next((each for each in parts if hasattr(each, "stages")), None)
         models = pipeline.stages if pipeline else [each for each in parts if isinstance(each, nn.Module)]
         for model in models:

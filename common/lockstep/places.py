@@ -20,17 +20,21 @@ from common.process_groups import Mesh
 class Part:
     """What a rank holds of a global batch.
 
-    rows: of a micro-batch, by its number: the samples.
+    rows: the samples; or a function that returns those of a micro-batch, by its number.
     positions: of its tokens in their sequence, in the order in which it holds them; None: samples have no such axis.
     chunks, chunk: with sequence parallelism, some tensors hold only this one of so many equal parts of `positions`.
     adds: whether this rank's own gradient of a parameter is one of the summands, and not the same as another rank's.
     """
 
-    rows: Callable[[int], Sequence[int]]
+    rows: Sequence[int] | Callable[[int], Sequence[int]]
     positions: Sequence[int] | None = None
     chunks: int = 1
     chunk: int = 0
     adds: Callable[[ParameterSpec], bool] = lambda spec: True
+
+    def samples(self, micro_batch: int) -> np.ndarray:
+        """The samples of a micro-batch."""
+        return np.asarray(self.rows(micro_batch) if callable(self.rows) else self.rows)
 
     def tokens(self, length: int) -> np.ndarray | None:
         """The positions that an axis of this length holds; None if it cannot be an axis of tokens."""
@@ -45,7 +49,7 @@ class Part:
         """The place of a tensor (samples, tokens, ..., features), by default with all features; None if it has another
         shape.
         """
-        rows = np.asarray(self.rows(micro_batch))
+        rows = self.samples(micro_batch)
         if not shape or shape[0] != len(rows):
             return None
         found = [rows]
@@ -82,7 +86,10 @@ def part_of(config: TrainConfig, mesh: Mesh) -> Part:
     def adds(spec: ParameterSpec) -> bool:
         divided = any(high - low < size for (low, high), size in zip(spec.box, spec.global_shape, strict=True))
         of_expert = spec.shard_groups[0].startswith("expert")  # no two ranks have sent it the same tokens
-        return mesh.tp.rank == 0 or divided or of_expert or not {"tp", "kv_replica"}.isdisjoint(spec.extra_groups)
+        other = (
+            config.sequence_parallel or "kv_replica" in spec.extra_groups
+        )  # tokens, or queries, than other ranks see
+        return mesh.tp.rank == 0 or divided or of_expert or other
 
     cut = positions_of(config.cp_split, config.seq_len, mesh.cp.size, mesh.cp.rank) if config.cp > 1 else None
     return Part(rows, range(config.seq_len) if cut is None else cut, mesh.tp.size, mesh.tp.rank, adds)

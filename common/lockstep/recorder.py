@@ -10,21 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from common.lockstep.places import Part, boxes, features_of
-from common.lockstep.records import Place, Record
+from common.lockstep.records import Place, Record, Seen
 from common.parameter import attach_specs
 
 
 class Recorder:
-    """Takes notes of one rank's steps. `records` are in the order in which they were computed.
+    """Takes notes of one rank's steps, in the order in which things are computed.
 
     Args:
         part: which samples and tokens of the whole this rank holds.
+        seen: what is known of the rank; the notes are its `records`.
 
     step, micro_batch   what is being computed; whoever runs the model sets them, the second one for each thread
     """
 
-    def __init__(self, part: Part):
-        self.part, self.step, self.records = part, 0, []
+    def __init__(self, part: Part, seen: Seen):
+        self.part, self.step, self.seen, self.records = part, 0, seen, seen.records
         self._thread, self._noted = threading.local(), set()
         self._own: dict[tuple[int, int], list[Record]] = {}  # by step and parameter
         self._stack = ExitStack()
@@ -179,9 +180,13 @@ def copied(tensor: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def record(model: nn.Module, part: Part) -> Iterator[Recorder]:
-    """In this block, note what a model of any kind computes: one process's step, or a rank's."""
-    recorder = Recorder(part)
+def record(model: nn.Module, part: Part, seen: Seen | None = None) -> Iterator[Recorder]:
+    """In this block, note what a model of any kind computes: one process's step, or a rank's.
+
+    Args:
+        seen: the rank, where there are several.
+    """
+    recorder = Recorder(part, seen or Seen())
     recorder.watch(model)
     try:
         yield recorder

@@ -2,9 +2,10 @@
 
 import functools
 import importlib
+from typing import NamedTuple
 
 from common.launching.command_line import STEP_NAMES
-from common.lockstep.compare import first_difference
+from common.lockstep.compare import Difference, first_difference
 from common.lockstep.explain import describe
 from common.lockstep.observe import observe, prepare
 from common.lockstep.records import Seen, Whole
@@ -16,29 +17,38 @@ from tests.parity.runs import SMALL, training_of
 STEPS = 2  # what is wrong with an update shows in the second one
 
 
-def see(step: int, flags: str, mutant: str | None = None, whole: bool = False) -> Seen:
-    """What this rank sees of two steps by the train.py of `step`."""
-    with patched(mutant):
-        config = prepare(configure(step, f"{SMALL} {flags}"), STEPS)
-        return observe(importlib.import_module(f"{STEP_NAMES[step - 1]}.train"), config, mesh_of(config), whole)
+class Case(NamedTuple):
+    """A training, with a mutant or without one."""
+
+    step: int
+    flags: str
+    mutant: str | None = None
 
 
-def see_cases(step: int, flags: str, mutants: list[str | None]) -> list[dict | str]:
-    """On a rank: what it sees under each mutant."""
-    return [see(step, flags, mutant) for mutant in mutants]
+def see(case: Case, whole: bool = False) -> Seen:
+    """What this rank sees of two steps."""
+    with patched(case.mutant):
+        config = prepare(configure(case.step, f"{SMALL} {case.flags}"), STEPS)
+        train = importlib.import_module(f"{STEP_NAMES[case.step - 1]}.train")
+        return observe(train, config, mesh_of(config), whole)
+
+
+def see_all(cases: list[Case]) -> list[Seen]:
+    return [see(case) for case in cases]
 
 
 @functools.cache
 def whole_of(flags: str) -> Whole:
     """The same training in one process, by the earliest step that can."""
     step = 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
-    return Whole(see(step, flags, whole=True).records)
+    return Whole(see(Case(step, flags), whole=True).records)
 
 
-def say(step: int, ranks: int, flags: str, mutants: list[str | None]) -> list[dict[str, str] | None]:
-    """What `common.lockstep` says of each mutant; None where it finds no difference."""
-    whole, found = whole_of(training_of(flags)), []
-    for seen in zip(*run_ranks(ranks, see_cases, step, flags, mutants, timeout=600), strict=True):
+def compare(ranks: int, cases: list[Case]) -> list[tuple[Difference | None, dict[str, str]]]:
+    """The first difference of each case, and what there is to say of it."""
+    found = []
+    for case, seen in zip(cases, zip(*run_ranks(ranks, see_all, cases, timeout=600), strict=True), strict=True):
+        whole = whole_of(training_of(case.flags))
         difference, _ = first_difference(whole, seen)
-        found.append(difference and describe(difference, whole, seen))
+        found.append((difference, describe(difference, whole, seen) if difference else {}))
     return found

@@ -1,0 +1,90 @@
+"""Lockstep finds no difference where there is none, and names known-wrong variants at their place."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from common.errors import UsageError
+from common.lockstep import __main__ as command
+from tests.harness.ranks import run_command, run_script
+from tests.lockstep.__main__ import PAGE, page
+from tests.lockstep.mutants import MUTANTS, PLACE_OF, near, rows
+from tests.lockstep.runs import Case, compare
+
+ALL = bool(os.environ.get("TEST_ALL"))
+ALWAYS = (
+    "embedding mask off by one",
+    "norm gradients not summed",
+    "positions not permuted",
+    "sent back in another order",
+)
+FLAGS = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq-len 24 --data synthetic --global-batch 4"
+FLAGS += " --device cpu --no-tie-embeddings"
+STEP_1, STEP_4 = f"step01_single_gpu/train.py {FLAGS}", f"step04_tensor_parallel/train.py {FLAGS} --tp 2"
+
+
+def test_mutants_are_named_at_their_place():
+    """The rows of `mutants.md`; the others with TEST_ALL=1."""
+    found, written = rows(ALWAYS), PAGE.read_text(encoding="utf-8")
+    assert near(found) == len(ALWAYS), found
+    for name, (what, on, kind, *_) in found.items():
+        assert f"| {name} | {PLACE_OF[name]} | {what} | {on} | {kind} |" in written
+
+
+def test_the_table_has_all_that_change_numbers():
+    written = PAGE.read_text(encoding="utf-8")
+    assert PLACE_OF.keys() == MUTANTS.keys()
+    assert all(f"\n| {name} |" in written for name in MUTANTS)
+
+
+@pytest.mark.skipif(not ALL, reason="all mutants: with TEST_ALL=1")
+def test_the_whole_table():
+    assert near(rows()) >= 0.8 * len(MUTANTS)
+    assert page() == PAGE.read_text(encoding="utf-8")
+
+
+SOUND = [case for case in dict.fromkeys(MUTANTS.values()) if ALL or case == MUTANTS["no sum over replicas"]]
+
+
+@pytest.mark.parametrize("step, ranks, flags", SOUND)
+def test_sound_runs_are_alike(step, ranks, flags):
+    ((difference, said),) = compare(ranks, [Case(step, flags)])
+    assert difference is None, said
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def observe_forked(kind: str, launcher: list[str], script: list[str], folder: str, steps: int) -> list:
+    """`observe`, but on forked processes: torchrun takes seconds."""
+    ranks = int(launcher[-1]) if "--nproc_per_node" in launcher else 1
+    module = "-m", "common.lockstep.rank", folder, kind, steps
+    done = run_script(*module, *script, ranks=ranks, module="common.lockstep.rank")
+    assert done.returncode == 0, done.stderr
+    return [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob(f"*.{kind}"))]
+
+
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(command, "observe", observe_forked)
+    candidate = f"torchrun --nproc_per_node 2 {STEP_4}"
+    assert command.main(["--reference", STEP_1, "--candidate", candidate]) == 0
+    assert "no difference: " in capsys.readouterr().out
+
+
+def test_two_trainings_have_no_common_step(capsys):
+    assert command.main(["--reference", STEP_1, "--candidate", f"{STEP_4} --seed 7"]) == 2
+    assert "--seed is 0 in the reference and 7 in the candidate" in capsys.readouterr().err
+
+
+def test_other_scripts_are_refused():
+    with pytest.raises(UsageError, match="your_own_model.md"):
+        command.divide("candidate", "torchrun mine.py")
+
+
+@pytest.mark.skipif(not ALL, reason="starts torchrun: with TEST_ALL=1")
+def test_the_command_with_torchrun():
+    args = "--reference", STEP_1, "--candidate", f"torchrun --nproc_per_node 2 {STEP_4}"
+    done = run_command([command.sys.executable, "-m", "common.lockstep", *args], timeout=300)
+    assert done.returncode == 0 and "no difference: " in done.stdout, done.stderr
