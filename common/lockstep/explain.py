@@ -137,7 +137,8 @@ def wrong_decay(finding: Finding, context: Context) -> str:
         return ""
     old = before[np.ix_(*finding.place)]
     factor = float(((finding.value - finding.expected) * old).sum() / (old * old).sum())
-    if differs(finding.value - finding.expected, factor * old, 1e-3 * abs(factor) * context.difference.scale).any():
+    off = np.abs(finding.value - finding.expected - factor * old)
+    if not off.max(initial=0) <= 1e-3 * abs(factor) * context.difference.scale:
         return ""
     return f"a wrong weight decay: {abs(factor):.3g} of the weight is {'left' if factor > 0 else 'taken away'} too much"
 
@@ -164,12 +165,12 @@ def wrong_share(finding: Finding, context: Context) -> str:
 def _known(factor: float, finding: Finding, context: Context, which: str = "") -> str:
     """The factor, if it is one that is known."""
     seen = context.seen[finding.ranks[0]]
-    sizes = {name: len(ranks) for name, ranks in context.groups_of(seen.rank).items()} | seen.counts
+    sizes = {f"ranks in {name}": len(ranks) for name, ranks in context.groups_of(seen.rank).items()} | seen.counts
     for times, words in ((factor, "times the right value"), (1 / factor if factor else 0, "of the right value")):
         names = [name for name, size in sizes.items() if size > 1 and abs(times - size) < 1e-9 * size]
         if names:
             much = f"{times:.6g} {words}" if times is factor else f"1/{times:.6g} {words}"
-            return f"a wrong share: {much}{which}, and {round(times)} is the size of {', '.join(names)}"
+            return f"a wrong share: {much}{which}, and {round(times)} is the number of {', or of '.join(names)}"
     return ""
 
 
@@ -246,12 +247,11 @@ def shifted(finding: Finding, context: Context) -> str:
         columns = np.linspace(0, width - 1, min(width, 64)).astype(int)
         same = ~differs(have[:, None, columns], there[None, :, columns], context.difference.scale).any(2)
         at = finding.place[axis]
-        found = np.where(same[np.arange(len(at)), at], at, same.argmax(1))
-        if same.any(1).all() and (found != at).any():
-            name = axis_name(context, axis)
-            return (
-                f"a shifted value: {name}s {ranges(at[found != at])} hold what belongs to {ranges(found[found != at])}"
-            )
+        wrong = ~same[np.arange(len(at)), at]
+        moved = wrong & same.any(1) & differs(have, 0, context.difference.scale).any(1)  # zeros are everywhere
+        if 2 * moved.sum() >= wrong.sum() > 0:
+            name, of = axis_name(context, axis), same.argmax(1)[moved]
+            return f"a shifted value: {name}s {ranges(at[moved])} hold what belongs to {ranges(of)}"
     return _mixed(finding, context)
 
 
@@ -372,7 +372,7 @@ def describe(difference: Difference, whole: Whole, ranks: Sequence[Seen]) -> dic
         "what": f"step {step}, {WORDS[phase].format(name)}",
         "on": dimension(context),
         "where": _where(finding, context),
-        "looks like": kinds[0] if kinds else "other values, that no explanation fits",
+        "looks like": kinds[0] if kinds else "other values, which no explanation fits",
     }
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from torch import nn
 
 from common.config import TrainConfig
-from common.errors import UsageError
+from common.errors import Diverged, UsageError
 from common.lockstep.decoder import watch_decoder, watch_loss
 from common.lockstep.places import part_of
 from common.lockstep.recorder import Recorder
@@ -32,7 +32,7 @@ def prepare(config: TrainConfig, steps: int) -> TrainConfig:
 
 
 def observe(train: ModuleType, config: TrainConfig, mesh: Mesh, whole: bool = False) -> Seen:
-    """Train, and return what this rank has seen, even if an error ends the training.
+    """Train, and return what this rank has seen, up to a loss that is not finite.
 
     Args:
         train: a step's train.py, as a module.
@@ -46,6 +46,7 @@ def observe(train: ModuleType, config: TrainConfig, mesh: Mesh, whole: bool = Fa
             stack.enter_context(_replaced(train, name, getattr(run, name)))
         quiet = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
         stack.enter_context(contextlib.redirect_stdout(quiet))
+        stack.enter_context(contextlib.suppress(Diverged))  # all ranks stop alike, and have seen why
         train.train(config, mesh)
     return run.seen
 
@@ -73,7 +74,7 @@ class _ObservedRun:
         self.optimizer = next(each for each in parts if hasattr(each, "masters"))
         place, degrees = coordinates(mesh.rank, mesh.degrees), mesh.degrees
         groups = {name: getattr(mesh, name).ranks for name in GROUP_NAMES if getattr(mesh, name).size > 1}
-        counts = {"micro-batches of a rank": config.accumulation_steps}
+        counts = {"micro-batches": config.accumulation_steps}
         place = {name: index for name, index in place.items() if getattr(degrees, name) > 1}
         self.seen = Seen(mesh.rank, place, groups, counts)
         self.recorder = recorder = Recorder(part_of(config, mesh), self.seen)

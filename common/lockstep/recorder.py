@@ -103,6 +103,11 @@ class Recorder:
             for place, part in boxes(owner.spec, value.detach()):
                 self.note(phase, owner.spec.name, part, place)
 
+    def note_gradients(self, model: nn.Module) -> None:
+        """Note the gradients in `.grad` as those that an optimizer gets: summed over ranks, if several hold them."""
+        parameters = [each for each in model.parameters() if each.grad is not None]
+        self.note_pieces("gradient", parameters, [each.grad for each in parameters])
+
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module) -> None:
@@ -188,6 +193,8 @@ def record(model: nn.Module, part: Part, seen: Seen | None = None) -> Iterator[R
     """
     recorder = Recorder(part, seen or Seen())
     recorder.watch(model)
+    for parameter in model.parameters():
+        recorder.keep(parameter.register_hook(partial(recorder.note_own, parameter)))
     try:
         yield recorder
     finally:

@@ -12,11 +12,11 @@ TEXT = """# What lockstep says of each mutant
 trains for two steps on the ranks and with the flags that `tests/mutants/test_trained.py` has for it.
 
 *is in* is where the changed code is: the first place at which a step comes through it. *named first* is the first
-tensor, in the order of computation, that is not what one process has. **{near} of {all}** are named within one module of
-where they are; of the others, the second column is bold.
+tensor, in the order of computation, that is not what one process has. **{near} of {all}** are named within one module
+of where they are; of the others, the second column is bold.
 
-Not in the table are mutants that compute the same at a higher price, those that only round more, since both runs compute
-in float64, and those of kernels and of FP8.
+Not in the table are mutants that compute the same at a higher price, those that only round more (both runs compute in
+float64), and those of kernels and of FP8.
 
 {table}
 

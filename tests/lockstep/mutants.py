@@ -1,4 +1,4 @@
-"""What `common.lockstep` says of each known-wrong variant that changes numbers, and how far that is from the mistake."""
+"""What `common.lockstep` says of each known-wrong variant that changes numbers, and how far off that is."""
 
 import functools
 import re
@@ -10,6 +10,7 @@ from tests.mutants.test_trained import CASES, CP, MOE, PP, SAVED_WRONG, TP, ZERO
 from tests.parity.cases import FOUR
 from tests.parity.runs import ADAMW, UNTIED
 
+RACES = ("one receive buffer",)  # what a message overwrites depends on its way; they count as not found
 SAME_NUMBERS = {*NOTICED, *NOTICED_ALONE, SAVED_WRONG}
 HUNTS = {  # the bugs of the lessons' hunts, too
     "hunt of step 1": (1, 1, f"{UNTIED} {ADAMW} --micro-batch 4"),
@@ -95,12 +96,16 @@ def rows(names: tuple[str, ...] = tuple(MUTANTS)) -> dict[str, Row]:
     worlds: dict[int, list[Case]] = {}
     for name in names:
         step, ranks, flags = MUTANTS[name]
-        worlds.setdefault(ranks, []).append(Case(step, flags, name))
+        worlds.setdefault(ranks, [Case(step, flags)]).append(Case(step, flags, name))  # and one without a mutant
     found = {}
     for ranks, cases in worlds.items():
-        for case, (difference, said) in zip(cases, compare(ranks, cases), strict=True):
+        (none, said), *others = compare(ranks, cases)
+        assert none is None, said
+        for case, (difference, said) in zip(cases[1:], others, strict=True):
             place = place_of(*difference.key[1:]) if difference else "nowhere"
             off = modules_between(place, PLACE_OF[case.mutant])
+            if case.mutant in RACES:
+                said, off = dict.fromkeys(said, "depends on when messages arrive"), None
             found[case.mutant] = (said.get("what", ""), said.get("on", ""), said.get("looks like", ""), place, off)
     return {name: found[name] for name in names}
 
