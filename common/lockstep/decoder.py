@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ def watch_decoder(recorder: Recorder, model: Decoder, whole: bool = False) -> No
             _watch_attention(recorder, name, module)
         elif isinstance(module, SwiGLU):
             _watch_activation(recorder, name, module)
+        if hasattr(module, "call"):
+            recorder.replace(module, "call", partial(_with_micro_batch, recorder))
         if hasattr(module, "apply_linears"):
             _watch_linears(recorder, name, module)
         if hasattr(module, "dispatcher"):
@@ -64,6 +67,23 @@ def watch_loss(recorder: Recorder, owner: object, attribute: str, whole: bool) -
     if isinstance(module := getattr(owner, attribute), nn.Module):  # head and loss in one: there are no logits
         owner, attribute, whole = module, "forward", False
     recorder.replace(owner, attribute, make)
+
+
+def _with_micro_batch(recorder: Recorder, call: Callable) -> Callable:
+    """What is called once more in the backward, for recomputation, belongs to the micro-batch of the forward."""
+
+    def call_noted(function: Callable, *inputs):
+        micro_batch = recorder.micro_batch
+
+        def function_noted(*inputs):
+            now, recorder.micro_batch = recorder.micro_batch, micro_batch
+            result = function(*inputs)
+            recorder.micro_batch = now
+            return result
+
+        return call(function_noted, *inputs)
+
+    return call_noted
 
 
 def _watch_input(recorder: Recorder, name: str, block: nn.Module) -> None:

@@ -288,7 +288,8 @@ def turned(finding: Finding, context: Context) -> str:
     value, expected, half = finding.value, finding.expected, finding.value.shape[-1] // 2 if finding.value.ndim else 0
     if ".rotate (" not in context.difference.key[2] or context.difference.key[1] != "forward":
         return ""
-    ratio = (value[..., 0] + 1j * value[..., half]) / (expected[..., 0] + 1j * expected[..., half])  # of all tokens
+    with np.errstate(all="ignore"):
+        ratio = (value[..., 0] + 1j * value[..., half]) / (expected[..., 0] + 1j * expected[..., half])
     positions, seq_len = finding.place[2], context.whole.values[context.difference.key].shape[2]
     at = []
     for position, angles in zip(positions, np.moveaxis(ratio, 2, 0), strict=True):

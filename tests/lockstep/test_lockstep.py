@@ -12,6 +12,7 @@ from tests.harness.ranks import run_command, run_script
 from tests.lockstep.__main__ import PAGE, page
 from tests.lockstep.mutants import MUTANTS, PLACE_OF, near, rows
 from tests.lockstep.runs import Case, compare
+from tests.parity.cases import hard_cases
 
 ALL = bool(os.environ.get("TEST_ALL"))
 ALWAYS = (
@@ -45,11 +46,15 @@ def test_the_whole_table():
     assert page() == PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(not ALL, reason="all layouts: with TEST_ALL=1")
-@pytest.mark.parametrize("step, ranks, flags", dict.fromkeys(MUTANTS.values()))
-def test_sound_runs_are_alike(step, ranks, flags):
-    ((difference, said),) = compare(ranks, [Case(step, flags)])
-    assert difference is None, said
+HARD = [(step, ranks) for step in range(2, 8) for ranks in hard_cases(step) if ranks] if ALL else []
+
+
+@pytest.mark.skipif(not ALL, reason="all hard layouts: with TEST_ALL=1")
+@pytest.mark.parametrize("step, ranks", HARD)
+def test_sound_runs_are_alike(step, ranks):
+    every = hard_cases(step)[ranks]
+    for flags, (difference, said) in zip(every, compare(ranks, [Case(step, flags) for flags in every]), strict=True):
+        assert difference is None, f"{flags}: {said}"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
