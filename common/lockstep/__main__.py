@@ -19,7 +19,7 @@ from common.config import flag_names, spelled
 from common.errors import UsageError
 from common.launching.command_line import STEP_NAMES, OneLineParser, one_line_errors, parse, summary
 from common.lockstep.explain import in_words
-from common.lockstep.records import Seen
+from common.lockstep.notes import Seen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     if text := in_words(whole, ranks):
         print(text)
         return 1
-    kept = len({record.key for record in whole.records} & {record.key for seen in ranks for record in seen.records})
+    kept = len({note.key for note in whole.notes} & {note.key for seen in ranks for note in seen.notes})
     print(f"no difference: {kept} tensors are those of the reference, on {len(ranks)} rank{'s' * (len(ranks) > 1)}")
     return 0
 

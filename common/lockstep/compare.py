@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.lockstep.records import Place, Record, Seen, Whole
+from common.lockstep.notes import Note, Place, Seen, Whole
 
 TOLERANCE = 1e-9  # of the largest element of the whole tensor; sums in another order differ by 1e-12 at most
 
@@ -57,12 +57,12 @@ def size_of(whole: np.ndarray) -> float:
     return float(np.abs(whole).max(initial=0)) or 1.0
 
 
-def by_key(ranks: Sequence[Seen]) -> dict[tuple, list[tuple[int, Record]]]:
-    """The records of all ranks, each with its rank."""
-    found: dict[tuple, list[tuple[int, Record]]] = {}
+def by_key(ranks: Sequence[Seen]) -> dict[tuple, list[tuple[int, Note]]]:
+    """The notes of all ranks, each with its rank."""
+    found: dict[tuple, list[tuple[int, Note]]] = {}
     for seen in ranks:
-        for record in seen.records:
-            found.setdefault(record.key, []).append((seen.rank, record))
+        for note in seen.notes:
+            found.setdefault(note.key, []).append((seen.rank, note))
     return found
 
 
@@ -73,10 +73,10 @@ def same_place(place: Place) -> tuple[bytes, ...]:
 
 def first_difference(whole: Whole, ranks: Sequence[Seen]) -> tuple[Difference | None, int]:
     """Return the first tensor that differs, or None if none does, and how many were compared until then."""
-    records, compared = by_key(ranks), 0
+    notes, compared = by_key(ranks), 0
     for key in whole.order:
         scale = size_of(whole.values[key])
-        findings = [_finding(whole, scale, *each) for each in _added_up(records.get(key, []))]
+        findings = [_finding(whole, scale, *each) for each in _added_up(notes.get(key, []))]
         findings = [each for each in findings if each is not None]
         compared += bool(findings)
         if wrong := [each for each in findings if each.wrong.any()]:
@@ -84,23 +84,23 @@ def first_difference(whole: Whole, ranks: Sequence[Seen]) -> tuple[Difference | 
     return None, compared
 
 
-def _finding(whole: Whole, scale: float, ranks: tuple[int, ...], record: Record) -> Finding | None:
-    expected = whole.at(record)
+def _finding(whole: Whole, scale: float, ranks: tuple[int, ...], note: Note) -> Finding | None:
+    expected = whole.at(note)
     if expected is None:
         return None
-    wrong = np.asarray(differs(record.value, expected, scale))
-    return Finding(ranks, record.place, record.value, np.asarray(expected), wrong)
+    wrong = np.asarray(differs(note.value, expected, scale))
+    return Finding(ranks, note.place, note.value, np.asarray(expected), wrong)
 
 
-def _added_up(records: list[tuple[int, Record]]) -> list[tuple[tuple[int, ...], Record]]:
+def _added_up(notes: list[tuple[int, Note]]) -> list[tuple[tuple[int, ...], Note]]:
     """The same, with the sums of summands in their place."""
     found, summands = [], {}
-    for rank, record in records:
-        if record.summand:
-            summands.setdefault(same_place(record.place), []).append((rank, record))
+    for rank, note in notes:
+        if note.summand:
+            summands.setdefault(same_place(note.place), []).append((rank, note))
         else:
-            found.append(((rank,), record))
+            found.append(((rank,), note))
     for some in summands.values():
-        total = some[0][1]._replace(value=sum(record.value for _, record in some))
+        total = some[0][1]._replace(value=sum(note.value for _, note in some))
         found.append((tuple(sorted({rank for rank, _ in some})), total))
     return found

@@ -8,9 +8,9 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.lockstep.notes import Place
 from common.lockstep.places import indices
 from common.lockstep.recorder import Recorder
-from common.lockstep.records import Place
 from common.model import Attention, Block, Decoder, SwiGLU, at_least_float32
 
 
@@ -42,7 +42,7 @@ def watch_decoder(recorder: Recorder, model: Decoder, whole: bool = False) -> No
 
 def note_tokens(recorder: Recorder, name: str, tokens: Tensor) -> None:
     """Note what a micro-batch reads: tokens or targets (samples, tokens)."""
-    place = recorder.part.place(tokens.shape, recorder.micro_batch)
+    place = recorder.tokens.place(tokens.shape, recorder.micro_batch)
     recorder.note("forward", name, tokens, place, once=recorder.micro_batch)
 
 
@@ -53,7 +53,7 @@ def watch_loss(recorder: Recorder, owner: object, attribute: str, whole: bool) -
         def loss_noted(y: Tensor, targets: Tensor) -> Tensor:
             note_tokens(recorder, "targets", targets)
             result = loss(y, targets)
-            place = recorder.part.place(targets.shape, recorder.micro_batch)
+            place = recorder.tokens.place(targets.shape, recorder.micro_batch)
             if whole:
                 flat = y.flatten(0, 1).to(at_least_float32(y.dtype))
                 each = F.cross_entropy(flat, targets.flatten(), reduction="none")
@@ -90,7 +90,7 @@ def _watch_input(recorder: Recorder, name: str, block: nn.Module) -> None:
     """The hidden states that a layer gets: perhaps by a message, from another stage of a pipeline."""
 
     def note(_, inputs: tuple) -> None:
-        place = recorder.part.place(inputs[0].shape, recorder.micro_batch)
+        place = recorder.tokens.place(inputs[0].shape, recorder.micro_batch)
         recorder.note_value_and_gradient(f"{name} (input)", inputs[0], place)
 
     recorder.keep(block.register_forward_pre_hook(note))
@@ -107,7 +107,7 @@ def _watch_linears(recorder: Recorder, name: str, module: nn.Module) -> None:
             outputs = apply_linears(x, linears)
             for layer, y in zip(linears, outputs, strict=True):
                 box = layer.weight.spec.box[0]
-                place = recorder.part.place(y.shape, recorder.micro_batch, indices(box))
+                place = recorder.tokens.place(y.shape, recorder.micro_batch, indices(box))
                 recorder.note_output(names[layer], y, place, summand=_shares_heads(layer))
             return outputs
 
@@ -126,7 +126,7 @@ def _watch_attention(recorder: Recorder, name: str, module: Attention) -> None:
 
     def place(x: Tensor, layer: nn.Module) -> Place | None:
         heads = indices(layer.weight.spec.box[0], module.head_width)
-        rows_and_tokens = recorder.part.place((x.shape[0], x.shape[2], 0), recorder.micro_batch)
+        rows_and_tokens = recorder.tokens.place((x.shape[0], x.shape[2], 0), recorder.micro_batch)
         if rows_and_tokens is None or len(heads) != x.shape[1]:
             return None
         return rows_and_tokens[0], heads, rows_and_tokens[1], np.arange(x.shape[3])
@@ -157,7 +157,9 @@ def _watch_activation(recorder: Recorder, name: str, module: SwiGLU) -> None:
         def activation_noted(gate, up):
             y = activation(gate, up)
             features = indices(module.gate_proj.weight.spec.box[0])
-            recorder.note_output(f"{name}.activation", y, recorder.part.place(y.shape, recorder.micro_batch, features))
+            recorder.note_output(
+                f"{name}.activation", y, recorder.tokens.place(y.shape, recorder.micro_batch, features)
+            )
             return y
 
         return activation_noted
@@ -175,13 +177,13 @@ def _watch_experts(recorder: Recorder, name: str, module: nn.Module) -> None:
 
     def note(what: str, rows: Tensor) -> None:
         order = chosen.experts.flatten().argsort(stable=True)[: len(rows)]
-        samples = len(recorder.part.samples(recorder.micro_batch))
+        samples = len(recorder.tokens.samples(recorder.micro_batch))
         shape = samples, len(chosen.experts) // samples, chosen.experts.shape[1], rows.shape[1]
 
         def arrange(x: Tensor) -> Tensor:
             return x.new_zeros(shape).flatten(0, 2).index_copy(0, order, x).view(shape)  # zeros for what is dropped
 
-        place = recorder.part.place(shape, recorder.micro_batch)
+        place = recorder.tokens.place(shape, recorder.micro_batch)
         recorder.note_value_and_gradient(f"{name}.experts ({what})", rows, place, arrange=arrange)
 
     def make(dispatcher: Callable) -> Callable:

@@ -12,9 +12,9 @@ from torch import nn
 from common.config import TrainConfig
 from common.errors import Diverged, UsageError
 from common.lockstep.decoder import watch_decoder, watch_loss
-from common.lockstep.places import part_of
+from common.lockstep.notes import Seen
+from common.lockstep.places import tokens_of
 from common.lockstep.recorder import Recorder
-from common.lockstep.records import Seen
 from common.process_groups import GROUP_NAMES, Mesh, coordinates
 from common.tracing.tracer import Tracer
 
@@ -77,7 +77,7 @@ class _ObservedRun:
         counts = {"micro-batches": config.accumulation_steps}
         place = {name: index for name, index in place.items() if getattr(degrees, name) > 1}
         self.seen = Seen(mesh.rank, place, groups, counts)
-        self.recorder = recorder = Recorder(part_of(config, mesh), self.seen)
+        self.recorder = recorder = Recorder(tokens_of(config, mesh), self.seen)
         pipeline = next((each for each in parts if hasattr(each, "stages")), None)
         models = pipeline.stages if pipeline else [each for each in parts if isinstance(each, nn.Module)]
         for model in models:

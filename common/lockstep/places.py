@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from common.config import TrainConfig
-from common.lockstep.records import Place
+from common.lockstep.notes import Place
 from common.parameter import ParameterSpec
 from common.process_groups import Mesh
 
 
 @dataclass(frozen=True)
-class Part:
+class Tokens:
     """What a rank holds of a global batch.
 
     rows: the samples; or a function that returns those of a micro-batch, by its number.
@@ -36,7 +36,7 @@ class Part:
         """The samples of a micro-batch."""
         return np.asarray(self.rows(micro_batch) if callable(self.rows) else self.rows)
 
-    def tokens(self, length: int) -> np.ndarray | None:
+    def along(self, length: int) -> np.ndarray | None:
         """The positions that an axis of this length holds; None if it cannot be an axis of tokens."""
         own = np.asarray(self.positions)
         if length == len(own):
@@ -54,7 +54,7 @@ class Part:
             return None
         found = [rows]
         if self.positions is not None:
-            if len(shape) < 2 or (tokens := self.tokens(shape[1])) is None:
+            if len(shape) < 2 or (tokens := self.along(shape[1])) is None:
                 return None
             found.append(tokens)
         found += [np.arange(size) for size in shape[len(found) :]]
@@ -76,7 +76,7 @@ def positions_of(split: str, seq_len: int, ranks: int, rank: int) -> np.ndarray:
     return np.concatenate((parts[rank], parts[2 * ranks - 1 - rank]))
 
 
-def part_of(config: TrainConfig, mesh: Mesh) -> Part:
+def tokens_of(config: TrainConfig, mesh: Mesh) -> Tokens:
     """What this rank holds under these flags."""
 
     def rows(micro_batch: int) -> range:
@@ -92,7 +92,7 @@ def part_of(config: TrainConfig, mesh: Mesh) -> Part:
         return mesh.tp.rank == 0 or divided or of_expert or other
 
     cut = positions_of(config.cp_split, config.seq_len, mesh.cp.size, mesh.cp.rank) if config.cp > 1 else None
-    return Part(rows, range(config.seq_len) if cut is None else cut, mesh.tp.size, mesh.tp.rank, adds)
+    return Tokens(rows, range(config.seq_len) if cut is None else cut, mesh.tp.size, mesh.tp.rank, adds)
 
 
 def indices(bounds: tuple[int, int], unit: int = 1) -> np.ndarray:

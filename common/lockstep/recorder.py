@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.lockstep.places import Part, boxes, features_of
-from common.lockstep.records import Place, Record, Seen
+from common.lockstep.notes import Note, Place, Seen
+from common.lockstep.places import Tokens, boxes, features_of
 from common.parameter import attach_specs
 
 
@@ -19,15 +19,15 @@ class Recorder:
 
     Args:
         part: which samples and tokens of the whole this rank holds.
-        seen: what is known of the rank; the notes are its `records`.
+        seen: what is known of the rank; the notes are its `notes`.
 
     step, micro_batch   what is being computed; whoever runs the model sets them, the second one for each thread
     """
 
-    def __init__(self, part: Part, seen: Seen):
-        self.part, self.step, self.seen, self.records = part, 0, seen, seen.records
+    def __init__(self, part: Tokens, seen: Seen):
+        self.tokens, self.step, self.seen, self.notes = part, 0, seen, seen.notes
         self._thread, self._noted = threading.local(), set()
-        self._own: dict[tuple[int, int], list[Record]] = {}  # by step and parameter
+        self._own: dict[tuple[int, int], list[tuple[Note, Note]]] = {}  # by step and parameter
         self._stack = ExitStack()
 
     @property
@@ -51,7 +51,7 @@ class Recorder:
             return
         self._noted.add(key)
         value = copied(value).reshape([] if options.get("total") else [len(each) for each in place])
-        self.records.append(Record(self.step, phase, name, place, value, **options))
+        self.notes.append(Note(self.step, phase, name, place, value, **options))
 
     def note_output(self, name: str, y: Tensor, place: Place | None, summand: bool = False) -> None:
         """Note a tensor that the forward has made and, when the backward has computed it, its gradient.
@@ -87,7 +87,7 @@ class Recorder:
 
         def note(gradient: Tensor) -> None:
             value = copied(arrange(gradient)).reshape(shape)
-            self.records.append(Record(step, "backward", name, place, value, summand=summand))
+            self.notes.append(Note(step, "backward", name, place, value, summand=summand))
 
         y.register_hook(note)
 
@@ -134,9 +134,9 @@ class Recorder:
         if y.dim() == 2 and inputs and isinstance(inputs[0], Tensor) and inputs[0].dim() == 3:
             if len(y) == inputs[0].shape[:2].numel():  # a router forgets which tokens belong to which sample
                 shape = (*inputs[0].shape[:2], y.shape[1])
-        elif y.dim() == 2 and self.part.positions is not None:
+        elif y.dim() == 2 and self.tokens.positions is not None:
             return None  # rows of an expert, say
-        return self.part.place(shape, self.micro_batch, features_of(module))
+        return self.tokens.place(shape, self.micro_batch, features_of(module))
 
     def replace(self, owner: object, attribute: str, make: Callable) -> None:
         """Set `owner.attribute` to `make(what it is)` until `close`."""
@@ -165,17 +165,23 @@ class Recorder:
 
     def note_own(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to what this rank's tokens have contributed to the gradient of a parameter in this step."""
-        if not self.part.adds(parameter.spec):
+        if not self.tokens.adds(parameter.spec):
             return
         pieces = boxes(parameter.spec, gradient.detach())
         key = self.step, id(parameter)
         if key in self._own:
-            for record, (_, value) in zip(self._own[key], pieces, strict=True):
-                record.value[...] += copied(value)
+            for (note, last), (_, value) in zip(self._own[key], pieces, strict=True):
+                note.value[...] += (now := copied(value))
+                last.value[...] = now
             return
-        name = parameter.spec.name
-        self._own[key] = [Record(self.step, "own", name, place, copied(v), summand=True) for place, v in pieces]
-        self.records += self._own[key]
+        self._own[key] = []
+        for place, value in pieces:  # three copies: the sum, and the first and the last summand
+            sum_, first, last = (
+                Note(self.step, phase, parameter.spec.name, place, copied(value), summand=True)
+                for phase in ("own", "first", "last")
+            )
+            self._own[key].append((sum_, last))
+            self.notes += [sum_, first, last]
 
 
 def copied(tensor: Tensor) -> np.ndarray:
@@ -185,7 +191,7 @@ def copied(tensor: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def record(model: nn.Module, part: Part, seen: Seen | None = None) -> Iterator[Recorder]:
+def record(model: nn.Module, part: Tokens, seen: Seen | None = None) -> Iterator[Recorder]:
     """In this block, note what a model of any kind computes: one process's step, or a rank's.
 
     Args:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from common.launching.command_line import STEP_NAMES
 from common.lockstep.compare import Difference, first_difference
 from common.lockstep.explain import describe
+from common.lockstep.notes import Seen, Whole
 from common.lockstep.observe import observe, prepare
-from common.lockstep.records import Seen, Whole
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
 from tests.mutants.patches import patched
@@ -41,7 +41,7 @@ def see_all(cases: list[Case]) -> list[Seen]:
 def whole_of(flags: str) -> Whole:
     """The same training in one process, by the earliest step that can."""
     step = 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
-    return Whole(see(Case(step, flags), whole=True).records)
+    return Whole(see(Case(step, flags), whole=True).notes)
 
 
 def compare(ranks: int, cases: list[Case]) -> list[tuple[Difference | None, dict[str, str]]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 Place = tuple[np.ndarray, ...]
 
-WORDS = {  # what is recorded of a step, in no order: `Record.phase`
+WORDS = {  # what is recorded of a step, in no order: `Note.phase`
     "forward": "the value of {}",
     "backward": "the gradient of {}",
     "own": "the ranks' own gradients of {}, added up",
@@ -23,10 +23,10 @@ WORDS = {  # what is recorded of a step, in no order: `Record.phase`
 AFTERWARDS = ("gradient", "number", "update")  # follow the last backward; "own" gradients come along with it
 
 
-class Record(NamedTuple):
+class Note(NamedTuple):
     """One tensor of one micro-batch, or one weight.
 
-    phase: one of WORDS.
+    phase: one of WORDS; or first or last, which are of a rank's own gradients those of its first or last micro-batch.
     place: where its elements are in the tensor of a run in one process.
     value: in float64, or int64 for tokens.
     summand: only the sum over all ranks with the same place is what one process has.
@@ -60,7 +60,7 @@ class Seen:
     coordinates: dict[str, int] = field(default_factory=dict)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    records: list[Record] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
 
 class Whole:
@@ -69,32 +69,32 @@ class Whole:
     `order` lists their keys in the order of computation: what follows the last backward comes last.
     """
 
-    def __init__(self, records: Iterable[Record]):
-        parts: dict[tuple, list[Record]] = {}
-        for record in records:
-            if not record.total:
-                parts.setdefault(record.key, []).append(record)
+    def __init__(self, notes: Iterable[Note]):
+        parts: dict[tuple, list[Note]] = {}
+        for note in notes:
+            if note.phase in WORDS and not note.total:
+                parts.setdefault(note.key, []).append(note)
         self.values = {key: _joined(some) for key, some in parts.items()}
         place = {key: index for index, key in enumerate(parts)}
         phases = {phase: 1 + index for index, phase in enumerate(AFTERWARDS)}
         self.order = sorted(parts, key=lambda key: (key[0], phases.get(key[1], 0), place[key]))
 
-    def at(self, record: Record) -> np.ndarray | None:
-        """Return what a record should hold; None if this run has no such tensor, or a smaller one."""
-        whole = self.values.get(record.key)
-        if whole is None or len(record.place) != whole.ndim:
+    def at(self, note: Note) -> np.ndarray | None:
+        """Return what a note should hold; None if this run has no such tensor, or a smaller one."""
+        whole = self.values.get(note.key)
+        if whole is None or len(note.place) != whole.ndim:
             return None
-        if any(len(indices) and indices.max() >= size for indices, size in zip(record.place, whole.shape, strict=True)):
+        if any(len(indices) and indices.max() >= size for indices, size in zip(note.place, whole.shape, strict=True)):
             return None
-        found = whole[np.ix_(*record.place)]
-        return found.sum() if record.total else found
+        found = whole[np.ix_(*note.place)]
+        return found.sum() if note.total else found
 
 
-def _joined(records: list[Record]) -> np.ndarray:
-    """One array of records that lie beside each other. Those of one place come last-wins: they are equal."""
-    axes = range(len(records[0].place))
-    shape = [1 + max(int(each.place[axis].max(initial=-1)) for each in records) for axis in axes]
-    whole = np.zeros(shape, records[0].value.dtype)
-    for each in records:
+def _joined(notes: list[Note]) -> np.ndarray:
+    """One array of notes that lie beside each other. Those of one place come last-wins: they are equal."""
+    axes = range(len(notes[0].place))
+    shape = [1 + max(int(each.place[axis].max(initial=-1)) for each in notes) for axis in axes]
+    whole = np.zeros(shape, notes[0].value.dtype)
+    for each in notes:
         whole[np.ix_(*each.place)] = each.value
     return whole
