@@ -30,6 +30,8 @@ def watch_decoder(recorder: Recorder, model: Decoder, whole: bool = False) -> No
             _watch_attention(recorder, name, module)
         elif isinstance(module, SwiGLU):
             _watch_activation(recorder, name, module)
+        if hasattr(module, "after_adding"):
+            _watch_addition(recorder, name, module)
         if hasattr(module, "call"):
             recorder.replace(module, "call", partial(_with_micro_batch, recorder))
         if hasattr(module, "apply_linears"):
@@ -94,6 +96,25 @@ def _watch_input(recorder: Recorder, name: str, block: nn.Module) -> None:
         recorder.note_value_and_gradient(f"{name} (input)", inputs[0], place)
 
     recorder.keep(block.register_forward_pre_hook(note))
+
+
+def _watch_addition(recorder: Recorder, name: str, norm: nn.Module) -> None:
+    """A norm that adds to the residual stream first, perhaps in one kernel."""
+
+    def make(after_adding: Callable) -> Callable:
+        def after_adding_noted(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            recorder.note_weights(norm)
+            # A view, whose gradient is that of this addition alone
+            residual, place = residual.view_as(residual), recorder.tokens.place(x.shape, recorder.micro_batch)
+            recorder.note_value_and_gradient(f"{name} (residual)", residual, place)
+            y, total = after_adding(x, residual)
+            recorder.note("forward", f"{name} (sum)", total, place, once=recorder.micro_batch)
+            recorder.note_output(name, y, place)
+            return y, total
+
+        return after_adding_noted
+
+    recorder.replace(norm, "after_adding", make)
 
 
 def _watch_linears(recorder: Recorder, name: str, module: nn.Module) -> None:

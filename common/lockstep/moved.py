@@ -75,7 +75,7 @@ def of_another_name(finding: Finding, context: Context) -> str:
         if key[:2] == (step, phase) and key != context.difference.key and whole.ndim == len(finding.place) > 1:
             fits = all(len(have) and have.max() < size for have, size in zip(finding.place, whole.shape, strict=True))
             if fits and context.difference.close(whole[np.ix_(*finding.place)], finding.value):
-                return f"a shifted value: that of {key[2]}"
+                return f"a shifted value: it is that of {key[2]}"
     return ""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tests.lockstep.runs import Case, compare
 from tests.mutants.test_observed import NOTICED, NOTICED_ALONE
-from tests.mutants.test_trained import CASES, CP, MOE, PP, SAVED_WRONG, TP, ZERO
+from tests.mutants.test_trained import CASES, CP, MOE, PP, SAVED_WRONG, TP, WITH_KERNELS, ZERO
 from tests.parity.cases import FOUR
 from tests.parity.runs import ADAMW, UNTIED
 
@@ -22,7 +22,9 @@ HUNTS = {  # the bugs of the lessons' hunts, too
     "hunt of step 7": (7, 2, f"{MOE} --dp 2 --ep 2 {FOUR}"),
     "hunt of step 8": (8, 2, f"{UNTIED} {ADAMW} --micro-batch 3 --tp 2 --no-sequence-parallel"),
 }
-MUTANTS = {name: case for name, case in CASES.items() if name not in SAME_NUMBERS} | HUNTS  # step, ranks, flags
+KERNELS = {name: (8, *case) for name, case in WITH_KERNELS.items() if "bfloat16" not in case[1]}
+MUTANTS = {name: case for name, case in CASES.items() if name not in SAME_NUMBERS}  # step, ranks, flags
+MUTANTS |= KERNELS | HUNTS
 
 # Where the code is that a mutant changes, as the first place at which a step comes through it: in which pass, and in
 # which module if the pass goes from module to module
@@ -31,8 +33,8 @@ PLACES = {
     "forward embedding": "embedding mask off by one, f and f* swapped, same weights on all ranks, "
     "weights of the step before, weights of the first step, hunt of step 3",
     "forward layers.0.attention": "sequences of a batch mixed, positions not permuted, positions from zero, "
-    "merged without rescaling, causal block taken for full, documents of one rank, Ulysses in rank order, "
-    "hunt of step 6",
+    "merged without rescaling, blocks of equal weight, causal block taken for full, documents of one rank, "
+    "Ulysses in rank order, hunt of step 6",
     "forward layers.0.mlp": "combined without gates, sent back in another order, places of a rank, hunt of step 7",
     "forward layers.2.attention_norm": "one receive buffer",
     "forward layers.2.attention": "layers counted from zero on every stage, positions of the slice",
@@ -44,6 +46,7 @@ PLACES = {
     "backward head": "no f before the head, g takes its slice in the backward, W before its I, "
     "W with the input of another micro-batch, head's split lost, head's gradient twice, "
     "head takes its slice in the backward, softmax over a rank's columns, hunt of step 8",
+    "backward layers.0.mlp_norm": "norm past the residual",
     "backward layers.1.attention": "statistics of the block, dK/dV one hop short, dK/dV of the own queries only",
     "backward layers.1.mlp": "gradients of another micro-batch, statistics of a rank",
     "sums": "hook takes the parameter, only the last micro-batch reduced, reduced on every micro-batch, stale bucket, "
@@ -55,7 +58,7 @@ PLACES = {
     "numbers": "norm of the local shard, norm counts padding, norm counts replicas, norms counted on every rank, "
     "loss of one rank, tied matrix counted twice, two copies counted twice, loads of one copy, "
     "loads of a part of the sequence, copies of tp counted twice, loss of a part of the sequence",
-    "update": "decay on norms, no decay of flat shards",
+    "update": "decay on norms, no decay of flat shards, clip factor lost, everything decays",
 }
 PLACE_OF = {name: place for place, names in PLACES.items() for name in names.split(", ")}
 LAYERS = 4  # at most; with fewer, modules behind the layers are further from them than they should be
@@ -93,12 +96,13 @@ Row = tuple[str, str, str, str, int | None]
 @functools.cache
 def rows(names: tuple[str, ...] = tuple(MUTANTS)) -> dict[str, Row]:
     """By mutant: what is named first, on which ranks, what it looks like, its place, and how far off that is."""
-    worlds: dict[int, list[Case]] = {}
+    worlds: dict[tuple[int, bool], list[Case]] = {}  # of each the first one without a mutant
     for name in names:
         step, ranks, flags = MUTANTS[name]
-        worlds.setdefault(ranks, [Case(step, flags)]).append(Case(step, flags, name))  # and one without a mutant
+        sound, kernels = Case(step, flags), name in KERNELS
+        worlds.setdefault((ranks, kernels), [sound._replace(kernels=kernels)]).append(Case(step, flags, name, kernels))
     found = {}
-    for ranks, cases in worlds.items():
+    for (ranks, _), cases in worlds.items():
         (none, said), *others = compare(ranks, cases)
         assert none is None, said
         for case, (difference, said) in zip(cases[1:], others, strict=True):

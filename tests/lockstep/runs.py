@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from common.launching.command_line import STEP_NAMES
@@ -11,6 +12,7 @@ from common.lockstep.notes import Seen, Whole
 from common.lockstep.observe import observe, prepare
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import run_ranks
+from tests.mechanisms.step08.test_fused import with_kernels
 from tests.mutants.patches import patched
 from tests.parity.runs import SMALL, training_of
 
@@ -18,16 +20,17 @@ STEPS = 2  # what is wrong with an update shows in the second one
 
 
 class Case(NamedTuple):
-    """A training, with a mutant or without one."""
+    """A training, with a mutant or without one. `kernels`: step 8's, in Triton's interpreter."""
 
     step: int
     flags: str
     mutant: str | None = None
+    kernels: bool = False
 
 
 def see(case: Case, whole: bool = False) -> Seen:
     """What this rank sees of two steps."""
-    with patched(case.mutant):
+    with patched(case.mutant), with_kernels() if case.kernels else nullcontext():
         config = prepare(configure(case.step, f"{SMALL} {case.flags}"), STEPS)
         train = importlib.import_module(f"{STEP_NAMES[case.step - 1]}.train")
         return observe(train, config, mesh_of(config), whole)

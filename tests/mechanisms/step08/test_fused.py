@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 import os
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -41,12 +42,19 @@ TINY = "--layers 1 --hidden 16 --heads 2 --kv-heads 1 --ffn 24 --seq-len 8 --glo
 EXPERTS = "--experts 4 --expert-ffn 12 --shared-experts 1"
 
 
-def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
-    """On a rank, or alone."""
+@contextmanager
+def with_kernels() -> Iterator[None]:
+    """In this block, kernels run on the CPU, too, in Triton's interpreter."""
     with ExitStack() as stack:
         for module in (fused, fused_adamw):
             stack.enter_context(mock.patch.object(module, "launches_kernels", lambda config, device: config.fused))
         stack.enter_context(mock.patch.object(linear_cross_entropy, "FEW_BYTES", 0))  # several chunks here, too
+        yield
+
+
+def train_with_kernels(cases: list[str], mutants: list[str | None] | None = None) -> list[dict]:
+    """On a rank, or alone."""
+    with with_kernels():
         return [train_case(8, *case) for case in zip(cases, mutants or [None] * len(cases), strict=True)]
 
 
