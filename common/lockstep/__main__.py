@@ -21,8 +21,6 @@ from common.launching.command_line import STEP_NAMES, OneLineParser, one_line_er
 from common.lockstep.explain import in_words
 from common.lockstep.notes import Seen
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @one_line_errors
 def main(argv: list[str] | None = None) -> int:
@@ -76,11 +74,14 @@ def check_same(reference: list[str], candidate: list[str]) -> None:
 def observe(kind: str, launcher: list[str], script: list[str], folder: str, steps: int) -> list[Seen]:
     """Run a command with `rank.py` in the place of its script. Returns what its ranks have seen.
 
-    Raises UsageError if it fails, after it has said why.
+    The script may belong to another copy of the project, which then is what runs. Raises UsageError if it fails, after
+    it has said why.
     """
-    command = [*launcher, "-m", "common.lockstep.rank", folder, kind, str(steps), *script]
+    root = Path(script[0]).resolve().parents[1]
+    command = [*launcher, str(root / "common" / "lockstep" / "rank.py"), folder, kind, str(steps), *script]
     variables = {"OMP_NUM_THREADS": "1"} | os.environ  # or torchrun prints four lines about it
-    status = subprocess.run(command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, check=False).returncode
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    status = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=False).returncode
     found = [pickle.loads(path.read_bytes()) for path in Path(folder).glob(f"*.{kind}")]
     if status:
         raise UsageError(f"the {kind} ended with status {status}")

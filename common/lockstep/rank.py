@@ -1,4 +1,4 @@
-"""One rank of a run in lockstep: `python -m common.lockstep.rank FOLDER KIND STEPS step0N_name/train.py FLAGS`.
+"""One rank of a run in lockstep: `python common/lockstep/rank.py FOLDER KIND STEPS step0N_name/train.py FLAGS`.
 
 It does what the script does, in float64 and for a few steps, and leaves in FOLDER what it has seen. `common.lockstep`
 starts it in the place of the script.

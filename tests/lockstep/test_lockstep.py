@@ -65,8 +65,8 @@ def test_sound_runs_are_alike(step, ranks):
 def observe_forked(kind: str, launcher: list[str], script: list[str], folder: str, steps: int) -> list:
     """`observe`, but on forked processes: torchrun takes seconds."""
     ranks = int(launcher[-1]) if "--nproc_per_node" in launcher else 1
-    module = "-m", "common.lockstep.rank", folder, kind, steps
-    done = run_script(*module, *script, ranks=ranks, module="common.lockstep.rank")
+    command = "common/lockstep/rank.py", folder, kind, steps
+    done = run_script(*command, *script, ranks=ranks, module="common.lockstep.observe")
     assert done.returncode == 0, done.stderr
     return [pickle.loads(path.read_bytes()) for path in sorted(Path(folder).glob(f"*.{kind}"))]
 
