@@ -18,7 +18,7 @@ from pathlib import Path
 from common.config import flag_names, spelled
 from common.errors import UsageError
 from common.launching.command_line import STEP_NAMES, OneLineParser, one_line_errors, parse, summary
-from common.lockstep.explain import in_words
+from common.lockstep.explain import explain
 from common.lockstep.notes import Seen
 
 
@@ -35,12 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     check_same(*(words[1:] for _, words in divided.values()))
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         (whole,), ranks = (observe(kind, *divided[kind], folder, options.steps) for kind in divided)
-    if text := in_words(whole, ranks):
-        print(text)
-        return 1
-    kept = len({note.key for note in whole.notes} & {note.key for seen in ranks for note in seen.notes})
-    print(f"no difference: {kept} tensors are those of the reference, on {len(ranks)} rank{'s' * (len(ranks) > 1)}")
-    return 0
+    verdict = explain(whole, ranks)
+    print(verdict.text)
+    return int(not verdict.equal)
 
 
 def divide(kind: str, command: str) -> tuple[list[str], list[str]]:

@@ -71,17 +71,17 @@ def same_place(place: Place) -> tuple[bytes, ...]:
     return tuple(np.asarray(each, np.int64).tobytes() for each in place)
 
 
-def first_difference(whole: Whole, ranks: Sequence[Seen]) -> tuple[Difference | None, int]:
-    """Return the first tensor that differs, or None if none does, and how many were compared until then."""
-    notes, compared = by_key(ranks), 0
+def first_difference(whole: Whole, ranks: Sequence[Seen]) -> tuple[Difference | None, list[tuple]]:
+    """Return the first tensor that differs, or None if none does, and the keys of those that are equal until then."""
+    notes, equal = by_key(ranks), []
     for key in whole.order:
         scale = size_of(whole.values[key])
         findings = [_finding(whole, scale, *each) for each in _added_up(notes.get(key, []))]
         findings = [each for each in findings if each is not None]
-        compared += bool(findings)
         if wrong := [each for each in findings if each.wrong.any()]:
-            return Difference(key, scale, wrong, [each for each in findings if not each.wrong.any()]), compared
-    return None, compared
+            return Difference(key, scale, wrong, [each for each in findings if not each.wrong.any()]), equal
+        equal += [key] * bool(findings)
+    return None, equal
 
 
 def _finding(whole: Whole, scale: float, ranks: tuple[int, ...], note: Note) -> Finding | None:

@@ -1,9 +1,11 @@
 """What the first difference looks like: a missing sum, a wrong share, a stale or a shifted value."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from common.errors import UsageError
 from common.lockstep.compare import Difference, Finding, by_key, first_difference
 from common.lockstep.context import Context, axis_name, listed, ranges
 from common.lockstep.moved import of_another_name, shifted, stale, turned
@@ -37,15 +39,26 @@ def dimension(context: Context) -> str:
     return f"{words}, and not on {listed(sorted(holders - wrong))}"
 
 
-def in_words(reference: Seen, ranks: Sequence[Seen]) -> str:
-    """Compare what ranks have seen with what one process has, and say what differs first; "" if nothing does."""
+class Verdict(NamedTuple):
+    """Whether no tensor differs, and what there is to say."""
+
+    equal: bool
+    text: str
+
+
+def explain(reference: Seen, ranks: Sequence[Seen]) -> Verdict:
+    """Compare what ranks have seen with what one process has. Raises UsageError if they have no tensor in common."""
     whole = Whole(reference.notes)
-    difference, compared = first_difference(whole, ranks)
-    if difference is None:
-        return ""
-    lines = [f"{compared - 1} tensors are equal, in the order of computation. The first that is not:"]
-    lines += [f"  {topic:<12}{text}" for topic, text in describe(difference, whole, ranks).items() if text]
-    return "\n".join(lines)
+    difference, equal = first_difference(whole, ranks)
+    if difference:
+        lines = [f"{len(equal)} tensors are equal, in the order of computation. The first that is not:"]
+        lines += [f"  {topic:<12}{text}" for topic, text in describe(difference, whole, ranks).items() if text]
+        return Verdict(False, "\n".join(lines))
+    if not equal:
+        raise UsageError("no tensor of the reference is one of the candidate's: are these two layouts of one model?")
+    missing = {name: None for _, _, name in whole.order if not any(name == key[2] for key in equal)}
+    text = f"no difference: {len(equal)} tensors are equal, on {len(ranks)} rank{'s' * (len(ranks) > 1)}"
+    return Verdict(True, f"{text}; not found on them: {', '.join(missing)}" if missing else text)
 
 
 def describe(difference: Difference, whole: Whole, ranks: Sequence[Seen]) -> dict[str, str]:
@@ -53,12 +66,12 @@ def describe(difference: Difference, whole: Whole, ranks: Sequence[Seen]) -> dic
     context = Context(difference, whole, {seen.rank: seen for seen in ranks}, by_key(ranks))
     step, phase, name = difference.key
     finding = max(difference.wrong, key=lambda each: each.wrong.sum())
-    kinds = [text for explain in EXPLANATIONS if (text := explain(finding, context))]
+    fitting = (text for attempt in EXPLANATIONS if (text := attempt(finding, context)))
     return {
         "what": f"step {step}, {WORDS[phase].format(name)}",
         "on": dimension(context),
         "where": _where(finding, context),
-        "looks like": kinds[0] if kinds else "other values, which no explanation fits",
+        "looks like": next(fitting, "other values, which no explanation fits"),
     }
 
 

@@ -18,7 +18,7 @@ from common.lockstep.recorder import Recorder
 from common.process_groups import GROUP_NAMES, Mesh, coordinates
 from common.tracing.tracer import Tracer
 
-PLAIN = {"dtype": "float64", "run_dir": None, "save_every": 0, "resume": None, "trace": None, "profile": False}
+PLAIN = {"dtype": "float64", "run_dir": None, "save_every": 0, "trace": None, "profile": False}
 PLAIN |= {"memory_snapshot": False, "measure_memory": False, "peak_tflops": 1.0, "shapes": False, "compile": False}
 
 
@@ -26,6 +26,8 @@ def prepare(config: TrainConfig, steps: int) -> TrainConfig:
     """Let a run compute in float64, take so many steps and write nothing. Raises UsageError if that changes it."""
     if config.fp8 != "none":
         raise UsageError(f"--fp8 {config.fp8} rounds to 8 bits, but runs in lockstep compute in float64")
+    if config.resume:
+        raise UsageError("--resume: runs in lockstep begin at the beginning; --init-from takes other weights")
     for name, value in (PLAIN | {"steps": steps}).items():
         setattr(config, name, value)
     return config

@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
+from common.launching.command_line import parse
 from common.lockstep import __main__ as command
+from common.lockstep.explain import explain
+from common.lockstep.notes import Seen
+from common.lockstep.observe import prepare
 from tests.harness.ranks import run_command, run_script
 from tests.lockstep.__main__ import PAGE, page
 from tests.lockstep.mutants import MUTANTS, PLACE_OF, near, rows
@@ -81,6 +85,17 @@ def test_the_command(monkeypatch, capsys):
 def test_two_trainings_have_no_common_step(capsys):
     assert command.main(["--reference", STEP_1, "--candidate", f"{STEP_4} --seed 7"]) == 2
     assert "--seed is 0 in the reference and 7 in the candidate" in capsys.readouterr().err
+
+
+def test_nothing_in_common_is_no_agreement():
+    with pytest.raises(UsageError, match="no tensor of the reference"):
+        explain(Seen(), [Seen()])
+
+
+@pytest.mark.parametrize("flags", ["--fp8 tile", "--resume auto --run-dir runs/x"])
+def test_what_cannot_be_in_lockstep(flags):
+    with pytest.raises(UsageError, match=flags.partition(" ")[0]):
+        prepare(parse(8, flags.split()), 2)
 
 
 def test_other_scripts_are_refused():
