@@ -108,6 +108,7 @@ def rows(names: tuple[str, ...] = tuple(MUTANTS)) -> dict[str, Row]:
         for case, (difference, said) in zip(cases[1:], others, strict=True):
             place = place_of(*difference.key[1:]) if difference else "nowhere"
             off = modules_between(place, PLACE_OF[case.mutant])
+            said = said or {"what": "nothing"}
             if case.mutant in RACES:
                 said, off = dict.fromkeys(said, "depends on when messages arrive"), None
             found[case.mutant] = (said.get("what", ""), said.get("on", ""), said.get("looks like", ""), place, off)
