@@ -91,7 +91,7 @@ class Whole:
 
 
 def _joined(notes: list[Note]) -> np.ndarray:
-    """One array of notes that lie beside each other. Those of one place come last-wins: they are equal."""
+    """One array of notes that are beside each other. Where several have one place, they are equal."""
     axes = range(len(notes[0].place))
     shape = [1 + max(int(each.place[axis].max(initial=-1)) for each in notes) for axis in axes]
     whole = np.zeros(shape, notes[0].value.dtype)
