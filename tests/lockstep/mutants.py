@@ -11,7 +11,7 @@ from tests.parity.cases import FOUR
 from tests.parity.runs import ADAMW, UNTIED
 
 RACES = ("one receive buffer",)  # what a message overwrites depends on its way; they count as not found
-SAME_NUMBERS = {*NOTICED, *NOTICED_ALONE, SAVED_WRONG}
+SAME_NUMBERS = {*NOTICED, *NOTICED_ALONE, *SAVED_WRONG}
 HUNTS = {  # the bugs of the lessons' hunts, too
     "hunt of step 1": (1, 1, f"{UNTIED} {ADAMW} --micro-batch 4"),
     "hunt of step 2": (2, 2, f"{UNTIED} {ADAMW}"),
@@ -40,7 +40,7 @@ PLACES = {
     "forward layers.2.attention": "layers counted from zero on every stage, positions of the slice",
     "forward norm": "last unit of the step before",
     "forward loss": "padding not masked, own largest logit, targets of another micro-batch, boundary labels lost, "
-    "hunt of step 4",
+    "parallel loss of gathered logits, hunt of step 4",
     "backward loss": "missing share of the global mean, loss averaged over tp, missing share of micro-batches, "
     "loss averaged over a rank's tokens, hunt of step 1",
     "backward head": "no f before the head, g takes its slice in the backward, W before its I, "
@@ -48,16 +48,19 @@ PLACES = {
     "head takes its slice in the backward, softmax over a rank's columns, hunt of step 8",
     "backward layers.0.mlp_norm": "norm past the residual",
     "backward layers.1.attention": "statistics of the block, dK/dV one hop short, dK/dV of the own queries only",
-    "backward layers.1.mlp": "gradients of another micro-batch, statistics of a rank",
+    "backward layers.1.mlp": "gradients of another micro-batch, statistics of a rank, "
+    "auxiliary loss of each micro-batch",
     "sums": "hook takes the parameter, only the last micro-batch reduced, reduced on every micro-batch, stale bucket, "
     "averaged over ranks, only the last micro-batch in the shard, no sum over replicas, "
     "summed over replicas each micro-batch, norm gradients not summed, K/V replicas drift, "
     "norms forgotten by split backwards, stale tied gradient, two copies drift apart, "
     "reduced before the last micro-batch, gradients not reduced over cp, experts' gradients averaged, "
-    "router's gradient not summed over tp, experts summed like the rest",
+    "router's gradient not summed over tp, experts summed like the rest, divided by shards and not by replicas, "
+    "experts' gradients doubled",
     "numbers": "norm of the local shard, norm counts padding, norm counts replicas, norms counted on every rank, "
     "loss of one rank, tied matrix counted twice, two copies counted twice, loads of one copy, "
-    "loads of a part of the sequence, copies of tp counted twice, loss of a part of the sequence",
+    "loads of a part of the sequence, copies of tp counted twice, loss of a part of the sequence, "
+    "a divided weight counted on one rank",
     "update": "decay on norms, no decay of flat shards, clip factor lost, everything decays",
 }
 PLACE_OF = {name: place for place, names in PLACES.items() for name in names.split(", ")}
