@@ -13,7 +13,7 @@ from tests.harness.ranks import ROOT
 STEPS = sorted(path.parent.name for path in ROOT.glob("step*/train.py"))
 FILES = sorted(path for folder in ("common", *STEPS, "tests") for path in (ROOT / folder).rglob("*.py"))
 # What a user starts with python -m
-COMMANDS = {"common.compare", "common.tracer", "common.export", "common.generate", "common.nodes"}
+COMMANDS = {"common.compare", "common.tracer", "common.export", "common.generate", "common.groups", "common.nodes"}
 COURSE = ("costs", "drawing", "experiments", "explaining", "labs", "lockstep")  # rooms that training does without,
 BUT = {"common.costs.hardware", "common.drawing.figures"}  # but for a device's peak (the MFU) and step 8's --shapes
 COLLECTIVE = {f"common.{name}" for name in ("collectives", "gloo", "group", "process_groups", "start")}
