@@ -58,8 +58,18 @@ def test_the_table_has_a_line_for_each_rank_and_takes_a_run(capsys, tmp_path):
     assert [letter(each) for each in (0, 25, 26, 27, 702)] == ["a", "z", "aa", "ab", "aaa"]
 
 
-@pytest.mark.parametrize("flags", ["--tp 3", "--tp 2 --dp 4", "--tp 2 --zero 1 --zero-replicas 3", "--zero-replicas 2",
-    "--experts 8 --ep 3", "--experts 12 --ep 12 --pp 2", "--order tp,cp,pp"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp 3",
+        "--tp 2 --dp 4",
+        "--tp 2 --zero 1 --zero-replicas 3",
+        "--zero-replicas 2",
+        "--experts 8 --ep 3",
+        "--experts 12 --ep 12 --pp 2",
+        "--order tp,cp,pp",
+    ],
+)
 def test_what_training_refuses_the_command_refuses_in_the_same_words(flags, capsys):
     with pytest.raises(UsageError) as refused:
         configure(8, f"{flags} --global-batch 32", 16)
@@ -67,8 +77,19 @@ def test_what_training_refuses_the_command_refuses_in_the_same_words(flags, caps
 
 
 def test_other_bad_sizes_get_one_line(capsys, tmp_path):
-    for flags in ("", "--world 0", "--world x", "--world 8 --rank 8", "--world 8 --node 0", "--world 8 --tp -1",
-                  f"--world {1 << 40}", str(tmp_path), f"{tmp_path} --tp 2", "--world 2 --plot x.nothing", "--world 1 --plot x.png"):  # fmt: skip
+    for flags in (
+        "",
+        "--world 0",
+        "--world x",
+        "--world 8 --rank 8",
+        "--world 8 --node 0",
+        "--world 8 --tp -1",
+        f"--world {1 << 40}",
+        str(tmp_path),
+        f"{tmp_path} --tp 2",
+        "--world 2 --plot x.nothing",
+        "--world 1 --plot x.png",
+    ):
         status, _, err = shown(capsys, flags)
         assert status == 2 and err.startswith("error: ") and err.count("\n") == 1, (flags, err)
 
