@@ -2,9 +2,14 @@
 
 from common.config import TrainConfig, spelled
 from common.errors import UsageError
+from step01_single_gpu.running.dashboards import check_installed
 
 NEEDS = {"save_every": "run_dir", "trace": "run_dir", "profile": "trace", "memory_snapshot": "trace"}
-NEEDS |= {"keep": "save_every", "async_save": "save_every"}  # a flag, and another one without which it means nothing
+NEEDS |= {
+    "keep": "save_every",
+    "async_save": "save_every",
+    "log": "run_dir",
+}  # a flag, and another one without which it means nothing
 
 
 def check(config: TrainConfig) -> None:
@@ -22,6 +27,8 @@ def check(config: TrainConfig) -> None:
     for name, needed in NEEDS.items():
         if getattr(config, name) and not getattr(config, needed):
             raise UsageError(f"{spelled(name)} needs {spelled(needed)}, which is missing")
+    if config.log:
+        check_installed(config.log)
     if config.resume == "auto" and not config.run_dir:
         raise UsageError("--resume auto searches --run-dir, which is missing")
     if config.profile and config.measure_memory:

@@ -20,6 +20,7 @@ from common.launching.all_ranks import on_all_ranks
 from common.metrics import line_of, read_metrics
 from common.process_groups import Mesh
 from step01_single_gpu.data.batches import Batches
+from step01_single_gpu.running.dashboards import open_dashboard
 from step01_single_gpu.running.memory_meter import MemoryMeter
 from step01_single_gpu.running.utilisation import peak_flops, utilisation
 
@@ -37,11 +38,14 @@ class RunRecord:
     that are not finite: "NaN", "Infinity" and "-Infinity" are strings there (as in protobuf's JSON), which
     `read_metrics` turns into numbers again.
 
+    With --log, a dashboard shows the same numbers.
+
     Raises UsageError on all ranks if --run-dir cannot be written, or if its record cannot be continued.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, batches: Batches, kept: int):
         self.config, self.mesh, self.file, self.shown = config, mesh, None, 0.0
+        self.show, self.end_show = (lambda record: None), (lambda: None)  # on a dashboard
         self.meter = MemoryMeter(mesh.device, on_cpu=config.measure_memory)
         flops, corpus = count_flops(config.model_config, config.seq_len), batches.corpus
         collectives.barrier(mesh.world)  # so that all ranks measure at once, and each sees its own share of a CPU
@@ -91,6 +95,7 @@ class RunRecord:
             try:
                 self.file.write(line_of({"step": step} | measured | timed))
                 self.file.flush()
+                self.show({"step": step} | measured | timed)
             except OSError as error:  # the disk is full, say
                 raise UsageError(f"--run-dir {self.config.run_dir} cannot be written: {error.strerror}") from None
         steps, now = self.config.steps, time.monotonic()
@@ -103,6 +108,7 @@ class RunRecord:
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
+            self.end_show()
 
     def _open(self, kept: int) -> None:
         folder = Path(self.config.run_dir)
@@ -121,6 +127,8 @@ class RunRecord:
             raise UsageError(f"--run-dir {folder} cannot be written: {error.strerror}") from None
         except ValueError as error:
             raise UsageError(f"--run-dir {folder} cannot be continued: {error}") from None
+        if self.config.log:
+            self.show, self.end_show = open_dashboard(self.config.log, folder, self.facts, kept)
 
     def _alive(self):
         """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""

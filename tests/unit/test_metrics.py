@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -92,16 +93,18 @@ def test_a_damaged_record_is_neither_continued_nor_changed(tmp_path):
 
 def all_reduces(folder) -> bool:
     """Two steps with an all-reduce of 10 and then of 1,000 float32. Returns whether this rank writes."""
-    record = record_of(folder)
+    shown = []
+    with mock.patch.object(run_record, "open_dashboard", lambda *arguments: (shown.append, None)):
+        record = record_of(folder, log="wandb")
     for step, elements in enumerate((10, 1000)):
         with record.step(step) as measured:
             collectives.all_reduce(torch.ones(elements), record.mesh.world)
             measured.update(loss=1.0, grad_norm=1.0)
-    return record.file is not None
+    return record.file is not None and len(shown) == 2, bool(shown)
 
 
 def test_comm_bytes_are_those_of_the_step(tmp_path):
-    assert run_ranks(2, all_reduces, tmp_path) == [True, False], "rank 0 alone writes"
+    assert run_ranks(2, all_reduces, tmp_path) == [(True, True), (False, False)], "rank 0 alone writes and shows"
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
 
