@@ -66,6 +66,7 @@ test: lint
 	$(PY) -m pytest $(SIDE_BY_SIDE)
 
 test-all: lint
+	$(if $(READY),$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,notebooks]')
 	TEST_ALL=1 $(PY) -m pytest $(SIDE_BY_SIDE)
 
 test-oldest:
