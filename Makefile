@@ -8,6 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE # containers often set it: each process would c
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-all test test-all test-oldest lint clean
 
+EVERYTHING := '.[test,notebooks]'
 ifeq ($(origin PY),command line) # an environment that the user has prepared: install nothing
 READY :=
 TORCHRUN := $(PY) -m torch.distributed.run
@@ -66,7 +67,7 @@ test: lint
 	$(PY) -m pytest $(SIDE_BY_SIDE)
 
 test-all: lint
-	$(if $(READY),$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[test,notebooks]')
+	$(if $(READY),$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e $(EVERYTHING))
 	TEST_ALL=1 $(PY) -m pytest $(SIDE_BY_SIDE)
 
 test-oldest:
