@@ -4,12 +4,9 @@ from common.config import TrainConfig, spelled
 from common.errors import UsageError
 from step01_single_gpu.running.dashboards import check_installed
 
+# A flag, and another one without which it means nothing
 NEEDS = {"save_every": "run_dir", "trace": "run_dir", "profile": "trace", "memory_snapshot": "trace"}
-NEEDS |= {
-    "keep": "save_every",
-    "async_save": "save_every",
-    "log": "run_dir",
-}  # a flag, and another one without which it means nothing
+NEEDS |= {"keep": "save_every", "async_save": "save_every", "log": "run_dir"}
 
 
 def check(config: TrainConfig) -> None:

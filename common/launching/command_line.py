@@ -10,7 +10,7 @@ import typing
 from contextlib import suppress
 from pathlib import Path
 
-from common.config import TrainConfig, spelled
+from common.config import ROLES, TrainConfig, spelled
 from common.errors import UsageError
 
 STEP_NAMES = (
@@ -87,11 +87,18 @@ def summary(doc: str | None) -> str:
     return (doc or "").partition("\n")[0]
 
 
+def title_of(role: str, step: int) -> str:
+    """What the help calls the flags of a role that a step brings: `layout, step 4 (tensor parallel)`."""
+    name = {"update": "optimisation", "logging": "run"}.get(role, role)
+    return name if step == 1 else f"{name}, step {step} ({STEP_NAMES[step - 1][7:].replace('_', ' ')})"
+
+
 @functools.cache
 def parser(step: int) -> argparse.ArgumentParser:
     """The parser of step number `step` (1 to 8), which knows the flags of this step and of all earlier ones."""
-    result = OneLineParser(prog=f"{STEP_NAMES[step - 1]}/train.py", allow_abbrev=False)
-    for item in FLAGS:
+    result = OneLineParser(prog=f"{STEP_NAMES[step - 1]}/train.py", usage="%(prog)s [flags]", allow_abbrev=False)
+    groups = {}  # of the help, by title, in the order of their first flags
+    for item in sorted(FLAGS, key=lambda item: (list(ROLES).index(item.metadata["role"]), item.metadata["step"])):
         kind, choices = (typing.get_args(item.type) or [item.type])[0], item.metadata["choices"]  # int of `int | None`
         options = {"default": item.default, "help": item.metadata["help"]}
         if item.default is not None and kind is not bool:
@@ -103,7 +110,9 @@ def parser(step: int) -> argparse.ArgumentParser:
         else:
             options |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
         if item.metadata["step"] <= step:
-            result.add_argument(spelled(item.name), **options)
+            title = title_of(item.metadata["role"], item.metadata["step"])
+            groups[title] = groups.get(title) or result.add_argument_group(title)
+            groups[title].add_argument(spelled(item.name), **options)
     return result
 
 

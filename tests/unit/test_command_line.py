@@ -4,13 +4,15 @@ import io
 import json
 import os
 import pwd
+import re
 import subprocess
 import sys
 
 import pytest
 
+from common.config import spelled
 from common.errors import UsageError
-from common.launching.command_line import OneLineParser, at_home, one_line_errors, parse
+from common.launching.command_line import FLAGS, OneLineParser, at_home, one_line_errors, parse, parser
 from step01_single_gpu.data.token_cache import load_corpus
 from tests.harness.ranks import ROOT
 
@@ -95,3 +97,18 @@ def test_a_home_that_nothing_names(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match="^cannot keep tokens: ~/.cache/.*; ULTRASCALE_CACHE names another folder$"):
         load_corpus("text.txt", None, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_the_help_is_in_groups_by_role_and_step(step):
+    text = parser(step).format_help()
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and line[0] != " "][1:]
+    assert titles[0] == "model" and [title for title in titles if "," not in title][1:] == [
+        *("data", "optimisation", "layout", "run")
+    ]
+    assert all(int(title.split(", step ")[1][0]) <= step for title in titles if "," in title)
+    for title, start in (("model", "--model"), ("run", "--steps"), ("layout, step 5 (pipeline)", "--pp")):
+        if title in titles:
+            assert re.search(rf"^{re.escape(title)}:\n  {start} ", text, re.MULTILINE), title
+    known = {spelled(item.name) for item in FLAGS if item.metadata["step"] <= step}
+    assert known == set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)), "each once, and none besides"

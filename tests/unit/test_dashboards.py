@@ -4,13 +4,18 @@ import importlib
 import math
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
+from common import collectives
 from common.errors import UsageError
 from common.metrics import read_metrics
+from step01_single_gpu.running import run_record
 from step01_single_gpu.running.dashboards import check_installed, numbers_of
 from tests.harness.observing import configure
+from tests.harness.ranks import run_ranks
 from tests.unit.test_metrics import record_of, write_steps
 
 
@@ -98,6 +103,24 @@ def test_what_is_missing_is_said_before_training(monkeypatch):
 def test_numbers_of_groups_have_a_name_each():
     record = {"step": 3, "loss": math.inf, "peak_memory_bytes": None, "comm_bytes": {"dp_cp": 40, "tp": 8}}
     assert numbers_of(record) == {"loss": math.inf, "comm_bytes/dp_cp": 40, "comm_bytes/tp": 8}
+
+
+def all_reduces(folder) -> bool:
+    """Two steps with an all-reduce of 10 and then of 1,000 float32. Returns whether this rank writes."""
+    shown = []
+    with mock.patch.object(run_record, "open_dashboard", lambda *arguments: (shown.append, None)):
+        record = record_of(folder, log="wandb")
+    for step, elements in enumerate((10, 1000)):
+        with record.step(step) as measured:
+            collectives.all_reduce(torch.ones(elements), record.mesh.world)
+            measured.update(loss=1.0, grad_norm=1.0)
+    return record.file is not None and len(shown) == 2, bool(shown)
+
+
+def test_comm_bytes_are_those_of_the_step(tmp_path):
+    assert run_ranks(2, all_reduces, tmp_path) == [(True, True), (False, False)], "rank 0 alone writes and shows"
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
 
 
 def test_tensorboard_itself(tmp_path):

@@ -6,12 +6,10 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-from common import collectives
 from common.compare import compare, labels, main, notes, read_run, relative_difference
 from common.config import TrainConfig
 from common.costs.hardware import vendor_tflops
@@ -25,7 +23,6 @@ from step01_single_gpu.running import run_record, utilisation
 from step01_single_gpu.running.memory_meter import Allocation, MemoryMeter, _known
 from step01_single_gpu.running.run_record import RunRecord
 from step01_single_gpu.running.utilisation import peak_flops
-from tests.harness.ranks import run_ranks
 
 KEYS = {"step", "loss", "aux_loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "hfu"}
 KEYS |= {"peak_memory_bytes", "comm_bytes"}
@@ -89,24 +86,6 @@ def test_a_damaged_record_is_neither_continued_nor_changed(tmp_path):
         with pytest.raises(UsageError, match="--run-dir .* line 2"):
             record_of(tmp_path, first_step=2)
         assert path.read_text() == text
-
-
-def all_reduces(folder) -> bool:
-    """Two steps with an all-reduce of 10 and then of 1,000 float32. Returns whether this rank writes."""
-    shown = []
-    with mock.patch.object(run_record, "open_dashboard", lambda *arguments: (shown.append, None)):
-        record = record_of(folder, log="wandb")
-    for step, elements in enumerate((10, 1000)):
-        with record.step(step) as measured:
-            collectives.all_reduce(torch.ones(elements), record.mesh.world)
-            measured.update(loss=1.0, grad_norm=1.0)
-    return record.file is not None and len(shown) == 2, bool(shown)
-
-
-def test_comm_bytes_are_those_of_the_step(tmp_path):
-    assert run_ranks(2, all_reduces, tmp_path) == [(True, True), (False, False)], "rank 0 alone writes and shows"
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
 
 
 def test_ranks_measure_their_peak_at_the_same_time(monkeypatch):
