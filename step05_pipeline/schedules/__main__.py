@@ -1,6 +1,7 @@
-"""Draw a schedule.
+"""Draw a schedule, or write it for the runtime of torch.distributed.pipelining.
 
     python -m step05_pipeline.schedules --schedule 1f1b --pp 4 --micro-batches 8 --out 1f1b.png
+    python -m step05_pipeline.schedules --schedule zbv --pp 4 --micro-batches 8 --export-torch zbv.csv
 
 The command prints the schedule as text, how long it takes, how much of that is waiting, and what it holds in memory.
 Costs are those of 1/p of the model, however many stages a rank has, so that schedules can be compared.
@@ -14,6 +15,7 @@ from common.launching.command_line import OneLineParser, one_line_errors
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_schedule
+from step05_pipeline.schedules.further.torch_files import write_torch_csv
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step05_pipeline.schedules.timeline import draw, summary, text
 from step05_pipeline.schedules.validator import check_schedule
@@ -34,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--consecutive", type=int, metavar="N", help="for --schedule llama3: micro-batches on a stage at a time")
     add("--costs", default="F=1,I=1,W=1", help="of 1/pp of the model; also B, FB; and communication, of a message")
     add("--out", metavar="PNG", help="where to draw it")
+    add("--export-torch", metavar="CSV", help="where to write it for torch.distributed.pipelining")
     options = parser.parse_args(argv)
     sizes = options.pp, options.micro_batches, options.virtual_stages
     if options.schedule_file:
@@ -46,6 +49,12 @@ def main(argv: list[str] | None = None) -> None:
     if options.out:
         title = f"{schedule.name}: {timeline.makespan:.4g}, of which bubble {timeline.bubble:.4g}"
         print(f"drawn in {draw({title: timeline}, options.out, 'time, in the unit of --costs')}")
+    if options.export_torch:
+        try:
+            write_torch_csv(schedule, options.export_torch)
+        except OSError as error:
+            raise UsageError(f"--export-torch {options.export_torch}: {error.strerror}") from None
+        print(f"written in {options.export_torch}, for _PipelineScheduleRuntime._load_csv")
 
 
 def parse_costs(given: str, schedule: Schedule) -> Costs:

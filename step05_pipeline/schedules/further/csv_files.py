@@ -12,6 +12,8 @@ stages per rank as the cells name chunks. The other choices are
 
 The other, `# overlapped: yes`, lets an F and the B of another stage right behind it hide each other's messages, as
 DualPipe's do (`Schedule.overlapped`).
+
+A file of torch.distributed.pipelining (`0F0`, `7B3`) is recognised by its cells: see `torch_files.py`.
 """
 
 import re
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from step05_pipeline.schedules.actions import Action, Placement, Schedule
+from step05_pipeline.schedules.further import torch_files
 from step05_pipeline.schedules.further.placements import PLACEMENTS
 
 CELL = re.compile(r"([FBIW])(\d{1,6})(?:\.(\d{1,3}))?")
@@ -49,16 +52,23 @@ def read_schedule(path: str | Path, ranks: int, micro_batches: int, chunks: int 
 
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in a CSV file, for whatever numbers of ranks and micro-batches it was written."""
-    path, rows, placement, overlapped = Path(path), [], "looped", "no"
+    path, table, placement, overlapped = Path(path), [], None, None
     for number, line in enumerate(_lines(path), 1):
         if line.startswith("#"):
             placement = _value_in(line, "placement", placement)
             overlapped = _value_in(line, "overlapped", overlapped)
         elif line.strip():
             cells = [cell.strip() for cell in line.split(",")]
-            rows.append([_action(cell, f"{path}, line {number}") for cell in cells if cell])
-    if not rows or not all(rows):
-        raise UsageError(f"{path} has no action for {'one of its ranks' if any(rows) else 'any rank'}")
+            table.append((f"{path}, line {number}", [cell for cell in cells if cell]))
+    if not table or not all(cells for _, cells in table):
+        some = any(cells for _, cells in table)
+        raise UsageError(f"{path} has no action for {'one of its ranks' if some else 'any rank'}")
+    if torch_files.is_of_torch(table[0][1][0]):
+        if (placement, overlapped) != (None, None):
+            raise UsageError(f"{path}: the cells of a file of PyTorch say what '# placement' or '# overlapped' would")
+        return torch_files.schedule_of(path, table)
+    placement, overlapped = "looped" if placement is None else placement, "no" if overlapped is None else overlapped
+    rows = [[_action(cell, where) for cell in cells] for where, cells in table]
     actions = [action for row in rows for action in row]
     micro_batches, chunks = (1 + max(getattr(each, name) for each in actions) for name in ("micro_batch", "chunk"))
     if overlapped not in ("yes", "no"):
@@ -82,7 +92,7 @@ def _lines(path: Path) -> list[str]:
         raise UsageError(f"{path} cannot be read as UTF-8 text: {error}") from None
 
 
-def _value_in(comment: str, wanted: str, otherwise: str) -> str:
+def _value_in(comment: str, wanted: str, otherwise: str | None) -> str | None:
     """What follows `# wanted:`, or `otherwise` if the comment says something else."""
     key, colon, value = comment[1:].rstrip(",").partition(":")  # spreadsheets fill up lines with commas
     return value.strip() if colon and key.strip() == wanted else otherwise

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from step05_pipeline.schedules.__main__ import main
 from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.catalogue import SCHEDULES, build_schedule
 from step05_pipeline.schedules.further.csv_files import read_csv, read_schedule, write_csv
+from step05_pipeline.schedules.further.torch_files import write_torch_csv
 from step05_pipeline.schedules.simulator import Costs, Timeline, simulate
 from step05_pipeline.schedules.validator import check_schedule
 from step05_pipeline.schedules.whole_backward import forwards_ahead
@@ -198,7 +200,26 @@ BAD_TABLES = {
     "# placement: 0 2\nF0,B0\nF0,B0\n": "0 to 1",
     "# overlapped: true\nF0,B0\nF0,B0\n": "overlapped 'true' is neither yes nor no",
     "\ud800": "UTF-8",
+    "0F0,0B0,B1\n1F0,1B0\n": "line 1: 'B1' is no action of a file of torch.distributed.pipelining; ",
+    "0F0,(0F1;0I0)OVERLAP_F_B\n1F0,1B0\n": "line 1: '(0F1;0I0)OVERLAP_F_B' is no action of",
+    "F0,B0\n1F0,1B0\n": "line 2: '1F0' is no action; F0, B3, ",
+    "0F0,0B0\n1RECV_F0,1F0,1B0\n": "line 2: 1RECV_F0 is communication, which this executor places by itself; ",
+    "0F0,0B0\n0F1,0B1\n": "stage 0 is on ranks 0 and 1; files of PyTorch have one copy of the model",
+    "0F0,0B0\n2F0,2B0\n": "has actions for stage 2, but none for stage 1",
+    "# placement: v\n0F0,0B0\n1F0,1B0\n": "the cells of a file of PyTorch say what '# placement' ",
 }
+# PyTorch's format: micro-batches, table, the same as a table of ours
+OF_TORCH = [
+    (2, "0F0,0F1,,,0B0,,0B1\r\n,1F0,1B0,1F1,1B1,,\r\n", "F0,F1,B0,B1\nF0,B0,F1,B1\n"),
+    (1, "0F0,3F0,3I0,3W0,0B0\n1F0,2F0,2B0,1I0,1W0\n", "# placement: v\nF0,F0.1,I0.1,W0.1,B0\nF0,F0.1,B0.1,I0,W0\n"),
+    (1, "0F0,1F0,1B0,0B0\n2F0,2B0\n", "# placement: 0 0 1\nF0,F0.1,B0.1,B0\nF0,B0\n"),
+    (2, "0F0,0F1,0B0,0W0,0B1,0W1\n1F0,1BW0,1F1,1B1,1W1\n", "F0,F1,I0,W0,I1,W1\nF0,B0,F1,I1,W1\n"),  # PyTorch 2.5
+    (
+        2,
+        "0F0,0F1,3F0,(3F1;3B0)OVERLAP_F_B,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n",
+        "# placement: v\n# overlapped: yes\nF0,F1,F0.1,F1.1,B0.1,B0,B1.1,B1\nF0,F0.1,F1,F1.1,B0.1,B0,B1.1,B1\n",
+    ),
+]
 
 
 def test_own_tables(tmp_path):
@@ -211,8 +232,29 @@ def test_own_tables(tmp_path):
         assert schedule.overlapped == ("yes" in table)
     for table, message in BAD_TABLES.items():
         path.write_text(table, errors="surrogatepass")
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=re.escape(message)):
             read_schedule(path, 2, 2)
+
+
+def test_files_of_torch(tmp_path):
+    """Read as what they say, and written so that reading them gives the schedule back."""
+    path, own = tmp_path / "torch.csv", tmp_path / "own" / "torch.csv"
+    own.parent.mkdir()
+    for micro_batches, table, same in OF_TORCH:
+        path.write_bytes(table.encode())
+        own.write_text(same)
+        schedule = read_schedule(path, 2, micro_batches)
+        check_schedule(schedule)
+        assert schedule == read_csv(own), table
+    for name, p, m in itertools.product(SCHEDULES.keys() - {"dualpipe"}, (1, 3, 4), (1, 4, 12)):
+        if name != "interleaved" or m % p == 0:
+            schedule = build_schedule(name, p, m)
+            write_torch_csv(schedule, path)
+            found = read_schedule(path, p, m)
+            assert (found.actions, found.placement) == (schedule.actions, schedule.placement), (name, p, m)
+            assert found.overlapped == ("OVERLAP" in path.read_text()) <= schedule.overlapped
+    write_torch_csv(build_schedule("dualpipev", 2, 4), path)
+    assert path.read_text().splitlines()[1].startswith("1F0,2F0,1F1,2F1,(1F2;2B0)OVERLAP_F_B,(2F2;1B0)OVERLAP_F_B,")
 
 
 def test_command(tmp_path, capsys):
@@ -221,6 +263,11 @@ def test_command(tmp_path, capsys):
     assert main(["--schedule", "interleaved", "--out", str(picture)]) == 0
     assert "28.5 = work of a rank 24 + bubble 4.5" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["--schedule", "zbv", "--export-torch", str(tmp_path / "zbv.csv")]) == 0
+    assert read_csv(tmp_path / "zbv.csv") == build_schedule("zbv", 4, 8)
+    for flags, words in (("--schedule dualpipe", "2 copies of the model; "), ("", "Is a directory")):
+        assert main([*flags.split(), "--export-torch", str(tmp_path)]) == 2
+        assert words in capsys.readouterr().err
     bad = "--schedule gpipe", "--pp 0", "--costs X=1", "--costs F", "--costs F=inf", "--costs communication=1e9"
     for flags in bad:
         assert main(flags.split()) == 2
