@@ -2,6 +2,12 @@
 
 Which rank held a box when it was saved does not matter to the ranks that load it. A planner tells DCP which boxes a
 rank has or wants; DCP writes and reads them in parallel, writes equal boxes once, and refuses other overlaps.
+
+So PyTorch's own tools open a checkpoint as a flat dictionary of whole tensors, by these names and without padding:
+
+    python -m torch.distributed.checkpoint.format_utils dcp_to_torch RUN_DIR/checkpoints/step-00000020 tensors.pt
+
+What is no tensor (the step, the model's shape) is in `extra.json`, of which DCP knows nothing.
 """
 
 import math

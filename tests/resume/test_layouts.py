@@ -20,7 +20,7 @@ from common.start import environment
 from common.weights.huggingface import huggingface_name
 from step01_single_gpu import initial_weights
 from step01_single_gpu.mixed_precision import Optimizer
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import run_ranks, run_script
 from tests.parity.cases import ALL
 from tests.parity.drawn import LAYOUT, is_allowed
 from tests.parity.runs import SMALL, assemble, curve_of, reference, train_here
@@ -220,6 +220,19 @@ def test_narrow_types_save_their_float32_masters(chains, tmp_path):
         head = torch.tensor(saved["parameter/head.weight"])
         assert torch.equal(head.float().double(), head) and not torch.equal(head.bfloat16().double(), head), folder
         assert len(ranks[0]["curve"]) == 1, folder
+
+
+def test_pytorch_converts_divided_checkpoints(chains, tmp_path):
+    """Its own command makes one file of them: all tensors, bit for bit, and nothing of the padding."""
+    for layout, flags in (*EXPORTED, (layouts_of(EXPERTS)[-1], EXPERTS)):
+        folder, state = chains[flags].saved(layout)
+        command = "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", folder, tmp_path / "whole.pt"
+        done = run_script(*command, module=__name__)
+        assert done.returncode == 0, done.stderr
+        tensors = torch.load(tmp_path / "whole.pt", weights_only=True)
+        assert tensors.keys() == state.keys(), (layout, flags)
+        for name, tensor in tensors.items():
+            assert np.array_equal(tensor.double().numpy(), state[name]), (layout, flags, name)
 
 
 # ---- Hugging Face weights --------------------------------------------------------------------------------------------

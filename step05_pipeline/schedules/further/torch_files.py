@@ -65,10 +65,19 @@ def schedule_of(path: Path, rows: Sequence[tuple[str, list[str]]]) -> Schedule:
 
 
 def write_torch_csv(schedule: Schedule, path: str | Path) -> None:
-    """Write the schedule for `_PipelineScheduleRuntime._load_csv`. Raises UsageError if it has copies of the model."""
+    """Write the schedule for `_PipelineScheduleRuntime._load_csv`.
+
+    Raises UsageError if the schedule has copies of the model, or if micro-batches come to the last stage in another
+    order than 0, 1, ...: the runtime of PyTorch 2.13 counts their losses in this order, and computes wrong gradients.
+    """
     if len(schedule.placement) > 1:
         copies = f"{len(schedule.placement)} copies of the model"
         raise UsageError(f"schedule {schedule.name} keeps {copies}; files of PyTorch have one")
+    rank, chunk = schedule.place_of(0, schedule.stages - 1)
+    last = [each.micro_batch for each in schedule.actions[rank] if (each.kind, each.chunk) == ("F", chunk)]
+    if last != sorted(last):
+        order = f"micro-batches {', '.join(map(str, last))} in its last stage"
+        raise UsageError(f"schedule {schedule.name} has {order}; PyTorch's runtime needs them in order")
     lines = []
     for rank, row in enumerate(schedule.actions):
         cells, joined = [], False  # joined: with the action before it

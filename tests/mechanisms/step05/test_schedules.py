@@ -255,6 +255,9 @@ def test_files_of_torch(tmp_path):
             assert found.overlapped == ("OVERLAP" in path.read_text()) <= schedule.overlapped
     write_torch_csv(build_schedule("dualpipev", 2, 4), path)
     assert path.read_text().splitlines()[1].startswith("1F0,2F0,1F1,2F1,(1F2;2B0)OVERLAP_F_B,(2F2;1B0)OVERLAP_F_B,")
+    path.write_text("F1,F0,B1,B0\nF1,F0,B1,B0\n")
+    with pytest.raises(UsageError, match="has micro-batches 1, 0 in its last stage; PyTorch's runtime needs"):
+        write_torch_csv(read_csv(path), path)
 
 
 def test_command(tmp_path, capsys):
