@@ -166,14 +166,15 @@ def _store_of_this_start(launcher: dist.Store, rank: int, timeout: float) -> dis
     timed out, which would end the new ranks too. Its restart count could not tell old from new: after a failure on one
     of two nodes, the nodes count differently. But a dead rank's port refuses the connection.
     """
+    libuv = {"use_libuv": os.environ.get("USE_LIBUV", "1") == "1"}  # PyTorch's builds for Windows have lacked it
     if rank == 0:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False, **libuv)
         launcher.set("port of rank 0", str(store.port))
         return store
     for _ in range(math.ceil(timeout)):  # each attempt may take a second
         with suppress(dist.DistNetworkError):
             port = int(launcher.get("port of rank 0"))
-            return dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timedelta(seconds=1))
+            return dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timedelta(seconds=1), **libuv)
     raise RuntimeError("rank 0 does not answer")
 
 
