@@ -1,9 +1,6 @@
 """spmd-types as the judge: the sketches' types agree, and without the messages of any one call they do not."""
 
 import pytest
-
-pytest.importorskip("spmd_types")
-
 from spmd_types import SpmdTypeError
 
 from tests.outside.typed_sketches import SKETCHES

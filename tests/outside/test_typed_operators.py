@@ -5,9 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("spmd_types")
-
 from spmd_types import I, P, R, S, rules
 from spmd_types.rulecheck import RuleCheckError, rulecheck
 
