@@ -35,9 +35,12 @@ def condition(quick: bool) -> None:
             without = cost.hide_ratio(model.hidden, layers, peak, NETWORK, beta=1)
             corrected = cost.hide_ratio(model.hidden, layers, peak, NETWORK)
             exact = cost.hide_ratio_of(model, seq, layers, peak, NETWORK)
-            cells = (f"{model.hidden:,}", f"{layers:g}", f"{without:.4f}", f"{corrected:.4f}", f"{exact:.4f}")
-            rows.append((f"{name}, pp {p}", *cells))
-    header = ("", "h", "layers a stage", "A3: elements", "times beta = 2", "and with its own FLOPs")
+            parameters = layers * cost.stage_parameters(model, 1, 2)  # two operations for each and for each token
+            own = cost.message_bytes(1, 1, model.hidden, 2) / NETWORK * peak / (2 * parameters)
+            cells = (f"{each:.4f}" for each in (without, corrected, own, exact))
+            rows.append((f"{name}, pp {p}", f"{model.hidden:,}", f"{layers:g}", f"{parameters / 1e6:,.0f}", *cells))
+    header = ("", "h", "layers a stage", "parameters, 1e6", "A3: elements", "times beta = 2")
+    header += ("with its own parameters", "with its own FLOPs")
     print_table("predicted: message / forward of the next stage; at most 1 to hide completely", header, rows)
     rows = []
     for name in MODELS:

@@ -134,12 +134,13 @@ def draw_tradeoff(shares: dict[str, list[float]], ranks: int, micro_batches: int
         kept, bubble = max(shares[name]), simulate(schedule, costs).bubble
         axis.plot(kept, bubble, "o", color=COLOURS["measured"], markersize=11)
         font = {"fontsize": 13, "fontweight": "bold"}
+        label = f"{label}: {kept:.2f}"
         axis.annotate(label, (kept, bubble), xytext=(9, -4), textcoords="offset points", **font)
     arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 2}
     axis.annotate("", (1.72, 5.5), (1.95, 6.7), arrowprops=arrow)
     axis.text(1.97, 6.7, "better", fontsize=12, va="center")
-    axis.set(xlim=(0.8, 2.6), ylim=(0, 10.5), ylabel="bubble, in units (the work takes 24)")
-    axis.set_xlabel("kept by the fullest rank; 1 is one micro-batch of the whole model", fontsize=11)
+    axis.set(xlim=(0.8, 2.6), ylim=(0, 10.5), ylabel="bubble, in units (a rank works for 24)")
+    axis.set_xlabel("kept by the fullest rank, in micro-batches of the whole model", fontsize=11)
     axis.yaxis.label.set_fontsize(11)
     save_figure(figure, "tradeoff")
 
