@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE # containers often set it: each process would c
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-all test test-all test-oldest lint clean
 
-EVERYTHING := '.[test,notebooks]'
+EVERYTHING := '.[test,logging,notebooks]'
 ifeq ($(origin PY),command line) # an environment that the user has prepared: install nothing
 READY :=
 TORCHRUN := $(PY) -m torch.distributed.run
@@ -50,7 +50,8 @@ help:
 	@echo 'The first of them installs the project and its dependencies into $(VENV).'
 	@echo 'PYTHON=python3.12  makes $(VENV) with another Python (3.10-3.13)'
 	@echo 'PY=python          uses an environment of your own and installs nothing; it needs what'
-	@echo '                   pip install -c constraints.txt -e ".[test]" installs, in any version that pyproject.toml allows'
+	@echo '                   pip install -c constraints.txt -e ".[test]" installs, in any version that pyproject.toml allows;'
+	@echo '                   test-all needs ".[test,logging,notebooks]"'
 
 # One file of tests more than there are cores, in the order of tests/conftest.py: some wait, and leave a core to others;
 # each worker takes seconds to begin. At most ten, as each may start eight ranks

@@ -31,7 +31,10 @@ SUMS = {  # gradients are n times too large, or n times too small
         "each rank's loss is a share of the global mean already, and gradients are averaged over dp and cp once more",
     ),
     "pp": ("gradients are summed over stages that do not share them", "the loss is averaged over the stages"),
-    "ep": ("experts have seen the tokens of all ep ranks, and are summed over these ranks again",) * 2,
+    "ep": (
+        "experts have seen the tokens of all ep ranks, and their gradients are summed over these ranks again",
+        "experts' gradients are averaged over ep, whose ranks hold other experts",
+    ),
     "replicas": (
         "gradients are divided by the shards alone, and summed over the copies of the model",
         "gradients are averaged over the copies of the model, though each loss is a share",

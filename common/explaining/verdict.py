@@ -25,7 +25,7 @@ CONTROL = (
 )
 FIND_IT = (
     "repeat a few steps of both in float64: what is left there, above 1e-10, is the bug. Then look for the first "
-    "tensor that differs, in the order in which they are computed"
+    "tensor that differs, in the order in which they are computed: `python -m common.lockstep` does both"
 )
 
 

@@ -48,10 +48,10 @@ def divide(kind: str, command: str) -> tuple[list[str], list[str]]:
         raise UsageError(f"--{kind}: there is no step0N_name/train.py in {command!r}; see common/your_own_model.md")
     launcher, script = words[:at], words[at:]
     if launcher[:1] == ["torchrun"]:
-        local = (
-            [] if any("rdzv" in word or "master" in word or "nnodes" in word for word in launcher) else ["--standalone"]
-        )
-        launcher = [sys.executable, "-m", "torch.distributed.run", *local, *(w for w in launcher[1:] if w not in local)]
+        options = [word for word in launcher[1:] if word != "--standalone"]
+        meets_others = any("rdzv" in word or "master" in word or "nnodes" in word for word in options)
+        alone = [] if meets_others else ["--standalone"]  # a port that nobody else uses
+        launcher = [sys.executable, "-m", "torch.distributed.run", *alone, *options]
     elif launcher[:1] in ([], ["python"], ["python3"]):
         launcher = [sys.executable, *launcher[1:]]
     return launcher, script

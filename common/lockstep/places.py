@@ -86,9 +86,8 @@ def tokens_of(config: TrainConfig, mesh: Mesh) -> Tokens:
     def adds(spec: ParameterSpec) -> bool:
         divided = any(high - low < size for (low, high), size in zip(spec.box, spec.global_shape, strict=True))
         of_expert = spec.shard_groups[0].startswith("expert")  # no two ranks have sent it the same tokens
-        other = (
-            config.sequence_parallel or "kv_replica" in spec.extra_groups
-        )  # tokens, or queries, than other ranks see
+        # These ranks have seen other tokens, or other queries
+        other = config.sequence_parallel or "kv_replica" in spec.extra_groups
         return mesh.tp.rank == 0 or divided or of_expert or other
 
     cut = positions_of(config.cp_split, config.seq_len, mesh.cp.size, mesh.cp.rank) if config.cp > 1 else None

@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from common.explaining.verdict import BUG, ROUNDING, UNKNOWN, explain
 from tests.diagnosis.pairs import SETS, as_stored, pairs, stored
 from tests.diagnosis.runs import train_all
 from tests.harness.ranks import ROOT
+from tests.parity.cases import ALL
 
 LOSSES = [5.0 - 0.1 * step + 0.03 * math.sin(9 * step) for step in range(24)]
 NORMS = [0.6 + 0.05 * math.cos(5 * step) for step in range(24)]
@@ -57,7 +57,7 @@ def test_the_page_says_how_often_verdicts_are_right(name):
         assert f"| `{name}`, {kind} | {' | '.join(map(str, counts))} |" in page, counts
 
 
-@pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="trains a hundred pairs: TEST_ALL=1")
+@pytest.mark.skipif(not ALL, reason="trains a hundred pairs: TEST_ALL=1")
 @pytest.mark.parametrize("name", SETS)
 def test_pairs_that_are_trained_anew_are_like_those_that_are_stored(name):
     """Up to rounding, of which another machine, or version of torch, has its own; some bugs depend on time as well."""
@@ -169,9 +169,12 @@ def test_steps_may_be_counted_from_one_or_written_in_intervals():
     late = Log(late.path, late.config, {key: {k + 1: v for k, v in each.items()} for key, each in late.values.items()})
     result = explain(log_of(LOSSES, NORMS), late)
     assert result.verdict == ROUNDING and "step k +1 of the second" in str(result)
-    every_tenth = [{key: {10 * k + 10: v for k, v in each.items()} for key, each in log_of(*c).values.items()}
-                   for c in ((LOSSES, NORMS), (scaled(LOSSES, 1.01), NORMS))]  # fmt: skip
-    told = str(explain(*(Log(Path("x"), {"dtype": "float32"}, values) for values in every_tenth)))
+    every_tenth = []
+    for losses in (LOSSES, scaled(LOSSES, 1.01)):
+        columns = log_of(losses, NORMS).values.items()
+        values = {key: {10 * k + 10: v for k, v in each.items()} for key, each in columns}
+        every_tenth.append(Log(Path("x"), {"dtype": "float32"}, values))
+    told = str(explain(*every_tenth))
     assert "some updates precede it" in told
 
 

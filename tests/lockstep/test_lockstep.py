@@ -1,6 +1,5 @@
 """Lockstep finds no difference where there is none, and names known-wrong variants at their place."""
 
-import os
 import pickle
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from tests.lockstep.__main__ import PAGE, page
 from tests.lockstep.mutants import MUTANTS, PLACE_OF, near, rows
 from tests.lockstep.runs import Case, compare
 from tests.mechanisms.step08.kernels.compare import needs_triton
-from tests.parity.cases import hard_cases
+from tests.parity.cases import ALL, hard_cases
 
-ALL = bool(os.environ.get("TEST_ALL"))
 ALWAYS = (
     "embedding mask off by one",
     "norm gradients not summed",

@@ -1,18 +1,17 @@
 """In a model of somebody else's, lockstep says what the page shows: see common/your_own_model.md."""
 
-import os
-
 import pytest
 
 from tests.foreign.test_page import BEGINNING, PAGE, PROGRAMS
 from tests.harness.ranks import run_script
+from tests.parity.cases import ALL
 
 PROGRAM = PROGRAMS[BEGINNING] + PROGRAMS["The first tensor that differs"]
 POSITIONS = "at], position_ids=at[None])", "at])"
 SUMS = "dist.all_reduce(share, group=group.handle)", "pass"
 
 
-@pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="the page's program runs anyway: with TEST_ALL=1")
+@pytest.mark.skipif(not ALL, reason="the page's program runs anyway: with TEST_ALL=1")
 @pytest.mark.parametrize("old, new", [POSITIONS, SUMS], ids=["positions", "sums"])
 def test_it_names_the_mistake(tmp_path, old, new):
     assert PROGRAM.count(old) == 1

@@ -16,6 +16,7 @@ from step01_single_gpu.running import run_record
 from step01_single_gpu.running.dashboards import check_installed, numbers_of
 from tests.harness.observing import configure
 from tests.harness.ranks import run_ranks
+from tests.parity.cases import ALL
 from tests.unit.test_metrics import record_of, write_steps
 
 
@@ -123,8 +124,8 @@ def test_comm_bytes_are_those_of_the_step(tmp_path):
     assert [each["comm_bytes"] for each in records] == [{"world": 40}, {"world": 4000}]  # 2(N-1)/N of the tensor
 
 
+@pytest.mark.skipif(not ALL, reason="the package is in the extra `logging`: with TEST_ALL=1")
 def test_tensorboard_itself(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     take(tmp_path, "tensorboard", range(5))
