@@ -109,18 +109,26 @@ def test_step_3_exercise_5():
     held = {(stage, n): sum(zero.held(PSI_8B, stage, n, widths).values()) / GIB for stage in (1, 2, 3) for n in gpus}
     assert all(held[1, n] > room and held[1, n] + recomputed < 80 for n in gpus)
     backward = data.operations(PSI_8B, tokens)["last backward"] / PEAK
+    forward, gathering = backward / 2, bus_bandwidth("all_gather", 16)
+    gather = sent("all_gather", 2 * PSI_8B, 16) / gathering
     networks = {n: bus_bandwidth("reduce_scatter", n) for n in gpus}
     scatters = {n: sent("reduce_scatter", 4 * PSI_8B, n) / networks[n] for n in gpus}
     needed = {n: zero.tokens_to_hide_backward(n, bus_bandwidth("all_gather", n), networks[n], PEAK) for n in gpus}
     between = {n: sent("all_reduce", 4 * PSI_8B / n, 64 // n) / NETWORK for n in (16, 8)}
     assert [scatters[n] < backward for n in gpus] == [False, True, True] and max(between.values()) < backward
+    assert gather < forward and scatters[16] + between[16] - backward == pytest.approx(0.03, abs=0.005)
     assert [needed[n] < tokens for n in gpus] == [False, False, True]
     largest, layer = LLAMA_8B.vocab * LLAMA_8B.hidden, count_parameters(LLAMA_8B)
     layer = layer.attention + layer.dense_mlp
     bucket = 4 * largest / GIB  # of the embedding's or the head's gradient alone
+    second = 4 * LLAMA_8B.hidden * LLAMA_8B.ffn / GIB  # the next largest bucket: they are never both of `largest`
+    stage_2 = 46 + held[2, 16] + bucket + second
     borrowed = (2 + 4) * (largest + layer) / GIB  # weights and gradients of two units
-    assert held[2, 16] + 2 * bucket < room and held[3, 8] + borrowed < room < held[2, 8] + 2 * bucket + 1
+    assert stage_2 < 80 and held[3, 8] + borrowed < room
+    assert room - held[2, 8] - bucket - second < 2.5  # which CUDA and its allocator's gaps need
+    assert 46 + held[3, 8] + borrowed == pytest.approx(stage_2 - 4, abs=0.5)
     found = [active, recomputed, *held.values(), 4 * PSI_8B / 1e9, backward, *needed.values()]
+    found += [largest / 1e6, second, stage_2, forward, gather, gathering / 1e9, 2 * PSI_8B / 1e9]
     found += [
         scatters[64],
         scatters[16],
