@@ -4,7 +4,7 @@ Sparsely-gated experts: Shazeer et al., arXiv:1701.06538; in every layer of a tr
 the two shapes built here: Mixtral, arXiv:2401.04088, and DeepSeekMoE with shared experts, arXiv:2401.06066.
 
 The layer copies each token once for each expert that it has chosen, and sorts the copies by expert, for `experts.py`.
-Back at its place, a token is the sum of the outputs of its experts, weighted by their gates.
+Back at its place, a token's output is the sum of its experts' outputs, each times its gate.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The mirror of it: a token is the sum of its rows times their gates, in the type of the gates.
+    """The mirror of it: a token's output is the sum of its rows, each times its gate, in the type of the gates.
 
     rows (rows, hidden), gates (rows,) -> (tokens, hidden). Only the rows are kept for the backward, in their own type.
     """
