@@ -39,18 +39,15 @@ class Expected:
         return cls(values, tuple((*pair, text) for text, each in variants for wrong in each for pair in wrong.items()))
 
 
-@dataclass(frozen=True)
-class WriteLab(Lab):
+@dataclass(frozen=True, kw_only=True)
+class Writing(Lab):
+    """A lab whose starter is cut from one of the project's files. Its kinds differ in how they check."""
+
     moral: str  # what there is to learn from the reference
     source: str  # the file that the starter is cut from, such as "step03_zero/sketch.py"
     bodies: tuple[int, ...]  # which of its marked bodies are to be written, counted from 1
-    cases: tuple[Case, ...]
-    run: Callable[..., dict[str, Tensor]]  # (the student's module, case, rank) -> values, on each rank
-    expect: Callable[[Case], list[Expected]]  # by rank, computed in one process
-    judge: Callable[[Case, int, Notes], Iterable[str]]  # (case, rank, its notes) -> what is wrong with the mechanism
     only: tuple[str, ...] = ()  # names of functions: the starter has no more than these
     hidden: dict[str, str] = field(default_factory=dict)  # functions that run ours, out of sight -> the lab of each
-    errors: Callable[[Case], dict[str, str]] = lambda case: {}  # a part of an error's message -> what it comes from
 
     def start(self, folder: Path, student: int) -> None:
         text = (ROOT / self.source).read_text(encoding="utf-8")
@@ -61,12 +58,28 @@ class WriteLab(Lab):
         bodies = bodies_of((ROOT / self.source).read_text(encoding="utf-8"))
         return "\n".join([*(bodies[number - 1] for number in self.bodies), self.moral])
 
-    def check(self, folder: Path, student: int) -> Verdict:
+    def written(self, folder: Path) -> Path:
+        """The student's file, as an absolute path. Raises UsageError if it is gone."""
         file = folder / Path(self.source).name
         if not file.exists():
             raise UsageError(f"{file} is missing; `python -m common.labs reset {self.id}` makes it anew")
+        return file.resolve()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteLab(Writing):
+    """A check runs the file on ranks."""
+
+    cases: tuple[Case, ...]
+    run: Callable[..., dict[str, Tensor]]  # (the student's module, case, rank) -> values, on each rank
+    expect: Callable[[Case], list[Expected]]  # by rank, computed in one process
+    judge: Callable[[Case, int, Notes], Iterable[str]]  # (case, rank, its notes) -> what is wrong with the mechanism
+    errors: Callable[[Case], dict[str, str]] = lambda case: {}  # a part of an error's message -> what it comes from
+
+    def check(self, folder: Path, student: int) -> Verdict:
+        file = self.written(folder)
         cases = [type(case)(**vars(case), seed=1000 * student + number) for number, case in enumerate(self.cases)]
-        return self.grade(cases, run_on_ranks(self.id, file.resolve(), cases))
+        return self.grade(cases, run_on_ranks(self.id, file, cases))
 
     def grade(self, cases: list[Case], outcome: Outcome) -> Verdict:
         right, feedback, faults = 0, [], {}

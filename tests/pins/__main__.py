@@ -23,7 +23,7 @@ from common.errors import UsageError
 from common.labs.copies import Edit
 from common.labs.cut import MARKED, starter
 from common.labs.find import ROOT, all_labs, lab_modules
-from common.labs.write import WriteLab
+from common.labs.write import Writing
 from common.launching.command_line import OneLineParser, one_line_errors, summary
 from tests.house import test_answers, test_lessons
 from tests.labs import test_write
@@ -114,7 +114,7 @@ def of_labs() -> Iterator[Pin]:
             for file, old, _ in (edit for edit in edits if isinstance(edit, Edit)):
                 source, where = (ROOT / file).read_text(encoding="utf-8"), place(module.__file__, lines[old])
                 yield pin(lab.kind, where, ROOT / file, source, position(source, old, where), old)
-            if isinstance(lab, WriteLab):
+            if isinstance(lab, Writing):
                 source = (ROOT / lab.source).read_text(encoding="utf-8")
                 bodies = list(MARKED.finditer(source))
                 for match in (bodies[number - 1] for number in lab.bodies):

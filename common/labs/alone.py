@@ -1,0 +1,127 @@
+"""Ask a student's file, in a process of its own: for labs whose files need neither ranks nor PyTorch.
+
+`ask` starts this file as a script. It imports nothing of the project, so a check takes a fraction of a second.
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+BUSY = 10  # seconds for all questions, which should take a hundredth
+
+
+class Answer(NamedTuple):
+    """What became of a question: its value, or the name and the text of what it raised."""
+
+    value: object = None
+    raised: str = ""
+    text: str = ""  # for the student, with the line
+
+
+class Refused(Exception):
+    """The file cannot be asked anything; the text says why."""
+
+
+def ask(file: Path, source: Path, questions: list[str], seconds: float = BUSY) -> list[Answer]:
+    """Evaluate expressions in the module that `file` defines. Tuples come back as lists.
+
+    Raises Refused if it is no Python, does not end in `seconds`, ends the process, or reads `source`, which it was cut
+    from.
+    """
+    command = [sys.executable, "-I", "-B", __file__, str(file), str(source), str(seconds)]
+    options = {"input": json.dumps(questions), "capture_output": True, "timeout": seconds + BUSY, "cwd": file.parent}
+    try:
+        done = subprocess.run(command, encoding="utf-8", **options)
+    except subprocess.TimeoutExpired:
+        raise Refused("it does not end.") from None
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise Refused(_last_words(done.stderr, file, seconds)) from None
+    if isinstance(found, str):
+        raise Refused(found)
+    return [Answer(*each) for each in found]
+
+
+def _last_words(text: str, file: Path, seconds: float) -> str:
+    """What the traceback of a process says that was ended, or has ended itself."""
+    lines = re.findall(rf'File "{re.escape(str(file))}", line (\d+)', text)
+    if "Timeout" not in text:
+        return "it ended the process before it had answered."
+    return (
+        f"it does not end: after {seconds:g} s it is at {_quoted(file, int(lines[0]))}."
+        if lines
+        else "it does not end."
+    )
+
+
+def _quoted(file: Path, line: int) -> str:
+    return f"line {line}: `{linecache.getline(str(file), line).strip()}`"
+
+
+# ---- what follows runs in the student's process ----------------------------------------------------------------------
+
+
+class _Closed(Exception):
+    """The student's file opens the one that it was cut from."""
+
+
+def _answer_all(file: Path, source: Path, questions: list[str]) -> list[tuple] | str:
+    """An answer for each question, or why there are none."""
+
+    def listen(event: str, arguments: tuple) -> None:
+        if event == "open" and isinstance(arguments[0], str) and os.path.realpath(arguments[0]) == str(source):
+            raise _Closed
+
+    sys.addaudithook(listen)
+    for parts in (source.with_suffix("").parts[-depth:] for depth in range(2, len(source.parts))):
+        sys.modules[".".join(parts)] = None  # an error to import it
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return [_answer(file, question, vars(module)) for question in questions]
+    except SyntaxError as error:
+        return f"line {error.lineno} is no Python: {error.msg}."
+    except BaseException as error:  # SystemExit too
+        if isinstance(error, _Closed) or "None in sys.modules" in str(error):
+            return "your file reads the one that it was cut from."
+        return f"it cannot be imported: {_told(error, file)}"
+
+
+def _answer(file: Path, question: str, names: dict) -> tuple:
+    try:
+        return (eval(question, names),)
+    except (_Closed, ImportError):
+        raise
+    except NotImplementedError as error:
+        where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)][-1:]
+        return (
+            None,
+            "NotImplementedError",
+            "".join(f"`{at.name}` is not written yet (line {at.lineno})." for at in where),
+        )
+    except Exception as error:
+        return None, type(error).__name__, _told(error, file)
+
+
+def _told(error: BaseException, file: Path) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    where = f" in {_quoted(file, frames[-1].lineno)}" if frames else ""
+    return f"{type(error).__name__}{where}: {str(error).partition(chr(10))[0]}"
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(float(sys.argv[3]), exit=True)
+    with contextlib.redirect_stdout(None):
+        answered = _answer_all(Path(sys.argv[1]), Path(sys.argv[2]), json.load(sys.stdin))
+    print(json.dumps(answered, default=repr))
