@@ -10,6 +10,7 @@ import pytest
 from common.labs.cut import MARKED, bodies_of, starter
 from common.labs.find import all_labs
 from common.labs.ranks import LIMIT
+from common.labs.write import WriteLab
 from tests.harness.ranks import ROOT, torchrun
 
 
@@ -29,12 +30,17 @@ def read_answers() -> dict[str, list[tuple[list[tuple[str, str]], str | None]]]:
 ALL = os.environ.get("TEST_ALL") == "1"
 ANSWERS = read_answers()
 LABS = {id: lab for id, lab in all_labs().items() if lab.kind == "write"}
+ALONE = {id for id, lab in LABS.items() if not isinstance(lab, WriteLab)}  # which need no ranks
 QUICK = {"write-02-a": (1,), "write-03-a": (1, 7)}  # these answers, without TEST_ALL
+QUICK |= {id: range(len(ANSWERS[id])) for id in ALONE}
 CASES = [(id, number) for id in ANSWERS for number in range(len(ANSWERS[id])) if ALL or number in QUICK.get(id, ())]
 
 
 def hand_in(lab, folder, edits=()):
     """What the check says of the reference with these edits."""
+    if hasattr(lab, "write_answers"):
+        lab.start(folder, student=1)
+        lab.write_answers(folder, student=1)
     text = starter((ROOT / lab.source).read_text(), (), lab.only, lab.hidden, lab.source)
     for before, after in edits:
         assert before in text, f"{lab.id}: {before!r} is not in {lab.source}"
@@ -43,7 +49,7 @@ def hand_in(lab, folder, edits=()):
     return lab.check(folder, student=1)
 
 
-@pytest.mark.parametrize("id", LABS if ALL else ["write-01-b"])
+@pytest.mark.parametrize("id", LABS if ALL else ["write-01-b", *ALONE])
 def test_the_starter_fails(id, tmp_path):
     lab = LABS[id]
     lab.start(tmp_path, student=1)
@@ -51,7 +57,7 @@ def test_the_starter_fails(id, tmp_path):
     assert verdict.score == 0 and re.search(r"is not written yet \(line \d+\)", verdict.feedback[0])
 
 
-@pytest.mark.parametrize("id", LABS if ALL else ["write-04-b"])
+@pytest.mark.parametrize("id", LABS if ALL else ["write-04-b", *ALONE])
 def test_the_reference_passes(id, tmp_path):
     verdict = hand_in(LABS[id], tmp_path)
     assert verdict.passed, verdict.feedback
@@ -71,8 +77,9 @@ def test_every_lab_is_tested_in_the_same_way():
     for id, lab in LABS.items():
         wrong = [said for _, said in ANSWERS[id] if said]
         assert len(wrong) >= 5 and len(ANSWERS[id]) > len(wrong), id
-        assert len({(case.ranks, str(case)) for case in lab.cases}) >= 3
-        assert len({case.ranks for case in lab.cases}) >= 3 or lab.step == 1 or id == "write-05-b"
+        if id not in ALONE:
+            assert len({(case.ranks, str(case)) for case in lab.cases}) >= 3
+            assert len({case.ranks for case in lab.cases}) >= 3 or lab.step == 1 or id == "write-05-b"
         assert lab.task and all(lab.hints) and lab.solution(1).strip().endswith(lab.moral)
 
 
@@ -80,11 +87,11 @@ def test_every_lab_is_tested_in_the_same_way():
 def test_starters_keep_everything_but_the_bodies(id, tmp_path):
     lab = LABS[id]
     lab.start(tmp_path, student=1)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.py")
     source, text = (ROOT / lab.source).read_text(), file.read_text()
     assert text.count("raise NotImplementedError") == len(lab.bodies) == len(MARKED.findall(text))
     lines = sum(len(bodies_of(source)[number - 1].splitlines()) for number in lab.bodies)
-    assert 3 <= lines <= 32, f"{lines} lines to write"
+    assert 3 <= lines <= (52 if id == "write-04-c" else 32), f"{lines} lines to write"
     assert text.startswith('"""')
     assert f" {lab.source}\n" not in text, "it says how to run the file that it was cut from"
     if not lab.only:
