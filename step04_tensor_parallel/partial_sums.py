@@ -11,8 +11,8 @@ def sum_extra_groups(parameters: list[torch.Tensor], gradients: list[torch.Tenso
 
     This comes after the sum over the data-parallel ranks, in one all-reduce per group. The ranks of such a group hold
     the same parameters, perhaps in another order, so they are sorted by name. If a rank holds several copies of one
-    parameter, their gradients are added first. (That begins with step 5: in a pipeline shaped like a V, a rank has the
-    first and the last stage, and a matrix that is both embedding and head is stored in each of them.)
+    parameter, their gradients are added first. (A rank of a pipeline may have the first stage and the last one. Then a
+    matrix that is both embedding and head is stored in each of them.)
     """
     for name in sorted({name for parameter in parameters for name in parameter.spec.extra_groups}):
         held: dict[tuple, list[torch.Tensor]] = {}

@@ -93,7 +93,7 @@ def attention(x: Tensor, qkv: Tensor, out: Tensor, cp: dist.ProcessGroup, tp: di
         if hop > 0:  # cp: from the rank before me, the keys and values of rank me - hop
             k, v = Mirrored.apply(torch.stack((k, v)), pass_on, pass_on, cp, (me + 1) % ranks, (me - 1) % ranks)
         later = positions[me - hop] > positions[me][:, None]
-        p = (q @ k.mT * HEAD**-0.5).exp().masked_fill(later, 0)  # each key's weight
+        p = (q @ k.mT * HEAD**-0.5).exp().masked_fill(later, 0)  # each key's weight (small: no maximum is subtracted)
         weighted, total = weighted + p @ v, total + p.sum(-1, keepdim=True)
     y = (weighted / total @ out).sum(0)  # (my heads, tokens, WIDTH), added up over my heads
     return Mirrored.apply(y, reduce_scatter, gather, tp)  # tp: the sum of all heads, for my tokens
