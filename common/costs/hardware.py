@@ -35,3 +35,20 @@ def vendor_tflops(name: str, kind: str) -> float | None:
 
 H100_TFLOPS = float(vendor_tflops("H100", "bfloat16"))
 MEMORY_BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # data sheets of NVIDIA H100 SXM and H200
+
+# TFLOP/s of a lone large product, which no vendor prints: the best of many shapes, in bfloat16 and in float8. Measured
+# by S. Bekman and others (Machine Learning Engineering, "Maximum Achievable Matmul FLOPS comparison table"). H200 is as
+# fast as H100 in bfloat16, it says; H800 has the same processors.
+MATMUL_TFLOPS = {
+    "A100": (271.2, None),
+    "H100": (794.5, 1402.6),
+    "H800": (794.5, 1402.6),
+    "H200": (794.5, 1453.4),
+    "B200": (1745.0, 3432.5),
+    "GB200": (1822.0, 3615.6),
+}
+# Exponentials per second: 16 per clock of a multiprocessor (CUDA programming guide, special functions). A100 has 108 of
+# 1.41 GHz, H100 132 of 1.83 GHz (FlashAttention-3, arXiv:2407.08608, says 3.9e12). B200 has 148; as no data sheet says
+# its clock, that of H100 is taken.
+EXPONENTIALS = {"A100": 2.44e12, **dict.fromkeys(("H100", "H800", "H200"), 3.87e12)}
+EXPONENTIALS |= dict.fromkeys(("B200", "GB200"), 4.33e12)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.errors import UsageError
-from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.machines import MACHINES, Machine
+from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
 
 
 class Command(NamedTuple):
@@ -54,6 +55,20 @@ def add_model(parser: ArgumentParser) -> None:
 
 def add_gpu(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=MACHINES, default="H100")
+    parser.add_argument("--within", type=speed, help="GB/s of a GPU to others of its node (default: data sheet)")
+    parser.add_argument("--between", type=speed, help="GB/s of a GPU to other nodes (default: data sheet)")
+    parser.add_argument("--profile", choices=[*PROFILES, TUNED.name], help="whose habits (default: a range of them)")
+
+
+def machine_of(options: Namespace) -> Machine:
+    """The GPUs and the networks between them."""
+    given = {"near": options.within, "far": options.between}
+    return MACHINES[options.gpu]._replace(**{name: 1e9 * value for name, value in given.items() if value})
+
+
+def ends_of(options: Namespace) -> tuple[Profile, ...]:
+    """The slow and the fast end of a range of times, or the one profile that is asked for."""
+    return ((PROFILES | {TUNED.name: TUNED})[options.profile],) if options.profile else ENDS
 
 
 def add_cluster(parser: ArgumentParser) -> None:

@@ -14,7 +14,8 @@ from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.time.machines import Machine, nodes_for
-from step08_5d.planning.time.speed import AGAIN, Times, mfu, times
+from step08_5d.planning.time.profiles import PROFILES, Profile
+from step08_5d.planning.time.speed import AGAIN, Times, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits
@@ -32,6 +33,7 @@ class Task(NamedTuple):
     sequences: int  # of a global batch
     machine: Machine
     interleaved: bool = False  # whether pipelines may have several stages on each rank
+    profiles: tuple[Profile, ...] = tuple(PROFILES.values())  # whose habits count
 
 
 class Candidate(NamedTuple):
@@ -39,15 +41,13 @@ class Candidate(NamedTuple):
 
     layout: Layout
     held: dict[str, float]  # bytes by kind
-    times: Times
-    mfu: float
+    times: dict[str, Times]  # of each profile of the task, by its name
+    regrets: dict[str, float]  # by how much it is slower (relative) than the layout that is fastest there
 
     @property
-    def tokens_per_second(self) -> float:
-        """Of a GPU."""
-        layout = self.layout
-        of_gpu = layout.micro_batches * layout.tokens / layout.tp / layout.pp
-        return of_gpu / self.times.step
+    def regret(self) -> float:
+        """The worst of them."""
+        return max(self.regrets.values())
 
     def sent(self, model: ModelConfig) -> float:
         """Bytes that a rank sends in a step, in a stage in the middle."""
@@ -101,27 +101,32 @@ def virtual_stages(task: Task, layout: Layout) -> list[int]:
 
 
 def plans(task: Task) -> tuple[list[Candidate], Counter]:
-    """Return all plans that fit, the fastest first, and how many layouts do not, by the kind that is largest.
+    """Return all plans that fit, the one of least regret first, and how many do not, by the kind that is largest.
 
-    Of plans as fast as the fastest, those come first that send less, as what hides on paper may not hide in fact.
-    Raises UsageError if none fits: it says what comes nearest.
+    With one profile that is the fastest. Of plans as good as the first, those come first that send less, as what hides
+    on paper may not hide in fact. Raises UsageError if none fits: it says what comes nearest.
     """
     found, misfits, nearest = [], Counter(), None
     room = task.machine.memory * MOST_FULL
     for layout in layouts(task):
         held = memory(task.model, layout)
         if (needed := sum(held.values())) <= room:
-            speed = times(task.model, layout, task.machine)
-            found.append(Candidate(layout, held, speed, mfu(task.model, layout, speed.step, task.machine)))
+            speeds = {each.name: times(task.model, layout, task.machine, each) for each in task.profiles}
+            found.append((layout, held, speeds))
         else:
             misfits[max(held, key=held.get)] += 1
             nearest = min(nearest or (needed, layout), (needed, layout), key=lambda each: each[0])
     if not found:
         raise UsageError(_why_nothing(task, nearest, room))
-    found.sort(key=lambda plan: (float(f"{plan.times.step:.4g}"), AGAIN[plan.layout.recompute]))
-    equal = sum(plan.times.step <= (1 + EQUAL) * found[0].times.step for plan in found)
-    first = sorted(found[:equal], key=lambda plan: (plan.sent(task.model), AGAIN[plan.layout.recompute]))
-    return first + found[equal:], misfits
+    least = {each.name: min(speeds[each.name].step for *_, speeds in found) for each in task.profiles}
+    ordered = []
+    for layout, held, speeds in found:
+        regrets = {name: speed.step / least[name] - 1 for name, speed in speeds.items()}
+        ordered.append(Candidate(layout, held, speeds, regrets))
+    ordered.sort(key=lambda plan: (float(f"{1 + plan.regret:.4g}"), AGAIN[plan.layout.recompute]))
+    equal = sum(1 + plan.regret <= (1 + EQUAL) * (1 + ordered[0].regret) for plan in ordered)
+    first = sorted(ordered[:equal], key=lambda plan: (plan.sent(task.model), AGAIN[plan.layout.recompute]))
+    return first + ordered[equal:], misfits
 
 
 def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) -> str:
