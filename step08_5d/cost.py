@@ -63,7 +63,7 @@ class Layout(NamedTuple):
         return self.dp * self.cp * self.tp // self.ep
 
     def sharing(self, experts: bool = False) -> tuple[int, int]:
-        """Return over how many ranks ZeRO divides a copy of the weights, or of a rank's experts, and how many copies."""
+        """Return over how many ranks ZeRO divides a copy of the weights (or of experts), and the number of copies."""
         holders = self.edp if experts else self.copies
         if not self.zero or self.zero_replicas == self.copies:
             return 1, holders
