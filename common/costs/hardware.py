@@ -8,14 +8,17 @@ import re
 # Dense TFLOP/s of one device as torch sees it (vendors also print twice that, "with sparsity"); "float32" is without
 # TF32, and float64 is the tensor-core rate if there is one. The first pattern that occurs in a device's name counts.
 # Sources: the vendors' data sheets; for RTX 4090 NVIDIA's whitepaper of Ada (float32 accumulation); MI250X is halved,
-# since torch sees each of its dies as a device. Only the data sheets of H100 and H200 have been read for float8.
+# since torch sees each of its dies as a device; GB200 is a 72nd of a GB200 NVL72. H800 is an H100 of which exports have
+# less NVLink and float64. Only the data sheets of H100, H200 and GB200 have been read for float8.
 _TYPES = ("bfloat16", "float16", "tf32", "float32", "float64", "float8")
 _GPUS = {
     r"\bA100\b": (312, 312, 156, 19.5, 19.5),
     r"\bH100 PCIe\b": (756, 756, 378, 51, 51, 1513),
     r"\bH[12]00 NVL\b": (835, 835, 417, 60, 60, 1671),
     r"\bH[12]00\b": (989, 989, 494, 67, 67, 1979),
+    r"\bH800\b": (989, 989, 494, 67, 1, 1979),
     r"(?<!G)\bB200\b": (2250, 2250, 1100, 75, 37),
+    r"\bGB200\b": (2500, 2500, 1250, 80, 40, 5000),
     r"\bL4\b": (121, 121, 60, 30.3, None),
     r"\bL40S\b": (362, 362, 183, 91.6, None),
     r"\bA10\b": (125, 125, 62.5, 31.2, None),

@@ -1,6 +1,7 @@
 """All layouts of a model on a cluster: which fit, which are fastest, and the command that runs one."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.peak import memory
+from step08_5d.planning.memory.peak import at_least, memory
 from step08_5d.planning.time.machines import Machine, nodes_for
 from step08_5d.planning.time.profiles import PROFILES, Profile
 from step08_5d.planning.time.speed import AGAIN, Times, times
@@ -106,18 +107,17 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
     With one profile that is the fastest. Of plans as good as the first, those come first that send less, as what hides
     on paper may not hide in fact. Raises UsageError if none fits: it says what comes nearest.
     """
-    found, misfits, nearest = [], Counter(), None
+    found, misfits = [], Counter()
     room = task.machine.memory * MOST_FULL
     for layout in layouts(task):
-        held = memory(task.model, layout)
-        if (needed := sum(held.values())) <= room:
+        held = held_up_to(room, task, layout)
+        if sum(held.values()) <= room:
             speeds = {each.name: times(task.model, layout, task.machine, each) for each in task.profiles}
             found.append((layout, held, speeds))
         else:
             misfits[max(held, key=held.get)] += 1
-            nearest = min(nearest or (needed, layout), (needed, layout), key=lambda each: each[0])
     if not found:
-        raise UsageError(_why_nothing(task, nearest, room))
+        raise UsageError(_why_nothing(task, room))
     least = {each.name: min(speeds[each.name].step for *_, speeds in found) for each in task.profiles}
     ordered = []
     for layout, held, speeds in found:
@@ -129,9 +129,19 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
     return first + ordered[equal:], misfits
 
 
-def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) -> str:
+def held_up_to(room: float, task: Task, layout: Layout) -> dict[str, float]:
+    """Return the bytes by kind that a layout holds; or, if they alone are more than `room`, those of its states."""
+    states = at_least(task.model, layout)
+    return states if sum(states.values()) > room else memory(task.model, layout)
+
+
+def _why_nothing(task: Task, room: float) -> str:
     """Say what comes nearest to `room` bytes, and what would fit."""
-    where = f"{task.name} on {task.gpus} GPUs"
+    where, nearest = f"{task.name} on {task.gpus} GPUs", None
+    for layout in layouts(task):
+        least = nearest[0] if nearest else math.inf
+        if (needed := sum(held_up_to(least, task, layout).values())) < least:
+            nearest = needed, layout
     if nearest is None:
         return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
     needed, layout = nearest
@@ -152,7 +162,7 @@ def _first_that_fits(task: Task, room: float, gpus: int = 1, seq: int = 1) -> st
     while gpus <= TRIED_UP_TO and seq <= TRIED_UP_TO and task.seq % seq == 0:
         tried = task._replace(gpus=task.gpus * gpus, seq=task.seq // seq, sequences=task.sequences * seq)
         for layout in layouts(tried):
-            if sum(memory(task.model, layout).values()) <= room:
+            if sum(held_up_to(room, task, layout).values()) <= room:
                 what = f"{tried.gpus} GPUs" if gpus > 1 else f"--seq-len {tried.seq}"
                 return f"{what} would do, as {named(layout)}"
         gpus, seq = (2 * each if each > 1 else 1 for each in (gpus, seq))

@@ -38,6 +38,21 @@ def memory(model: ModelConfig, layout: Layout) -> dict[str, float]:
     return max((of_stage(model, layout, rank) for rank in ranks), key=lambda kinds: sum(kinds.values()))
 
 
+@lru_cache(maxsize=4096)
+def _at_least(model: ModelConfig, layout: Layout) -> dict[str, float]:
+    ranks = fullest_ranks(model, layout)
+    return max((states(model, layout, rank) for rank in ranks), key=lambda kinds: sum(kinds.values()))
+
+
+def at_least(model: ModelConfig, layout: Layout) -> dict[str, float]:
+    """Return the parameters, gradients and optimizer state of the rank with most of them, in bytes by kind.
+
+    No layout holds less: when a backward ends, all of it is there. A search asks for it with all micro-batches and
+    kinds of recomputation, which make no difference.
+    """
+    return _at_least(model, layout._replace(micro_batch=1, micro_batches=1, recompute="none", cp_mode="ring"))
+
+
 def of_stage(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
     """Return the bytes by kind that this rank of a pipeline holds at the fullest moment."""
     return peak(model, layout, rank).held
@@ -68,7 +83,7 @@ def states(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer state, each when it is most but for what travels."""
     result, shards = {}, parameters(model, layout, rank)
     for kind, width, first in zip(KINDS, WIDTHS[layout.dtype], (3, 2, 1)):  # first: the stage of ZeRO that divides it
-        ranks = (layout.copies, layout.edp) if layout.zero >= first else (1, 1)
+        ranks = [layout.sharing(experts)[0] if layout.zero >= first else 1 for experts in (False, True)]
         result[kind] = width * sum(size / by for size, by in zip(shards, ranks))
     return result
 

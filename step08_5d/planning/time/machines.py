@@ -13,11 +13,15 @@ class Machine(NamedTuple):
     name: str
     memory: float  # bytes of a GPU
     memory_bandwidth: float  # bytes/s of a GPU
-    near: float = NVLINK  # bytes/s of a GPU to others of its node
-    far: float = NETWORK  # bytes/s of a GPU to other nodes
+    near: float = NVLINK  # bytes/s that a GPU sends to others of its node: in one direction
+    far: float = NETWORK  # bytes/s that a GPU sends to other nodes, over its card
     gpus: int = NODE  # of a node
     float8: bool = False  # whether products are of float8 numbers (only published runs do that)
     power: float = 1.0  # share of the data sheet's watts that a GPU may take
+
+    def for_gpus(self, gpus: int) -> "Machine":
+        """Return the same with as many GPUs on each node as so many need: 64 of 72, say, for 512 on eight nodes."""
+        return self._replace(gpus=gpus // nodes_for(gpus, self.gpus))
 
     @property
     def peak(self) -> float:
@@ -50,13 +54,17 @@ def nodes_for(gpus: int, of_node: int) -> int:
 _tflops = cache(vendor_tflops)  # a search asks for it with every layout
 
 
-# Data sheets of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200; bandwidths between GPUs in one direction
+# Data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200 and DGX GB200, which has 72 GPUs on one NVLink and a card
+# of 400 Gb/s for each of them; H800: "Insights into DeepSeek-V3" (arXiv:2505.09343, sections 2 and 4). Sheets print
+# both directions of NVLink together, 600 to 1,800 GB/s; here is one, the half.
 MACHINES = {
     each.name: each
     for each in (
         Machine("A100", 80e9, 2.04e12, near=300e9, far=25e9),
         Machine("H100", 80e9, MEMORY_BANDWIDTH["H100"]),
+        Machine("H800", 80e9, MEMORY_BANDWIDTH["H100"], near=200e9),
         Machine("H200", 141e9, MEMORY_BANDWIDTH["H200"]),
         Machine("B200", 180e9, 8e12, near=900e9),
+        Machine("GB200", 186e9, 8e12, near=900e9, gpus=72),
     )
 }
