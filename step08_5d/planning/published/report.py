@@ -1,4 +1,4 @@
-"""The published runs as a report: how well predictions rank the playbook's, and how far off they are for other systems."""
+"""The published runs as a report: how predictions rank the playbook's, and how far off they are for other systems."""
 
 import statistics
 from argparse import ArgumentParser, Namespace
