@@ -1,11 +1,12 @@
 """The results that benchmarks leave: with their date, and with the files whose code ran, so that stale ones are known.
 
 A result is stale when the code of one of these files has changed since: comments, docstrings, imports and blank lines
-do not count. The files are those of `common` and of the steps that a step under measurement called, and the benchmark's
-own.
+do not count, nor does a new flag, which what was measured did not have: of flags, the defaults of then are kept. The
+files are those of `common` and of the steps that a step under measurement called, and the benchmark's own.
 """
 
 import ast
+import dataclasses
 import hashlib
 import io
 import json
@@ -19,10 +20,12 @@ from pathlib import Path
 
 import torch
 
+from common.config import TrainConfig
 from tests.harness.ranks import ROOT
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = sorted(path.stem for path in RESULTS.glob("*.json"))
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
 
 def files_run(function: Callable) -> list[str]:
@@ -38,19 +41,24 @@ def files_run(function: Callable) -> list[str]:
 
 
 def code_of(source: str) -> str:
-    """The lines of a file of Python without comments, docstrings, imports and blank lines."""
+    """The lines of a file of Python without comments, docstrings, imports, blank lines and flags."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(source)):
-        skipped = node if isinstance(node, ast.Import | ast.ImportFrom) else None
+        skipped = node if isinstance(node, ast.Import | ast.ImportFrom) or _is_flag(node) else None
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             skipped = node.body[0]
         if skipped is not None:
             lines[skipped.lineno - 1 : skipped.end_lineno] = [""] * (skipped.end_lineno - skipped.lineno + 1)
     return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _is_flag(node: ast.AST) -> bool:
+    """Whether it is a line such as `seq_len: int = flag(256, ...)`."""
+    return isinstance(node, ast.AnnAssign) and ast.unparse(node.value or node).startswith("flag(")
 
 
 def hash_of(path: str) -> str | None:
@@ -73,7 +81,8 @@ def keep(name: str, rows: dict, pairs: int, whole: bool) -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     hardware = {"device": device, "cores": os.cpu_count(), "torch": torch.__version__}
     hardware |= {"date": time.strftime("%Y-%m-%d"), "pairs": pairs}
-    content = {"hardware": hardware, "files": {path: hash_of(path) for path in sorted(own | ran)}} | rows
+    files = {path: hash_of(path) for path in sorted(own | ran)}
+    content = {"hardware": hardware, "files": files, "defaults": DEFAULTS} | rows
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     print(f"written: {path}")
@@ -84,7 +93,6 @@ def load(name: str) -> dict:
 
 
 def changed_files(results: dict) -> list[str]:
-    """The files whose code is not that which was measured. Results without hashes: one line that says so."""
-    if not results.get("files"):
-        return ["(measured before files were noted)"]
-    return [path for path, measured in results["files"].items() if hash_of(path) != measured]
+    """The files whose code is not that which was measured, and the flags that have another default."""
+    flags = [name for name, default in results["defaults"].items() if DEFAULTS.get(name, "gone") != default]
+    return [path for path, measured in results["files"].items() if hash_of(path) != measured] + flags

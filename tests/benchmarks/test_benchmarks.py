@@ -89,25 +89,35 @@ class Circle:
     # not a comment
     """
 
+    layers: int = flag(1, 2, "model", "how many")
+    radius: float = 2.0
+
     def area(self, r):
         return math.pi * r**2  # "of r"
 '''
 
 
 def test_code_is_what_is_left_without_words():
-    code = "class Circle:\n    def area(self, r):\n        return math.pi * r**2"
+    code = "class Circle:\n    radius: float = 2.0\n    def area(self, r):\n        return math.pi * r**2"
     assert code_of(SOURCE) == code
     assert code_of(SOURCE.replace("**2", "**3")) != code
+    assert code_of(SOURCE.replace("2.0", "3.0")) != code
     assert code_of(SOURCE.replace("round", "very round").replace("# for", "# because of")) == code
 
 
 def test_a_result_is_stale_when_code_that_ran_has_changed(monkeypatch):
     path = "common/collectives.py"
-    results = {"files": {path: hash_of(path), "common/none.py": "0" * 12}}
+    results = {"files": {path: hash_of(path), "common/none.py": "0" * 12}, "defaults": kept.DEFAULTS}
     assert changed_files(results) == ["common/none.py"]
     monkeypatch.setattr(kept, "code_of", lambda source: source + "pass")
     assert changed_files(results) == [path, "common/none.py"]
-    assert changed_files({}) == ["(measured before files were noted)"]
+
+
+def test_a_result_is_stale_when_a_flag_has_another_default_but_not_when_one_is_new():
+    assert kept.DEFAULTS["seq_len"] == 256
+    then = {name: default for name, default in kept.DEFAULTS.items() if name != "log"}
+    assert changed_files({"files": {}, "defaults": then}) == []
+    assert changed_files({"files": {}, "defaults": then | {"seq_len": 512, "old": 1}}) == ["seq_len", "old"]
 
 
 def test_the_files_are_those_that_a_step_runs():
