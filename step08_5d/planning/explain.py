@@ -157,6 +157,9 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple
         parts = [name for name in Times._fields if getattr(found, name) > 0.005 * found.step]
         shares = ", ".join(f"{NAMES[name]} {getattr(found, name) / found.step:.0%}" for name in parts)
         print(f"     {profile.name} {found.step:.2f} s: {shares}")
+    if layout.stages > 1:
+        others = [each.regret for each in best if each.layout.stages == 1]
+        print(f"     Without interleaving {f'the best is {min(others):+.0%} at worst' if others else 'nothing fits'}")
 
 
 def divided(task: Task, layout: Layout) -> str:

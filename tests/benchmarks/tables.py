@@ -105,6 +105,9 @@ def of_pipeline(results: dict) -> list[tuple]:
         assert row["in_flight"] == row["peer_in_flight"], name
         in_flight = ", ".join(map(str, row["in_flight"]))
         found.append((ranks, f"{name} / `{SCHEDULES[name]}`", speed(row), milliseconds(row), memory(row), in_flight))
+    for ranks in DEGREES:
+        row, title = results[f"1f1b_without_hooks_{ranks}_ranks"], f"1f1b without hooks / `{SCHEDULES['1f1b']}`"
+        found.append((ranks, title, speed(row), milliseconds(row), memory(row), "the same"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The published runs as a report: how well predictions rank them, the best of each model and cluster, and a figure."""
+"""The published runs as a report: how predictions rank the playbook's, and how far off they are for other systems."""
 
 import statistics
 from argparse import ArgumentParser, Namespace
@@ -14,6 +14,7 @@ from step08_5d.planning.published import runs as published
 from step08_5d.planning.published.late import print_late, print_unseen
 from step08_5d.planning.published.runs import Fit, PublishedRun, Ranking, guess, was_late
 from step08_5d.planning.published.scaling import print_scaling
+from step08_5d.planning.published.systems import print_systems
 from step08_5d.planning.search import named
 from step08_5d.planning.time.nanotron import PAUSE
 
@@ -48,6 +49,7 @@ def show(options: Namespace) -> None:
     print_cells(runs, fit)
     published_memory.print_memory(runs, parts, seen_by)
     print(f"  figure: {draw(runs, fit, options.out)}")
+    print_systems(Path(options.out).with_stem(f"{Path(options.out).stem}_others"))
 
 
 def print_worst(runs: list[PublishedRun], result: Ranking, fit: Fit, shown: int = 3) -> None:

@@ -80,7 +80,7 @@ def read_runs() -> list[PublishedRun]:
 class Habits(NamedTuple):
     """The numbers of nanotron's profile that a fit looks for, and where it begins."""
 
-    products: float = 0.8
+    products: float = 0.6
     launch: float = 1e-3
     far_start: float = 1e-3
     paced: float = 5e-3

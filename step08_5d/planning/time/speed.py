@@ -23,11 +23,7 @@ from step08_5d.planning.time.profiles import Profile
 UPDATE_BYTES = 32
 AGAIN = {"none": 3, "selective": 3, "full": 4}  # forwards' worth of products in a forward and its backward
 CORE_AGAIN = {"none": 3.5, "selective": 4.5, "full": 4.5}  # the same of the attention core: five products for two
-TENSOR_AGAIN = {
-    "none": 1.0,
-    "selective": 1.0,
-    "full": 7 / 5,
-}  # messages within a layer: two of a forward, of five in all
+MESSAGES_AGAIN = {"none": 1.0, "selective": 1.0, "full": 7 / 5}  # within a layer: a forward has two of five
 
 
 class Times(NamedTuple):
@@ -150,8 +146,8 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Pro
             seconds, hides = seconds_of(message, layout, machine, profile), profile.hides
             if dimension == "cp":  # no more of a hop hides than attention takes
                 hides = min(hides, core * m * layers / seconds) if seconds else 0.0
-            elif not profile.own:
-                seconds *= TENSOR_AGAIN[layout.recompute]
+            else:
+                seconds *= MESSAGES_AGAIN[layout.recompute]
             exposed[dimension] += (1 - hides) * seconds
     launch = 0.0
     if profile.own:
