@@ -67,19 +67,22 @@ def spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[int
     """Return over how many nodes a group reaches, and how many of its ranks are on each.
 
     Args:
-        group: of `process_groups`. Those of dp are also over cp, and those of experts deal out the ranks of a stage:
-            ep takes neighbors, and edp every ep-th.
+        group: of `process_groups`. Those that share weights are over dp and cp; those that share experts deal out the
+            ranks of a stage: ep takes neighbors, and expert_shard every ep-th.
     """
-    return _spans(layout._replace(seq=0, zero=0, micro_batch=1, micro_batches=1, recompute=""), group, machine, order)
+    return _spans(layout._replace(seq=0, micro_batch=1, micro_batches=1, recompute=""), group, machine, order)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same degrees with every stage of ZeRO, micro-batch and recomputation
 def _spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[int, int]:
     dimension, of_node, axes = DIMENSION_OF[group], machine.gpus, order.split(",")
     if dimension in ("ep", "dp"):
-        of_experts = group.startswith("expert") or group == "edp"
-        apart = layout.ep if of_experts else 1 if dimension == "ep" else layout.tp
-        size = layout.ep if dimension == "ep" else layout.edp if of_experts else layout.copies
+        of_experts = group.startswith("expert")
+        size, apart = layout.ep, 1
+        if dimension == "dp":
+            (size, copies), apart = layout.sharing(of_experts), layout.ep if of_experts else layout.tp
+            if group.endswith("replica"):
+                size, apart = copies, size * apart
         here = stage_ranks(layout, machine, order) // apart
     else:
         size = getattr(layout, dimension)
