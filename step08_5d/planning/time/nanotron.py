@@ -19,25 +19,23 @@ RING_HOP = 0.17
 class NanotronTerms(NamedTuple):
     """The defaults are those of all published runs, rounded to two digits.
 
-    Once there were seven. Four of them were powers, fitted to 0.96, 0.64, 0.55 and 0.62. As 1, 2/3, 1/2 and 1/2 they
+    Once there were seven. Four of them were powers, fitted to 0.96, 0.64, 0.55 and 0.62. As 1 and three times 1/2 they
     rank unseen runs just as well.
     """
 
     launch: float = 3.7e-3  # seconds, in which the CPU launches a layer's forward and backward
-    far_start: float = (
-        3.4e-4  # seconds until a collective between two nodes begins to move bytes; n times between n + 1
-    )
+    far_start: float = 3.4e-4  # seconds until a collective between two nodes begins to move bytes; n times for n + 1
     paced: float = 7.1e-3  # seconds that a pipeline's layer takes at least, with the messages of its tensor ranks
 
     def collective(self, message: Message, nodes: int, together: int, far: float, gpus: int) -> tuple[float, float]:
         """Return the seconds until a message between nodes begins to move bytes, and its bytes/s.
 
         It moves them as fast as the playbook's authors measured for whole nodes on cards of 50 GB/s. A group that has
-        r = `together` of a node's g = `gpus` ranks reaches (r/g)^(2/3) of that. far: bytes/s of a card.
+        r = `together` of a node's g = `gpus` ranks reaches (r/g)^(1/2) of that. far: bytes/s of a card.
         """
         op = message.op if message.op in ("all_reduce", "reduce_scatter") else "all_gather"
         whole_nodes = bus_bandwidth(op, nodes * gpus) * far / NETWORK
-        return self.far_start * (nodes - 1), whole_nodes * (together / gpus) ** (2 / 3)
+        return self.far_start * (nodes - 1), whole_nodes * (together / gpus) ** 0.5
 
     def least(self, layout: Layout, nodes: int) -> float:
         """Seconds that a layer takes at least, forward and backward, for a micro-batch. nodes: of its tensor ranks.

@@ -37,7 +37,7 @@ PROFILES = {
             own=NANOTRON,
             unknown="ZeRO-3, cp, experts, recomputation, interleaving, other GPUs",
         ),
-        Profile("fsdp", products=0.87, attention=0.087, hides=0.48, unknown="pipelines; tp across nodes"),
+        Profile("fsdp", products=0.87, attention=0.087, hides=0.47, unknown="pipelines; tp across nodes"),
         Profile("megatron", products=0.78, attention=0.13, hides=0.75, unknown="ZeRO-3; less than 8 GPUs"),
     )
 }

@@ -67,8 +67,8 @@ def spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[int
     """Return over how many nodes a group reaches, and how many of its ranks are on each.
 
     Args:
-        group: of `process_groups`. Those of dp are also over cp, and those of experts deal out the ranks of a stage:
-            ep takes neighbors, and edp every ep-th.
+        group: of `process_groups`. Those that share weights are over dp and cp; those that share experts deal out the
+            ranks of a stage: ep takes neighbors, and expert_shard every ep-th.
     """
     copies = layout.zero_replicas if layout.zero else layout.copies
     return _spans(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep, copies, group, machine, order)
@@ -81,12 +81,12 @@ def _spans(
     layout = Layout(0, dp, pp, cp, tp, ep, zero=1, zero_replicas=copies)
     machine, dimension, axes = machine.for_gpus(dp * pp * cp * tp), DIMENSION_OF[group], order.split(",")
     if dimension in ("ep", "dp"):
-        of_experts = group.startswith("expert") or group == "edp"
-        apart = layout.ep if of_experts else 1 if dimension == "ep" else layout.tp
-        size = layout.ep if dimension == "ep" else layout.edp if of_experts else layout.copies
-        if group.endswith(("shard", "replica")):  # neighbors share a copy
-            shards, copies = layout.sharing(of_experts)
-            size, apart = (shards, apart) if group.endswith("shard") else (copies, apart * shards)
+        of_experts = group.startswith("expert")
+        size, apart = layout.ep, 1
+        if dimension == "dp":
+            (size, copies), apart = layout.sharing(of_experts), layout.ep if of_experts else layout.tp
+            if group.endswith("replica"):
+                size, apart = copies, size * apart
         here = stage_ranks(layout, machine, order) // apart
     else:
         size = getattr(layout, dimension)

@@ -143,9 +143,9 @@ def test_terms_that_only_nanotron_has():
     own = IDEAL._replace(own=NanotronTerms(far_start=0.1))
     message = Message("shard", "all_gather", 69e9, 1)
     for nodes, speed in ((8, 69e9), (4, 119e9)):
-        found = seconds_of(message, Layout(4096, dp=8 * nodes), H100, own)
+        found = seconds_of(message, Layout(4096, dp=8 * nodes, zero=1), H100, own)
         assert found == pytest.approx(0.1 * (nodes - 1) + 69e9 / speed)
-    assert seconds_of(message, Layout(4096, dp=8, tp=8), H100, own) == pytest.approx(0.7 + 8 ** (2 / 3))
+    assert seconds_of(message, Layout(4096, dp=8, tp=8, zero=1), H100, own) == pytest.approx(0.7 + 8**0.5)
 
 
 def test_messages_by_a_data_sheet():
@@ -157,23 +157,28 @@ def test_messages_by_a_data_sheet():
         return 9e9 / seconds_of(Message(group, op, 9e9, 1), Layout(4096, **degrees), H100, half)
 
     assert speed("tp", "all_gather", tp=8) == pytest.approx(225e9)
-    assert [speed("shard", "all_gather", dp=8, tp=tp) for tp in (8, 4, 2)] == pytest.approx([25e9, 50e9, 100e9])
-    assert speed("cp", "send", cp=16, tp=2) == speed("shard", "reduce_scatter", dp=8, tp=8) == pytest.approx(25e9)
+    assert [speed("shard", "all_gather", dp=8, tp=tp, zero=1) for tp in (8, 4, 2)] == pytest.approx([25e9, 50e9, 100e9])
+    assert (
+        speed("cp", "send", cp=16, tp=2) == speed("shard", "reduce_scatter", dp=8, tp=8, zero=1) == pytest.approx(25e9)
+    )
     assert speed("ep", "all_to_all", dp=16, ep=16) == pytest.approx(50e9), "half stays"
     late = IDEAL._replace(start=1.0)
-    assert seconds_of(Message("shard", "all_gather", 0, 2), Layout(4096, dp=64), H100, late) == 2 * 4, "1 + log2(8)"
+    assert seconds_of(Message("shard", "all_gather", 0, 2), Layout(4096, dp=64, zero=1), H100, late) == 2 * 4, (
+        "1 + log2(8)"
+    )
 
 
 @pytest.mark.parametrize("order", ["tp,cp,pp,dp", "tp,cp,dp,pp"])
 def test_how_far_groups_reach(order):
     """Over as many nodes as the real groups, the first of which has as many ranks on its node."""
+    of_weights = ("shard", "replica", "expert_shard", "expert_replica")
     for dp, pp, cp, tp in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2), (1, 2, 4, 8)):
         degrees = Degrees(tp, cp, pp, dp, axes=tuple(reversed(order.split(","))))
-        for ep in (1, 2, 8) if dp * cp * tp % 8 == 0 else (1,):
-            layout = Layout(4096, dp, pp, cp, tp, ep)
-            groups = all_groups(replace(degrees, ep=ep, experts=ep > 1))
-            for name, real in {"expert_shard": "edp", "shard": "dp_cp"}.items() | {(n, n) for n in ("tp", "cp", "ep")}:
-                nodes = [rank // 8 for rank in groups[real][0]]
+        for ep, copies in itertools.product((1, 2, 8) if dp * cp * tp % 8 == 0 else (1,), {1, min(2, dp), dp * cp}):
+            layout = Layout(4096, dp, pp, cp, tp, ep, zero=1, zero_replicas=copies)
+            groups = all_groups(replace(degrees, ep=ep, experts=ep > 1, zero_replicas=copies))
+            for name in ("tp", "cp", "ep", *of_weights):
+                nodes = [rank // 8 for rank in groups[name][0]]
                 expected = len(set(nodes)), nodes.count(nodes[0])
                 assert spans(layout, name, H100, order) == expected, (name, layout)
 
