@@ -22,7 +22,7 @@ class Command(NamedTuple):
 # ---- types of flags --------------------------------------------------------------------------------------------------
 
 MOST_TOKENS = 2**30  # of a batch or a sequence: fifty times those of the largest published runs
-MOST = 2**20  # GPUs, sequences and the like: all that is more is a slip, and could take all memory
+MOST = 2**20  # GPUs, sequences and the like: more are a slip, and could take all memory
 
 
 def _at_most(number: int, most: int) -> int:
@@ -67,7 +67,9 @@ def add_gpu(parser: ArgumentParser) -> None:
     one_way = "GB/s that a GPU sends, in one direction (sheets print both together for NVLink), to"
     parser.add_argument("--within", type=speed, help=f"{one_way} others of its node (default: data sheet)")
     parser.add_argument("--between", type=speed, help=f"{one_way} other nodes: its card (default: data sheet)")
-    parser.add_argument("--profile", choices=[*PROFILES, TUNED.name], help="whose habits (default: a range of them)")
+    names = ", ".join((*PROFILES, TUNED.name))
+    words = f"whose habits (default: a range of them): {names}, or your own three shares, such as 0.8,0.12,0.6"
+    parser.add_argument("--profile", type=profile, help=words)
 
 
 def machine_of(options: Namespace) -> Machine:
@@ -76,9 +78,22 @@ def machine_of(options: Namespace) -> Machine:
     return MACHINES[options.gpu]._replace(**{name: 1e9 * value for name, value in given.items() if value})
 
 
+def profile(text: str) -> Profile:
+    """A profile by its name, or yours by the shares of products, of attention and of hiding, for argparse."""
+    if text in (known := PROFILES | {TUNED.name: TUNED}):
+        return known[text]
+    try:
+        shares = [float(each) for each in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 < each <= 1 for each in shares):
+        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(known)}, nor three shares above 0 and up to 1")
+    return Profile("yours", *shares)
+
+
 def ends_of(options: Namespace) -> tuple[Profile, ...]:
     """The slow and the fast end of a range of times, or the one profile that is asked for."""
-    return ((PROFILES | {TUNED.name: TUNED})[options.profile],) if options.profile else ENDS
+    return (options.profile,) if options.profile else ENDS
 
 
 def add_cluster(parser: ArgumentParser) -> None:

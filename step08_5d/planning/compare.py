@@ -46,10 +46,18 @@ def show(options: Namespace) -> None:
         )
         cells = found.mfu, found.seconds, f"{held / 1e9:.0f}{fits}"
         sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
-        rows.append((gpus, named(layout), *cells, *sizes, found.binds))
+        rows.append((gpus, named(layout), *cells, *sizes, *found.binds))
     words = " ... ".join(each.name for each in ends)
     title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
-    header = ("GPUs", "layout", "MFU", "s", "GB held", *(f"sent: {SENT[0]}", *SENT[1:]), "most of the rest of the step")
+    header = (
+        "GPUs",
+        "layout",
+        "MFU",
+        "s",
+        "GB held",
+        *(f"sent: {SENT[0]}", *SENT[1:]),
+        *(f"{each.name} waits for" for each in ends),
+    )
     print_table(f"predicted, {words}: {title}", header, rows)
     print("  sent: GB of a rank in a step, in a stage in the middle")
 

@@ -20,9 +20,9 @@ from step08_5d.planning.time.nanotron import PAUSE, lateness
 from step08_5d.planning.time.profiles import Profile
 from step08_5d.planning.time.speed import Times, mfu, times
 
-NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
-NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}
-NAMES |= {"launch": "a layer's least time there", "update": "the update", "compute": "computing"}
+NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "gradients and weights"}
+NAMES |= {"cp": "keys and values", "ep": "tokens to experts", "bubble": "the bubble"}
+NAMES |= {"launch": "a layer's least time", "update": "the update", "compute": "computing"}
 CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "micro_batch", "recompute")
 WORKING = ": what a layer at work and the loss need for a moment"
 MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
@@ -59,9 +59,9 @@ class Range(NamedTuple):
         return joined(f"{tokens / each.step:,.0f}" for each in self.times)
 
     @property
-    def binds(self) -> str:
+    def binds(self) -> list[str]:
         """What takes the most time besides the computation, at each end."""
-        return joined(map(most_of_the_rest, self.times))
+        return [most_of_the_rest(each) for each in self.times]
 
 
 def joined(words) -> str:
@@ -72,7 +72,7 @@ def joined(words) -> str:
 def most_of_the_rest(found: Times) -> str:
     """What a step needs most besides the computation, and its share of the step."""
     share = getattr(found, found.binds) / found.step
-    return f"{NAMES[found.binds]} ({share:.0%})" if share >= 0.005 else "nothing: all messages hide"
+    return f"{NAMES[found.binds]} ({share:.0%})" if share >= 0.005 else "nothing else"
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -86,9 +86,9 @@ def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int,
     for plan in different(best)[:shown]:
         span = Range.of(task.model, plan.layout, task.machine, ends)
         held = f"{sum(plan.held.values()) / 1e9:.0f}"
-        rows.append((named(plan.layout), span.mfu, span.speed, span.seconds, held, span.binds))
+        rows.append((named(plan.layout), span.mfu, span.speed, span.seconds, held, *span.binds))
     words = " ... ".join(each.name for each in ends)
-    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", "most of the rest of the step")
+    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", *(f"{each.name} waits for" for each in ends))
     print_table(f"predicted, {words}: {title}", header, rows)
     print(f"  {MFU}")
     print_steps(task, best, misfits, ends)

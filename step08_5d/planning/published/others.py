@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from common.errors import UsageError
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.fitting import descend, spearman
@@ -28,7 +29,7 @@ FILE = Path(__file__).with_name("other_runs.csv")
 EARLY = Profile("early", products=0.76, attention=0.030, hides=0.0)
 FLASH_ATTENTION = 2205.14135  # its arXiv number: what has a smaller one did not know it
 FITTED = {"fsdp": ("products", "attention", "hides"), "early": ("products", "attention")}
-FITTED["megatron"] = FITTED["fsdp"]
+FITTED["megatron"] = FITTED["yours"] = FITTED["fsdp"]
 START = {"products": 0.7, "attention": 0.15, "hides": 0.5}
 LIMITS = {"products": 1.0, "attention": 0.3, "hides": 1.0}  # FlashAttention-3 alone reaches 0.3
 MOST = 1.6  # a run that is further off counts no more than this factor
@@ -64,8 +65,11 @@ class OtherRun(NamedTuple):
 
 
 def read_runs(file: Path = FILE) -> list[OtherRun]:
-    """Return all runs of a file with the columns of other_runs.csv."""
-    return [_run(row) for row in csv.DictReader(file.open(encoding="utf-8"))]
+    """Return all runs of a file with the columns of other_runs.csv. Raises UsageError if it is none."""
+    try:
+        return [_run(row) for row in csv.DictReader(file.open(encoding="utf-8"))]
+    except (OSError, UnicodeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"{file} has no rows with the columns of {FILE.name}: {error!r}") from None
 
 
 def _run(row: dict[str, str]) -> OtherRun:
@@ -104,9 +108,11 @@ def error(profile: Profile, runs: list[OtherRun]) -> float:
 
 
 def fitted(name: str, runs: list[OtherRun]) -> Profile:
-    """The profile of this name, fitted to those of the runs that it describes."""
-    start = (PROFILES | {EARLY.name: EARLY})[name]._replace(**{each: START[each] for each in FITTED[name]})
-    return descend(start, FITTED[name], partial(error, runs=[run for run in runs if run.profile == name]), sweeps=6)
+    """The profile of this name, fitted to those of the runs that it describes; `yours` to all."""
+    start = (PROFILES | {EARLY.name: EARLY}).get(name, Profile("yours", **START))
+    some = [run for run in runs if name in ("yours", run.profile)]
+    start = start._replace(**{each: START[each] for each in FITTED[name]})
+    return descend(start, FITTED[name], partial(error, runs=some), sweeps=6)
 
 
 def unseen(runs: list[OtherRun]) -> dict[OtherRun, Profile]:

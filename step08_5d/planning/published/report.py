@@ -11,20 +11,25 @@ from common.drawing.tables import print_table
 from step08_5d.planning.command_line import Command, add_figure
 from step08_5d.planning.published import memory as published_memory
 from step08_5d.planning.published import runs as published
+from step08_5d.planning.published.advice import print_advice
 from step08_5d.planning.published.late import print_late, print_unseen
 from step08_5d.planning.published.runs import Fit, PublishedRun, Ranking, guess, was_late
 from step08_5d.planning.published.scaling import print_scaling
-from step08_5d.planning.published.systems import print_systems
+from step08_5d.planning.published.systems import print_systems, print_yours
 from step08_5d.planning.search import named
 from step08_5d.planning.time.nanotron import PAUSE
 
 
 def add_flags(parser: ArgumentParser) -> None:
     add_figure(parser, "published")
+    parser.add_argument("--runs", help="only your own runs, in a file like published/other_runs.csv: their profile")
+    parser.add_argument("--advice", action="store_true", help="only what plan would run where others did; minutes")
 
 
 def show(options: Namespace) -> None:
     """Fit the models of time and memory to half of the published runs and judge them on the other half, both ways."""
+    if options.advice or options.runs:
+        return print_yours(Path(options.runs)) if options.runs else print_advice()
     runs = published.read_runs()
     print(f"{len(runs):,} published runs of {len({run.pair for run in runs})} pairs of model and nodes")
     parts, seen_by = published.halves(runs), {}

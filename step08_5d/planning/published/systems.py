@@ -6,6 +6,7 @@ from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
 from common.drawing.tables import print_table
 from step08_5d.planning.published.others import (
     CLOSE,
+    EARLY,
     FITTED,
     OtherRun,
     fitted,
@@ -23,7 +24,7 @@ JUDGED = ("runs", "predicted / published", "typical factor", f"within {CLOSE - 1
 def print_systems(path: Path) -> None:
     """Fit each profile to all sources but one, judge it on that one, and so on in turn; draw the figure."""
     runs = read_runs()
-    print(f"\n{len(runs)} runs of {len({run.source for run in runs})} other sources, {len(FITTED)} profiles")
+    print(f"\n{len(runs)} runs of {len({run.source for run in runs})} other sources")
     fresh, nanotron = unseen(runs), dict.fromkeys(runs, PROFILES["nanotron"])
     print_profiles(runs, fresh)
     rows = [("by nanotron's habits", *judge(nanotron).cells), ("by the right profile", *judge(fresh).cells)]
@@ -34,11 +35,21 @@ def print_systems(path: Path) -> None:
     print(f"  figure: {draw(fresh, path)}")
 
 
+def print_yours(file: Path) -> None:
+    """Which profile describes somebody's own runs best, and the one that is fitted to them."""
+    runs = read_runs(file)
+    yours = fitted("yours", runs)
+    choices = [*PROFILES.values(), EARLY, TUNED, yours]
+    rows = [(each.name, *judge(dict.fromkeys(runs, each)).cells) for each in choices]
+    print_table(f"{file}, by each profile; `yours` has seen these runs", ("", *JUDGED), rows)
+    print(f"  to plan with it: --profile {','.join(f'{getattr(yours, each):.2g}' for each in FITTED['yours'])}")
+
+
 def print_profiles(runs: list[OtherRun], fresh: Profiles) -> None:
     """The fitted numbers of each profile, and its errors on seen and on unseen sources."""
     rows = []
-    for name, numbers in FITTED.items():
-        profile, some = fitted(name, runs), [run for run in runs if run.profile == name]
+    for name in dict.fromkeys(run.profile for run in runs):
+        numbers, profile, some = FITTED[name], fitted(name, runs), [run for run in runs if run.profile == name]
         values = ", ".join(f"{each} {getattr(profile, each):.2g}" for each in numbers)
         seen, others = (judge({run: choice[run] for run in some}) for choice in (dict.fromkeys(some, profile), fresh))
         rows.append((name, values, len({run.source for run in some}), f"{seen.factor:.2f}", *others.cells))
