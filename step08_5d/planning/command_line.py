@@ -70,6 +70,8 @@ def add_gpu(parser: ArgumentParser) -> None:
     names = ", ".join((*PROFILES, TUNED.name))
     words = f"whose habits (default: a range of them): {names}, or your own three shares, such as 0.8,0.12,0.6"
     parser.add_argument("--profile", type=profile, help=words)
+    words = "bytes of a gradient in sums: some systems have 2 (default: 4, as in step 8)"
+    parser.add_argument("--gradients", type=int, choices=(2, 4), help=words)
 
 
 def machine_of(options: Namespace) -> Machine:
@@ -93,7 +95,16 @@ def profile(text: str) -> Profile:
 
 def ends_of(options: Namespace) -> tuple[Profile, ...]:
     """The slow and the fast end of a range of times, or the one profile that is asked for."""
-    return (options.profile,) if options.profile else ENDS
+    return _with_gradients(options, (options.profile,) if options.profile else ENDS)
+
+
+def profiles_of(options: Namespace) -> tuple[Profile, ...]:
+    """All profiles whose habits count, or the one that is asked for."""
+    return _with_gradients(options, (options.profile,) if options.profile else tuple(PROFILES.values()))
+
+
+def _with_gradients(options: Namespace, profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
+    return tuple(each._replace(gradient=options.gradients) for each in profiles)
 
 
 def add_cluster(parser: ArgumentParser) -> None:

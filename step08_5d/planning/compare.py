@@ -18,6 +18,7 @@ from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import DEFAULTS, configuration
 from step08_5d.planning.search import MOST_FULL, named
+from step08_5d.planning.time.profiles import widest_gradient
 
 SENT = ("tp", "cp", "ep", "pp", "dp")
 
@@ -37,10 +38,11 @@ def show(options: Namespace) -> None:
         config = configuration([*words, "--global-batch", str(options.global_batch), *shlex.split(text)])
         model, layout = config.model_config, Layout.of(config)
         found, sent = Range.of(model, layout, machine, ends), Counter()
-        for each in cost.messages(model, layout, ends=False):
+        gradient = widest_gradient(ends)
+        for each in cost.messages(model, layout, ends=False, gradient=gradient):
             sent[DIMENSION_OF[each.group]] += each.bytes * each.count
         gpus = layout.copies * layout.tp * layout.pp
-        held = sum(memory(model, layout).values())
+        held = sum(memory(model, layout, gradient).values())
         fits = (
             "" if held <= MOST_FULL * machine.memory else f": does not fit into {MOST_FULL * machine.memory / 1e9:.0f}"
         )

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
@@ -23,10 +22,10 @@ from step08_5d.planning.time.speed import Times, mfu, times
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "gradients and weights"}
 NAMES |= {"cp": "keys and values", "ep": "tokens to experts", "bubble": "the bubble"}
 NAMES |= {"launch": "a layer's least time", "update": "the update", "compute": "computing"}
-CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "micro_batch", "recompute")
+CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "zero_replicas", "micro_batch", "recompute")
 WORKING = ": what a layer at work and the loss need for a moment"
 MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
-LABELS = {"stages": "virtual-stages", "micro_batch": "micro-batch"}
+LABELS = {"stages": "virtual-stages", "zero_replicas": "zero-replicas", "micro_batch": "micro-batch"}
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,9 @@ def different(best: list[Candidate]) -> list[Candidate]:
     """The best plan of each set of degrees, whatever its schedule, ZeRO, micro-batches and recomputation."""
     found = {}
     for plan in best:
-        degrees = plan.layout._replace(stages=1, zero=0, micro_batch=1, micro_batches=1, recompute="none")
+        degrees = plan.layout._replace(
+            stages=1, zero=0, zero_replicas=1, micro_batch=1, micro_batches=1, recompute="none"
+        )
         found.setdefault(degrees, plan)
     return list(found.values())
 
@@ -140,7 +141,7 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple
     held, most = sum(plan.held.values()), max(plan.held, key=plan.held.get)
     left_out = ", ".join(f"{number:,} for {kind}" for kind, number in misfits.most_common())
     print(
-        f"\n  1. fit: one GPU would need {sum(memory(task.model, alone).values()) / 1e9:,.0f} GB and may fill "
+        f"\n  1. fit: one GPU would need {sum(task.memory(alone).values()) / 1e9:,.0f} GB and may fill "
         f"{MOST_FULL * task.machine.memory / 1e9:.0f}. {len(best):,} layouts fit, {sum(misfits.values()):,} do not "
         f"({left_out or 'none'}).\n     The first fills {held / 1e9:.0f} GB, most of it {most}"
         f" ({plan.held[most] / 1e9:.0f} GB{WORKING if most == 'working' else ''})"
@@ -151,7 +152,7 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple
         f"  2. batch: {task.sequences} sequences = dp {layout.dp} x {layout.micro_batches} micro-batches x "
         f"{layout.micro_batch}"
     )
-    print(f"  3. throughput: each rank sends {plan.sent(task.model) / 1e9:.0f} GB. A step takes")
+    print(f"  3. throughput: each rank sends {plan.sent(task) / 1e9:.0f} GB. A step takes")
     for profile in ends:
         found = times(task.model, layout, task.machine, profile)
         parts = [name for name in Times._fields if getattr(found, name) > 0.005 * found.step]
@@ -214,7 +215,7 @@ class Condition(NamedTuple):
     def seconds(self, task: Task, plan: Candidate, profile: Profile) -> float:
         """Of a step of this plan; infinite if it does not fit."""
         layout = plan.layout._replace(micro_batches=self.batch * plan.layout.micro_batches)
-        held = memory(task.model, layout) if self.batch > 1 else plan.held
+        held = task.memory(layout) if self.batch > 1 else plan.held
         if sum(held.values()) > self.room * MOST_FULL * task.machine.memory:
             return math.inf
         machine = task.machine._replace(far=self.far * task.machine.far)

@@ -11,6 +11,7 @@ from step08_5d.planning.command_line import (
     count,
     ends_of,
     machine_of,
+    profiles_of,
     sequences_of,
 )
 from step08_5d.planning.explain import print_plans
@@ -29,12 +30,13 @@ def show(options: Namespace) -> None:
     sequences, model, machine = sequences_of(options), resolve(options.model), machine_of(options)
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
-    if options.gpus % -(-options.gpus // machine.gpus):
+    if 2 * machine.for_gpus(options.gpus).gpus <= machine.gpus < options.gpus:
         raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}")
-    task = Task(options.model, model, options.gpus, options.seq_len, sequences, machine, options.interleaved)
-    if options.profile:
-        task = task._replace(profiles=ends_of(options))
+    cluster = options.gpus, options.seq_len, sequences, machine
+    task = Task(options.model, model, *cluster, options.interleaved, profiles_of(options))
     print_plans(task, *plans(task), options.shown, ends_of(options))
+    if options.gradients == 2:
+        print("  It needs another program than ours, whose sums of gradients have four bytes")
 
 
 COMMAND = Command(add_flags, show)

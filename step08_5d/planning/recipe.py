@@ -15,7 +15,7 @@ from step08_5d.planning.command_line import Command, add_cluster, add_model, end
 from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Task, divisors, named
-from step08_5d.planning.time.profiles import ENDS, Profile
+from step08_5d.planning.time.profiles import ENDS, Profile, widest_gradient
 
 TP = 8
 
@@ -49,9 +49,10 @@ def _best(task: Task, ends: tuple[Profile, ...], layout: Layout) -> Choice | Non
     for size in (each for each in divisors(of_rank, 16) if each & (each - 1) == 0):
         for recompute in ("none", "full"):
             tried = layout._replace(micro_batch=size, micro_batches=of_rank // size, recompute=recompute)
-            held = sum(memory(task.model, tried).values())
-            sent = [each for each in cost.messages(task.model, tried, ends=False) if each.group in ("shard", "replica")]
-            total = sum(each.bytes * each.count for each in sent)
+            gradient = widest_gradient(ends)
+            held = sum(memory(task.model, tried, gradient).values())
+            sent = cost.messages(task.model, tried, ends=False, gradient=gradient)
+            total = sum(each.bytes * each.count for each in sent if each.group in ("shard", "replica"))
             found = Choice(tried, held, Range.of(task.model, tried, task.machine, ends), total)
             if held <= MOST_FULL * task.machine.memory and (result is None or found.seconds < result.seconds):
                 result = found
@@ -84,7 +85,7 @@ def print_batch_ways(task: Task, layout: Layout, ends: tuple[Profile, ...]) -> N
         gpus = each.dp * each.cp * each.tp * each.pp
         tokens = each.dp * each.micro_batches * each.micro_batch * each.seq
         model = replace(task.model, max_positions=max(task.model.max_positions, each.seq))
-        span, held = Range.of(model, each, task.machine, ends), sum(memory(model, each).values())
+        span, held = Range.of(model, each, task.machine, ends), sum(memory(model, each, widest_gradient(ends)).values())
         cells = f"{gpus:,}", f"{tokens / 2**20:g}M", span.seconds, span.speed, f"{held / 1e9:.0f}"
         rows.append((name, *cells))
     header = ("", "GPUs", "tokens a step", "s", "tokens/s per GPU", "GB")

@@ -15,7 +15,7 @@ from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import at_least, memory
 from step08_5d.planning.time.machines import Machine, nodes_for
-from step08_5d.planning.time.profiles import PROFILES, Profile
+from step08_5d.planning.time.profiles import PROFILES, Profile, widest_gradient
 from step08_5d.planning.time.speed import AGAIN, Times, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
@@ -36,6 +36,10 @@ class Task(NamedTuple):
     interleaved: bool = False  # whether pipelines may have several stages on each rank
     profiles: tuple[Profile, ...] = tuple(PROFILES.values())  # whose habits count
 
+    def memory(self, layout: Layout) -> dict[str, float]:
+        """Bytes by kind of the fullest rank."""
+        return memory(self.model, layout, widest_gradient(self.profiles))
+
 
 class Candidate(NamedTuple):
     """A layout that fits, with what it costs."""
@@ -50,9 +54,11 @@ class Candidate(NamedTuple):
         """The worst of them."""
         return max(self.regrets.values())
 
-    def sent(self, model: ModelConfig) -> float:
+    def sent(self, task: Task) -> float:
         """Bytes that a rank sends in a step, in a stage in the middle."""
-        return sum(each.bytes * each.count for each in cost.messages(model, self.layout, ends=False))
+        gradient = widest_gradient(task.profiles)
+        found = cost.messages(task.model, self.layout, ends=False, gradient=gradient)
+        return sum(each.bytes * each.count for each in found)
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -137,14 +143,14 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
         ordered.append(Candidate(layout, held, speeds, regrets))
     ordered.sort(key=lambda plan: (float(f"{1 + plan.regret:.4g}"), AGAIN[plan.layout.recompute]))
     equal = sum(1 + plan.regret <= (1 + EQUAL) * (1 + ordered[0].regret) for plan in ordered)
-    first = sorted(ordered[:equal], key=lambda plan: (plan.sent(task.model), AGAIN[plan.layout.recompute]))
+    first = sorted(ordered[:equal], key=lambda plan: (plan.sent(task), AGAIN[plan.layout.recompute]))
     return first + ordered[equal:], misfits
 
 
 def held_up_to(room: float, task: Task, layout: Layout) -> dict[str, float]:
     """Return the bytes by kind that a layout holds; or, if they alone are more than `room`, those of its states."""
-    states = at_least(task.model, layout)
-    return states if sum(states.values()) > room else memory(task.model, layout)
+    states = at_least(task.model, layout, widest_gradient(task.profiles))
+    return states if sum(states.values()) > room else task.memory(layout)
 
 
 def _why_nothing(task: Task, room: float) -> str:
@@ -157,7 +163,7 @@ def _why_nothing(task: Task, room: float) -> str:
     if nearest is None:
         return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
     needed, layout = nearest
-    held = memory(task.model, layout)
+    held = task.memory(layout)
     states, advice = sum(held[kind] for kind in KINDS), [_first_that_fits(task, room, gpus=2)]
     if states < needed / 2:
         advice.append(_first_that_fits(task, room, seq=2))

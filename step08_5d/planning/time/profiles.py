@@ -23,6 +23,13 @@ class Profile(NamedTuple):
     order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
     own: NanotronTerms | None = None  # more terms, which describe this implementation only
     unknown: str = ""  # what its evidence does not say
+    gradient: int | None = None  # bytes of an element in sums of gradients; None: as in step 8, those of float32
+
+
+def widest_gradient(profiles: tuple[Profile, ...]) -> int | None:
+    """Return the bytes with which sums of gradients fit by each of these profiles; None: those of step 8."""
+    widths = [each.gradient for each in profiles]
+    return None if None in widths else max(widths)
 
 
 PROFILES = {

@@ -145,7 +145,7 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Pro
     head = 3 * flops.head * of_rank / rate
     head += profile.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
     dp, exposed = [], dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
-    for message in _messages(model, layout):
+    for message in _messages(model, layout, profile.gradient):
         dimension = DIMENSION_OF[message.group]
         if dimension == "dp":
             dp.append((message, seconds_of(message, layout, machine, profile)))
@@ -165,8 +165,8 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Pro
 
 
 @lru_cache(maxsize=1)  # which all profiles ask for
-def _messages(model: ModelConfig, layout: Layout) -> list[Message]:
-    return cost.messages(model, layout, ends=False)
+def _messages(model: ModelConfig, layout: Layout, gradient: int | None) -> list[Message]:
+    return cost.messages(model, layout, ends=False, gradient=gradient)
 
 
 class Pace(NamedTuple):

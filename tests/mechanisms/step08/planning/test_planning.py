@@ -331,7 +331,7 @@ def test_plans_are_sorted_and_fit(capsys):
     worst = [1 + plan.regret for plan in found]
     assert worst[5] == 1 + max(found[5].regrets.values())
     assert all(each <= 1.0101 * later for each, later in zip(worst, worst[1:]))
-    equal = [plan.sent(mine.model) for plan, each in zip(found, worst) if each <= 1.01 * min(worst)]
+    equal = [plan.sent(mine) for plan, each in zip(found, worst) if each <= 1.01 * min(worst)]
     assert equal == sorted(equal), "of equally good ones, first what sends least"
     (only,) = {plans(mine._replace(profiles=(each,)))[0][0].regret < 0.01 for each in PROFILES.values()}
     assert only, "for one profile that is the fastest"
