@@ -20,7 +20,7 @@ from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.memory.backwards import in_flight
 from step08_5d.planning.memory.kept import kept
-from step08_5d.planning.memory.peak import memory, of_stage, parameters, peak, states
+from step08_5d.planning.memory.peak import at_least, memory, of_stage, parameters, peak, states
 from step08_5d.planning.search import Task, command, flags, layouts, plans
 from step08_5d.planning.stages import layers_of_ranks, ranges_of_rank, stage_sizes
 from step08_5d.planning.time.machines import MACHINES, Machine
@@ -227,8 +227,9 @@ def accepted(mine: Task) -> set[Layout]:
         dp, rest = divmod(mine.gpus, tp * pp * cp)
         sizes = [] if rest or mine.sequences % dp else range(1, mine.sequences // dp + 1)
         of_rank = range(1, model.layers + 1) if mine.interleaved and pp > 1 else [1]
-        for size, zero, stages in itertools.product(sizes, range(4), of_rank):
+        for size, zero, stages, copies in itertools.product(sizes, range(4), of_rank, (1, 2, 4, 8)):
             ways = {"zero": zero, "stages": stages, "micro_batch": size, "micro_batches": len(sizes) // size}
+            ways["zero_replicas"] = copies
             layout = Layout(mine.seq, dp, tp=tp, pp=pp, cp=cp, ep=ep, dtype="bfloat16", **ways)
             with contextlib.suppress(UsageError):
                 if len(sizes) % size == 0 and flags(mine, layout):
@@ -241,7 +242,10 @@ def is_tried(layout: Layout) -> bool:
     powers = all(size.bit_count() == 1 for size in (layout.micro_batch, layout.stages))
     fine = layout.cp > 1 and layout.seq // layout.cp < 256  # parts of a sequence too short for the kernels
     pointless = layout.zero > 0 and layout.dp * layout.cp == 1 or layout.zero == 2 and layout.pp > 1
-    return powers and layout.micro_batch <= 64 and not fine and not pointless
+    of_node = min(8, layout.dp * layout.cp * layout.tp * layout.pp) // (layout.tp * layout.pp)  # of a rank's copies
+    within = layout.zero_replicas in (1, layout.copies // math.gcd(layout.copies, max(1, of_node)))
+    alone = layout.zero_replicas == layout.copies > 1  # nothing would be sharded
+    return powers and layout.micro_batch <= 64 and within and not (fine or pointless or alone)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +267,58 @@ def test_the_search_tries_every_layout_that_step_8_accepts(case):
         ours = [each._replace(recompute="none") for each in found if each.recompute == recompute]
         assert len(set(ours)) == len(ours) == len(found) / 3
         assert set(ours) == expected, sorted(set(ours) ^ expected)[:5]
+
+
+@pytest.mark.parametrize(
+    "case", [("llama3-8b", 16, 2048, 64), ("mixtral-8x7b", 32, 2048, 32), ("llama3-1b", 8, 8192, 32, True)]
+)
+def test_nothing_that_fits_is_left_out(case):
+    """The search drops layouts whose states alone do not fit, without their activations: it finds what all would."""
+    mine = task(*case)._replace(machine=H100._replace(memory=40e9), profiles=(TUNED,))
+    found, misfits = plans(mine)
+    every = {each: memory(mine.model, each) for each in layouts(mine)}
+    fitting = {each: held for each, held in every.items() if sum(held.values()) <= 0.9 * 40e9}
+    assert {plan.layout: plan.held for plan in found} == fitting and sum(misfits.values()) == len(every) - len(fitting)
+    steps = {each: times(mine.model, each, mine.machine, TUNED).step for each in fitting}
+    assert [plan.times["tuned"].step for plan in found] == [steps[plan.layout] for plan in found]
+    assert found[0].times["tuned"].step <= 1.01 * min(steps.values())
+    for layout, held in every.items():
+        least = at_least(mine.model, layout)
+        assert sum(least.values()) <= (1 + 1e-12) * sum(held.values()), layout
+
+
+def test_gradients_of_two_bytes():
+    """Others' habit: NeMo's 70B on 64 GPUs would be dropped with our sums of four bytes, and fits with those."""
+    model, layout = PRESETS["llama3-70b"], Layout(8192, dp=2, tp=4, pp=4, cp=2, zero=1, dtype="bfloat16")
+    layout = layout._replace(micro_batches=64, stages=5)
+    ours, theirs = memory(model, layout), memory(model, layout, gradient=2)
+    assert sum(theirs.values()) < 0.9 * H100.memory < sum(ours.values())
+    assert theirs["gradients"] == ours["gradients"] / 2 and theirs["parameters"] == ours["parameters"]
+    least = at_least(model, layout, gradient=2)
+    assert least["gradients"] == pytest.approx(theirs["gradients"]) and sum(least.values()) < sum(theirs.values())
+
+
+def test_hybrid_sharding_stays_within_a_node():
+    mine = task("llama3-8b", 64)
+    hybrid = [each for each in layouts(mine) if each.zero_replicas > 1]
+    assert hybrid and all(each.sharing()[0] * each.tp * each.pp == 8 for each in hybrid)
+    words = flags(mine, next(each for each in hybrid if each.pp == 1 and each.zero == 3))
+    assert words[words.index("--zero-replicas") + 1] == "8" or "--tp" in words
+    few, whole = (Layout(4096, dp=64, zero=3, dtype="bfloat16", zero_replicas=copies) for copies in (8, 1))
+    assert spans(few, "shard", H100, "tp,cp,pp,dp") == (1, 8) and spans(few, "replica", H100, "tp,cp,pp,dp") == (8, 1)
+    assert spans(whole, "shard", H100, "tp,cp,pp,dp") == (8, 8)
+    slow = H100._replace(far=1e9)
+    assert times(mine.model, few, slow, TUNED).dp < times(mine.model, whole, slow, TUNED).dp
+
+
+def test_machines_of_72():
+    """512 GPUs are 64 of each of eight domains; H800 has less NVLink, and is else an H100."""
+    assert MACHINES["GB200"].for_gpus(512).gpus == 64 and MACHINES["GB200"].for_gpus(72).gpus == 72
+    assert MACHINES["GB200"].for_gpus(2048).gpus == 64 and H100.for_gpus(12).gpus == 6
+    layout = Layout(4096, dp=8, tp=64, dtype="bfloat16")
+    assert spans(layout, "tp", MACHINES["GB200"], "tp,cp,pp,dp") == (1, 64)
+    assert spans(layout, "replica", MACHINES["GB200"], "tp,cp,pp,dp") == (8, 1)
+    assert MACHINES["H800"]._replace(name="H100", near=H100.near) == H100 and MACHINES["H800"].near == 200e9
 
 
 def test_plans_are_sorted_and_fit(capsys):
@@ -291,6 +347,9 @@ def test_plans_are_sorted_and_fit(capsys):
     wrong |= {"llama3-8b --gpus 4 --seq-len 1M": "--seq-len 1048576 exceeds the 131072 positions of llama3-8b"}
     wrong |= {"llama3-8b --gpus 37": "as many on every node of 8", "llama3-8b --gpus 0": "must be at least 1"}
     wrong |= {"llama9 --gpus 8": "llama9 is no preset", "llama3-8b --gpus 64 --between nan": "nan must be above 0"}
+    wrong |= {"llama3-8b --gpus 8 --tokens-per-batch 4194304000000000": "4194304000000000 must be at most 1073741824"}
+    wrong |= {"llama3-8b --gpus 99999999": "must be at most 1048576", "llama3-8b --gpus 8 --seq-len 9e15": "at most"}
+    wrong |= {"llama3-8b --gpus 8 --seq-len 512 --tokens-per-batch 1024M": "are more than 1048576 sequences"}
     wrong |= {"llama3-8b --gpus 296 --tokens-per-batch 8k": "no degrees divide 2 sequences"}
     for words, told in wrong.items():
         assert main(["plan", "--model", *words.split()]) == 2
