@@ -17,7 +17,7 @@ from common.costs.vocabulary import KINDS, WIDTHS
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.memory import ends
-from step08_5d.planning.memory.backwards import Backward, backwards, fullest_ranks
+from step08_5d.planning.memory.backwards import Backward, backwards, fullest_ranks, until_it_repeats
 from step08_5d.planning.memory.kept import kept_by_stages
 from step08_5d.planning.memory.ledger import LedgerEntry
 from step08_5d.planning.memory.rank_parameters import parameters_of_rank
@@ -34,12 +34,17 @@ class Fullest(NamedTuple):
 
 
 def memory(model: ModelConfig, layout: Layout, gradient: int | None = None) -> dict[str, float]:
-    """Return the bytes by kind of the rank of a pipeline that holds most.
+    """Return the bytes by kind of the rank of a pipeline that holds most. Nobody may change what is returned.
 
     Args:
         gradient: bytes of an element in sums of gradients; None: as in our training, at least those of float32. Others
             add up in bfloat16.
     """
+    return _memory(model, layout._replace(micro_batches=until_it_repeats(layout)), gradient)
+
+
+@lru_cache(maxsize=2**16)  # a search asks again with larger batches
+def _memory(model: ModelConfig, layout: Layout, gradient: int | None) -> dict[str, float]:
     ranks = fullest_ranks(model, layout)
     return max((peak(model, layout, rank, gradient).held for rank in ranks), key=lambda kinds: sum(kinds.values()))
 
