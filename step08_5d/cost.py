@@ -2,16 +2,19 @@
 
 b sequences of s tokens are a micro-batch, of which a rank takes m in a step. A rank of pp stages has layers / pp layers
 and works on b s / cp tokens; h is their width. Numbers are means over the ranks of a pipeline, or with `ends=False`
-those of a stage in the middle, which has neither embedding nor head. All experts are taken to be equally busy.
+those of a stage in the middle, which has neither embedding nor head. (A pipeline of one stage has both, whatever is
+asked.) All experts are taken to be equally busy.
 """
 
+import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from common.config import TrainConfig
 from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
-from common.counts import count_flops, count_parameters
+from common.counts import count_flops
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations, total_bytes
 from step05_pipeline.schedules.catalogue import CHUNKS
@@ -38,12 +41,14 @@ class Layout(NamedTuple):
     recompute: str = "none"
     schedule: str = "1f1b"  # of one stage on each rank; several are interleaved
     nanotron: bool = False  # whether stages are those of nanotron, which published runs trained with; else as in step 5
+    zero_replicas: int = 1  # copies of the weights, each of which ZeRO divides over its own ranks (hybrid sharding)
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Layout":
         """Return the layout of a checked configuration."""
         same = {name: getattr(config, name) for name in ("dp", "pp", "cp", "tp", "ep", "zero", "micro_batch", "dtype")}
         same |= {name: getattr(config, name) for name in ("cp_mode", "cp_split", "recompute", "schedule")}
+        same["zero_replicas"] = config.zero_replicas
         same["stages"] = config.virtual_stages or (CHUNKS if config.schedule == "interleaved" else 1)
         return cls(config.seq_len, micro_batches=config.accumulation_steps, **same)
 
@@ -57,6 +62,14 @@ class Layout(NamedTuple):
         """Ranks that hold the same experts."""
         return self.dp * self.cp * self.tp // self.ep
 
+    def sharing(self, experts: bool = False) -> tuple[int, int]:
+        """Return over how many ranks ZeRO divides a copy of the weights (or of experts), and the number of copies."""
+        holders = self.edp if experts else self.copies
+        if not self.zero or self.zero_replicas == self.copies:
+            return 1, holders
+        copies = math.gcd(holders, self.zero_replicas)
+        return holders // copies, copies
+
     @property
     def tokens(self) -> float:
         """Of a rank in a micro-batch, before sequence parallelism divides them by tp as well."""
@@ -64,29 +77,47 @@ class Layout(NamedTuple):
 
 
 def parameters(model: ModelConfig, layout: Layout, ends: bool = True) -> tuple[float, float]:
-    """Return the parameters of a rank before ZeRO: all but experts, and experts, which only ep divides.
+    """Return the parameters of a rank before ZeRO: all but experts, and experts, which only ep divides."""
+    rest, of_experts = of_layers(model, layout)
+    if ends or layout.pp == 1:
+        tables = 1 if model.tie_embeddings and layout.pp == 1 else 2
+        rest += (tables * table(model, layout) + model.hidden) / layout.pp
+    return rest, of_experts
 
-    Norms, routers and shared experts are whole on every tensor rank.
+
+def of_layers(model: ModelConfig, layout: Layout) -> tuple[float, float]:
+    """Return those of a rank's layers alone.
+
+    Norms, routers and shared experts are whole on every tensor rank, and each has at least one whole K/V head.
     """
-    count, expert = count_parameters(model), 3 * model.hidden * model.expert_ffn
-    of_experts = expert * model.experts * len(model.expert_layers)
-    whole = count.norms + len(model.expert_layers) * (model.hidden * model.experts + expert * model.shared_experts)
-    divided = count.total - of_experts - whole
-    if not ends:
-        whole, divided = whole - model.hidden, divided - count.embedding - count.head
-    return (divided / layout.tp + whole) / layout.pp, of_experts / layout.ep / layout.pp
+    h, tp, with_experts, expert = model.hidden, layout.tp, len(model.expert_layers), 3 * model.hidden * model.expert_ffn
+    attention = 2 * h * model.head_width * (model.heads + max(model.kv_heads, tp)) / tp  # q and output; k and v
+    rest = model.layers * (attention + 2 * h) + (model.layers - with_experts) * 3 * h * model.ffn / tp
+    rest += with_experts * (h * model.experts + model.shared_experts * expert)
+    return rest / layout.pp, with_experts * model.experts * expert / layout.ep / layout.pp
+
+
+def table(model: ModelConfig, layout: Layout) -> int:
+    """Return the parameters of a tensor rank's part of the embedding or the head, whose vocabulary is padded."""
+    return -(-model.vocab // layout.tp) * model.hidden
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-def messages(model: ModelConfig, layout: Layout, ends: bool = True) -> list[Message]:
-    """Return all that a rank sends in a step, but for the norm of the gradient and the loss of the record."""
-    rest, of_experts = parameters(model, layout, ends)
-    gathered_again = rest - ((model.vocab if model.tie_embeddings else 2 * model.vocab) + 1) * model.hidden
-    result = of_weights("", rest, gathered_again, layout.copies, layout)
-    result += of_weights("expert_", of_experts, of_experts, layout.edp, layout)
-    width, times = WIDTHS[layout.dtype][0], layout.micro_batches * model.layers / layout.pp
+def messages(model: ModelConfig, layout: Layout, ends: bool = True, gradient: int | None = None) -> list[Message]:
+    """Return all that a rank sends in a step, but for the norm of the gradient and the loss of the record.
+
+    Args:
+        gradient: bytes of an element in sums of gradients; None: as in our training, at least those of float32.
+    """
+    ends, (width, wide, _) = ends or layout.pp == 1, WIDTHS[layout.dtype]
+    gradient, tied = gradient or wide, table(model, layout) if model.tie_embeddings and ends else 0
+    result = of_weights(model, layout, ends, gradient)
+    if tied and layout.pp > 1:  # its holders are the first and the last stage
+        size = gradient * tied / layout.sharing()[0]
+        result.append(Message("embed", "all_reduce", sent("all_reduce", size, 2), 2 / layout.pp))
+    times = layout.micro_batches * model.layers / layout.pp
     stream = layout.tokens * model.hidden * width
     if layout.pp > 1:  # the residual stream to the next stage, and its gradient back
         borders = (layout.pp * layout.stages - 1) / layout.pp if ends else layout.stages
@@ -95,39 +126,41 @@ def messages(model: ModelConfig, layout: Layout, ends: bool = True) -> list[Mess
             result.append(Message(group, "send", stream / layout.tp, hops, "other micro-batches"))
     if layout.cp > 1:  # keys and values, of a rank's own heads
         way, tokens = (layout.cp_mode, layout.cp_split, layout.cp), layout.micro_batch * layout.seq
-        result += context.messages(*way, model, tokens, width, WIDTHS[layout.dtype][1], times, layout.tp)
-    result += of_tensors(model, layout, stream, ends)
+        result += context.messages(*way, model, tokens, width, wide, times, layout.tp)
+    result += of_tensors(model, layout, stream, ends, gradient)
     of_layers = layout.micro_batches * len(model.expert_layers) / layout.pp
     return result + experts.messages(model, layout.tokens / layout.tp, layout.ep, width, of_layers)
 
 
-def of_weights(name: str, size: float, again: float, ranks: int, layout: Layout) -> list[Message]:
-    """Return the sums of gradients, in at least float32, and the gathers of weights that ZeRO shards; in one bucket.
+def of_weights(model: ModelConfig, layout: Layout, ends: bool, gradient: int) -> list[Message]:
+    """Return the sums of gradients and the gathers of weights that ZeRO shards; in one bucket.
 
-    Stages 2 and 3 sum after every micro-batch. Stage 3 gathers before every forward and backward, all but what stays
-    after the forward (embedding, last norm and head); or with pp once a step.
-
-    Args:
-        name: of the groups, "" or "expert_". size, again: parameters, and those that are gathered again. ranks: that
-            share them.
+    Stages 2 and 3 sum after every micro-batch. Stage 3 gathers before every forward and backward; or with pp once a
+    step. Before a backward that is all but what stays after the forward (last norm and head) and what is not read (the
+    embedding); if these are one matrix, its forward gathers that twice. Copies are summed when all else has been.
     """
-    if ranks == 1 or not size:
-        return []
-    narrow, wide, _ = WIDTHS[layout.dtype]
-    behind = "the backward of other stages" if layout.pp > 1 else "the backward"
-    if not layout.zero:
-        return [Message(f"{name}replica", "all_reduce", sent("all_reduce", size * wide, ranks), 1, behind)]
-    each, once = layout.micro_batches, layout.pp > 1 or layout.zero < 3
-    shard, part = f"{name}shard", (ranks - 1) / ranks
-    result = [Message(shard, "reduce_scatter", size * wide * part, each if layout.zero >= 2 else 1, behind)]
-    result.append(Message(shard, "all_gather", size * narrow * part, 1 if once else each, "the forward"))
-    if not once:
-        result.append(Message(shard, "all_gather", again * narrow * part, each, "the backward"))
+    narrow, each, pp = WIDTHS[layout.dtype][0], layout.micro_batches, layout.pp
+    once, behind = pp > 1 or layout.zero < 3, "the backward of other stages" if pp > 1 else "the backward"
+    tied, result = table(model, layout) if model.tie_embeddings and not once else 0, []
+    of_rank = zip(parameters(model, layout, ends), of_layers(model, layout))
+    for (size, again), (name, twice) in zip(of_rank, (("", tied), ("expert_", 0))):
+        ranks, copies = layout.sharing(bool(name))
+        if ranks > 1 and size:
+            shard, part = f"{name}shard", (ranks - 1) / ranks
+            scatters, gathers = each if layout.zero >= 2 else 1, 1 if once else each
+            result.append(Message(shard, "reduce_scatter", size * gradient * part, scatters, behind))
+            result.append(Message(shard, "all_gather", (size + twice) * narrow * part, gathers, "the forward"))
+            if not once:
+                result.append(Message(shard, "all_gather", again * narrow * part, each, "the backward"))
+        if copies > 1 and size:
+            whole = sent("all_reduce", size * gradient / ranks, copies)
+            result.append(Message(f"{name}replica", "all_reduce", whole, 1, behind))
     return result
 
 
-def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool) -> list[Message]:
+def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool, gradient: int) -> list[Message]:
     """Return what tensor ranks exchange: the sequence around each sublayer, losses, gradients of what all of them hold.
+    And of what some do, if they are more than K/V heads.
 
     A sublayer (attention, and an MLP that no experts replace) gathers its input in the forward, and twice in the
     backward; it reduce-scatters its output, and the gradient of its input. Embedding and head have one of each.
@@ -145,8 +178,12 @@ def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool) ->
         result.append(Message("tp", "all_reduce", sent("all_reduce", 4 * numbers * layout.tokens, tp), each * end))
     beside_experts = model.hidden * (model.experts + 3 * model.shared_experts * model.expert_ffn)
     whole = (2 * model.layers * model.hidden + len(model.expert_layers) * beside_experts) / pp + model.hidden * end
-    whole /= layout.copies if layout.zero else 1  # with ZeRO only this rank's shard of them
-    return [*result, Message("tp", "all_reduce", sent("all_reduce", WIDTHS[layout.dtype][1] * whole, tp), 1)]
+    shard = gradient / layout.sharing()[0]  # with ZeRO only this rank's shard of them
+    result.append(Message("tp", "all_reduce", sent("all_reduce", shard * whole, tp), 1))
+    if (same := tp // model.kv_heads) > 1:  # a head of keys and of values
+        heads = 2 * model.layers * model.hidden * model.head_width / pp
+        result.append(Message("kv_replica", "all_reduce", sent("all_reduce", shard * heads, same), 1))
+    return result
 
 
 # ---- bytes held, operations, bubble ----------------------------------------------------------------------------------
@@ -155,9 +192,9 @@ def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool) ->
 def held(model: ModelConfig, layout: Layout) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer state that a rank holds; ZeRO divides them."""
     rest, of_experts = parameters(model, layout)
-    result = {}
+    result, ranks = {}, (layout.sharing()[0], layout.sharing(experts=True)[0])
     for kind, width, first in zip(KINDS, WIDTHS[layout.dtype], (3, 2, 1)):  # first: the stage of ZeRO that divides it
-        shards = (layout.copies, layout.edp) if layout.zero >= first else (1, 1)
+        shards = ranks if layout.zero >= first else (1, 1)
         result[kind] = width * (rest / shards[0] + of_experts / shards[1])
     return result
 
@@ -165,6 +202,7 @@ def held(model: ModelConfig, layout: Layout) -> dict[str, float]:
 def activations(model: ModelConfig, layout: Layout) -> float:
     """Return the bytes that dense layers of the first stage keep in 1F1B: pp micro-batches in flight, or all m."""
     size = layout.micro_batch, layout.seq, getattr(torch, layout.dtype)
+    model = replace(model, kv_heads=max(model.kv_heads, layout.tp))  # a tensor rank has at least a whole one
     layer = total_bytes(layer_activations(model, *size, "fused", layout.recompute))
     in_flight = min(layout.pp, layout.micro_batches)
     return in_flight * model.layers / layout.pp * layer / (layout.tp * layout.cp)
@@ -174,7 +212,9 @@ def operations(model: ModelConfig, layout: Layout) -> dict[str, float]:
     """Return a rank's FLOPs in a step, forward and backward, without the half of the scores that is masked."""
     flops = count_flops(model, layout.seq)
     sequences = layout.micro_batch * layout.micro_batches / (layout.cp * layout.tp * layout.pp)
-    products = 3 * (flops.linear + flops.head)
+    copies = max(0, layout.tp - model.kv_heads)  # of K/V heads that other ranks compute as well
+    again = model.layers * 4 * layout.seq * model.hidden * model.head_width * copies
+    products = 3 * (flops.linear + again + flops.head)
     return {"products": products * sequences, "attention": 1.5 * flops.attention_core * sequences}
 
 

@@ -10,7 +10,8 @@ from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, flags, named, plans
 from step08_5d.planning.time.machines import MACHINES
-from step08_5d.planning.time.speed import mfu, times
+from step08_5d.planning.time.profiles import PROFILES
+from step08_5d.planning.time.speed import times
 
 CASES = (  # model, GPUs, kind, sequences of a batch, tokens in each
     ("llama3-8b", 64, "A100", 128, 8192),
@@ -19,12 +20,19 @@ CASES = (  # model, GPUs, kind, sequences of a batch, tokens in each
     ("llama3-70b", 64, "H200", 128, 4096),
 )
 DEGREES = ("dp", "tp", "pp", "cp")
+PROFILE = PROFILES["megatron"]
 
 
 def task_of(student: int) -> Task:
     name, gpus, kind, sequences, seq = CASES[student % len(CASES)]
     model = resolve(name)
-    return Task(name, replace(model, max_positions=max(model.max_positions, seq)), gpus, seq, sequences, MACHINES[kind])
+    model = replace(model, max_positions=max(model.max_positions, seq))
+    return Task(name, model, gpus, seq, sequences, MACHINES[kind], profiles=(PROFILE,))
+
+
+def speed(task: Task, step: float) -> float:
+    """Tokens per second of a step of so many seconds."""
+    return task.sequences * task.seq / step
 
 
 @functools.cache
@@ -67,21 +75,21 @@ def judge(answers: dict[str, str], student: int) -> Judged:
             f"{named(layout)} needs {needed / 1e9:.0f} GB per GPU, and {room / 1e9:.0f} may be filled; most of it is "
             f"{largest} ({held[largest] / 1e9:.0f} GB)"
         )
-    found = times(task.model, layout, task.machine)
-    plan = Candidate(layout, held, found, mfu(task.model, layout, found.step, task.machine))
+    found = times(task.model, layout, task.machine, PROFILE)
     parts = sorted(found._asdict().items(), key=lambda item: -item[1])
     where = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts if seconds > 0.01 * found.step)
     lines = (f"a step takes {found.step:.2f} s: {where}", f"memory: {needed / 1e9:.0f} of {room / 1e9:.0f} GB")
-    speeds = (plan.tokens_per_second * task.gpus, best_of(student % len(CASES)).tokens_per_second * task.gpus)
+    best = best_of(student % len(CASES)).times[PROFILE.name]
+    speeds = speed(task, found.step), speed(task, best.step)
     return Judged(named(layout), *speeds, lines)
 
 
 def reveal(student: int) -> str:
     task, plan = task_of(student), best_of(student % len(CASES))
     return (
-        f"{named(plan.layout)}: {plan.tokens_per_second * task.gpus:,.0f} tokens/s (predicted).\n\n"
+        f"{named(plan.layout)}: {speed(task, plan.times[PROFILE.name].step):,.0f} tokens/s (predicted).\n\n"
         f"    python -m step08_5d.planning plan --model {task.name} --gpus {task.gpus} --gpu {task.machine.name} "
-        f"--seq-len {task.seq} --tokens-per-batch {task.seq * task.sequences}\n\n"
+        f"--seq-len {task.seq} --tokens-per-batch {task.seq * task.sequences} --profile {PROFILE.name}\n\n"
         "prints it with its neighbours, and says why it wins."
     )
 

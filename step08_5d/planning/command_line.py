@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.errors import UsageError
-from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.machines import MACHINES, Machine
+from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
 
 
 class Command(NamedTuple):
@@ -20,6 +21,15 @@ class Command(NamedTuple):
 
 # ---- types of flags --------------------------------------------------------------------------------------------------
 
+MOST_TOKENS = 2**30  # of a batch or a sequence: fifty times those of the largest published runs
+MOST = 2**20  # GPUs, sequences and the like: more are a slip, and could take all memory
+
+
+def _at_most(number: int, most: int) -> int:
+    if number > most:
+        raise argparse.ArgumentTypeError(f"{number} must be at most {most}")
+    return number
+
 
 def tokens(text: str) -> int:
     """A number of tokens, such as 4096, 512k or 4M (of 1,024 each). Raises ValueError for anything else."""
@@ -27,14 +37,14 @@ def tokens(text: str) -> int:
     number = float(text.rstrip("kKmM")) * unit
     if number < 1 or number % 1:  # also of infinity
         raise ValueError(text)
-    return int(number)
+    return _at_most(int(number), MOST_TOKENS)
 
 
 def count(text: str) -> int:
     """A number of GPUs, ranks or the like, for argparse."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} must be at least 1")
-    return number
+    return _at_most(number, MOST)
 
 
 def speed(text: str) -> float:
@@ -54,6 +64,47 @@ def add_model(parser: ArgumentParser) -> None:
 
 def add_gpu(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=MACHINES, default="H100")
+    one_way = "GB/s that a GPU sends, in one direction (sheets print both together for NVLink), to"
+    parser.add_argument("--within", type=speed, help=f"{one_way} others of its node (default: data sheet)")
+    parser.add_argument("--between", type=speed, help=f"{one_way} other nodes: its card (default: data sheet)")
+    names = ", ".join((*PROFILES, TUNED.name))
+    words = f"whose habits (default: a range of them): {names}, or your own three shares, such as 0.8,0.12,0.6"
+    parser.add_argument("--profile", type=profile, help=words)
+    words = "bytes of a gradient in sums: some systems have 2 (default: 4, as in step 8)"
+    parser.add_argument("--gradients", type=int, choices=(2, 4), help=words)
+
+
+def machine_of(options: Namespace) -> Machine:
+    """The GPUs and the networks between them."""
+    given = {"near": options.within, "far": options.between}
+    return MACHINES[options.gpu]._replace(**{name: 1e9 * value for name, value in given.items() if value})
+
+
+def profile(text: str) -> Profile:
+    """A profile by its name, or yours by the shares of products, of attention and of hiding, for argparse."""
+    if text in (known := PROFILES | {TUNED.name: TUNED}):
+        return known[text]
+    try:
+        shares = [float(each) for each in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(0 < each <= 1 for each in shares):
+        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(known)}, nor three shares above 0 and up to 1")
+    return Profile("yours", *shares)
+
+
+def ends_of(options: Namespace) -> tuple[Profile, ...]:
+    """The slow and the fast end of a range of times, or the one profile that is asked for."""
+    return _with_gradients(options, (options.profile,) if options.profile else ENDS)
+
+
+def profiles_of(options: Namespace) -> tuple[Profile, ...]:
+    """All profiles whose habits count, or the one that is asked for."""
+    return _with_gradients(options, (options.profile,) if options.profile else tuple(PROFILES.values()))
+
+
+def _with_gradients(options: Namespace, profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
+    return tuple(each._replace(gradient=options.gradients) for each in profiles)
 
 
 def add_cluster(parser: ArgumentParser) -> None:
@@ -79,4 +130,6 @@ def sequences_of(options: Namespace) -> int:
     """The sequences of a batch of so many tokens. Raises UsageError if they are no whole number."""
     if options.tokens_per_batch % options.seq_len:
         raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
-    return options.tokens_per_batch // options.seq_len
+    if (sequences := options.tokens_per_batch // options.seq_len) > MOST:
+        raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} are more than {MOST} sequences")
+    return sequences

@@ -13,13 +13,12 @@ from common.drawing.tables import print_table
 from common.process_groups import DIMENSION_OF
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model
-from step08_5d.planning.explain import most_of_the_rest
+from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of
+from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import DEFAULTS, configuration
-from step08_5d.planning.search import named
-from step08_5d.planning.time.machines import MACHINES
-from step08_5d.planning.time.speed import mfu, times
+from step08_5d.planning.search import MOST_FULL, named
+from step08_5d.planning.time.profiles import widest_gradient
 
 SENT = ("tp", "cp", "ep", "pp", "dp")
 
@@ -33,22 +32,35 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def show(options: Namespace) -> None:
     """The table for the options of the command line."""
-    machine, rows = MACHINES[options.gpu], []
+    machine, ends, rows = machine_of(options), ends_of(options), []
     for text in options.layouts:
         words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
         config = configuration([*words, "--global-batch", str(options.global_batch), *shlex.split(text)])
         model, layout = config.model_config, Layout.of(config)
-        found, sent = times(model, layout, machine), Counter()
-        for each in cost.messages(model, layout, ends=False):
+        found, sent = Range.of(model, layout, machine, ends), Counter()
+        gradient = widest_gradient(ends)
+        for each in cost.messages(model, layout, ends=False, gradient=gradient):
             sent[DIMENSION_OF[each.group]] += each.bytes * each.count
         gpus = layout.copies * layout.tp * layout.pp
-        held = sum(memory(model, layout).values())
-        cells = f"{mfu(model, layout, found.step, machine):.1%}", f"{found.step:.2f}", f"{held / 1e9:.0f}"
+        held = sum(memory(model, layout, gradient).values())
+        fits = (
+            "" if held <= MOST_FULL * machine.memory else f": does not fit into {MOST_FULL * machine.memory / 1e9:.0f}"
+        )
+        cells = found.mfu, found.seconds, f"{held / 1e9:.0f}{fits}"
         sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
-        rows.append((gpus, named(layout), *cells, *sizes, most_of_the_rest(found)))
-    title = f"predicted: {options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
-    header = ("GPUs", "layout", "MFU", "s", "GB held", *(f"sent: {SENT[0]}", *SENT[1:]), "most of the rest of the step")
-    print_table(title, header, rows)
+        rows.append((gpus, named(layout), *cells, *sizes, *found.binds))
+    words = " ... ".join(each.name for each in ends)
+    title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
+    header = (
+        "GPUs",
+        "layout",
+        "MFU",
+        "s",
+        "GB held",
+        *(f"sent: {SENT[0]}", *SENT[1:]),
+        *(f"{each.name} waits for" for each in ends),
+    )
+    print_table(f"predicted, {words}: {title}", header, rows)
     print("  sent: GB of a rank in a step, in a stage in the middle")
 
 

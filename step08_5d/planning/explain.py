@@ -1,4 +1,8 @@
-"""Why a layout won: the playbook's three steps (fit, batch, throughput), and what the next-best choices cost."""
+"""Which layout to run, what it would cost to be wrong about the cluster, and why it is this one.
+
+Its reasons are the playbook's three steps (fit, batch, throughput), what the next-best choices cost, and what would
+change the choice.
+"""
 
 import math
 from collections import Counter
@@ -6,63 +10,138 @@ from itertools import groupby
 from typing import NamedTuple
 
 from common.drawing.tables import print_table
+from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.peak import memory
-from step08_5d.planning.published.runs import PAUSE
 from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named
 from step08_5d.planning.stages import layers_of_ranks
-from step08_5d.planning.time.machines import OURS, Habits
-from step08_5d.planning.time.speed import Times
-from step08_5d.planning.time.speed import times as times_of
+from step08_5d.planning.time.machines import Machine
+from step08_5d.planning.time.nanotron import PAUSE, lateness
+from step08_5d.planning.time.profiles import Profile
+from step08_5d.planning.time.speed import Times, mfu, times
 
-NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "summing gradients, gathering weights"}
-NAMES |= {"cp": "keys and values of other ranks", "ep": "tokens to their experts", "bubble": "the pipeline's bubble"}
-NAMES |= {"launch": "launching small kernels", "update": "the update", "compute": "computing"}
-CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "micro_batch", "recompute")
+NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "gradients and weights"}
+NAMES |= {"cp": "keys and values", "ep": "tokens to experts", "bubble": "the bubble"}
+NAMES |= {"launch": "a layer's least time", "update": "the update", "compute": "computing"}
+CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "zero_replicas", "micro_batch", "recompute")
 WORKING = ": what a layer at work and the loss need for a moment"
 MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
-LABELS = {"stages": "virtual-stages", "micro_batch": "micro-batch"}
+LABELS = {"stages": "virtual-stages", "zero_replicas": "zero-replicas", "micro_batch": "micro-batch"}
+
+# ---- ranges ----------------------------------------------------------------------------------------------------------
 
 
-def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int) -> None:
-    """The fastest layouts, why the first of them won, and the command that runs it."""
+class Range(NamedTuple):
+    """The times of a layout by each profile of a range, from the slow end to the fast one."""
+
+    model: ModelConfig
+    layout: Layout
+    machine: Machine
+    times: list[Times]
+
+    @classmethod
+    def of(cls, model: ModelConfig, layout: Layout, machine: Machine, ends: tuple[Profile, ...]) -> "Range":
+        return cls(model, layout, machine, [times(model, layout, machine, each) for each in ends])
+
+    @property
+    def seconds(self) -> str:
+        return joined(f"{each.step:.2f}" for each in self.times)
+
+    @property
+    def mfu(self) -> str:
+        return joined(f"{mfu(self.model, self.layout, each.step, self.machine):.0%}" for each in self.times)
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second and GPU."""
+        layout = self.layout
+        tokens = layout.micro_batches * layout.tokens / layout.tp / layout.pp
+        return joined(f"{tokens / each.step:,.0f}" for each in self.times)
+
+    @property
+    def binds(self) -> list[str]:
+        """What takes the most time besides the computation, at each end."""
+        return [most_of_the_rest(each) for each in self.times]
+
+
+def joined(words) -> str:
+    """`a ... b`, or `a` if both are the same."""
+    return " ... ".join(dict.fromkeys(words))
+
+
+def most_of_the_rest(found: Times) -> str:
+    """What a step needs most besides the computation, and its share of the step."""
+    share = getattr(found, found.binds) / found.step
+    return f"{NAMES[found.binds]} ({share:.0%})" if share >= 0.005 else "nothing else"
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int, ends: tuple[Profile, ...]) -> None:
+    """Which layout to run, what it costs to be wrong, the next ones, why, and the command that runs it."""
+    title = f"{task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
+    print_regrets(task, best, title)
     rows = []
     for plan in different(best)[:shown]:
-        times, held = plan.times, sum(plan.held.values())
-        cells = (f"{plan.mfu:.1%}", f"{plan.tokens_per_second:,.0f}", f"{times.step:.2f}", f"{held / 1e9:.0f}")
-        rows.append((named(plan.layout), *cells, most_of_the_rest(times)))
-    title = f"predicted: {task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
-    print_table(title, ("layout", "MFU", "tokens/s/GPU", "s", "GB", "most of the rest of the step"), rows)
+        span = Range.of(task.model, plan.layout, task.machine, ends)
+        held = f"{sum(plan.held.values()) / 1e9:.0f}"
+        rows.append((named(plan.layout), span.mfu, span.speed, span.seconds, held, *span.binds))
+    words = " ... ".join(each.name for each in ends)
+    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", *(f"{each.name} waits for" for each in ends))
+    print_table(f"predicted, {words}: {title}", header, rows)
     print(f"  {MFU}")
-    print_steps(task, best, misfits)
+    print_steps(task, best, misfits, ends)
     print_neighbours(best)
     print_changes(task, best)
     print(f"\n{command(task, best[0].layout)}")
 
 
-def most_of_the_rest(times: Times) -> str:
-    """What a step needs most besides the computation, and its share of the step."""
-    share = getattr(times, times.binds) / times.step
-    return f"{NAMES[times.binds]} ({share:.0%})" if share >= 0.005 else "nothing: all messages hide"
+def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
+    """The first plan and the fastest of each profile: by how much each is slower than what is fastest elsewhere."""
+    if len(task.profiles) == 1:
+        return
+    rows = [("run this", best[0])]
+    rows += [
+        (f"fastest for {each.name}", min(best, key=lambda plan: plan.times[each.name].step)) for each in task.profiles
+    ]
+    cells = [
+        (
+            words,
+            *(f"{plan.regrets[each.name]:+.0%}" for each in task.profiles),
+            f"{plan.regret:+.0%}",
+            named(plan.layout),
+        )
+        for words, plan in rows
+    ]
+    header = ("", *(f"if like {each.name}" for each in task.profiles), "at worst", "layout")
+    print_table(
+        f"predicted: what to run, and what it costs if your cluster is not as you think: {title}", header, cells
+    )
+    print("  a step takes so much longer than that of the layout that is fastest there")
 
 
 def different(best: list[Candidate]) -> list[Candidate]:
-    """The fastest plan of each set of degrees, whatever its schedule, ZeRO, micro-batches and recomputation."""
+    """The best plan of each set of degrees, whatever its schedule, ZeRO, micro-batches and recomputation."""
     found = {}
     for plan in best:
-        degrees = plan.layout._replace(stages=1, zero=0, micro_batch=1, micro_batches=1, recompute="none")
+        degrees = plan.layout._replace(
+            stages=1, zero=0, zero_replicas=1, micro_batch=1, micro_batches=1, recompute="none"
+        )
         found.setdefault(degrees, plan)
     return list(found.values())
 
 
-def print_steps(task: Task, best: list[Candidate], misfits: Counter) -> None:
+# ---- why -------------------------------------------------------------------------------------------------------------
+
+
+def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple[Profile, ...]) -> None:
     """Fit, batch and throughput of the first plan."""
     plan, layout = best[0], best[0].layout
     alone = layout._replace(dp=1, tp=1, pp=1, cp=1, ep=1, zero=0, micro_batch=1, micro_batches=1)
     held, most = sum(plan.held.values()), max(plan.held, key=plan.held.get)
     left_out = ", ".join(f"{number:,} for {kind}" for kind, number in misfits.most_common())
     print(
-        f"\n  1. fit: one GPU would need {sum(memory(task.model, alone).values()) / 1e9:,.0f} GB and may fill "
+        f"\n  1. fit: one GPU would need {sum(task.memory(alone).values()) / 1e9:,.0f} GB and may fill "
         f"{MOST_FULL * task.machine.memory / 1e9:.0f}. {len(best):,} layouts fit, {sum(misfits.values()):,} do not "
         f"({left_out or 'none'}).\n     The first fills {held / 1e9:.0f} GB, most of it {most}"
         f" ({plan.held[most] / 1e9:.0f} GB{WORKING if most == 'working' else ''})"
@@ -73,24 +152,15 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter) -> None:
         f"  2. batch: {task.sequences} sequences = dp {layout.dp} x {layout.micro_batches} micro-batches x "
         f"{layout.micro_batch}"
     )
-    times = plan.times
-    parts = sorted(
-        (name for name in times._fields if getattr(times, name) > 0.005 * times.step), key=times._fields.index
-    )
-    shares = ", ".join(f"{NAMES[name]} {getattr(times, name) / times.step:.0%}" for name in parts)
-    print(f"  3. throughput: {times.step:.2f} s a step: {shares}")
-    hidden = times_of(task.model, layout, task.machine, OURS._replace(hides=0.0, prefetch=0.0)).dp - times.dp
-    fastest = min(each.times.step for each in best)
-    equal = sum(each.times.step <= (1 + EQUAL) * fastest for each in best)
-    print(
-        f"     Each rank sends {plan.sent(task.model) / 1e9:.0f} GB"
-        + f", the least of {equal} layouts that are equally fast (within {EQUAL:.0%})" * (equal > 1)
-        + f". {hidden:.2f} s of messages hide behind computing" * (hidden > 0.005 * times.step)
-    )
+    print(f"  3. throughput: each rank sends {plan.sent(task) / 1e9:.0f} GB. A step takes")
+    for profile in ends:
+        found = times(task.model, layout, task.machine, profile)
+        parts = [name for name in Times._fields if getattr(found, name) > 0.005 * found.step]
+        shares = ", ".join(f"{NAMES[name]} {getattr(found, name) / found.step:.0%}" for name in parts)
+        print(f"     {profile.name} {found.step:.2f} s: {shares}")
     if layout.stages > 1:
-        others = [each.times.step for each in best if each.layout.stages == 1]
-        gain = f"without it the best takes {min(others):.2f} s" if others else "without it nothing fits"
-        print(f"     No published run is interleaved, so that its gain is untested; {gain}")
+        others = [each.regret for each in best if each.layout.stages == 1]
+        print(f"     Without interleaving {f'the best is {min(others):+.0%} at worst' if others else 'nothing fits'}")
 
 
 def divided(task: Task, layout: Layout) -> str:
@@ -102,7 +172,7 @@ def divided(task: Task, layout: Layout) -> str:
 
 
 def neighbours(best: list[Candidate]) -> list[tuple[str, object, Candidate]]:
-    """For each choice, the fastest plans that decide it otherwise than the first, one for each other value."""
+    """For each choice, the best plans that decide it otherwise than the first, one for each other value."""
     result = []
     for name in CHOICES if best[0].layout.pp > 1 else [each for each in CHOICES if each != "stages"]:
         found = {}
@@ -123,12 +193,14 @@ def print_neighbours(best: list[Candidate], most: int = 2) -> None:
     for name, value, plan in neighbours(best):
         shown[name] += 1
         if shown[name] <= most:
-            cost = plan.times.step / best[0].times.step - 1
+            costs = [plan.times[each].step / best[0].times[each].step - 1 for each in plan.times]
             words = f"{LABELS.get(name, name)} {value} and not {getattr(best[0].layout, name)}"
-            rows.append(
-                (words, f"{round(cost, 3) + 0.0:+.1%}", f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout))
-            )
-    print_table("what other choices cost", ("", "time", "GB", "the fastest such layout"), rows)
+            longer = joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
+            rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
+    print_table("what other choices cost, by profile", ("", "time", "GB", "the best such layout"), rows)
+
+
+# ---- what would change it --------------------------------------------------------------------------------------------
 
 
 class Condition(NamedTuple):
@@ -136,49 +208,78 @@ class Condition(NamedTuple):
 
     words: str
     far: float = 1.0  # times the bandwidth between nodes
-    habits: Habits = OURS
+    pause: float = 0.0  # seconds by which nanotron's messages between stages are late
     batch: int = 1  # times the micro-batches
     room: float = 1.0  # times the memory
 
-    def seconds(self, task: Task, plan: Candidate) -> float:
+    def seconds(self, task: Task, plan: Candidate, profile: Profile) -> float:
         """Of a step of this plan; infinite if it does not fit."""
         layout = plan.layout._replace(micro_batches=self.batch * plan.layout.micro_batches)
-        held = memory(task.model, layout) if self.batch > 1 else plan.held
+        held = task.memory(layout) if self.batch > 1 else plan.held
         if sum(held.values()) > self.room * MOST_FULL * task.machine.memory:
             return math.inf
         machine = task.machine._replace(far=self.far * task.machine.far)
-        return times_of(task.model, layout, machine, self.habits).step
+        late = lateness(layout, self.pause) if profile.own else 0.0
+        return times(task.model, layout, machine, profile).step + late
 
 
 CONDITIONS = (
     Condition("half the bandwidth between nodes", far=0.5),
-    Condition("gathers of weights that do not hide", habits=OURS._replace(prefetch=0.0)),
-    Condition(f"pipelines whose messages are {PAUSE} s late", habits=OURS._replace(pause=PAUSE)),
+    Condition(f"nanotron's pipelines {PAUSE} s late", pause=PAUSE),
     Condition("a batch twice as large", batch=2),
     Condition("two thirds of the memory", room=2 / 3),
 )
 
 
-def changes(task: Task, best: list[Candidate]) -> list[tuple[str, float, Candidate, float]]:
-    """For each condition: its words, the seconds of the first plan, and the plan that then wins with its seconds."""
-    result = []
-    for condition in CONDITIONS:
-        first = least = condition.seconds(task, best[0])
-        winner = best[0]
-        for plan in best[1:]:
-            if plan.times.step < least and (found := condition.seconds(task, plan)) < least:
-                winner, least = plan, found
-        if first <= (1 + EQUAL) * least:
-            winner, least = best[0], first
-        result.append((condition.words, first, winner, least))
-    return result
+class Change(NamedTuple):
+    """Which plan to run under a condition."""
+
+    words: str
+    first: float  # regret of the first plan then; infinite if it does not fit
+    winner: Candidate | None  # None if none fits
+    regret: float  # its own
+
+
+def changes(task: Task, best: list[Candidate]) -> list[Change]:
+    """The plan of least regret under each condition."""
+    return [_change(task, best, condition) for condition in CONDITIONS]
+
+
+def _change(task: Task, best: list[Candidate], condition: Condition) -> Change:
+    """Most plans need not be tried, since a condition makes none faster."""
+    least = {}
+    for profile in task.profiles:
+        fastest = math.inf
+        for plan in sorted(best, key=lambda plan: plan.times[profile.name].step):
+            if plan.times[profile.name].step >= fastest:
+                break
+            fastest = min(fastest, condition.seconds(task, plan, profile))
+        least[profile] = fastest
+    if math.inf in least.values():
+        return Change(condition.words, math.inf, None, math.inf)
+
+    def regret(plan: Candidate) -> float:
+        return max(condition.seconds(task, plan, each) / fastest for each, fastest in least.items()) - 1
+
+    def bound(plan: Candidate) -> float:
+        return max(plan.times[each.name].step / fastest for each, fastest in least.items()) - 1
+
+    winner, first = best[0], regret(best[0])
+    lowest = first
+    for plan in sorted(best, key=bound):
+        if bound(plan) >= lowest:
+            break
+        if (found := regret(plan)) < lowest:
+            winner, lowest = plan, found
+    same = first <= (1 + EQUAL) * (1 + lowest) - 1
+    return Change(condition.words, first, best[0] if same else winner, first if same else lowest)
 
 
 def print_changes(task: Task, best: list[Candidate]) -> None:
-    """Under which other conditions another plan would win."""
+    """Under which other conditions another plan would be the one to run."""
     rows = []
-    for words, first, winner, least in changes(task, best):
-        seconds = "does not fit" if first == math.inf else f"{first:.2f}"
-        other = ("the same", "") if winner is best[0] else (named(winner.layout), f"{least:.2f}")
-        rows.append((words, seconds, *(other if least < math.inf else ("none fits", ""))))
-    print_table("what would change it", ("with", "s of the first", "the fastest then", "s"), rows)
+    for words, first, winner, regret in changes(task, best):
+        lost = "does not fit" if first == math.inf else f"{first:+.0%}"
+        other = ("none fits", "") if winner is None else (named(winner.layout), f"{regret:+.0%}")
+        rows.append((words, lost, *(("the same", "") if winner is best[0] else other)))
+    print_table("what would change it", ("with", "at worst", "run then", "at worst"), rows)

@@ -1,5 +1,6 @@
 """The playbook's recipe for 1,024 GPUs and more (tp 8, ZeRO-2 and a pipeline) beside ZeRO-1 and ZeRO-3."""
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,48 +11,51 @@ from common.model_config import ModelConfig
 from common.presets import resolve
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_cluster, add_model, sequences_of
+from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of, machine_of, sequences_of
+from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Task, divisors, named
-from step08_5d.planning.time.machines import MACHINES
-from step08_5d.planning.time.speed import mfu, times
+from step08_5d.planning.time.profiles import ENDS, Profile, widest_gradient
 
 TP = 8
 
 
 class Choice(NamedTuple):
-    """The fastest layout that fits with these stages and this stage of ZeRO."""
+    """The best layout that fits with these stages and this stage of ZeRO."""
 
     layout: Layout
     held: float  # bytes
-    seconds: float
-    mfu: float
+    span: Range
     sent: float  # bytes of gradients and weights that a rank sends in a step
 
+    @property
+    def seconds(self) -> float:
+        """The geometric mean of the ends."""
+        return math.prod(each.step for each in self.span.times) ** (1 / len(self.span.times))
 
-def choices(task: Task) -> dict[tuple[int, int], Choice | None]:
+
+def choices(task: Task, ends: tuple[Profile, ...] = ENDS) -> dict[tuple[int, int], Choice | None]:
     """By pp and ZeRO; None where nothing fits."""
     found = {}
     for pp in (each for each in divisors(task.model.layers) if each <= 20 and task.gpus % (TP * each) == 0):
         dp = task.gpus // TP // pp
         for zero in range(4) if task.sequences % dp == 0 else ():
-            found[pp, zero] = _best(task, Layout(task.seq, dp, pp, tp=TP, zero=zero, dtype="bfloat16"))
+            found[pp, zero] = _best(task, ends, Layout(task.seq, dp, pp, tp=TP, zero=zero, dtype="bfloat16"))
     return found
 
 
-def _best(task: Task, layout: Layout) -> Choice | None:
+def _best(task: Task, ends: tuple[Profile, ...], layout: Layout) -> Choice | None:
     of_rank, result = task.sequences // layout.dp, None
     for size in (each for each in divisors(of_rank, 16) if each & (each - 1) == 0):
         for recompute in ("none", "full"):
             tried = layout._replace(micro_batch=size, micro_batches=of_rank // size, recompute=recompute)
-            held = sum(memory(task.model, tried).values())
-            seconds = times(task.model, tried, task.machine).step
-            if held <= MOST_FULL * task.machine.memory and (result is None or seconds < result.seconds):
-                sent = [
-                    each for each in cost.messages(task.model, tried, ends=False) if each.group in ("shard", "replica")
-                ]
-                total = sum(each.bytes * each.count for each in sent)
-                result = Choice(tried, held, seconds, mfu(task.model, tried, seconds, task.machine), total)
+            gradient = widest_gradient(ends)
+            held = sum(memory(task.model, tried, gradient).values())
+            sent = cost.messages(task.model, tried, ends=False, gradient=gradient)
+            total = sum(each.bytes * each.count for each in sent if each.group in ("shard", "replica"))
+            found = Choice(tried, held, Range.of(task.model, tried, task.machine, ends), total)
+            if held <= MOST_FULL * task.machine.memory and (result is None or found.seconds < result.seconds):
+                result = found
     return result
 
 
@@ -74,21 +78,15 @@ def batch_ways(model: ModelConfig, layout: Layout) -> dict[str, Layout]:
     return found
 
 
-def print_batch_ways(task: Task, layout: Layout) -> None:
+def print_batch_ways(task: Task, layout: Layout, ends: tuple[Profile, ...]) -> None:
     """What each way to another batch would mean: GPUs, tokens, time and memory."""
     rows = []
     for name, each in batch_ways(task.model, layout).items():
         gpus = each.dp * each.cp * each.tp * each.pp
         tokens = each.dp * each.micro_batches * each.micro_batch * each.seq
         model = replace(task.model, max_positions=max(task.model.max_positions, each.seq))
-        seconds, held = times(model, each, task.machine).step, sum(memory(model, each).values())
-        cells = (
-            f"{gpus:,}",
-            f"{tokens / 2**20:g}M",
-            f"{seconds:.2f}",
-            f"{tokens / seconds / gpus:,.0f}",
-            f"{held / 1e9:.0f}",
-        )
+        span, held = Range.of(model, each, task.machine, ends), sum(memory(model, each, widest_gradient(ends)).values())
+        cells = f"{gpus:,}", f"{tokens / 2**20:g}M", span.seconds, span.speed, f"{held / 1e9:.0f}"
         rows.append((name, *cells))
     header = ("", "GPUs", "tokens a step", "s", "tokens/s per GPU", "GB")
     print_table(f"predicted: another batch, from {named(layout)}", header, rows)
@@ -105,8 +103,9 @@ def show(options: Namespace) -> None:
     model = replace(model, max_positions=max(model.max_positions, options.seq_len))
     if model.heads % TP or model.ffn % TP or (model.kv_heads % TP and TP % model.kv_heads):
         raise UsageError(f"--model {options.model}: tp {TP} does not divide its {model.heads} heads, or its MLP")
-    task = Task(options.model, model, options.gpus, options.seq_len, sequences, MACHINES[options.gpu])
-    found, rows = choices(task), []
+    task = Task(options.model, model, options.gpus, options.seq_len, sequences, machine_of(options))
+    ends = ends_of(options)
+    found, rows = choices(task, ends), []
     if not found:
         rule = f"dp x tp {TP} x pp must make them up, pp divide {model.layers} layers and dp {sequences} sequences"
         raise UsageError(f"--gpus {options.gpus}: {rule}")
@@ -116,15 +115,16 @@ def show(options: Namespace) -> None:
             continue
         layout = choice.layout
         words = f"{layout.micro_batches} x {layout.micro_batch}{', recompute' if layout.recompute == 'full' else ''}"
-        cells = (f"{choice.mfu:.1%}", f"{choice.seconds:.2f}", f"{choice.held / 1e9:.0f}", f"{choice.sent / 1e9:.1f}")
+        cells = (choice.span.mfu, choice.span.seconds, f"{choice.held / 1e9:.0f}", f"{choice.sent / 1e9:.1f}")
         rows.append((f"pp {pp}, ZeRO-{zero}", layout.dp, *cells, words))
     title = (
-        f"predicted: {options.model}, {options.gpus:,} {options.gpu}, tp {TP}, {sequences} x {options.seq_len:,} tokens"
+        f"predicted, {' ... '.join(each.name for each in ends)}: {options.model}, {options.gpus:,} {options.gpu}, "
+        f"tp {TP}, {sequences} x {options.seq_len:,} tokens"
     )
     header = ("", "dp", "MFU", "s", "GB", "GB sent for dp", "micro-batches")
     print_table(title, header, rows)
     if fitting := [choice for choice in found.values() if choice]:
-        print_batch_ways(task, min(fitting, key=lambda choice: choice.seconds).layout)
+        print_batch_ways(task, min(fitting, key=lambda choice: choice.seconds).layout, ends)
 
 
 COMMAND = Command(add_flags, show)

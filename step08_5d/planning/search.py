@@ -1,6 +1,7 @@
 """All layouts of a model on a cluster: which fit, which are fastest, and the command that runs one."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,9 +13,10 @@ from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.memory.peak import memory
+from step08_5d.planning.memory.peak import at_least, memory
 from step08_5d.planning.time.machines import Machine, nodes_for
-from step08_5d.planning.time.speed import AGAIN, Times, mfu, times
+from step08_5d.planning.time.profiles import PROFILES, Profile, widest_gradient
+from step08_5d.planning.time.speed import AGAIN, Times, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits
@@ -32,6 +34,11 @@ class Task(NamedTuple):
     sequences: int  # of a global batch
     machine: Machine
     interleaved: bool = False  # whether pipelines may have several stages on each rank
+    profiles: tuple[Profile, ...] = tuple(PROFILES.values())  # whose habits count
+
+    def memory(self, layout: Layout) -> dict[str, float]:
+        """Bytes by kind of the fullest rank."""
+        return memory(self.model, layout, widest_gradient(self.profiles))
 
 
 class Candidate(NamedTuple):
@@ -39,19 +46,19 @@ class Candidate(NamedTuple):
 
     layout: Layout
     held: dict[str, float]  # bytes by kind
-    times: Times
-    mfu: float
+    times: dict[str, Times]  # of each profile of the task, by its name
+    regrets: dict[str, float]  # by how much it is slower (relative) than the layout that is fastest there
 
     @property
-    def tokens_per_second(self) -> float:
-        """Of a GPU."""
-        layout = self.layout
-        of_gpu = layout.micro_batches * layout.tokens / layout.tp / layout.pp
-        return of_gpu / self.times.step
+    def regret(self) -> float:
+        """The worst of them."""
+        return max(self.regrets.values())
 
-    def sent(self, model: ModelConfig) -> float:
+    def sent(self, task: Task) -> float:
         """Bytes that a rank sends in a step, in a stage in the middle."""
-        return sum(each.bytes * each.count for each in cost.messages(model, self.layout, ends=False))
+        gradient = widest_gradient(task.profiles)
+        found = cost.messages(task.model, self.layout, ends=False, gradient=gradient)
+        return sum(each.bytes * each.count for each in found)
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -83,11 +90,23 @@ def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
     """The same degrees with every schedule, ZeRO stage, micro-batch and recomputation that makes a difference."""
     of_rank = task.sequences // layout.dp
     sizes = [each for each in divisors(of_rank, 64) if each & (each - 1) == 0]
-    stages = (0, 1, 2, 3) if layout.copies > 1 else (0,)
-    for size, zero, recompute in itertools.product(sizes, stages, ("none", "selective", "full")):
-        if not (layout.pp > 1 and zero == 2):  # a reduce-scatter for every micro-batch of every stage
-            tried = layout._replace(micro_batch=size, micro_batches=of_rank // size, zero=zero, recompute=recompute)
+    for size, (zero, copies) in itertools.product(sizes, _sharded(task, layout)):
+        for recompute in ("none", "selective", "full"):
+            same = {"micro_batch": size, "micro_batches": of_rank // size, "recompute": recompute}
+            tried = layout._replace(zero=zero, zero_replicas=copies, **same)
             yield from (tried._replace(stages=each) for each in virtual_stages(task, tried))
+
+
+def _sharded(task: Task, layout: Layout) -> list[tuple[int, int]]:
+    """Stages of ZeRO, and over how many copies of the weights each: one, or as many as let a copy stay within a node.
+
+    A pipeline does without stage 2, which sums gradients after every micro-batch of every stage.
+    """
+    stages = [zero for zero in (1, 2, 3) if not (layout.pp > 1 and zero == 2)] if layout.copies > 1 else []
+    within = max(1, task.machine.for_gpus(task.gpus).gpus // (layout.tp * layout.pp))  # step 8 has tp, cp, pp, then dp
+    within = math.gcd(layout.copies, within)
+    copies = [1] if within in (1, layout.copies) else [1, layout.copies // within]
+    return [(0, 1), *itertools.product(stages, copies)]
 
 
 def virtual_stages(task: Task, layout: Layout) -> list[int]:
@@ -101,36 +120,50 @@ def virtual_stages(task: Task, layout: Layout) -> list[int]:
 
 
 def plans(task: Task) -> tuple[list[Candidate], Counter]:
-    """Return all plans that fit, the fastest first, and how many layouts do not, by the kind that is largest.
+    """Return all plans that fit, the one of least regret first, and how many do not, by the kind that is largest.
 
-    Of plans as fast as the fastest, those come first that send less, as what hides on paper may not hide in fact.
-    Raises UsageError if none fits: it says what comes nearest.
+    With one profile that is the fastest. Of plans as good as the first, those come first that send less, as what hides
+    on paper may not hide in fact. Raises UsageError if none fits: it says what comes nearest.
     """
-    found, misfits, nearest = [], Counter(), None
+    found, misfits = [], Counter()
     room = task.machine.memory * MOST_FULL
     for layout in layouts(task):
-        held = memory(task.model, layout)
-        if (needed := sum(held.values())) <= room:
-            speed = times(task.model, layout, task.machine)
-            found.append(Candidate(layout, held, speed, mfu(task.model, layout, speed.step, task.machine)))
+        held = held_up_to(room, task, layout)
+        if sum(held.values()) <= room:
+            speeds = {each.name: times(task.model, layout, task.machine, each) for each in task.profiles}
+            found.append((layout, held, speeds))
         else:
             misfits[max(held, key=held.get)] += 1
-            nearest = min(nearest or (needed, layout), (needed, layout), key=lambda each: each[0])
     if not found:
-        raise UsageError(_why_nothing(task, nearest, room))
-    found.sort(key=lambda plan: (float(f"{plan.times.step:.4g}"), AGAIN[plan.layout.recompute]))
-    equal = sum(plan.times.step <= (1 + EQUAL) * found[0].times.step for plan in found)
-    first = sorted(found[:equal], key=lambda plan: (plan.sent(task.model), AGAIN[plan.layout.recompute]))
-    return first + found[equal:], misfits
+        raise UsageError(_why_nothing(task, room))
+    least = {each.name: min(speeds[each.name].step for *_, speeds in found) for each in task.profiles}
+    ordered = []
+    for layout, held, speeds in found:
+        regrets = {name: speed.step / least[name] - 1 for name, speed in speeds.items()}
+        ordered.append(Candidate(layout, held, speeds, regrets))
+    ordered.sort(key=lambda plan: (float(f"{1 + plan.regret:.4g}"), AGAIN[plan.layout.recompute]))
+    equal = sum(1 + plan.regret <= (1 + EQUAL) * (1 + ordered[0].regret) for plan in ordered)
+    first = sorted(ordered[:equal], key=lambda plan: (plan.sent(task), AGAIN[plan.layout.recompute]))
+    return first + ordered[equal:], misfits
 
 
-def _why_nothing(task: Task, nearest: tuple[float, Layout] | None, room: float) -> str:
+def held_up_to(room: float, task: Task, layout: Layout) -> dict[str, float]:
+    """Return the bytes by kind that a layout holds; or, if they alone are more than `room`, those of its states."""
+    states = at_least(task.model, layout, widest_gradient(task.profiles))
+    return states if sum(states.values()) > room else task.memory(layout)
+
+
+def _why_nothing(task: Task, room: float) -> str:
     """Say what comes nearest to `room` bytes, and what would fit."""
-    where = f"{task.name} on {task.gpus} GPUs"
+    where, nearest = f"{task.name} on {task.gpus} GPUs", None
+    for layout in layouts(task):
+        least = nearest[0] if nearest else math.inf
+        if (needed := sum(held_up_to(least, task, layout).values())) < least:
+            nearest = needed, layout
     if nearest is None:
         return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
     needed, layout = nearest
-    held = memory(task.model, layout)
+    held = task.memory(layout)
     states, advice = sum(held[kind] for kind in KINDS), [_first_that_fits(task, room, gpus=2)]
     if states < needed / 2:
         advice.append(_first_that_fits(task, room, seq=2))
@@ -147,7 +180,7 @@ def _first_that_fits(task: Task, room: float, gpus: int = 1, seq: int = 1) -> st
     while gpus <= TRIED_UP_TO and seq <= TRIED_UP_TO and task.seq % seq == 0:
         tried = task._replace(gpus=task.gpus * gpus, seq=task.seq // seq, sequences=task.sequences * seq)
         for layout in layouts(tried):
-            if sum(memory(task.model, layout).values()) <= room:
+            if sum(held_up_to(room, task, layout).values()) <= room:
                 what = f"{tried.gpus} GPUs" if gpus > 1 else f"--seq-len {tried.seq}"
                 return f"{what} would do, as {named(layout)}"
         gpus, seq = (2 * each if each > 1 else 1 for each in (gpus, seq))
@@ -160,6 +193,7 @@ def named(layout: Layout) -> str:
     degrees += [f"{layout.stages} stages each"] if layout.stages > 1 else []
     degrees += [layout.cp_mode] if layout.cp > 1 and layout.cp_mode != "ring" else []
     zero = [f"ZeRO-{layout.zero}"] if layout.zero else []
+    zero += [f"{layout.zero_replicas} copies"] if layout.zero_replicas > 1 else []
     again = (
         [{"selective": "selective recompute", "full": "recompute"}[layout.recompute]]
         if layout.recompute != "none"
@@ -173,14 +207,16 @@ def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
     words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
-    for name in ("dp", "tp", "pp", "cp", "ep", "zero"):
+    for name in ("dp", "tp", "pp", "cp", "ep", "zero", "zero_replicas"):
         if (value := getattr(layout, name)) != (0 if name == "zero" else 1):
-            words += [f"--{name}", str(value)]
+            words += [f"--{name.replace('_', '-')}", str(value)]
     if layout.stages > 1:
         words += ["--schedule", "interleaved", "--virtual-stages", str(layout.stages)]
     if layout.recompute != "none":
         words += ["--recompute", layout.recompute]
-    config = parse(8, words)
+    # Of its many micro-batches step 8 asks only whether a pipeline divides them, and plays them all: a few say the same
+    few = min(layout.micro_batches, 2 * layout.pp + layout.micro_batches % layout.pp)
+    config = parse(8, [*words, "--global-batch", str(few * layout.micro_batch * layout.dp)])
     config.resolve_and_check(task.gpus)
     step08.check(config)
     return words

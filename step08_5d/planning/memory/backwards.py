@@ -49,15 +49,22 @@ class Backward(NamedTuple):
     early: bool = False  # whether an I has been since the last W
 
 
+def until_it_repeats(layout: Layout) -> int:
+    """Return after how many of its micro-batches all that a schedule holds repeats itself."""
+    p, m = layout.pp, layout.micro_batches
+    if layout.stages > 1:
+        return min(m, 3 * p)
+    return {"1f1b": min(m, p + 1), "afab": m}.get(layout.schedule, min(m, 4 * p))
+
+
 def backwards(model: ModelConfig, layout: Layout, rank: int) -> tuple[Backward, ...]:
     """Return the backwards of a rank's stages, as the schedule has them."""
-    p, m, v = layout.pp, layout.micro_batches, layout.stages
-    if v > 1:
-        sizes = stage_sizes(model, p * v, layout.seq)[rank::p]
-        return _backwards_interleaved(sizes, p, min(m, 3 * p), rank)  # after 3 p micro-batches all repeats itself
+    p, m = layout.pp, until_it_repeats(layout)
+    if layout.stages > 1:
+        return _backwards_interleaved(stage_sizes(model, p * layout.stages, layout.seq)[rank::p], p, m, rank)
     if layout.schedule == "1f1b":
         return _backwards_1f1b(p, m, rank)
-    return _backwards_of_actions(layout.schedule, p, m if layout.schedule == "afab" else min(m, 4 * p), rank)
+    return _backwards_of_actions(layout.schedule, p, m, rank)
 
 
 def in_flight(model: ModelConfig, layout: Layout, rank: int) -> float:

@@ -172,12 +172,14 @@ def of_experts(ledger: Ledger, model: ModelConfig, layout: Layout, size: LayerSi
     if away:
         ledger.event("experts: rows in order", {f"{of_input}, in order": rows}, [of_input])
         ledger.event("experts: rows travel", {of_input: rows}, [f"{of_input}, in order"], filled=[of_input])
+    added = [of_input]  # to one gradient of the layer's tokens
     if model.shared_experts:
-        swiglu(ledger, model, layout, size, model.shared_experts * model.expert_ffn, shared=True)
+        added.append(swiglu(ledger, model, layout, size, model.shared_experts * model.expert_ffn, shared=True))
     result = "gradient of the copied tokens"
     copies = {"rows, wide": ratio * rows, "their sum, wide": size.wide} if size.narrow else {}
-    ledger.event("experts: copies added up", copies | {result: size.stream}, [of_input, *copies])
+    ledger.event("experts: copies added up", copies | {result: size.stream}, [*added, *copies])
     of_scores = {"gradient of router.input, by scores": size.wide}
-    ledger.event("experts: router", of_scores, [*of_scores, *(["router.input"] if size.narrow else [])])
+    read = ["scores, choices and orders", "router.input"]
+    ledger.event("experts: router", of_scores, [*of_scores, *read])
     ledger.store()
     return result

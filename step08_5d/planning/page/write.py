@@ -20,12 +20,14 @@ from step08_5d.kernels.linear_cross_entropy import FEW_BYTES, RATIO
 from step08_5d.planning.command_line import Command
 from step08_5d.planning.explain import NAMES
 from step08_5d.planning.memory.rank_parameters import BUCKET
-from step08_5d.planning.published.runs import FittedHabits, predicted, read_runs
+from step08_5d.planning.published.runs import Fit, predicted, read_runs
 from step08_5d.planning.search import MOST_FULL
 from step08_5d.planning.sweeps import sweep
 from step08_5d.planning.sweeps.pictures import words
-from step08_5d.planning.time.machines import MACHINES, OURS
-from step08_5d.planning.time.speed import AGAIN, CORE_AGAIN, RING_HOP, UPDATE_BYTES
+from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.nanotron import RING_HOP
+from step08_5d.planning.time.profiles import PROFILES
+from step08_5d.planning.time.speed import AGAIN, CORE_AGAIN, UPDATE_BYTES
 
 FOLDER = Path(__file__).parent
 FORMULAS = ("share.js", "memory.js", "plan.js")
@@ -44,7 +46,7 @@ def constants() -> dict:
     found = {"KINDS": KINDS, "WIDTHS": WIDTHS["bfloat16"], "BUS_GB_PER_S": BUS_GB_PER_S, "NETWORK": NETWORK}
     found |= {"RATIO": RATIO, "FEW_BYTES": FEW_BYTES, "BUCKET": BUCKET}
     found |= {"MOST_FULL": MOST_FULL, "UPDATE_BYTES": UPDATE_BYTES, "RING_HOP": RING_HOP}
-    found |= {"RECOMPUTE": RECOMPUTE, "AGAIN": AGAIN, "CORE_AGAIN": CORE_AGAIN, "OURS": OURS._asdict()}
+    found |= {"RECOMPUTE": RECOMPUTE, "AGAIN": AGAIN, "CORE_AGAIN": CORE_AGAIN, "OURS": PROFILES["nanotron"]._asdict()}
     found["MODELS"] = {name: shape(model) for name, model in PRESETS.items()}
     found["MACHINES"] = {name: machine._asdict() | {"peak": machine.peak} for name, machine in MACHINES.items()}
     return found
@@ -61,7 +63,7 @@ def published_dots() -> list[dict]:
         dot |= {"status": "failed", "line": "published without numbers"} if failed else {"status": "ok"}
         if not failed:
             dot |= {"mfu": run.mfu, "speed": run.tokens_per_second, "memory": run.memory}
-            dot["predicted"] = predicted(run, FittedHabits())
+            dot["predicted"] = predicted(run, Fit())
         result.append(dot)
     return result
 

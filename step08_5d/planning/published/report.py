@@ -1,4 +1,4 @@
-"""The published runs as a report: how well predictions rank them, the best of each model and cluster, and a figure."""
+"""The published runs as a report: how predictions rank the playbook's, and how far off they are for other systems."""
 
 import statistics
 from argparse import ArgumentParser, Namespace
@@ -11,18 +11,25 @@ from common.drawing.tables import print_table
 from step08_5d.planning.command_line import Command, add_figure
 from step08_5d.planning.published import memory as published_memory
 from step08_5d.planning.published import runs as published
+from step08_5d.planning.published.advice import print_advice
 from step08_5d.planning.published.late import print_late, print_unseen
-from step08_5d.planning.published.runs import PAUSE, FittedHabits, PublishedRun, Ranking, guess, was_late
+from step08_5d.planning.published.runs import Fit, PublishedRun, Ranking, guess, was_late
 from step08_5d.planning.published.scaling import print_scaling
+from step08_5d.planning.published.systems import print_systems, print_yours
 from step08_5d.planning.search import named
+from step08_5d.planning.time.nanotron import PAUSE
 
 
 def add_flags(parser: ArgumentParser) -> None:
     add_figure(parser, "published")
+    parser.add_argument("--runs", help="only your own runs, in a file like published/other_runs.csv: their profile")
+    parser.add_argument("--advice", action="store_true", help="only what plan would run where others did; minutes")
 
 
 def show(options: Namespace) -> None:
     """Fit the models of time and memory to half of the published runs and judge them on the other half, both ways."""
+    if options.advice or options.runs:
+        return print_yours(Path(options.runs)) if options.runs else print_advice()
     runs = published.read_runs()
     print(f"{len(runs):,} published runs of {len({run.pair for run in runs})} pairs of model and nodes")
     parts, seen_by = published.halves(runs), {}
@@ -47,9 +54,10 @@ def show(options: Namespace) -> None:
     print_cells(runs, fit)
     published_memory.print_memory(runs, parts, seen_by)
     print(f"  figure: {draw(runs, fit, options.out)}")
+    print_systems(Path(options.out).with_stem(f"{Path(options.out).stem}_others"))
 
 
-def print_worst(runs: list[PublishedRun], result: Ranking, fit: FittedHabits, shown: int = 3) -> None:
+def print_worst(runs: list[PublishedRun], result: Ranking, fit: Fit, shown: int = 3) -> None:
     """The fastest runs of the pair in which the model chose worst, and the one that it chose."""
     pair = min(result.gain, key=result.gain.get)
     of_pair = sorted((run for run in runs if run.pair == pair and run.mfu), key=lambda run: -run.mfu)
@@ -77,7 +85,7 @@ class Cell(NamedTuple):
         return self.best.layout.pp > 1 and self.fastest.layout.pp == 1 and self.best.model != self.fastest.model
 
 
-def cells(runs: list[PublishedRun], fit: FittedHabits) -> dict[tuple[str, int], Cell]:
+def cells(runs: list[PublishedRun], fit: Fit) -> dict[tuple[str, int], Cell]:
     """The cells of the playbook's heat map, as far as the file has them."""
     result = {}
     for pair in sorted(
@@ -89,7 +97,7 @@ def cells(runs: list[PublishedRun], fit: FittedHabits) -> dict[tuple[str, int], 
     return result
 
 
-def print_cells(runs: list[PublishedRun], fit: FittedHabits) -> None:
+def print_cells(runs: list[PublishedRun], fit: Fit) -> None:
     """The best of each cell; and where MFU and tokens/s do not agree, because pipelines have more parameters."""
     rows, found = [], cells(runs, fit)
     for (name, nodes), cell in found.items():
@@ -105,10 +113,10 @@ def print_cells(runs: list[PublishedRun], fit: FittedHabits) -> None:
     )
 
 
-def draw(runs: list[PublishedRun], fit: FittedHabits, path: str) -> Path:
+def draw(runs: list[PublishedRun], fit: Fit, path: str) -> Path:
     """Published over predicted MFU: without pipelines, with them, and late ones as late. Returns the path."""
-    ended = {run: guess(run, fit.habits) for run in runs if run.mfu}
-    late = {run for run in ended if was_late(run, fit.habits)}
+    ended = {run: guess(run, fit.profile) for run in runs if run.mfu}
+    late = {run for run in ended if was_late(run, fit.profile)}
     whole, piped = ([run for run in ended if (run.layout.pp > 1) == many] for many in (False, True))
     figure, axes = new_figure(1, 3, height=3.0, sharex=True, sharey=True)
     titles = "one stage", "pipelines", f"late by {PAUSE} s"

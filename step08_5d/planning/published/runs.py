@@ -18,8 +18,10 @@ from common.counts import count_parameters
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.fitting import descend, spearman
-from step08_5d.planning.time.machines import MACHINES, Habits
-from step08_5d.planning.time.speed import lateness, times
+from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.nanotron import PAUSE, NanotronTerms, lateness
+from step08_5d.planning.time.profiles import PROFILES, Profile
+from step08_5d.planning.time.speed import times
 
 FILE = Path(__file__).with_name("playbook_runs.csv")
 SEQ, VOCAB = 4096, 131072
@@ -30,22 +32,8 @@ SHAPES = {  # hidden, layers, heads, ffn; with one stage the two small ones shar
     "80B": (8192, 80, 64, 28672),
 }
 H100 = MACHINES["H100"]
-START = Habits(  # where a fit begins
-    efficiency=0.5,
-    small=1.0,
-    launch=1e-3,
-    near_start=1e-4,
-    far_start=1e-3,
-    spread=1.0,
-    cards=0.7,
-    paced=5e-3,
-    apart=0.5,
-    crowd=0.5,
-)
-WITHOUT_PIPELINES = ("efficiency", "small", "launch", "near_start", "far_start", "spread", "cards")
-OF_PIPELINES = ("paced", "apart", "crowd")
+WITHOUT_PIPELINES, OF_PIPELINES = ("products", "launch", "far_start"), ("paced",)
 MOST = 5  # a run that is further off counts no more than this factor
-PAUSE = 0.3  # seconds by which the messages of a late pipeline are late: the median, printed by `published`
 TELLABLE = 1.5  # whether a run was late can be told if that makes this factor
 
 
@@ -89,6 +77,20 @@ def read_runs() -> list[PublishedRun]:
     return result
 
 
+class Habits(NamedTuple):
+    """The numbers of nanotron's profile that a fit looks for, and where it begins."""
+
+    products: float = 0.6
+    launch: float = 1e-3
+    far_start: float = 1e-3
+    paced: float = 5e-3
+
+    @property
+    def profile(self) -> Profile:
+        own = NanotronTerms(self.launch, self.far_start, self.paced)
+        return PROFILES["nanotron"]._replace(products=self.products, own=own)
+
+
 # ---- what a run should have reached ----------------------------------------------------------------------------------
 
 
@@ -112,8 +114,8 @@ class Guess(NamedTuple):
         return self.well > TELLABLE * self.late
 
 
-def guess(run: PublishedRun, habits: Habits) -> Guess:
-    layout, step = run.layout, times(run.model, run.layout, H100, habits).step
+def guess(run: PublishedRun, profile: Profile) -> Guess:
+    layout, step = run.layout, times(run.model, run.layout, H100, profile).step
     tokens = layout.micro_batches * layout.micro_batch * SEQ / layout.tp / layout.pp
     well, late = (mfu(run, tokens / (step + more)) for more in (0.0, lateness(layout, PAUSE)))
     return Guess(well, late)
@@ -124,38 +126,40 @@ def off(value: float, run: PublishedRun) -> float:
     return abs(math.log(value / run.mfu))
 
 
-def was_late(run: PublishedRun, habits: Habits) -> bool:
+def was_late(run: PublishedRun, profile: Profile) -> bool:
     """Whether a run was as slow as one whose messages are late."""
-    both = guess(run, habits)
+    both = guess(run, profile)
     return both.can_tell and off(both.late, run) < off(both.well, run)
 
 
 # ---- a fit by coordinate descent -------------------------------------------------------------------------------------
 
 
-class FittedHabits(NamedTuple):
+class Fit(NamedTuple):
     """What some runs show."""
 
-    habits: Habits = Habits()
+    profile: Profile = PROFILES["nanotron"]
     risk: float = 0.014  # probability of a pipeline to be late, per node
 
 
 def error(habits: Habits, runs: list[PublishedRun]) -> float:
     """Mean of |log(predicted / published)| of the MFU of runs that have one, each by the better of its guesses."""
-    return statistics.mean(min(*(off(each, run) for each in guess(run, habits)), math.log(MOST)) for run in runs)
+    guesses = ((guess(run, habits.profile), run) for run in runs)
+    return statistics.mean(min(*(off(each, run) for each in both), math.log(MOST)) for both, run in guesses)
 
 
-def fitted(runs: list[PublishedRun]) -> FittedHabits:
+def fitted(runs: list[PublishedRun]) -> Fit:
     """The habits of runs without a pipeline first, then what a pipeline adds, and how many of them are late."""
-    habits, (whole, divided) = START, ([run for run in runs if run.mfu and (run.layout.pp > 1) == i] for i in (0, 1))
+    habits, (whole, divided) = Habits(), ([run for run in runs if run.mfu and (run.layout.pp > 1) == i] for i in (0, 1))
     for names, some in ((WITHOUT_PIPELINES, whole), (OF_PIPELINES, divided)):
         habits = descend(habits, names, partial(error, runs=some))
-    return FittedHabits(habits, sum(was_late(run, habits) for run in divided) / sum(run.nodes for run in divided))
+    profile, nodes = habits.profile, sum(run.nodes for run in divided)
+    return Fit(profile, sum(was_late(run, profile) for run in divided) / nodes)
 
 
-def predicted(run: PublishedRun, fit: FittedHabits) -> float:
+def predicted(run: PublishedRun, fit: Fit) -> float:
     """The MFU to expect, as we cannot know whether a pipeline is late."""
-    both, risk = guess(run, fit.habits), min(1.0, fit.risk * run.nodes)
+    both, risk = guess(run, fit.profile), min(1.0, fit.risk * run.nodes)
     return (1 - risk) * both.well + risk * both.late
 
 

@@ -8,8 +8,8 @@ from step08_5d.cost import Layout
 from step08_5d.planning.published import memory as published_memory
 from step08_5d.planning.published import runs as published
 from step08_5d.planning.published.memory import Holds
-from step08_5d.planning.published.runs import H100, FittedHabits, PublishedRun
-from step08_5d.planning.time.machines import Habits
+from step08_5d.planning.published.runs import H100, Fit, PublishedRun
+from step08_5d.planning.time.profiles import Profile
 from step08_5d.planning.time.speed import times
 
 # Tokens per second and GPU in figures of the playbook, which no fit has seen; its size is not said, but 3B comes close
@@ -37,11 +37,11 @@ def of_3b(figure: str) -> tuple[ModelConfig, list[Layout]]:
     return ModelConfig(published.VOCAB, hidden, layers, heads, heads, ffn, figure in LARGEST), result
 
 
-def scaling(figure: str, habits: Habits) -> list[float]:
+def scaling(figure: str, profile: Profile) -> list[float]:
     """Return the tokens per second and GPU that the model predicts for the bars of a figure."""
     model, layouts = of_3b(figure)
     tokens = (layout.micro_batches * layout.tokens / (layout.tp * layout.pp) for layout in layouts)
-    return [each / times(model, layout, H100, habits).step for each, layout in zip(tokens, layouts)]
+    return [each / times(model, layout, H100, profile).step for each, layout in zip(tokens, layouts)]
 
 
 def largest(holds: Holds, memory: float = 80e9) -> list[int]:
@@ -55,12 +55,12 @@ def largest(holds: Holds, memory: float = 80e9) -> list[int]:
     return [next(size for size in itertools.count() if not fits(layout, size + 1)) for layout in layouts]
 
 
-def print_scaling(fit: FittedHabits, holds: Holds) -> None:
+def print_scaling(fit: Fit, holds: Holds) -> None:
     """Figures of scaling, beside what the model says of them."""
     rows = []
     for figure, bars in SCALING.items():
         rows.append((figure, *(f"{value:,}" for value in bars)))
-        rows.append(("  predicted", *(f"{value:,.0f}" for value in scaling(figure, fit.habits))))
+        rows.append(("  predicted", *(f"{value:,.0f}" for value in scaling(figure, fit.profile))))
     rows.append(("largest micro-batch of tp_sp_scaling", *LARGEST["tp_sp_scaling"]))
     rows.append(("  predicted for 80 GB", *largest(holds)))
     print_table("tokens/s of a GPU in the playbook's figures", ("pp or tp", *map(str, DEGREES)), rows)

@@ -1,9 +1,9 @@
-"""Clusters as numbers: what a GPU computes, holds and sends, and what an implementation makes of it."""
+"""Clusters as numbers: what a GPU computes, holds and sends. None of them is fitted; see `profiles.py` for habits."""
 
 from functools import cache
 from typing import NamedTuple
 
-from common.costs.hardware import MEMORY_BANDWIDTH, vendor_tflops
+from common.costs.hardware import EXPONENTIALS, MATMUL_TFLOPS, MEMORY_BANDWIDTH, vendor_tflops
 from common.costs.networks import NETWORK, NODE, NVLINK
 
 
@@ -13,14 +13,34 @@ class Machine(NamedTuple):
     name: str
     memory: float  # bytes of a GPU
     memory_bandwidth: float  # bytes/s of a GPU
-    near: float = NVLINK  # bytes/s of a GPU to others of its node
-    far: float = NETWORK  # bytes/s of a GPU to other nodes
+    near: float = NVLINK  # bytes/s that a GPU sends to others of its node: in one direction
+    far: float = NETWORK  # bytes/s that a GPU sends to other nodes, over its card
     gpus: int = NODE  # of a node
+    float8: bool = False  # whether products are of float8 numbers (only published runs do that)
+    power: float = 1.0  # share of the data sheet's watts that a GPU may take
+
+    def for_gpus(self, gpus: int) -> "Machine":
+        """Return the same with as many GPUs on each node as so many need: 64 of 72, say, for 512 on eight nodes."""
+        return self._replace(gpus=gpus // nodes_for(gpus, self.gpus))
 
     @property
     def peak(self) -> float:
         """FLOP/s of a GPU in bfloat16, without sparsity."""
         return 1e12 * _tflops(self.name, "bfloat16")
+
+    @property
+    def products(self) -> float:
+        """FLOP/s that a lone large product reaches. Power falls with the clock's cube, as the voltage falls with it."""
+        return 1e12 * MATMUL_TFLOPS[self.name][self.float8] * self.power ** (1 / 3)
+
+    @property
+    def attention(self) -> float:
+        """FLOP/s of attention with heads of 128, if it had to wait for nothing but its exponentials.
+
+        Each score has one, and 2 + 2 FLOPs for every element of a head. Exponentials have not become faster with
+        products: an H100 has 1.6 times as many as an A100, and 2.9 times the products.
+        """
+        return 4 * 128 * EXPONENTIALS[self.name]
 
 
 def nodes_for(gpus: int, of_node: int) -> int:
@@ -34,39 +54,17 @@ def nodes_for(gpus: int, of_node: int) -> int:
 _tflops = cache(vendor_tflops)  # a search asks for it with every layout
 
 
-# Data sheets of A100 80GB SXM, H100 SXM, H200 SXM and DGX B200; bandwidths between GPUs in one direction
+# Data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200 and DGX GB200, which has 72 GPUs on one NVLink and a card
+# of 400 Gb/s for each of them; H800: "Insights into DeepSeek-V3" (arXiv:2505.09343, sections 2 and 4). Sheets print
+# both directions of NVLink together, 600 to 1,800 GB/s; here is one, the half.
 MACHINES = {
     each.name: each
     for each in (
         Machine("A100", 80e9, 2.04e12, near=300e9, far=25e9),
         Machine("H100", 80e9, MEMORY_BANDWIDTH["H100"]),
+        Machine("H800", 80e9, MEMORY_BANDWIDTH["H100"], near=200e9),
         Machine("H200", 141e9, MEMORY_BANDWIDTH["H200"]),
         Machine("B200", 180e9, 8e12, near=900e9),
+        Machine("GB200", 186e9, 8e12, near=900e9, gpus=72),
     )
 }
-
-
-class Habits(NamedTuple):
-    """What an implementation makes of such GPUs. `published/runs.py` fits these numbers to published runs.
-
-    The defaults are those of all published runs, rounded to two digits.
-    """
-
-    efficiency: float = 0.55  # share of the peak that matrix products reach
-    small: float = 4.2  # bytes that small operations move, in those of `speed.small_bytes`
-    launch: float = 3.1e-3  # seconds, in which the CPU launches a layer's forward and backward
-    near_start: float = 7.1e-5  # seconds, until a collective within a node begins to move bytes
-    far_start: float = 4.0e-4  # the same between two nodes;
-    spread: float = 0.96  # between n + 1 nodes it takes n ** spread times as long
-    cards: float = 0.64  # of a node's speed to others, r of its g ranks have a share of (r / g) ** cards
-    paced: float = 6.5e-3  # seconds that a pipeline's layer takes at least, with the messages of its tensor ranks;
-    apart: float = 0.55  # with tp of these tp ** apart times as long,
-    crowd: float = 0.62  # and if they are on n nodes n ** crowd times as long
-    pause: float = 0.0  # seconds by which each message between stages is late: see `PAUSE` in published/runs.py
-    hides: float = 1.0  # share of a backward behind which the sums of gradients may hide
-    prefetch: float = 0.0  # share of a forward behind which gathered weights may hide
-    order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
-
-
-# Step 8 gathers the weights of the next layer meanwhile, and puts neighboring stages near to each other
-OURS = Habits(prefetch=1.0, order="tp,cp,pp,dp")

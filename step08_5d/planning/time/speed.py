@@ -1,14 +1,14 @@
 """How long a step takes: operations, messages and pauses of a rank, in seconds, from the steps' own costs.
 
-This model is made to rank layouts. It simulates nothing: micro-batches follow one another, a collective starts late and
-then moves its bytes, and what may hide behind a computation hides as far as that is long enough.
+This is physics: FLOPs, bytes, bubbles and data sheets. What an implementation makes of them is a `Profile`. Nothing is
+simulated: micro-batches follow one another, a message starts late and then moves its bytes, and what may hide behind a
+computation hides as far as that is long enough.
 """
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
-from common.costs.networks import NETWORK, bus_bandwidth
 from common.costs.vocabulary import WIDTHS, Message
 from common.counts import count_flops
 from common.model_config import ModelConfig
@@ -16,21 +16,21 @@ from common.process_groups import DIMENSION_OF
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.stages import layers_of_ranks
-from step08_5d.planning.time.machines import OURS, Habits, Machine
+from step08_5d.planning.time.machines import Machine
+from step08_5d.planning.time.profiles import Profile
 
 # Per parameter: gradient, master weight and two moments are read, all but the first written; the copy
 UPDATE_BYTES = 32
 AGAIN = {"none": 3, "selective": 3, "full": 4}  # forwards' worth of products in a forward and its backward
 CORE_AGAIN = {"none": 3.5, "selective": 4.5, "full": 4.5}  # the same of the attention core: five products for two
-# Operations of a ring's hop, forward and backward, in those of a layer: a dry run counts 97 and 576
-RING_HOP = 0.17
+MESSAGES_AGAIN = {"none": 1.0, "selective": 1.0, "full": 7 / 5}  # within a layer: a forward has two of five
 
 
 class Times(NamedTuple):
     """Seconds of a step on a rank; they add up to the step."""
 
     compute: float  # products, attention and small operations, of the slowest rank of a pipeline
-    launch: float  # more than that, if no layer is faster: the CPU has to launch it
+    launch: float  # more than that, if a layer has a least time: see `nanotron.py`
     tp: float  # communication that nothing hides, by dimension
     cp: float
     ep: float
@@ -54,47 +54,65 @@ def small_bytes(model: ModelConfig, layout: Layout) -> float:
     return layout.tokens / layout.tp * (20 * model.hidden + 15 * model.ffn) * WIDTHS[layout.dtype][0]
 
 
-def spans(layout: Layout, dimension: str, machine: Machine, order: str) -> tuple[int, int]:
-    """Return over how many nodes a group of `dimension` reaches, and how many of its ranks are in each."""
-    return _spans(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep, dimension, machine.gpus, order)
+def stage_ranks(layout: Layout, machine: Machine, order: str) -> int:
+    """Return how many ranks of one stage are on a node. Ranks of a stage come in blocks, one for every pp-th."""
+    before = order.split(",")[: order.split(",").index("pp")]
+    block = math.prod(getattr(layout, axis) for axis in before)
+    if block * layout.pp > machine.gpus:
+        return min(block, machine.gpus)
+    return max(1, machine.gpus // layout.pp)
 
 
-@cache  # a search asks for a few hundred of them, and often
-def _spans(dp: int, pp: int, cp: int, tp: int, ep: int, dimension: str, of_node: int, order: str) -> tuple[int, int]:
-    sizes, axes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}, order.split(",")
-    first = {"ep": "tp" if ep <= tp else "cp", "dp": "cp" if cp > 1 else "dp"}.get(dimension)
-    before = math.prod(sizes[axis] for axis in axes[: axes.index(first or dimension)])
-    size = {"ep": ep, "dp": dp * cp}.get(dimension) or sizes[dimension]
-    together = min(size, max(1, of_node // before))
+def spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[int, int]:
+    """Return over how many nodes a group reaches, and how many of its ranks are on each.
+
+    Args:
+        group: of `process_groups`. Those that share weights are over dp and cp; those that share experts deal out the
+            ranks of a stage: ep takes neighbors, and expert_shard every ep-th.
+    """
+    copies = layout.zero_replicas if layout.zero else layout.copies
+    return _spans(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep, copies, group, machine, order)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same degrees with every stage of ZeRO, micro-batch and recomputation
+def _spans(
+    dp: int, pp: int, cp: int, tp: int, ep: int, copies: int, group: str, machine: Machine, order: str
+) -> tuple[int, int]:
+    layout = Layout(0, dp, pp, cp, tp, ep, zero=1, zero_replicas=copies)
+    machine, dimension, axes = machine.for_gpus(dp * pp * cp * tp), DIMENSION_OF[group], order.split(",")
+    if dimension in ("ep", "dp"):
+        of_experts = group.startswith("expert")
+        size, apart = layout.ep, 1
+        if dimension == "dp":
+            (size, copies), apart = layout.sharing(of_experts), layout.ep if of_experts else layout.tp
+            if group.endswith("replica"):
+                size, apart = copies, size * apart
+        here = stage_ranks(layout, machine, order) // apart
+    else:
+        size = getattr(layout, dimension)
+        here = machine.gpus // math.prod(getattr(layout, axis) for axis in axes[: axes.index(dimension)])
+    together = min(size, max(1, here))
     return math.ceil(size / together), together
 
 
-def launching(layout: Layout, machine: Machine, habits: Habits) -> float:
-    """Seconds in which the CPU launches a layer, forward and backward, for a micro-batch: no layer takes less.
-
-    Recomputation launches the forward again, and a ring of cp ranks cp hops of attention. In a pipeline a layer takes
-    longer, which includes the messages of its tensor ranks.
-    """
-    least, hops = habits.launch, layout.cp if layout.cp > 1 else 0
-    if layout.pp > 1:
-        nodes, _ = spans(layout, "tp", machine, habits.order)
-        least = max(least, habits.paced * layout.tp**habits.apart * nodes**habits.crowd)
-    return AGAIN[layout.recompute] / 3 * least * (1 + RING_HOP * hops)
-
-
-def seconds_of(message: Message, dimension: str, layout: Layout, machine: Machine, habits: Habits) -> float:
+def seconds_of(message: Message, layout: Layout, machine: Machine, profile: Profile) -> float:
     """Return the time of all `message.count` messages.
 
-    Between nodes a collective starts the later, the more nodes there are, and moves bytes as fast as the playbook's
-    authors measured for whole nodes (`bus_bandwidth`, on cards of 50 GB/s); slower, if it has few of a node's ranks.
+    A collective between nodes moves its bytes over the cards of all its ranks on a node. A message to one other rank,
+    which is a ring's hop, and an all-to-all have one card for each rank; of an all-to-all, a part stays in the node.
     """
-    nodes, together = spans(layout, dimension, machine, habits.order)
+    nodes, together = spans(layout, message.group, machine, profile.order)
+    share, start = profile.network, profile.start
     if nodes == 1:
-        return message.count * (habits.near_start + message.bytes / machine.near)
-    start = habits.far_start * (nodes - 1) ** habits.spread
-    op = message.op if message.op in ("all_reduce", "reduce_scatter") else "all_gather"
-    whole_nodes = bus_bandwidth(op, nodes * machine.gpus) * machine.far / NETWORK
-    speed = whole_nodes * (together / machine.gpus) ** habits.cards
+        speed = machine.near * share
+    elif profile.own and message.op != "send":
+        start, speed = profile.own.collective(message, nodes, together, machine.far, machine.gpus)
+    elif message.op == "send":
+        speed = machine.far * share
+    elif message.op == "all_to_all":
+        speed = machine.far * share * nodes / (nodes - 1)
+    else:
+        speed, start = together * machine.far * share, start * math.log2(2 * nodes)
     return message.count * (start + message.bytes / min(machine.near, speed))
 
 
@@ -108,28 +126,47 @@ class Mean(NamedTuple):
     dp: list[tuple[Message, float]]  # what copies send each other, with the time of each
 
 
-@lru_cache(maxsize=1)  # a search asks for one layout with several schedules, one after the other
-def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits) -> Mean:
+def rates(machine: Machine, profile: Profile) -> tuple[float, float]:
+    """Return the FLOP/s of products and of attention."""
+    products = machine.products * profile.products
+    return products, products if profile.attention is None else machine.attention * profile.attention
+
+
+@lru_cache(maxsize=4)  # a search asks for one layout with several schedules, one after the other, by each profile
+def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> Mean:
     """Predict what a rank with the mean number of layers takes, whatever the schedule."""
     m, layers = layout.micro_batches, model.layers / layout.pp
-    flops, rate = count_flops(model, layout.seq), machine.peak * habits.efficiency
+    flops, (rate, of_attention) = count_flops(model, layout.seq), rates(machine, profile)
     of_rank = layout.micro_batch / (layout.cp * layout.tp)  # sequences
-    products = AGAIN[layout.recompute] * flops.linear + CORE_AGAIN[layout.recompute] * flops.attention_core / 2
-    layer = products / model.layers * of_rank / rate
+    core = CORE_AGAIN[layout.recompute] * flops.attention_core / 2 / model.layers * of_rank / of_attention
+    layer = AGAIN[layout.recompute] * flops.linear / model.layers * of_rank / rate + core
     again = AGAIN[layout.recompute] / 3  # small operations are repeated, too
-    layer += again * habits.small * small_bytes(model, layout) / machine.memory_bandwidth
+    layer += again * profile.small * small_bytes(model, layout) / machine.memory_bandwidth
     head = 3 * flops.head * of_rank / rate
-    head += habits.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
+    head += profile.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
     dp, exposed = [], dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
-    for message in cost.messages(model, layout, ends=False):
+    for message in _messages(model, layout, profile.gradient):
         dimension = DIMENSION_OF[message.group]
         if dimension == "dp":
-            dp.append((message, seconds_of(message, dimension, layout, machine, habits)))
+            dp.append((message, seconds_of(message, layout, machine, profile)))
         elif dimension != "pp":
-            exposed[dimension] += seconds_of(message, dimension, layout, machine, habits)
-    meanwhile = exposed["cp"] + exposed["ep"] + (exposed["tp"] if layout.pp > 1 else 0.0)
-    launch = max(0.0, m * layers * (launching(layout, machine, habits) - layer) - meanwhile)
+            seconds, hides = seconds_of(message, layout, machine, profile), profile.hides
+            if dimension == "cp":  # no more of a hop hides than attention takes
+                hides = min(hides, core * m * layers / seconds) if seconds else 0.0
+            else:
+                seconds *= MESSAGES_AGAIN[layout.recompute]
+            exposed[dimension] += (1 - hides) * seconds
+    launch = 0.0
+    if profile.own:
+        meanwhile = exposed["cp"] + exposed["ep"] + (exposed["tp"] if layout.pp > 1 else 0.0)
+        least = again * profile.own.least(layout, spans(layout, "tp", machine, profile.order)[0])
+        launch = max(0.0, m * layers * (least - layer) - meanwhile)
     return Mean(layer, head, launch, exposed, dp)
+
+
+@lru_cache(maxsize=1)  # which all profiles ask for
+def _messages(model: ModelConfig, layout: Layout, gradient: int | None) -> list[Message]:
+    return cost.messages(model, layout, ends=False, gradient=gradient)
 
 
 class Pace(NamedTuple):
@@ -156,41 +193,40 @@ def pace(model: ModelConfig, layout: Layout, layer: float, head: float) -> Pace:
     return Pace(most, False, ((sum(others) - most + last) * layer + head) / (most * layer))
 
 
-def times(model: ModelConfig, layout: Layout, machine: Machine, habits: Habits = OURS) -> Times:
+def times(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> Times:
     """Predict the step of the slowest rank of a pipeline, for which all others wait."""
     m, mean = layout.micro_batches, model.layers / layout.pp
-    layer, head, launch, exposed, dp = mean_rank(model, layout._replace(stages=1), machine, habits)
+    layer, head, launch, exposed, dp = mean_rank(model, layout._replace(stages=1), machine, profile)
     slowest = pace(model, layout, layer + (launch + sum(exposed.values())) / (m * mean), head)
     # It has `more` times the layers of the mean rank, and so of its launches and messages
     layers, head, more = slowest.layers, head * slowest.head, slowest.layers / mean
     launch, exposed = more * launch, {dimension: more * seconds for dimension, seconds in exposed.items()}
     if layout.pp > 1:
-        start = habits.near_start if spans(layout, "pp", machine, habits.order)[0] == 1 else habits.far_start
-        sends = 2 * layout.stages * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp
-        exposed["pp"] = m * (sends / machine.far + 2 * layout.stages * start)
+        exposed["pp"] = (1 - profile.hides) * m * handing_on(model, layout, machine, profile)
     forward = layers * layer / AGAIN[layout.recompute] + head / 3
-    exposed["dp"] = not_hidden([(message, more * time) for message, time in dp], forward, layers * layer + head, habits)
+    exposed["dp"] = not_hidden(
+        [(message, more * time) for message, time in dp], forward, layers * layer + head, profile
+    )
     compute, share = m * (layers * layer + head), slowest.waits / (layout.stages * m + slowest.waits)
     busy = compute + launch + sum(exposed.values()) - exposed["dp"]
-    exposed["pp"] += lateness(layout, habits.pause)
-    held = sum(cost.parameters(model, layout)) / (layout.copies if layout.zero else 1)
+    held = sum(cost.parameters(model, layout)) / layout.sharing()[0]
     update = UPDATE_BYTES * held / machine.memory_bandwidth
     return Times(compute, launch, bubble=busy * share / (1 - share), update=update, **exposed)
 
 
-def lateness(layout: Layout, pause: float) -> float:
-    """Return the seconds that a step takes more if each message between stages is late by `pause`.
-
-    A stage in the middle exchanges four of them per micro-batch, one after the other; with two stages, each has two.
-    All of them count, also those that a bubble might hide: so do the published runs that are late.
-    """
-    if layout.pp == 1:
-        return 0.0
-    return pause * 2 * layout.stages * min(2, layout.pp * layout.stages - 1) * layout.micro_batches
+def handing_on(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> float:
+    """Return the seconds of a micro-batch's messages to the next stages and back, for a stage in the middle."""
+    near = spans(layout, "pp_forward", machine, profile.order)[0] == 1
+    start = profile.own.far_start if profile.own and not near else profile.start
+    speed = profile.network * (machine.near if near and not profile.own else machine.far)
+    sends = 2 * layout.stages * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp
+    return sends / speed + 2 * layout.stages * start
 
 
-def not_hidden(messages: list[tuple[Message, float]], forward: float, both: float, habits: Habits) -> float:
+def not_hidden(messages: list[tuple[Message, float]], forward: float, both: float, profile: Profile) -> float:
     """Return the seconds of sums of gradients, and of gathers of weights, that hide behind no computation.
+
+    Nanotron's sums hide as far as the backward is long enough, and its gathers do not.
 
     Args:
         messages: with the seconds of each. forward, both: seconds of a micro-batch's forward, and with its backward.
@@ -198,9 +234,9 @@ def not_hidden(messages: list[tuple[Message, float]], forward: float, both: floa
     free, exposed = {"the forward": forward, "the backward": both - forward}, 0.0
     hidden = dict.fromkeys(free, 0.0)
     for message, time in messages:  # those that hide behind the same computation share it
-        share = habits.prefetch if message.op == "all_gather" else habits.hides
+        may = (message.op != "all_gather") if profile.own else profile.hides
         during = "the forward" if message.hidden_by == "the forward" else "the backward"  # of this or other stages
-        hides = min(time, max(0.0, share * free[during] * message.count - hidden[during]))
+        hides = min(may * time, max(0.0, free[during] * message.count - hidden[during]))
         hidden[during] += hides
         exposed += time - hides
     return exposed

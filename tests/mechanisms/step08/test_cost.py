@@ -50,7 +50,9 @@ BY_HAND = [
     (by_kind(872 * 2, 872 * 4, 872 / 8 * 12), cost.held, *IN_BFLOAT16),
     # 160 + 40 + 2·192 + 2·32 = 648 parameters and 960/4 of experts
     ((648, 240), cost.parameters, *OF_EXPERTS),
-    ((480, 240), cost.parameters, *OF_EXPERTS, False),
+    ((648, 240), cost.parameters, *OF_EXPERTS, False),  # a single stage has both ends
+    ((240, 120), cost.parameters, OF_EXPERTS[0], OF_EXPERTS[1]._replace(pp=2), False),
+    ((2 * (32 + 32 + 16 + 32) + 2 * 24 + 8, 60), cost.parameters, OF_EXPERTS[0], OF_EXPERTS[1]._replace(tp=4, ep=16)),
     (2 * 2 / 2 * 1632 / 2, cost.activations, *THREE_D),  # two in flight, a layer of 4 tokens
     (1632 / 2, cost.activations, *ALONE),  # there is no second
     # 3·2·4·(2·336 + 80) for products, and half of 3·2·2·2·4·4·8 for scores; over tp 2 and pp 2, twice 2 sequences of 2

@@ -26,8 +26,8 @@ from step08_5d.planning.memory import report as memory_report
 from step08_5d.planning.memory.peak import of_stage, states
 from step08_5d.planning.search import Task
 from step08_5d.planning.search import flags as flags_of
-from step08_5d.planning.time.machines import MACHINES, OURS
-from step08_5d.planning.time.speed import launching
+from step08_5d.planning.time.machines import MACHINES
+from step08_5d.planning.time.nanotron import NANOTRON
 from tests.harness.observing import configure, mesh_of, observe_each
 from tests.harness.ranks import run_ranks
 
@@ -166,8 +166,8 @@ def test_a_ring_launches_more():
     alone = of_layer()
     for cp in (2, 4) if EVERY else [4]:
         more = of_layer(cp) - alone
-        expected = OURS.launch * (1 + more / alone)
-        assert launching(Layout(64, cp=cp), MACHINES["H100"], OURS) == pytest.approx(expected, rel=0.03)
+        expected = NANOTRON.launch * (1 + more / alone)
+        assert NANOTRON.least(Layout(64, cp=cp), nodes=1) == pytest.approx(expected, rel=0.03)
 
 
 def test_what_it_refuses(capsys):

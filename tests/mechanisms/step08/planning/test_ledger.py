@@ -13,7 +13,7 @@ from step08_5d.planning.memory.layer import INPUT, MIDDLE, OUTPUT
 from step08_5d.planning.memory.ledger import Ledger, Linear
 from step08_5d.planning.memory.walks import layer_ledger
 
-LLAMA, MIXTRAL = PRESETS["llama3-8b"], PRESETS["mixtral-8x7b"]
+LLAMA, MIXTRAL, DEEPSEEK = (PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3-like"))
 STATISTICS = {"attention_norm.rsqrt", "mlp_norm.rsqrt"}
 LAYOUTS = [
     Layout(4096, dtype="bfloat16"),
@@ -36,6 +36,14 @@ def test_a_layer_releases_all_that_it_has_kept(layout):
     for entry in ledger.entries:
         assert not entry.communication or layout.tp * layout.cp > 1
         assert whole + entry.held >= sum(entry.made.values()) + sum(entry.released.get(each, 0) for each in STATISTICS)
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK])
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(4096, dtype="bfloat16", tp=4, ep=8), Layout(4096, ep=4)])
+def test_so_does_a_layer_with_experts(model, layout):
+    ledger = layer.backward(model, layout, experts=True)
+    assert set(ledger.tensors) == STATISTICS | {INPUT} and ledger.stored == 2 + 4 + 4 + 3 * model.shared_experts
+    assert sum(ledger.tensors.values()) == pytest.approx(sum(ledger.begins_with.values()) + ledger.held)
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -90,7 +98,7 @@ def test_events_by_hand():
         ("product, added up", 2.0, 1),
     ]
     assert ledger.tensors == {"gradient of y": 3.0, "gradient of x": 4.0} and ledger.held == 0.0
-    assert {number: each.name for number, each in ledger.fullest.items()} == {0: "product", 1: "product, added up"}
+    assert [each.name for each in ledger.fullest] == ["product", "product, added up"] == [e.name for e in ledger.rising]
     split = Ledger({"x": 4.0, "gradient of y": 3.0}, splits=True)
     split.linear("product", Linear("w", 4.0, 2.0), {"gradient of x": 4.0}, ["x"], ["gradient of y"])
     split.event("later", {}, ["x"])

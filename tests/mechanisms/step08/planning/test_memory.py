@@ -17,6 +17,9 @@ EXPERTS = "--layers 4 --hidden 1024 --heads 16 --kv-heads 4 --ffn 2816 --vocab 3
 EXPERTS += " --top-k 2 --expert-ffn 1408"
 FINE = "--layers 5 --hidden 1024 --heads 16 --kv-heads 4 --ffn 4096 --vocab 32000 --seq-len 2048 --experts 32 --top-k 4"
 FINE += " --expert-ffn 512 --shared-experts 1 --dense-layers 1"
+# Attention is the fullest: what the experts' backward forgets to release would be there
+TINY = "--layers 3 --hidden 512 --heads 8 --kv-heads 8 --ffn 512 --vocab 512 --seq-len 4096 --experts 4 --top-k 1"
+TINY += " --expert-ffn 32 --shared-experts 1 --micro-batch 1"
 BF16 = "--dtype bfloat16"
 # World, shape, layout; every tenth in `make test`
 CASES = [
@@ -63,6 +66,14 @@ CASES = [
     f"4 {LONG} --dp 2 --tp 2 --global-batch 2 --micro-batch 1 --vocab 1000 --seq-len 128",
     f"2 {FINE} --pp 2 --global-batch 4 --micro-batch 1",
     f"16 {FINE} {BF16} --dp 2 --pp 2 --tp 2 --cp 2 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
+    f"4 {WIDE} {BF16} --dp 4 --zero 3 --zero-replicas 2 --global-batch 16 --micro-batch 2",
+    f"2 {TINY} --cp 2 --global-batch 2",
+    f"4 {WIDE} {BF16} --dp 4 --zero 2 --zero-replicas 2 --global-batch 4 --micro-batch 1",
+    f"8 {NARROW} {BF16} --dp 4 --pp 2 --zero 3 --zero-replicas 2 --global-batch 32 --micro-batch 1",
+    f"8 {EXPERTS} {BF16} --dp 8 --ep 4 --zero 2 --zero-replicas 4 --global-batch 16 --micro-batch 1",
+    f"8 {EXPERTS} {BF16} --dp 8 --ep 2 --zero 3 --zero-replicas 2 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --dp 4 --zero 3 --zero-replicas 4 --global-batch 4 --micro-batch 1",
+    f"4 {TINY} --cp 2 --tp 2 --global-batch 2",
 ]
 
 INTERLEAVED = [
@@ -86,6 +97,7 @@ CONTEXT = [
     f"8 {LONG} {BF16} --cp 8 --global-batch 2 --micro-batch 1 --ffn 1024 --vocab 1000 --kv-heads 16",
     f"4 {NARROW} --cp 4 --global-batch 4 --micro-batch 4 --vocab 1000",
     f"8 {EXPERTS} {BF16} --cp 2 --dp 4 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
+    f"2 {TINY} {BF16} --cp 2 --global-batch 2",
 ]
 CONTEXT = [f"{case} --cp-mode {mode}" for case in CONTEXT for mode in ("allgather", "ring", "ulysses")]
 

@@ -11,15 +11,18 @@ from common.presets import PRESETS
 from step01_single_gpu.memory_model.gpt import GptShape, from_model
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
+from step08_5d.planning.command_line import profile
 from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks
-from step08_5d.planning.published import bars, cheatsheet, scaling
+from step08_5d.planning.published import advice, bars, cheatsheet, scaling
 from step08_5d.planning.published import memory as published_memory
+from step08_5d.planning.published import others as other_systems
 from step08_5d.planning.published import report as published_report
 from step08_5d.planning.published import runs as published
 from step08_5d.planning.published.late import seconds_late
 from step08_5d.planning.stages import layers_of_ranks
-from step08_5d.planning.time.machines import Habits
+from step08_5d.planning.time.nanotron import PAUSE
+from step08_5d.planning.time.profiles import PROFILES, TUNED
 
 LLAMA, GIB = PRESETS["llama3-8b"], 2**30
 
@@ -123,35 +126,34 @@ def test_published_runs(tmp_path, monkeypatch):
         fits[len(seen)], holds = published.fitted(seen), published_memory.fitted(seen)
         fitting = partial(published_memory.fits, holds=holds)
         found = published.judge(others, partial(published.predicted, fit=fits[len(seen)]), fits=fitting)
-        assert found.spearman > 0.87 and statistics.median(found.within.values()) > 0.8
+        assert found.spearman > 0.87 and statistics.median(found.within.values()) > 0.83
         assert statistics.median(found.gain.values()) > 0.9
         found = published.judge(others, partial(published_memory.predicted, holds=holds), lambda run: run.memory)
         assert found.spearman > 0.97
     fits[len(runs)] = fitted = published.fitted(runs)
-    for name in published.WITHOUT_PIPELINES + published.OF_PIPELINES:
-        assert getattr(Habits(), name) == float(f"{getattr(fitted.habits, name):.2g}"), name
-    assert published.FittedHabits().risk == float(f"{fitted.risk:.2g}")
+    assert rounded(fitted.profile) == PROFILES["nanotron"] and len(fitted.profile.own) == 3
+    assert published.Fit().risk == float(f"{fitted.risk:.2g}")
     piped = [run for run in runs if run.mfu and run.layout.pp > 1]
-    late = {run for run in piped if published.was_late(run, fitted.habits)}
-    well = [math.log(published.guess(run, fitted.habits).well / run.mfu) for run in piped if run not in late]
-    assert abs(statistics.median(well)) < 0.05 and statistics.median(map(abs, well)) < 0.1
+    late = {run for run in piped if published.was_late(run, fitted.profile)}
+    well = [math.log(published.guess(run, fitted.profile).well / run.mfu) for run in piped if run not in late]
+    assert abs(statistics.median(well)) < 0.06 and statistics.median(map(abs, well)) < 0.13
     # Also without the law that late messages follow: all that are far too slow lose the same, in every model
-    slow = [run for run in piped if published.guess(run, fitted.habits).well > 2 * run.mfu]
+    slow = [run for run in piped if published.guess(run, fitted.profile).well > 2 * run.mfu]
     for name in ("1B", "3B", "8B"):
         pauses = [seconds_late(run, fitted) for run in slow if run.name == name]
-        assert statistics.median(pauses) == pytest.approx(published.PAUSE, rel=0.15), name
+        assert statistics.median(pauses) == pytest.approx(PAUSE, rel=0.15), name
         quarters = statistics.quantiles(pauses, n=4)
         assert quarters[2] < 1.4 * quarters[0], name
     heaviest = [run for run in runs if run.pair == ("80B", 4) and run.mfu and run.layout.pp == 4]
-    assert {round(100 * published.guess(run, fitted.habits).well, 1) for run in heaviest} == {15.4}
+    assert {round(100 * published.guess(run, fitted.profile).well, 1) for run in heaviest} == {15.6}
     assert published.mfu(heaviest[0], 665) == pytest.approx(0.344, abs=5e-4), "two runs in one cell of the heat map"
     one = min(late, key=lambda run: run.nodes)
-    made = one._replace(mfu=published.guess(one, fitted.habits).well)
-    assert not published.was_late(made, fitted.habits)
-    sure = published.FittedHabits(fitted.habits, risk=1.0)
-    assert published.predicted(made, sure) == published.guess(made, fitted.habits).late < made.mfu / 1.5
+    made = one._replace(mfu=published.guess(one, fitted.profile).well)
+    assert not published.was_late(made, fitted.profile)
+    sure = published.Fit(fitted.profile, risk=1.0)
+    assert published.predicted(made, sure) == published.guess(made, fitted.profile).late < made.mfu / 1.5
     for figure, values in scaling.SCALING.items():  # within a node and, less well, across nodes
-        off = [abs(math.log(a / b)) for a, b in zip(scaling.scaling(figure, fitted.habits), values)]
+        off = [abs(math.log(a / b)) for a, b in zip(scaling.scaling(figure, fitted.profile), values)]
         assert max(off[:3]) < 0.12 and off[3] < 0.4, figure
         assert off[4] < 0.4 or (figure, off[4] < 0.7) == ("tp_sp_scaling", True), figure  # the page says so
     largest = scaling.largest(published_memory.fitted(runs))
@@ -165,6 +167,81 @@ def test_published_runs(tmp_path, monkeypatch):
     assert published.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
     monkeypatch.setattr(published, "fitted", lambda runs: fits[len(runs)])
     assert len(fits) == 3 and main(["published", "--out", str(tmp_path / "figure.png")]) == 0
+
+
+def rounded(found):
+    """The profile with its fitted numbers to two digits."""
+    own = found.own and type(found.own)(*(float(f"{each:.2g}") for each in found.own))
+    numbers = {name: float(f"{getattr(found, name):.2g}") for name in ("products", "attention", "hides")}
+    return found._replace(**numbers, own=own)
+
+
+def test_runs_of_other_systems():
+    """A profile is what its own runs show. Fitted to all sources but one, profiles predict that one; nanotron's habits
+    do not. What lies between nanotron and tuned is most of all.
+    """
+    runs = other_systems.read_runs()
+    assert (len(runs), len({run.source for run in runs})) == (103, 10)
+    for name in ("fsdp", "megatron", "early"):
+        assert rounded(other_systems.fitted(name, runs)) == (PROFILES | {"early": other_systems.EARLY})[name]
+    for run in runs:
+        layout = run.layout
+        tokens = layout.dp * layout.micro_batch * layout.micro_batches * layout.seq
+        assert run.tokens_per_second * layout.copies * layout.tp * layout.pp == pytest.approx(tokens / run.seconds)
+    one = one_of(runs, "meta-405b-8192-cp1")  # they say 43 %
+    assert one.mfu == pytest.approx(0.43, abs=5e-4) and one.profile == "megatron"
+    fresh = other_systems.unseen(runs)
+    for run, by in fresh.items():
+        assert by == other_systems.fitted(run.profile, [each for each in runs if each.source != run.source])
+        if run.source.startswith("bigscience"):
+            break
+    found = other_systems.judge(fresh)
+    assert found.factor < 1.15 and found.close > 0.75 and 0.9 < found.median < 1.1 and found.spearman > 0.7
+    as_nanotron = other_systems.judge(dict.fromkeys(runs, PROFILES["nanotron"]))
+    assert as_nanotron.factor > 1.25 and as_nanotron.median < 0.8 and as_nanotron.close < 0.5
+    outside = other_systems.outside(runs)
+    assert len(outside) < 0.2 * len(runs) and one not in outside and one_of(runs, "nemo-8b-8") in outside
+    modern = [run for run in runs if run.profile != "early"]
+    slower = sum(run.ratio(TUNED) >= 1 for run in modern) / len(modern)
+    assert 0.9 < slower < 0.91, "nine tenths of them"
+    two = {runs[0]: PROFILES["fsdp"], runs[1]: PROFILES["fsdp"]}
+    ratios = [run.ratio(by) for run, by in two.items()]
+    assert other_systems.judge(two).median == statistics.mean(ratios)
+
+
+def one_of(runs, name):
+    return next(run for run in runs if run.id == name)
+
+
+def test_advice_beside_what_they_ran():
+    """NeMo's 8B on 8 GPUs needs more than may be filled, by our formula; ours is hardly slower by their profile."""
+    found = advice.advise(advice.CASES[0])
+    assert found.needs > 0.9 * 80e9 and 0.95 < found.theirs < 1 and found.plan.regret < 0.05
+    layout = found.plan.layout
+    assert layout.copies * layout.tp * layout.pp == 8 and layout.dp * layout.micro_batch * layout.micro_batches == 128
+
+
+def test_a_profile_of_ones_own(tmp_path, capsys):
+    """Fitted to the runs of a file, it describes them better than any other; plan takes its numbers."""
+    lines = other_systems.FILE.read_text().splitlines()
+    mine = tmp_path / "mine.csv"
+    mine.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("nemo-"))]))
+    assert main(["published", "--runs", str(mine)]) == 0
+    printed = capsys.readouterr().out
+    yours = profile(printed.split("--profile ")[1].strip())
+    runs = other_systems.read_runs(mine)
+    judged = [other_systems.judge(dict.fromkeys(runs, each)).factor for each in (yours, *PROFILES.values(), TUNED)]
+    assert len(runs) == 11 and yours.name == "yours" and judged[0] == min(judged) < 1.05
+    mine.write_text("id,source\n1,me\n")
+    for words, told in (
+        ("published --runs " + str(mine), "has no rows with the columns of other_runs.csv"),
+        ("published --runs nowhere", "nowhere has no rows"),
+        ("plan --model llama3-8b --gpus 8 --profile 0.5,2,1", "nor three shares above 0 and up to 1"),
+        ("plan --model llama3-8b --gpus 8 --profile mine", "mine is none of nanotron, fsdp, megatron, tuned"),
+    ):
+        assert main(words.split()) == 2
+        line = capsys.readouterr().err
+        assert told in line and line.count("\n") == 1
 
 
 def test_stages_of_nanotron():

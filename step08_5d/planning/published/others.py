@@ -1,0 +1,157 @@
+"""Runs that other systems have published: profiles are fitted to some sources and judged on the others.
+
+other_runs.csv holds 103 runs of ten sources with enough settings to repeat them, on 8 to 16,384 GPUs: MosaicML's
+llm-foundry, NVIDIA's dgxc-benchmarking, torchtitan, Megatron-LM, BLOOM's sweep, Megatron's folding of experts, Llama 3,
+DeepSeek-V3, GPT-NeoX and Nemotron-4. Its column `where` says where in the source; `assumed` names settings that the
+source does not say, and `memory` marks rows that are known from memory only. MFU is not copied from anybody: all are
+computed by one formula from tokens per second.
+"""
+
+import csv
+import math
+import re
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import UsageError
+from common.model_config import ModelConfig
+from step08_5d.cost import Layout
+from step08_5d.planning.fitting import descend, spearman
+from step08_5d.planning.time.machines import MACHINES, Machine
+from step08_5d.planning.time.profiles import PROFILES, TUNED, Profile
+from step08_5d.planning.time.speed import mfu, times
+
+FILE = Path(__file__).with_name("other_runs.csv")
+# Systems from before FlashAttention write all scores of attention to memory, and no message of theirs hides. Nobody
+# plans with them, but a third of the runs are theirs
+EARLY = Profile("early", products=0.76, attention=0.030, hides=0.0)
+FLASH_ATTENTION = 2205.14135  # its arXiv number: what has a smaller one did not know it
+FITTED = {"fsdp": ("products", "attention", "hides"), "early": ("products", "attention")}
+FITTED["megatron"] = FITTED["yours"] = FITTED["fsdp"]
+START = {"products": 0.7, "attention": 0.15, "hides": 0.5}
+LIMITS = {"products": 1.0, "attention": 0.3, "hides": 1.0}  # FlashAttention-3 alone reaches 0.3
+MOST = 1.6  # a run that is further off counts no more than this factor
+CLOSE = 1.25  # a run within this factor is called predicted
+
+
+class OtherRun(NamedTuple):
+    """One published run."""
+
+    id: str
+    source: str
+    system: str
+    model: ModelConfig
+    layout: Layout
+    machine: Machine
+    tokens_per_second: float  # of a GPU
+    assumed: str  # settings that the source does not say
+    profile: str  # the name of the one that describes such a system
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        layout = self.layout
+        return layout.micro_batches * layout.tokens / layout.tp / layout.pp / self.tokens_per_second
+
+    @property
+    def mfu(self) -> float:
+        return mfu(self.model, self.layout, self.seconds, self.machine)
+
+    def ratio(self, profile: Profile) -> float:
+        """Predicted over published speed."""
+        return self.seconds / times(self.model, self.layout, self.machine, profile).step
+
+
+def read_runs(file: Path = FILE) -> list[OtherRun]:
+    """Return all runs of a file with the columns of other_runs.csv. Raises UsageError if it is none."""
+    try:
+        return [_run(row) for row in csv.DictReader(file.open(encoding="utf-8"))]
+    except (OSError, UnicodeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"{file} has no rows with the columns of {FILE.name}: {error!r}") from None
+
+
+def _run(row: dict[str, str]) -> OtherRun:
+    def whole(name: str) -> int:
+        return int(row[name] or 0)
+
+    shape = {name: whole(name) for name in ("vocab", "hidden", "layers", "heads", "ffn", "experts", "top_k")}
+    shape |= {name: whole(name) for name in ("dense_layers", "expert_ffn")}
+    shape |= {"kv_heads": whole("kv"), "shared_experts": whole("shared"), "head_dim": whole("head_dim") or None}
+    model = ModelConfig(**shape, tie_embeddings=row["tied"] == "1", max_positions=whole("seq"))
+    ways = {name: whole(name) for name in ("dp", "tp", "pp", "cp", "ep", "zero", "stages", "micro_batch")}
+    count = max(1, round(whole("gbs") / ways["dp"] / ways["micro_batch"]))
+    layout = Layout(whole("seq"), **ways, micro_batches=count, dtype="bfloat16", recompute=row["recompute"])
+    machine = MACHINES[row["gpu"]]._replace(far=1e9 * float(row["far"]), float8=row["precision"] == "fp8")
+    if row["membw"]:
+        machine = machine._replace(memory_bandwidth=1e12 * float(row["membw"]))
+    if watts := re.search(r"(\d+) W\b", row["note"]):
+        machine = machine._replace(power=int(watts[1]) / 700)  # of an H100
+    number = re.search(r"arXiv:(\d{4}\.\d{5})", row["source"])
+    old = "bigscience" in row["source"] or re.search(r"\b20(1\d|2[012])\b", row["system"] + row["where"])
+    early = float(number[1]) < FLASH_ATTENTION if number else old
+    sharded = layout.zero == 3 or re.search("FSDP|torchtitan", row["system"])
+    profile = "early" if early else "fsdp" if sharded else "megatron"
+    speed = float(row["tok_s_gpu"])
+    return OtherRun(row["id"], row["source"], row["system"], model, layout, machine, speed, row["assumed"], profile)
+
+
+def error(profile: Profile, runs: list[OtherRun]) -> float:
+    """Mean of |log(predicted / published)|, in which n runs of a source count as much as sqrt(n)."""
+    if any(getattr(profile, name) > limit for name, limit in LIMITS.items()):
+        return math.inf
+    sources = [run.source for run in runs]
+    weights = [sources.count(source) ** -0.5 for source in sources]
+    off = [min(math.log(MOST), abs(math.log(run.ratio(profile)))) for run in runs]
+    return sum(map(math.prod, zip(weights, off))) / sum(weights)
+
+
+def fitted(name: str, runs: list[OtherRun]) -> Profile:
+    """The profile of this name, fitted to those of the runs that it describes; `yours` to all."""
+    start = (PROFILES | {EARLY.name: EARLY}).get(name, Profile("yours", **START))
+    some = [run for run in runs if name in ("yours", run.profile)]
+    start = start._replace(**{each: START[each] for each in FITTED[name]})
+    return descend(start, FITTED[name], partial(error, runs=some), sweeps=6)
+
+
+def unseen(runs: list[OtherRun]) -> dict[OtherRun, Profile]:
+    """For each run, its profile, fitted to all sources but its own."""
+    return {
+        run: profile
+        for source in dict.fromkeys(run.source for run in runs)
+        for name in FITTED
+        if (some := [run for run in runs if (run.source, run.profile) == (source, name)])
+        for profile in [fitted(name, [run for run in runs if run.source != source])]
+        for run in some
+    }
+
+
+class Judged(NamedTuple):
+    """How good predictions are."""
+
+    count: int
+    median: float  # of predicted / published
+    factor: float  # typical: the median of exp |log of that|
+    close: float  # share of runs within a factor of CLOSE
+    spearman: float  # of MFU
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        ranks = f"{self.spearman:.2f}" if self.count > 2 else ""
+        return (str(self.count), f"{self.median:.2f}", f"{self.factor:.2f}", f"{self.close:.0%}", ranks)
+
+
+def judge(profiles: dict[OtherRun, Profile]) -> Judged:
+    """Judge the predictions for these runs, each by its own profile."""
+    ratios = [run.ratio(profile) for run, profile in profiles.items()]
+    factors = [math.exp(abs(math.log(ratio))) for ratio in ratios]
+    published = [run.mfu for run in profiles]
+    ranks = spearman(published, [a * b for a, b in zip(published, ratios)]) if len(ratios) > 2 else math.nan
+    close = sum(each <= CLOSE for each in factors) / len(factors)
+    return Judged(len(ratios), statistics.median(ratios), statistics.median(factors), close, ranks)
+
+
+def outside(runs: list[OtherRun]) -> list[OtherRun]:
+    """Runs that are slower than nanotron would be, or faster than what is called tuned."""
+    return [run for run in runs if not run.ratio(PROFILES["nanotron"]) <= 1 <= run.ratio(TUNED)]
