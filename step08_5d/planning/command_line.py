@@ -21,6 +21,15 @@ class Command(NamedTuple):
 
 # ---- types of flags --------------------------------------------------------------------------------------------------
 
+MOST_TOKENS = 2**30  # of a batch or a sequence: fifty times those of the largest published runs
+MOST = 2**20  # GPUs, sequences and the like: more are a slip, and could take all memory
+
+
+def _at_most(number: int, most: int) -> int:
+    if number > most:
+        raise argparse.ArgumentTypeError(f"{number} must be at most {most}")
+    return number
+
 
 def tokens(text: str) -> int:
     """A number of tokens, such as 4096, 512k or 4M (of 1,024 each). Raises ValueError for anything else."""
@@ -28,14 +37,14 @@ def tokens(text: str) -> int:
     number = float(text.rstrip("kKmM")) * unit
     if number < 1 or number % 1:  # also of infinity
         raise ValueError(text)
-    return int(number)
+    return _at_most(int(number), MOST_TOKENS)
 
 
 def count(text: str) -> int:
     """A number of GPUs, ranks or the like, for argparse."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} must be at least 1")
-    return number
+    return _at_most(number, MOST)
 
 
 def speed(text: str) -> float:
@@ -55,8 +64,9 @@ def add_model(parser: ArgumentParser) -> None:
 
 def add_gpu(parser: ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=MACHINES, default="H100")
-    parser.add_argument("--within", type=speed, help="GB/s of a GPU to others of its node (default: data sheet)")
-    parser.add_argument("--between", type=speed, help="GB/s of a GPU to other nodes (default: data sheet)")
+    one_way = "GB/s that a GPU sends, in one direction (sheets print both together for NVLink), to"
+    parser.add_argument("--within", type=speed, help=f"{one_way} others of its node (default: data sheet)")
+    parser.add_argument("--between", type=speed, help=f"{one_way} other nodes: its card (default: data sheet)")
     names = ", ".join((*PROFILES, TUNED.name))
     words = f"whose habits (default: a range of them): {names}, or your own three shares, such as 0.8,0.12,0.6"
     parser.add_argument("--profile", type=profile, help=words)
@@ -109,4 +119,6 @@ def sequences_of(options: Namespace) -> int:
     """The sequences of a batch of so many tokens. Raises UsageError if they are no whole number."""
     if options.tokens_per_batch % options.seq_len:
         raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
-    return options.tokens_per_batch // options.seq_len
+    if (sequences := options.tokens_per_batch // options.seq_len) > MOST:
+        raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} are more than {MOST} sequences")
+    return sequences

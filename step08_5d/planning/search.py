@@ -84,11 +84,23 @@ def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
     """The same degrees with every schedule, ZeRO stage, micro-batch and recomputation that makes a difference."""
     of_rank = task.sequences // layout.dp
     sizes = [each for each in divisors(of_rank, 64) if each & (each - 1) == 0]
-    stages = (0, 1, 2, 3) if layout.copies > 1 else (0,)
-    for size, zero, recompute in itertools.product(sizes, stages, ("none", "selective", "full")):
-        if not (layout.pp > 1 and zero == 2):  # a reduce-scatter for every micro-batch of every stage
-            tried = layout._replace(micro_batch=size, micro_batches=of_rank // size, zero=zero, recompute=recompute)
+    for size, (zero, copies) in itertools.product(sizes, _sharded(task, layout)):
+        for recompute in ("none", "selective", "full"):
+            same = {"micro_batch": size, "micro_batches": of_rank // size, "recompute": recompute}
+            tried = layout._replace(zero=zero, zero_replicas=copies, **same)
             yield from (tried._replace(stages=each) for each in virtual_stages(task, tried))
+
+
+def _sharded(task: Task, layout: Layout) -> list[tuple[int, int]]:
+    """Stages of ZeRO, and over how many copies of the weights each: one, or as many as let a copy stay within a node.
+
+    A pipeline does without stage 2, which sums gradients after every micro-batch of every stage.
+    """
+    stages = [zero for zero in (1, 2, 3) if not (layout.pp > 1 and zero == 2)] if layout.copies > 1 else []
+    within = max(1, task.machine.for_gpus(task.gpus).gpus // (layout.tp * layout.pp))  # step 8 has tp, cp, pp, then dp
+    within = math.gcd(layout.copies, within)
+    copies = [1] if within in (1, layout.copies) else [1, layout.copies // within]
+    return [(0, 1), *itertools.product(stages, copies)]
 
 
 def virtual_stages(task: Task, layout: Layout) -> list[int]:
@@ -175,6 +187,7 @@ def named(layout: Layout) -> str:
     degrees += [f"{layout.stages} stages each"] if layout.stages > 1 else []
     degrees += [layout.cp_mode] if layout.cp > 1 and layout.cp_mode != "ring" else []
     zero = [f"ZeRO-{layout.zero}"] if layout.zero else []
+    zero += [f"{layout.zero_replicas} copies"] if layout.zero_replicas > 1 else []
     again = (
         [{"selective": "selective recompute", "full": "recompute"}[layout.recompute]]
         if layout.recompute != "none"
@@ -188,14 +201,16 @@ def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
     words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
-    for name in ("dp", "tp", "pp", "cp", "ep", "zero"):
+    for name in ("dp", "tp", "pp", "cp", "ep", "zero", "zero_replicas"):
         if (value := getattr(layout, name)) != (0 if name == "zero" else 1):
-            words += [f"--{name}", str(value)]
+            words += [f"--{name.replace('_', '-')}", str(value)]
     if layout.stages > 1:
         words += ["--schedule", "interleaved", "--virtual-stages", str(layout.stages)]
     if layout.recompute != "none":
         words += ["--recompute", layout.recompute]
-    config = parse(8, words)
+    # Of its many micro-batches step 8 asks only whether a pipeline divides them, and plays them all: a few say the same
+    few = min(layout.micro_batches, 2 * layout.pp + layout.micro_batches % layout.pp)
+    config = parse(8, [*words, "--global-batch", str(few * layout.micro_batch * layout.dp)])
     config.resolve_and_check(task.gpus)
     step08.check(config)
     return words

@@ -131,7 +131,7 @@ def test_peak_flops_are_the_vendors_or_measured_or_given(monkeypatch):
         "GB200": 2500,
     }
     measured = ("V100-SXM2-16GB", "A100-SXM4-40GB MIG 3g.20gb", "GB10", "RTX 3090 Ti", "A10G", "L40")
-    for name, tflops in (known | {"AMD Instinct MI300X": 1307.4} | dict.fromkeys(measured)).items():
+    for name, tflops in (known | {"B200": 2250, "GB200": 2500, "MI300X": 1307.4} | dict.fromkeys(measured)).items():
         assert vendor_tflops(name, "bfloat16") == tflops, name
     assert vendor_tflops("Tesla V100-PCIE-16GB", "float16") == 112 and vendor_tflops("NVIDIA L4", "float64") is None
     flops, source = peak_flops("cpu", torch.float32)

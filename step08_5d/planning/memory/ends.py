@@ -24,6 +24,7 @@ def vocabulary(model: ModelConfig, layout: Layout) -> int:
     return -(-model.vocab // layout.tp) * model.hidden
 
 
+@lru_cache(maxsize=16)
 def of_an_end(layout: Layout) -> Layout:
     """Return the layout with all left out that makes no difference to the ends: a search asks for many like it."""
     return of_a_layer(layout)._replace(ep=1, recompute="none")

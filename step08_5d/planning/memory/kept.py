@@ -39,24 +39,26 @@ def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[KeptBy
     # What a later stage has received is a copy of its own, unless it is what the first norm or recomputation keeps
     copied = narrow < wide and layout.recompute != "full"
     received = layout.tokens * model.hidden / layout.tp * narrow if copied else 0.0
-    result, of_layer = [], of_a_layer(layout)
+    result = []
     for number, (first, last) in enumerate(ranges_of_rank(model, layout, rank)):
         data = 8 * layout.tokens * ((first == 0) + (last == model.layers))  # tokens or targets, or both
-        layers = kept_by_layers(model, of_layer, first, last)
+        layers = kept_by_layers(model, layout, first, last)
         result.append(KeptByStage(layers, tables + data, received if rank or number else 0.0))
     return result
 
 
 def kept_by_layers(model: ModelConfig, layout: Layout, first: int, last: int) -> float:
-    """Return the bytes that the layers [first, last) keep of one micro-batch. layout: see `of_a_layer`."""
+    """Return the bytes that the layers [first, last) keep of one micro-batch."""
     with_experts = max(0, last - max(first, model.expert_layers.start))
-    result = (last - first - with_experts) * kept_by_layer(model, layout, experts=False)
-    return result + with_experts * kept_by_layer(model, layout, experts=True) if with_experts else result
+    result = (last - first - with_experts) * kept_by_layer(model, of_a_layer(layout, False), experts=False)
+    return result + with_experts * kept_by_layer(model, of_a_layer(layout), experts=True) if with_experts else result
 
 
-def of_a_layer(layout: Layout) -> Layout:
+@lru_cache(maxsize=16)  # all ranks of a layout ask for it
+def of_a_layer(layout: Layout, experts: bool = True) -> Layout:
     """Return the layout with all left out that makes no difference to a layer: a search asks for many like it."""
-    return layout._replace(dp=1, pp=1, zero=0, micro_batches=1, stages=1, nanotron=False)
+    same = layout._replace(dp=1, pp=1, zero=0, micro_batches=1, stages=1, nanotron=False, zero_replicas=1)
+    return same if experts else same._replace(ep=1)
 
 
 @lru_cache(maxsize=4096)

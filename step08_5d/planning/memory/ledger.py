@@ -122,13 +122,27 @@ class Ledger:
         self.in_buffers.difference_update(operands)
 
     @cached_property  # which ends the ledger: nothing may be entered any more
-    def fullest(self) -> dict[int, LedgerEntry]:
-        """The entry with the most bytes for each number of gradients stored so far."""
-        result = {}
+    def fullest(self) -> list[LedgerEntry]:
+        """The entry with the most bytes for each number of gradients stored so far, those with most bytes first."""
+        result: dict[int, LedgerEntry] = {}
         for each in self.entries:
             if each.stored not in result or each.held > result[each.stored].held:
                 result[each.stored] = each
+        return sorted(result.values(), key=lambda entry: -entry.held)
+
+    @cached_property
+    def rising(self) -> list[LedgerEntry]:
+        """Those of `fullest` that can hold most with all gradients that are stored: after each, more are."""
+        result: list[LedgerEntry] = []
+        for each in self.fullest:
+            if not result or each.stored > result[-1].stored:
+                result.append(each)
         return result
+
+    @cached_property
+    def before(self) -> float:
+        """Bytes of what it begins with."""
+        return sum(self.begins_with.values())
 
     def _make(self, tensors: Tensors) -> None:
         if not self.tensors.keys().isdisjoint(tensors):

@@ -10,6 +10,7 @@ micro-batch in only some stages of a rank are estimated, as that part of them wh
 """
 
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from common.costs.vocabulary import KINDS, WIDTHS
@@ -32,25 +33,30 @@ class Fullest(NamedTuple):
     held: dict[str, float]  # bytes by kind
 
 
-def memory(model: ModelConfig, layout: Layout) -> dict[str, float]:
-    """Return the bytes by kind of the rank of a pipeline that holds most."""
+def memory(model: ModelConfig, layout: Layout, gradient: int | None = None) -> dict[str, float]:
+    """Return the bytes by kind of the rank of a pipeline that holds most.
+
+    Args:
+        gradient: bytes of an element in sums of gradients; None: as in our training, at least those of float32. Others
+            add up in bfloat16.
+    """
     ranks = fullest_ranks(model, layout)
-    return max((of_stage(model, layout, rank) for rank in ranks), key=lambda kinds: sum(kinds.values()))
+    return max((peak(model, layout, rank, gradient).held for rank in ranks), key=lambda kinds: sum(kinds.values()))
 
 
-@lru_cache(maxsize=4096)
-def _at_least(model: ModelConfig, layout: Layout) -> dict[str, float]:
-    ranks = fullest_ranks(model, layout)
-    return max((states(model, layout, rank) for rank in ranks), key=lambda kinds: sum(kinds.values()))
-
-
-def at_least(model: ModelConfig, layout: Layout) -> dict[str, float]:
+def at_least(model: ModelConfig, layout: Layout, gradient: int | None = None) -> dict[str, float]:
     """Return the parameters, gradients and optimizer state of the rank with most of them, in bytes by kind.
 
     No layout holds less: when a backward ends, all of it is there. A search asks for it with all micro-batches and
     kinds of recomputation, which make no difference.
     """
-    return _at_least(model, layout._replace(micro_batch=1, micro_batches=1, recompute="none", cp_mode="ring"))
+    return _at_least(model, layout._replace(micro_batch=1, micro_batches=1, recompute="none"), gradient)
+
+
+@lru_cache(maxsize=64)
+def _at_least(model: ModelConfig, layout: Layout, gradient: int | None) -> dict[str, float]:
+    of_ranks = (states(model, layout, rank, gradient) for rank in fullest_ranks(model, layout))
+    return max(of_ranks, key=lambda kinds: sum(kinds.values()))
 
 
 def of_stage(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
@@ -58,7 +64,7 @@ def of_stage(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
     return peak(model, layout, rank).held
 
 
-def peak(model: ModelConfig, layout: Layout, rank: int) -> Fullest:
+def peak(model: ModelConfig, layout: Layout, rank: int, gradient: int | None = None) -> Fullest:
     """Return what happens at the fullest moment of a rank of the pipeline, and the bytes by kind.
 
     parameters, gradients  with the weights that ZeRO has gathered, and all buckets
@@ -67,10 +73,11 @@ def peak(model: ModelConfig, layout: Layout, rank: int) -> Fullest:
     working                all else: gradients of activations, copies in float32, logits, ...
     """
     narrow, wide, _ = WIDTHS[layout.dtype]
-    at_rest = states(model, layout, rank)
+    at_rest, gradient = states(model, layout, rank), gradient or wide
     # But for the optimizer state, which is at rest, ZeRO-1 holds what no ZeRO does
-    case, entry, gathered, gradients = _fullest_moment(model, layout._replace(zero=max(1, layout.zero)), rank)
-    sizes = at_rest["parameters"] + narrow * gathered, wide * gradients, at_rest["optimizer state"]
+    alike = layout._replace(zero=1, zero_replicas=1) if layout.zero < 2 else layout
+    case, entry, gathered, gradients = _fullest_moment(model, alike, rank, gradient)
+    sizes = at_rest["parameters"] + narrow * gathered, gradient * gradients, at_rest["optimizer state"]
     communication = case.communication + entry.communication
     rest = case.there + entry.held - communication
     activations = min(rest, case.kept)
@@ -79,11 +86,13 @@ def peak(model: ModelConfig, layout: Layout, rank: int) -> Fullest:
     return Fullest(name, dict(zip(KINDS, sizes)) | held)
 
 
-def states(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
+def states(model: ModelConfig, layout: Layout, rank: int, gradient: int | None = None) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer state, each when it is most but for what travels."""
-    result, shards = {}, parameters(model, layout, rank)
-    for kind, width, first in zip(KINDS, WIDTHS[layout.dtype], (3, 2, 1)):  # first: the stage of ZeRO that divides it
-        ranks = [layout.sharing(experts)[0] if layout.zero >= first else 1 for experts in (False, True)]
+    shards, divided = parameters(model, layout, rank), (layout.sharing()[0], layout.sharing(experts=True)[0])
+    narrow, wide, of_optimizer = WIDTHS[layout.dtype]
+    result = {}
+    for kind, width, first in zip(KINDS, (narrow, gradient or wide, of_optimizer), (3, 2, 1)):
+        ranks = divided if layout.zero >= first else (1, 1)  # from this stage on ZeRO divides it
         result[kind] = width * sum(size / by for size, by in zip(shards, ranks))
     return result
 
@@ -108,23 +117,26 @@ class _Case(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _fullest_moment(model: ModelConfig, layout: Layout, rank: int) -> tuple[_Case, LedgerEntry, float, float]:
+def _fullest_moment(
+    model: ModelConfig, layout: Layout, rank: int, gradient: int
+) -> tuple[_Case, LedgerEntry, float, float]:
     """Return the fullest moment: in which case, the moment, and the elements of gathered weights and gradients then."""
-    narrow, wide, _ = WIDTHS[layout.dtype]
-    mine, cases = parameters_of_rank(model, layout, rank), []
-    for case in _cases(model, layout._replace(zero=1), rank):
+    narrow, mine, cases = WIDTHS[layout.dtype][0], parameters_of_rank(model, layout, rank), []
+    most_gradients = gradient * mine.most_gradients
+    for case in _cases(model, layout if layout.zero == 1 else layout._replace(zero=1, zero_replicas=1), rank):
         gathered = mine.gathered(case.walk.region, prefetch=not case.walk.is_loss)
-        cases.append((narrow * gathered + case.there + case.walk.most, gathered, case))
-    cases.sort(key=lambda found: -found[0])
+        there = narrow * gathered + case.there
+        cases.append((there + case.walk.ledger.fullest[0].held, there, gathered, case))
+    cases.sort(key=itemgetter(0), reverse=True)
     most, result = -1.0, None
-    for bytes_but_gradients, gathered, case in cases:
-        if bytes_but_gradients + wide * mine.most_gradients < most:
+    for bytes_but_gradients, there, gathered, case in cases:
+        if bytes_but_gradients + most_gradients < most:
             break  # this case and those after it cannot hold more
-        for stored, entry in case.walk.fullest.items():
-            if narrow * gathered + wide * mine.most_gradients + case.there + entry.held <= most:
-                continue
-            gradients = mine.gradients(max(case.begun, case.walk.stored + stored), case.backward.summed)
-            held = narrow * gathered + wide * gradients + case.there + entry.held
+        for entry in case.walk.ledger.fullest if mine.zero > 1 else case.walk.ledger.rising:
+            if there + most_gradients + entry.held <= most:
+                break  # and no later entry holds more
+            gradients = mine.gradients(max(case.begun, case.walk.stored + entry.stored), case.backward.summed)
+            held = there + gradient * gradients + entry.held
             if held > most:
                 most, result = held, (case, entry, gathered, gradients)
     return result

@@ -81,7 +81,7 @@ class SummedTogether(NamedTuple):
     size: float
     begun: int  # how many gradients of the rank have been stored when its first one is
     complete: int  # and when its last one is
-    ranks: int  # that share it
+    ranks: int  # over which stages 2 and 3 of ZeRO divide it
 
 
 class RankParameters:
@@ -125,7 +125,8 @@ class RankParameters:
         result = []
         backward = sorted(range(len(self.parameters)), key=lambda number: (self.parameters[number].late, -number))
         place = {number: index for index, number in enumerate(backward, 1)}  # in the order in which they are stored
-        for expert, ranks in ((False, layout.copies), (True, layout.edp)):
+        for expert, holders in ((False, layout.copies), (True, layout.edp)):
+            ranks = layout.sharing(expert)[0] if self.zero > 1 else holders
             numbers = [number for number, each in enumerate(self.parameters) if each.expert == expert]
             if self.zero == 3:
                 buckets: dict[int, list[int]] = {}
@@ -134,7 +135,7 @@ class RankParameters:
                 groups = list(buckets.values())
             else:
                 sizes = [wide * self.parameters[number].size for number in numbers]
-                filled = pack(sizes, BUCKET if ranks > 1 else 0.0)  # nothing is sent: one for each parameter
+                filled = pack(sizes, BUCKET if holders > 1 else 0.0)  # nothing is sent: one for each parameter
                 groups = [[numbers[index] for index in bucket] for bucket in filled]
             for group in groups:
                 size = sum(self.parameters[number].size for number in group)
@@ -179,8 +180,8 @@ class RankParameters:
 
     @cached_property
     def most_gradients(self) -> float:
-        """The most elements of gradients at any time."""
-        return max(self.gradients(stored, 0) for stored in range(len(self.parameters) + 1))
+        """The most elements of gradients at any time. They change when a unit is begun, or sent."""
+        return max(self.gradients(stored, 0) for stored in {0, *self._sums[0], *self._sent_at})
 
     @cached_property
     def _begun_with(self) -> list[int]:
@@ -221,5 +222,11 @@ def _parameters_of_rank(model: ModelConfig, layout: Layout, rank: int) -> RankPa
 
 def parameters_of_rank(model: ModelConfig, layout: Layout, rank: int) -> RankParameters:
     """Return the parameters of a rank, found once for all layouts that differ in what makes no difference to them."""
+    return _parameters_of_rank(model, _of_weights(layout), rank)
+
+
+@lru_cache(maxsize=16)  # all ranks of a layout ask for it
+def _of_weights(layout: Layout) -> Layout:
     same = {"dp": layout.copies, "cp": 1, "micro_batch": 1, "micro_batches": 1, "recompute": "none"}
-    return _parameters_of_rank(model, layout._replace(**same), rank)
+    same |= {"zero": 1, "zero_replicas": 1} if layout.zero < 2 else {}
+    return layout._replace(**same)

@@ -18,7 +18,6 @@ from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_model
 from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
-from step08_5d.planning.memory.kept import of_a_layer
 from step08_5d.planning.memory.ledger import Tensors
 from step08_5d.planning.memory.peak import peak
 from step08_5d.planning.memory.walks import layer_ledger
@@ -29,7 +28,7 @@ from step08_5d.planning.stages import layers_of_ranks
 KNOWN = set(
     "dp tp pp cp ep zero micro_batch global_batch seq_len dtype recompute schedule virtual_stages cp_mode".split()
 )
-KNOWN |= set(flag_names("model")) - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
+KNOWN |= {"zero_replicas"} | set(flag_names("model")) - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
 SCHEDULES = ("1f1b", "interleaved", "naive", "afab", "zb-h1", "zb-h2")
 DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of this command; those of step 8 are for a laptop
 GPT_FORM = Layout(0, dtype="bfloat16")
@@ -101,7 +100,7 @@ def _show_ours(config: TrainConfig, layout: Layout, play: bool) -> None:
 
 def show_layer(model: ModelConfig, layout: Layout, *, experts: bool) -> None:
     """Print the ledger of a layer's backward: what each event makes and releases, and what is held meanwhile."""
-    ledger = layer_ledger(model, of_a_layer(layout), experts)
+    ledger = layer_ledger(model, layout, experts)
     before = sum(ledger.begins_with.values())
     rows = _listed("it begins with", before, {"+": ledger.begins_with})
     for each in ledger.entries:

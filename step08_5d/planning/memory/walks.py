@@ -8,13 +8,13 @@ its second half is a part of its own.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.memory import ends, layer, second_half
 from step08_5d.planning.memory.kept import KeptByStage, kept_by_layers, of_a_layer
-from step08_5d.planning.memory.ledger import Deferred, Ledger, LedgerEntry, Tensors
+from step08_5d.planning.memory.ledger import Deferred, Ledger
 from step08_5d.planning.memory.rank_parameters import RankParameters
 from step08_5d.planning.memory.sizes import LayerSizes
 
@@ -29,22 +29,13 @@ class Walk:
     halves: str  # of the backward in which it is: LOSS, FIRST or SECOND
     region: int  # of the rank's parameters
     stored: int  # gradients of the rank that have been stored when it begins
-    held: Tensors  # what is there then, but for messages and other micro-batches
-    fullest: dict[int, LedgerEntry]  # by how many gradients it has stored until then
-    keeps_message: bool = False  # the gradient that the stage has received waits for the second half: `held` has it
+    before: float  # bytes that are there then, but for messages and other micro-batches
+    ledger: Ledger
+    keeps_message: bool = False  # the gradient that the stage has received waits for the second half: `before` has it
 
     @property
     def is_loss(self) -> bool:
         return self.halves == LOSS
-
-    @cached_property  # a search asks for both with every stage of ZeRO
-    def before(self) -> float:
-        """Bytes that are there when it begins."""
-        return sum(self.held.values())
-
-    @cached_property
-    def most(self) -> float:
-        return max(each.held for each in self.fullest.values())
 
 
 def walks_of_stage(
@@ -59,11 +50,11 @@ def walks_of_stage(
     if has_loss:
         loss, head = (ledger_of(model, ends.of_an_end(layout)) for ledger_of in (ends.loss, ends.head))
         for halves, ledger in ((LOSS, loss), (FIRST, head)):
-            yield Walk("", halves, rank.end, 0, {"stage": kept.all} | ledger.begins_with, ledger.fullest)
+            yield Walk("", halves, rank.end, 0, kept.all + ledger.before, ledger)
     yield from _below_the_head(model, layout, rank, number, kept, received=layout.pp > 1 and not has_loss)
     if rank.split:
         ledger = second_half.backward(deferred_by(model, layout, rank))
-        yield Walk("gradients of weights, ", SECOND, rank.end, rank.early, {}, ledger.fullest)
+        yield Walk("gradients of weights, ", SECOND, rank.end, rank.early, 0.0, ledger)
 
 
 def _below_the_head(
@@ -77,31 +68,34 @@ def _below_the_head(
     """
     first, last = rank.stages[number]
     tied = ends.vocabulary(model, layout) * LayerSizes.of(model, layout).w if rank.tied else 0.0
-    above, of_layer = {"gradient of head.weight, to be added to the embedding's": tied}, of_a_layer(layout)
-    of_last = layer_ledger(model, of_layer, model.has_experts(last - 1)) if last > first else None
+    # `tied`: the gradient of the head's weight, to be added to the embedding's
+    of_last = layer_ledger(model, layout, model.has_experts(last - 1)) if last > first else None
     keeps = received and of_last is not None and layer.OUTPUT in of_last.put_off_tensors
     with_experts = min(last, max(first, model.expert_layers.start))  # from here on
     some = {first, with_experts - 1, with_experts, last - 1}
     for index in sorted(index for index in some if first <= index < last):
         region, experts, is_last = rank.starts[number] + index - first, index >= with_experts, index == last - 1
-        ledger, keeps_it = layer_ledger(model, of_layer, experts), keeps
-        held = {"tables and tokens": kept.beside, "received": kept.received} | above | ledger.begins_with
-        held["layers below"] = kept_by_layers(model, of_layer, first, index)
-        held["put off above"] = second_half.bytes_of(deferred_by(model, layout, rank, index + 1))
+        ledger, keeps_it = layer_ledger(model, layout, experts), keeps
+        before = tied + ledger.before + kept.beside + kept.received + kept_by_layers(model, layout, first, index)
+        before += second_half.bytes_of(deferred_by(model, layout, rank, index + 1))
         if is_last and experts:  # shared experts, which put it off, come after all others
             keeps_it = False
         if received and is_last and not keeps_it:
-            held[layer.OUTPUT] = 0.0  # it is the message
-        yield Walk(f"layer {index}: ", FIRST, region, rank.stored_before(region), held, ledger.fullest, keeps_it)
+            before -= ledger.begins_with[layer.OUTPUT]  # it is the message
+        yield Walk(f"layer {index}: ", FIRST, region, rank.stored_before(region), before, ledger, keeps_it)
     if rank.is_first and number == 0:
         ledger = ends.embedding(model, ends.of_an_end(layout))
-        held = above | ledger.begins_with | {"put off above": second_half.bytes_of(deferred_by(model, layout, rank))}
-        yield Walk("", FIRST, 0, rank.stored_before(0), held, ledger.fullest, keeps)
+        before = tied + ledger.before + second_half.bytes_of(deferred_by(model, layout, rank))
+        yield Walk("", FIRST, 0, rank.stored_before(0), before, ledger, keeps)
+
+
+def layer_ledger(model: ModelConfig, layout: Layout, experts: bool) -> Ledger:
+    """Return a layer's ledger, which nobody may change."""
+    return _layer_ledger(model, of_a_layer(layout, experts), experts)
 
 
 @lru_cache(maxsize=4096)
-def layer_ledger(model: ModelConfig, layout: Layout, experts: bool) -> Ledger:
-    """Return a layer's ledger, which nobody may change. layout: see `of_a_layer`."""
+def _layer_ledger(model: ModelConfig, layout: Layout, experts: bool) -> Ledger:
     return layer.backward(model, layout, experts=experts)
 
 
@@ -112,5 +106,5 @@ def deferred_by(model: ModelConfig, layout: Layout, rank: RankParameters, index:
     ((first, last),) = rank.stages
     result = [ends.deferred_by_head(model, layout)] if rank.is_last else []
     for each in reversed(range(max(first, index), last)):
-        result += layer_ledger(model, of_a_layer(layout), model.has_experts(each)).deferred
+        result += layer_ledger(model, layout, model.has_experts(each)).deferred
     return result

@@ -12,7 +12,7 @@ from step08_5d.planning.time.profiles import ENDS, PROFILES
 from step08_5d.planning.time.speed import times
 
 
-class Case(NamedTuple):
+class Situation(NamedTuple):
     """A model on a cluster, and the run that is compared: the fastest of this model that other_runs.csv has nearby."""
 
     words: str
@@ -22,17 +22,17 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("8B", 8, "nemo-8b-8"),
-    Case("8B", 64, "nemo-8b-128"),
-    Case("8B", 512, "nemo-8b-128"),
-    Case("70B", 64, "maxtext-70b-64"),
-    Case("70B", 256, "nemo-70b-256"),
-    Case("70B", 512, "nemo-70b-2048"),
-    Case("405B", 8192, "meta-405b-8192-cp1"),
-    Case("405B", 16384, "meta-405b-16384-cp1"),
-    Case("Mixtral 8x22B", 64, "fold-8x22b-128-256"),
-    Case("Mixtral 8x22B", 128, "fold-8x22b-128-256"),
-    Case("DeepSeek-V3", 2048, "deepseek-v3-paper", "H800"),
+    Situation("8B", 8, "nemo-8b-8"),
+    Situation("8B", 64, "nemo-8b-128"),
+    Situation("8B", 512, "nemo-8b-128"),
+    Situation("70B", 64, "maxtext-70b-64"),
+    Situation("70B", 256, "nemo-70b-256"),
+    Situation("70B", 512, "nemo-70b-2048"),
+    Situation("405B", 8192, "meta-405b-8192-cp1"),
+    Situation("405B", 16384, "meta-405b-16384-cp1"),
+    Situation("Mixtral 8x22B", 64, "fold-8x22b-128-256"),
+    Situation("Mixtral 8x22B", 128, "fold-8x22b-128-256"),
+    Situation("DeepSeek-V3", 2048, "deepseek-v3-paper", "H800"),
 )
 
 
@@ -45,7 +45,7 @@ class Advice(NamedTuple):
     needs: float  # bytes of theirs by our formula
 
 
-def advise(case: Case) -> Advice:
+def advise(case: Situation) -> Advice:
     """Plan a case as `plan` does; with interleaved stages where they had them."""
     run = next(each for each in read_runs() if each.id == case.run)
     layout, machine = run.layout, MACHINES[case.gpu]
@@ -60,7 +60,7 @@ def advise(case: Case) -> Advice:
     return Advice(plan, run, theirs, sum(memory(run.model, layout).values()))
 
 
-def print_advice(cases: tuple[Case, ...] = CASES) -> None:
+def print_advice(cases: tuple[Situation, ...] = CASES) -> None:
     """A table of the cases: our layout with its range, what they ran and reached, and by how much ours is slower."""
     rows = []
     for case in cases:

@@ -70,12 +70,16 @@ def spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[int
         group: of `process_groups`. Those that share weights are over dp and cp; those that share experts deal out the
             ranks of a stage: ep takes neighbors, and expert_shard every ep-th.
     """
-    return _spans(layout._replace(seq=0, micro_batch=1, micro_batches=1, recompute=""), group, machine, order)
+    copies = layout.zero_replicas if layout.zero else layout.copies
+    return _spans(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep, copies, group, machine, order)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same degrees with every stage of ZeRO, micro-batch and recomputation
-def _spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[int, int]:
-    dimension, of_node, axes = DIMENSION_OF[group], machine.gpus, order.split(",")
+def _spans(
+    dp: int, pp: int, cp: int, tp: int, ep: int, copies: int, group: str, machine: Machine, order: str
+) -> tuple[int, int]:
+    layout = Layout(0, dp, pp, cp, tp, ep, zero=1, zero_replicas=copies)
+    machine, dimension, axes = machine.for_gpus(dp * pp * cp * tp), DIMENSION_OF[group], order.split(",")
     if dimension in ("ep", "dp"):
         of_experts = group.startswith("expert")
         size, apart = layout.ep, 1
@@ -86,7 +90,7 @@ def _spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[in
         here = stage_ranks(layout, machine, order) // apart
     else:
         size = getattr(layout, dimension)
-        here = of_node // math.prod(getattr(layout, axis) for axis in axes[: axes.index(dimension)])
+        here = machine.gpus // math.prod(getattr(layout, axis) for axis in axes[: axes.index(dimension)])
     together = min(size, max(1, here))
     return math.ceil(size / together), together
 
@@ -141,7 +145,7 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Pro
     head = 3 * flops.head * of_rank / rate
     head += profile.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
     dp, exposed = [], dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
-    for message in cost.messages(model, layout, ends=False):
+    for message in _messages(model, layout):
         dimension = DIMENSION_OF[message.group]
         if dimension == "dp":
             dp.append((message, seconds_of(message, layout, machine, profile)))
@@ -158,6 +162,11 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Pro
         least = again * profile.own.least(layout, spans(layout, "tp", machine, profile.order)[0])
         launch = max(0.0, m * layers * (least - layer) - meanwhile)
     return Mean(layer, head, launch, exposed, dp)
+
+
+@lru_cache(maxsize=1)  # which all profiles ask for
+def _messages(model: ModelConfig, layout: Layout) -> list[Message]:
+    return cost.messages(model, layout, ends=False)
 
 
 class Pace(NamedTuple):
@@ -200,7 +209,7 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile
     )
     compute, share = m * (layers * layer + head), slowest.waits / (layout.stages * m + slowest.waits)
     busy = compute + launch + sum(exposed.values()) - exposed["dp"]
-    held = sum(cost.parameters(model, layout)) / (layout.copies if layout.zero else 1)
+    held = sum(cost.parameters(model, layout)) / layout.sharing()[0]
     update = UPDATE_BYTES * held / machine.memory_bandwidth
     return Times(compute, launch, bubble=busy * share / (1 - share), update=update, **exposed)
 

@@ -66,7 +66,13 @@ CASES = [
     f"4 {LONG} --dp 2 --tp 2 --global-batch 2 --micro-batch 1 --vocab 1000 --seq-len 128",
     f"2 {FINE} --pp 2 --global-batch 4 --micro-batch 1",
     f"16 {FINE} {BF16} --dp 2 --pp 2 --tp 2 --cp 2 --ep 4 --zero 1 --global-batch 16 --micro-batch 2",
+    f"4 {WIDE} {BF16} --dp 4 --zero 3 --zero-replicas 2 --global-batch 16 --micro-batch 2",
     f"2 {TINY} --cp 2 --global-batch 2",
+    f"4 {WIDE} {BF16} --dp 4 --zero 2 --zero-replicas 2 --global-batch 4 --micro-batch 1",
+    f"8 {NARROW} {BF16} --dp 4 --pp 2 --zero 3 --zero-replicas 2 --global-batch 32 --micro-batch 1",
+    f"8 {EXPERTS} {BF16} --dp 8 --ep 4 --zero 2 --zero-replicas 4 --global-batch 16 --micro-batch 1",
+    f"8 {EXPERTS} {BF16} --dp 8 --ep 2 --zero 3 --zero-replicas 2 --global-batch 16 --micro-batch 1",
+    f"4 {WIDE} {BF16} --dp 4 --zero 3 --zero-replicas 4 --global-batch 4 --micro-batch 1",
     f"4 {TINY} --cp 2 --tp 2 --global-batch 2",
 ]
 
