@@ -13,7 +13,7 @@ python -m step08_5d.planning dry-run --world 16384 --rank 77 --model llama3-405b
 python -m step08_5d.planning sweep step08_5d/planning/laptop.toml
 python -m step08_5d.planning calibrate step08_5d/planning/laptop.toml
 python -m step08_5d.planning published
-python -m step08_5d.planning page
+python -m step08_5d.planning page --model llama3-8b --gpus 64 --seq-len 4096 --tokens-per-batch 1M
 """
 
 import sys

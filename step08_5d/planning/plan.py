@@ -25,15 +25,20 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--interleaved", action="store_true", help="also several stages on each pipeline rank")
 
 
-def show(options: Namespace) -> None:
-    """The tables for the options of the command line. Raises UsageError for what cannot be planned."""
+def task_of(options: Namespace) -> Task:
+    """What the options of the command line ask for. Raises UsageError for what cannot be planned."""
     sequences, model, machine = sequences_of(options), resolve(options.model), machine_of(options)
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
     if 2 * machine.for_gpus(options.gpus).gpus <= machine.gpus < options.gpus:
         raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}")
     cluster = options.gpus, options.seq_len, sequences, machine
-    task = Task(options.model, model, *cluster, options.interleaved, profiles_of(options))
+    return Task(options.model, model, *cluster, profiles=profiles_of(options))
+
+
+def show(options: Namespace) -> None:
+    """The tables for the options of the command line. Raises UsageError for what cannot be planned."""
+    task = task_of(options)._replace(interleaved=options.interleaved)
     print_plans(task, *plans(task), options.shown, ends_of(options))
     if options.gradients == 2:
         print("  It needs another program than ours, whose sums of gradients have four bytes")

@@ -1,104 +1,126 @@
-"""The planner as one HTML file that works without a network: `python -m step08_5d.planning page`.
+"""The planner as one HTML file that works without a network.
 
-page.html is put together with its style, its code and its numbers. share.js, memory.js and plan.js repeat the
-formulas of memory and speed; tests compare the two.
+    python -m step08_5d.planning page --model llama3-8b --gpus 64 --tokens-per-batch 1M
+
+Python computes all layouts of the task and writes what the page shows (grid.py, runs.py); page.js looks it up.
 """
 
+import html
 import json
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from collections import Counter
 from pathlib import Path
 
-from common.costs.networks import BUS_GB_PER_S, NETWORK
-from common.costs.vocabulary import KINDS, WIDTHS
-from common.counts import count_parameters
 from common.drawing.figures import COLOURS, DIMENSIONS
 from common.errors import UsageError
-from common.model_config import ModelConfig
-from common.presets import PRESETS
-from step08_5d.kernels.linear_cross_entropy import FEW_BYTES, RATIO
-from step08_5d.planning.command_line import Command
+from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of
 from step08_5d.planning.explain import NAMES
-from step08_5d.planning.memory.rank_parameters import BUCKET
-from step08_5d.planning.published.runs import Fit, predicted, read_runs
-from step08_5d.planning.search import MOST_FULL
-from step08_5d.planning.sweeps import sweep
-from step08_5d.planning.sweeps.pictures import words
-from step08_5d.planning.time.machines import MACHINES
-from step08_5d.planning.time.nanotron import RING_HOP
-from step08_5d.planning.time.profiles import PROFILES
-from step08_5d.planning.time.speed import AGAIN, CORE_AGAIN, UPDATE_BYTES
+from step08_5d.planning.page.grid import CHOICES, FIRST, OF_END, OF_LAYOUT, OF_STAGE, Grid, digits, make_grid
+from step08_5d.planning.page.runs import published_dots, sweep_dots, tables
+from step08_5d.planning.plan import task_of
+from step08_5d.planning.published import others
+from step08_5d.planning.published.runs import read_runs
+from step08_5d.planning.search import MOST_FULL, Task, command
+from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
 
 FOLDER = Path(__file__).parent
-FORMULAS = ("share.js", "memory.js", "plan.js")
-SHAPE = ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn", "tie_embeddings", "max_positions", "experts", "top_k")
-SHAPE += ("shared_experts", "dense_layers", "expert_ffn", "head_width")
-RECOMPUTE = ("none", "selective", "full")
+SHOWN = 1.25  # how much of a GPU's memory a bar has room for
 
 
-def shape(model: ModelConfig) -> dict:
-    """What plan.js needs to know of a model."""
-    return {name: getattr(model, name) for name in SHAPE} | {"count": asdict(count_parameters(model))}
+def flags_of() -> dict[str, tuple[str, object]]:
+    """The flag of each choice in the order of `search.flags`, and with which value it is left out."""
+    found = {"micro_batch": ("--micro-batch", None)}
+    found |= {
+        name: (f"--{name.replace('_', '-')}", 0 if name == "zero" else 1) for name in CHOICES if name not in found
+    }
+    return found | {"recompute": ("--recompute", "none")}
 
 
-def constants() -> dict:
-    """All numbers of plan.js that are not formulas, by the names that they have in Python."""
-    found = {"KINDS": KINDS, "WIDTHS": WIDTHS["bfloat16"], "BUS_GB_PER_S": BUS_GB_PER_S, "NETWORK": NETWORK}
-    found |= {"RATIO": RATIO, "FEW_BYTES": FEW_BYTES, "BUCKET": BUCKET}
-    found |= {"MOST_FULL": MOST_FULL, "UPDATE_BYTES": UPDATE_BYTES, "RING_HOP": RING_HOP}
-    found |= {"RECOMPUTE": RECOMPUTE, "AGAIN": AGAIN, "CORE_AGAIN": CORE_AGAIN, "OURS": PROFILES["nanotron"]._asdict()}
-    found["MODELS"] = {name: shape(model) for name, model in PRESETS.items()}
-    found["MACHINES"] = {name: machine._asdict() | {"peak": machine.peak} for name, machine in MACHINES.items()}
-    return found
-
-
-def published_dots() -> list[dict]:
-    """The playbook's runs, as dots of a grid: which grid, its row and column, and what was published."""
-    result = []
-    for run in read_runs():
-        layout, failed = run.layout, run.mfu is None
-        dot = {"grid": f"the playbook's {run.name} on {run.nodes} node{'s' * (run.nodes > 1)}"}
-        dot["row"] = f"dp {layout.dp}, tp {layout.tp}, pp {layout.pp}"
-        dot["column"] = f"ZeRO-{layout.zero}, micro-batch {layout.micro_batch}"
-        dot |= {"status": "failed", "line": "published without numbers"} if failed else {"status": "ok"}
-        if not failed:
-            dot |= {"mfu": run.mfu, "speed": run.tokens_per_second, "memory": run.memory}
-            dot["predicted"] = predicted(run, Fit())
-        result.append(dot)
-    return result
-
-
-def sweep_dots(file: str) -> list[dict]:
-    """The runs of a sweep, from its runs.jsonl. Raises UsageError if there are none."""
-    folder = Path(file) if Path(file).is_dir() else Path(file).parent
-    found = sweep.records(folder)
-    if not found:
-        raise UsageError(f"--sweep {file}: no runs.jsonl with runs")
-    result = []
-    for each in found:
-        dot = {"grid": f"your sweep {folder.resolve().name}", "row": words(each, False), "column": words(each, True)}
-        dot |= {"status": each["status"], "line": each.get("line", ""), "mfu": each.get("mfu")}
-        if dot["status"] == "ok":
-            dot |= {"speed": each["tokens_per_s"] / each["world"], "memory": each.get("peak_memory_bytes")}
-        result.append(dot)
-    return result
-
-
-def write_page(path: str, file: str | None = None) -> Path:
-    """Write the page. Returns its path. Raises UsageError if it cannot be written, or the sweep has no runs.
-
-    Args:
-        file: the runs.jsonl of a sweep, shown first.
-    """
+def data_of(task: Task, ends: tuple[Profile, ...], grid: Grid) -> dict:
+    """All that page.js knows."""
     colours = COLOURS | DIMENSIONS | {"working": COLOURS["temporaries"], "compute": COLOURS["forward"]}
     colours |= {"launch": COLOURS["recompute"], "bubble": COLOURS["other"], "update": COLOURS["optimizer"]}
     colours |= {"communication": COLOURS["all_gather"]}
+    memory = task.machine.memory / 1e9
+    return {
+        **{name: value for name, value in grid._asdict().items() if name != "best"},
+        "title": f"{task.name} on {task.gpus:,} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step",
+        "ends": [each.name for each in ends],
+        "command": command(task, grid.best).split(" --micro-batch ")[0],
+        "flags": flags_of(),
+        "choices": CHOICES,
+        "first": FIRST,
+        "of_layout": OF_LAYOUT,
+        "of_end": OF_END,
+        "of_stage": OF_STAGE,
+        "names": NAMES,
+        "colours": colours,
+        "memory": {
+            name: digits(share * memory) for name, share in (("may be filled", MOST_FULL), ("all", 1), ("bar", SHOWN))
+        },
+    }
+
+
+# ---- what it stands on -----------------------------------------------------------------------------------------------
+
+
+def evidence(ends: tuple[Profile, ...], grid: Grid) -> str:
+    """Whose measurements the page stands on, as HTML."""
+    theirs, lines = others.read_runs(), []
+    for place, profile in zip((", the slow end", ", the fast end") if len(ends) > 1 else ("",), ends):
+        unknown = f" They say nothing of: {html.escape(profile.unknown)}." if profile.unknown else ""
+        lines.append(f"<li><b>{profile.name}</b>{place}: {stands_on(profile, theirs)}.{unknown}</li>")
+    what = "a range" if len(ends) > 1 else "that of one profile"
+    covers = f". {1 - len(others.outside(theirs)) / len(theirs):.0%} of them are in the range" if ends == ENDS else ""
+    sources = ", ".join(f"{number} of {source}" for source, number in Counter(run.source for run in theirs).items())
+    some = f"All {grid.considered:,} layouts that the planner considers are here."
+    if len(grid.lines) < grid.considered:
+        some = f"{len(grid.lines):,} of the {grid.considered:,} layouts that the planner considers are here: "
+        some += "of each set of degrees those of least regret."
+    return f"""<p>Nothing here has been run: all is predicted. Every time and MFU is {what}:</p>
+<ul>{"".join(lines)}</ul>
+<p>Memory is calculated, and nothing of it fitted: dry runs confirm it. {some}</p>
+<details><summary>{len(theirs)} runs of other systems are known{covers}</summary>{html.escape(sources)}</details>"""
+
+
+def stands_on(profile: Profile, theirs: list[others.OtherRun]) -> str:
+    """The runs behind a profile."""
+    if profile == PROFILES["nanotron"]:
+        runs = read_runs()
+        nodes, models = sorted({run.nodes for run in runs}), len({run.name for run in runs})
+        where = f"{nodes[0]} to {nodes[-1]} nodes of eight H100"
+        return f"the habits of {len(runs):,} runs of the playbook's authors, with {models} models on {where}"
+    names = (profile.name,) if profile.name in PROFILES else ("fsdp", "megatron")
+    some = [run for run in theirs if run.profile in names]
+    if profile == TUNED:
+        slower = sum(run.ratio(TUNED) >= 1 for run in some) / len(some)
+        return f"faster than {slower:.0%} of {len(some)} runs that others have published with FSDP or Megatron"
+    if profile.name in PROFILES:
+        return f"the habits of {len(some)} runs that {len({run.source for run in some})} sources have published"
+    return "three shares that you gave"
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+
+def write_page(
+    path: str, task: Task, ends: tuple[Profile, ...], file: str | None = None, progress: bool = False
+) -> Path:
+    """Write the page. Returns its path.
+
+    Raises UsageError if it cannot be written, if nothing fits, or if the sweep has no runs.
+
+    Args:
+        file: the runs.jsonl of a sweep, shown before the playbook's runs.
+    """
     dots = [*(sweep_dots(file) if file else ()), *published_dots()]
-    data = {"constants": constants(), "COLOURS": colours, "NAMES": NAMES, "DOTS": dots}
+    grid = make_grid(task, ends, progress)
+    parts = {"data": json.dumps(data_of(task, ends, grid)).replace("<", "\\u003c")}  # no text may end the script
+    parts |= {"evidence": evidence(ends, grid), "runs": tables(dots)}
+    parts |= {name: (FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "page.js")}
     text = (FOLDER / "page.html").read_text(encoding="utf-8")
-    for name in ("style.css", *FORMULAS, "looks.js", "view.js"):
-        text = text.replace(f"/* {name} */", (FOLDER / name).read_text(encoding="utf-8"))
-    text = text.replace("/* data */", json.dumps(data).replace("<", "\\u003c"))  # no text may end the script
+    for name, part in parts.items():
+        text = text.replace(f"/* {name} */", part)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
@@ -108,13 +130,16 @@ def write_page(path: str, file: str | None = None) -> Path:
 
 
 def add_flags(parser: ArgumentParser) -> None:
+    add_model(parser)
+    add_cluster(parser)
     parser.add_argument("--out", default="runs/planning/plan.html", help="the file to open in a browser")
     parser.add_argument("--sweep", help="the runs.jsonl of a sweep to show, such as runs/sweeps/laptop/runs.jsonl")
 
 
 def show(options: Namespace) -> None:
-    """The planner with sliders, as one file for a browser."""
-    print(f"  page: {write_page(options.out, options.sweep)}")
+    """The layouts of a task with sliders, as one file for a browser."""
+    path = write_page(options.out, task_of(options), ends_of(options), options.sweep, progress=True)
+    print(f"  page: {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 COMMAND = Command(add_flags, show)
