@@ -21,6 +21,7 @@ from step08_5d.planning.time.speed import AGAIN, Times, times
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits
 SHORTEST_PART = 256  # tokens of a cp rank: zigzag halves them, and attention kernels take 128 queries at a time
+COPIES_TAKE = 0.25  # share of a GPU's memory
 EQUAL = 0.01  # layouts are equally fast if their times differ by less than this (relative)
 
 
@@ -98,15 +99,34 @@ def _ways(task: Task, layout: Layout) -> Iterator[Layout]:
 
 
 def _sharded(task: Task, layout: Layout) -> list[tuple[int, int]]:
-    """Stages of ZeRO, and over how many copies of the weights each: one, or as many as let a copy stay within a node.
+    """Stages of ZeRO, and over how many copies of the weights each: one, or as many as may pay.
 
     A pipeline does without stage 2, which sums gradients after every micro-batch of every stage.
     """
-    stages = [zero for zero in (1, 2, 3) if not (layout.pp > 1 and zero == 2)] if layout.copies > 1 else []
-    within = max(1, task.machine.for_gpus(task.gpus).gpus // (layout.tp * layout.pp))  # step 8 has tp, cp, pp, then dp
-    within = math.gcd(layout.copies, within)
-    copies = [1] if within in (1, layout.copies) else [1, layout.copies // within]
-    return [(0, 1), *itertools.product(stages, copies)]
+    if layout.copies == 1:
+        return [(0, 1)]
+    stages = [zero for zero in (1, 2, 3) if not (layout.pp > 1 and zero == 2)]
+    hybrid = [(zero, copies) for zero in stages if (copies := _copies(task, layout._replace(zero=zero))) > 1]
+    return [(0, 1), *((zero, 1) for zero in stages), *hybrid]
+
+
+def _copies(task: Task, layout: Layout) -> int:
+    """Of how many copies hybrid sharding may pay: each as large as a node, or twice, four times, ... as large.
+
+    They are as small as takes no more than COPIES_TAKE of the memory more than a single one. Where a node has one rank
+    of a copy, they would save no messages between nodes.
+    """
+    shards = task.machine.for_gpus(task.gpus).gpus // (layout.tp * layout.pp)  # step 8 has tp, cp, pp, then dp
+    if shards < 2 or layout.copies % shards:
+        return 1
+    whole = sum(at_least(task.model, layout).values())
+    while layout.copies % shards == 0 and shards < layout.copies:
+        copies = layout.copies // shards
+        more = sum(at_least(task.model, layout._replace(zero_replicas=copies)).values()) - whole
+        if more <= COPIES_TAKE * task.machine.memory:
+            return copies
+        shards *= 2
+    return 1
 
 
 def virtual_stages(task: Task, layout: Layout) -> list[int]:
