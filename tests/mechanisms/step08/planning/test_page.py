@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import os
 import random
 import re
@@ -56,9 +57,10 @@ def layout_of(task: Task, values: dict) -> Layout:
 
 def three(number: float) -> str:
     """Three digits, as one would write them by hand."""
-    text = f"{number:#.3g}"
-    text = f"{float(text):.0f}" if "e+" in text else f"{float(text):.6f}" if "e-" in text else text
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    for _ in range(2 if number else 0):  # 9.996 becomes 10.0
+        places = 2 - math.floor(math.log10(number))
+        number = round(number, places)
+    return f"{number:.{max(0, places)}f}" if number else "0"
 
 
 def expected(task: Task, layout: Layout, regrets: dict[Layout, float]) -> dict:
@@ -93,7 +95,7 @@ def joined(words: list[str]) -> str:
 def shown(task: Task, layout: Layout, right: dict) -> dict:
     """The text of each part of the page."""
     numbers = f"time of a step{joined(right['step'])} sMFU{joined(right['mfu'])}tokens/s/GPU{joined(right['speed'])}"
-    numbers += f"slower than the best, at worst by{right['regret']}micro-batches{layout.micro_batches}"
+    numbers += f"slower than the best, at worst{right['regret']}micro-batches{layout.micro_batches}"
     numbers += "".join(f"{end.name} waits for{words}" for end, words in zip(ENDS, right["binds"]))
     names = [f"stage {each['stage']}" for each in right["stages"]] if layout.pp > 1 else ["any rank"]
     kinds = list(right["stages"][0])[2:]
@@ -104,7 +106,7 @@ def shown(task: Task, layout: Layout, right: dict) -> dict:
         if any(each[name] != "0" for each in right["causes"]):
             times += [NAMES[name], *(each[name] for each in right["causes"])]
     return {
-        "verdict": [right["fits"], f"{LINE[right['fits']]}: {right['held']} of 80 GB on the fullest rank"],
+        "verdict": [right["fits"], f"{LINE[right['fits']]}: {right['held']} of 80.0 GB on the fullest rank"],
         "numbers": numbers,
         "memory": "".join([*names, *rows, divided(task, layout) if layout.pp > 1 else ""]),
         "time": "".join([*(end.name for end in ENDS), *times, "the step", *right["step"]]),
