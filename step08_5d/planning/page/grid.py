@@ -4,6 +4,7 @@ The page shows these words as they are. It computes none of them, and has no for
 """
 
 from collections import Counter
+from decimal import Decimal
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -17,7 +18,7 @@ from step08_5d.planning.search import MOST_FULL, Candidate, Task, layouts, plans
 from step08_5d.planning.time.profiles import Profile
 from step08_5d.planning.time.speed import Times, mfu, times
 
-MOST = 6_000  # layouts, of up to 260 characters each: so the page stays below 2 MB
+MOST = 6_400  # layouts, of 230 to 280 characters each: so the page has about 2 MB at most
 CHOICES = {"dp": "Data (dp)", "tp": "Tensor (tp)", "pp": "Pipeline (pp)", "cp": "Context (cp)", "ep": "Expert (ep)"}
 CHOICES |= {
     "zero": "ZeRO stage",
@@ -98,7 +99,7 @@ def code(layout: Layout, stops: dict[str, list]) -> str:
 
 def digits(number: float) -> str:
     """Three significant digits, without an exponent."""
-    return f"{float(f'{number:.3g}'):.6f}".rstrip("0").rstrip(".")
+    return format(Decimal(f"{number:.2e}"), "f") if number else "0"
 
 
 def words_of(task: Task, layout: Layout, ends: tuple[Profile, ...], regret: str, binds: dict[str, int]) -> list[str]:

@@ -104,7 +104,7 @@ function show(line, said) {
     ["time of a step", `${range("step")} s`],
     ["MFU", range("mfu")],
     ["tokens/s/GPU", range("speed")],
-    ["slower than the best, at worst by", layout.regret],
+    ["slower than the best, at worst", layout.regret],
     ["micro-batches", layout.micro_batches],
     ...waits,
   ]);
