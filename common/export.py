@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import common.entry  # noqa: F401
@@ -23,6 +24,7 @@ from common.model_config import ModelConfig, RopeScaling
 from common.parameter import ParameterSpec
 from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, hub_errors_in_one_line
 from common.process_groups import Degrees, build_mesh
+from common.weights.byte_tokenizer import byte_tokenizer
 from common.weights.huggingface import as_stored, check_config, model_type
 
 
@@ -52,9 +54,9 @@ def export_checkpoint(source: str, out: str, tokenizer: str | None = None) -> Pa
 def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     """Write the checkpoint in `folder` as a model of transformers to the new folder `out`."""
     from torch.distributed.checkpoint import FileSystemReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    bars_for_terminals_only()
+    quiet_transformers()
     config, dtype, extra = described(folder)
     rope, scaling = {"rope_type": "default"}, config.rope_scaling
     given, tokenizer = tokenizer, tokenizer or extra["tokenizer"]
@@ -75,7 +77,7 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
         raise UsageError(f"{folder} was trained with --balance bias, which transformers' {kind} cannot express")
 
     with hub_errors_in_one_line(f"--tokenizer {tokenizer}"):
-        loaded = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else ByT5Tokenizer()
+        loaded = AutoTokenizer.from_pretrained(tokenizer) if tokenizer else byte_tokenizer()
     end = extra.get("end", loaded.eos_token_id)  # older checkpoints do not say what ended a document
     same = end == loaded.eos_token_id  # not if tokens were synthetic: then there is no tokenizer
     if given and not same:
@@ -89,6 +91,9 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     with torch.device("meta"):
         theirs = AutoConfig.for_model(kind, **options, rope_parameters=rope | {"rope_theta": config.rope_theta})
         model = AutoModelForCausalLM.from_config(theirs)
+    # Without shared experts, their weights are empty tensors, which from_pretrained would report as missing
+    empty = {name: each.shape for name, each in model.state_dict().items() if not each.numel()}
+    weights |= {name: torch.empty(shape, dtype=dtype) for name, shape in empty.items()}
     theirs.save_pretrained(out)
     check_config("an export to", str(out), config)
     model.to(dtype).save_pretrained(out, state_dict=weights)
@@ -96,10 +101,11 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
         loaded.save_pretrained(out)
 
 
-def bars_for_terminals_only() -> None:
-    """Let transformers show its progress where somebody looks, and not in files."""
+def quiet_transformers() -> None:
+    """Let transformers show its progress where somebody looks, and not in files, and be silent about empty tensors."""
     from transformers.utils import logging
 
+    warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # shared experts of a model without them
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
