@@ -38,6 +38,8 @@ def degrees_asked_for(options: argparse.Namespace) -> Degrees:
     config = TrainConfig(tp=options.tp, cp=options.cp, pp=options.pp, dp=options.dp)
     config.resolve_and_check(options.world)
     tokens, stage = config.dp * config.cp, config.dp * config.cp * config.tp
+    if (heads := options.kv_heads) and heads % config.tp and config.tp % heads:
+        raise UsageError(f"--tp {config.tp} and --kv-heads {heads}: one must divide the other")
     if tokens % options.zero_replicas:
         ranks = f"dp {config.dp}" + f" x cp {config.cp}" * (config.cp > 1)
         raise UsageError(f"--zero-replicas {options.zero_replicas} does not divide {ranks}")
@@ -58,8 +60,8 @@ def degrees_of_run(folder: str) -> tuple[Degrees, int]:
         facts = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         degrees = facts["degrees"] | {"axes": tuple(facts["degrees"]["axes"])}
         return Degrees(**degrees), facts["model_config"]["kv_heads"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{folder} is not the folder of a run, whose config.json has its degrees: {error}") from None
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UsageError(f"{folder} is not the folder of a run: it has no config.json with degrees") from None
 
 
 def shortened(ranks: tuple[int, ...]) -> str:

@@ -76,12 +76,14 @@ def write_png(figure, path: str | Path) -> Path:
     """
     from PIL import Image
 
+    if Path(path).suffix != ".png":
+        raise UsageError(f"cannot draw {path}: its name must end in .png")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         with Image.open(path) as image:
             small = image.convert("RGB").quantize(64, dither=Image.Dither.NONE)
         small.save(path, optimize=True)
-    except (OSError, ValueError) as error:  # no such folder, or a format that matplotlib does not know
+    except OSError as error:
         raise UsageError(f"cannot draw {path}: {error}") from None
     return Path(path)

@@ -68,11 +68,12 @@ def test_the_table_has_a_line_for_each_rank_and_takes_a_run(capsys, tmp_path):
         "--experts 8 --ep 3",
         "--experts 12 --ep 12 --pp 2",
         "--order tp,cp,pp",
+        "--tp 4 --kv-heads 6",
     ],
 )
 def test_what_training_refuses_the_command_refuses_in_the_same_words(flags, capsys):
     with pytest.raises(UsageError) as refused:
-        configure(8, f"{flags} --global-batch 32", 16)
+        configure(8, f"{flags} --heads 12 --hidden 96 --global-batch 32", 16)
     assert shown(capsys, f"--world 16 {flags}") == (2, "", f"error: {refused.value}\n")
 
 
@@ -88,10 +89,13 @@ def test_other_bad_sizes_get_one_line(capsys, tmp_path):
         str(tmp_path),
         f"{tmp_path} --tp 2",
         "--world 2 --plot x.nothing",
+        f"--world 2 --plot {tmp_path}/x",
         "--world 1 --plot x.png",
     ):
         status, _, err = shown(capsys, flags)
         assert status == 2 and err.startswith("error: ") and err.count("\n") == 1, (flags, err)
+        assert "--plot" not in flags or "end in .png" in err or "nothing to draw" in err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_pictures_of_any_size(capsys, tmp_path):
