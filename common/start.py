@@ -45,18 +45,19 @@ def environment() -> Environment:
     return found
 
 
-def choose_backend(places: list[tuple[str, str | None]], gpu: str = "GPU") -> tuple[str, str]:
+def choose_backend(places: list[tuple[str, str | None]], gpu: str = "GPU", nccl: bool = True) -> tuple[str, str]:
     """Return the backend of a run, and a line that says how many ranks run on which devices.
 
-    NCCL needs a GPU for each rank. Ranks that share a GPU use gloo, and so do ranks on the CPU. `places` are of each
-    rank its node and the uuid of its GPU, or None; `gpu` is the GPUs' name. Raises UsageError if only some have a GPU.
+    NCCL needs a GPU for each rank. Ranks that share a GPU use gloo, as do ranks on the CPU, or without `nccl`, which
+    PyTorch's builds for Windows lack. `places` are of each rank its node and the uuid of its GPU, or None; `gpu` is the
+    GPUs' name. Raises UsageError if only some have a GPU.
     """
     gpus, nodes = {place for place in places if place[1]}, len({node for node, _ in places})
     blind = [rank for rank, (_, uuid) in enumerate(places) if not uuid]
     if gpus and blind:
         raise UsageError(f"rank {blind[0]} sees no GPU, but others do; with --device cpu all ranks use the CPU")
-    backend = "NCCL" if len(gpus) == len(places) else "gloo"
-    where = f"one {gpu} each" if backend == "NCCL" else f"sharing {len(gpus)} {gpu}" if gpus else "on the CPU"
+    backend = "NCCL" if nccl and len(gpus) == len(places) else "gloo"
+    where = f"one {gpu} each" if len(gpus) == len(places) else f"sharing {len(gpus)} {gpu}" if gpus else "on the CPU"
     return backend.lower(), f"{len(places)} ranks on {nodes} node{'s' * (nodes > 1)}, {where}, {backend}"
 
 
@@ -89,7 +90,7 @@ def init_distributed(device: str = "auto", timeout: float = 600.0, init_method: 
         store.set_timeout(limit)
         store.set(keys[rank], json.dumps(place))
         places = [tuple(json.loads(each)) for each in store.multi_get(keys)]  # waits for all ranks
-        backend, line = choose_backend(places, gpu.name if gpu else "")
+        backend, line = choose_backend(places, gpu.name if gpu else "", dist.is_nccl_available())
         if len({node for node, _ in places}) > 1:
             keys = [f"address of rank {each}" for each in range(world_size)]
             store.set(keys[rank], address_towards(os.environ.get("MASTER_ADDR", "")))

@@ -20,6 +20,7 @@ from torch import nn
 from common.config import TrainConfig
 from common.errors import UsageError, first_line
 from common.group import Group
+from common.launching.system import TRITON, require
 from common.model import ATTENTION_CORES, Decoder, RMSNorm, SwiGLU, fused_attention, rotate, silu_and_multiply
 from common.process_groups import Mesh
 from step06_context_parallel.attention_block import NaiveKernels
@@ -79,9 +80,12 @@ def launches_kernels(config: TrainConfig, device: torch.device) -> bool:
     """Whether the Triton kernels are taken. On the CPU they run in an interpreter, which is for tests.
 
     Triton's tensor cores begin with Ampere. For a GPU before it, it multiplies without them, in tiles that neither fit
-    into its registers nor into its shared memory: there PyTorch computes.
+    into its registers nor into its shared memory: there PyTorch computes. Raises UsageError where Triton is missing.
     """
-    return config.fused and device.type == "cuda" and capability(device) >= 80
+    taken = config.fused and device.type == "cuda" and capability(device) >= 80
+    if taken:
+        require("step 8 on a GPU, unless with --no-fused,", TRITON)
+    return taken
 
 
 def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:

@@ -127,7 +127,11 @@ def _write(path: Path, content: dict) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Return when a file's content, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    """Return when a file's content, or the names in a folder, are on the disk.
+
+    Windows does neither for what has been opened to read, and opens no folder at all. There, nothing is awaited.
+    """
+    if os.name != "nt":
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

@@ -17,6 +17,7 @@ from common.labs.copies import Edit, copy_project, edited, files, read
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.training import SMALL, Launch, first_difference, train
+from common.launching.system import FORK, require
 
 NEAR = 3  # lines around the bug that count as its place
 TOLERANCE = 1e-9  # relative, of losses and gradient norms in float64
@@ -142,6 +143,7 @@ class Hunt(Lab):
 
     def _wrong_after_fix(self, folder: Path, bug: Bug) -> str | None:
         """What still differs with the student's code; None if nothing does."""
+        require("a hunt", FORK)  # here, as what `train` refuses counts as a mistake of the student
         with tempfile.TemporaryDirectory(prefix="hunt-") as runs:
             try:
                 right, found = train([(bug.unseen[0], ROOT), (bug.unseen[1], folder)], Path(runs), SMALL)

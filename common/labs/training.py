@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from common.compare import TINY, Record, compare, read_run
 from common.errors import UsageError
+from common.launching.system import FORK, require
 
 SMALL = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --vocab 256 --seq-len 24 --data synthetic --device cpu "
 SMALL += "--global-batch 12 --micro-batch 3 --dtype float64 --steps 3 --seed 3 --optimizer sgd --lr 0.1 --clip 0"
@@ -55,7 +56,8 @@ def train(trainings: list[tuple[Launch, Path]], folder: Path, base: str = "", se
 
 
 def run_jobs(path: Path) -> None:
-    """Let `forks.py` run what this file lists."""
+    """Let `forks.py` run what this file lists. Raises UsageError on Windows."""
+    require("a lab that trains", FORK)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     subprocess.run([sys.executable, FORKS, path], env=environment, stdin=subprocess.DEVNULL, check=True)

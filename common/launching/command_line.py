@@ -76,7 +76,9 @@ def escape_what_cannot_be_printed() -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whether stdout is a pipe whose other end is closed."""
+    """Whether stdout is a pipe whose other end is closed. Windows cannot tell, and has no other pipe here."""
+    if not hasattr(select, "poll"):
+        return True
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)  # errors are always reported
     return bool(poll.poll(0))

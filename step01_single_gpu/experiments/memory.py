@@ -1,7 +1,6 @@
 """What a step holds and when, and running out of it."""
 
 import contextlib
-import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +112,8 @@ def starve(mesh, done, config: TrainConfig, spare: int) -> tuple[int, str, str]:
     def phase(name: str):
         phases.append(name)
         yield
+
+    import resource  # Windows has none
 
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare, resource.RLIM_INFINITY))

@@ -8,11 +8,11 @@ second which kernels take longest.
 
 import collections
 import json
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from common.drawing.tables import print_table
+from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.tracing.chrome_trace import time_by_state
 
 
@@ -91,5 +91,13 @@ def print_kernels(run_dir: str | Path) -> None:
         print_table(f"The longest kernels of {rows[0][0]}, in ms", ("ms", "calls", "kernel"), cells)
 
 
+@one_line_errors
+def main() -> None:
+    """Print the tables of the run that the command line names."""
+    parser = OneLineParser(prog="python -m step01_single_gpu.running.gpu_kernels", description=summary(__doc__))
+    parser.add_argument("run_dir", help="folder of a run with --profile, on a GPU")
+    print_kernels(parser.parse_args().run_dir)
+
+
 if __name__ == "__main__":
-    print_kernels(sys.argv[1])
+    raise SystemExit(main())

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from common.drawing.tables import print_table
 from common.experiments.runner import ROOT
+from common.launching.system import PROC, SESSIONS, require
 
 SAVE_EVERY, BEFORE = 5, 12  # the signal comes when so many steps are recorded
 FLAGS = f"--layers 4 --hidden 128 --ffn 256 --data synthetic --steps 400 --save-every {SAVE_EVERY}"
@@ -44,6 +45,7 @@ def interrupt(launcher: subprocess.Popen) -> None:
 
 def restart(quick: bool) -> None:
     """A rank is killed, or time is nearly up: seconds until the run goes on in another layout, and steps lost."""
+    require("this experiment", SESSIONS, PROC)
     rows = []
     for name, stop in (("kill -9 of a rank", kill_a_rank), ("INT to torchrun", interrupt)):
         cost = measure(stop)

@@ -20,6 +20,7 @@ import torch
 
 from common.drawing.tables import print_table
 from common.launching.command_line import OneLineParser
+from common.launching.system import TRITON, require
 from step08_5d.kernels import flash_attention, flash_attention_backward, rms_norm
 from step08_5d.kernels.launching import HAS_TRITON, ceil_div, triton
 
@@ -149,6 +150,7 @@ def print_compiled(cases: Cases, description: str, types: tuple[str, ...] = TYPE
     parser.add_argument("--dtype", default="bfloat16", choices=types)
     parser.add_argument("--json", action="store_true", help="print rows for a program instead of a table")
     arguments = parser.parse_args()
+    require("the compiler's report", TRITON)
     chosen = {group: cases[group] for group in arguments.only}
     rows = compile_cases(chosen, arguments.card, getattr(torch, arguments.dtype))
     if arguments.json:

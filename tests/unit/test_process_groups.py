@@ -63,6 +63,7 @@ def test_backend_of_ranks_in_different_places():
         ([("a", None), ("b", None)], "2 ranks on 2 nodes, on the CPU, gloo"),
     ]:
         assert start.choose_backend(places, "H200") == (line.split()[-1].lower(), line)
+    assert start.choose_backend(two, "RTX", nccl=False) == ("gloo", "2 ranks on 1 node, one RTX each, gloo"), "Windows"
     with pytest.raises(UsageError, match="rank 16 sees no GPU, but others do; with --device cpu "):
         start.choose_backend([*sixteen, ("c", None), ("c", None)])
     assert [device_flag(gpus, 4) for gpus in (0, 1, 3, 4, 8)] == ["", "--device cpu", "--device cpu", "", ""]
@@ -136,6 +137,7 @@ def test_start_of_nccl_after_a_watchdog_timeout(monkeypatch, capsys):
         seen.update(options, environment=dict(os.environ), timed_out=below.check(["exception_dump"]))
 
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(attempt, 0, 2)]))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     gpu = SimpleNamespace(uuid="x", name="H200")
     fakes = {"is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda device: None}
     for name, fake in (fakes | {"get_device_properties": lambda device: gpu}).items():

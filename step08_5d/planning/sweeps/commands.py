@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
+from common.launching.system import SESSIONS, require
 from step08_5d.planning.command_line import Command, count
 from step08_5d.planning.sweeps import sweep as sweeps
 from step08_5d.planning.sweeps.sweep import STATES
@@ -20,6 +21,7 @@ def sweep(options: Namespace) -> None:
     """Run what a file asks for, then show the table and the heat map."""
     from step08_5d.planning.sweeps import pictures
 
+    require("a sweep", SESSIONS)
     asked = sweeps.read(options.file)
     records = sweeps.carry_out(asked, options.again)
     pictures.print_records(asked.name, records)
