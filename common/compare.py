@@ -68,6 +68,8 @@ def read_run(path: Path | str) -> Record:
     """Read a run directory (or its metrics.jsonl). Raises UsageError if there is nothing to compare."""
     path = Path(path)
     path = path.parent if path.name == "metrics.jsonl" else path
+    if path.is_file():
+        raise UsageError(f"{path} is a file: --explain reads those of any program, and this needs the folder of a run")
     try:
         records = read_metrics(path / "metrics.jsonl")
         file = path / "config.json"

@@ -77,7 +77,7 @@ class TrainConfig:
     device: str = flag("auto", 1, "logging", "auto takes CUDA if there is a GPU", ("auto", "cpu", "cuda"))
     timeout: float = flag(600.0, 1, "logging", "seconds after which an incomplete collective is an error")
     run_dir: str | None = flag(None, 1, "logging", "folder for metrics.jsonl, trace.json, checkpoints/, ...")
-    log: str | None = flag(None, 1, "logging", "show the record on a dashboard, too", ("tensorboard", "wandb"))
+    log_to: str | None = flag(None, 1, "logging", "show the record on a dashboard, too", ("tensorboard", "wandb"))
     save_every: int = flag(0, 1, "logging", "write a checkpoint every so many steps (0: never)")
     keep: int = flag(0, 1, "logging", "keep only so many of the newest complete checkpoints (0: keep all)")
     async_save: bool = flag(False, 1, "logging", "write checkpoints in the background, from a copy")

@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
     """Let the model write that the command line names."""
     parser = OneLineParser(prog="python -m common.generate", description=summary(__doc__))
     parser.add_argument("source", help="run folder (its newest checkpoint), checkpoint, or Hugging Face folder")
-    parser.add_argument("--prompt", default="", help="what the text begins with (default: nothing)")
+    parser.add_argument("--prompt", type="text", default="", help="what the text begins with (default: nothing)")
     parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add at most (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default: 0)")

@@ -6,7 +6,7 @@ from step01_single_gpu.running.dashboards import check_installed
 
 # A flag, and another one without which it means nothing
 NEEDS = {"save_every": "run_dir", "trace": "run_dir", "profile": "trace", "memory_snapshot": "trace"}
-NEEDS |= {"keep": "save_every", "async_save": "save_every", "log": "run_dir"}
+NEEDS |= {"keep": "save_every", "async_save": "save_every", "log_to": "run_dir"}
 
 
 def check(config: TrainConfig) -> None:
@@ -24,8 +24,8 @@ def check(config: TrainConfig) -> None:
     for name, needed in NEEDS.items():
         if getattr(config, name) and not getattr(config, needed):
             raise UsageError(f"{spelled(name)} needs {spelled(needed)}, which is missing")
-    if config.log:
-        check_installed(config.log)
+    if config.log_to:
+        check_installed(config.log_to)
     if config.resume == "auto" and not config.run_dir:
         raise UsageError("--resume auto searches --run-dir, which is missing")
     if config.profile and config.measure_memory:

@@ -25,7 +25,11 @@ def explain_files(arguments: argparse.Namespace) -> int:
     columns = dict(part.partition("=")[::2] for part in filter(None, arguments.columns.split(",")))
     if unknown := columns.keys() - NAMES.keys():
         raise UsageError(f"--columns {unknown.pop()}: only {', '.join(NAMES)} are read")
-    result = explain(*(read_log(path, columns) for path in arguments.runs), arguments.type, arguments.steps)
+    logs = [read_log(path, columns) for path in arguments.runs]
+    for key, name in columns.items():
+        if all(log.columns.get(key) != name for log in logs):
+            raise UsageError(f"--columns {key}={name}: neither {arguments.runs[0]} nor {arguments.runs[1]} has it")
+    result = explain(*logs, arguments.type, arguments.steps)
     for line in str(result).splitlines():
         print(textwrap.fill(line, 110, subsequent_indent="    ", break_long_words=False))
     if arguments.plot:

@@ -75,7 +75,8 @@ def differences(a: Log, b: Log, band: Band, shift: int = 0, limit: int | None = 
     for key in keys:
         steps &= a.values[key].keys() & {step - shift for step in b.values[key]}
     if not steps:
-        raise UsageError(f"{a.path} and {b.path} have no step to compare in common")
+        spans = " and ".join(f"{min(each.values['loss'])} to {max(each.values['loss'])}" for each in (a, b))
+        raise UsageError(f"{a.path} and {b.path} have no step to compare in common: they have {spans}")
     steps = sorted(steps)
     start = steps[0] - updates_before(steps)
     for key in keys:
@@ -98,7 +99,8 @@ def updates_before(steps: list[int]) -> int:
 
 
 def shift_of(a: Log, b: Log) -> int:
-    """By how many steps `b` counts later than `a`: one program's first step is 0, another's is 1.
+    """By how many steps `b` counts later than `a`: one program's first step is 0, another's is 1, or comes after a
+    resume that counts from 0 again.
 
     Not 0 only if the shifted curve fits a thousand times better, at the first ten steps.
     """
@@ -108,8 +110,8 @@ def shift_of(a: Log, b: Log) -> int:
         pairs = [(a.values["loss"][step], b.values["loss"][step + shift]) for step in steps]
         return statistics.median(abs(relative_to(*pair)) for pair in pairs) if len(pairs) > 2 else math.inf
 
-    best = min((-1, 1), key=distance)
-    return best if distance(best) * 1000 < distance(0) else 0
+    best = min((-1, 1, min(b.values["loss"]) - min(a.values["loss"])), key=distance)
+    return best if distance(best) * 1000 < min(distance(0), 1.0) else 0
 
 
 def common_wiggle(a: list[float], b: list[float]) -> float | None:

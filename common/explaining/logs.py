@@ -19,8 +19,9 @@ from common.metrics import read_metrics
 
 # After `plain`: without capitals, punctuation, and words such as "train/"
 NAMES = {
-    "step": ("step", "steps", "global_step", "iteration", "iter", "it", "optimizer_step", "update", "num_updates"),
-    "loss": ("loss", "lm_loss", "global_avg_loss", "avg_loss", "loss_avg", "ce_loss", "cross_entropy", "nll_loss"),
+    "step": ("global_step", "step", "steps", "iteration", "iter", "it", "optimizer_step", "num_updates", "update"),
+    "loss": ("loss", "lm_loss", "global_avg_loss", "avg_loss", "loss_avg", "ce_loss", "cross_entropy", "nll_loss")
+    + ("loss_step",),
     "grad_norm": ("grad_norm", "gradnorm", "gradient_norm", "global_grad_norm", "grad_norm_total", "total_norm")
     + ("gnorm", "norm"),
     "lr": ("lr", "learning_rate", "rate"),
@@ -38,11 +39,13 @@ class Log:
 
     config      of our run record, else {}
     values      by column (those of `NAMES` that there are) and step
+    columns     what the file calls them
     """
 
     path: Path
     config: dict = field(default_factory=dict)
     values: dict[str, dict[int, float]] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
 
     def resolution(self, key: str) -> float:
         """Half a unit of the last digit that is written, as a share of the values: 0.00005 of 1.234 is 4e-5."""
@@ -55,7 +58,7 @@ class Log:
 
 
 def read_log(path: Path | str, columns: dict[str, str] | None = None) -> Log:
-    """Read a run's folder, or a file. `columns` says which column is "step", "loss" or "grad_norm" if no name tells.
+    """Read a run's folder, or a file. `columns` says which column is "step", "loss" or "grad_norm", where it is there.
 
     Raises UsageError, in one line, for what cannot be read, or has no step or no loss.
     """
@@ -75,8 +78,9 @@ def read_log(path: Path | str, columns: dict[str, str] | None = None) -> Log:
     found = _columns(rows, columns or {}, file)
     values = {key: _values(rows, found["step"], name) for key, name in found.items() if key != "step"}
     if not values["loss"]:
-        raise UsageError(f"{file} holds no step with a loss")
-    return Log(path, config, values)
+        first = ", ".join(f"{name} = {rows[0].get(name)!r}" for name in (found["step"], found["loss"]))
+        raise UsageError(f"{file} holds no step with a loss: in its first row, {first}, and one is no number")
+    return Log(path, config, values, found)
 
 
 def _rows(text: str) -> Iterator[dict]:
@@ -87,11 +91,14 @@ def _rows(text: str) -> Iterator[dict]:
     try:
         whole = json.loads(text)
     except ValueError:
-        for number, line in enumerate(text.splitlines(), start=1):
+        lines = text.splitlines()
+        for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
                     yield dict(json.loads(line))
                 except (ValueError, TypeError):
+                    if 1 < number == len(lines) and not text.endswith("\n"):
+                        return  # half written, by a program that was killed or goes on
                     raise ValueError(f"line {number} is no JSON object: {line[:60]!r}") from None
         return
     if isinstance(whole, dict):
@@ -108,10 +115,13 @@ def _of_words(lines: list[str]) -> Iterator[dict]:
         table = [dict(zip(lines[0].split(), line.split())) for line in lines[1:]]
     printed = []
     for line in lines:
-        found = PRINTED.findall(ESCAPES.sub("", line))
+        found = PRINTED.findall(re.sub("[\"']", "", ESCAPES.sub("", line)))
         printed.append({name or word: number or after for name, number, word, after in found})
-    steps = [sum(plain(name) in NAMES["step"] for row in rows for name in row if name) for rows in (table, printed)]
-    yield from table if steps[0] >= steps[1] else printed
+    known = [
+        [sum(plain(name) in NAMES[key] for row in rows for name in row if name) for key in ("step", "loss")]
+        for rows in (table, printed)
+    ]
+    yield from table if known[0] >= known[1] else printed
 
 
 def plain(name: str) -> str:
@@ -127,14 +137,17 @@ def _columns(rows: list[dict], chosen: dict[str, str], file: Path) -> dict[str, 
     headers = list(dict.fromkeys(name for row in rows for name in row if isinstance(name, str)))
     found = {}
     for key, names in NAMES.items():
-        if key in chosen:
-            if chosen[key] not in headers:
-                raise UsageError(f"{file} has no column {chosen[key]!r}; its columns are {', '.join(headers)}")
+        if chosen.get(key) in headers:
             found[key] = chosen[key]
             continue
-        fitting = [(names.index(plain(header)), header) for header in headers if plain(header) in names]
-        if fitting:  # the best name; of two alike, the first column
-            found[key] = min(fitting, key=lambda each: each[0])[1]
+        # The best name; of two alike, the first column. The _step of wandb also counts what is logged in between
+        fitting = [
+            (header.startswith("_"), names.index(plain(header)), header) for header in headers if plain(header) in names
+        ]
+        if fitting:
+            found[key] = min(fitting, key=lambda each: each[:2])[2]
+        elif key in chosen:
+            raise UsageError(f"{file} has no column {chosen[key]!r}; its columns are {', '.join(headers)}")
     for key in "step", "loss":
         if key not in found:
             has = f"its columns are {', '.join(headers)}" if headers else "it holds no step"
@@ -143,13 +156,21 @@ def _columns(rows: list[dict], chosen: dict[str, str], file: Path) -> dict[str, 
 
 
 def _values(rows: Iterable[dict], step: str, column: str) -> dict[int, float]:
-    """The numbers of a column by step. If a step occurs twice, as after a resume, the later one counts."""
+    """The numbers of a column by step. If a step occurs twice, as after a resume, the later one counts, unless it is a
+    NaN: so pandas and wandb write what is not there, the loss beside an evaluation, say.
+
+    Raises UsageError for a step that is not whole, such as an epoch.
+    """
     found = {}
     for row in rows:
         at, value = row.get(step), row.get(column)
         if at not in (None, "") and value not in (None, ""):
             try:
-                found[int(float(at))] = float(value)
+                number, found_value = float(at), float(value)
             except (TypeError, ValueError):
                 continue  # a header in the middle, or a remark
+            if not number.is_integer():
+                raise UsageError(f"{step!r} is {at}, which is no number of a step (--columns step=NAME)")
+            if int(number) not in found or not math.isnan(found_value):
+                found[int(number)] = found_value
     return dict(sorted(found.items()))

@@ -3,6 +3,7 @@
 import math
 import statistics
 
+from common.explaining.band import INSIDE
 from common.explaining.differences import Differences, common_wiggle
 from common.explaining.factors import Factor, factor_of
 
@@ -38,10 +39,17 @@ def data(loss: Differences) -> str | None:
 
 def forward(loss: Differences, norm: Differences | None, numbers: dict[str, int]) -> list[str]:
     """Why the very first loss differs."""
+    step, culprits = loss.steps[0], "the initial weights, the data or the forward that differ"
+    if not math.isfinite(loss.relative[0]):
+        return [f"the loss of the first step (step {step}) is {loss.a[0]:g} in one run and {loss.b[0]:g} in the other"]
     found = [
-        f"the losses of the first step (step {loss.steps[0]}) differ by {percent(loss.relative[0])}, where rounding "
-        f"makes up to {percent(loss.limits[0])}. No weight has been updated by then, so it is the initial weights, the "
-        "data or the forward that differ"
+        f"the losses of the first step (step {step}) differ by {percent(loss.relative[0])}, where rounding makes up to "
+        f"{percent(loss.limits[0])}. "
+        + (
+            f"No weight has been updated by then, so it is {culprits}"
+            if step <= 1
+            else f"If both runs begin there, it is {culprits}. If not, it may be any update before it"
+        )
     ]
     if factor := factor_of(loss.ratio(0), max(1e-3, 10 * loss.limits[0]), numbers):
         found.append(
@@ -107,12 +115,26 @@ def clipped(norms: list[float]) -> bool:
     return len(norms) > 4 and sum(abs(norm - top) <= 1e-3 * top for norm in norms) > len(norms) / 2
 
 
-def update(loss: Differences, index: int) -> list[str]:
+def update(loss: Differences, norm: Differences | None, index: int) -> list[str]:
     """Why curves come apart after the first update, of which loss and gradient were right."""
+    step, differs = loss.steps[index], "the update differs"
+    agrees = (
+        f"the first step agrees in loss and gradient norm, and step {step} does not. Forward and backward are right"
+    )
+    doubt = max((each for each in (loss, norm) if each), key=lambda each: each.excess[0])
+    if doubt.excess[0] > INSIDE:
+        agrees = (
+            f"step {step} differs by more than rounding. In the first step the {doubt.name} already differs by "
+            f"{percent(doubt.relative[0])}, which is {doubt.excess[0]:.1f} times the most that rounding makes and too "
+            "little to be sure"
+        )
+        differs = "the forward or the backward is a little different, or the update is"
+    elif norm is None:
+        agrees = f"the first losses agree, and step {step}'s do not. The forward is right"
+        differs = "the backward differs (no gradient norm tells) or the update"
     found = [
-        f"the first step agrees in loss and gradient norm, and step {loss.steps[index]} does not. Forward and backward "
-        "are right, so the update differs: learning rate, decay, clipping, the optimizer's settings, or weights that "
-        "were not handed on (gathered before the update, or not copied from the master weights)"
+        f"{agrees}, so {differs}: learning rate, decay, clipping, the optimizer's settings, or weights that were not "
+        "handed on (gathered before the update, or not copied from the master weights)"
     ]
     return found + learning_rate(loss)
 

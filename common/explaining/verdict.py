@@ -19,6 +19,8 @@ ROUNDING, BUG, UNKNOWN = "rounding", "a bug", "cannot tell"
 SUDDEN = 3.0  # multiples of the largest jump that rounding has made
 STEADY = 1.4  # multiples of the largest drift that rounding has had
 ONE_SIDED = 0.9  # of the steps
+ELSEWHERE = 200.0  # in place of OUTSIDE, for bfloat16 in other programs: see `strange`
+ALIKE = 5  # steps that are equal in every digit: two orders of a sum are not, for so long
 CONTROL = (
     "let the reference show how far rounding goes: repeat it with another micro-batch size, which changes nothing but "
     "the order of sums, and compare. Or repeat both in float64: rounding shrinks to 1e-15, and a bug stays as it is"
@@ -87,13 +89,14 @@ def _judge(a: Log, b: Log, band: Band, limit: int | None) -> Explanation:
     if shift:
         result.reasons.append(f"the runs count differently: step k of the first is step k {shift:+} of the second")
     result.reasons += written_reasons(a, b, shift)
-    at, jump, doubtful = first(found, OUTSIDE), first_jump(found, band), first(found, INSIDE)
+    outside = ELSEWHERE if strange(a, b, band) else OUTSIDE
+    at, jump, doubtful = first(found, outside), first_jump(found, band, outside), first(found, INSIDE)
     if jump is not None and (at is None or jump <= at):
         at = jump
     if at is not None and (at < band.settled or at == jump or one_sided(found)):
         result.verdict, result.next = BUG, [FIND_IT]
-        result.reasons += _why(found, at, at == jump, numbers_of(a.config, b.config))
-        if at == 0 and updates_before(loss.steps):
+        result.reasons += _why(found, at, at == jump, outside, numbers_of(a.config, b.config))
+        if at == 0 and loss.steps[0] > 1:
             result.next.insert(0, "write every step down: the very first one tells forward, backward and update apart")
     elif at is not None:
         result.verdict, result.next = UNKNOWN, [CONTROL]
@@ -112,6 +115,11 @@ def _judge(a: Log, b: Log, band: Band, limit: int | None) -> Explanation:
             f"{worst.excess[doubtful]:.1f} times the most that rounding in {band.dtype} has made in our runs: too much "
             "to be called rounding, and too little to be sure"
         )
+        if outside > OUTSIDE and first(found, OUTSIDE) is not None:
+            result.reasons.append(
+                "other programs round in bfloat16 what ours do not (such as a sum of gradients), and trained weights "
+                f"amplify it, so only a difference of {outside:.0f} times the most in our runs is surely a bug"
+            )
     else:
         for each in found:
             most = max(map(abs, each.relative))
@@ -135,17 +143,25 @@ def _judge(a: Log, b: Log, band: Band, limit: int | None) -> Explanation:
     return result
 
 
-def _why(found: list[Differences], at: int, jumped: bool, numbers: dict[str, int]) -> list[str]:
+def strange(a: Log, b: Log, band: Band) -> bool:
+    """Whether runs may round more in bfloat16 than those that the band was measured with: they are of another program,
+    or did not begin with random weights.
+    """
+    ours = all(run.config and not run.config.get("init_from") and min(run.values["loss"]) <= 1 for run in (a, b))
+    return band.dtype == "bfloat16" and not ours
+
+
+def _why(found: list[Differences], at: int, jumped: bool, outside: float, numbers: dict[str, int]) -> list[str]:
     """Why curves come apart at the step with this index."""
     loss, norm = found[0], found[1] if len(found) > 1 else None
     if at == 0 and updates_before(loss.steps):
         return [f"the first step that is written, {loss.steps[0]}, differs already, but some updates precede it"]
-    if at == 0 and (norm is None or loss.excess[0] > OUTSIDE):
+    if at == 0 and (norm is None or loss.excess[0] > outside):
         return reasons.forward(loss, norm, numbers)
     if at == 0:
         return reasons.backward(loss, norm, numbers)
     if at == 1:
-        return reasons.update(loss, at)
+        return reasons.update(loss, norm, at)
     return reasons.sudden(loss, norm, at) if jumped else reasons.gradual(loss, at)
 
 
@@ -155,13 +171,13 @@ def first(found: list[Differences], times: float) -> int | None:
     return min(exceeding, default=None)
 
 
-def first_jump(found: list[Differences], band: Band) -> int | None:
+def first_jump(found: list[Differences], band: Band, outside: float) -> int | None:
     """The index of the first step where a difference is far above all that came before it."""
     jumps = (
         index
         for each in found
         for index, jump in enumerate(each.jumps())
-        if jump > SUDDEN * largest_jump() and each.excess[index] > (1 if index >= band.settled else OUTSIDE)
+        if jump > SUDDEN * largest_jump() and each.excess[index] > (1 if index >= band.settled else outside)
     )
     return min(jumps, default=None)
 
@@ -199,6 +215,14 @@ def _admit(result: Explanation, found: list[Differences], band: Band) -> None:
             f"but {names}: so few digits are written that what is below {reasons.percent(most)} does not show"
         )
         result.next.append("write all digits down (a float's repr instead of %.4f)")
+    alike = next((at for at in range(steps) if any(each.relative[at] for each in found)), 0)
+    if alike >= ALIKE and not coarse:
+        doubts.append(
+            f"but up to step {found[0].steps[alike - 1]} the runs are equal in every digit, and from then on they are "
+            "not. Another order of sums shows from the first steps on. Was a run resumed there, in another layout or "
+            "on another machine? If not, something has happened that is as small as rounding"
+        )
+        result.next.append(CONTROL)
     if steps < 3:
         doubts.append(f"but {steps} steps in common are few: the first update shows in the second one")
     for each in found:

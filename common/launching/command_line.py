@@ -28,6 +28,7 @@ class OneLineParser(argparse.ArgumentParser):
         for kind in (None, str):
             self.register("type", kind, at_home)
         self.register("type", Path, lambda text: Path(at_home(text)))
+        self.register("type", "text", str)  # what is no path
 
     def error(self, message):
         raise UsageError(message)

@@ -10,6 +10,7 @@ and the gradients of weights are compared by name, each rank's with its place in
 import os
 import pickle
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     commands = {"reference": options.reference, "candidate": options.candidate}
     divided = {kind: divide(kind, command) for kind, command in commands.items()}
-    check_same(*(words[1:] for _, words in divided.values()))
+    if options.steps < 1:
+        raise UsageError(f"--steps {options.steps} must be at least 1")
+    check_same(*(words for _, words in divided.values()))
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         (whole,), ranks = (observe(kind, *divided[kind], folder, options.steps) for kind in divided)
     verdict = explain(whole, ranks)
@@ -41,8 +44,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def divide(kind: str, command: str) -> tuple[list[str], list[str]]:
-    """Return what starts the ranks, and the script with its flags. Raises UsageError for another script."""
-    words = shlex.split(command)
+    """Return what starts the ranks, and the script with its flags. Raises UsageError for another script, or starter."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:  # a quotation mark without the other one
+        raise UsageError(f"--{kind} {command!r}: {error}") from None
     at = next((i for i, word in enumerate(words) if Path(word).name == "train.py"), None)
     if at is None or Path(words[at]).resolve().parent.name not in STEP_NAMES:
         raise UsageError(f"--{kind}: there is no step0N_name/train.py in {command!r}; see common/your_own_model.md")
@@ -54,12 +60,15 @@ def divide(kind: str, command: str) -> tuple[list[str], list[str]]:
         launcher = [sys.executable, "-m", "torch.distributed.run", *alone, *options]
     elif launcher[:1] in ([], ["python"], ["python3"]):
         launcher = [sys.executable, *launcher[1:]]
+    if not shutil.which(launcher[0]):
+        raise UsageError(f"--{kind}: there is no program {launcher[0]!r}")
     return launcher, script
 
 
 def check_same(reference: list[str], candidate: list[str]) -> None:
-    """Raises UsageError if the flags of the two describe two trainings, and not two layouts of one."""
-    configs = [parse(len(STEP_NAMES), words) for words in (reference, candidate)]
+    """Raises UsageError if the two, scripts and their flags, describe two trainings, and not two layouts of one."""
+    steps = [STEP_NAMES.index(Path(words[0]).resolve().parent.name) + 1 for words in (reference, candidate)]
+    configs = [parse(step, words[1:]) for step, words in zip(steps, (reference, candidate))]
     for name in flag_names("model", "data", "update"):
         ours, theirs = (getattr(config, name) for config in configs)
         if ours != theirs and name != "dtype":

@@ -51,11 +51,16 @@ def explain(reference: Seen, ranks: Sequence[Seen]) -> Verdict:
     whole = Whole(reference.notes)
     difference, equal = first_difference(whole, ranks)
     if difference:
-        lines = [f"{len(equal)} tensors are equal, in the order of computation. The first that is not:"]
+        alike = "1 tensor is" if len(equal) == 1 else f"{len(equal)} tensors are"
+        lines = [f"{alike} equal, in the order of computation. The first that is not:"]
         lines += [f"  {topic:<12}{text}" for topic, text in describe(difference, whole, ranks).items() if text]
         return Verdict(False, "\n".join(lines))
     if not equal:
-        raise UsageError("no tensor of the reference is one of the candidate's: are these two layouts of one model?")
+        names = [next((each.name for each in seen.notes if each.name), "none") for seen in (reference, *ranks[:1])]
+        raise UsageError(
+            "no tensor of the reference is one of the candidate's: are these two layouts of one model? The first names "
+            f"are {' and '.join(names)}"
+        )
     missing = {name: None for _, _, name in whole.order if not any(name == key[2] for key in equal)}
     text = f"no difference: {len(equal)} tensors are equal, on {len(ranks)} rank{'s' * (len(ranks) > 1)}"
     return Verdict(True, f"{text}; not found on them: {', '.join(missing)}" if missing else text)

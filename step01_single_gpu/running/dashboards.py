@@ -1,4 +1,4 @@
-"""`--log`: the run record as curves in TensorBoard or Weights & Biases, packages that not everybody has.
+"""`--log-to`: the run record as curves in TensorBoard or Weights & Biases, packages that not everybody has.
 
 Rank 0 hands over each line of `metrics.jsonl` when it is written; what has been recorded is there, too.
 """
@@ -13,9 +13,9 @@ from common.errors import UsageError, first_line
 
 
 def check_installed(name: str) -> None:
-    """Raises UsageError if the package of `--log NAME` is not installed."""
+    """Raises UsageError if the package of `--log-to NAME` is not installed."""
     if importlib.util.find_spec(name) is None:
-        raise UsageError(f"--log {name} needs a package that is not installed: pip install {name}")
+        raise UsageError(f"--log-to {name} needs a package that is not installed: pip install {name}")
 
 
 def numbers_of(record: dict) -> dict[str, float]:
@@ -36,7 +36,7 @@ def open_dashboard(name: str, folder: Path, facts: dict, kept: int) -> tuple[Cal
     try:
         return {"tensorboard": _tensorboard, "wandb": _wandb}[name](folder, facts, kept)
     except Exception as error:  # packages have errors of their own
-        raise UsageError(f"--log {name}: {first_line(error)}") from error
+        raise UsageError(f"--log-to {name}: {first_line(error)}") from error
 
 
 def _tensorboard(folder: Path, facts: dict, kept: int) -> tuple[Callable[[dict], None], Callable]:

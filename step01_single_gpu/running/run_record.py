@@ -38,7 +38,7 @@ class RunRecord:
     that are not finite: "NaN", "Infinity" and "-Infinity" are strings there (as in protobuf's JSON), which
     `read_metrics` turns into numbers again.
 
-    With --log, a dashboard shows the same numbers.
+    With --log-to, a dashboard shows the same numbers.
 
     Raises UsageError on all ranks if --run-dir cannot be written, or if its record cannot be continued.
     """
@@ -127,8 +127,8 @@ class RunRecord:
             raise UsageError(f"--run-dir {folder} cannot be written: {error.strerror}") from None
         except ValueError as error:
             raise UsageError(f"--run-dir {folder} cannot be continued: {error}") from None
-        if self.config.log:
-            self.show, self.end_show = open_dashboard(self.config.log, folder, self.facts, kept)
+        if self.config.log_to:
+            self.show, self.end_show = open_dashboard(self.config.log_to, folder, self.facts, kept)
 
     def _alive(self):
         """On the CPU, every tensor that lives when a step begins: the level above which its allocations count."""

@@ -7,7 +7,6 @@ The command prints the schedule as text, how long it takes, how much of that is 
 Costs are those of 1/p of the model, however many stages a rank has, so that schedules can be compared.
 """
 
-import argparse
 import sys
 
 from common.errors import UsageError
@@ -24,17 +23,16 @@ from step05_pipeline.schedules.validator import check_schedule
 @one_line_errors
 def main(argv: list[str] | None = None) -> None:
     """Draw one schedule."""
-    parser = OneLineParser(
-        prog="python -m step05_pipeline.schedules", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = OneLineParser(prog="python -m step05_pipeline.schedules")
     add = parser.add_argument
-    add("--schedule", default="1f1b", help=", ".join(SCHEDULES))
+    add("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)} (default: %(default)s)")
     add("--schedule-file", metavar="FILE", help="a schedule of your own, CSV")
-    add("--pp", type=int, default=4, metavar="N", help="ranks")
-    add("--micro-batches", type=int, default=8, metavar="N", help="of a step")
+    add("--pp", type=int, default=4, metavar="N", help="ranks (default: %(default)s)")
+    add("--micro-batches", type=int, default=8, metavar="N", help="of a step (default: %(default)s)")
     add("--virtual-stages", type=int, metavar="N", help="stages on each rank")
     add("--consecutive", type=int, metavar="N", help="for --schedule llama3: micro-batches on a stage at a time")
-    add("--costs", default="F=1,I=1,W=1", help="of 1/pp of the model; also B, FB; and communication, of a message")
+    costs = "of 1/pp of the model; also B, FB; and communication, of a message (default: %(default)s)"
+    add("--costs", default="F=1,I=1,W=1", help=costs)
     add("--out", metavar="PNG", help="where to draw it")
     add("--export-torch", metavar="CSV", help="where to write it for torch.distributed.pipelining")
     options = parser.parse_args(argv)

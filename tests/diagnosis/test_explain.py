@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from common.compare import main
+from common.errors import UsageError
 from common.explaining.band import bands
 from common.explaining.factors import factor_of, numbers_of
-from common.explaining.logs import Log, plain, read_log
+from common.explaining.logs import Log
 from common.explaining.verdict import BUG, ROUNDING, UNKNOWN, explain
+from tests.diagnosis import foreign
 from tests.diagnosis.pairs import SETS, as_stored, pairs, stored
 from tests.diagnosis.runs import train_all
 from tests.harness.ranks import ROOT
@@ -34,9 +35,16 @@ def judged(pair: dict):
     return explain(a, Log(b.path, {"dtype": pair["dtype"]} | pair["layout"], b.values))
 
 
+def of_others(curve) -> Log:
+    """A curve as a log of another program: nothing says what it computes."""
+    return Log(Path("x"), {}, log_of(*curve).values)
+
+
 @functools.cache
 def verdicts(name: str) -> list[tuple[dict, object]]:
     """The pairs of a set, each with what the diagnosis says of it."""
+    if name == "foreign":
+        return [(pair, explain(*map(of_others, pair["curves"]), pair["dtype"])) for pair in stored(name)]
     return [(pair, judged(pair)) for pair in stored(name)]
 
 
@@ -48,13 +56,39 @@ def test_of_forty_pairs_at_most_two_are_judged_wrong_and_no_bug_is_called_roundi
     assert len(wrong) <= 2, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", [*SETS, "foreign"])
 def test_the_page_says_how_often_verdicts_are_right(name):
     page = (ROOT / "common" / "rounding_or_a_bug.md").read_text()
     for kind, bug in ("rounding", False), ("a bug", True):
         found = [result.verdict for pair, result in verdicts(name) if bool(pair["bug"]) == bug]
         counts = (len(found), *(found.count(each) for each in (ROUNDING, BUG, UNKNOWN)))
         assert f"| `{name}`, {kind} | {' | '.join(map(str, counts))} |" in page, counts
+
+
+def test_of_another_program_no_verdict_is_wrong():
+    found = verdicts("foreign")
+    wrong = [f"{pair['name']}\n{it}" for pair, it in found if it.verdict == (ROUNDING if pair["bug"] else BUG)]
+    assert not wrong, "\n".join(wrong)
+    page, most = (ROOT / "common" / "rounding_or_a_bug.md").read_text(), {True: 0.0, False: 0.0}
+    for pair, it in found:
+        if not pair["bug"]:
+            trained = foreign.TRAINED in pair["name"]
+            most[trained] = max(most[trained], *(max(each.excess) for each in it.differences))
+    assert f"up to {most[False]:.0f} times as much, and\n  up to {most[True]:.0f} times if" in page
+
+
+def test_the_other_program_is_that_of_its_curves():
+    reference = next(pair["curves"][0] for pair in stored("foreign") if pair["dtype"] == "float32")
+    for column, kept in zip(foreign.train("float32", "", None, steps=3)[0], reference):
+        assert column == pytest.approx(kept[:3], rel=1e-4)
+
+
+@pytest.mark.skipif(not ALL, reason="trains in float64: TEST_ALL=1")
+@pytest.mark.parametrize("change", [*foreign.ROUNDING, *foreign.BUGS])
+def test_the_other_program_has_its_bugs_in_float64(change):
+    reference, found = (foreign.train("float64", each, None)[0] for each in ("", change))
+    largest = max(abs(y / x - 1) for columns in zip(reference, found) for x, y in zip(*columns))
+    assert largest > 1e-7 if change in foreign.BUGS else largest < 3e-9, "9 digits are kept"
 
 
 @pytest.mark.skipif(not ALL, reason="trains a hundred pairs: TEST_ALL=1")
@@ -178,6 +212,54 @@ def test_steps_may_be_counted_from_one_or_written_in_intervals():
     assert "some updates precede it" in told
 
 
+def test_a_log_may_begin_late():
+    """After a resume, steps may be counted from 0 again, and what begins late has had updates before."""
+    again = log_of(LOSSES, NORMS)
+    columns = again.values.items()
+    late = Log(Path("x"), again.config, {key: {k + 300: v for k, v in each.items()} for key, each in columns})
+    assert "step k +300 of the second" in str(explain(again, late))
+    wrong = {key: {k: v * 1.01 for k, v in each.items()} for key, each in late.values.items()}
+    told = str(explain(late, Log(Path("x"), again.config, wrong)))
+    assert "If both runs begin there" in told and "No weight has been updated" not in told
+    assert "write every step down" in told
+    values = {"loss": {5000 + k: 1.0 + k for k in range(3)}}
+    with pytest.raises(UsageError, match="they have 0 to 23 and 5000 to 5002$"):
+        explain(again, Log(Path("x"), {}, values))
+
+
+def test_bfloat16_of_other_programs_rounds_more():
+    slight = [norm * (1 + 0.02 * math.sin(7 * step + 1)) for step, norm in enumerate(NORMS)]
+    ours = [log_of(LOSSES, norms, {"dtype": "bfloat16"}) for norms in (NORMS, slight)]
+    theirs = [of_others((LOSSES, norms)) for norms in (NORMS, slight)]
+    assert (explain(*ours).verdict, explain(*theirs, "bfloat16").verdict) == (BUG, UNKNOWN)
+    assert "200 times the most in our runs is surely a bug" in str(explain(*theirs, "bfloat16"))
+    tuned = [Log(run.path, run.config | {"init_from": "x"}, run.values) for run in ours]
+    assert explain(*tuned).verdict == UNKNOWN and explain(*theirs, "float32").verdict == BUG
+    late = [{key: {k + 90: v for k, v in each.items()} for key, each in run.values.items()} for run in ours]
+    assert explain(*(Log(run.path, run.config, each) for run, each in zip(ours, late))).verdict == UNKNOWN
+    twice = of_others((LOSSES, scaled(NORMS, 2.0)))
+    assert explain(theirs[0], twice, "bfloat16").verdict == BUG
+
+
+def test_what_is_equal_for_long_and_then_not_is_no_other_order_of_sums():
+    norms = [norm * (1 + 1e-7 * math.sin(7 * step)) for step, norm in enumerate(NORMS)]
+    late = [norm if step < 12 else other for step, (norm, other) in enumerate(zip(NORMS, norms))]
+    result = explain(log_of(LOSSES, NORMS), log_of(LOSSES, late))
+    assert result.verdict == UNKNOWN and "up to step 11 the runs are equal in every digit" in str(result)
+    assert explain(log_of(LOSSES, NORMS), log_of(LOSSES, norms)).verdict == ROUNDING
+
+
+def test_no_sentence_is_of_what_is_not_there():
+    faster = [LOSSES[0] + 1.1 * (loss - LOSSES[0]) for loss in LOSSES]
+    told = str(explain(log_of(LOSSES), log_of(faster)))
+    assert "no gradient norm tells" in told and "loss and gradient norm" not in told
+    slight = [loss * (1 + 5e-7 * (step < 1) + 1e-5 * (step > 0)) for step, loss in enumerate(LOSSES)]
+    told = reasons(slight, NORMS)
+    assert "too little to be sure, so the forward or the backward" in told and "are right" not in told
+    told = reasons([math.nan, *LOSSES[1:]], NORMS)
+    assert "the loss of the first step (step 0) is 5 in one run and nan in the other" in told
+
+
 @pytest.mark.parametrize(
     ("ratio", "numbers", "spelled", "names"),
     [
@@ -203,79 +285,7 @@ def test_what_is_no_factor():
     }
 
 
-# ---- logs ------------------------------------------------------------------------------------------------------------
-
-LOGS = {
-    "wandb.csv": "Step,run 7 - train/loss,run 7 - train/loss__MIN,run 7 - train/Grad Norm\n1,5.5,5,1.25\n2,5.4,5,1.5\n",
-    "semicolons.csv": "iteration;lm loss;grad-norm;note\n1;5.5;1.25;\n2;5.4;1.5;x\n",
-    "trainer_state.json": '{"log_history": [{"step": 1, "loss": 5.5, "grad_norm": 1.25}, {"step": 1, "eval_loss": 3},'
-    ' {"step": 2, "loss": 5.4, "grad_norm": 1.5}]}',
-    "lines.jsonl": '{"step": 1, "loss_metrics/global_avg_loss": 5.5, "grad_norm": 1.25}\n'
-    '{"step": 2, "loss_metrics/global_avg_loss": 5.4, "grad_norm": 1.5}\n',
-    "metrics.jsonl": '{"step": 1, "loss": 5.5, "grad_norm": 1.25}\n{"step": 2, "loss": 5.4, "grad_norm": 1.5}\n{"step"',
-    "words.txt": "iter loss gnorm\n1 5.5 1.25\n2 5.4 1.5\n",
-    "printed.log": "building\n iteration 1/ 9 | rate: 1.5E-05 | lm loss: 5.5E+00 | grad norm: 1.25 |\n"
-    " iteration 2/ 9 | rate: 1.5E-05 | lm loss: 5.4E+00 | grad norm: 1.5 |\n",
-    "coloured.log": "[rank0]:\x1b[31mstep: 1  \x1b[32mloss:  5.5  \x1b[38mgrad_norm: 1.25  memory: 1.2GiB\x1b[0m\n"
-    "[rank0]:\x1b[31mstep: 2  \x1b[32mloss:  5.4  \x1b[38mgrad_norm: 1.5\x1b[0m\n",
-    "resumed.csv": "step,loss,grad_norm\n1,5.5,1.25\n2,9,9\n2,5.4,1.5\n",
-}
-
-
-@pytest.mark.parametrize("name", LOGS)
-def test_logs_of_others_are_read(name, tmp_path):
-    (tmp_path / name).write_text(LOGS[name])
-    read = read_log(tmp_path if name in ("metrics.jsonl", "trainer_state.json") else tmp_path / name)
-    assert read.values.pop("lr", None) in (None, {1: 1.5e-5, 2: 1.5e-5})
-    assert read.values == {"loss": {1: 5.5, 2: 5.4}, "grad_norm": {1: 1.25, 2: 1.5}}
-
-
-def test_names_and_digits():
-    assert plain("run 7 - train/Grad Norm") == plain("optim/grad_norm") == "grad_norm" != plain("val/grad_norm")
-    for text, resolution in (
-        (["1.2340", "1.2300"], 5e-4 / 1.2335),
-        (["1.2e-05", "2.5e-05"], 0.05),
-        ([repr(1 / 3)], 1e-16),
-    ):
-        column = {"loss": dict(enumerate(map(float, text)))}
-        assert Log(Path("x"), {}, column).resolution("loss") == pytest.approx(resolution, rel=1)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def files(tmp_path):
-    """The reference, rounding, and a bug, as files of another program."""
-    near = [loss * (1 + 1e-7 * math.sin(7 * step)) for step, loss in enumerate(LOSSES)]
-    for name, losses, norms in (("a", LOSSES, NORMS), ("near", near, NORMS), ("bug", LOSSES, scaled(NORMS, 3.0))):
-        rows = [f"{step},{loss!r},{norm!r}" for step, (loss, norm) in enumerate(zip(losses, norms))]
-        (tmp_path / f"{name}.csv").write_text("\n".join(["it,L,norm", *rows]))
-    return lambda name: [str(tmp_path / "a.csv"), str(tmp_path / name), "--explain", "--columns", "step=it,loss=L"]
-
-
-def test_the_command(files, capsys, tmp_path):
-    assert main([*files("near.csv"), "--type", "float32"]) == 0 and "verdict: rounding" in capsys.readouterr().out
-    assert main([*files("bug.csv"), "--plot", str(tmp_path / "x.png")]) == 1
-    assert "verdict: a bug" in capsys.readouterr().out and (tmp_path / "x.png").stat().st_size > 5000
-    assert main([*files("near.csv"), "--type", "float32", "--steps", "2"]) == 3
-    (tmp_path / "broken.jsonl").write_text('{"it": 1, "L": 2}\n{broken')
-    (tmp_path / "other.csv").write_text("it,L,norm\n900,1,1\n")
-    for arguments, message in (
-        ([files("near.csv")[0], "--explain"], "compares two runs, not 1"),
-        ([*files("near.csv"), "--type", "int8"], "--type int8: rounding was measured in float64, float32, bfloat16"),
-        ([*files("near.csv")[:3], "--columns", "step=it"], "no column that is the loss (--columns loss=NAME)"),
-        ([*files("near.csv")[:3], "--columns", "step=it,loss=M"], "no column 'M'; its columns are it, L, norm"),
-        ([*files("near.csv")[:3], "--columns", "speed=it"], "--columns speed: only step, loss, grad_norm, lr"),
-        ([*files("near.csv"), "--tolerance", "1"], "--tolerance"),
-        ([*files("near.csv")[:2], "--plot", "x.png"], "--plot x.png needs --explain"),
-        (files("none.csv"), "cannot be read"),
-        (files("broken.jsonl"), "line 2 is no JSON object"),
-        (files("other.csv"), "no step to compare in common"),
-    ):
-        assert main(arguments) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1, error
+# ---- the band --------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_shows_the_band():

@@ -51,7 +51,7 @@ TABLE = {
     ("", "sleeps"): "--compute 0.001",
     ("", "printed"): "--shapes",
     # Synthetic data has no text; it is not the number of ranks; there is no GPU, and no folder
-    ("", "refused"): "--tokenizer some/name; --dp 7; --own-attention; --log wandb",
+    ("", "refused"): "--tokenizer some/name; --dp 7; --own-attention; --log-to wandb",
     (RUN, "refused"): "--resume {folder}/nowhere",  # there is no checkpoint
     ("", "files"): "--run-dir {folder}",
     (RUN, "files"): "--save-every 1",

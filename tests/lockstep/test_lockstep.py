@@ -3,13 +3,14 @@
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from common.errors import UsageError
 from common.launching.command_line import parse
 from common.lockstep import __main__ as command
 from common.lockstep.explain import explain
-from common.lockstep.notes import Seen
+from common.lockstep.notes import Note, Seen
 from common.lockstep.observe import prepare
 from tests.harness.ranks import run_command, run_script
 from tests.lockstep.__main__ import PAGE, page
@@ -80,14 +81,33 @@ def test_the_command(monkeypatch, capsys):
     assert "no difference: " in capsys.readouterr().out
 
 
-def test_two_trainings_have_no_common_step(capsys):
-    assert command.main(["--reference", STEP_1, "--candidate", f"{STEP_4} --seed 7"]) == 2
-    assert "--seed is 0 in the reference and 7 in the candidate" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "candidate, message",
+    [
+        (f"{STEP_4} --seed 7", "--seed is 0 in the reference and 7 in the candidate"),
+        (f"{STEP_4} --tpp 2", "--tpp is not a flag of step04_tensor_parallel"),
+        (f"{STEP_4} --pp 2", "--pp is not a flag of step04_tensor_parallel; step05_pipeline introduces it"),
+        (f"nothing-like-it {STEP_4}", "--candidate: there is no program 'nothing-like-it'"),
+        (f"torchrun '{STEP_4}", "No closing quotation"),
+    ],
+)
+def test_what_has_no_common_step_is_one_line(candidate, message, capsys):
+    assert command.main(["--reference", STEP_1, "--candidate", candidate]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1, error
+
+
+def test_no_step_at_all(capsys):
+    assert command.main(["--reference", STEP_1, "--candidate", STEP_4, "--steps", "0"]) == 2
+    assert "--steps 0 must be at least 1" in capsys.readouterr().err
 
 
 def test_nothing_in_common_is_no_agreement():
     with pytest.raises(UsageError, match="no tensor of the reference"):
         explain(Seen(), [Seen()])
+    weights = [Note(0, "weight", name, (np.arange(2),), np.ones(2)) for name in ("head.weight", "module.head.weight")]
+    with pytest.raises(UsageError, match="The first names are head.weight and module.head.weight$"):
+        explain(*(Seen(notes=[each]) if each is weights[0] else [Seen(notes=[each])] for each in weights))
 
 
 @pytest.mark.parametrize("flags", ["--fp8 tile", "--resume auto --run-dir runs/x"])

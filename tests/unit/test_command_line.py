@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from common.config import spelled
 from common.errors import UsageError
@@ -112,3 +113,12 @@ def test_the_help_is_in_groups_by_role_and_step(step):
             assert re.search(rf"^{re.escape(title)}:\n  {start} ", text, re.MULTILINE), title
     known = {spelled(item.name) for item in FLAGS if item.metadata["step"] <= step}
     assert known == set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)), "each once, and none besides"
+
+
+def test_torchrun_hands_every_flag_on():
+    """`--log`, say, could be two of its own flags: for that, argparse of Python 3.11 refuses it after a script, too."""
+    flags = [flag for action in parser(8)._actions for flag in action.option_strings]
+    assert "--log-to" in flags
+    for flag in flags:
+        arguments = get_args_parser().parse_args(["--nproc_per_node", "2", "train.py", flag])
+        assert (arguments.training_script, arguments.training_script_args) == ("train.py", [flag])

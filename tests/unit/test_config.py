@@ -109,6 +109,8 @@ def test_paths_may_begin_with_the_home(tmp_path, monkeypatch):
     assert [getattr(config, flag) for flag in flags] == [f"{tmp_path}/{flag}" for flag in flags]
     assert parse(1, ["--data", "some/~set"]).data == "some/~set"
     command = OneLineParser()
+    command.add_argument("--prompt", type="text")
+    assert command.parse_args(["--prompt", "~/x"]).prompt == "~/x"
     below = command.add_subparsers().add_parser("sub")
     below.add_argument("several", nargs="+")
     below.add_argument("--home", type=Path)

@@ -1,4 +1,4 @@
-"""`--log`: both dashboards get what `metrics.jsonl` gets, on rank 0, and go on with a run."""
+"""`--log-to`: both dashboards get what `metrics.jsonl` gets, on rank 0, and go on with a run."""
 
 import importlib
 import math
@@ -48,7 +48,7 @@ def packages(monkeypatch, tmp_path):
 
 
 def take(folder, log: str, steps: range, kept: int = 0) -> None:
-    record = record_of(folder, first_step=kept, log=log)
+    record = record_of(folder, first_step=kept, log_to=log)
     write_steps(record, steps, loss=2.5)
     record.close()
 
@@ -86,17 +86,17 @@ def test_a_package_that_fails_is_one_line(packages, tmp_path, monkeypatch):
         raise RuntimeError("no account\n  a long explanation")
 
     monkeypatch.setattr(sys.modules["wandb"], "init", fails)
-    with pytest.raises(UsageError, match="^--log wandb: no account$"):
-        record_of(tmp_path, log="wandb")
+    with pytest.raises(UsageError, match="^--log-to wandb: no account$"):
+        record_of(tmp_path, log_to="wandb")
 
 
 def test_what_is_missing_is_said_before_training(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in ("tensorboard", "wandb"):
-        with pytest.raises(UsageError, match=f"^--log {name} needs a package .* pip install {name}$"):
-            configure(1, f"--log {name} --run-dir x", 1)
-        with pytest.raises(UsageError, match="^--log needs --run-dir, which is missing$"):
-            configure(1, f"--log {name}", 1)
+        with pytest.raises(UsageError, match=f"^--log-to {name} needs a package .* pip install {name}$"):
+            configure(1, f"--log-to {name} --run-dir x", 1)
+        with pytest.raises(UsageError, match="^--log-to needs --run-dir, which is missing$"):
+            configure(1, f"--log-to {name}", 1)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     check_installed("wandb")
 
@@ -110,7 +110,7 @@ def all_reduces(folder) -> bool:
     """Two steps with an all-reduce of 10 and then of 1,000 float32. Returns whether this rank writes."""
     shown = []
     with mock.patch.object(run_record, "open_dashboard", lambda *arguments: (shown.append, None)):
-        record = record_of(folder, log="wandb")
+        record = record_of(folder, log_to="wandb")
     for step, elements in enumerate((10, 1000)):
         with record.step(step) as measured:
             collectives.all_reduce(torch.ones(elements), record.mesh.world)
