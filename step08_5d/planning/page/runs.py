@@ -37,7 +37,7 @@ class Dot(NamedTuple):
 def published_dots() -> list[Dot]:
     """The playbook's runs, in a table for each model and number of nodes."""
     result = []
-    for run in read_runs():
+    for run in sorted(read_runs(), key=lambda run: (run.model.hidden, run.nodes)):
         layout = run.layout
         table = f"the playbook's {run.name} on {run.nodes} node{'s' * (run.nodes > 1)}"
         row = f"dp {layout.dp}, tp {layout.tp}, pp {layout.pp}"
