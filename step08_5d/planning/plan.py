@@ -1,5 +1,6 @@
 """The command `plan`: which layout of a model to run on a cluster, what it would cost to be wrong, and why."""
 
+import gc
 from argparse import ArgumentParser, Namespace
 
 from common.errors import UsageError
@@ -39,6 +40,7 @@ def task_of(options: Namespace) -> Task:
 def show(options: Namespace) -> None:
     """The tables for the options of the command line. Raises UsageError for what cannot be planned."""
     task = task_of(options)._replace(interleaved=options.interleaved)
+    gc.set_threshold(50_000, 20, 20)  # a search makes many small objects: collections would take a sixth of its time
     print_plans(task, *plans(task), options.shown, ends_of(options))
     if options.gradients == 2:
         print("  It needs another program than ours, whose sums of gradients have four bytes")
