@@ -110,7 +110,11 @@ def draw(measured: dict, sizes: tuple[int, ...]) -> None:
     unit = seq * model.hidden * model.layers / 2**30  # of b s h in all layers, in GiB
     series = {name: {tp: unit * llama_block(tp)[index] for tp in degrees} for index, name in enumerate(COLOURS)}
     lines(right, series, colours=COLOURS, log="xy", ticks=list(degrees), ends=False)
-    right.set(xlabel="tp", ylabel="GiB per rank, 32 blocks")
+    for line, name in zip(right.lines, series):
+        line.set_marker("o")
+        end = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+        right.annotate(f"{series[name][16]:.1f}", (16, series[name][16]), color=COLOURS[name], **end)
+    right.set(xlim=(0.9, 25), xlabel="tp", ylabel="GiB per rank, 32 blocks")
     right.set_yticks([2, 4, 8, 16, 32, 64], [2, 4, 8, 16, 32, 64])
     right.set_title("predicted: Llama 3 8B, 8,192 tokens", fontsize=11.5, loc="left")
     legend(figure, columns=5)

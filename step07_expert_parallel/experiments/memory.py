@@ -4,7 +4,7 @@ import statistics
 
 from common.config import TrainConfig
 from common.costs.vocabulary import KINDS
-from common.drawing.charts import bars, legend
+from common.drawing.charts import bars
 from common.drawing.figures import COLOURS, new_figure, save_figure
 from common.drawing.tables import print_table
 from common.experiments.counting import held, print_held
@@ -27,14 +27,14 @@ def memory(quick: bool) -> None:
     keys = [(zero, ep) for zero in ((0, 3) if quick else STAGES) for ep in DEGREES]
     cases = [MODEL | {"ep": ep, "zero": zero} for zero, ep in keys]
     ranks = on_ranks(RANKS, on_every_case, held_by_part, cases, title="memory", jobs=len(cases))
-    names = [f"ZeRO {zero}, ep {ep}" for zero, ep in keys]
     measured = {
         name: {key: statistics.mean(each[key] for each in of_ranks) for key in of_ranks[0]}
-        for name, of_ranks in zip(names, zip(*ranks))
+        for name, of_ranks in zip(keys, zip(*ranks))
     }
-    predicted = {name: cost.held(model, RANKS, ep, zero, "float32") for name, (zero, ep) in zip(names, keys)}
+    predicted = {f"ZeRO {zero}, ep {ep}": cost.held(model, RANKS, ep, zero, "float32") for zero, ep in keys}
     experts, rest = cost.split_parameters(model)
-    print_held(f"{experts:,} parameters of experts, {rest:,} others, {RANKS} ranks, float32", predicted, measured)
+    title = f"{experts:,} parameters of experts, {rest:,} others, {RANKS} ranks, float32"
+    print_held(title, predicted, dict(zip(predicted, measured.values())))
     large_models()
     draw_memory(measured, experts / (experts + rest))
 
@@ -70,19 +70,29 @@ def growth(quick: bool) -> None:
     print_table(f"predicted: micro-batches of {seq:,} tokens, bfloat16, a rank and a layer", header, rows)
 
 
-def draw_memory(measured: dict[str, dict], share: float) -> None:
-    """Stacked bars of what was measured: below what ep does not divide, above the experts."""
-    figure, axis = new_figure(width=10, height=4.0)
-    groups, colours = {}, {}
-    for name, held_ in measured.items():
-        parts = {f"{kind} of {part}": held_[kind, part] / MIB for part in ("all else", "experts") for kind in KINDS}
-        groups[name.replace(", ", "\n")] = [parts]
-        colours |= {f"{kind} of {part}": COLOURS[kind] for part in ("all else", "experts") for kind in KINDS}
-    bars(axis, groups, colours=colours, value="{:.0f}")
+def draw_memory(measured: dict[tuple[int, int], dict], share: float) -> None:
+    """Stacked bars of what was measured, by (ZeRO, ep): below what ep does not divide, above the experts."""
+    from matplotlib.patches import Patch
+
+    figure, axis = new_figure(width=9.5, height=4.4)
+    stages, degrees = (list(dict.fromkeys(each)) for each in zip(*measured))
+    parts = {f"{kind} of {part}": (kind, part) for part in ("all else", "experts") for kind in KINDS}
+    groups = {zero: [] for zero in stages}
+    for (zero, _), sizes in measured.items():
+        groups[zero].append({name: sizes[part] / MIB for name, part in parts.items()})
+    bars(axis, groups, colours={name: COLOURS[kind] for name, (kind, _) in parts.items()}, value="{:.0f}")
     for index, container in enumerate(axis.containers):  # of a bar's six parts, the first three are not of experts
-        for patch in container if index % 6 < 3 else ():
+        for patch in container if index % len(parts) < len(KINDS) else ():
             patch.set_hatch("////")
+    width, names = 0.8 / len(degrees), [f"ep {ep}" for ep in degrees] * len(stages)
+    places = [place - 0.4 + (index + 0.5) * width for place in range(len(stages)) for index in range(len(degrees))]
+    axis.set_xticks(places, names, fontsize=9)
+    for place, zero in enumerate(stages):
+        look = {"ha": "center", "va": "top", "fontweight": "bold", "xytext": (0, -26), "textcoords": "offset points"}
+        axis.annotate(f"ZeRO {zero}", (place, 0), **look)
     axis.set(ylabel="MiB on a rank")
     axis.set_title(f"measured: {RANKS} ranks, float32; experts have {share:.0%} of the parameters", loc="left")
-    legend(figure, columns=3)
+    named = [Patch(facecolor=COLOURS[kind], label=kind) for kind in reversed(KINDS)]
+    named.append(Patch(facecolor=COLOURS["other"], edgecolor="white", hatch="////", label="hatched: not of experts"))
+    axis.legend(handles=named, frameon=False)
     save_figure(figure, "memory")

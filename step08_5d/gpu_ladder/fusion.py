@@ -17,6 +17,7 @@ from step08_5d.gpu_ladder.traffic import BytesMoved, kernel_traffic
 from step08_5d.kernels.launching import HAS_TRITON, next_power_of_two, tl, triton, warps_for, wide_type
 
 GELU = 5 * 8 + 4 * 12  # bytes per number of the chain below: five operators with one input, four with two
+PALE = SERIES[:6]  # on these, black words can be read
 
 
 def eager(x):
@@ -94,7 +95,7 @@ def _draw(counted: dict[str, list[tuple[str, float]]]) -> None:
     for index, (name, operators) in enumerate(counted.items()):
         left, place = 0.0, 2.4 * index
         for number, (operator, value) in enumerate(operators):
-            axis.barh(place, value, left=left, color=SERIES[number % len(SERIES)], edgecolor="white", height=0.9)
+            axis.barh(place, value, left=left, color=PALE[number % len(PALE)], edgecolor="white", height=0.9)
             if value > 3:
                 axis.text(left + value / 2, place, operator, ha="center", va="center", fontsize=8)
             left += value
