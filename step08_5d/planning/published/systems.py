@@ -95,7 +95,7 @@ def draw(fresh: Profiles, path: Path) -> Path:
     figure, axes = new_figure(1, 2, height=3.2, sharex=True, sharey=True)
     titles = {"as nanotron": dict.fromkeys(fresh, PROFILES["nanotron"]), "by a profile of its kind": fresh}
     for axis, (title, profiles) in zip(axes, titles.items()):
-        for name, color in zip((*FITTED,), SERIES):
+        for name, color in zip(sorted({run.profile for run in fresh}, key=[*FITTED].index), SERIES):
             some = [run for run in fresh if run.profile == name]
             guesses = [run.mfu * run.ratio(profiles[run]) for run in some]
             axis.plot(guesses, [run.mfu for run in some], ".", ms=5, color=color, label=name)
