@@ -116,7 +116,7 @@ def _copies(task: Task, layout: Layout) -> int:
     They are as small as takes no more than COPIES_TAKE of the memory more than a single one. Where a node has one rank
     of a copy, they would save no messages between nodes.
     """
-    shards = task.machine.for_gpus(task.gpus).gpus // (layout.tp * layout.pp)  # step 8 has tp, cp, pp, then dp
+    shards = task.machine.for_gpus(task.gpus).gpus // (layout.tp * layout.pp)  # in a node in either order
     if shards < 2 or layout.copies % shards:
         return 1
     whole = sum(at_least(task.model, layout).values())
@@ -226,6 +226,7 @@ def named(layout: Layout) -> str:
 def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
     words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
+    words += ["--order", task.profiles[0].order]  # in which its time was predicted; step 8's own has pp before dp
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
     for name in ("dp", "tp", "pp", "cp", "ep", "zero", "zero_replicas"):
         if (value := getattr(layout, name)) != (0 if name == "zero" else 1):

@@ -28,7 +28,7 @@ from step08_5d.planning.stages import layers_of_ranks
 KNOWN = set(
     "dp tp pp cp ep zero micro_batch global_batch seq_len dtype recompute schedule virtual_stages cp_mode".split()
 )
-KNOWN |= {"zero_replicas"} | set(flag_names("model")) - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
+KNOWN |= {"zero_replicas", "order"} | set(flag_names("model")) - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
 SCHEDULES = ("1f1b", "interleaved", "naive", "afab", "zb-h1", "zb-h2")
 DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of this command; those of step 8 are for a laptop
 GPT_FORM = Layout(0, dtype="bfloat16")

@@ -5,9 +5,11 @@ import itertools
 
 import pytest
 
+from common.config import TrainConfig
 from common.costs.vocabulary import WIDTHS
 from common.counts import count_flops, count_parameters
 from common.errors import UsageError
+from common.launching.command_line import parse
 from common.presets import PRESETS
 from step05_pipeline.cost import peak_kept
 from step05_pipeline.schedules.catalogue import build_schedule
@@ -208,6 +210,15 @@ def test_hybrid_sharding_has_small_copies():
     assert spans(whole, "shard", H100, "tp,cp,pp,dp") == (8, 8)
     slow = H100._replace(far=1e9)
     assert times(mine.model, few, slow, TUNED).dp < times(mine.model, whole, slow, TUNED).dp
+
+
+def test_the_command_has_the_order_that_was_predicted():
+    """Megatron's, in which the copies of a stage are nearer to each other than its neighbors; step 8's is another."""
+    mine = task("llama3-8b", 64)
+    layout = Layout(mine.seq, dp=8, pp=8, micro_batches=mine.sequences // 8, dtype="bfloat16")
+    config = parse(8, flags(mine, layout))
+    assert config.order == "tp,cp,dp,pp" != TrainConfig().order
+    assert {each.order for each in (*PROFILES.values(), TUNED)} == {config.order}
 
 
 def test_machines_of_72():

@@ -64,7 +64,6 @@ def test_overlap_by_hand():
         ("memory --model llama3-8b --hidden 6144 --heads 48 --kv-heads 12 --tp 16", "error: --tp 16 and --kv-heads"),
         ("memory --model mixtral-8x7b --form gpt", "error: --form gpt has no experts"),
         ("memory --model llama3-8b --form gpt --dtype float32", "error: --form gpt knows bfloat16"),
-        ("memory --model llama3-8b --order dp,cp,pp,tp", "error: --order dp,cp,pp,tp is not in the formula of memory"),
         ("memory --model llama3-8b --no-fused", "error: --no-fused is not in the formula of memory; dry-run takes all"),
         ("memory --model llama3-8b --schedule zbv --pp 2", "error: --schedule zbv: the formula knows 1f1b, "),
         ("memory --model llama3-8b --gpus 64", "error: --gpus is not a flag of step08_5d"),
