@@ -79,15 +79,15 @@ def judge(answers: dict[str, str], student: int) -> Judged:
     parts = sorted(found._asdict().items(), key=lambda item: -item[1])
     where = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in parts if seconds > 0.01 * found.step)
     lines = (f"a step takes {found.step:.2f} s: {where}", f"memory: {needed / 1e9:.0f} of {room / 1e9:.0f} GB")
-    best = best_of(student % len(CASES)).times[PROFILE.name]
-    speeds = speed(task, found.step), speed(task, best.step)
+    best = best_of(student % len(CASES)).seconds[PROFILE.name]
+    speeds = speed(task, found.step), speed(task, best)
     return Judged(named(layout), *speeds, lines)
 
 
 def reveal(student: int) -> str:
     task, plan = task_of(student), best_of(student % len(CASES))
     return (
-        f"{named(plan.layout)}: {speed(task, plan.times[PROFILE.name].step):,.0f} tokens/s (predicted).\n\n"
+        f"{named(plan.layout)}: {speed(task, plan.seconds[PROFILE.name]):,.0f} tokens/s (predicted).\n\n"
         f"    python -m step08_5d.planning plan --model {task.name} --gpus {task.gpus} --gpu {task.machine.name} "
         f"--seq-len {task.seq} --tokens-per-batch {task.seq * task.sequences} --profile {PROFILE.name}\n\n"
         "prints it with its neighbours, and says why it wins."

@@ -6,6 +6,8 @@ change the choice.
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -102,7 +104,7 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
         return
     rows = [("run this", best[0])]
     rows += [
-        (f"fastest for {each.name}", min(best, key=lambda plan: plan.times[each.name].step)) for each in task.profiles
+        (f"fastest for {each.name}", min(best, key=lambda plan: plan.seconds[each.name])) for each in task.profiles
     ]
     cells = [
         (
@@ -193,7 +195,7 @@ def print_neighbours(best: list[Candidate], most: int = 2) -> None:
     for name, value, plan in neighbours(best):
         shown[name] += 1
         if shown[name] <= most:
-            costs = [plan.times[each].step / best[0].times[each].step - 1 for each in plan.times]
+            costs = [plan.seconds[each] / best[0].seconds[each] - 1 for each in plan.seconds]
             words = f"{LABELS.get(name, name)} {value} and not {getattr(best[0].layout, name)}"
             longer = joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
             rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
@@ -218,9 +220,11 @@ class Condition(NamedTuple):
         held = task.memory(layout) if self.batch > 1 else plan.held
         if sum(held.values()) > self.room * MOST_FULL * task.machine.memory:
             return math.inf
-        machine = task.machine._replace(far=self.far * task.machine.far)
-        late = lateness(layout, self.pause) if profile.own else 0.0
-        return times(task.model, layout, machine, profile).step + late
+        seconds = plan.seconds[profile.name]
+        if self.far != 1 or self.batch > 1:
+            machine = task.machine._replace(far=self.far * task.machine.far)
+            seconds = times(task.model, layout, machine, profile).step
+        return seconds + (lateness(layout, self.pause) if profile.own else 0.0)
 
 
 CONDITIONS = (
@@ -249,12 +253,8 @@ def _change(task: Task, best: list[Candidate], condition: Condition) -> Change:
     """Most plans need not be tried, since a condition makes none faster."""
     least = {}
     for profile in task.profiles:
-        fastest = math.inf
-        for plan in sorted(best, key=lambda plan: plan.times[profile.name].step):
-            if plan.times[profile.name].step >= fastest:
-                break
-            fastest = min(fastest, condition.seconds(task, plan, profile))
-        least[profile] = fastest
+        seconds = partial(condition.seconds, task, profile=profile)
+        least[profile], _ = _least(best, lambda plan, name=profile.name: plan.seconds[name], seconds)
     if math.inf in least.values():
         return Change(condition.words, math.inf, None, math.inf)
 
@@ -262,17 +262,25 @@ def _change(task: Task, best: list[Candidate], condition: Condition) -> Change:
         return max(condition.seconds(task, plan, each) / fastest for each, fastest in least.items()) - 1
 
     def bound(plan: Candidate) -> float:
-        return max(plan.times[each.name].step / fastest for each, fastest in least.items()) - 1
+        return max(plan.seconds[each.name] / fastest for each, fastest in least.items()) - 1
 
-    winner, first = best[0], regret(best[0])
-    lowest = first
-    for plan in sorted(best, key=bound):
-        if bound(plan) >= lowest:
+    first, (lowest, winner) = regret(best[0]), _least(best, bound, regret)
+    if first <= (1 + EQUAL) * (1 + lowest) - 1:
+        lowest, winner = first, best[0]
+    return Change(condition.words, first, winner, lowest)
+
+
+def _least(
+    plans: list[Candidate], bound: Callable[[Candidate], float], value: Callable[[Candidate], float]
+) -> tuple[float, Candidate | None]:
+    """Return the least value of a plan, and whose it is. No value is below its bound."""
+    least, found = math.inf, None
+    for plan in sorted(plans, key=bound):
+        if bound(plan) >= least:
             break
-        if (found := regret(plan)) < lowest:
-            winner, lowest = plan, found
-    same = first <= (1 + EQUAL) * (1 + lowest) - 1
-    return Change(condition.words, first, best[0] if same else winner, first if same else lowest)
+        if (tried := value(plan)) < least:
+            least, found = tried, plan
+    return least, found
 
 
 def print_changes(task: Task, best: list[Candidate]) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from common.config import spelled
 from common.costs.vocabulary import KINDS
 from common.errors import UsageError
 from common.launching.command_line import parse
@@ -16,7 +17,7 @@ from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import at_least, memory
 from step08_5d.planning.time.machines import Machine, nodes_for
 from step08_5d.planning.time.profiles import PROFILES, Profile, widest_gradient
-from step08_5d.planning.time.speed import AGAIN, Times, times
+from step08_5d.planning.time.speed import AGAIN, ORDER, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits
@@ -47,7 +48,7 @@ class Candidate(NamedTuple):
 
     layout: Layout
     held: dict[str, float]  # bytes by kind
-    times: dict[str, Times]  # of each profile of the task, by its name
+    seconds: dict[str, float]  # of a step, by each profile of the task
     regrets: dict[str, float]  # by how much it is slower (relative) than the layout that is fastest there
 
     @property
@@ -150,17 +151,17 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
     for layout in layouts(task):
         held = held_up_to(room, task, layout)
         if sum(held.values()) <= room:
-            speeds = {each.name: times(task.model, layout, task.machine, each) for each in task.profiles}
-            found.append((layout, held, speeds))
+            seconds = {each.name: times(task.model, layout, task.machine, each).step for each in task.profiles}
+            found.append((layout, held, seconds))
         else:
             misfits[max(held, key=held.get)] += 1
     if not found:
         raise UsageError(_why_nothing(task, room))
-    least = {each.name: min(speeds[each.name].step for *_, speeds in found) for each in task.profiles}
+    least = {each.name: min(seconds[each.name] for *_, seconds in found) for each in task.profiles}
     ordered = []
-    for layout, held, speeds in found:
-        regrets = {name: speed.step / least[name] - 1 for name, speed in speeds.items()}
-        ordered.append(Candidate(layout, held, speeds, regrets))
+    for layout, held, seconds in found:
+        regrets = {name: each / least[name] - 1 for name, each in seconds.items()}
+        ordered.append(Candidate(layout, held, seconds, regrets))
     ordered.sort(key=lambda plan: (float(f"{1 + plan.regret:.4g}"), AGAIN[plan.layout.recompute]))
     equal = sum(1 + plan.regret <= (1 + EQUAL) * (1 + ordered[0].regret) for plan in ordered)
     first = sorted(ordered[:equal], key=lambda plan: (plan.sent(task), AGAIN[plan.layout.recompute]))
@@ -226,11 +227,11 @@ def named(layout: Layout) -> str:
 def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
     words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
-    words += ["--order", task.profiles[0].order]  # in which its time was predicted; step 8's own has pp before dp
+    words += ["--order", ORDER]  # in which its time was predicted; step 8's own has pp before dp
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
     for name in ("dp", "tp", "pp", "cp", "ep", "zero", "zero_replicas"):
         if (value := getattr(layout, name)) != (0 if name == "zero" else 1):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [spelled(name), str(value)]
     if layout.stages > 1:
         words += ["--schedule", "interleaved", "--virtual-stages", str(layout.stages)]
     if layout.recompute != "none":

@@ -10,7 +10,7 @@ micro-batch in only some stages of a rank are estimated, as that part of them wh
 """
 
 from functools import lru_cache
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from common.costs.vocabulary import KINDS, WIDTHS
@@ -52,21 +52,15 @@ def _memory(model: ModelConfig, layout: Layout, gradient: int | None) -> dict[st
 def at_least(model: ModelConfig, layout: Layout, gradient: int | None = None) -> dict[str, float]:
     """Return the parameters, gradients and optimizer state of the rank with most of them, in bytes by kind.
 
-    No layout holds less: when a backward ends, all of it is there. A search asks for it with all micro-batches and
-    kinds of recomputation, which make no difference.
+    No layout holds less: when a backward ends, all of it is there.
     """
-    return _at_least(model, layout._replace(micro_batch=1, micro_batches=1, recompute="none"), gradient)
+    return _at_least(model, _at_rest(layout), gradient)
 
 
 @lru_cache(maxsize=64)
 def _at_least(model: ModelConfig, layout: Layout, gradient: int | None) -> dict[str, float]:
     of_ranks = (states(model, layout, rank, gradient) for rank in fullest_ranks(model, layout))
     return max(of_ranks, key=lambda kinds: sum(kinds.values()))
-
-
-def of_stage(model: ModelConfig, layout: Layout, rank: int) -> dict[str, float]:
-    """Return the bytes by kind that this rank of a pipeline holds at the fullest moment."""
-    return peak(model, layout, rank).held
 
 
 def peak(model: ModelConfig, layout: Layout, rank: int, gradient: int | None = None) -> Fullest:
@@ -93,18 +87,25 @@ def peak(model: ModelConfig, layout: Layout, rank: int, gradient: int | None = N
 
 def states(model: ModelConfig, layout: Layout, rank: int, gradient: int | None = None) -> dict[str, float]:
     """Return the bytes of parameters, gradients and optimizer state, each when it is most but for what travels."""
-    shards, divided = parameters(model, layout, rank), (layout.sharing()[0], layout.sharing(experts=True)[0])
+    return _states(model, _at_rest(layout), rank, gradient)
+
+
+@lru_cache(maxsize=16)  # all ranks of a layout ask for it
+def _at_rest(layout: Layout) -> Layout:
+    """Return the layout without micro-batches and recomputation, with all kinds of which a search asks."""
+    return layout._replace(micro_batch=1, micro_batches=1, recompute="none")
+
+
+@lru_cache(maxsize=64)
+def _states(model: ModelConfig, layout: Layout, rank: int, gradient: int | None) -> dict[str, float]:
+    shards = parameters_of_rank(model, layout, rank).shards
+    divided = layout.sharing()[0], layout.sharing(experts=True)[0]
     narrow, wide, of_optimizer = WIDTHS[layout.dtype]
     result = {}
     for kind, width, first in zip(KINDS, (narrow, gradient or wide, of_optimizer), (3, 2, 1)):
         ranks = divided if layout.zero >= first else (1, 1)  # from this stage on ZeRO divides it
         result[kind] = width * sum(size / by for size, by in zip(shards, ranks))
     return result
-
-
-def parameters(model: ModelConfig, layout: Layout, rank: int) -> tuple[float, float]:
-    """Return how many parameters this rank of a pipeline has before ZeRO: all but experts, and experts."""
-    return parameters_of_rank(model, layout, rank).shards
 
 
 # ---- all events ------------------------------------------------------------------------------------------------------
@@ -120,23 +121,22 @@ class _Case(NamedTuple):
     communication: float  # of these
     kept: float  # and of these, what backwards need
 
+    @property
+    def most(self) -> float:
+        """Bytes at its fullest, but for parameters, gradients and optimizer state."""
+        return self.there + self.walk.ledger.fullest[0].held
+
 
 @lru_cache(maxsize=4096)
 def _fullest_moment(
     model: ModelConfig, layout: Layout, rank: int, gradient: int
 ) -> tuple[_Case, LedgerEntry, float, float]:
     """Return the fullest moment: in which case, the moment, and the elements of gathered weights and gradients then."""
-    narrow, mine, cases = WIDTHS[layout.dtype][0], parameters_of_rank(model, layout, rank), []
-    most_gradients = gradient * mine.most_gradients
+    narrow, mine = WIDTHS[layout.dtype][0], parameters_of_rank(model, layout, rank)
+    most_gradients, most, result = gradient * mine.most_gradients, -1.0, None
     for case in _cases(model, layout if layout.zero == 1 else layout._replace(zero=1, zero_replicas=1), rank):
         gathered = mine.gathered(case.walk.region, prefetch=not case.walk.is_loss)
         there = narrow * gathered + case.there
-        cases.append((there + case.walk.ledger.fullest[0].held, there, gathered, case))
-    cases.sort(key=itemgetter(0), reverse=True)
-    most, result = -1.0, None
-    for bytes_but_gradients, there, gathered, case in cases:
-        if bytes_but_gradients + most_gradients < most:
-            break  # this case and those after it cannot hold more
         for entry in case.walk.ledger.fullest if mine.zero > 1 else case.walk.ledger.rising:
             if there + most_gradients + entry.held <= most:
                 break  # and no later entry holds more
@@ -149,7 +149,7 @@ def _fullest_moment(
 
 @lru_cache(maxsize=512)
 def _cases(model: ModelConfig, layout: Layout, rank: int) -> list[_Case]:
-    """Return all cases, which are the same with every stage of ZeRO."""
+    """Return all cases, the fullest first. They are the same with every stage of ZeRO."""
     mine, size = parameters_of_rank(model, layout, rank), LayerSizes.of(model, layout)
     kept, result = kept_by_stages(model, layout, rank), []
     walks = [list(walks_of_stage(model, layout, mine, *here)) for here in enumerate(kept)]
@@ -172,4 +172,4 @@ def _cases(model: ModelConfig, layout: Layout, rank: int) -> list[_Case]:
             there = others + walk.before + in_messages
             begun = mine.early if backward.early else 0
             result.append(_Case(backward, walk, begun, there, in_messages + in_flight * received, needed))
-    return result
+    return sorted(result, key=attrgetter("most"), reverse=True)

@@ -94,7 +94,7 @@ class RankParameters:
 
     def __init__(self, model: ModelConfig, layout: Layout, rank: int):
         self.zero, self.by_layer = layout.zero, layout.zero == 3 and layout.pp == 1
-        self.split = splits_backward(layout)
+        self.split = splits_backward(layout.schedule)
         self.stages = ranges_of_rank(model, layout, rank)
         self.is_first, self.is_last = rank == 0, rank == layout.pp - 1
         sizes = (last - first for first, last in self.stages)

@@ -42,18 +42,14 @@ class LayerSizes(NamedTuple):
         shape = (t * model.hidden * w, stream * w, stream * high, t * model.heads * d / tp * w, keys)
         shape += (t * model.heads / tp * high,)
         copies = max(1, layout.cp // max(1, model.kv_heads // tp))  # ulysses: every rank needs a head
-        return cls(w < high, *shape, keys * copies, layout.micro_batch == 1, w, splits_backward(layout))
+        return cls(w < high, *shape, keys * copies, layout.micro_batch == 1, w, splits_backward(layout.schedule))
 
 
 def ulysses(layout: Layout) -> bool:
     return layout.cp > 1 and layout.cp_mode == "ulysses"
 
 
-def splits_backward(layout: Layout) -> bool:
-    """Whether gradients of weights come in a second half of the backward."""
-    return _splits_backward(layout.schedule)
-
-
 @cache
-def _splits_backward(schedule: str) -> bool:
+def splits_backward(schedule: str) -> bool:
+    """Whether gradients of weights come in a second half of the backward."""
     return build_schedule(schedule, ranks=2, micro_batches=4).splits_backward  # with any numbers

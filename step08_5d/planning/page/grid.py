@@ -13,7 +13,7 @@ from common.costs.vocabulary import KINDS
 from step08_5d.cost import Layout
 from step08_5d.planning.explain import divided, most_of_the_rest
 from step08_5d.planning.memory.backwards import fullest_ranks
-from step08_5d.planning.memory.peak import of_stage
+from step08_5d.planning.memory.peak import peak
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, layouts, plans
 from step08_5d.planning.time.profiles import Profile
 from step08_5d.planning.time.speed import Times, mfu, times
@@ -67,7 +67,7 @@ def make_grid(task: Task, ends: tuple[Profile, ...], progress: bool = False) -> 
 
 def picked(fitting: list[Candidate]) -> dict[str, Layout]:
     """Return the layouts that `plan` names first."""
-    found = {f"fastest for {name}": min(fitting, key=lambda plan: plan.times[name].step) for name in fitting[0].times}
+    found = {f"fastest for {name}": min(fitting, key=lambda plan: plan.seconds[name]) for name in fitting[0].seconds}
     if len(found) > 1:
         found = {"least regret": fitting[0]} | found
     return {name: plan.layout for name, plan in found.items()}
@@ -105,7 +105,7 @@ def digits(number: float) -> str:
 def words_of(task: Task, layout: Layout, ends: tuple[Profile, ...], regret: str, binds: dict[str, int]) -> list[str]:
     """Return all words of a line but its stops. binds: the number of each text, to which new ones are added."""
     ranks, memory = fullest_ranks(task.model, layout), task.machine.memory
-    stages = {rank: of_stage(task.model, layout, rank) for rank in ranks}
+    stages = {rank: peak(task.model, layout, rank).held for rank in ranks}
     fullest = max(sum(held.values()) for held in stages.values())
     fits = "good" if fullest <= MOST_FULL * memory else "tight" if fullest <= memory else "bad"
     words = [str(layout.micro_batches), fits, digits(fullest / 1e9), regret]

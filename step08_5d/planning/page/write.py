@@ -11,6 +11,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from pathlib import Path
 
+from common.config import spelled
 from common.drawing.figures import COLOURS, DIMENSIONS
 from common.errors import UsageError
 from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of
@@ -29,11 +30,9 @@ SHOWN = 1.25  # how much of a GPU's memory a bar has room for
 
 def flags_of() -> dict[str, tuple[str, object]]:
     """The flag of each choice in the order of `search.flags`, and with which value it is left out."""
-    found = {"micro_batch": ("--micro-batch", None)}
-    found |= {
-        name: (f"--{name.replace('_', '-')}", 0 if name == "zero" else 1) for name in CHOICES if name not in found
-    }
-    return found | {"recompute": ("--recompute", "none")}
+    left_out = {"micro_batch": None} | dict.fromkeys(CHOICES, 1)
+    left_out |= {"micro_batch": None, "zero": 0, "recompute": "none"}
+    return {name: (spelled(name), value) for name, value in left_out.items()}
 
 
 def data_of(task: Task, ends: tuple[Profile, ...], grid: Grid) -> dict:

@@ -14,7 +14,7 @@ from common.presets import resolve
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_degrees, add_global_batch, add_model
-from step08_5d.planning.memory.peak import of_stage, states
+from step08_5d.planning.memory.peak import peak, states
 from step08_5d.planning.memory.report import DEFAULTS, configuration
 
 Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they differ
@@ -22,7 +22,7 @@ Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they diffe
 
 def rows(model: ModelConfig, layout: Layout) -> Rows:
     """Return the rows of the cheatsheet: bytes of theirs and ours, of the first stage. ZeRO is that of the layout."""
-    ours = of_stage(model, layout, 0) | states(model, layout, 0)  # each when it is most
+    ours = peak(model, layout, 0).held | states(model, layout, 0)  # each when it is most
     of_rank = layout.tp * layout.pp
     weights = 2 * model.layers * 16 * model.hidden**2 / of_rank
 
@@ -30,25 +30,18 @@ def rows(model: ModelConfig, layout: Layout) -> Rows:
         return layout.dp if layout.zero >= stage else 1
 
     activations = gpt.text_activations(gpt.from_model(model), layout.micro_batch, layout.seq, "selective")
-    theirs = {
-        "model_bf16": weights / shard(3),
-        "grads_fp32": 2 * weights / shard(2),
-        "model_fp32": 2 * weights / shard(1),
-        "optimstates": 4 * weights / shard(1),
-        "activs": activations / layout.tp / layout.cp,
-    }
+    activations /= layout.tp * layout.cp
     state = ours["optimizer state"]
     result = [
-        ("model_bf16", theirs["model_bf16"], ours["parameters"], "layers of 16 h^2, no embedding"),
-        ("grads_fp32", theirs["grads_fp32"], ours["gradients"], "the same"),
-        ("model_fp32", theirs["model_fp32"], state / 3, "the same"),
-        ("optimstates", theirs["optimstates"], 2 * state / 3, "the same"),
-        ("activs", theirs["activs"], ours["activations"], "GPT's 34 s b h; fused attention and our MLP"),
+        ("model_bf16", weights / shard(3), ours["parameters"], "layers of 16 h^2, no embedding"),
+        ("grads_fp32", 2 * weights / shard(2), ours["gradients"], "the same"),
+        ("model_fp32", 2 * weights / shard(1), state / 3, "the same"),
+        ("optimstates", 4 * weights / shard(1), 2 * state / 3, "the same"),
+        ("activs", activations, ours["activations"], "GPT's 34 s b h; fused attention and our MLP"),
+        ("communication", 0.0, ours["communication"], "not in it: what messages fill"),
+        ("working", 0.0, ours["working"], "not in it: a layer at work, loss"),
     ]
-    result.append(("communication", 0.0, ours["communication"], "not in it: what messages fill"))
-    result.append(("working", 0.0, ours["working"], "not in it: a layer at work, loss"))
-    peak = (sum(row[1] for row in result), sum(row[2] for row in result))
-    return [*result, ("peak", *peak, "")]
+    return [*result, ("peak", sum(row[1] for row in result), sum(row[2] for row in result), "")]
 
 
 def add_flags(parser: ArgumentParser) -> None:

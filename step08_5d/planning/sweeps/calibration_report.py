@@ -21,18 +21,6 @@ class MeasuredSweep(NamedTuple):
     runs: list[Measured]  # of the records, those that ended
 
 
-class FittedRates(NamedTuple):
-    """Rates, with the runs that they were fitted to."""
-
-    name: str  # of these runs
-    runs: list[Measured]
-    rates: Rates
-
-    @classmethod
-    def to(cls, name: str, runs: list[Measured]) -> "FittedRates":
-        return cls(name, runs, calibration.fit(runs))
-
-
 def show(options) -> None:
     """Fit the rates of this machine to a sweep's runs, and judge them on runs that the fit has not seen.
 
@@ -46,17 +34,19 @@ def show(options) -> None:
     if len(own.runs) < FEWEST:
         raise UsageError(f"{own.folder} has {len(own.runs)} runs that ended; a calibration needs {FEWEST}")
     if options.judge:
-        judge, fits = measured(options.judge, cores), [FittedRates.to(f"all of {own.name}", own.runs)]
+        judge, parts = measured(options.judge, cores), {f"all of {own.name}": own.runs}
     else:
         thirds = enumerate(("first", "second", "last"))
-        judge, fits = own, [FittedRates.to(f"the {name} third", own.runs[start::3]) for start, name in thirds]
+        judge, parts = own, {f"the {name} third": own.runs[start::3] for start, name in thirds}
     if not judge.runs:
         raise UsageError(f"{judge.folder} has no run that ended; first run the sweep {options.judge}")
-    guesses = {run.name: calibration.seconds(run.layout, fits[0].rates) for run in judge.runs}
-    seen = {run.name for run in fits[0].runs if run in judge.runs}
+    rates = {name: calibration.fit(some) for name, some in parts.items()}
+    part, first = next(iter(parts.values())), next(iter(rates.values()))
+    guesses = {run.name: calibration.seconds(run.layout, first) for run in judge.runs}
+    seen = {run.name for run in part if run in judge.runs}
     pictures.print_markdown(judge.records, guesses, seen)
-    print_rates(fits[0].rates)
-    print_judgements(fits, judge)
+    print_table("seconds", ("for each", ""), [(name, f"{rate:.2e}") for name, rate in first._asdict().items()])
+    print_judgements(parts, rates, judge)
     reals = {run.name: run.seconds for run in judge.runs}
     print(f"  figure: {pictures.draw_beside(reals, guesses, seen, judge.folder / 'predicted.png')}")
 
@@ -69,17 +59,16 @@ def measured(file: str, cores: int) -> MeasuredSweep:
     return MeasuredSweep(asked.name, asked.folder, records, runs)
 
 
-def print_rates(rates: Rates) -> None:
-    rows = [(name, f"{rate:.2e}") for name, rate in rates._asdict().items()]
-    print_table("seconds", ("for each", ""), rows)
+def print_judgements(parts: dict[str, list[Measured]], rates: dict[str, Rates], judge: MeasuredSweep) -> None:
+    """How well each fit predicts the runs that it has not seen, and how well their own repetitions do.
 
-
-def print_judgements(fits: list[FittedRates], judge: MeasuredSweep) -> None:
-    """How well each fit predicts the runs that it has not seen, and how well their own repetitions do."""
+    Args:
+        parts: the runs of each fit. rates: what they showed.
+    """
     rows = []
-    for fit in fits:
-        found = calibration.judge([run for run in judge.runs if run not in fit.runs], fit.rates)
-        rows.append((fit.name, found.runs, f"{found.kendall:.2f}", f"{found.error:.0%}", f"{found.regret:.0%}"))
+    for name, some in parts.items():
+        found = calibration.judge([run for run in judge.runs if run not in some], rates[name])
+        rows.append((name, found.runs, f"{found.kendall:.2f}", f"{found.error:.0%}", f"{found.regret:.0%}"))
     header = ("fitted to", "other runs", "Kendall's tau", "median error", "best predicted / best, more")
     print_table("on runs that the fit has not seen", header, rows)
     if again := calibration.scatter(sweep.history(judge.folder)):

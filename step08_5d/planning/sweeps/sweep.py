@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+from common.config import spelled
 from common.errors import UsageError
 from common.launching.command_line import parse
 from common.launching.process_tree import kill, new_mark
@@ -134,11 +135,8 @@ def cases(sweep: Sweep) -> Iterator[SweepRun]:
 def _words(values: dict[str, object]) -> Iterator[str]:
     """Flags of the command line, from names and values."""
     for name, value in values.items():
-        if name in OF_NODES:
-            continue
-        spelled = "--" + name.replace("_", "-")
-        if value is not False:
-            yield from [spelled] if value is True else [spelled, str(value)]
+        if name not in OF_NODES and value is not False:
+            yield from [spelled(name)] if value is True else [spelled(name), str(value)]
 
 
 def refusal(case: SweepRun) -> str:

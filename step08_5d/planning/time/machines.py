@@ -1,6 +1,5 @@
 """Clusters as numbers: what a GPU computes, holds and sends. None of them is fitted; see `profiles.py` for habits."""
 
-from functools import cache
 from typing import NamedTuple
 
 from common.costs.hardware import EXPONENTIALS, MATMUL_TFLOPS, MEMORY_BANDWIDTH, vendor_tflops
@@ -26,7 +25,7 @@ class Machine(NamedTuple):
     @property
     def peak(self) -> float:
         """FLOP/s of a GPU in bfloat16, without sparsity."""
-        return 1e12 * _tflops(self.name, "bfloat16")
+        return 1e12 * vendor_tflops(self.name, "bfloat16")
 
     @property
     def products(self) -> float:
@@ -49,9 +48,6 @@ def nodes_for(gpus: int, of_node: int) -> int:
     while gpus % nodes:
         nodes += 1
     return nodes
-
-
-_tflops = cache(vendor_tflops)  # a search asks for it with every layout
 
 
 # Data sheets of A100 80GB SXM, H100 SXM, H200 SXM, DGX B200 and DGX GB200, which has 72 GPUs on one NVLink and a card

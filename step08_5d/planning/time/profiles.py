@@ -11,16 +11,15 @@ from step08_5d.planning.time.nanotron import NANOTRON, NanotronTerms
 
 
 class Profile(NamedTuple):
-    """Six numbers of an implementation, and where it puts its ranks."""
+    """Six numbers of an implementation."""
 
     name: str
     products: float  # share of the speed of a lone product (`Machine.products`) that a layer's products reach
-    attention: float | None  # the same of attention (`Machine.attention`); None: of `Machine.products`, as products
+    attention: float  # the same of attention (`Machine.attention`)
     hides: float  # share of a message that hides, if what may run meanwhile takes long enough
     small: float = 2.0  # bytes that small operations move, in those of `speed.small_bytes`
     network: float = 0.6  # share of the data sheet's bandwidths that messages reach
     start: float = 2e-5  # seconds until a message begins to move bytes
-    order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
     own: NanotronTerms | None = None  # more terms, which describe this implementation only
     unknown: str = ""  # what its evidence does not say
     gradient: int | None = None  # bytes of an element in sums of gradients; None: as in step 8, those of float32

@@ -6,7 +6,7 @@ computation hides as far as that is long enough.
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from common.costs.vocabulary import WIDTHS, Message
@@ -19,6 +19,7 @@ from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
 from step08_5d.planning.time.profiles import Profile
 
+ORDER = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
 # Per parameter: gradient, master weight and two moments are read, all but the first written; the copy
 UPDATE_BYTES = 32
 AGAIN = {"none": 3, "selective": 3, "full": 4}  # forwards' worth of products in a forward and its backward
@@ -63,7 +64,7 @@ def stage_ranks(layout: Layout, machine: Machine, order: str) -> int:
     return max(1, machine.gpus // layout.pp)
 
 
-def spans(layout: Layout, group: str, machine: Machine, order: str) -> tuple[int, int]:
+def spans(layout: Layout, group: str, machine: Machine, order: str = ORDER) -> tuple[int, int]:
     """Return over how many nodes a group reaches, and how many of its ranks are on each.
 
     Args:
@@ -101,7 +102,7 @@ def seconds_of(message: Message, layout: Layout, machine: Machine, profile: Prof
     A collective between nodes moves its bytes over the cards of all its ranks on a node. A message to one other rank,
     which is a ring's hop, and an all-to-all have one card for each rank; of an all-to-all, a part stays in the node.
     """
-    nodes, together = spans(layout, message.group, machine, profile.order)
+    nodes, together = spans(layout, message.group, machine)
     share, start = profile.network, profile.start
     if nodes == 1:
         speed = machine.near * share
@@ -116,27 +117,63 @@ def seconds_of(message: Message, layout: Layout, machine: Machine, profile: Prof
     return message.count * (start + message.bytes / min(machine.near, speed))
 
 
-class Mean(NamedTuple):
-    """What a rank with the mean number of layers takes, in seconds."""
+class Shared(NamedTuple):
+    """Seconds of a step that are the same with all kinds of recomputation, before anything hides."""
 
-    layer: float  # of a micro-batch, forward and backward, in one layer
-    head: float  # the same in the head with the loss
-    launch: float  # of a step, as in `Times`
-    exposed: dict[str, float]  # of a step, by dimension, but for `dp` and for the sends of a pipeline
-    dp: list[tuple[Message, float]]  # what copies send each other, with the time of each
-
-
-def rates(machine: Machine, profile: Profile) -> tuple[float, float]:
-    """Return the FLOP/s of products and of attention."""
-    products = machine.products * profile.products
-    return products, products if profile.attention is None else machine.attention * profile.attention
+    within: list[tuple[str, float]]  # messages within layers, by dimension
+    dp: list[tuple[Message, float]]  # what copies send each other
+    handing_on: float  # between the stages of a pipeline
+    update: float
 
 
-@lru_cache(maxsize=4)  # a search asks for one layout with several schedules, one after the other, by each profile
-def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> Mean:
-    """Predict what a rank with the mean number of layers takes, whatever the schedule."""
+def shared(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> Shared:
+    """Return what messages and the update take, found once for profiles and layouts that differ in nothing else."""
+    return _shared(model, _not_recomputed(layout), machine, _of_messages(profile))
+
+
+@lru_cache(maxsize=1)
+def _not_recomputed(layout: Layout) -> Layout:
+    return layout._replace(recompute="none")
+
+
+@cache
+def _of_messages(profile: Profile) -> Profile:
+    return profile._replace(name="", products=1.0, attention=1.0, hides=0.0, unknown="")
+
+
+@lru_cache(maxsize=32)
+def _shared(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> Shared:
+    within, dp = [], []
+    for message in _messages(model, layout, profile.gradient):
+        dimension = DIMENSION_OF[message.group]
+        if dimension == "dp":
+            dp.append((message, seconds_of(message, layout, machine, profile)))
+        elif dimension != "pp":
+            within.append((dimension, seconds_of(message, layout, machine, profile)))
+    handed = handing_on(model, layout, machine, profile) if layout.pp > 1 else 0.0
+    held = sum(cost.parameters(model, layout)) / layout.sharing()[0]
+    return Shared(within, dp, layout.micro_batches * handed, UPDATE_BYTES * held / machine.memory_bandwidth)
+
+
+@lru_cache(maxsize=1)  # which all profiles ask for
+def _messages(model: ModelConfig, layout: Layout, gradient: int | None) -> list[Message]:
+    return cost.messages(model, layout, ends=False, gradient=gradient)
+
+
+def mean_rank(
+    model: ModelConfig, layout: Layout, machine: Machine, profile: Profile, messages: list[tuple[str, float]]
+) -> tuple[float, float, float, dict[str, float]]:
+    """Predict what a rank with the mean number of layers takes, whatever the schedule.
+
+    Args:
+        messages: those within layers, as in `Shared`.
+
+    Returns the seconds of a micro-batch, forward and backward, in a layer and in the head with the loss; and of a step,
+    as in `Times`, the launches and by dimension all that nothing hides, but for `dp` and `pp`.
+    """
     m, layers = layout.micro_batches, model.layers / layout.pp
-    flops, (rate, of_attention) = count_flops(model, layout.seq), rates(machine, profile)
+    flops, rate = count_flops(model, layout.seq), machine.products * profile.products
+    of_attention = machine.attention * profile.attention
     of_rank = layout.micro_batch / (layout.cp * layout.tp)  # sequences
     core = CORE_AGAIN[layout.recompute] * flops.attention_core / 2 / model.layers * of_rank / of_attention
     layer = AGAIN[layout.recompute] * flops.linear / model.layers * of_rank / rate + core
@@ -144,29 +181,20 @@ def mean_rank(model: ModelConfig, layout: Layout, machine: Machine, profile: Pro
     layer += again * profile.small * small_bytes(model, layout) / machine.memory_bandwidth
     head = 3 * flops.head * of_rank / rate
     head += profile.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
-    dp, exposed = [], dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
-    for message in _messages(model, layout, profile.gradient):
-        dimension = DIMENSION_OF[message.group]
-        if dimension == "dp":
-            dp.append((message, seconds_of(message, layout, machine, profile)))
-        elif dimension != "pp":
-            seconds, hides = seconds_of(message, layout, machine, profile), profile.hides
-            if dimension == "cp":  # no more of a hop hides than attention takes
-                hides = min(hides, core * m * layers / seconds) if seconds else 0.0
-            else:
-                seconds *= MESSAGES_AGAIN[layout.recompute]
-            exposed[dimension] += (1 - hides) * seconds
+    exposed = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
+    for dimension, seconds in messages:
+        hides = profile.hides
+        if dimension == "cp":  # no more of a hop hides than attention takes
+            hides = min(hides, core * m * layers / seconds) if seconds else 0.0
+        else:
+            seconds *= MESSAGES_AGAIN[layout.recompute]
+        exposed[dimension] += (1 - hides) * seconds
     launch = 0.0
     if profile.own:
         meanwhile = exposed["cp"] + exposed["ep"] + (exposed["tp"] if layout.pp > 1 else 0.0)
-        least = again * profile.own.least(layout, spans(layout, "tp", machine, profile.order)[0])
+        least = again * profile.own.least(layout, spans(layout, "tp", machine)[0])
         launch = max(0.0, m * layers * (least - layer) - meanwhile)
-    return Mean(layer, head, launch, exposed, dp)
-
-
-@lru_cache(maxsize=1)  # which all profiles ask for
-def _messages(model: ModelConfig, layout: Layout, gradient: int | None) -> list[Message]:
-    return cost.messages(model, layout, ends=False, gradient=gradient)
+    return layer, head, launch, exposed
 
 
 class Pace(NamedTuple):
@@ -196,27 +224,25 @@ def pace(model: ModelConfig, layout: Layout, layer: float, head: float) -> Pace:
 def times(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> Times:
     """Predict the step of the slowest rank of a pipeline, for which all others wait."""
     m, mean = layout.micro_batches, model.layers / layout.pp
-    layer, head, launch, exposed, dp = mean_rank(model, layout._replace(stages=1), machine, profile)
+    within, dp, handed, update = shared(model, layout, machine, profile)
+    layer, head, launch, exposed = mean_rank(model, layout, machine, profile, within)
     slowest = pace(model, layout, layer + (launch + sum(exposed.values())) / (m * mean), head)
     # It has `more` times the layers of the mean rank, and so of its launches and messages
     layers, head, more = slowest.layers, head * slowest.head, slowest.layers / mean
     launch, exposed = more * launch, {dimension: more * seconds for dimension, seconds in exposed.items()}
-    if layout.pp > 1:
-        exposed["pp"] = (1 - profile.hides) * m * handing_on(model, layout, machine, profile)
+    exposed["pp"] = (1 - profile.hides) * handed
     forward = layers * layer / AGAIN[layout.recompute] + head / 3
     exposed["dp"] = not_hidden(
         [(message, more * time) for message, time in dp], forward, layers * layer + head, profile
     )
     compute, share = m * (layers * layer + head), slowest.waits / (layout.stages * m + slowest.waits)
     busy = compute + launch + sum(exposed.values()) - exposed["dp"]
-    held = sum(cost.parameters(model, layout)) / layout.sharing()[0]
-    update = UPDATE_BYTES * held / machine.memory_bandwidth
     return Times(compute, launch, bubble=busy * share / (1 - share), update=update, **exposed)
 
 
 def handing_on(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> float:
     """Return the seconds of a micro-batch's messages to the next stages and back, for a stage in the middle."""
-    near = spans(layout, "pp_forward", machine, profile.order)[0] == 1
+    near = spans(layout, "pp_forward", machine)[0] == 1
     start = profile.own.far_start if profile.own and not near else profile.start
     speed = profile.network * (machine.near if near and not profile.own else machine.far)
     sends = 2 * layout.stages * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp

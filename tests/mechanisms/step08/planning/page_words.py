@@ -10,7 +10,7 @@ from common.presets import PRESETS
 from step08_5d.cost import Layout
 from step08_5d.planning.explain import NAMES, Range, divided
 from step08_5d.planning.memory.backwards import fullest_ranks
-from step08_5d.planning.memory.peak import memory, of_stage
+from step08_5d.planning.memory.peak import memory, peak
 from step08_5d.planning.page import write
 from step08_5d.planning.search import Task, command, plans
 from step08_5d.planning.time.machines import MACHINES
@@ -53,9 +53,9 @@ def expected(task: Task, layout: Layout, regrets: dict[Layout, float]) -> dict:
     tokens = task.sequences * task.seq / task.gpus
     stages = []
     for rank in ranks:
-        kinds = {kind: three(size / 1e9) for kind, size in of_stage(task.model, layout, rank).items()}
+        kinds = {kind: three(size / 1e9) for kind, size in peak(task.model, layout, rank).held.items()}
         stages.append(
-            {"stage": str(rank), "all": three(sum(of_stage(task.model, layout, rank).values()) / 1e9)} | kinds
+            {"stage": str(rank), "all": three(sum(peak(task.model, layout, rank).held.values()) / 1e9)} | kinds
         )
     return {
         "held": three(held / 1e9),

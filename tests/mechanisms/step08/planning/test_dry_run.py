@@ -23,7 +23,7 @@ from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.dry_run.play import configuration, dry_run, equally
 from step08_5d.planning.memory import report as memory_report
-from step08_5d.planning.memory.peak import of_stage, states
+from step08_5d.planning.memory.peak import peak, states
 from step08_5d.planning.search import Task
 from step08_5d.planning.search import flags as flags_of
 from step08_5d.planning.time.machines import MACHINES
@@ -124,7 +124,7 @@ def test_it_equals_a_real_step(world):
             assert errors[-1] < 0.02, f"{case}: {played.peak} of {real.peak} bytes"
             assert sum(played.at_peak.values()) == pytest.approx(played.peak, rel=0.002), case
             shape = played.config.model_config, Layout.of(played.config), played.place["pp"]
-            formula.append(abs(sum(of_stage(*shape).values()) / real.peak - 1))
+            formula.append(abs(sum(peak(*shape).held.values()) / real.peak - 1))
             held = states(*shape)
             kinds.append(all(abs(held[kind] / (played.between[kind] or 1) - 1) < 0.01 for kind in KINDS[::2]))
     assert sum(errors) / len(errors) < 0.002
@@ -136,7 +136,7 @@ def test_memory_that_is_played():
     """Parameters, gradients and optimizer state are what the formula says; all micro-batches have the same peak."""
     model, layout = PRESETS["debug"], Layout(128, 2, 2, zero=1, micro_batch=2, micro_batches=8, dtype="bfloat16")
     words = flags_of(Task("debug", model, 4, 128, 32, MACHINES["H100"]), layout)
-    run, held = memory_report.played(memory_report.configuration(words), 1), of_stage(model, layout, 1)
+    run, held = memory_report.played(memory_report.configuration(words), 1), peak(model, layout, 1).held
     assert all(run.at_peak[kind] == pytest.approx(held[kind], rel=0.01) for kind in KINDS)
     second = 2  # the first rank of stage 1: `plan` has dp before pp
     assert dry_run(configuration(words, 4), second).peak == pytest.approx(run.peak, rel=0.001)

@@ -110,7 +110,7 @@ def test_search_finds_what_trying_everything_finds(name, gpus, seq, sequences, i
                     continue
                 if sum(memory(model, layout).values()) <= MOST_FULL * H100.memory and accepted(mine, layout):
                     fastest = seconds, layout
-    assert min(plan.times["megatron"].step for plan in plans(mine)[0]) == fastest[0], fastest[1]
+    assert min(plan.seconds["megatron"] for plan in plans(mine)[0]) == fastest[0], fastest[1]
 
 
 def accepted(mine: Task, layout: Layout) -> bool:
@@ -186,7 +186,7 @@ def test_what_would_change_a_plan():
     for condition, change in zip(explain.CONDITIONS, explain.changes(mine, best), strict=True):
         seconds = {each: [condition.seconds(mine, plan, each) for plan in best] for each in mine.profiles}
         for profile, after in seconds.items():
-            assert all(each >= (1 - 1e-12) * plan.times[profile.name].step for each, plan in zip(after, best))
+            assert all(each >= (1 - 1e-12) * plan.seconds[profile.name] for each, plan in zip(after, best))
         regrets = [max(each / min(seconds[by]) for by, each in zip(seconds, row)) for row in zip(*seconds.values())]
         assert change.words == condition.words and change.first == pytest.approx(regrets[0] - 1)
         assert 1 + change.regret == pytest.approx(regrets[best.index(change.winner)])
@@ -200,7 +200,7 @@ def test_regrets_and_ranges(capsys):
     rows = capsys.readouterr().out.splitlines()[4:8]
     assert rows[0].split()[-1] == rows[0].split()[-1] and explain.named(best[0].layout) in rows[0]
     for row, name in zip(rows[1:], PROFILES, strict=True):
-        winner = min(best, key=lambda plan: plan.times[name].step)
+        winner = min(best, key=lambda plan: plan.seconds[name])
         assert f"{winner.regret:+.0%}" in row and explain.named(winner.layout) in row
     words = ["plan", "--model", "smollm-1.7b", "--gpus", "2", "--seq-len", "2048", "--tokens-per-batch", "32k"]
     assert main([*words, "--profile", "megatron"]) == 0
