@@ -75,6 +75,11 @@ class Layout(NamedTuple):
         """Of a rank in a micro-batch, before sequence parallelism divides them by tp as well."""
         return self.micro_batch * self.seq / self.cp
 
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Of a step, over all GPUs: those of a pipeline and its tensor ranks work on the same ones."""
+        return self.micro_batches * self.tokens / self.tp / self.pp
+
 
 def parameters(model: ModelConfig, layout: Layout, ends: bool = True) -> tuple[float, float]:
     """Return the parameters of a rank before ZeRO: all but experts, and experts, which only ep divides."""

@@ -55,9 +55,7 @@ class Range(NamedTuple):
     @property
     def speed(self) -> str:
         """Tokens per second and GPU."""
-        layout = self.layout
-        tokens = layout.micro_batches * layout.tokens / layout.tp / layout.pp
-        return joined(f"{tokens / each.step:,.0f}" for each in self.times)
+        return joined(f"{self.layout.tokens_per_gpu / each.step:,.0f}" for each in self.times)
 
     @property
     def binds(self) -> list[str]:
@@ -102,24 +100,19 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
     """The first plan and the fastest of each profile: by how much each is slower than what is fastest elsewhere."""
     if len(task.profiles) == 1:
         return
-    rows = [("run this", best[0])]
-    rows += [
-        (f"fastest for {each.name}", min(best, key=lambda plan: plan.seconds[each.name])) for each in task.profiles
-    ]
-    cells = [
-        (
-            words,
-            *(f"{plan.regrets[each.name]:+.0%}" for each in task.profiles),
-            f"{plan.regret:+.0%}",
-            named(plan.layout),
-        )
-        for words, plan in rows
-    ]
+    rows = []
+    for words, plan in ({"run this": best[0]} | winners(best)).items():
+        regrets = (*plan.regrets.values(), plan.regret)
+        rows.append((words, *(f"{each:+.0%}" for each in regrets), named(plan.layout)))
     header = ("", *(f"if like {each.name}" for each in task.profiles), "at worst", "layout")
-    print_table(
-        f"predicted: what to run, and what it costs if your cluster is not as you think: {title}", header, cells
-    )
+    words = "predicted: what to run, and what it costs if your cluster is not as you think"
+    print_table(f"{words}: {title}", header, rows)
     print("  a step takes so much longer than that of the layout that is fastest there")
+
+
+def winners(best: list[Candidate]) -> dict[str, Candidate]:
+    """The fastest plan for each profile, by words that say so."""
+    return {f"fastest for {name}": min(best, key=lambda plan: plan.seconds[name]) for name in best[0].seconds}
 
 
 def different(best: list[Candidate]) -> list[Candidate]:

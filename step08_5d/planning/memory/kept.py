@@ -50,8 +50,11 @@ def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[KeptBy
 def kept_by_layers(model: ModelConfig, layout: Layout, first: int, last: int) -> float:
     """Return the bytes that the layers [first, last) keep of one micro-batch."""
     with_experts = max(0, last - max(first, model.expert_layers.start))
-    result = (last - first - with_experts) * kept_by_layer(model, of_a_layer(layout, False), experts=False)
-    return result + with_experts * kept_by_layer(model, of_a_layer(layout), experts=True) if with_experts else result
+    result = 0.0
+    for experts, number in ((False, last - first - with_experts), (True, with_experts)):
+        if number:
+            result += number * kept_by_layer(model, of_a_layer(layout, experts), experts=experts)
+    return result
 
 
 @lru_cache(maxsize=16)  # all ranks of a layout ask for it
@@ -76,6 +79,7 @@ def at_work(model: ModelConfig, layout: Layout, *, experts: bool) -> Tensors:
     return tensors_of_layer(model, layout, "none", experts=experts) | copies
 
 
+@lru_cache(maxsize=64)  # nobody may change them
 def tensors_of_layer(model: ModelConfig, layout: Layout, recompute: str, *, experts: bool) -> Tensors:
     """Return what a layer keeps of one micro-batch: step 1's list for fused attention, divided over tensor ranks.
 

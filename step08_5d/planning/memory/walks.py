@@ -7,8 +7,8 @@ its second half is a part of its own.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
@@ -21,8 +21,7 @@ from step08_5d.planning.memory.sizes import LayerSizes
 LOSS, FIRST, SECOND = "BF", "BI", "W"  # in which halves of a backward a part is: the loss is computed before it
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """A part of a stage's backward, and a ledger of it."""
 
     name: str

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from common.costs.vocabulary import KINDS
 from step08_5d.cost import Layout
-from step08_5d.planning.explain import divided, most_of_the_rest
+from step08_5d.planning.explain import divided, most_of_the_rest, winners
 from step08_5d.planning.memory.backwards import fullest_ranks
 from step08_5d.planning.memory.peak import peak
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, layouts, plans
@@ -67,7 +67,7 @@ def make_grid(task: Task, ends: tuple[Profile, ...], progress: bool = False) -> 
 
 def picked(fitting: list[Candidate]) -> dict[str, Layout]:
     """Return the layouts that `plan` names first."""
-    found = {f"fastest for {name}": min(fitting, key=lambda plan: plan.seconds[name]) for name in fitting[0].seconds}
+    found = winners(fitting)
     if len(found) > 1:
         found = {"least regret": fitting[0]} | found
     return {name: plan.layout for name, plan in found.items()}
@@ -111,7 +111,7 @@ def words_of(task: Task, layout: Layout, ends: tuple[Profile, ...], regret: str,
     words = [str(layout.micro_batches), fits, digits(fullest / 1e9), regret]
     for profile in ends:
         found = times(task.model, layout, task.machine, profile)
-        tokens = layout.micro_batches * layout.tokens / layout.tp / layout.pp / found.step
+        tokens = layout.tokens_per_gpu / found.step
         share = mfu(task.model, layout, found.step, task.machine)
         waits = binds.setdefault(most_of_the_rest(found), len(binds))
         words += [digits(found.step), f"{share:.1%}", f"{tokens:,.0f}", str(waits), *map(digits, found)]

@@ -19,9 +19,8 @@ def seconds_late(run: PublishedRun, fit: Fit) -> float:
 
 def _seconds_lost(run: PublishedRun, fit: Fit) -> float:
     """By how much its step took longer than predicted."""
-    layout = run.layout
-    step = layout.micro_batches * layout.tokens / layout.tp / layout.pp / run.tokens_per_second
-    return step - times(run.model, layout, H100, fit.profile).step
+    step = run.layout.tokens_per_gpu / run.tokens_per_second
+    return step - times(run.model, run.layout, H100, fit.profile).step
 
 
 def print_late(runs: list[PublishedRun], fit: Fit) -> None:

@@ -52,8 +52,7 @@ class OtherRun(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of a step."""
-        layout = self.layout
-        return layout.micro_batches * layout.tokens / layout.tp / layout.pp / self.tokens_per_second
+        return self.layout.tokens_per_gpu / self.tokens_per_second
 
     @property
     def mfu(self) -> float:

@@ -116,9 +116,7 @@ class Guess(NamedTuple):
 
 def guess(run: PublishedRun, profile: Profile) -> Guess:
     layout, step = run.layout, times(run.model, run.layout, H100, profile).step
-    tokens = layout.micro_batches * layout.micro_batch * SEQ / layout.tp / layout.pp
-    well, late = (mfu(run, tokens / (step + more)) for more in (0.0, lateness(layout, PAUSE)))
-    return Guess(well, late)
+    return Guess(*(mfu(run, layout.tokens_per_gpu / (step + more)) for more in (0.0, lateness(layout, PAUSE))))
 
 
 def off(value: float, run: PublishedRun) -> float:

@@ -40,8 +40,7 @@ def of_3b(figure: str) -> tuple[ModelConfig, list[Layout]]:
 def scaling(figure: str, profile: Profile) -> list[float]:
     """Return the tokens per second and GPU that the model predicts for the bars of a figure."""
     model, layouts = of_3b(figure)
-    tokens = (layout.micro_batches * layout.tokens / (layout.tp * layout.pp) for layout in layouts)
-    return [each / times(model, layout, H100, profile).step for each, layout in zip(tokens, layouts)]
+    return [layout.tokens_per_gpu / times(model, layout, H100, profile).step for layout in layouts]
 
 
 def largest(holds: Holds, memory: float = 80e9) -> list[int]:
