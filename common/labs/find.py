@@ -15,11 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = ("write", "hunt", "predict", "schedule", "design")  # in the order in which a step's labs are best taken
 
 
+def names_of_modules() -> list[str]:
+    """All modules of the folders `labs`."""
+    folders = sorted(ROOT.glob("step*/labs"))
+    return [
+        f"{each.parent.name}.labs.{module.name}" for each in folders for module in pkgutil.iter_modules([str(each)])
+    ]
+
+
 def lab_modules() -> Iterator[ModuleType]:
-    """All modules of the folders `labs`, imported."""
-    for folder in sorted(ROOT.glob("step*/labs")):
-        for module in pkgutil.iter_modules([str(folder)]):
-            yield importlib.import_module(f"{folder.parent.name}.labs.{module.name}")
+    """The same, imported."""
+    return map(importlib.import_module, names_of_modules())
 
 
 @functools.cache

@@ -28,9 +28,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common.errors import LOST_PEER, first_line
+from common.labs.closed import LAB, REFERENCE, Closed, close, guarded, refused
 from common.labs.cut import helpers
-from common.labs.find import ROOT, lab
-from common.labs.given import text_of
+from common.labs.find import ROOT, all_labs, lab, names_of_modules
+from common.labs.given import prepare
 from common.labs.seen import Notes, Watching, line_of
 
 IDLE = 5.0  # seconds for which no rank does anything
@@ -71,7 +72,8 @@ def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         # The second is imported by `y.backward(gradient)`: for seconds, and in every rank if it is not here already
-        context.set_forkserver_preload(["common.labs.ranks", "torch.fx.experimental.symbolic_shapes"])
+        preload = ["common.labs.ranks", "torch.fx.experimental.symbolic_shapes", *names_of_modules()]
+        context.set_forkserver_preload(preload)
     with tempfile.TemporaryDirectory(prefix="labs-") as folder:
         size = max(case.ranks for case in cases)
         ranks = [context.Process(target=_rank, args=(rank, folder, id, str(file), cases)) for rank in range(size)]
@@ -188,8 +190,8 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
     threading.Thread(target=_watch, args=(watching, main, Path(folder), rank), daemon=True).start()
     try:
         this = lab(id)
-        given = helpers(text_of(this.source), this.bodies)
-        _close_the_book(ROOT / this.source)
+        given = helpers((ROOT / this.source).read_text(encoding="utf-8"), this.bodies)
+        _close_the_book(this, file)
         watching.append(Watching(file, given))
         module = _load(file)
         for number, case in enumerate(cases):
@@ -200,6 +202,8 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
             watching.append(Watching(file, given))
             with watching[-1] as notes:
                 values = this.run(module, case, rank)
+            if refused:  # and the file has caught the error
+                raise Closed(refused[0])
             _write(Path(folder, f"{number}.{rank}"), (values, notes))
             while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
                 time.sleep(0.002)  # so that no rank sees a connection closed
@@ -219,26 +223,21 @@ def _load(file: str):
     return module
 
 
-class _Closed(Exception):
-    """The student's file opens the one that it was cut from."""
-
-
-def _close_the_book(source: Path) -> None:
-    """Make it an error to import or to open the file that the starter was cut from."""
-    name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
-    sys.modules[name] = None
-
-    def listen(event: str, args: tuple) -> None:
-        if event == "open" and isinstance(args[0], str) and os.path.realpath(args[0]) == str(source):
-            raise _Closed
-
-    sys.addaudithook(listen)
+def _close_the_book(this, file: str) -> None:
+    """Prepare what the lab gives, and refuse to the student's file what solves or grades it."""
+    prepare(this.source, this.hidden)
+    all_labs.cache_clear()
+    torch.from_file = torch.UntypedStorage.from_file = guarded("maps a file into memory")
+    modules = [name for name in sys.modules if name.split(".")[1:2] == ["labs"] and name.startswith("step")]
+    close(ROOT, ROOT / this.source, file, tuple(modules))
 
 
 def _failure(error: BaseException, file: str, given: Collection[str]) -> Failure:
     now = time.monotonic()
-    if isinstance(error, _Closed) or (isinstance(error, ImportError) and "None in sys.modules" in str(error)):
-        return Failure("reads the reference", "your file reads the one that it was cut from.", now)
+    if refused or isinstance(error, Closed):
+        return Failure("reads the reference", refused[0], now)
+    if isinstance(error, ImportError) and "None in sys.modules" in str(error):
+        return Failure("reads the reference", LAB if ".labs" in str(error) else REFERENCE, now)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if isinstance(error, NotImplementedError) and frames:
         return Failure("unwritten", f"`{frames[-1].name}` is not written yet (line {frames[-1].lineno}).", now)
