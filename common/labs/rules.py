@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from common.labs.seen import Notes
 
 SLACK = 1.02
+NAMED = 3  # tensors in a sentence about memory
 
 
 def sends_at_most(notes: Notes, most: float, why: dict[str, str]) -> Iterator[str]:
@@ -21,7 +22,10 @@ def sends_at_most(notes: Notes, most: float, why: dict[str, str]) -> Iterator[st
 def holds_at_most(notes: Notes, most: float, what: str) -> Iterator[str]:
     """One sentence if more bytes of new tensors lived at once."""
     if notes.peak > SLACK * most:
-        yield f"up to {notes.peak:,} bytes of tensors live at once, and {most:,.0f} are enough. {what}"
+        text = f"up to {notes.peak:,} bytes of tensors live at once, and {most:,.0f} are enough. {what}"
+        if notes.largest:
+            text += f" The largest at that moment: {'; '.join(map(str, notes.largest[:NAMED]))}."
+        yield text
 
 
 def waits_for_messages(notes: Notes) -> Iterator[str]:

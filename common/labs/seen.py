@@ -5,6 +5,7 @@ The notes are taken below torch's Python, so it does not matter by which functio
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup, Work, get_process_group_ranks
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from common.costs.vocabulary import sent
@@ -34,6 +35,7 @@ NAMES = {  # the beginning of an operator's name in torch.ops.c10d, or in _c10d_
     "scatter": "scatter",
     "barrier": "barrier",
 }
+SHOWN = 8  # tensors of the peak that are remembered
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "dot")
 
 
@@ -49,12 +51,24 @@ class SeenCall(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that one rank sends in the best algorithm."""
-        return 0.0 if self.op in ("receive", "barrier") else sent(self.op, self.bytes, len(self.members))
+        """Bytes that one rank sends in the best algorithm; to nobody else, none."""
+        alone = len(self.members) == 1 or self.op in ("receive", "barrier")
+        return 0.0 if alone else sent(self.op, self.bytes, len(self.members))
 
     def __str__(self) -> str:
         to = "" if self.peer is None else f" {'to' if self.op == 'send' else 'from'} rank {self.peer}"
         return f"{self.op} of {self.bytes:,} bytes{to}"
+
+
+class Held(NamedTuple):
+    """A tensor that lived when the memory was fullest."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    line: int  # of the student's file, that made it
+
+    def __str__(self) -> str:
+        return f"{self.bytes:,} bytes ({' x '.join(map(str, self.shape)) or 'a number'}) of line {self.line}"
 
 
 @dataclass
@@ -66,7 +80,9 @@ class Notes:
     waits: list[tuple[int, int]] = field(default_factory=list)
     products: int = 0  # matrix products; a batched one counts as many as it holds
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
+    largest: list[Held] = field(default_factory=list)  # of what lived at the peak, the largest first
     unwaited: list[SeenCall] = field(default_factory=list)  # messages that were never waited for
+    counts: Counter = field(default_factory=Counter)  # what the lab itself counts, by `count`
 
     def of(self, *ops: str, least: int = 0) -> list[SeenCall]:
         """The calls of these collectives of at least so many bytes."""
@@ -129,7 +145,7 @@ class Watching(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         if call and call.peer is not None:
             self._in_flight[Work.unbox(out)] = call
-        self._measure(args, out)
+        self._measure(args, out, line)
         return out
 
     def _line(self, frame) -> int:
@@ -151,19 +167,28 @@ class Watching(TorchDispatchMode):
             whole *= len(ranks)
         return SeenCall(op, whole, tuple(ranks), line, self.notes.products, peer)
 
-    def _measure(self, args: tuple, out) -> None:
+    def _measure(self, args: tuple, out, line: int) -> None:
         known = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                held = Held(storage.nbytes(), tuple(tensor.shape), line)
+                self._alive[storage._cdata] = StorageWeakRef(storage), held
         for pause in (0, 0.001, 0.01):  # a thread of gloo may refer to what it has sent for a moment longer
             self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
-            total = sum(size for _, size in self._alive.values())
+            total = sum(held.bytes for _, held in self._alive.values())
             if total <= self.notes.peak:
                 return
             time.sleep(pause)
         self.notes.peak = total
+        self.notes.largest = sorted((held for _, held in self._alive.values()), reverse=True)[:SHOWN]
+
+
+def count(what: str) -> None:
+    """Count something in the notes that are being taken, if any are."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Watching):
+            mode.notes.counts[what] += 1
 
 
 def line_of(file: str, frame, helpers: Collection[str] = ()) -> int:

@@ -5,38 +5,22 @@ computes in float64, then looks at how they were computed: what was sent, kept, 
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from common.errors import UsageError
 from common.labs.cut import bodies_of, starter
 from common.labs.find import ROOT
+from common.labs.graded import USUALLY, Expected, Graded
 from common.labs.lab import Lab, Verdict
 from common.labs.ranks import Case, Outcome, run_on_ranks
 from common.labs.rules import waits_for_messages
 from common.labs.seen import Notes
 
 NUMBERS = 0.75  # of the score; the rest is for the mechanism
-USUALLY = "What this usually is:"
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What one rank should return, and what it returns after known mistakes."""
-
-    values: dict[str, Tensor]  # in the order in which they are computed: the first wrong one is reported
-    mistakes: tuple[tuple[str, Tensor, str], ...] = ()  # name of a value, what it then is, what the mistake is
-
-    @classmethod
-    def of(cls, values: dict[str, Tensor], mistakes: dict[str, dict[str, Tensor] | list[dict]]) -> "Expected":
-        """`mistakes`: what the mistake is -> the values that it gives, or several such dicts if there are variants."""
-        variants = [(text, wrong if isinstance(wrong, list) else [wrong]) for text, wrong in mistakes.items()]
-        return cls(values, tuple((*pair, text) for text, each in variants for wrong in each for pair in wrong.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +66,16 @@ class WriteLab(Writing):
         return self.grade(cases, run_on_ranks(self.id, file, cases))
 
     def grade(self, cases: list[Case], outcome: Outcome) -> Verdict:
-        right, feedback, faults = 0, [], {}
+        """The verdict on what ranks returned, and what they did."""
+        faults, graded = {}, []
         for case, results in zip(cases, outcome.results):
-            wrong = _first_wrong_value(case, self.expect(case), [values for values, _ in results])
-            right += not wrong
-            if wrong and not feedback:
-                feedback = wrong
+            graded.append(Graded(case, self.expect(case), [values for values, _ in results]))
             for rank, (_, notes) in enumerate(results):
                 for fault in (*self.judge(case, rank, notes), *waits_for_messages(notes)):
                     faults.setdefault(fault, f"With {case}, rank {rank}: {fault}")
+        right = sum(not each.wrong for each in graded)
+        first = next((each for each in graded if each.wrong), None)
+        feedback = first.lines(graded) if first else []
         if outcome.failure:
             known = self.errors(cases[len(outcome.results)]).items()
             reasons = [f"{USUALLY} {text}" for message, text in known if message in outcome.failure]
@@ -112,52 +97,3 @@ def page(module: str, id: str) -> dict:
     minutes = int(re.search(r"\*(\d+) minutes", task)[1])
     texts = {"title": title.removeprefix("# "), "task": task.strip(), "hints": tuple(hints), "moral": moral}
     return {"id": id, "minutes": minutes} | texts
-
-
-def _first_wrong_value(case: Case, expected: list[Expected], found: list[dict[str, Tensor]]) -> list[str]:
-    """Lines about the first value that differs: on which rank, how, and what it probably comes from."""
-    for name in expected[0].values:
-        for rank, (right, values) in enumerate(zip(expected, found, strict=True)):
-            if line := _difference(right.values[name], values.get(name)):
-                where = f"`{name}` on rank {rank}" if case.ranks > 1 else f"`{name}`"
-                hints = [f"{USUALLY} {text}" for text in _reasons(name, rank, expected, found, case)]
-                return [f"With {case}: {where} {line}", *hints]
-    return []
-
-
-def _difference(right: Tensor, found: Tensor | None) -> str:
-    if not isinstance(found, Tensor):
-        return f"should be a tensor, and is {found!r}."
-    if found.shape != right.shape:
-        return f"should have the shape {tuple(right.shape)}, and has {tuple(found.shape)}."
-    off = (found.to(right.dtype) - right).abs()
-    bad = ~(off <= 1e-11 + 1e-9 * right.abs())
-    if not bad.any():
-        return ""
-    place = tuple(bad.nonzero()[0].tolist())
-    at = f" at {list(place)}" if place else ""
-    return f"differs first{at}: {found[place].item():.6g} instead of {right[place].item():.6g}."
-
-
-def _reasons(name: str, rank: int, expected: list[Expected], found: list[dict[str, Tensor]], case: Case) -> list[str]:
-    """The known mistake that gives just this value, if there is one; of several, the one that fits the others best."""
-    value, wanted, fits = found[rank].get(name), expected[rank].values[name], Counter()
-    for right, values in zip(expected, found):
-        for of, wrong, text in right.mistakes:
-            fits[text] -= not _alike(values.get(of), wrong)
-    known = [text for of, wrong, text in expected[rank].mistakes if of == name and _alike(value, wrong)]
-    if known:
-        return [max(known, key=fits.get)]
-    if not isinstance(value, Tensor) or value.shape != wanted.shape:
-        return []
-    if not value.any():
-        return ["it was never filled."]
-    for factor in {case.ranks, 1 / case.ranks, 2, 0.5, -1}:
-        if factor != 1 and _alike(value, factor * wanted):
-            return [f"all of it is {factor:.4g} times what it should be: is a sum or a mean taken once too often?"]
-    return []
-
-
-def _alike(found: Tensor | None, value: Tensor) -> bool:
-    same = isinstance(found, Tensor) and found.shape == value.shape
-    return same and torch.allclose(found.to(value.dtype), value, rtol=1e-8, equal_nan=True)

@@ -1,4 +1,9 @@
-"""Labs of the kind write: starters fail, solutions pass in whatever words, and what only looks like one does not."""
+"""Labs of the kind write: starters fail, solutions pass in whatever words, and what only looks like one does not.
+
+`answers` has a file for each lab with what students hand in, as edits of the reference: where < stands first is
+replaced by >. Some are other solutions (=), and pass. The others (!) only look like one: the check rejects them, and
+what it says names the misconception, by matching the pattern.
+"""
 
 import os
 import re
@@ -15,12 +20,11 @@ from tests.harness.ranks import ROOT, torchrun
 
 
 def read_answers() -> dict[str, list[tuple[list[tuple[str, str]], str | None]]]:
-    """answers.txt: by lab, (edits, what is said of them; None if they pass)."""
-    answers, text = {}, Path(__file__).with_name("answers.txt").read_text()
-    for lab in re.split(r"^@ ", text, flags=re.MULTILINE)[1:]:
-        id, _, entries = lab.partition("\n")
-        answers[id] = []
-        for said, lines in re.findall(r"^(=|! .*)\n((?:[<>].*\n)*)", entries, re.MULTILINE):
+    """By lab, (edits, what is said of them; None if they pass)."""
+    answers = {}
+    for file in sorted(Path(__file__).with_name("answers").glob("*.txt")):
+        answers[id := file.stem] = []
+        for said, lines in re.findall(r"^(=|! .*)\n((?:[<>].*\n)*)", file.read_text(), re.MULTILINE):
             pairs = re.findall(r"((?:^<.*\n)+)((?:^>.*\n)+)", lines, re.MULTILINE)
             edits = [tuple("\n".join(line[2:] for line in side.splitlines()) for side in pair) for pair in pairs]
             answers[id].append((edits, None if said == "=" else said[2:]))

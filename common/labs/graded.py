@@ -1,0 +1,125 @@
+"""Numbers that a student's file has returned, beside those that it should: which differs first, and why."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.labs.ranks import Case
+
+USUALLY = "What this usually is:"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one rank should return, and what it returns after known mistakes."""
+
+    values: dict[str, Tensor]  # in the order in which they are computed: the first wrong one is reported
+    mistakes: tuple[tuple[str, Tensor | None, str], ...] = ()  # name of a value, what it then is, what the mistake is
+    rough: float = 0.0  # if a case computes in few digits: how far a number may be off, as a share of the largest
+
+    @classmethod
+    def of(cls, values: dict[str, Tensor], mistakes: dict[str, dict | list[dict]], rough: float = 0.0) -> "Expected":
+        """`mistakes`: what the mistake is -> the values that it gives, or several such dicts if there are variants."""
+        variants = [(text, wrong if isinstance(wrong, list) else [wrong]) for text, wrong in mistakes.items()]
+        known = tuple((*pair, text) for text, each in variants for wrong in each for pair in wrong.items())
+        return cls(values, known, rough)
+
+
+@dataclass(frozen=True)
+class Graded:
+    """One case: what each rank should have returned, and what it has."""
+
+    case: Case
+    expected: list[Expected]
+    found: list[dict[str, Tensor]]
+
+    @property
+    def wrong(self) -> tuple[str, int, str] | None:
+        """The first value that differs: its name, the rank, and how; None if there is none."""
+        for name in self.expected[0].values:
+            for rank, (right, values) in enumerate(zip(self.expected, self.found, strict=True)):
+                if how := _difference(right.values[name], values.get(name), right.rough):
+                    return name, rank, how
+        return None
+
+    def lines(self, cases: list["Graded"]) -> list[str]:
+        """About the first value that differs: on which rank, how, and what it probably comes from; among all cases."""
+        name, rank, how = self.wrong
+        where = f"`{name}` on rank {rank}" if self.case.ranks > 1 else f"`{name}`"
+        return [f"With {self.case}: {where} {how}", *(f"{USUALLY} {text}" for text in self._reasons(name, rank, cases))]
+
+    def _reasons(self, name: str, rank: int, cases: list["Graded"]) -> list[str]:
+        """The known mistake that gives just this value, if there is one; of several, what fits the others best."""
+        value, wanted, fits = self.found[rank].get(name), self.expected[rank].values[name], Counter()
+        for right, values in zip(self.expected, self.found):
+            for of, wrong, text in right.mistakes:
+                fits[text] -= not alike(values.get(of), wrong)
+        known = [text for of, wrong, text in self.expected[rank].mistakes if of == name and alike(value, wrong)]
+        if known:
+            return [max(known, key=fits.get)]
+        if not isinstance(value, Tensor) or value.shape != wanted.shape:
+            return []
+        if not value.any():
+            return ["it was never filled."]
+        factor = self.factor
+        return [] if factor in (None, 1.0) else [_about_factor(factor, self.case, cases)]
+
+    @property
+    def factor(self) -> float | None:
+        """By which number the first wrong value was multiplied, all of it; 1 if none is wrong, None if by none."""
+        if not self.wrong:
+            return 1.0
+        name, rank, _ = self.wrong
+        found, wanted = self.found[rank].get(name), self.expected[rank].values[name]
+        if not isinstance(found, Tensor) or found.shape != wanted.shape or not wanted.any():
+            return None
+        place = wanted.abs().argmax()
+        factor = (found.flatten()[place] / wanted.flatten()[place]).item()
+        return factor if alike(found, factor * wanted) else None
+
+
+def _about_factor(factor: float, case: Case, cases: list[Graded]) -> str:
+    """What a factor says, if it is a size of every case, or the same in all that are wrong."""
+    if abs(factor + 1) < 1e-6:
+        return "all of it has the wrong sign."
+    text = f"all of it is {factor:.4g} times what it should be"
+    pairs = [(each.factor, vars(each.case)) for each in cases]
+
+    def is_size(name: str) -> bool:
+        return all(
+            found and min(abs(found / size[name] - 1), abs(found * size[name] - 1)) < 1e-6 for found, size in pairs
+        )
+
+    whole = [name for name, size in vars(case).items() if isinstance(size, int) and size > 1 and name != "seed"]
+    for name in sorted(whole, key=lambda each: each != "ranks"):
+        if is_size(name):
+            there = "there are as many ranks" if name == "ranks" else f"{name.replace('_', '-')} has the same number"
+            return f"{text}, and {there}: is a sum or a mean over them taken once too often, or forgotten?"
+    if len(pairs) > 1 and all(found and abs(found / factor - 1) < 1e-6 for found, _ in pairs):
+        return f"{text}, whatever the sizes: is a constant factor missing, or something counted twice?"
+    return f"{text}."
+
+
+def _difference(right: Tensor, found: Tensor | None, rough: float) -> str:
+    if not isinstance(found, Tensor):
+        return f"should be a tensor, and is {found!r}."
+    if found.shape != right.shape:
+        return f"should have the shape {tuple(right.shape)}, and has {tuple(found.shape)}."
+    off = (found.to(right.dtype) - right).abs()
+    most = 1e-11 + 1e-9 * right.abs() if not rough else rough * right.abs().amax()
+    bad = ~(off <= most)
+    if not bad.any():
+        return ""
+    place = tuple(bad.nonzero()[0].tolist())
+    at = f" at {list(place)}" if place else ""
+    return f"differs first{at}: {found[place].item():.6g} instead of {right[place].item():.6g}."
+
+
+def alike(found: Tensor | None, value: Tensor | None) -> bool:
+    """Whether a value is the one that a mistake gives."""
+    if found is None or value is None:
+        return found is value
+    same = isinstance(found, Tensor) and found.shape == value.shape
+    return same and torch.allclose(found.to(value.dtype), value, rtol=1e-8, equal_nan=True)
