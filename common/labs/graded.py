@@ -17,7 +17,7 @@ class Expected:
 
     values: dict[str, Tensor]  # in the order in which they are computed: the first wrong one is reported
     mistakes: tuple[tuple[str, Tensor | None, str], ...] = ()  # name of a value, what it then is, what the mistake is
-    rough: float = 0.0  # if a case computes in few digits: how far a number may be off, as a share of the largest
+    rough: float = 0.0  # if a case computes in few digits: how far they may be off, as a share of their norm
 
     @classmethod
     def of(cls, values: dict[str, Tensor], mistakes: dict[str, dict | list[dict]], rough: float = 0.0) -> "Expected":
@@ -108,8 +108,9 @@ def _difference(right: Tensor, found: Tensor | None, rough: float) -> str:
     if found.shape != right.shape:
         return f"should have the shape {tuple(right.shape)}, and has {tuple(found.shape)}."
     off = (found.to(right.dtype) - right).abs()
-    most = 1e-11 + 1e-9 * right.abs() if not rough else rough * right.abs().amax()
-    bad = ~(off <= most)
+    if rough and off.norm() <= rough * right.norm():
+        return ""
+    bad = ~(off <= (0.5 * off.max() if rough else 1e-11 + 1e-9 * right.abs()))
     if not bad.any():
         return ""
     place = tuple(bad.nonzero()[0].tolist())

@@ -6,7 +6,7 @@ import torch
 
 from common.labs.ranks import Case
 from common.labs.rules import holds_at_most
-from common.labs.seen import Notes
+from common.labs.seen import Notes, count
 from common.labs.write import Expected, WriteLab, page
 
 # ---- write-01-a: micro-batches and recomputation by hand -------------------------------------------------------------
@@ -19,59 +19,111 @@ def _batch(case: Case) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Te
     return layers, *torch.randn(2, case.samples, case.width, generator=random, dtype=torch.float64)
 
 
-def _named(loss: torch.Tensor, layers: list) -> dict[str, torch.Tensor]:
+class Narrow(Case):
+    """A case whose forward and backward are in bfloat16."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, in bfloat16"
+
+
+def _named(loss: torch.Tensor, layers: list, before: list) -> dict[str, torch.Tensor]:
+    """The loss, and by how much each weight has changed."""
     names = {"loss": loss.detach()}
-    for number, (up, down) in reversed(list(enumerate(layers))):
-        names |= {f"down of layer {number}": down.detach(), f"up of layer {number}": up.detach()}
+    for number, (now, old) in reversed(list(enumerate(zip(layers, before)))):
+        changes = [(was - weight.detach().double()) for was, weight in zip(old, now)]
+        names |= {f"update of down of layer {number}": changes[1], f"update of up of layer {number}": changes[0]}
     return names
 
 
 def take_step(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     masters, samples, targets = _batch(case)
+    before, dtype = [[weight.clone() for weight in layer] for layer in masters], torch.float64
+    if isinstance(case, Narrow):
+        masters, dtype = [[weight.float() for weight in layer] for layer in masters], torch.bfloat16
+        samples, targets = samples.float(), targets.float()
     student.LEARNING_RATE = 0.2
-    loss, most = student.train_step(masters, samples, targets, case.micro_batches, case.recompute, torch.float64)
-    return _named(loss, masters) | {"most activations": torch.tensor(float(most))}
+    loss, most = student.train_step(masters, samples, targets, case.micro_batches, case.recompute, dtype)
+    loss = loss.double() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+    return _named(loss, masters, before) | {"most activations": torch.tensor(float(most))}
+
+
+def _rows(case: Case) -> int:
+    """Samples of the largest micro-batch."""
+    return -(-case.samples // case.micro_batches)
 
 
 def _kept(case: Case) -> int:
     """The most numbers in inputs and hidden tensors of layers that are kept at once."""
-    rows = case.samples // case.micro_batches
-    return rows * (case.layers * case.width + case.hidden * (1 if case.recompute else case.layers))
+    return _rows(case) * (case.layers * case.width + case.hidden * (1 if case.recompute else case.layers))
 
 
 def expect_step(case: Case) -> list[Expected]:
-    def updated(times: float = 1.0, last_only: bool = False, skip: bool = False) -> dict[str, torch.Tensor]:
-        layers, x, target = _batch(case)
-        flat = [weight.requires_grad_() for layer in layers for weight in layer]
-        rows = slice(-case.samples // case.micro_batches, None) if last_only else slice(None)
-        y = x[rows]
-        for up, down in layers:
-            y = (y.detach() if skip else y) + torch.relu(y @ up) @ down
-        loss = (y - target[rows]).square().sum() / target.numel()
-        for weight, gradient in zip(flat, torch.autograd.grad(loss, flat)):
-            weight.data -= 0.2 * times * gradient
-        return _named(loss * times, layers)
+    layers, x, target = _batch(case)
+    chunks = list(zip(x.chunk(case.micro_batches), target.chunk(case.micro_batches)))
+
+    def updated(skip: bool = False, masked: bool = True, share=lambda y: 1.0, parts=chunks) -> dict[str, torch.Tensor]:
+        """What a step changes, with the losses of these micro-batches times their `share`."""
+        now, total = [[weight.clone() for weight in layer] for layer in layers], 0.0
+        flat = [weight.requires_grad_() for layer in now for weight in layer]
+        for y, wanted in parts:
+            for up, down in now:
+                hidden = y @ up
+                hidden = hidden.relu() if masked else hidden + (hidden.relu() - hidden).detach()
+                y = (y.detach() if skip else y) + hidden @ down
+            total = total + share(y) * (y - wanted).square().sum() / target.numel()
+        gradients = torch.autograd.grad(total, flat)
+        changed = [
+            [weight.detach() - 0.2 * next(each) for weight in layer] for each in [iter(gradients)] for layer in now
+        ]
+        return _named(total.detach(), changed, layers)
 
     right = updated() | {"most activations": torch.tensor(float(_kept(case)))}
+    weights = {name: value for name, value in right.items() if name.startswith("update")}
+    own, last = updated(share=lambda y: target.numel() / y.numel()), updated(parts=chunks[-1:])
+    without_loss = {name: value for name, value in last.items() if name != "loss"}
+    hidden = case.hidden * case.layers
     mistakes = {
-        "every micro-batch's loss is a mean over its own samples; its share of the whole batch's mean is smaller.": (
-            updated(case.micro_batches)
-        ),
+        "every micro-batch's loss is a mean over its own samples; its share of the whole batch's mean is smaller.": own,
         "only the last micro-batch has reached the weights: gradients are sums, so add to what is there.": (
-            updated(last_only=True)
+            [last, without_loss]
         ),
+        "only the last micro-batch's loss is there: its share must be added to those before.": {"loss": last["loss"]},
         "a layer's input reaches its output in two ways, and only one of them has brought a gradient back.": (
             updated(skip=True)
         ),
+        "the relu's derivative is missing: where hidden is 0, its gradient is 0, too.": updated(masked=False),
+        "the square's derivative is 2 times the error, and the 2 is missing.": (
+            {name: value / 2 for name, value in weights.items()}
+        ),
+        "nothing has reached the weights: is the gradient added to `sum_up` and `sum_down` themselves (+=)?": (
+            {name: torch.zeros_like(value) for name, value in weights.items()}
+        ),
+        "all layers' hidden tensors are counted, although with `recompute` one at a time is there.": (
+            {"most activations": torch.tensor(float(_rows(case) * (case.layers * case.width + hidden)))}
+        ),
+        "the hidden tensor that is computed again counts as well, while its layer needs it.": (
+            {"most activations": torch.tensor(float(_rows(case) * case.layers * case.width))}
+        ),
+        "this counts the layers of all micro-batches: when one's backward is through, nothing of it is kept.": (
+            {"most activations": torch.tensor(float(_kept(case) * case.samples / _rows(case)))}
+        ),
     }
-    return [Expected.of(right, mistakes)]
+    return [Expected.of(right, mistakes, 0.05 if isinstance(case, Narrow) else 0.0)]
+
+
+def errors_of_types(case: Case) -> dict[str, str]:
+    """What torch says where numbers of different types meet."""
+    text = "forward and backward are as narrow as `dtype`: convert samples and the first gradient, too."
+    return dict.fromkeys(("same dtype", "dtype mismatch"), text)
 
 
 def judge_step(case: Case, rank: int, notes: Notes):
+    if isinstance(case, Narrow):
+        return
     weights = 3 * 2 * case.layers * case.width * case.hidden  # copies, sums of gradients, and gradients in the making
-    rows = case.samples // case.micro_batches
+    work = _rows(case) * (2.5 * case.hidden + 4 * case.width)
     what = "Keep what one micro-batch's backward needs, and of it no hidden tensors where `recompute` is set."
-    yield from holds_at_most(notes, 8 * (weights + _kept(case) + rows * (4 * case.hidden + 6 * case.width)), what)
+    yield from holds_at_most(notes, 8 * (weights + _kept(case) + work), what)
 
 
 # ---- write-01-b: recomputation as an autograd function ---------------------------------------------------------------
@@ -85,17 +137,18 @@ def _layers(case: Case) -> tuple[torch.Tensor, ...]:
     return x.requires_grad_(), dy, ups.requires_grad_(), downs.requires_grad_()
 
 
-def _pass(case: Case, around) -> dict[str, torch.Tensor]:
-    """Forward and backward of layers, each within `around`."""
+def _pass(case: Case, around, beginning=lambda dy: dy) -> dict[str, torch.Tensor]:
+    """Forward and backward of layers, each within `around`. A layer takes a number, hidden states, and places."""
     x, dy, ups, downs = _layers(case)
-    y = x
+    y, places = x, torch.arange(case.samples).flip(0)
     for number in range(case.layers):
 
-        def layer(scale, y, number=number):
-            return y + scale * (torch.tanh(y @ ups[number]).square() @ downs[number])
+        def layer(scale, y, places, number=number):
+            count("forwards")
+            return y + scale * (torch.tanh(y[places] @ ups[number]).square() @ downs[number])
 
-        y = around(layer)(0.5, y)
-    y.backward(dy)
+        y = around(layer)(0.5, y, places)
+    y.backward(beginning(dy))
     return {"y": y.detach(), "dx": x.grad, "gradient of ups": ups.grad, "gradient of downs": downs.grad}
 
 
@@ -104,15 +157,41 @@ def recompute(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
 
 
 def expect_recompute(case: Case) -> list[Expected]:
-    return [Expected(_pass(case, lambda layer: layer))]
+    right = _pass(case, lambda layer: layer)
+    mistakes = {
+        "weights that the function uses besides its inputs got nothing: `torch.autograd.grad` forgets what it is not "
+        "asked for, and `torch.autograd.backward` does not.": {"gradient of ups": None, "gradient of downs": None},
+        "the backward returns no gradient for the tensors among its inputs.": {"dx": None},
+        "the backward begins with the gradient that arrives, and not with ones.": (
+            _pass(case, lambda layer: layer, torch.ones_like)
+        ),
+        "only the way around the layer has brought a gradient back, and none through it.": {"dx": _layers(case)[1]},
+    }
+    return [Expected.of(right, mistakes)]
+
+
+def errors_of_recompute(case: Case) -> dict[str, str]:
+    return {
+        "only Tensors of floating point": "a tensor of whole numbers can require no gradient: ask `needs_input_grad`.",
+        "does not require grad": "the second forward has no graph: call the function within `torch.enable_grad()`.",
+        "can only save variables": "some inputs are no tensors: `save_for_backward` takes tensors only.",
+        "has no attribute 'detach'": "some inputs are no tensors: hand them to the function as they are.",
+        "incorrect number of gradients": "the backward returns a gradient for each argument of the forward, `function` "
+        "included, and None for what is no tensor.",
+        "backward through the graph a second time": "the graph of the second forward begins at inputs that are cut off "
+        "from the first one: detach them.",
+    }
 
 
 def judge_recompute(case: Case, rank: int, notes: Notes):
-    kept = 8 * case.samples * (case.layers * 2 * case.width + 8 * case.hidden)
+    kept = 8 * case.samples * (case.layers * 1.2 * case.width + 6 * case.hidden + 4 * case.width)
     what = "A region keeps its inputs, and nothing of what it computes from them, until its backward."
     yield from holds_at_most(notes, kept + 4 * 8 * case.layers * case.width * case.hidden, what)
-    if notes.products < 8 * case.layers:
+    forwards = notes.counts["forwards"]
+    if forwards < 2 * case.layers:
         yield "there is no second forward: where do the numbers between the weights come from in the backward?"
+    elif forwards > 2 * case.layers:
+        yield f"each region's forward runs {forwards / case.layers:g} times, and twice is enough."
 
 
 LABS = [
@@ -122,12 +201,14 @@ LABS = [
         bodies=(1, 2),
         cases=(
             Case(ranks=1, layers=2, width=8, hidden=24, samples=6, micro_batches=1, recompute=False),
-            Case(ranks=1, layers=3, width=16, hidden=32, samples=12, micro_batches=3, recompute=False),
+            Case(ranks=1, layers=3, width=16, hidden=32, samples=13, micro_batches=3, recompute=False),
+            Narrow(ranks=1, layers=2, width=16, hidden=32, samples=12, micro_batches=2, recompute=True),
             Case(ranks=1, layers=6, width=8, hidden=64, samples=512, micro_batches=2, recompute=True),
         ),
         run=take_step,
         expect=expect_step,
         judge=judge_step,
+        errors=errors_of_types,
     ),
     WriteLab(
         **page(__file__, "write-01-b"),
@@ -142,5 +223,6 @@ LABS = [
         run=recompute,
         expect=expect_recompute,
         judge=judge_recompute,
+        errors=errors_of_recompute,
     ),
 ]
