@@ -53,9 +53,10 @@ class Graded:
     def _reasons(self, name: str, rank: int, cases: list["Graded"]) -> list[str]:
         """The known mistake that gives just this value, if there is one; of several, what fits the others best."""
         value, wanted, fits = self.found[rank].get(name), self.expected[rank].values[name], Counter()
-        for right, values in zip(self.expected, self.found):
-            for of, wrong, text in right.mistakes:
-                fits[text] -= not alike(values.get(of), wrong)
+        for each in cases:
+            for right, values in zip(each.expected, each.found):
+                for of, wrong, text in right.mistakes:
+                    fits[text] -= not alike(values.get(of), wrong)
         known = [text for of, wrong, text in self.expected[rank].mistakes if of == name and alike(value, wrong)]
         if known:
             return [max(known, key=fits.get)]

@@ -41,26 +41,55 @@ def expect_buckets(case: Case) -> list[Expected]:
     mean = {name: value / case.ranks for name, value in total.items()}
     local = "this is the gradient of the rank's own samples. Was the bucket sent when it was full, and waited for?"
     mean_text = "gradients were averaged, but each rank's loss is a share of the global mean already: a sum is right."
-    return [Expected.of(total, {local: mine, mean_text: mean}) for mine in own]
+    known = {
+        mean_text: mean,
+        "the relu's derivative is missing: where a layer's output is 0, its gradient is 0, too.": _chain(case),
+        "the gradient was set to 0 where the layer's input is 0: look at its output.": _chain(case, behind=0),
+    }
+    return [Expected.of(total, {local: mine} | known) for mine in own]
+
+
+def _chain(case: Case, behind: int | None = None) -> dict[str, torch.Tensor]:
+    """Gradients by the chain rule, where dy becomes 0 if activation `layer + behind` is, or nowhere."""
+    weights, x, target = _drawn(case)
+    activations, found = [x], {}
+    for weight in weights:
+        activations.append(torch.relu(activations[-1] @ weight))
+    dy = 2 * (activations[-1] - target) / target.numel()
+    for layer in reversed(range(case.layers)):
+        if behind is not None:
+            dy = dy * (activations[layer + behind] > 0)
+        found[f"gradient of layer {layer}"] = activations[layer].T @ dy
+        dy = dy @ weights[layer].T
+    return found
+
+
+WHY_BUCKETS = {
+    "all_gather": "a sum is all that is needed.",
+    "all_reduce": "every gradient is summed once.",
+}
 
 
 def judge_buckets(case: Case, rank: int, notes: Notes):
     if case.ranks == 1:
         return
-    buckets, bytes = case.layers // case.bucket, 8 * case.layers * case.width**2
-    yield from sends_at_most(notes, 2 * bytes * (1 - 1 / case.ranks), {"all_gather": "a sum is all that is needed."})
+    layer, buckets = 8 * case.width**2, -(-case.layers // case.bucket)
+    yield from sends_at_most(notes, 2 * case.layers * layer * (1 - 1 / case.ranks), WHY_BUCKETS)
     sums = [call for call in notes.calls if call.op in ("all_reduce", "reduce_scatter")]
     if len(sums) > buckets:
         yield f"{len(sums)} sums are sent; BUCKET layers travel together, so {buckets} are enough."
     elif len(sums) < buckets:
         yield f"{len(sums)} sums are sent instead of {buckets}: a bucket that is full need not wait for the others."
-    # Products that must precede each sum: the forward's, and two per layer except for the last one's `dy`
-    full = [case.layers + 2 * layers - 1 for layers in range(case.bucket, case.layers + 1, case.bucket)]
-    if len(sums) == buckets and (early := [call for call, least in zip(sums, full) if call.products < least]):
-        yield (
-            f"line {early[0].line} sends a bucket before all of its gradients have been computed: those that are "
-            "written into it afterwards are not in the sum."
-        )
+    full = 0  # layers of the buckets so far: the last one may have fewer than BUCKET, or the first
+    for call in sums:
+        full += call.bytes // layer
+        # Products that must precede: the forward's, and two per layer except for the last one's `dy`
+        if len(sums) == buckets and call.products < case.layers + 2 * full - 1:
+            yield (
+                f"line {call.line} sends a bucket before all of its gradients have been computed: those that are "
+                "written into it afterwards are not in the sum."
+            )
+            break
     if any(call.products >= notes.products for call in sums[:-1]):
         yield "sums begin only after the last product of the backward, so there is nothing left to hide them behind."
     else:
@@ -102,7 +131,10 @@ def expect_sums(case: Case) -> list[Expected]:
                 now[rank, (rank + writes - hop) % ranks] = before[rank - 1, (rank - 1 + sends - hop) % ranks]
         return now.flatten(1, 2)
 
-    early = "what goes around in the second phase is not the complete part. Which part does a rank have whole by then?"
+    early = (
+        "what goes around in the second phase is no complete part. Does the first phase add what arrives? And which "
+        "part does a rank have whole by then?"
+    )
     wrong = {
         "this is what the rank had at first: is the sum written to `tensor` itself?": tensors,
         "parts are as the first phase leaves them: one of them is complete, and complete parts must go around.": (
@@ -137,6 +169,7 @@ LABS = [
         cases=(
             Case(ranks=1, layers=2, width=8, samples=4, bucket=1),
             Case(ranks=2, layers=6, width=16, samples=8, bucket=3),
+            Case(ranks=3, layers=7, width=10, samples=6, bucket=3),
             Case(ranks=4, layers=8, width=12, samples=8, bucket=2),
         ),
         run=send_buckets,
@@ -147,7 +180,7 @@ LABS = [
         **page(__file__, "write-02-b"),
         source="step02_data_parallel/labs/ring.py",
         bodies=(1,),
-        cases=(Case(ranks=2, rows=3), Case(ranks=3, rows=16), Case(ranks=4, rows=40)),
+        cases=(Case(ranks=2, rows=3), Case(ranks=3, rows=16), Case(ranks=5, rows=1), Case(ranks=4, rows=40)),
         run=reduce,
         expect=expect_sums,
         judge=judge_ring,
