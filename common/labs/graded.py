@@ -1,7 +1,7 @@
 """Numbers that a student's file has returned, beside those that it should: which differs first, and why."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,14 +17,16 @@ class Expected:
 
     values: dict[str, Tensor]  # in the order in which they are computed: the first wrong one is reported
     mistakes: tuple[tuple[str, Tensor | None, str], ...] = ()  # name of a value, what it then is, what the mistake is
-    rough: float = 0.0  # if a case computes in few digits: how far they may be off, as a share of their norm
+    rough: dict[str, float] = field(default_factory=dict)  # a value of few digits -> share of its norm it may err by
 
     @classmethod
-    def of(cls, values: dict[str, Tensor], mistakes: dict[str, dict | list[dict]], rough: float = 0.0) -> "Expected":
+    def of(
+        cls, values: dict[str, Tensor], mistakes: dict[str, dict | list[dict]], rough: dict | None = None
+    ) -> "Expected":
         """`mistakes`: what the mistake is -> the values that it gives, or several such dicts if there are variants."""
         variants = [(text, wrong if isinstance(wrong, list) else [wrong]) for text, wrong in mistakes.items()]
         known = tuple((*pair, text) for text, each in variants for wrong in each for pair in wrong.items())
-        return cls(values, known, rough)
+        return cls(values, known, rough or {})
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Graded:
         """The first value that differs: its name, the rank, and how; None if there is none."""
         for name in self.expected[0].values:
             for rank, (right, values) in enumerate(zip(self.expected, self.found, strict=True)):
-                if how := _difference(right.values[name], values.get(name), right.rough):
+                if how := _difference(right.values[name], values.get(name), right.rough.get(name, 0)):
                     return name, rank, how
         return None
 

@@ -35,6 +35,9 @@ def expect_division(case: Case) -> list[Expected]:
     dy = drawn[4]
     y = torch.relu(x * scale @ w1) @ w2
     whole = y.detach(), *torch.autograd.grad(y, (x, scale, w1, w2), dy)
+    through = (dy @ w2.T) * (x * scale @ w1 > 0)  # the gradient in front of the relu
+    before = x * scale @ w1
+    unmasked = torch.autograd.grad((before + (before.relu() - before).detach()) @ w2, (x, scale, w1), dy)
     found = []
     for rank in range(ranks):
         y, dx, dw2 = (whole[each].chunk(ranks)[rank] for each in (0, 1, 4))
@@ -54,6 +57,18 @@ def expect_division(case: Case) -> list[Expected]:
         mistakes = {
             "this is what the rank's own columns contribute: the ranks' summands must be added up.": summand,
             "this comes of the rank's own tokens alone, but all tokens have passed through these weights.": own,
+            "the relu's derivative is missing: where `hidden` is 0, its gradient is 0, too.": {
+                "dx": unmasked[0].chunk(ranks)[rank],
+                "dscale": unmasked[1],
+                "dw1": unmasked[2].chunk(ranks, dim=1)[rank],
+            },
+            "x passes through `scale` on its way, and so does its gradient, in the other direction.": {
+                "dx": (whole[1] / scale).detach().chunk(ranks)[rank]
+            },
+            "`scale` meets x, so x is a factor of its gradient.": {"dscale": (whole[1] / scale).sum(0).detach()},
+            "the first product takes x times `scale`, and so does the gradient of its weight.": {
+                "dw1": (x.T @ through).detach().chunk(ranks, dim=1)[rank]
+            },
         }
         right = {"y": y, "dx": dx, "dscale": whole[2], "dw1": dw1, "dw2": dw2}
         found.append(Expected.of(right, mistakes))
@@ -87,35 +102,51 @@ def judge_division(case: Case, rank: int, notes: Notes):
 # ---- write-04-b: cross-entropy over a divided vocabulary -------------------------------------------------------------
 
 
+class Narrow(Case):
+    """A case whose logits are in bfloat16. They are small, so that the loss is about a number per token."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, in bfloat16"
+
+
 def _logits(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Large ones: exp(1000) is infinite. Columns beyond the vocabulary, which pad it, have the largest."""
     random = torch.Generator().manual_seed(case.seed)
     columns = -(-case.vocab // case.ranks) * case.ranks
     logits = 300 * torch.randn(2, case.tokens, columns, generator=random, dtype=torch.float64)
+    if isinstance(case, Narrow):
+        logits = (logits / 100).bfloat16().double()
     logits[..., case.vocab :] = 5000.0
     return logits, torch.randint(case.vocab, (2, case.tokens), generator=random)
 
 
 def lose(student, case: Case, rank: int) -> dict[str, torch.Tensor]:
     logits, targets = _logits(case)
-    mine = logits.chunk(case.ranks, dim=-1)[rank].clone().requires_grad_()
+    narrow = isinstance(case, Narrow)
+    mine = logits.chunk(case.ranks, dim=-1)[rank].clone().to(torch.bfloat16 if narrow else torch.float64)
+    before = mine.clone()
+    mine.requires_grad_()
     group = Group("tp", tuple(range(case.ranks)), rank, dist.group.WORLD, "gloo")
     loss = student.vocab_parallel_cross_entropy_sum(mine, targets, case.vocab, group)
     (0.5 * loss).backward()
-    return {"loss": loss.detach(), "gradient of the logits": mine.grad}
+    values = {"bits of the loss": torch.tensor(torch.finfo(loss.dtype).bits)} if narrow else {}
+    values |= {"loss": loss.detach().double(), "gradient of the logits": mine.grad}
+    return values | {"logits are as they were": torch.tensor(float(mine.detach().equal(before)))}
 
 
 def expect_loss(case: Case) -> list[Expected]:
     logits, targets = _logits(case)
 
-    def of(columns: slice, vocab: int, rank: int) -> dict[str, torch.Tensor]:
-        """The loss with the exponentials of some columns alone, and its gradient in a rank's."""
+    def of(columns: slice, vocab: int, rank: int | slice) -> dict[str, torch.Tensor]:
+        """The loss with the exponentials of some columns alone, and its gradient in a rank's, or in all."""
         part = logits.clone().requires_grad_()
         scores = part[..., :vocab]
         chosen = scores.gather(-1, targets[..., None])[..., 0]
         loss = (scores[..., columns].logsumexp(-1) - chosen).sum()
         (gradient,) = torch.autograd.grad(0.5 * loss, part)
-        return {"loss": loss.detach(), "gradient of the logits": gradient.chunk(case.ranks, dim=-1)[rank]}
+        if isinstance(rank, int):
+            gradient = gradient.chunk(case.ranks, dim=-1)[rank]
+        return {"loss": loss.detach(), "gradient of the logits": gradient}
 
     found, width = [], -(-case.vocab // case.ranks)
 
@@ -142,9 +173,24 @@ def expect_loss(case: Case) -> list[Expected]:
         [each.where((each >= 0) & (each < width), 0) for each in local],
         [each.clamp(0, width - 1) for each in local],
     ]
+    narrow, whole = isinstance(case, Narrow), of(slice(None), case.vocab, slice(None))
+    softmax = logits.where(torch.arange(logits.shape[-1]) < case.vocab, -torch.inf).softmax(-1)
     for rank in range(case.ranks):
         mine = slice(rank * width, (rank + 1) * width)
         mistakes = {
+            "sums of many numbers need more digits than bfloat16 has: convert to `at_least_float32` first.": {
+                "bits of the loss": torch.tensor(16)
+            },
+            "the forward writes into the logits that it was given, and others may still need them: copy them once.": {
+                "logits are as they were": torch.tensor(0.0)
+            },
+            "the loss is minus the logarithm of a probability, and the minus is missing.": {"loss": -whole["loss"]},
+            "the gradient that arrives is a factor of each token's gradient.": {
+                "gradient of the logits": 2 * whole["gradient of the logits"].chunk(case.ranks, dim=-1)[rank]
+            },
+            "this is the gradient of the sum of exponentials. The target's logit has one, too: subtract 1 there.": {
+                "gradient of the logits": 0.5 * softmax.chunk(case.ranks, dim=-1)[rank]
+            },
             "columns that pad the vocabulary count, but no token has them.": of(slice(None), logits.shape[-1], rank),
             "this is the softmax over the rank's own columns: sums of exponentials must be added up over the ranks.": (
                 of(mine, case.vocab, rank)
@@ -165,17 +211,26 @@ def expect_loss(case: Case) -> list[Expected]:
                 [{"gradient of the logits": gradient} for *_, gradient in wrong]
             ),
         }
-        found.append(Expected.of(of(slice(None), case.vocab, rank), mistakes))
+        right = {"bits of the loss": torch.tensor(32)} if narrow else {}
+        right |= of(slice(None), case.vocab, rank) | {"logits are as they were": torch.tensor(1.0)}
+        rough = {"loss": 1e-5, "gradient of the logits": 0.005} if narrow else {}
+        found.append(Expected.of(right, mistakes, rough))
     return found
 
 
 def judge_loss(case: Case, rank: int, notes: Notes):
-    token = 8 * 2 * case.tokens
+    token = (4 if isinstance(case, Narrow) else 8) * 2 * case.tokens
+    reduced = notes.of("all_reduce", least=token // 2)
+    if case.ranks > 1 and len(reduced) > 2:
+        yield (
+            f"{len(reduced)} all-reduces are sent, and two are enough: two sums over the same ranks can travel in one "
+            f"tensor. The third is in line {reduced[2].line}."
+        )
     text = "three numbers per token are all that ranks must tell each other: no logits."
     why = dict.fromkeys(("all_gather", "all_reduce", "send", "broadcast"), text)
     yield from sends_at_most(notes, 2 * 3 * token * (1 - 1 / case.ranks), why)
     columns = 2 * case.tokens * 8 * -(-case.vocab // case.ranks)
-    yield from holds_at_most(notes, 3.5 * columns + 12 * token, "No rank may hold other ranks' logits.")
+    yield from holds_at_most(notes, 3.2 * columns + 12 * token, "No rank may hold other ranks' logits.")
 
 
 LABS = [
@@ -186,6 +241,7 @@ LABS = [
         cases=(
             Case(ranks=1, tokens=3, width=4, hidden=6),
             Case(ranks=2, tokens=8, width=6, hidden=10),
+            Case(ranks=3, tokens=9, width=4, hidden=21),
             Case(ranks=4, tokens=12, width=5, hidden=16),
         ),
         run=divide,
@@ -201,6 +257,7 @@ LABS = [
         cases=(
             Case(ranks=1, tokens=5, vocab=7),
             Case(ranks=2, tokens=4, vocab=13),
+            Narrow(ranks=2, tokens=40, vocab=250),
             Case(ranks=3, tokens=16, vocab=250),
         ),
         run=lose,

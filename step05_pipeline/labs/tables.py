@@ -73,6 +73,8 @@ class Tables(Lab):
             if schedule.micro_batches != case.micro_batches:
                 last = f"F{schedule.micro_batches - 1}, not F{case.micro_batches - 1}"
                 raise UsageError(f"the last micro-batch in the table is {last}")
+            if not self.split and schedule.splits_backward:
+                raise UsageError("backwards are to be whole here: write B0 in the place of I0 and W0")
             check_schedule(schedule)
         except UsageError as error:
             deadlock = "deadlock" in str(error)

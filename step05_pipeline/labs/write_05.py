@@ -19,13 +19,14 @@ class Row(Case):
         sizes = f"{Case(ranks=self.ranks, layers=self.layers, width=self.width)}, {self.micro_batches} micro-batches"
         ahead = f", with {self.ahead} more forward before the first backward" * bool(self.ahead)
         late = ", the last micro-batch after all others" * bool(self.late)
-        return f"{sizes} in the order of 1F1B{ahead}{late}"
+        ragged = ", of which the last one is smaller" * bool(self.ragged)
+        return f"{sizes}{ragged} in the order of 1F1B{ahead}{late}"
 
 
 def _drawn(case: Case) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(case.seed)
     weights = torch.randn(case.ranks * case.layers, case.width, case.width, generator=random, dtype=torch.float64)
-    size = 2, 3 * case.micro_batches, case.width
+    size = 2, 3 * case.micro_batches - case.ragged, case.width
     return weights * (2 / case.width) ** 0.5, *torch.randn(*size, generator=random, dtype=torch.float64)
 
 
@@ -60,9 +61,11 @@ def expect_row(case: Case) -> list[Expected]:
         return [part.square().sum() / targets.numel() for part in (y - targets).chunk(case.micro_batches)]
 
     each = losses()
+    digit = [each[int(str(number)[0])] for number in range(case.micro_batches)]  # of a micro-batch's number
     last = torch.autograd.grad(each[-1], weights, retain_graph=True)[0]
-    (gradients,) = torch.autograd.grad(sum(each), weights)
+    (gradients,) = torch.autograd.grad(sum(each), weights, retain_graph=True)
     linear, unmasked = sum(losses(lambda y: y)), sum(losses(lambda y: y + (y.relu() - y).detach()))
+    (of_digit,) = torch.autograd.grad(sum(digit), weights, retain_graph=True)
     no_relu, no_mask = (torch.autograd.grad(loss, weights)[0] for loss in (linear, unmasked))
     found = []
     for rank in range(case.ranks):
@@ -77,6 +80,16 @@ def expect_row(case: Case) -> list[Expected]:
             "each micro-batch's loss is a mean over itself; it is a share of the mean over the whole batch.": (
                 named(case.micro_batches * gradients, case.micro_batches * sum(each))
             ),
+            "numbers of micro-batches may have two digits: F10 is not F1.": named(of_digit, sum(digit)),
+            "the square's derivative is 2 times the error; is the loss the mean of squares?": (
+                named(gradients / 2, sum(each) / 2)
+            ),
+            "this is the loss of the last micro-batch alone: add up their shares.": {
+                "loss": named(last, each[-1])["loss"]
+            },
+            "nothing is ever taken away: after its backward, a micro-batch need not be kept.": {
+                "most micro-batches kept": torch.tensor(float(case.micro_batches))
+            },
             "a layer is relu(x @ weight), and here its relu is missing.": named(no_relu, linear),
             "the relu's derivative is missing in the backward: where a layer's output is 0, so is its gradient.": (
                 named(no_mask, unmasked)
@@ -86,6 +99,19 @@ def expect_row(case: Case) -> list[Expected]:
         kept = {"most micro-batches kept": torch.tensor(float(most))}
         found.append(Expected.of(named(gradients, sum(each)) | kept, mistakes))
     return found
+
+
+def errors_of_row(case: Case) -> dict[str, str]:
+    """What torch says of a graph that begins or ends in the wrong place."""
+    return {
+        "object has no attribute 'dtype'": "the first rank's x is a sample: nobody waits for its gradient.",
+        "isend(): argument": "x.grad is empty: what was received must require a gradient before the forward.",
+        "does not require grad": "a graph begins where something requires a gradient: what is kept must be the output "
+        "with its graph, and only what is sent is without one (detach).",
+        "NoneType": "`x.grad` is empty: what was received must require a gradient before the forward.",
+        "can be implicitly created only for scalar": "a backward that begins in the middle needs the gradient of what "
+        "was sent: receive it from the rank behind.",
+    }
 
 
 def judge_row(case: Case, rank: int, notes: Notes):
@@ -161,11 +187,25 @@ def expect_plan(case: Case) -> list[Expected]:
         "every rank does as many forwards ahead as the first; later ranks get their first gradient sooner.": _kept(
             last, [min(case.m, case.p)] * case.p
         ),
+        "too few forwards ahead: a rank could do one more while its first micro-batch is on its way to the last rank "
+        "and back.": _kept(last, [max(1, min(case.m, case.p - row - 1)) for row in range(case.p)]),
         "count again: after `ahead` forwards comes one more before the first backward.": _kept(
             last, [min(case.m, case.p - row + 1) for row in range(case.p)]
         ),
     }
     return [Expected.of(values, mistakes)]
+
+
+def errors_of_plan(case: Case) -> dict[str, str]:
+    """What the validator says, and what it comes from."""
+    return {
+        "never does B": "after the pairs come the backwards of the micro-batches whose forwards went ahead.",
+        "never does F": "each rank does the forward of every micro-batch.",
+        "deadlock": "two ranks wait for each other: how many forwards must a rank have done when the next one does B0?",
+        "pattern": "with fewer micro-batches than ranks, no rank has that many forwards ahead: at most m.",
+        "twice": "each micro-batch has one forward and one backward on a rank.",
+        "before": "a backward needs the forward of the same micro-batch.",
+    }
 
 
 LABS = [
@@ -174,13 +214,15 @@ LABS = [
         source="step05_pipeline/sketch.py",
         bodies=(1,),
         cases=(
-            Row(ranks=1, layers=3, width=6, micro_batches=2, ahead=0, late=0),
-            Row(ranks=2, layers=2, width=8, micro_batches=5, ahead=0, late=0),
-            Row(ranks=4, layers=1, width=12, micro_batches=6, ahead=1, late=1),
+            Row(ranks=1, layers=3, width=6, micro_batches=2, ahead=0, late=0, ragged=0),
+            Row(ranks=2, layers=2, width=8, micro_batches=5, ahead=0, late=0, ragged=0),
+            Row(ranks=3, layers=1, width=5, micro_batches=12, ahead=0, late=0, ragged=1),
+            Row(ranks=4, layers=1, width=12, micro_batches=6, ahead=1, late=1, ragged=0),
         ),
         run=run_row,
         expect=expect_row,
         judge=judge_row,
+        errors=errors_of_row,
     ),
     WriteLab(
         **page(__file__, "write-05-b"),
@@ -191,5 +233,6 @@ LABS = [
         run=plan,
         expect=expect_plan,
         judge=lambda case, rank, notes: (),
+        errors=errors_of_plan,
     ),
 ]
