@@ -105,7 +105,10 @@ def errors_of_row(case: Case) -> dict[str, str]:
     """What torch says of a graph that begins or ends in the wrong place."""
     return {
         "object has no attribute 'dtype'": "the first rank's x is a sample: nobody waits for its gradient.",
-        "isend(): argument": "x.grad is empty: what was received must require a gradient before the forward.",
+        "Expected parameter `tensor`": "`x.grad` is empty: what was received must require a gradient before the "
+        "forward.",
+        "KeyError": "a micro-batch is kept from its F to its B, by its whole number: numbers of micro-batches may have "
+        "two digits, and F10 is not F1.",
         "does not require grad": "a graph begins where something requires a gradient: what is kept must be the output "
         "with its graph, and only what is sent is without one (detach).",
         "NoneType": "`x.grad` is empty: what was received must require a gradient before the forward.",
@@ -202,7 +205,7 @@ def errors_of_plan(case: Case) -> dict[str, str]:
         "never does B": "after the pairs come the backwards of the micro-batches whose forwards went ahead.",
         "never does F": "each rank does the forward of every micro-batch.",
         "deadlock": "two ranks wait for each other: how many forwards must a rank have done when the next one does B0?",
-        "pattern": "with fewer micro-batches than ranks, no rank has that many forwards ahead: at most m.",
+        "placement": "a list of actions is asked for of each of the p ranks.",
         "twice": "each micro-batch has one forward and one backward on a rank.",
         "before": "a backward needs the forward of the same micro-batch.",
     }

@@ -123,7 +123,7 @@ def judge_attention(case: Case, rank: int, notes: Notes):
     yield from sends_at_most(notes, case.ranks * 2 * row if case.ranks > 1 else 0, why)
     scores = 8 * (case.tokens // case.ranks) ** 2
     what = "At any time a rank needs the keys and values of one other rank, and the scores with these."
-    yield from holds_at_most(notes, 12 * row + 6 * scores, what)
+    yield from holds_at_most(notes, 9 * row + 6 * scores, what)
 
 
 # ---- write-06-b: backward --------------------------------------------------------------------------------------------
@@ -151,7 +151,13 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
         sums_of_both[:, keys] = (p_of_block * dp)[:, keys].sum(-1, keepdim=True)
     nothing = torch.zeros_like(sums)
 
-    def gradients(p: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+    turned = torch.zeros_like(causal)  # what every rank's queries see if keys are taken for those of another rank
+    for rank in range(case.ranks):
+        turned[_places(case, rank)] = _seen(case, rank, sign=1)[_places(case, rank)]
+    total = scores.logsumexp(-1, keepdim=True)
+    p_turned = ((q @ k.T * case.width**-0.5) - total).exp() * turned
+
+    def gradients(p: Tensor, sums: Tensor, dp: Tensor = dp) -> tuple[Tensor, ...]:
         dscores = p * (dp - sums) * case.width**-0.5
         return dscores @ k, dscores.T @ q, p.T @ dout
 
@@ -165,6 +171,11 @@ def _backward(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict
         "in the forward.": [gradients(p_of_block, each) for each in (sums, sums_of_both, nothing)],
         "exponentials of scores were taken for weights: first divide them by their sum over the keys of all blocks.": [
             gradients(scores.exp(), each) for each in (sums, (scores.exp() * dp).sum(-1, keepdim=True), nothing)
+        ],
+        "keys were taken for those of another rank. Messages go to the next rank: where did keys start that have come "
+        "h hops?": [gradients(p_turned, sums)],
+        "a weight meets its value, so the gradient of a weight is dout times that value, and no key.": [
+            gradients(p, sums, dout @ k.T)
         ],
     }
 
@@ -209,12 +220,13 @@ def judge_gradients(case: Case, rank: int, notes: Notes):
     }
     yield from sends_at_most(notes, case.ranks * 4 * row if case.ranks > 1 else 0, why)
     scores = 8 * (case.tokens // case.ranks) ** 2
-    yield from holds_at_most(notes, 24 * row + 8 * scores, "A rank needs the keys of one other rank at a time.")
+    yield from holds_at_most(notes, 17 * row + 8 * scores, "A rank needs the keys of one other rank at a time.")
 
 
 CASES = (
     Case(ranks=1, tokens=6, width=4),
     Case(ranks=2, tokens=24, width=8),
+    Case(ranks=3, tokens=30, width=7),
     Case(ranks=4, tokens=32, width=512),
 )
 LABS = [

@@ -29,6 +29,7 @@ def _mix(case: Case, x: Tensor, router: Tensor, ups: Tensor, downs: Tensor, rule
     gates = x.new_zeros(len(x), case.experts).scatter(1, chosen, weights)
     hidden = x @ ups
     relu = hidden + (hidden.relu() - hidden).detach() if rule == "no mask" else hidden.relu()
+    relu = hidden if rule == "no relu" else relu
     return torch.einsum("te,etw->tw", gates, relu @ downs)
 
 
@@ -94,6 +95,7 @@ def expect_mixture(case: Case) -> list[Expected]:
     x, router, ups, downs, _ = _drawn(case)
     texts = {
         "experts' results were added without their gates.": "no gates",
+        "an expert is relu(row @ up) @ down, and the relu is missing.": "no relu",
         "gates are a softmax over all experts; here it is one over the chosen ones.": "softmax over all",
         "results come home sorted by expert, but gates are in the order of tokens: rows got others' gates.": "others",
     }
@@ -107,6 +109,10 @@ def expect_mixture(case: Case) -> list[Expected]:
         }
         here = torch.zeros(case.experts, 1, 1, dtype=torch.float64)
         here[rank * case.experts // case.ranks : (rank + 1) * case.experts // case.ranks] = 1
+        doubled = _mix(case, mine, router, ups, downs) + mine
+        mistakes[
+            "this is the experts' part and the token itself; only the sum of the experts' results is asked for."
+        ] = {"y": doubled}
         text = "only the rank's own experts have contributed: rows travel to their expert's rank, and back."
         mistakes[text] = {"y": _mix(case, mine, router, ups, downs * here)}
         found.append(Expected.of({"y": _mix(case, mine, router, ups, downs)}, mistakes))
@@ -125,8 +131,19 @@ def judge_route(case: Case, rank: int, notes: Notes):
     }
     share = 1 - 1 / case.ranks
     counts = 8 * case.experts
-    most = max(_arrived(case)) * 8 * case.width  # of the rank whose experts are most popular
-    yield from sends_at_most(notes, share * (_rows(case) + most + counts), why)
+    most = max(_arrived(case))  # rows of the rank whose experts are most popular
+    numbers = 8 * max(most, case.tokens // case.ranks * case.choices)  # if the number of its expert travels with a row
+    yield from sends_at_most(notes, share * (_rows(case) + most * 8 * case.width + counts + numbers), why)
+
+
+def errors_of_route(case: Case) -> dict[str, str]:
+    """What an exchange says whose sizes are not those of its rows."""
+    text = "the sizes of an exchange are those of what leaves, then of what comes. On the way home the two lists swap."
+    return {
+        "exchange": text,
+        "plit sizes": text,
+        "out of bounds": "experts are counted from 0 on each rank: the number of an expert among mine.",
+    }
 
 
 def _arrived(case: Case) -> list[int]:
@@ -190,6 +207,11 @@ def expect_back(case: Case) -> list[Expected]:
                 "dups": own[2].chunk(case.ranks)[rank],
                 "ddowns": own[3].chunk(case.ranks)[rank],
             },
+            "the router's part of dx and drouter is added after the last line of the gap: it is here twice.": {
+                "dx": (2 * dx - past).chunk(case.ranks)[rank]
+            },
+            "`order` says which choice is in which row: gradients of gates come in the order of rows, and must be put "
+            "back.": _shuffled(case, rank, *[each.detach() for each in (x, router, ups, downs, dy, past)]),
             "the relu's derivative is missing: where `hidden` is 0, its gradient is 0, too.": {
                 "dups": unmasked[1].chunk(case.ranks)[rank],
                 "dx": unmasked[0].chunk(case.ranks)[rank],
@@ -215,6 +237,20 @@ def expect_back(case: Case) -> list[Expected]:
     return found
 
 
+def _shuffled(case: Case, rank: int, *tensors: Tensor) -> dict[str, Tensor]:
+    """dx and drouter of a rank if the gradients of gates stay in the order in which rows left."""
+    x, router, ups, downs, dy, past = tensors
+    x, dy, past = (each.chunk(case.ranks)[rank] for each in (x, dy, past))
+    best, chosen = (x @ router).topk(case.choices)
+    gates, flat = best.softmax(-1), chosen.flatten()
+    order, token = flat.argsort(stable=True), torch.arange(len(x)).repeat_interleave(case.choices)
+    results = (torch.relu(x @ ups) @ downs)[flat, token]
+    dgates = (dy[token] * results).sum(-1)[order].view_as(gates)
+    dbest = gates * (dgates - (gates * dgates).sum(-1, keepdim=True))
+    dlogits = x.new_zeros(len(x), case.experts).scatter(1, chosen, dbest)
+    return {"dx": past + dlogits @ router.T, "drouter": x.T @ dlogits}
+
+
 def judge_back(case: Case, rank: int, notes: Notes):
     share, most = 1 - 1 / case.ranks, max(_arrived(case)) * 8 * case.width
     why = {
@@ -228,6 +264,7 @@ def judge_back(case: Case, rank: int, notes: Notes):
 CASES = (
     Case(ranks=1, tokens=6, width=4, hidden=5, experts=3, choices=1),
     Case(ranks=2, tokens=24, width=6, hidden=8, experts=4, choices=3),
+    Case(ranks=3, tokens=21, width=5, hidden=7, experts=6, choices=2),
     Case(ranks=4, tokens=40, width=16, hidden=4, experts=8, choices=2),
 )
 LABS = [
@@ -240,6 +277,7 @@ LABS = [
         run=route,
         expect=expect_mixture,
         judge=judge_route,
+        errors=errors_of_route,
     ),
     WriteLab(
         **page(__file__, "write-07-b"),
@@ -250,5 +288,6 @@ LABS = [
         run=go_back,
         expect=expect_back,
         judge=judge_back,
+        errors=errors_of_route,
     ),
 ]

@@ -51,6 +51,22 @@ def expect_groups(case: Case) -> list[Expected]:
             for other in set(NAMES[:4]) - {name}:
                 text = f"these are the ranks along {other}. Along {name}, the other three coordinates stay the same."
                 mistakes[text] = {f"ranks of {name}": place[f"ranks of {other}"]}
+        grid = torch.arange(case.ranks).view(case.dp, case.cp, case.pp, case.tp)
+        dp, cp, pp, tp = (grid == rank).nonzero()[0].tolist()
+        mistakes["tp is the fastest dimension, then cp, then pp: here pp and cp have changed places."] = {
+            "ranks of pp": grid[dp, cp, :, tp],
+            "ranks of cp": grid[dp, :, pp, tp],
+            "ranks of dp": grid[:, cp, pp, tp],
+        }
+        stage = torch.arange(case.ranks).view(case.dp, case.pp, -1)[:, _stage(case, rank)].reshape(-1)
+        strided = stage.view(case.ep, -1)
+        mistakes["ep deals the ranks of a stage in ascending order: a row of it is neighbors of this list."] = {
+            "ranks of ep": strided[:, (strided == rank).nonzero()[0, 1]]
+        }
+        mistakes["dp_cp and edp have changed places: the order is dp, pp, cp, tp, ep, dp_cp, edp."] = {
+            "ranks of dp_cp": place["ranks of edp"],
+            "ranks of edp": place["ranks of dp_cp"],
+        }
         mistakes["ep deals the ranks of one stage anew, and a row of it has no ranks of other stages."] = {
             "ranks of ep": torch.arange(case.ranks).view(-1, case.ep)[rank // case.ep]
         }
@@ -65,6 +81,19 @@ def expect_groups(case: Case) -> list[Expected]:
         )
         found.append(Expected.of(place, mistakes))
     return found
+
+
+def _stage(case: Case, rank: int) -> int:
+    return rank // (case.cp * case.tp) % case.pp
+
+
+def errors_of_groups(case: Case) -> dict[str, str]:
+    return {
+        "not enough values to unpack": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
+        "shape '": "the sizes of the grid are dp, pp, cp and tp, and their product is the number of ranks.",
+        "is invalid for input": "the sizes of the grid are dp, pp, cp and tp, and their product is the number of ranks.",
+        "multiple subgroups": "each rank is in one row only: all rows together are all ranks, each once.",
+    }
 
 
 # ---- write-08-b: sums ------------------------------------------------------------------------------------------------
@@ -130,6 +159,13 @@ def expect_totals(case: Case) -> list[Expected]:
                 total(place["tp"], "drouter")
             ),
             "summed over pp: its ranks hold different layers.": total(place["pp"], *GRADIENTS),
+            "summed over all ranks, of which many hold other weights: ask of each weight who has the same one.": (
+                total(list(range(case.ranks)), *GRADIENTS)
+            ),
+            "the ranks of dp alone: copies of an expert are on all ranks of edp.": total(place["dp"], *experts),
+            "every rank of tp has the whole sum of the others already: this was summed over tp twice.": {
+                "drouter": case.tp * sum(drawn[each]["drouter"] for each in both)
+            },
             "gradients were averaged; losses are shares of the global mean already, so they are summed.": {
                 name: each / len(place["edp" if name in experts else "dp_cp"]) for name, each in right.items()
             },
@@ -158,15 +194,18 @@ LABS = [
         **page(__file__, "write-08-a"),
         source="step08_5d/sketch.py",
         bodies=(1,),
+        hidden={"train": "write-08-b"},
         cases=CASES,
         run=group,
         expect=expect_groups,
         judge=lambda case, rank, notes: (),
+        errors=errors_of_groups,
     ),
     WriteLab(
         **page(__file__, "write-08-b"),
         source="step08_5d/sketch.py",
         bodies=(2,),
+        hidden={"make_groups": "write-08-a"},
         cases=CASES,
         run=add_up,
         expect=expect_totals,

@@ -111,6 +111,7 @@ def rows(pattern: str, micro_batches: int = 6) -> str:
         ([rows("FB", 5)] * 3, 0, "last micro-batch in the table is F4, not F5"),
         ([rows("FB"), rows("FB"), rows("FB").replace("B5", "B4")], 0, "B4 twice"),
         ([rows("FB"), rows("FB"), rows("FIW").replace("I0", "W0", 1)], 0, "It cannot run"),
+        ([rows("FIW")] * 3, 0, "backwards are to be whole here: write B0 in the place of I0 and W0"),
         ([rows("FB"), rows("FB"), rows("F")], 0, "never does B0"),
         (["F0,B0," + rows("FB")[3:].replace(",B0", ""), "F1,F0," + rows("FB")[6:], rows("FB")], 0, "which comes after"),
     ],
