@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.labs.answers import read_answers
-from common.labs.copies import Edit, copy_project, edited, files, read
+from common.labs.copies import Edit, copy_project, edited, files, read, shown
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.training import SMALL, Launch, first_difference, train
@@ -111,11 +111,11 @@ class Hunt(Lab):
 
     def _changed(self, folder: Path, bug: Bug) -> bool:
         """Whether any file differs from what `start` has made. Raises UsageError if one is missing."""
-        planted, found = edited(bug.edits), False
+        found = False
         for file in files(self.step, self.extra):
             if not (folder / file).is_file():
                 raise UsageError(f"{folder / file} is missing: `reset` brings it back")
-            found |= read(folder / file) != (planted.get(str(file)) or read(ROOT / file))
+            found |= read(folder / file) != shown(file, bug.edits)
         return found
 
     def _grade_place(self, folder: Path, bug: Bug) -> tuple[float, str]:

@@ -88,10 +88,10 @@ def _stage(case: Case, rank: int) -> int:
 
 
 def errors_of_groups(case: Case) -> dict[str, str]:
+    sizes = "the sizes of the grid are dp, pp, cp and tp, and their product is the number of ranks."
     return {
         "not enough values to unpack": "seven groups are asked for: dp, pp, cp, tp, ep, dp_cp and edp.",
-        "shape '": "the sizes of the grid are dp, pp, cp and tp, and their product is the number of ranks.",
-        "is invalid for input": "the sizes of the grid are dp, pp, cp and tp, and their product is the number of ranks.",
+        "is invalid for input": sizes,
         "multiple subgroups": "each rank is in one row only: all rows together are all ranks, each once.",
     }
 
