@@ -48,16 +48,16 @@ def starter(
 def unseen(source: str, path: str) -> tuple[str, dict[str, str]]:
     """A file without all of its marked bodies that runs all the same, with as many lines; and what it then calls.
 
-    In the place of a body stands a call of `out_of_sight.run`, which `copies.py` makes, with a key. Returns the text, and
-    by key a function: the marked body with the head of the function in which it stands, of which it must be all but the
-    docstring.
+    In the place of a body stands a call of `out_of_sight.run`, which `copies.py` makes, with a key. Returns the text,
+    and by key a function: the marked body with the head of the function in which it stands, of which it must be all but
+    the docstring.
     """
     called: dict[str, str] = {}
 
     def hide(match: re.Match) -> str:
         line = source.count("\n", 0, match.start()) + 1
         node = min((each for each in _functions(source) if each.lineno <= line <= each.end_lineno), key=_length)
-        if node.body[-1].end_lineno > line + match[0].count("\n"):
+        if node.body[-1].end_lineno > line + match[0].count("\n") - 1:
             raise ValueError(f"{path}: {node.name} does not end with its marked body")
         key, indent = f"{path} {len(called) + 1}", match[1]
         called[key] = (
