@@ -6,12 +6,13 @@ computes in float64, then looks at how they were computed: what was sent, kept, 
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
 
 from common.errors import UsageError
+from common.labs import picture
 from common.labs.cut import bodies_of, starter
 from common.labs.find import ROOT
 from common.labs.graded import USUALLY, Expected, Graded
@@ -63,15 +64,41 @@ class WriteLab(Writing):
     def check(self, folder: Path, student: int) -> Verdict:
         file = self.written(folder)
         cases = [type(case)(**vars(case), seed=1000 * student + number) for number, case in enumerate(self.cases)]
-        return self.grade(cases, run_on_ranks(self.id, file, cases))
+        outcome = run_on_ranks(self.id, file, cases)
+        verdict = self.grade(cases, outcome)
+        if verdict.passed or not outcome.results:
+            return verdict
+        shown = self._to_show(cases, outcome)
+        notes = [notes for _, notes in outcome.results[cases.index(shown.case)]]
+        lines = picture.in_words(shown, notes)
+        if picture.draw(shown, notes, folder / picture.NAME):
+            lines.append(f"As a picture: {folder / picture.NAME}")
+        return replace(verdict, feedback=(*verdict.feedback, *lines))
+
+    def _to_show(self, cases: list[Case], outcome: Outcome) -> Graded:
+        """The first case with a wrong value, else the first of whose way there is something to say, else the last."""
+        graded = self._graded(cases, outcome)
+        wrong = [each for each in graded if each.wrong]
+        odd = [
+            each
+            for each, results in zip(graded, outcome.results)
+            if any(self._faults(each.case, rank, notes) for rank, (_, notes) in enumerate(results))
+        ]
+        return [*wrong, *odd, graded[-1]][0]
+
+    def _graded(self, cases: list[Case], outcome: Outcome) -> list[Graded]:
+        pairs = zip(cases, outcome.results)
+        return [Graded(case, self.expect(case), [values for values, _ in results]) for case, results in pairs]
+
+    def _faults(self, case: Case, rank: int, notes: Notes) -> list[str]:
+        return [*self.judge(case, rank, notes), *waits_for_messages(notes)]
 
     def grade(self, cases: list[Case], outcome: Outcome) -> Verdict:
         """The verdict on what ranks returned, and what they did."""
-        faults, graded = {}, []
+        faults, graded = {}, self._graded(cases, outcome)
         for case, results in zip(cases, outcome.results):
-            graded.append(Graded(case, self.expect(case), [values for values, _ in results]))
             for rank, (_, notes) in enumerate(results):
-                for fault in (*self.judge(case, rank, notes), *waits_for_messages(notes)):
+                for fault in self._faults(case, rank, notes):
                     faults.setdefault(fault, f"With {case}, rank {rank}: {fault}")
         right = sum(not each.wrong for each in graded)
         first = next((each for each in graded if each.wrong), None)

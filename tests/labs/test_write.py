@@ -11,10 +11,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.labs import picture
 from common.labs.cut import MARKED, bodies_of, starter
 from common.labs.find import all_labs
-from common.labs.ranks import LIMIT
+from common.labs.graded import Expected, Graded
+from common.labs.ranks import LIMIT, Case
+from common.labs.rules import holds_at_most
+from common.labs.seen import Held, Notes, SeenCall
 from common.labs.write import WriteLab
 from tests.harness.ranks import ROOT, torchrun
 
@@ -35,8 +40,9 @@ ALL = os.environ.get("TEST_ALL") == "1"
 ANSWERS = read_answers()
 LABS = {id: lab for id, lab in all_labs().items() if lab.kind == "write"}
 ALONE = {id for id, lab in LABS.items() if not isinstance(lab, WriteLab)}  # which need no ranks
-QUICK = {"write-02-a": (1,), "write-03-a": (1, 7)}  # these answers, without TEST_ALL
-QUICK |= {id: range(len(ANSWERS[id])) for id in ALONE}
+QUICK = {"write-02-a": (1,), "write-03-a": (1, 7), "write-04-b": (0,), "write-05-a": (14,), "write-06-b": (13,)}
+QUICK |= {"write-01-b": range(len(ANSWERS["write-01-b"])), "write-05-b": range(len(ANSWERS["write-05-b"]))}
+QUICK |= {id: range(len(ANSWERS[id])) for id in ALONE}  # these answers, without TEST_ALL
 CASES = [(id, number) for id in ANSWERS for number in range(len(ANSWERS[id])) if ALL or number in QUICK.get(id, ())]
 
 
@@ -51,6 +57,12 @@ def hand_in(lab, folder, edits=()):
         text = text.replace(before, after, 1)
     (folder / os.path.basename(lab.source)).write_text(text)
     return lab.check(folder, student=1)
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """They take most of the time."""
+    monkeypatch.setattr(picture, "draw", lambda *_: False)
 
 
 @pytest.mark.parametrize("id", LABS if ALL else ["write-01-b", *ALONE])
@@ -80,11 +92,43 @@ def test_every_lab_is_tested_in_the_same_way():
     assert ANSWERS.keys() == LABS.keys() and LIMIT <= 60
     for id, lab in LABS.items():
         wrong = [said for _, said in ANSWERS[id] if said]
-        assert len(wrong) >= 5 and len(ANSWERS[id]) > len(wrong), id
+        assert len(wrong) >= 10 and len(ANSWERS[id]) >= len(wrong) + 3, id
         if id not in ALONE:
             assert len({(case.ranks, str(case)) for case in lab.cases}) >= 3
             assert len({case.ranks for case in lab.cases}) >= 3 or lab.step == 1 or id == "write-05-b"
         assert lab.task and all(lab.hints) and lab.solution(1).strip().endswith(lab.moral)
+
+
+def test_how_many_there_are():
+    """Of all labs together; and no edit of one is that of another."""
+    every = [(id, str(edits), said) for id, answers in ANSWERS.items() for edits, said in answers]
+    assert sum(said is not None for *_, said in every) >= 120 and sum(said is None for *_, said in every) >= 36
+    assert len({(id, edits) for id, edits, _ in every}) == len(every)
+
+
+def test_a_picture(tmp_path, monkeypatch):
+    """Of a file that is wrong, one that is right but sends too much, and where it cannot be written."""
+    monkeypatch.undo()
+    lab = LABS["write-05-b"]
+    edits, _ = next(each for each in ANSWERS[lab.id] if each[1] and "AFAB" in each[1])
+    verdict = hand_in(lab, tmp_path, edits)
+    assert verdict.feedback[-1] == f"As a picture: {tmp_path / picture.NAME}"
+    assert (tmp_path / picture.NAME).stat().st_size > 10_000
+    assert any("its norm as it should be, as it is" in line for line in verdict.feedback)
+    notes = Notes([SeenCall("all_reduce", 80, (0, 1), 7, 0), SeenCall("all_reduce", 80, (0, 1), 7, 1)], peak=10)
+    notes.largest = [Held(8, (2, 4), 7), Held(1, (), 8)]
+    zero = {"x": torch.zeros(2)}
+    graded = Graded(Case(ranks=2), [Expected(zero)] * 2, [zero] * 2)
+    assert picture.in_words(graded, [notes, Notes()]) == [
+        "What each rank sends, in this order:",
+        "  rank 0  2 x all_reduce of 80 bytes (line 7)",
+        "  rank 1  nothing",
+    ]
+    assert picture.draw(graded, [notes, Notes()], tmp_path / "a.png")
+    assert not picture.draw(graded, [notes, Notes()], tmp_path / "no" / "a.png")
+    assert list(holds_at_most(notes, 5, "Free."))[0].endswith(
+        "8 bytes (2 x 4) of line 7; 1 bytes (a number) of line 8."
+    )
 
 
 @pytest.mark.parametrize("id", LABS)

@@ -1,0 +1,107 @@
+"""What ranks returned, sent and held in a case that went wrong: as lines, and as a picture in the student's folder."""
+
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.drawing.figures import COLOURS, new_figure
+from common.labs.graded import Graded
+from common.labs.seen import Notes, SeenCall
+
+NAME = "check.png"
+RANKS = 4  # that are shown
+MESSAGES = 6  # of each rank, in lines
+NUMBERS = 48  # of each rank, in the picture
+TENSORS = 5  # of each rank's peak, in the picture
+LABELLED = 0.06  # of the peak: smaller tensors have no label
+
+
+def in_words(graded: Graded, notes: list[Notes]) -> list[str]:
+    """A table of the first wrong value by rank, if one is, and otherwise the messages of each rank in their order."""
+    ranks = range(min(RANKS, graded.case.ranks))
+    if graded.wrong:
+        name = graded.wrong[0]
+        lines = [f"`{name}`: its norm as it should be, as it is, and the norm of the difference"]
+        for rank in ranks:
+            right, found = graded.expected[rank].values[name].double(), graded.found[rank].get(name)
+            lines.append(f"  rank {rank}  {right.norm():>11.6g}  {_norms(right, found)}")
+        return lines
+    if not any(each.calls for each in notes):
+        return []
+    return ["What each rank sends, in this order:", *(f"  rank {rank}  {_calls(notes[rank].calls)}" for rank in ranks)]
+
+
+def _norms(right: Tensor, found: Tensor | None) -> str:
+    if not isinstance(found, Tensor):
+        return f"{found!r:>11}"
+    if found.shape != right.shape:
+        return f"{found.double().norm():>11.6g}  of another shape"
+    return f"{found.double().norm():>11.6g}  {(found.double() - right).norm():>11.3g}"
+
+
+def _calls(calls: list[SeenCall]) -> str:
+    runs = [(call, len(list(same))) for call, same in groupby(calls, key=lambda call: (str(call), call.line))]
+    texts = [f"{'' if times == 1 else f'{times} x '}{what} (line {line})" for (what, line), times in runs]
+    more = [f"{len(texts) - MESSAGES} more"] if len(texts) > MESSAGES else []
+    return ", ".join([*texts[:MESSAGES], *more]) or "nothing"
+
+
+def draw(graded: Graded, notes: list[Notes], path: Path) -> bool:
+    """Draw what should be and what is, the messages over the work, and the memory at its peak. False if it cannot."""
+    ranks = range(min(RANKS, graded.case.ranks))
+    figure, (numbers, messages, memory) = new_figure(3, 1, width=7.5, height=7.5)
+    _draw_numbers(numbers, graded, ranks)
+    _draw_messages(messages, notes, ranks)
+    _draw_memory(memory, notes, ranks)
+    figure.suptitle(f"With {graded.case}", fontsize=9)
+    try:
+        figure.savefig(path)
+    except OSError:
+        return False
+    return True
+
+
+def _draw_numbers(axis, graded: Graded, ranks: range) -> None:
+    name = (graded.wrong or (next(iter(graded.expected[0].values)),))[0]
+    start = 0
+    for rank in ranks:
+        right, found = graded.expected[rank].values[name].double(), graded.found[rank].get(name)
+        right = right.flatten()[:NUMBERS]
+        places = torch.arange(start, start + len(right))
+        label = ("as it should be", "as it is") if rank == 0 else (None, None)
+        axis.plot(places, right, "o", markersize=5, fillstyle="none", color=COLOURS["predicted"], label=label[0])
+        if isinstance(found, Tensor):
+            found = found.double().flatten()[:NUMBERS]
+            axis.plot(places[: len(found)], found[: len(right)], ".", color=COLOURS["measured"], label=label[1])
+        axis.text(start, 1.01, f"rank {rank}", transform=axis.get_xaxis_transform(), fontsize=8, va="bottom")
+        start += len(right) + 2
+    axis.set_xticks([])
+    axis.set_ylabel(f"{name}\n(first numbers of each rank)", fontsize=8)
+    axis.legend(fontsize=8)
+
+
+def _draw_messages(axis, notes: list[Notes], ranks: range) -> None:
+    for rank in ranks:
+        for number, call in enumerate(notes[rank].calls):
+            axis.plot(number, rank, "s", markersize=9, color=COLOURS.get(call.op, COLOURS["other"]))
+            axis.annotate(f"{call.op}\nline {call.line}", (number, rank + 0.18), fontsize=5, ha="center", va="top")
+    most = max(len(notes[rank].calls) for rank in ranks)
+    axis.set(yticks=list(ranks), yticklabels=[f"rank {rank}" for rank in ranks], ylim=(len(ranks) - 0.3, -0.5))
+    axis.set(xlim=(-0.7, max(most, 6) - 0.3), xticks=[])
+    axis.set_xlabel("messages and collectives, in the order in which each rank begins them", fontsize=8)
+
+
+def _draw_memory(axis, notes: list[Notes], ranks: range) -> None:
+    for rank in ranks:
+        left = 0
+        for held in notes[rank].largest[:TENSORS]:
+            axis.barh(rank, held.bytes, left=left, color=COLOURS["activations"], edgecolor="white", height=0.6)
+            if held.bytes > LABELLED * notes[rank].peak:
+                axis.text(left + held.bytes / 2, rank, f"line {held.line}", fontsize=6, ha="center", va="center")
+            left += held.bytes
+        axis.barh(rank, max(0, notes[rank].peak - left), left=left, color=COLOURS["idle"], height=0.6)
+    axis.set(yticks=list(ranks), yticklabels=[f"rank {rank}" for rank in ranks])
+    axis.invert_yaxis()
+    axis.set_xlabel("bytes of tensors that live when most do: the largest, by the line that made them", fontsize=8)
