@@ -79,7 +79,7 @@ def judge_buckets(case: Case, rank: int, notes: Notes):
     if len(sums) > buckets:
         yield f"{len(sums)} sums are sent; BUCKET layers travel together, so {buckets} are enough."
     elif len(sums) < buckets:
-        yield f"sums are sent {len(sums)} instead of {buckets} times: a bucket that is full need not wait for the others."
+        yield f"sums are sent {len(sums)} instead of {buckets} times: a bucket that is full need not wait for others."
     full = 0  # layers of the buckets so far: the last one may have fewer than BUCKET, or the first
     for call in sums:
         full += call.bytes // layer
