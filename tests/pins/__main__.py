@@ -123,13 +123,11 @@ def of_labs() -> Iterator[Pin]:
 
 
 def of_answers() -> Iterator[Pin]:
-    path = Path(test_write.__file__).with_name("answers.txt")
-    written, end = path.read_text(encoding="utf-8"), 0
     for id, answers in test_write.ANSWERS.items():
-        lab = all_labs()[id]
+        lab, path = all_labs()[id], Path(test_write.__file__).with_name("answers") / f"{id}.txt"
+        written, end = path.read_text(encoding="utf-8"), 0
         source = (ROOT / lab.source).read_text(encoding="utf-8")
         given = starter(source, (), lab.only, lab.hidden, lab.source)
-        end = written.index(f"@ {id}\n", end)
         for old in (old for edits, _ in answers for old, _ in edits):
             line, _, _ = old.partition("\n")
             end = written.index(f"\n< {line}\n" if line else "\n<\n", end) + 1
