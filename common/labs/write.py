@@ -69,22 +69,23 @@ class WriteLab(Writing):
         if verdict.passed or not outcome.results:
             return verdict
         shown = self._to_show(cases, outcome)
+        if shown is None:
+            return verdict
         notes = [notes for _, notes in outcome.results[cases.index(shown.case)]]
         lines = picture.in_words(shown, notes)
         if picture.draw(shown, notes, folder / picture.NAME):
             lines.append(f"As a picture: {folder / picture.NAME}")
         return replace(verdict, feedback=(*verdict.feedback, *lines))
 
-    def _to_show(self, cases: list[Case], outcome: Outcome) -> Graded:
-        """The first case with a wrong value, else the first of whose way there is something to say, else the last."""
+    def _to_show(self, cases: list[Case], outcome: Outcome) -> Graded | None:
+        """The first case with a wrong value, else the first of whose way there is something to say."""
         graded = self._graded(cases, outcome)
-        wrong = [each for each in graded if each.wrong]
-        odd = [
+        odd = (
             each
             for each, results in zip(graded, outcome.results)
             if any(self._faults(each.case, rank, notes) for rank, (_, notes) in enumerate(results))
-        ]
-        return [*wrong, *odd, graded[-1]][0]
+        )
+        return next((each for each in graded if each.wrong), next(odd, None))
 
     def _graded(self, cases: list[Case], outcome: Outcome) -> list[Graded]:
         pairs = zip(cases, outcome.results)
