@@ -1,13 +1,17 @@
-"""What teaching.md tells teachers to run can be run; the slides hold every figure of their lesson."""
+"""What teaching.md tells teachers to run can be run; the slides say what their lesson says, and can be read."""
 
+import base64
+import html
+import io
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from common.config import TrainConfig
 from common.labs import __main__ as command
-from common.labs import find, slides
+from common.labs import find, pictures, shown_code, slides
 from common.launching.command_line import parse
 from step05_pipeline.schedules.__main__ import main as draw_schedule
 from step08_5d.planning.__main__ import main as plan
@@ -50,13 +54,56 @@ def test_its_labs_exist():
     assert len(named) > 20 and named <= find.all_labs().keys()
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.parent.name)
-def test_slides(lesson, tmp_path):
-    page = slides.write_slides(lesson.parent, tmp_path / "folder" / "slides.html").read_text()
-    text = lesson.read_text()
-    before, _, after = text.partition("\n## Exercises")
-    figures = re.findall(r"^!\[", before + after.partition("\n## ")[2], flags=re.MULTILINE)
-    assert page.count("data:image/") >= len(figures) > 0 and page.count("<section>") == page.count("</section>") > 8
+@pytest.fixture(params=LESSONS, ids=lambda path: path.parent.name, scope="module")
+def lesson(request, tmp_path_factory):
+    """A lesson, and its slides."""
+    path = slides.write_slides(request.param.parent, tmp_path_factory.mktemp("slides") / "folder" / "slides.html")
+    return request.param, path.read_text(encoding="utf-8")
+
+
+def test_slides_show_all_but_the_exercises(lesson):
+    path, page = lesson
+    text = re.sub(r"<details>.*?</details>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert not re.search(r"<h2>(Exercises|Answers)", page) and page.count("<section") == page.count("</section>") > 20
     assert "http" not in re.sub(r"data:image/\S+", "", page), "a slide needs the network"
-    assert "## Answers" not in page and "<h2>Exercises" not in page
-    assert not re.search(r"<figcaption>[^<]*\*", page)
+    for section in slides.sections(text):
+        said = [slides.inline(each) in page for each in slides.paragraphs(section.text)]
+        assert all(said) or section.heading in slides.LEFT_OUT, section.heading
+        blocks = slides.BLOCK.findall(section.text) if section.heading not in slides.LEFT_OUT else []
+        assert page.count("<pre") + page.count("<table") + page.count("<figure") >= len(blocks)
+
+
+def test_each_picture_has_its_sentence_and_can_be_read(lesson):
+    _, page = lesson
+    found = re.findall(r'<img alt=".*?" src="data:image/\w+;base64,(.*?)"><figcaption>(.*?)</figcaption>', page)
+    assert len(found) == page.count("<figure") > 3
+    for data, caption in found:
+        assert len(caption.split()) > 8 and "*" not in caption and "nimation" not in caption
+        size = Image.open(io.BytesIO(base64.b64decode(data))).size
+        room = pictures.BESIDE, pictures.above(len(caption))
+        assert max(pictures.scale(size, each) for each in room) >= pictures.SMALLEST
+
+
+def test_each_slide_says_where_it_belongs_and_its_code_where_it_is_from(lesson):
+    path, page = lesson
+    title = re.match(r"# (.*)", path.read_text(encoding="utf-8"))[1]
+    places = re.findall(r'<section data-place="(.*?)">', page)
+    assert all(each.startswith(title) for each in places)
+    code = [pre for pre in re.findall(r"<pre.*?>(.*?)</pre>", page, flags=re.DOTALL) if 'class="keyword"' in pre]
+    where = re.findall(r'<p class="where">(\S+), line (\d+)</p>', page)
+    assert len(where) >= len(code) and all((find.ROOT / file).is_file() for file, _ in where)
+
+
+def test_code_between_the_lines_around_it():
+    folder = find.ROOT / "step03_zero"
+    where, code = shown_code.in_context("weight = gather(shard)\ndy = dy * (activations.pop() > 0)\n", folder)
+    assert where == "", "half a line is no line"
+    lines = (folder / "sketch.py").read_text(encoding="utf-8").splitlines()
+    number = next(at for at, line in enumerate(lines) if "reduce_scatter(dweight)" in line)
+    where, code = shown_code.in_context(lines[number - 1].strip() + "\n" + lines[number].strip() + "\n", folder)
+    shown = html.unescape(re.sub(r"<.*?>", "", code)).splitlines()
+    assert where == f"step03_zero/sketch.py, line {number}" and shown[0].startswith("def train_step(")
+    assert shown[1].strip() == "..." and shown[4].strip() == lines[number - 1].strip()
+    colored = shown_code.colored('for x in "a#b":  # 1 < 2')
+    assert colored.startswith('<span class="keyword">for</span> x ') and '<span class="string">"a#b"</span>' in colored
+    assert colored.endswith('<span class="comment"># 1 &lt; 2</span>')
