@@ -12,7 +12,7 @@ from common.errors import UsageError
 from common.labs.lab import Lab
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-KINDS = ("write", "hunt", "predict", "schedule", "design")  # in the order in which a step's labs are best taken
+KINDS = ("write", "hunt", "predict", "schedule", "design", "gpu")  # in the order in which a step's labs are best taken
 
 
 def names_of_modules() -> list[str]:
