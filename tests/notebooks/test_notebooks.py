@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from common.counts import count_parameters
+from common.errors import UsageError
+from common.labs import notebook
+from common.labs.cut import bodies_of
+from common.labs.find import all_labs
 from common.launching.command_line import STEP_NAMES, parse
 from common.presets import resolve
 from tests.harness.ranks import ROOT
 from tests.parity.cases import ALL
 
-NOTEBOOKS = sorted((ROOT / "common/notebooks").glob("*.ipynb"))
+NOTEBOOKS = [ROOT / "common/notebooks" / f"{name}.ipynb" for name in ("first_hour", "two_gpus")]  # which train
+LABS = ROOT / "common/notebooks/labs.ipynb"
 SETTINGS = {"MODEL": "--steps 4", "COMMON": "--steps 4 --global-batch 16 --micro-batch 2 --dtype float16 --device cpu"}
 # Runs a notebook where it is, and stores what it shows
 EXECUTE = """
@@ -71,7 +76,7 @@ def test_its_commands_are_ours_and_nothing_is_stored(notebook):
     assert all((notebook.parent / link).is_file() for link in links)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+@pytest.mark.parametrize("notebook", [*NOTEBOOKS, LABS], ids=lambda path: path.stem)
 def test_packages_are_those_of_the_project(notebook):
     """The cell that installs them asks for the versions of pyproject.toml, and nothing that we do not need."""
     (needed,) = re.findall(r"^NEEDED = (.*)$", sources(notebook)[0], re.MULTILINE)
@@ -96,26 +101,83 @@ def test_the_first_hour_says_what_it_trains():
         assert words in text
 
 
-@pytest.mark.skipif(not ALL, reason="takes minutes: with TEST_ALL=1")
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
-def test_all_of_its_cells_run(notebook, tmp_path):
-    """In a copy of the project, by a Python that has the packages, but not the project: as on a lent machine."""
+def test_each_step_has_a_lab_to_start_fill_and_check():
+    cells = json.loads(LABS.read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    code = [
+        re.findall(r"^(?:start|check)\(\"(\S+)\"\)|^%%fill (\S+)", each, re.MULTILINE) for each in sources(LABS)[2:]
+    ]
+    assert all(len(each) == 1 for each in code)
+    ids = ["".join(each[0]) for each in code]
+    for step in range(1, 9):
+        first = next(lab for lab in all_labs().values() if lab.step == step and lab.kind == "write")
+        assert ids.count(first.id) == 2 + len(first.bodies)
+
+
+def test_a_cell_fills_a_gap(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(notebook, "home", tmp_path)
+    with pytest.raises(UsageError, match="has not been started"):
+        notebook.fill("write-01-a 2", "")
+    folder = tmp_path / "write-01-a"
+    folder.mkdir()
+    all_labs()["write-01-a"].start(folder, 1)
+    notebook.fill("write-01-a 2", "x = 1\nif x:\n    x = 2\n")
+    notebook.fill("write-01-a", "  y = 1\n")
+    assert "line " in capsys.readouterr().out
+    found = bodies_of((folder / "sketch.py").read_text(encoding="utf-8"))
+    assert found == ["y = 1\n", "x = 1\nif x:\n    x = 2\n"]
+    notebook.fill("write-01-a answer.toml", "peak = 3\n")
+    assert (folder / "answer.toml").read_text() == "peak = 3\n"
+    for line, message in (("write-01-a 3", "no gap 3"), ("write-01-a ../x.toml", "must be the name"), ("", "fill has")):
+        with pytest.raises(UsageError, match=message):
+            notebook.fill(line, "")
+
+
+def executed(path: Path, folder: Path) -> list[dict]:
+    """What a notebook shows, run by a Python that has the packages, but not the project: as on a lent machine."""
     import ipykernel
     import nbclient
     import nbformat
 
-    ignored = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__", "*.egg-info")
-    copy = shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored)
-    beside = tmp_path / notebook.name if notebook.stem == "first_hour" else copy / "common/notebooks" / notebook.name
-    nbformat.validate(nbformat.read(shutil.copy(notebook, beside), as_version=4))
-    venv.create(tmp_path / "env")
-    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    nbformat.validate(nbformat.read(path, as_version=4))
+    venv.create(folder / "env")
+    (packages,) = (folder / "env").glob("lib/python*/site-packages")
     found = {str(Path(each.__file__).parents[1]) for each in (torch, nbclient, ipykernel)}
     (packages / "found.pth").write_text("\n".join(found))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    python, environment["CUDA_VISIBLE_DEVICES"] = tmp_path / "env/bin/python", ""
-    subprocess.run([python, "-c", EXECUTE, beside], cwd=tmp_path, env=environment, check=True, timeout=1200)
-    shown = [output for cell in nbformat.read(beside, as_version=4).cells for output in cell.get("outputs", ())]
+    python, environment["CUDA_VISIBLE_DEVICES"] = folder / "env/bin/python", ""
+    subprocess.run([python, "-c", EXECUTE, path], cwd=folder, env=environment, check=True, timeout=1200)
+    return [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", ())]
+
+
+def clone(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns(".*", "runs", "tests", "__pycache__", "*.egg-info")
+    return shutil.copytree(ROOT, folder / "clone", ignore=ignored)
+
+
+@pytest.mark.skipif(not ALL, reason="takes minutes: with TEST_ALL=1")
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+def test_all_of_its_cells_run(notebook, tmp_path):
+    copy = clone(tmp_path)
+    beside = tmp_path / notebook.name if notebook.stem == "first_hour" else copy / "common/notebooks" / notebook.name
+    shown = executed(shutil.copy(notebook, beside), tmp_path)
     assert sum("image/png" in output.get("data", ()) for output in shown) >= 1
     printed = "".join(output.get("text", "") for output in shown)
     assert re.search(r"step +0/", printed) and not re.search(r"\bnan\b", printed) and (copy / "runs").is_dir()
+
+
+@pytest.mark.skipif(not ALL, reason="takes minutes: with TEST_ALL=1")
+def test_labs_are_solved_in_a_notebook(tmp_path):
+    """Cells as a student fills them, with our bodies: all eight labs pass. As they are stored, none does."""
+    copy, labs = clone(tmp_path), all_labs()
+    cells = json.loads(LABS.read_text(encoding="utf-8"))
+    for cell in cells["cells"]:
+        head, _, _ = "".join(cell["source"]).partition("\n")
+        if match := re.fullmatch(r"%%fill (\S+) ?(\d*)", head):
+            lab = labs[match[1]]
+            body = bodies_of((ROOT / lab.source).read_text(encoding="utf-8"))[lab.bodies[int(match[2] or 1) - 1] - 1]
+            cell["source"] = [f"{head}\n{body}"]
+    path = copy / "common/notebooks/labs.ipynb"
+    path.write_text(json.dumps(cells), encoding="utf-8")
+    printed = "".join(output.get("text", "") for output in executed(path, tmp_path))
+    assert len(re.findall(r"^write-0\d-a: passed", printed, re.MULTILINE)) == 8, printed[-4000:]
