@@ -2,6 +2,7 @@
 
 import base64
 import html
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -34,6 +35,10 @@ def test_its_commands_can_be_run(line, tmp_path, monkeypatch):
     if words[0] == "torchrun":
         assert words[1] == "--nproc_per_node" and (find.ROOT / words[3]).exists()
         configured(words[3], words[4:], int(words[2]))
+    elif words[0] in ("export", "bash"):  # in the folder of a hunt
+        assert line.startswith("export PYTHONPATH=$PWD") or words[1].endswith("run.sh")
+    elif words[1:4] in (["-m", "common.labs", "check"], ["-m", "common.labs", "watch"]):
+        assert len(words) == 4  # after the `start` above it
     elif words[1] != "-m":
         assert (find.ROOT / words[1]).exists()
         assert "train.py" not in words[1] or configured(words[1], words[2:], 1)
@@ -45,12 +50,23 @@ def test_its_commands_can_be_run(line, tmp_path, monkeypatch):
     elif words[2] in ("common.compare", "common.tracer"):  # after the runs above them
         runs = [word for word in words[3:] if word.startswith(str(tmp_path)) and not word.endswith(".png")]
         assert runs and all(f"--run-dir runs/{Path(run).relative_to(tmp_path)}" in PAGE.read_text() for run in runs)
+    elif words[2] == "step08_5d.labs.profiled":  # where there is a GPU
+        assert importlib.util.find_spec(words[2])
     else:
         assert {"step05_pipeline.schedules": draw_schedule, "step08_5d.planning": plan}[words[2]](words[3:]) == 0
 
 
+def test_what_it_promises_of_labs():
+    """Answers of those that a room does together; the number whose bug the loss hides, which divides twice."""
+    labs, text = find.all_labs(), PAGE.read_text(encoding="utf-8")
+    assert f"{labs['predict-02-a'].experiment(0).questions[0].expected:,.0f}" in text
+    assert f"is {labs['predict-01-a'].experiment(0).questions[0].expected / 1e6:.3f} MB"[3:] in text
+    assert "the mean is taken twice" in labs["hunt-02-a"].bug(2).why and "hunt-02-a --student 2" in text
+    assert "compare --zero 1" in labs["hunt-03-a"].bug(0).why
+
+
 def test_its_labs_exist():
-    named = set(re.findall(r"`((?:write|hunt|predict|schedule|design)-\d\d-\w)`", PAGE.read_text()))
+    named = set(re.findall(r"`((?:write|hunt|predict|schedule|design|gpu)-\d\d-\w)`", PAGE.read_text()))
     assert len(named) > 20 and named <= find.all_labs().keys()
 
 
