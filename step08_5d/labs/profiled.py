@@ -12,9 +12,11 @@ import sys
 import traceback
 from pathlib import Path
 
+import common.entry  # noqa: F401 (before torch: one thread per process by default)
+
+# isort: split
 import torch
 
-import common.entry  # noqa: F401
 from common.errors import UsageError, first_line
 from common.launching.command_line import OneLineParser, one_line_errors, summary
 
