@@ -106,6 +106,8 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
         except UsageError:
             row.notes.append("it does not say when it was made")
         row.notes += [f"left out: {each}" for each in row.submission.left_out]
+        if not row.submission.files:
+            row.notes.append("it is empty: no file of a lab was changed")
         row.who = roster.get(about["student"])
         if roster and row.who is None:
             row.notes.append(f"number {about['student']} ({about['name'] or 'no name'}) is not on the roster")
@@ -157,8 +159,10 @@ def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Path) -> Non
     about, here = submission.about["labs"], commit().rstrip("+")
     if submission.about["commit"] != here:
         row.notes.append(f"made with commit {submission.about['commit'][:20] or 'unknown'}, checked with {here}")
-    for id in labs or [id for id in find.all_labs() if id in submission.files]:
+    for id in labs or find.all_labs():
         if id not in submission.files:
+            if (said := about.get(id, {}).get("score", 0.0)) > 0:
+                row.notes.append(f"{id}: its record says {said:.0%}, but it has no file")
             continue
         said = about.get(id, {"student": row.who.number, "score": 0.0, "gave_up": False})
         if said["student"] not in (row.who.number, SHARED):

@@ -33,7 +33,7 @@ class Submission(NamedTuple):
 
     source: Path
     about: dict  # submission.json, with fields of the right types only
-    files: dict[str, dict[str, bytes]]  # by lab, then by path in its folder
+    files: dict[str, dict[str, bytes]]  # by lab, then by path in its folder; a lab that was only started has none
     left_out: tuple[str, ...]  # what was in the file and is not taken, and why
 
 
@@ -117,8 +117,6 @@ def read_submission(path: Path) -> Submission:
         lab, _, rest = name.partition("/")
         if name not in large:
             files.setdefault(lab, {})[rest] = content
-    if not files:
-        raise Unreadable("it is empty: there is no file of a lab in it")
     return Submission(path, about, files, tuple(left_out[:20]))
 
 
