@@ -8,6 +8,9 @@ python -m common.labs hint ID            the next of three hints; they are count
 python -m common.labs reset ID           its files anew; the old ones go to ID.old
 python -m common.labs solution ID        once it is passed, or with --give-up, which is recorded
 python -m common.labs report             scores of all labs, as a table and in runs/labs/report.json
+python -m common.labs submit             one file with what you have done, for whoever teaches
+python -m common.labs grade FOLDER       check the submissions of a class again (teaching.md)
+python -m common.labs board [FOLDER]     the room's score board of the design labs
 python -m common.labs slides [STEP]      the lessons' figures as slides, in runs/slides
 """
 
@@ -22,9 +25,13 @@ from pathlib import Path
 import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.labs import find
+from common.labs.answers import kept
+from common.labs.board import draw_board, publish
 from common.labs.lab import Lab, Verdict
 from common.labs.slides import write_slides
-from common.labs.state import HOME, Progress, State
+from common.labs.state import HOME, Progress, State, checked_number
+from common.labs.submit import submit
+from common.labs.watch import watch as watch_folder
 from common.launching.command_line import OneLineParser, one_line_errors
 
 COMMAND = "python -m common.labs"
@@ -38,24 +45,35 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", nargs="?", default="list", choices=("list", *COMMANDS), metavar="COMMAND")
     parser.add_argument("id", nargs="?", metavar="ID", help="of a lab, such as write-03-a; for slides, a step")
     parser.add_argument("--give-up", action="store_true", help="read a solution before the lab is passed")
-    parser.add_argument("--student", type=int, metavar="N", help="your number, which chooses variants; it is kept")
+    parser.add_argument("--student", type="text", metavar="N", help="your number, which chooses variants; it is kept")
+    parser.add_argument("--name", type="text", help="yours, for submit and the score board; it is kept")
+    parser.add_argument("--board", type=Path, metavar="DIR", help="a folder for the room's score board; it is kept")
     parser.add_argument("--home", type=Path, default=HOME, metavar="DIR", help="where files and results are kept")
-    options = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv[:1] == ["grade"]:  # it has flags of its own
+            from common.labs.grade import main as grade_class
+
+            return grade_class(argv[1:])
+        options = parser.parse_args(argv)
         return carry_out(options, State.load(options.home))
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
-        raise UsageError(f"{error.filename}: {error.strerror}") from None
+        where = f"{error.filename}: " if error.filename else ""
+        raise UsageError(f"{where}{error.strerror or error}") from None
+    except KeyboardInterrupt:
+        print("\nended by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 def carry_out(options: argparse.Namespace, state: State) -> int:
     """Do the command of the command line. Returns 1 if a check was not passed."""
-    if options.student is not None:
-        if options.student < 0:
-            raise UsageError(f"--student {options.student} must be at least 0")
-        state.student = options.student
-        state.save()
+    told = {} if options.student is None else {"student": checked_number(options.student)}
+    told |= {} if options.name is None else {"name": " ".join(options.name.split())[:80]}
+    told |= {} if options.board is None else {"board": str(options.board.absolute())}
+    if told:
+        state.update(lambda state: vars(state).update(told))
     if options.give_up and options.command != "solution":
         raise UsageError("--give-up belongs to `solution`")
     if options.command == "list":
@@ -64,6 +82,11 @@ def carry_out(options: argparse.Namespace, state: State) -> int:
         return report(state)
     if options.command == "slides":
         return slides(options.id)
+    if options.command == "submit":
+        print(f"Hand in {shown(submit(state, options.id))}.")
+        return 0
+    if options.command == "board":
+        return draw_board(Path(options.id) if options.id else Path(state.board or state.home))
     id = options.id or (state.current if options.command in ("check", "watch") else None)
     if id is None:
         raise UsageError(f"{options.command} needs the id of a lab, such as {next_lab(state).id}")
@@ -94,20 +117,23 @@ def show_list(state: State) -> int:
 
 def start(state: State, lab: Lab) -> None:
     folder = state.folder(lab)
-    state.current = lab.id
-    if not folder.exists():
-        make(state, lab)
-    state.labs.setdefault(lab.id, Progress(student=state.student))
-    state.save()
+
+    def started(state: State) -> None:
+        state.current = lab.id
+        state.progress(lab)
+
+    if not folder.exists():  # a lab whose folder was deleted keeps its variant
+        make(state, lab, state.labs.get(lab.id, Progress(student=state.student)).student)
+    state.update(started)
     print(f"# {lab.id}: {lab.title}\n\n{lab.task}\n\nYour files are in {shown(folder)}. Then: {COMMAND} check")
 
 
-def make(state: State, lab: Lab) -> None:
-    """Make a lab's folder, all of it or nothing."""
+def make(state: State, lab: Lab, student: int) -> None:
+    """Make a lab's folder for this student's number, all of it or nothing."""
     folder, part = state.folder(lab), state.home / f"{lab.id}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    lab.start(part, state.student)
+    lab.start(part, student)
     (part / "TASK.md").write_text(f"# {lab.id}: {lab.title}\n\n{lab.task}\n", encoding="utf-8")
     part.rename(folder)
 
@@ -123,13 +149,15 @@ def grade(state: State, lab: Lab) -> Verdict:
         usual = f"last time it took {progress.seconds:.0f} s" if progress.seconds else "this may take up to a minute"
         print(f"Checking {lab.id}: {usual}.", file=sys.stderr)
     verdict = lab.check(state.folder(lab), progress.student)
-    progress.seconds = time.monotonic() - begun
-    progress.checks += 1
-    progress.score = max(progress.score, verdict.score)
-    state.save()
+    seconds = time.monotonic() - begun
     print(f"{lab.id}: {'passed' if verdict.passed else f'{verdict.score:.0%}'}")
     for line in verdict.feedback:
         print(f"  {line}")
+    first = next(iter(kept(state.folder(lab) / "stored.jsonl")), {})
+    state.try_to_update(lambda state: state.progress(lab).note(verdict, seconds, first))
+    if state.board and lab.kind == "design":
+        publish(state)
+    progress = state.labs[lab.id]
     if verdict.passed:
         print(f"  To compare with ours: {COMMAND} solution {lab.id}")
     elif progress.hints < len(lab.hints):
@@ -138,32 +166,21 @@ def grade(state: State, lab: Lab) -> Verdict:
 
 
 def watch(state: State, lab: Lab) -> None:
-    """Check on every save until Ctrl-C. It stays at this lab, also when it is passed."""
-    print(f"Watching {shown(state.folder(lab))}; Ctrl-C ends it.", flush=True)
-    before = None
+    """Check on every save until Ctrl-C."""
+    folder = state.folder(lab)
     try:
-        while True:
-            now = saved(state.folder(lab))
-            if now != before:
-                before = now
-                print(flush=True)
-                grade(state, lab)
-            time.sleep(0.3)
+        watch_folder(shown(folder), lambda: grade(state, lab), lambda: hint(state, lab))
     except KeyboardInterrupt:
         print()
 
 
-def saved(folder: Path) -> dict[Path, float]:
-    """When each of the files that a student writes was last changed. (Checks and runs write others.)"""
-    files = [path for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".csv")]
-    return {path: path.stat().st_mtime for path in files}
-
-
 def hint(state: State, lab: Lab) -> None:
+    def read_on(state: State) -> None:
+        progress = state.progress(lab)
+        progress.hints = min(progress.hints + 1, len(lab.hints))
+
+    state.update(read_on)
     progress = state.labs[lab.id]
-    if progress.hints < len(lab.hints):
-        progress.hints += 1
-        state.save()
     for number, text in enumerate(lab.hints[: progress.hints], start=1):
         print(f"hint {number} of {len(lab.hints)}: {text}")
     if progress.hints == len(lab.hints):
@@ -177,9 +194,8 @@ def reset(state: State, lab: Lab) -> None:
         old = next(path for name in names if not (path := state.home / name).exists())
         folder.rename(old)
         print(f"What you had is in {shown(old)}.")
-    make(state, lab)
-    state.labs[lab.id].student = state.student
-    state.save()
+    make(state, lab, state.student)
+    state.update(lambda fresh: setattr(fresh.progress(lab), "student", state.student))
     print(f"{shown(folder)} is as it was at the start.")
 
 
@@ -188,8 +204,7 @@ def solution(state: State, lab: Lab, give_up: bool) -> int:
     if not (progress.passed or progress.gave_up or give_up):
         raise UsageError(f"{lab.id} is not passed yet; --give-up shows the solution, and is recorded")
     if give_up and not progress.passed:
-        progress.gave_up = True
-        state.save()
+        state.update(lambda state: setattr(state.progress(lab), "gave_up", True))
     print(lab.solution(progress.student))
     return 0
 
@@ -200,14 +215,14 @@ def report(state: State) -> int:
         progress = state.labs.get(lab.id, Progress())
         row = {"id": lab.id, "score": 0.0 if progress.gave_up else progress.score}
         rows.append(row | {"checks": progress.checks, "hints": progress.hints, "gave_up": progress.gave_up})
-    state.home.mkdir(parents=True, exist_ok=True)
-    path = state.home / "report.json"
-    path.write_text(json.dumps({"student": state.student, "labs": rows}, indent=2) + "\n", encoding="utf-8")
     print(f"{'lab':13} {'score':>6} {'checks':>7} {'hints':>6}")
     for row in rows:
         note = "  given up" if row["gave_up"] else ""
         print(f"{row['id']:13} {row['score']:6.0%} {row['checks']:7} {row['hints']:6}{note}")
+    path = state.home / "report.json"
     print(f"student {state.student}: {sum(row['score'] for row in rows):.2f} of {len(rows)}; written to {shown(path)}")
+    state.home.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"student": state.student, "labs": rows}, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -227,7 +242,7 @@ def shown(path: Path) -> Path:
 
 
 COMMANDS = {"start": start, "check": check, "watch": watch, "hint": hint, "reset": reset, "solution": solution}
-COMMANDS |= {"report": report, "slides": slides}
+COMMANDS |= {"report": report, "slides": slides, "submit": submit, "grade": grade, "board": draw_board}
 
 
 if __name__ == "__main__":

@@ -1,12 +1,21 @@
-"""A student's answers to questions: a file answer.toml with a line for each, `name = value`."""
+"""A student's answers to questions: a file answer.toml with a line for each, `name = value`.
 
+A number may be written as one would say it: `135_808`, `135,808`, `1.36e5` or `2 * 4 * 33952`.
+"""
+
+import ast
+import json
 import math
+import operator
 import re
 from pathlib import Path
 
 from common.errors import UsageError
 
-LINE = re.compile(r"""(\w+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([-+\w.]*))\s*(?:\#.*)?""")
+LINE = re.compile(r"""(\w+)\s*=\s*(?:["“”]([^"“”]*)["“”]|'([^']*)'|([^"'“”#]*))\s*(?:\#.*)?""")
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+DIGITS = 40  # that a number may have
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def read_answers(folder: Path) -> dict[str, str]:
@@ -17,25 +26,80 @@ def read_answers(folder: Path) -> dict[str, str]:
     path, found = folder / "answer.toml", {}
     if not path.is_file():
         raise UsageError(f"{path} is missing: `reset` brings it back")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from None
+    for number, line in enumerate(lines, 1):
         if line.strip() and not line.strip().startswith("#"):
             match = LINE.fullmatch(line.strip())
             if not match:
-                raise UsageError(f"{path}, line {number}: {line.strip()!r} is not of the form name = value")
-            found[match[1]] = next((each for each in match.groups()[1:] if each is not None), "")
+                raise UsageError(f"{path}, line {number}: {line.strip()!r:.100} is not of the form name = value")
+            value = next((each for each in match.groups()[1:] if each is not None), "").strip()
+            if value.isdecimal() and len(value) > DIGITS:
+                raise UsageError(f"{path}, line {number}: {match[1]} has {len(value)} digits")
+            found[match[1]] = value
     return found
 
 
 def number(answers: dict[str, str], name: str) -> float | None:
-    """The number that was answered, which may have underscores; None if there is no answer yet.
+    """The number that was answered; None if there is no answer yet.
 
-    Raises UsageError if it is no number.
+    Raises UsageError, which says why, if it is no number.
     """
-    text = answers.get(name, "").replace("_", "")
+    text = answers.get(name, "")
+    if not text:
+        return None
     try:
-        value = float(text) if text else None
-        if value is not None and not math.isfinite(value):
-            raise ValueError
-        return value
-    except ValueError:
-        raise UsageError(f"answer.toml: {name} = {text} is not a number") from None
+        plain = THOUSANDS.sub(lambda match: match[0].replace(",", ""), text).replace("_", "")
+        value = float(_value(ast.parse(plain.replace("×", "*").replace("^", "**"), mode="eval").body))
+    except OverflowError:
+        value = math.inf
+    except ZeroDivisionError:
+        raise UsageError(f"answer.toml: {name} = {text:.60} divides by zero") from None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        comma = "; write a decimal point, not a comma" if re.fullmatch(r"\d+,\d+", text) else ""
+        raise UsageError(f"answer.toml: {name} = {text:.60} is not a number{comma}") from None
+    if not math.isfinite(value):
+        raise UsageError(f"answer.toml: {name} = {text:.60} is not a number: it is too large for one") from None
+    return value
+
+
+def _value(node: ast.AST) -> float:
+    """Of an expression of numbers, + - * / ** and brackets. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return float(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        return _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return float(_value(node.left) ** _value(node.right))  # of floats, it is quick, whatever the exponent
+    raise ValueError(ast.dump(node))
+
+
+def keep(path: Path, row: dict) -> str | None:
+    """Add a line to a file of rows. Returns why that cannot be done, on a full disk or in a read-only folder."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        return f"{path.name} cannot be written: {error.strerror}"
+    return None
+
+
+def kept(path: Path) -> list[dict]:
+    """The rows of such a file; lines that are damaged do not count."""
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

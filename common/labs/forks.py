@@ -127,4 +127,5 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for whoever has started this, and shows no stack here
     main(sys.argv[1])

@@ -4,7 +4,6 @@ A wrong answer that some other formula gives is told which one. What was measure
 the command for all: whoever wants to know can run it.
 """
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.compare import Record
-from common.labs.answers import number, read_answers
+from common.labs.answers import keep, number, read_answers
 from common.labs.find import ROOT
 from common.labs.lab import Lab, Verdict
 from common.labs.training import Launch, train
@@ -62,13 +61,14 @@ class Predict(Lab):
         values = [number(answers, question.name) for question in asked.questions]
         if all(value is None for value in values):
             return Verdict(0.0, ("No answer yet: predict at least one number in answer.toml, then check.",))
-        with (folder / "stored.jsonl").open("a", encoding="utf-8") as file:  # before anything is measured
-            file.write(json.dumps({question.name: value for question, value in zip(asked.questions, values)}) + "\n")
+        row = {question.name: value for question, value in zip(asked.questions, values)}
+        lost = keep(folder / "stored.jsonl", row)  # before anything is measured
         commands = [
             f"  {training.command(f'runs/{self.id}-{index}', self.base)}"
             for index, training in enumerate(asked.trainings)
         ]
-        lines, right = ["Your answer is stored. What measures it:", *commands], 0
+        stored = f"Your answer is not stored: {lost}." if lost else "Your answer is stored."
+        lines, right = [f"{stored} What measures it:", *commands], 0
         for question, value, measured in zip(asked.questions, values, self.measured(asked)):
             passed, line = grade(question, value, measured)
             right += passed

@@ -8,9 +8,11 @@ import importlib.util
 import linecache
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -78,14 +80,27 @@ def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
         size = max(case.ranks for case in cases)
         ranks = [context.Process(target=_rank, args=(rank, folder, id, str(file), cases)) for rank in range(size)]
         try:
+            if method == "forkserver":
+                _start_fork_server()
             for process in ranks:
                 process.start()
             _wait_for(ranks, Path(folder), len(cases), id)
         finally:
-            for process in ranks:
+            for process in (each for each in ranks if each.pid):  # after Ctrl-C, some may not have begun
                 process.kill()
                 process.join()
         return _collect(Path(folder), cases)
+
+
+def _start_fork_server() -> None:
+    """Start it deaf to Ctrl-C, which goes to all processes of a terminal: ranks end with whoever has started them."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set what becomes of signals
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _wait_for(ranks: list, folder: Path, cases: int, label: str) -> None:

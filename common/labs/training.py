@@ -60,6 +60,8 @@ def run_jobs(path: Path) -> None:
     require("a lab that trains", FORK)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
+    if guard := environment.get("LABS_GUARD"):  # of `confined`, while submissions are graded
+        environment["PYTHONPATH"] = guard
     subprocess.run([sys.executable, FORKS, path], env=environment, stdin=subprocess.DEVNULL, check=True)
 
 

@@ -97,12 +97,19 @@ CHANGES = (
     ),
     Edit(TRAIN, "/ batches.target_tokens", "/ (batches.target_tokens / config.accumulation_steps)"),
     Edit("step02_data_parallel/data_parallel.py", "parameter.spec.owner &= group.rank == 0", "pass"),
+    Edit(
+        "step02_data_parallel/data_parallel.py",
+        "            bucket.start_over()\n        self.next_bucket = 0",
+        "            collectives.all_reduce(bucket.flat, self.group)\n            bucket.start_over()\n"
+        "        self.next_bucket = 0",
+    ),
 )
 
 
 def norms_of(student: int) -> Experiment:
     ranks, size = 2 + student % 2, (1, 2)[student // 2 % 2]
     batches = 12 // ranks // size
+    asked = [index for index in range(len(CHANGES)) if index != (3, 0, 1, 2)[student // 4 % 4]]
     other = {"lets it cancel: it would, in the updates of Adam, but the norm is taken before": 1.0}
     questions = (
         Question(
@@ -117,7 +124,7 @@ def norms_of(student: int) -> Experiment:
         ),
         Question(
             "own_mean",
-            "Instead, each micro-batch's loss is divided by 1/M of the batch's tokens, if a rank has M "
+            "Each micro-batch's loss is divided by 1/M of the batch's tokens, if a rank has M "
             "micro-batches. By\n"
             "which factor does the norm change?",
             0.01,
@@ -127,7 +134,7 @@ def norms_of(student: int) -> Experiment:
         ),
         Question(
             "owners",
-            "Instead, all ranks count all gradients in the norm, and none is left out as a copy. By which factor "
+            "All ranks count all gradients in the norm, and none is left out as a copy. By which factor "
             "does the\n"
             "norm change?",
             0.01,
@@ -135,13 +142,25 @@ def norms_of(student: int) -> Experiment:
             "Squares are added up: N times their sum, so the square root of N in the norm.",
             {"forgets that squares are added up, and then the root is taken": float(ranks), **other},
         ),
+        Question(
+            "twice",
+            "What was summed over ranks is all-reduced once more. By which factor does the norm of step 0 change?",
+            0.01,
+            ranks,
+            "After the first all-reduce, all ranks have the same sum, and the second adds up N copies of it.",
+            {
+                "takes the second all-reduce for a mean": 1 / ranks,
+                "takes the square root, as if the copies were independent": ranks**0.5,
+                "takes an all-reduce of equal numbers for one that changes nothing": 1.0,
+            },
+        ),
     )
     trainings = (Launch(TRAIN, f"--micro-batch {size}", ranks),) * 4
 
     def root(folder: Path, index: int) -> Path:
         if index == 0:
             return ROOT
-        return copy_project(folder / f"copy{index}", 2, CHANGES[index - 1 : index])
+        return copy_project(folder / f"copy{index}", 2, (CHANGES[asked[index - 1]],))
 
     def measure(found: list[Record]) -> tuple[float, ...]:
         right, *changed = (run.value(0, "grad_norm") for run in found)
@@ -150,6 +169,7 @@ def norms_of(student: int) -> Experiment:
     given = (
         f"{ranks} ranks share 12 sequences, {size} per micro-batch. Somebody changes a line; each change is made alone."
     )
+    questions = tuple(questions[index] for index in asked)
     return Experiment(given, questions, trainings, measure, root)
 
 

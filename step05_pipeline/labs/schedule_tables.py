@@ -23,14 +23,16 @@ Leave backwards whole.
             "Do all forwards first, and look at how much the first rank holds. Which of its actions gives memory back?",
             "The last rank can do B0 right after F0. How many forwards must a rank before it have done by then, if "
             "it is not to wait?",
-            "Rank r of p begins with p - r forwards, then takes turns: one backward, one forward; the backwards that "
-            "are left come last.",
+            "Rank r of p begins with p - r forwards, or with as many as it may hold, then takes turns: one backward, "
+            "one forward; the backwards that are left come last.",
         ),
         cases=(
             Case(3, 6, Costs(), 3),
             Case(4, 6, Costs(), 4),
             Case(3, 7, Costs(F=2, I=2, W=1), 3),
             Case(4, 5, Costs(F=1, I=2, W=1), 4),
+            Case(4, 6, Costs(), 2),  # less memory than 1F1B takes: how much time does that cost?
+            Case(4, 7, Costs(F=2, I=2, W=1), 3),
         ),
         split=False,
     ),
@@ -56,6 +58,8 @@ counts from F until the gradients of that micro-batch are complete: a late W hol
             Case(4, 6, Costs(), 4),
             Case(3, 5, Costs(F=2, I=2, W=1), 3),
             Case(4, 7, Costs(F=1, I=2, W=1), 4),
+            Case(3, 6, Costs(), 5),  # more memory than 1F1B takes: what can it buy?
+            Case(4, 8, Costs(), 7),
         ),
     ),
 ]

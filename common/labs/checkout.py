@@ -1,0 +1,117 @@
+"""Clean checkouts of the project, in which submissions are checked: none uses the student's copy of the checks."""
+
+import base64
+import compileall
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.labs.find import ROOT
+from common.launching.process_tree import kill, new_mark
+
+START = 60.0  # seconds that the process may take besides its checks
+CODE = ("common", "step0*")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the check of one lab."""
+
+    seconds: float = 180.0
+    memory: float = 8.0  # GB, of each process
+
+
+@dataclass
+class Checked:
+    """What became of one lab."""
+
+    id: str
+    score: float = 0.0
+    feedback: list[str] = field(default_factory=list)
+    fault: str = ""  # why its check did not come to an end
+    seconds: float = 0.0
+    network: str = ""
+
+
+def clean_checkout(folder: Path) -> Path:
+    """Write the project's last commit into `folder`, compiled; without git, the files as they are here. Returns it."""
+    try:
+        command = ["git", "-C", str(ROOT), "archive", "HEAD"]
+        content = subprocess.run(command, capture_output=True, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            archive.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(folder)
+    except (OSError, subprocess.CalledProcessError):
+        for part in (path for pattern in CODE for path in ROOT.glob(pattern)):
+            shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in folder.iterdir():
+        if path.name not in {each.name for pattern in CODE for each in folder.glob(pattern)} and path.is_dir():
+            shutil.rmtree(path)  # tests hold solutions, and no check needs them
+    compileall.compile_dir(folder, quiet=2)
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of all files of a checkout, by path."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def check_in_copy(pristine: Path, asked: list[dict], limits: Limits) -> tuple[list[Checked], list[str]]:
+    """Check labs of one submission. Returns what became of each, and which files of the checkout have changed.
+
+    Args:
+        asked: for each lab its `id`, the `student` whose variant it is, and `files`, bytes by path.
+    """
+    results, left = [], [lab | {"files": _encoded(lab["files"])} for lab in asked]
+    if not left:
+        return [], []
+    with tempfile.TemporaryDirectory(prefix="labs-", ignore_cleanup_errors=True) as folder:
+        copy = shutil.copytree(pristine, Path(folder) / "project")
+        before = digests(copy)
+        while left:
+            found = _run(copy, Path(tempfile.mkdtemp(dir=folder)), left, limits)
+            results += found
+            left = left[len(found) :]
+            if left and len(found) == 0:
+                results.append(Checked(left.pop(0)["id"], fault="it ended the process that checks it"))
+        after = digests(copy)
+    return results, sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+
+
+def _encoded(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: base64.b64encode(content).decode() for name, content in files.items()}
+
+
+def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits) -> list[Checked]:
+    """Let a process check labs, one after the other. Returns those that it came to the end of."""
+    word, mark = uuid.uuid4().hex, new_mark()
+    job = {"word": word, "labs": labs, "folder": str(scratch), "seconds": limits.seconds, "memory": limits.memory}
+    environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
+    environment |= {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": LOOP}
+    environment |= {"MPLCONFIGDIR": str(copy.parent / "fonts"), "PYTHONDONTWRITEBYTECODE": "1", mark[0]: mark[1]}
+    command = [sys.executable, "-m", "common.labs.recheck"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **pipes)
+    try:
+        text, _ = process.communicate(json.dumps(job).encode(), START + len(labs) * (limits.seconds + 5))
+    except subprocess.TimeoutExpired as error:
+        text = error.stdout or b""
+    finally:
+        kill(process, mark)
+        process.wait()
+        process.stdout.close()
+    lines = [line.split(" ", 1) for line in text.decode(errors="replace").splitlines()]
+    return [Checked(**json.loads(rest[0])) for first, *rest in lines if first == word and rest]
+
+
+LOOP = "lo0" if sys.platform == "darwin" else "lo"  # over which ranks talk: they may have no other network

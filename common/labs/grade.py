@@ -1,0 +1,254 @@
+"""`python -m common.labs grade FOLDER --roster class.csv`: check the submissions of a class again.
+
+What a submission says of its scores counts for nothing. Each is checked in a copy of a clean checkout, by a process of
+its own, without network and within limits. One that hangs, crashes or cheats does not keep the others from their
+grades. It writes grades.csv, marker.html with what people have to read, and for each student a results.json as
+Gradescope reads them.
+"""
+
+import csv
+import json
+import queue
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from common.errors import UsageError
+from common.labs import find
+from common.labs.checkout import Checked, Limits, check_in_copy, clean_checkout
+from common.labs.find import ROOT
+from common.labs.marker import write_page, written_by
+from common.labs.roster import Student, hours_late, moment, read_roster
+from common.labs.submit import Submission, Unreadable, commit, read_submission
+from common.launching.command_line import OneLineParser
+from common.launching.system import FORK, require
+
+SHARED = 0  # the number under which a class works together: its variants are accepted from everybody
+
+
+@dataclass
+class Row:
+    """What is known of one student, or of one file that is nobody's."""
+
+    who: Student | None
+    file: str = ""
+    submission: Submission | None = None
+    submitted: datetime | None = None
+    deadline: datetime | None = None
+    results: dict[str, Checked] = field(default_factory=dict)  # by lab
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.who.name if self.who else ""
+
+    @property
+    def late(self) -> float:
+        return hours_late(self.submitted, self.deadline)
+
+    @property
+    def total(self) -> float:
+        return sum(result.score for result in self.results.values())
+
+
+def main(argv: list[str]) -> int:
+    """Grade a folder. Raises UsageError for what cannot be understood; a bad submission is a row with a note."""
+    parser = OneLineParser(prog="python -m common.labs grade", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="of files that `submit` has made, or of unpacked ones")
+    parser.add_argument("--roster", type=Path, metavar="CSV", help="columns number and name; also deadline, submitted")
+    parser.add_argument("--labs", type="text", metavar="ID,ID", help="what was to be done; by default, all labs there")
+    parser.add_argument("--deadline", type="text", metavar="TIME", help="such as '2026-03-01 18:00', for a column")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "graded", metavar="DIR", help="for the results")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="submissions at once; seconds need one")
+    parser.add_argument("--seconds", type=float, default=180.0, metavar="X", help="that a lab's check may take")
+    parser.add_argument("--memory", type=float, default=8.0, metavar="GB", help="that each of its processes may have")
+    options = parser.parse_args(argv)
+    require("grade", FORK)
+    if not options.folder.is_dir():
+        raise UsageError(f"{options.folder} is no folder")
+    for name in ("jobs", "seconds", "memory"):
+        if not 0 < getattr(options, name) < 1e6:
+            raise UsageError(f"--{name} {getattr(options, name)} must be more than 0")
+    labs = [find.lab(id).id for id in options.labs.split(",")] if options.labs else []
+    deadline = moment(options.deadline) if options.deadline else None
+    roster = read_roster(options.roster) if options.roster else {}
+    rows = collect(options.folder, roster, deadline)
+    check_all(rows, labs, Limits(options.seconds, options.memory), options.jobs)
+    labs = labs or [id for id in find.all_labs() if any(id in row.results for row in rows)]
+    note_same_code(rows)
+    write_all(rows, labs, options.out)
+    return 0
+
+
+# ---- who has handed in what ------------------------------------------------------------------------------------------
+
+
+def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None) -> list[Row]:
+    """A row for everybody on the roster, and then one for each file that is nobody's, or has no one's number."""
+    mine: dict[int, list[Row]] = {}
+    others = []
+    hidden = (path for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    paths = [folder] if (folder / "submission.json").exists() else list(hidden)  # Gradescope unpacks them
+    for path in paths:
+        row = Row(None, path.name)
+        try:
+            row.submission = read_submission(path)
+        except Unreadable as error:
+            row.notes.append(str(error))
+            others.append(row)
+            continue
+        about = row.submission.about
+        try:
+            row.submitted = moment(about["made"])
+        except UsageError:
+            row.notes.append("it does not say when it was made")
+        row.notes += [f"left out: {each}" for each in row.submission.left_out]
+        if not row.submission.files:
+            row.notes.append("it is empty: no file of a lab was changed")
+        row.who = roster.get(about["student"])
+        if roster and row.who is None:
+            row.notes.append(f"number {about['student']} ({about['name'] or 'no name'}) is not on the roster")
+        row.who = row.who or Student(about["student"], about["name"])
+        if about["name"] and roster and about["name"].casefold() != row.who.name.casefold():
+            row.notes.append(f"the file says {about['name']!r}, the roster {row.who.name!r}")
+        mine.setdefault(row.who.number, []).append(row)
+    rows = []
+    for number, student in (roster | {number: each[0].who for number, each in mine.items()}).items():
+        found = sorted(mine.get(number, []), key=lambda row: (row.submitted is not None, row.submitted or 0, row.file))
+        row = found[-1] if found else Row(student, notes=["nothing was handed in"])
+        if found[1:]:
+            row.notes.append(f"{len(found)} files; the last one counts, not {', '.join(x.file for x in found[:-1])}")
+        row.submitted = student.submitted or row.submitted
+        row.deadline = student.deadline or deadline
+        rows.append(row)
+    return sorted(rows, key=lambda row: row.who.number) + others
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_all(rows: list[Row], labs: list[str], limits: Limits, jobs: int) -> None:
+    """Check all submissions, some at once. Each has a copy of a clean checkout, which nobody else uses."""
+    waiting = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True) as folder:
+        pristine = clean_checkout(Path(folder) / "checkout")
+        for row in rows:
+            if row.submission:
+                waiting.put(row)
+        with ThreadPoolExecutor(jobs) as pool:
+            done = [pool.submit(_check_rows, waiting, labs, limits, pristine) for _ in range(jobs)]
+            for each in done:
+                each.result()
+
+
+def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine: Path) -> None:
+    while True:
+        try:
+            row = waiting.get_nowait()
+        except queue.Empty:
+            return
+        _check_row(row, labs, limits, pristine)
+        print(f"{row.who.number:>6}  {row.name[:30]:30}  {row.total:5.2f}  {row.file}", flush=True)
+
+
+def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Path) -> None:
+    submission, asked = row.submission, []
+    about, here = submission.about["labs"], commit().rstrip("+")
+    if submission.about["commit"] != here:
+        row.notes.append(f"made with commit {submission.about['commit'][:20] or 'unknown'}, checked with {here}")
+    for id in labs or find.all_labs():
+        if id not in submission.files:
+            if (said := about.get(id, {}).get("score", 0.0)) > 0:
+                row.notes.append(f"{id}: its record says {said:.0%}, but it has no file")
+            continue
+        said = about.get(id, {"student": row.who.number, "score": 0.0, "gave_up": False})
+        if said["student"] not in (row.who.number, SHARED):
+            row.results[id] = Checked(id, fault=f"it is the variant of number {said['student']}")
+        else:
+            asked.append({"id": id, "student": said["student"], "files": submission.files[id]})
+    results, changed = check_in_copy(pristine, asked, limits)
+    if changed:
+        row.notes.append(f"it CHANGED THE CHECKS, so nothing counts: {', '.join(changed[:3])}")
+    for result in results:
+        said = about.get(result.id, {})
+        if changed:
+            result.score = 0.0
+        if said.get("score", 0.0) > result.score + 0.005:
+            row.notes.append(f"{result.id}: its record says {said['score']:.0%}, the check {result.score:.0%}")
+        if said.get("gave_up"):
+            result.feedback.append(f"The solution was read before it was passed: {result.score:.0%} counts as 0.")
+            result.score = 0.0
+        if result.fault:
+            row.notes.append(f"{result.id}: {result.fault}")
+        row.results[result.id] = result
+    for result in row.results.values():
+        if result.fault.startswith("it is the variant"):
+            row.notes.append(f"{result.id}: {result.fault}, so it counts as 0")
+
+
+def note_same_code(rows: list[Row]) -> None:
+    """Note who has handed in the same code of a write lab, whatever its comments and spaces."""
+    seen: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        for id in row.results:
+            if id.startswith("write") and (code := written_by(row.submission.files[id])):
+                seen.setdefault((id, code), []).append(row)
+    for (id, _), group in seen.items():
+        for row in group if len(group) > 1 else ():
+            others = ", ".join(str(each.who.number) for each in group if each is not row)
+            row.notes.append(f"{id}: the same code as number {others}")
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
+    """Write the table, Gradescope's files and the marker's page."""
+    (out / "results").mkdir(parents=True, exist_ok=True)
+    with (out / "grades.csv").open("w", encoding="utf-8-sig", newline="") as file:  # spreadsheets want the mark
+        table = csv.writer(file)
+        table.writerow(["number", "name", "file", "submitted", "deadline", "late_hours", *labs, "total", "hints"]
+                       + ["given_up", "notes"])  # fmt: skip
+        table.writerows([harmless(cell) for cell in cells(row, labs)] for row in rows)
+    for row in rows:
+        if row.submission:
+            path = out / "results" / f"{row.who.number}.json"
+            path.write_text(json.dumps(gradescope(row, labs), indent=2) + "\n", encoding="utf-8")
+    page = write_page(rows, labs, out / "marker.html")
+    networks = {result.network for row in rows for result in row.results.values()} - {""}
+    if networks:
+        print(f"Network of the submissions: {' and '.join(sorted(networks))}.")
+    print(f"Wrote {out / 'grades.csv'}, {page}, and {out / 'results'} for Gradescope.")
+    if odd := [row for row in rows if row.notes]:
+        print(f"{len(odd)} of {len(rows)} rows have notes; look at these.", file=sys.stderr)
+
+
+def cells(row: Row, labs: list[str]) -> list:
+    """A line of the table. A lab that was not handed in has an empty cell, and counts as 0."""
+    about = row.submission.about["labs"] if row.submission else {}
+    times = [each.strftime("%Y-%m-%d %H:%M") if each else "" for each in (row.submitted, row.deadline)]
+    scores = [f"{row.results[id].score:.3f}" if id in row.results else "" for id in labs]
+    hints = sum(about[id]["hints"] for id in labs if id in about)
+    gave_up = " ".join(id for id in labs if id in about and about[id]["gave_up"])
+    head = [row.who.number if row.who else "", row.name, row.file, *times, f"{row.late:.1f}"]
+    return [*head, *scores, f"{row.total:.3f}", hints, gave_up, "; ".join(row.notes)]
+
+
+def harmless(cell):
+    """Text that no spreadsheet takes for a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r") else cell
+
+
+def gradescope(row: Row, labs: list[str]) -> dict:
+    """What Gradescope reads of one submission (gradescope-autograders.readthedocs.io, "Output format")."""
+    tests = []
+    for id in labs:
+        result = row.results.get(id) or Checked(id, feedback=["not handed in"])
+        status = "passed" if result.score == 1 else "failed"
+        output = "\n".join([*result.feedback, *([result.fault] if result.fault else [])])
+        tests.append({"name": id, "score": round(result.score, 3), "max_score": 1, "status": status, "output": output})
+    late = f"{row.late:.1f} hours late" if row.late else ""
+    return {"score": round(row.total, 3), "output": late, "visibility": "visible", "tests": tests}

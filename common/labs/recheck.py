@@ -1,0 +1,111 @@
+"""Check the labs of one submission again: `grade` starts this in a clean checkout, as a process of its own.
+
+It imports the labs once, and forks a confined process for each. A verdict comes back through a pipe that nothing which
+runs a student's file has; and each line that this process prints begins with a word that only `grade` knows.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+import common.entry  # noqa: F401
+from common.errors import UsageError
+from common.labs import find
+from common.labs.confined import confine
+from common.launching.process_tree import marked, new_mark
+
+
+def main() -> None:
+    """Read a job from stdin, and print a line for each of its labs."""
+    job = json.load(sys.stdin)
+    for lab in job["labs"]:
+        print(job["word"], json.dumps({"id": lab["id"]} | check_confined(job, lab)), flush=True)
+
+
+def check_confined(job: dict, lab: dict) -> dict:
+    """Check one lab in a process of its own. Returns its score, feedback, seconds, and what was wrong with the check.
+
+    Args:
+        job: `folder`, which is empty, `seconds` and `memory` for each lab.
+        lab: `id`, `student` and `files`, in base64, by path.
+    """
+    mark, begun = new_mark(), time.monotonic()
+    reading, writing = os.pipe()
+    number = os.fork()
+    if number == 0:
+        os.close(reading)
+        os.environ[mark[0]] = mark[1]
+        _be_check(job, lab, writing)
+    os.close(writing)
+    text, deadline = b"", begun + job["seconds"]
+    while (left := deadline - time.monotonic()) > 0 and select.select([reading], [], [], left)[0]:
+        part = os.read(reading, 1 << 16)
+        text += part
+        if not part:
+            break
+    late = time.monotonic() >= deadline
+    os.close(reading)
+    _end(number, mark)
+    result = {"score": 0.0, "feedback": [], "fault": "", "network": ""}
+    try:
+        result |= json.loads(text)
+    except ValueError:
+        result["fault"] = f"it was not through after {job['seconds']:g} s" if late else "its check died without a word"
+    return result | {"seconds": round(time.monotonic() - begun, 1)}
+
+
+def _end(number: int, mark: tuple[str, str]) -> None:
+    """Kill a check with all that it has started."""
+    for kill, which in ((os.killpg, [number]), (os.kill, marked(mark))):
+        for each in which:
+            with contextlib.suppress(OSError):
+                kill(each, signal.SIGKILL)
+    os.waitpid(number, 0)
+
+
+def _be_check(job: dict, lab: dict, writing: int) -> None:
+    """Make the lab's folder, check it, write what was found, and end this process."""
+    result = {}
+    try:
+        os.setsid()
+        scratch = Path(job["folder"]) / lab["id"]
+        (scratch / "tmp").mkdir(parents=True)
+        os.environ["TMPDIR"] = str(scratch / "tmp")
+        _silence(scratch / "printed")
+        result["network"] = confine(scratch, job["seconds"], job["memory"])
+        folder = scratch / lab["id"]
+        folder.mkdir()
+        found = find.lab(lab["id"])
+        found.start(folder, lab["student"])
+        for name, content in lab["files"].items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(base64.b64decode(content))
+        verdict = found.check(folder, lab["student"])
+        result |= {"score": verdict.score, "feedback": list(verdict.feedback)}
+    except UsageError as error:
+        result["feedback"] = [str(error)]
+    except BaseException as error:
+        result["fault"] = f"its check failed: {type(error).__name__}: {str(error)[:300]}"
+    try:
+        content = json.dumps(result).encode()
+        while content:
+            content = content[os.write(writing, content) :]
+    finally:
+        os._exit(0)
+
+
+def _silence(path: Path) -> None:
+    """Let this process, and what it starts, read nothing, and print into a file that no one reads."""
+    output, nothing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), os.open(os.devnull, os.O_RDONLY)
+    for number, new in ((0, nothing), (1, output), (2, output)):
+        os.dup2(new, number)
+
+
+if __name__ == "__main__":
+    main()
