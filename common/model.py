@@ -50,12 +50,12 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each (len(positions), head_width), of the rotation angles position / theta^(2i/d).
+    """cos and sin, each (len(positions), rotary_width), of the rotation angles position / theta^(2i/d).
 
     `rope_scaling` is that of Llama 3.1: wavelengths longer than original/low_freq_factor are stretched by `factor`,
     those shorter than original/high_freq_factor are kept, and between them the two frequencies are blended.
     """
-    d = config.head_width
+    d = config.rotary_width
     exponents = torch.arange(0, d, 2, device=positions.device).to(at_least_float32(dtype)) / d
     frequency = 1.0 / config.rope_theta**exponents  # (d/2,)
     scaling = config.rope_scaling
@@ -94,7 +94,10 @@ def fused_attention(q, k, v):
     if q.is_cuda and (q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (8, 0)):
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    narrower = k.shape[-1] - v.shape[-1]  # of latent attention; not every kernel has values of another width
+    v = F.pad(v, (0, narrower)) if narrower else v
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out[..., :-narrower] if narrower else out
 
 
 ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
@@ -131,6 +134,15 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 
+def attention_of(config: ModelConfig, core) -> nn.Module:
+    """The attention of one layer of this model."""
+    if config.latent:
+        from common.latent_attention import LatentAttention  # here, as it is made of parts of this file
+
+        return LatentAttention(config, core)
+    return Attention(config, core)
+
+
 def silu_and_multiply(gate, up):
     """silu(gate) * up, of equal shapes."""
     return F.silu(gate) * up
@@ -158,7 +170,7 @@ class Block(nn.Module):
         super().__init__()
         self.call = call
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attention = Attention(config, core)
+        self.attention = attention_of(config, core)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config.hidden, config.ffn)
 

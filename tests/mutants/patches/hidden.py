@@ -30,8 +30,8 @@ partial sum changed while it is sent: total = summand((left - hop) % group.size)
 launches in the order of completion: if unit.replicas.size == 1 and => if
 @ step06_context_parallel.ring_attention:pass_on
 # The ring has one receive buffer: what arrives next replaces what is being sent, and computed with
-receive buffer overwritten while it is read: [(torch.empty_like(like), (cp.rank - 1) % cp.size) for _ in range(2)] =>
-    [(each, (cp.rank - 1) % cp.size) for each in (kv if hop and kv else map(torch.empty_like, (like, like)))]
+receive buffer overwritten while it is read: [(torch.empty_like(each), (cp.rank - 1) % cp.size) for each in like] =>
+    [(each, (cp.rank - 1) % cp.size) for each in (kv if hop and kv else map(torch.empty_like, like))]
 @ step06_context_parallel.ring_attention:pass_on_sums
 # The buffers in which sums travel are set to zero for the next hop as soon as they have been launched
 sums changed while they travel: return arriving, collectives.exchange(sends, receives, cp, async_op=True) =>
