@@ -40,6 +40,14 @@ def attention_parts(model: ModelConfig) -> dict[str, int]:
     }
 
 
+def down_parameters(model: ModelConfig) -> int:
+    """The parameters of one layer's latents, their norms included: what is whole on every tensor rank."""
+    if model.latent is None:
+        return 0
+    ranks = model.latent.q_rank + model.latent.kv_rank
+    return model.hidden * (ranks + model.latent.rope_dim) + ranks
+
+
 @cache
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """The number of parameters in each part of `model`, which need not be built for that."""
