@@ -19,7 +19,7 @@ from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError, first_line
 from common.launching.command_line import OneLineParser, one_line_errors, summary
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from common.model_config import LatentShape, ModelConfig, RopeScaling
 from common.parameter import ParameterSpec
 from common.presets import (

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.model import RMSNorm, apply_linears, call, rotate
+from common.layers import RMSNorm, apply_linears, call, rotate
 from common.model_config import LatentShape, ModelConfig
 
 LATENT_EPS = 1e-6  # of the norms of latents, in transformers' class whatever `norm_eps` is

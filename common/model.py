@@ -16,37 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common.latent_attention import LatentAttention
+from common.layers import RMSNorm, apply_linears, at_least_float32, call, rotate
 from common.model_config import ModelConfig
 from common.parameter import attach_specs
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for the narrow types, and float64 for float64, so that no float64 run ever passes through float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def rms_norm(x, weight, eps):
-    """x / rms(x) * weight over the last axis: (..., size), (size,) -> (..., size)."""
-    y = x.to(at_least_float32(x.dtype))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
-
-
-class RMSNorm(nn.Module):
-    """`rms_norm` with a weight of its own."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x):  # (..., size) -> (..., size)
-        return rms_norm(x, self.weight, self.eps)
-
-    def after_adding(self, x, residual):
-        """Return the norm of x + residual, and x + residual: a replacement may do both at once."""
-        x = x + residual  # what was added is not needed any more
-        return self(x), x
 
 
 def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,16 +39,6 @@ def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype
     angles = torch.outer(positions.to(frequency.dtype), frequency)  # (seq, d/2)
     angles = torch.cat((angles, angles), dim=-1)  # (seq, d): elements i and i + d/2 of a head turn by the same angle
     return angles.cos(), angles.sin()
-
-
-def rotate(q, k, cos, sin):
-    """Rotate the pairs (i, i + d/2) of each head of q and k (batch, heads, seq, d), computing in the tables' type."""
-
-    def turned(x):
-        first, second = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-    return turned(q), turned(k)
 
 
 def naive_attention(q, k, v):
@@ -103,16 +66,6 @@ def fused_attention(q, k, v):
 ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
 
 
-def call(function, *inputs):
-    """function(*inputs), which returns one tensor; a replacement may keep less of it for the backward."""
-    return function(*inputs)
-
-
-def apply_linears(x, linears):
-    """The outputs of several linear layers for one input x; a replacement may prepare x once for all of them."""
-    return [linear(x) for linear in linears]
-
-
 class Attention(nn.Module):
     """Grouped-query causal self-attention. `core` maps q, k, v (batch, heads or kv_heads, seq, d) to the shape of q."""
 
@@ -136,11 +89,7 @@ class Attention(nn.Module):
 
 def attention_of(config: ModelConfig, core) -> nn.Module:
     """The attention of one layer of this model."""
-    if config.latent:
-        from common.latent_attention import LatentAttention  # here, as it is made of parts of this file
-
-        return LatentAttention(config, core)
-    return Attention(config, core)
+    return (LatentAttention if config.latent else Attention)(config, core)
 
 
 def silu_and_multiply(gate, up):

@@ -12,7 +12,7 @@ import torch
 from common.costs.alpha_beta import Player
 from common.costs.vocabulary import Message, sent
 from common.counts import down_parameters
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from common.model_config import ModelConfig
 from step02_data_parallel.cost import SCALAR
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step06_context_parallel.sequence_layouts import ScoreBlock
 
 _aten = torch.ops.aten

@@ -21,7 +21,8 @@ from common.config import TrainConfig
 from common.errors import UsageError, first_line
 from common.group import Group
 from common.launching.system import TRITON, require
-from common.model import ATTENTION_CORES, Decoder, RMSNorm, SwiGLU, fused_attention, rotate, silu_and_multiply
+from common.layers import RMSNorm, rotate
+from common.model import ATTENTION_CORES, Decoder, SwiGLU, fused_attention, silu_and_multiply
 from common.process_groups import Mesh
 from step06_context_parallel.attention_block import NaiveKernels
 from step06_context_parallel.context_parallel import replaces_attention

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from common.config import TrainConfig
 from common.group import Group
-from common.model import Decoder, at_least_float32
+from common.layers import at_least_float32
+from common.model import Decoder
 from common.process_groups import Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear

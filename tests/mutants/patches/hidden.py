@@ -61,7 +61,7 @@ experts combined in bfloat16: ctx.save_for_backward(rows, gates) => gates = gate
 """)
 
 # In one of these files, "at least float32" means the type that there is
-WIDENING = "common.model", "step01_single_gpu.mixed_precision", "step04_tensor_parallel.vocab_parallel"
+WIDENING = "common.layers", "common.model", "step01_single_gpu.mixed_precision", "step04_tensor_parallel.vocab_parallel"
 WIDENING += "step06_context_parallel.attention_block", "step07_expert_parallel.moe", "step07_expert_parallel.router"
 WIDENING += "step08_5d.kernels.cross_entropy", "step08_5d.kernels.linear_cross_entropy"
 for module in WIDENING:

@@ -45,7 +45,7 @@ sequences of a batch mixed: parts.transpose(0, 1).flatten(1, 2) => parts.reshape
 # The head is divided as well, but its input's gradient is not summed: all below sees the columns of one rank
 no f before the head: apply_column_parallel(x, [self])[0] => linear(x, self.weight)
 
-@ step04_tensor_parallel.tensor_parallel:share_the_rest
+@ step04_tensor_parallel.apply_tensor_parallel:share_the_rest
 # Latent attention's down-projections are whole on every rank, but have seen only its part of the sequence
 down-projections' gradients not summed: if split.sequence_parallel: =>
     if split.sequence_parallel and "_a_proj" not in parameter.spec.name:
