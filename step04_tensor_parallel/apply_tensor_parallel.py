@@ -12,14 +12,14 @@ from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_s
 
 COLUMNS, ROWS = Cut(0), Cut(1)
 HEAD_COLUMNS, HEAD_ROWS = Cut(0, "head_width"), Cut(1, "head_width")
-OF_LATENT = {"q_proj": Cut(0, "key_width"), "q_b_proj": Cut(0, "key_width")}  # one of them, by columns
-# Down-projections and norms stay whole. All heads read the latent and the rotated key, which are gathered before
-OF_LATENT |= {"kv_b_proj": Cut(0, "pair_width", whole=True), "o_proj": Cut(1, "value_width")}
 CUTS: Cuts = {  # of each kind of module, its linear layers by name
     Attention: {"q_proj": HEAD_COLUMNS, "k_proj": HEAD_COLUMNS, "v_proj": HEAD_COLUMNS, "o_proj": HEAD_ROWS},
-    LatentAttention: OF_LATENT,
     SwiGLU: {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
 }
+# Of latent attention, down-projections and norms stay whole. All heads read the latent and the rotated key, which are
+# gathered before `kv_b_proj`. Queries come from one of two layers
+CUTS[LatentAttention] = {name: Cut(0, "key_width") for name in ("q_proj", "q_b_proj")}
+CUTS[LatentAttention] |= {"kv_b_proj": Cut(0, "pair_width", whole=True), "o_proj": Cut(1, "value_width")}
 
 
 def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
