@@ -117,17 +117,12 @@ def messages(
             Message("cp", "all_gather", size * beta, count * 4, "attention"),  # of a rank's own block
             Message("cp", "reduce_scatter", size * beta_sum, count * 2),
         ]
-    size, kv_heads = (ranks - 1) * tokens // ranks**2 * beta, max(1, model.kv_heads // tp, ranks)
-    if model.latent:  # K as wide as q, V as wide as the output
-        kv_heads = model.heads // tp
-    heads = model.heads // tp  # K and V are repeated until there is a head for each rank
-    each = (
-        heads * model.head_width,
-        heads * model.value_width,
-        kv_heads * model.head_width,
-        kv_heads * model.value_width,
-    )
-    return [Message("cp", "all_to_all", size * width, count * 2) for width in each]
+    size, heads = (ranks - 1) * tokens // ranks**2 * beta, model.heads // tp
+    if model.latent:  # expanded before they are sent: K as wide as q, V as wide as the output
+        h, h_kv = heads * model.head_width, heads * model.value_width
+    else:  # those of K and V are repeated until there is one for each rank
+        h, h_kv = heads * model.head_width, max(1, model.kv_heads // tp, ranks) * model.head_width
+    return [Message("cp", "all_to_all", size * h, count * 4), Message("cp", "all_to_all", size * h_kv, count * 4)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
