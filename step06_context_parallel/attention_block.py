@@ -131,7 +131,7 @@ class MergedAttention:
 
     def __init__(self, q: Tensor, kernels: NaiveKernels, width: int | None = None):
         self.q, self.kernels = q, kernels
-        self.out = q.new_zeros(*q.shape[:-1], width or q.shape[-1], dtype=at_least_float32(q.dtype))
+        self.out = torch.zeros_like(q[..., :width], dtype=at_least_float32(q.dtype))  # in the order of q in memory
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
 
     def add(self, block: ScoreBlock, k: Tensor, v: Tensor) -> None:
