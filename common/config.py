@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from common.counts import count_parameters
 from common.errors import UsageError
 from common.link import Link
-from common.model_config import ModelConfig
+from common.model_config import LatentShape, ModelConfig
 from common.presets import resolve
 
 ROLES = {
@@ -51,6 +51,7 @@ class TrainConfig:
     hidden: int | None = flag(None, 1, "model", "replace the preset's hidden width")
     heads: int | None = flag(None, 1, "model", "replace the preset's number of attention heads")
     kv_heads: int | None = flag(None, 1, "model", "replace the preset's K/V heads (1: MQA; below --heads: GQA)")
+    latent: str | None = flag(None, 1, "model", "latent attention (MLA): Q,KV,NOPE,ROPE,VALUE, its ranks and widths")
     ffn: int | None = flag(None, 1, "model", "replace the preset's SwiGLU width")
     vocab: int | None = flag(None, 1, "model", "replace the preset's vocabulary size")
     tie_embeddings: bool | None = flag(None, 1, "model", "use the embedding matrix as the output head too")
@@ -140,6 +141,10 @@ class TrainConfig:
         preset, names = resolve(self.model), {field.name: field.name for field in dataclasses.fields(ModelConfig)}
         names["groups_per_token"] = "node_limit"
         changes = {ours: value for ours, name in names.items() if (value := getattr(self, name, None)) is not None}
+        if self.latent:
+            changes["latent"] = LatentShape.parse(self.latent)
+        if preset.latent or self.latent:
+            changes["kv_heads"] = changes.get("kv_heads", changes.get("heads", preset.heads))
         if "heads" in changes and "kv_heads" not in changes:  # the preset's K/V heads belong to the preset's heads
             changes["kv_heads"] = math.gcd(preset.kv_heads, changes["heads"])
         if "heads" in changes or "hidden" in changes:

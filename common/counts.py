@@ -25,11 +25,34 @@ class ParameterCount:
     active: int
 
 
+def attention_parts(model: ModelConfig) -> dict[str, int]:
+    """The parameters of one layer's attention by matrix, called as in the model; what its norms have is not in it."""
+    h, heads, latent = model.hidden, model.heads, model.latent
+    if latent is None:
+        q, k = h * heads * model.head_width, h * model.kv_heads * model.head_width
+        return {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q}
+    queries = heads * latent.key_width
+    result = {"q_a_proj": h * latent.q_rank, "q_b_proj": latent.q_rank * queries}
+    return (result if latent.q_rank else {"q_proj": h * queries}) | {
+        "kv_a_proj": h * latent.shared_width,
+        "kv_b_proj": latent.kv_rank * heads * latent.pair_width,
+        "o_proj": heads * latent.value_dim * h,
+    }
+
+
+def down_parameters(model: ModelConfig) -> int:
+    """The parameters of one layer's latents, their norms included: what is whole on every tensor rank."""
+    if model.latent is None:
+        return 0
+    ranks = model.latent.q_rank + model.latent.kv_rank
+    return model.hidden * (ranks + model.latent.rope_dim) + ranks
+
+
 @cache
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """The number of parameters in each part of `model`, which need not be built for that."""
-    h, d = model.hidden, model.head_width
-    attention = h * d * model.heads * 2 + h * d * model.kv_heads * 2  # q and o; k and v
+    h = model.hidden
+    attention = sum(attention_parts(model).values())
     dense_mlp = 3 * h * model.ffn  # gate, up, down
     expert, router = 3 * h * model.expert_ffn, h * model.experts
     moe = (model.experts + model.shared_experts) * expert + router
@@ -38,6 +61,8 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     embedding = model.vocab * h
     head = 0 if model.tie_embeddings else embedding
     norms = (2 * model.layers + 1) * h
+    if model.latent:  # those of latents
+        norms += model.layers * (model.latent.q_rank + model.latent.kv_rank)
     shared = embedding + head + norms + model.layers * attention + (model.layers - moe_layers) * dense_mlp
     total, active = shared + moe_layers * moe, shared + moe_layers * moe_active
     return ParameterCount(embedding, attention, dense_mlp, moe, moe_active, norms, head, total, active)
@@ -50,6 +75,7 @@ class FlopCount:
     linear: int  # attention projections and MLPs
     attention_core: int  # q k^T and p v over the full square, causal or not (the convention of MFU)
     head: int
+    expansion: int = 0  # of `linear`, latent attention's products of latents to keys and values
 
     @property
     def forward(self) -> int:
@@ -64,9 +90,11 @@ class FlopCount:
     def hardware(self, recompute: str) -> int:
         """`model` plus what recomputation (none, selective, full) executes again. This is what HFU counts.
 
-        Selective repeats the attention core; full repeats every layer (the head is never recomputed).
+        Selective repeats the attention core, with the expansion of latents; full repeats every layer (the head is never
+        recomputed).
         """
-        again = {"none": 0, "selective": self.attention_core, "full": self.linear + self.attention_core}
+        selective = self.attention_core + self.expansion
+        again = {"none": 0, "selective": selective, "full": self.linear + self.attention_core}
         return self.model + again[recompute]
 
 
@@ -77,5 +105,6 @@ def count_flops(model: ModelConfig, seq_len: int) -> FlopCount:
     moe_layers = len(model.expert_layers)
     linear = model.layers * count.attention
     linear += (model.layers - moe_layers) * count.dense_mlp + moe_layers * count.moe_active
-    core = model.layers * 2 * (2 * seq_len * seq_len * model.heads * model.head_width)
-    return FlopCount(2 * seq_len * linear, core, 2 * seq_len * model.vocab * model.hidden)
+    core = model.layers * 2 * seq_len * seq_len * model.heads * (model.head_width + model.value_width)
+    expansion = 2 * seq_len * model.layers * attention_parts(model).get("kv_b_proj", 0)
+    return FlopCount(2 * seq_len * linear, core, 2 * seq_len * model.vocab * model.hidden, expansion)

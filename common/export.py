@@ -19,10 +19,17 @@ from common.checkpoints import checkpoint, files
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError, first_line
 from common.launching.command_line import OneLineParser, one_line_errors, summary
-from common.model import at_least_float32
-from common.model_config import ModelConfig, RopeScaling
+from common.layers import at_least_float32
+from common.model_config import LatentShape, ModelConfig, RopeScaling
 from common.parameter import ParameterSpec
-from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, ROPE_SCALING_NAMES, hub_errors_in_one_line
+from common.presets import (
+    EXPERT_NAMES,
+    HUGGINGFACE_NAMES,
+    LATENT_NAMES,
+    ROPE_SCALING_NAMES,
+    SIGMOID,
+    hub_errors_in_one_line,
+)
 from common.process_groups import Degrees, build_mesh
 from common.weights.byte_tokenizer import byte_tokenizer
 from common.weights.huggingface import as_stored, check_config, model_type
@@ -86,8 +93,13 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     options |= {"eos_token_id": end}
     names = HUGGINGFACE_NAMES | EXPERT_NAMES.get(kind, {})
     options |= {name: getattr(config, ours) for ours, name in names.items()} | {"head_dim": config.head_width}
-    if kind == "glm4_moe":
+    if kind in SIGMOID:
         options |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0}
+    if config.latent:
+        options |= {name: getattr(config.latent, ours) for ours, name in LATENT_NAMES.items()}
+        options |= {"q_lora_rank": config.latent.q_rank or None, "head_dim": config.latent.rope_dim}
+        if not config.experts:
+            options |= {"first_k_dense_replace": config.layers, "num_experts_per_tok": 1, "n_routed_experts": 1}
     with torch.device("meta"):
         theirs = AutoConfig.for_model(kind, **options, rope_parameters=rope | {"rope_theta": config.rope_theta})
         model = AutoModelForCausalLM.from_config(theirs)
@@ -117,6 +129,8 @@ def described(folder: Path) -> tuple[ModelConfig, torch.dtype, dict]:
         shape = dict(extra["model"])
         if scaling := shape["rope_scaling"]:
             shape["rope_scaling"] = RopeScaling(**scaling)
+        if latent := shape.get("latent"):  # older checkpoints do not know it
+            shape["latent"] = LatentShape(**latent)
         return ModelConfig(**shape), getattr(torch, extra["dtype"]), extra | {"tokenizer": extra["tokenizer"]}
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder}/{files.EXTRA} does not describe a model ({error!r})") from None

@@ -16,46 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from common.latent_attention import LatentAttention
+from common.layers import RMSNorm, apply_linears, at_least_float32, call, rotate
 from common.model_config import ModelConfig
 from common.parameter import attach_specs
 
 
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """float32 for the narrow types, and float64 for float64, so that no float64 run ever passes through float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def rms_norm(x, weight, eps):
-    """x / rms(x) * weight over the last axis: (..., size), (size,) -> (..., size)."""
-    y = x.to(at_least_float32(x.dtype))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
-
-
-class RMSNorm(nn.Module):
-    """`rms_norm` with a weight of its own."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x):  # (..., size) -> (..., size)
-        return rms_norm(x, self.weight, self.eps)
-
-    def after_adding(self, x, residual):
-        """Return the norm of x + residual, and x + residual: a replacement may do both at once."""
-        x = x + residual  # what was added is not needed any more
-        return self(x), x
-
-
 def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each (len(positions), head_width), of the rotation angles position / theta^(2i/d).
+    """cos and sin, each (len(positions), rotary_width), of the rotation angles position / theta^(2i/d).
 
     `rope_scaling` is that of Llama 3.1: wavelengths longer than original/low_freq_factor are stretched by `factor`,
     those shorter than original/high_freq_factor are kept, and between them the two frequencies are blended.
     """
-    d = config.head_width
+    d = config.rotary_width
     exponents = torch.arange(0, d, 2, device=positions.device).to(at_least_float32(dtype)) / d
     frequency = 1.0 / config.rope_theta**exponents  # (d/2,)
     scaling = config.rope_scaling
@@ -66,16 +39,6 @@ def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype
     angles = torch.outer(positions.to(frequency.dtype), frequency)  # (seq, d/2)
     angles = torch.cat((angles, angles), dim=-1)  # (seq, d): elements i and i + d/2 of a head turn by the same angle
     return angles.cos(), angles.sin()
-
-
-def rotate(q, k, cos, sin):
-    """Rotate the pairs (i, i + d/2) of each head of q and k (batch, heads, seq, d), computing in the tables' type."""
-
-    def turned(x):
-        first, second = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
-
-    return turned(q), turned(k)
 
 
 def naive_attention(q, k, v):
@@ -94,20 +57,13 @@ def fused_attention(q, k, v):
     if q.is_cuda and (q.dtype == torch.float32 or torch.cuda.get_device_capability(q.device) < (8, 0)):
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    narrower = k.shape[-1] - v.shape[-1]  # of latent attention; not every kernel has values of another width
+    v = F.pad(v, (0, narrower)) if narrower else v
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out[..., :-narrower] if narrower else out
 
 
 ATTENTION_CORES = {"naive": naive_attention, "fused": fused_attention}
-
-
-def call(function, *inputs):
-    """function(*inputs), which returns one tensor; a replacement may keep less of it for the backward."""
-    return function(*inputs)
-
-
-def apply_linears(x, linears):
-    """The outputs of several linear layers for one input x; a replacement may prepare x once for all of them."""
-    return [linear(x) for linear in linears]
 
 
 class Attention(nn.Module):
@@ -129,6 +85,11 @@ class Attention(nn.Module):
         q, k, v = map(split, self.apply_linears(x, (self.q_proj, self.k_proj, self.v_proj)))
         out = self.call(self.core, *self.rotate(q, k, *rope), v, *mask)  # (batch, heads, seq, d)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+def attention_of(config: ModelConfig, core) -> nn.Module:
+    """The attention of one layer of this model."""
+    return (LatentAttention if config.latent else Attention)(config, core)
 
 
 def silu_and_multiply(gate, up):
@@ -158,7 +119,7 @@ class Block(nn.Module):
         super().__init__()
         self.call = call
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attention = Attention(config, core)
+        self.attention = attention_of(config, core)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config.hidden, config.ffn)
 

@@ -17,6 +17,48 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """The widths of latent attention (`latent_attention.py`), and a factor of its scores besides 1/sqrt(d)."""
+
+    q_rank: int  # width of the latent of queries; 0: they come from the hidden state
+    kv_rank: int  # width of the latent of keys and values
+    nope_dim: int  # of a head's keys, the width of the part without positions
+    rope_dim: int  # the width of the rotated part, which all heads share
+    value_dim: int
+    score_scale: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> "LatentShape":
+        """Return what `--latent Q,KV,NOPE,ROPE,VALUE` describes. Raises UsageError if it does not."""
+        parts = text.split(",")
+        if len(parts) != 5 or not all(part.isdecimal() for part in parts):
+            raise UsageError(f"--latent {text} is not Q,KV,NOPE,ROPE,VALUE, such as 1536,512,128,64,128")
+        return cls(*map(int, parts))
+
+    @property
+    def key_width(self) -> int:
+        """Width of a head's queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def pair_width(self) -> int:
+        """What the latent is multiplied to, for one head: the plain part of a key, and a value."""
+        return self.nope_dim + self.value_dim
+
+    @property
+    def shared_width(self) -> int:
+        """What all heads of a token share: the latent and the rotated key."""
+        return self.kv_rank + self.rope_dim
+
+    def check(self) -> None:
+        """Raise UsageError unless there is something of each, and pairs to rotate."""
+        if min(self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim) < 1 or self.rope_dim % 2:
+            raise UsageError(f"{self}: all but q_rank must be at least 1, and rope_dim even, as it turns pairs")
+        if self.value_dim > self.key_width:
+            raise UsageError(f"{self}: values wider than keys, {self.key_width}, have no kernel here")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shape of a Llama-style decoder. `experts` 0 means a dense model; `ffn` is the width of the dense SwiGLU."""
 
@@ -42,11 +84,24 @@ class ModelConfig:
     gate_scale: float = 1.0  # multiplied by this
     expert_groups: int = 1  # equal groups of neighbors: a token's experts belong to
     groups_per_token: int = 1  # so many of them at most (node-limited routing)
+    latent: LatentShape | None = None  # K and V are products of a latent; then kv_heads is heads
 
     @property
     def head_width(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head: of its queries and keys."""
+        if self.latent:
+            return self.latent.key_width
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        """How much of a head rotary embeddings turn."""
+        return self.latent.rope_dim if self.latent else self.head_width
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values."""
+        return self.latent.value_dim if self.latent else self.head_width
 
     @property
     def expert_layers(self) -> range:
@@ -62,11 +117,15 @@ class ModelConfig:
         for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-        if self.head_dim is None and self.hidden % self.heads:
+        if self.latent:
+            self.latent.check()
+            if self.kv_heads != self.heads:
+                raise UsageError(f"latent attention has as many K/V heads as --heads {self.heads}, not {self.kv_heads}")
+        elif self.head_dim is None and self.hidden % self.heads:
             raise UsageError(f"--heads {self.heads} does not divide --hidden {self.hidden}")
         if self.heads % self.kv_heads:
             raise UsageError(f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}")
-        if self.head_width < 2 or self.head_width % 2:
+        if self.rotary_width < 2 or self.rotary_width % 2:
             division = f"--hidden {self.hidden} over --heads {self.heads}"
             raise UsageError(f"{division} makes heads {self.head_width} wide; rotary embeddings turn pairs")
         if self.experts and not 1 <= self.top_k <= self.experts:

@@ -1,7 +1,8 @@
 """Model shapes by name, and from the configuration of a Hugging Face model.
 
-Presets have the shapes of the published configuration files, except for `deepseek-v3-like`: it has DeepSeek-V3's
-layers, widths and experts (arXiv:2412.19437, section 4.2), but grouped-query attention instead of latent attention.
+Presets have the shapes of the published configuration files, except for `deepseek-v3-like`: it has the layers, widths
+and experts of `deepseek-v3` (arXiv:2412.19437, section 4.2), but grouped-query attention instead of latent attention.
+`deepseek-v3` trains as it was pretrained, with 4,096 positions; its longer contexts came from YaRN afterwards.
 """
 
 import os
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import UsageError, first_line
-from common.model_config import ModelConfig, RopeScaling
+from common.model_config import LatentShape, ModelConfig, RopeScaling
 
 _LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _LLAMA_32 = replace(_LLAMA_31, factor=32.0)
@@ -20,6 +21,8 @@ _MIXTRAL = {"rope_theta": 1e6, "max_positions": 32768, "experts": 8, "top_k": 2,
 _DEEPSEEK = {"experts": 256, "top_k": 8, "shared_experts": 1, "dense_layers": 3, "expert_ffn": 2048}
 _DEEPSEEK |= {"gate": "sigmoid", "gate_scale": 2.5, "expert_groups": 8, "groups_per_token": 4}
 _DEEPSEEK |= {"head_dim": 128, "max_positions": 4096, "norm_eps": 1e-6}
+_LATENT = LatentShape(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+_DEEPSEEK_V3 = _DEEPSEEK | {"head_dim": None, "latent": _LATENT}
 
 PRESETS = {  # vocabulary, hidden width, layers, heads, K/V heads, SwiGLU width, tied embeddings
     "debug": ModelConfig(384, 128, 4, 8, 4, 384, False),
@@ -32,6 +35,7 @@ PRESETS = {  # vocabulary, hidden width, layers, heads, K/V heads, SwiGLU width,
     "llama3-405b": ModelConfig(128256, 16384, 126, 128, 8, 53248, False, **_LLAMA_3),
     "mixtral-8x7b": ModelConfig(32000, 4096, 32, 32, 8, 14336, False, **_MIXTRAL),
     "deepseek-v3-like": ModelConfig(129280, 7168, 61, 128, 8, 18432, False, **_DEEPSEEK),
+    "deepseek-v3": ModelConfig(129280, 7168, 61, 128, 128, 18432, False, **_DEEPSEEK_V3),
 }
 # What the fields of ModelConfig and RopeScaling are called in transformers' configurations
 HUGGINGFACE_NAMES = {"vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers"}
@@ -44,6 +48,10 @@ _GLM |= {"groups_per_token": "topk_group", "gate_scale": "routed_scaling_factor"
 _GLM |= {"dense_layers": "first_k_dense_replace"}
 # By model type; glm4_moe has the experts of DeepSeek-V3, but ordinary attention
 EXPERT_NAMES = {"mixtral": _MOE | {"expert_ffn": "intermediate_size"}, "glm4_moe": _MOE | _GLM}
+EXPERT_NAMES["deepseek_v3"] = EXPERT_NAMES["glm4_moe"]
+LATENT_NAMES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
+LATENT_NAMES |= {"rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+SIGMOID = "glm4_moe", "deepseek_v3"  # model types whose gates are
 ROPE_SCALING_NAMES = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 ROPE_SCALING_NAMES |= {"original_max_positions": "original_max_position_embeddings"}
 
@@ -87,8 +95,20 @@ def _expressed(theirs, what: str) -> ModelConfig:
     if not whole or not scaled and rope["rope_type"] != "default":
         raise UsageError(f"{what} has rope_parameters {rope}, which this decoder does not have")
     values |= {ours: getattr(theirs, key) for ours, key in EXPERT_NAMES.get(theirs.model_type, {}).items()}
-    values["gate"] = "sigmoid" if theirs.model_type == "glm4_moe" else "softmax"
+    values["gate"] = "sigmoid" if theirs.model_type in SIGMOID else "softmax"
+    if theirs.model_type == "deepseek_v3":
+        values |= {"latent": _latent(theirs, what), "head_dim": None}
+        if theirs.first_k_dense_replace >= theirs.num_hidden_layers:  # then its experts have no layer
+            values = {name: value for name, value in values.items() if name not in EXPERT_NAMES["deepseek_v3"]}
+            values["gate"] = "softmax"
     return ModelConfig(rope_theta=rope["rope_theta"], **values)
+
+
+def _latent(theirs, what: str) -> LatentShape:
+    """The widths of latent attention in a configuration of transformers. Raises UsageError for what ours is not."""
+    if not theirs.rope_interleave:
+        raise UsageError(f"{what} has rope_interleave false, where our latent attention turns neighbors")
+    return LatentShape(**{ours: getattr(theirs, name) or 0 for ours, name in LATENT_NAMES.items()})
 
 
 def weights_folder(name_or_path: str) -> Path:

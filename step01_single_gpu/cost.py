@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.counts import count_flops, count_parameters
+from common.counts import attention_parts, count_flops, count_parameters
 from common.model_config import ModelConfig
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -52,7 +52,9 @@ def layer_activations(
 
     # ---- attention. The rotation is linear in q and k and keeps nothing of them ----
     result = [*norm("attention_norm"), Saved("attention", "qkv.input", (*tokens, h), dtype)]
-    if recompute == "selective" or attention == "fused":
+    if model.latent:
+        result += _latent_activations(model, batch, seq, dtype, attention, recompute)
+    elif recompute == "selective" or attention == "fused":
         result += [heads_of("q", heads), heads_of("k", kv_heads), heads_of("v", kv_heads)]
         if recompute == "none":  # the kernel's own statistics; its output is the o_proj.input below
             result += [Saved("attention", "logsumexp", (batch, heads, seq), high)]
@@ -62,13 +64,53 @@ def layer_activations(
         result += [Saved("scores", "softmax", (batch, heads, seq, seq), high)]
         if dtype != high:
             result += [Saved("scores", "probabilities", (batch, heads, seq, seq), dtype)]
-    result += [Saved("attention", "o_proj.input", (*tokens, heads * d), dtype)]
+    result += [Saved("attention", "o_proj.input", (*tokens, heads * model.value_width), dtype)]
 
     # ---- MLP ----
     result += [*norm("mlp_norm"), Saved("mlp", "gate_up.input", (*tokens, h), dtype)]
     for name in ("gate", "silu", "up", "down.input"):
         result.append(Saved("mlp", name, (*tokens, model.ffn), dtype))
     return result
+
+
+def _latent_activations(
+    model: ModelConfig, batch: int, seq: int, dtype: torch.dtype, attention: str, recompute: str
+) -> list[Saved]:
+    """List what latent attention keeps between the input of its projections and that of `o_proj`.
+
+    A narrow part of a wider tensor keeps all of it: the latent beside the key, values beside the plain parts of keys.
+    """
+    latent, heads, high, tokens = model.latent, model.heads, torch.promote_types(dtype, torch.float32), (batch, seq)
+
+    def heads_of(name: str, width: int) -> Saved:
+        return Saved("attention", name, (batch, heads, seq, width), dtype)
+
+    def norm(name: str, width: int, input_width: int) -> list[Saved]:
+        return [
+            Saved("attention", f"{name}.input", (*tokens, input_width if dtype == high else width), high),
+            Saved("attention", f"{name}.rsqrt", (*tokens, 1), high),
+            Saved("attention", f"{name}.normalised", (*tokens, width), dtype),
+        ]
+
+    result = []
+    if latent.q_rank:
+        result += norm("q_a_norm", latent.q_rank, latent.q_rank)
+        result += [Saved("attention", "q_b_proj.input", (*tokens, latent.q_rank), dtype)]
+    result += norm("kv_a_norm", latent.kv_rank, latent.shared_width)
+    result += [Saved("attention", "kv_b_proj.input", (*tokens, latent.shared_width), dtype)]
+    result += [heads_of("q", latent.key_width)]
+    if recompute == "selective":
+        return [*result, Saved("attention", "rotated key", (batch, 1, seq, latent.rope_dim), dtype)]
+    result += [heads_of("k", latent.key_width)]
+    if attention == "naive":
+        result += [heads_of("v", latent.value_dim), Saved("scores", "mask", (seq, seq), torch.bool)]
+        result += [Saved("scores", "softmax", (batch, heads, seq, seq), high)]
+        narrow = [Saved("scores", "probabilities", (batch, heads, seq, seq), dtype)]
+        return result + narrow * (dtype != high)
+    # The kernel wants values as wide as keys. Its output is in the order of q, of which `o_proj` gets a copy
+    widened = latent.value_dim < latent.key_width
+    result += [heads_of("v", latent.key_width if widened else latent.pair_width), heads_of("out", latent.key_width)]
+    return [*result, Saved("attention", "logsumexp", (batch, heads, seq), high)]
 
 
 def saved_activations(
@@ -80,7 +122,7 @@ def saved_activations(
     """
     high, tokens = torch.promote_types(dtype, torch.float32), (batch, seq)
     result = [Saved("embedding", "tokens", tokens, torch.int64)]
-    tables = (seq, model.head_width)
+    tables = (seq, model.rotary_width)
     result += [Saved("embedding", "cos", tables, high), Saved("embedding", "sin", tables, high)]
     for index in range(model.layers):
         for saved in layer_activations(model, batch, seq, dtype, attention, recompute):
@@ -130,7 +172,10 @@ def bytes_per_parameter(dtype: torch.dtype, optimizer: str = "adamw") -> dict[st
 
 def tensor_count(model: ModelConfig) -> int:
     """Count the parameter tensors: two norms and seven matrices per layer, final norm, embedding, head."""
-    return 9 * model.layers + (2 if model.tie_embeddings else 3)
+    layer = 5 + len(attention_parts(model))
+    if model.latent:  # norms of its latents
+        layer += 1 + (model.latent.q_rank > 0)
+    return layer * model.layers + (2 if model.tie_embeddings else 3)
 
 
 # ---- in the words of common/costs/vocabulary.py ----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.optim.sgd import sgd
 
 from common.checkpoints.boxes import SavedBox
 from common.errors import Diverged
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from common.start import environment
 
 Add = Callable[[torch.Tensor, bool], None]  # called as add(total, first): if `first`, it overwrites what `total` holds

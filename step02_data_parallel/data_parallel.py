@@ -24,7 +24,7 @@ from torch import nn
 
 from common import collectives
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step01_single_gpu.mixed_precision import Add, take_gradients
 
 

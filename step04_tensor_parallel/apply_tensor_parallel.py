@@ -3,6 +3,7 @@
 from functools import partial
 
 from common.config import TrainConfig
+from common.latent_attention import LatentAttention
 from common.model import Attention, Decoder, SwiGLU
 from common.process_groups import Mesh
 from step04_tensor_parallel.operators import Split
@@ -15,6 +16,10 @@ CUTS: Cuts = {  # of each kind of module, its linear layers by name
     Attention: {"q_proj": HEAD_COLUMNS, "k_proj": HEAD_COLUMNS, "v_proj": HEAD_COLUMNS, "o_proj": HEAD_ROWS},
     SwiGLU: {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
 }
+# Of latent attention, down-projections and norms stay whole. All heads read the latent and the rotated key, which are
+# gathered before `kv_b_proj`. Queries come from one of two layers
+CUTS[LatentAttention] = {name: Cut(0, "key_width") for name in ("q_proj", "q_b_proj")}
+CUTS[LatentAttention] |= {"kv_b_proj": Cut(0, "pair_width", whole=True), "o_proj": Cut(1, "value_width")}
 
 
 def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:

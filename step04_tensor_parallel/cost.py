@@ -11,7 +11,8 @@ import torch
 
 from common.costs.alpha_beta import Player
 from common.costs.vocabulary import Message, sent
-from common.model import at_least_float32
+from common.counts import down_parameters
+from common.layers import at_least_float32
 from common.model_config import ModelConfig
 from step02_data_parallel.cost import SCALAR
 
@@ -49,6 +50,18 @@ def column_messages(way: Way, tp: int, stream: float) -> tuple[list[Message], li
     ]
 
 
+def attention_messages(way: Way, tp: int, stream: float, model: ModelConfig) -> tuple[list[Message], list[Message]]:
+    """The same where the attention begins. Latent attention has two such places: it gathers what queries come from, and
+    latent and rotated key, which are narrow, so that they are kept gathered in every mode.
+    """
+    if model.latent is None:
+        return column_messages(way, tp, stream)
+    queries, shared = model.latent.q_rank or model.hidden, model.latent.shared_width
+    of_queries = column_messages(way, tp, stream * queries / model.hidden)
+    of_shared = column_messages(Way(way.sequence_parallel, "plain"), tp, stream * shared / model.hidden)
+    return tuple(first + second for first, second in zip(of_queries, of_shared, strict=True))
+
+
 def row_messages(way: Way, tp: int, stream: float) -> tuple[list[Message], list[Message]]:
     """The same of a row-parallel layer. Both products of its backward need what is gathered."""
     if not way.sequence_parallel:
@@ -64,16 +77,18 @@ def _in_forward(op: str, way: Way, tp: int, stream: float) -> Message:
     return Message("tp", op, sent(op, stream, tp), 1)
 
 
-def block_messages(way: Way, tp: int, stream: float) -> list[Message]:
+def block_messages(way: Way, tp: int, stream: float, model: ModelConfig | None = None) -> list[Message]:
     """What a rank sends for one block and micro-batch; a block has two sublayers, attention and MLP.
 
     Without sequence parallelism: 2 + 2 all-reduces (Shoeybi et al., arXiv:1909.08053, section 3). With it each of them
     becomes an all-gather and a reduce-scatter (Korthikanti et al., arXiv:2205.05198, section 4.2.2), and there is one
     more all-gather a sublayer in the backward where the input was not kept. `full_recompute` runs the forward again.
+    Without a model, it is one without latent attention.
     """
     (enter, back), (leave, back_again) = column_messages(way, tp, stream), row_messages(way, tp, stream)
-    forward = 2 * (enter + leave)
-    return forward + 2 * (back + back_again) + (forward if way.full_recompute else [])
+    first, back_first = attention_messages(way, tp, stream, model) if model else (enter, back)
+    forward = first + enter + 2 * leave
+    return forward + back_first + back + 2 * back_again + (forward if way.full_recompute else [])
 
 
 def messages(
@@ -82,8 +97,8 @@ def messages(
     """Everything that a rank sends in a step with tp alone (dp 1).
 
     The embedding ends like a sublayer and the head begins like one; the loss sends three numbers a token (Shoeybi et
-    al., section 3). Once per step: gradients of norms, partial sums under sequence parallelism; those of shared K/V
-    heads; and the gradient norm. What is summed has at least float32.
+    al., section 3). Once per step: gradients of norms and of latent attention's down-projections, partial sums under
+    sequence parallelism; those of shared K/V heads; and the gradient norm. What is summed has at least float32.
 
     Args:
         batch, seq: of a micro-batch. width: bytes of an activation.
@@ -91,12 +106,12 @@ def messages(
     tokens, high = batch * seq, max(4, width)
     stream = tokens * model.hidden * width
     ends = row_messages(Way(way.sequence_parallel), tp, stream), column_messages(way, tp, stream)
-    each = model.layers * block_messages(way, tp, stream) + [one for end in ends for both in end for one in both]
+    each = model.layers * block_messages(way, tp, stream, model) + [one for end in ends for both in end for one in both]
     each += [Message("tp", "all_reduce", sent("all_reduce", size * high, tp), 1) for size in (tokens, 2 * tokens)]
     found = [message._replace(count=micro_batches * message.count) for message in each]
     if way.sequence_parallel:
-        norms = (2 * model.layers + 1) * model.hidden * high
-        found.append(Message("tp", "all_reduce", sent("all_reduce", norms, tp), 1))
+        whole = ((2 * model.layers + 1) * model.hidden + model.layers * down_parameters(model)) * high
+        found.append(Message("tp", "all_reduce", sent("all_reduce", whole, tp), 1))
     replicas = max(1, tp // model.kv_heads)
     if replicas > 1:  # one head of K and of V, in every layer
         shared = 2 * model.layers * model.hidden * model.head_width * high

@@ -39,10 +39,12 @@ class Cut(NamedTuple):
 
     axis: of its weight (out, in). 0: by columns of the product, which come out of it; 1: by rows, which go into it.
     unit: the attribute of the module around it that says how many of these belong together, or "" if none do.
+    whole: its input is whole already, so that nothing is communicated: see `whole` of latent attention.
     """
 
     axis: int
     unit: str = ""
+    whole: bool = False
 
 
 Cuts = dict[type[nn.Module], dict[str, Cut]]
@@ -59,18 +61,22 @@ def cut_layers(model: nn.Module, cuts: Cuts, split: Split, copies: Group | None 
     tp = split.group
     attach_specs(model)
     for module in list(model.modules()):
-        for name, (axis, unit) in cuts.get(type(module), {}).items():
+        for name, (axis, unit, whole) in cuts.get(type(module), {}).items():
             layer, width, changes = getattr(module, name), getattr(module, unit) if unit else 1, {}
+            if layer is None:  # one that this module does without
+                continue
             _check_layer(module, layer, split)
             count = layer.weight.shape[axis] // width
             if count < tp.size and copies:  # each copy sees the gradient of its own queries
                 changes = {"extra_groups": (copies.name,), "owner": copies.rank == 0}
             elif count % tp.size:
                 raise ValueError(f"{layer.weight.spec.name}: {tp.size} ranks cannot divide {count} units of {width}")
-            kind = RowParallelLinear if axis else ColumnParallelLinear
+            kind = RowParallelLinear if axis else WholeInputLinear if whole else ColumnParallelLinear
             setattr(module, name, kind(_cut(layer.weight, axis, _part(count, tp, width), **changes), split))
         if type(module) in cuts and hasattr(module, "apply_linears"):
             module.apply_linears = apply_column_parallel
+        if type(module) in cuts and hasattr(module, "whole"):
+            module.whole = split.begin_sublayer
 
 
 def cut_vocabulary(model: nn.Module, embedding: str | None, head: str | None, vocab: int, split: Split) -> None:
@@ -149,6 +155,13 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x):
         return apply_column_parallel(x, [self])[0]
+
+
+class WholeInputLinear(ColumnParallelLinear):
+    """The same for an input (batch, seq, in) that somebody has gathered. Nothing is communicated here."""
+
+    def forward(self, x):
+        return linear(x, self.weight)
 
 
 def apply_column_parallel(x: torch.Tensor, linears: Sequence[ColumnParallelLinear]) -> Sequence[torch.Tensor]:

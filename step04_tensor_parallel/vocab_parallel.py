@@ -20,7 +20,7 @@ from torch import nn
 
 from common import collectives
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step04_tensor_parallel.operators import Split
 
 

@@ -13,23 +13,29 @@ For example, one query and three keys, in a block of two and a block of one:
 
 PyTorch's `scaled_dot_product_attention` does not return the second result, so its kernels are called by name.
 
-Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d). A block is full, or causal with n = m; see
-`sequence_layouts`.
+Shapes: q (batch, heads, n, d), k and v (batch, kv_heads, m, d); values may be narrower than keys. A block is
+full, or causal with n = m; see `sequence_layouts`.
 """
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step06_context_parallel.sequence_layouts import ScoreBlock
 
 _aten = torch.ops.aten
 
 
 class NaiveKernels:
-    """Computes blocks, and stores their scores. Other kernels, as `FusedKernels`, compute the same."""
+    """Computes blocks, and stores their scores. Other kernels, as `FusedKernels`, compute the same.
+
+    narrow_values: whether values may be narrower than keys. If not, they get zeros beside them.
+    """
+
+    narrow_values = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """Return softmax(q k' / sqrt(d)) v (batch, heads, n, d), and the log-sum-exp of the scores (batch, heads, n).
@@ -64,6 +70,8 @@ class NaiveKernels:
 
 class FusedKernels(NaiveKernels):
     """Computes blocks with PyTorch's kernels, which store no scores, if there are some for this type and width."""
+
+    narrow_values = False
 
     def attend(self, q, k, v, causal):
         if not _has_kernel(q):
@@ -108,18 +116,28 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-class MergedAttention:
-    """The attention of `q` to all blocks that have been added so far: `out` like q and `lse`, in at least float32."""
+def _widened(x: Tensor, k: Tensor, kernels: NaiveKernels) -> Tensor:
+    """Values, or outputs, with zeros beside them if the kernels want them as wide as keys."""
+    narrower = 0 if kernels.narrow_values else k.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, narrower)) if narrower else x
 
-    def __init__(self, q: Tensor, kernels: NaiveKernels):
+
+class MergedAttention:
+    """The attention of `q` to all blocks that have been added so far: `out` and `lse`, in at least float32.
+
+    Args:
+        width: of a head's values and outputs, by default that of q.
+    """
+
+    def __init__(self, q: Tensor, kernels: NaiveKernels, width: int | None = None):
         self.q, self.kernels = q, kernels
-        self.out = torch.zeros_like(q, dtype=at_least_float32(q.dtype))
+        self.out = torch.zeros_like(q[..., :width], dtype=at_least_float32(q.dtype))  # in the order of q in memory
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
 
     def add(self, block: ScoreBlock, k: Tensor, v: Tensor) -> None:
         q, k, v = block.rows_of(self.q), block.columns_of(k), block.columns_of(v)
-        out, lse = self.kernels.attend(q, k, v, block.causal)
-        self.kernels.merge(block.rows_of(self.out), block.rows_of(self.lse), out, lse)
+        out, lse = self.kernels.attend(q, k, _widened(v, k, self.kernels), block.causal)
+        self.kernels.merge(block.rows_of(self.out), block.rows_of(self.lse), out[..., : self.out.shape[-1]], lse)
 
 
 class AttentionGradients:
@@ -138,6 +156,7 @@ class AttentionGradients:
         """Add a block's gradients to `dq` and, in place, to `dk` and `dv`."""
         gradient, q, out, lse, dq = map(block.rows_of, (self.gradient, self.q, self.out, self.lse, self.dq))
         k, v, dk, dv = map(block.columns_of, (k, v, dk, dv))
+        gradient, out, v = (_widened(each, k, self.kernels) for each in (gradient, out, v))
         parts = self.kernels.attend_backward(gradient, q, k, v, out, lse, block.causal)
         for total, part in zip((dq, dk, dv), parts, strict=True):
-            total += part
+            total += part[..., : total.shape[-1]]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.config import TrainConfig
 from common.group import Group
+from common.latent_attention import Expansion
 from common.model import Decoder
 from common.process_groups import Mesh
 from step01_single_gpu.data.batches import to_device
@@ -35,10 +36,14 @@ def attention(
     config: TrainConfig,
     cp: Group,
     kernels: NaiveKernels | None = None,
+    **expansion: Expansion,
 ) -> Tensor:
-    """The attention core of one rank: q (batch, heads, seq/cp, d), k and v (batch, kv_heads, seq/cp, d) -> like q."""
+    """The attention core of one rank: q (batch, heads, seq/cp, d), k and v (batch, kv_heads, seq/cp, d) -> like q.
+
+    The two cores that send keys and values take what these come from, with its `expansion`, as well.
+    """
     core = CORES[config.cp_mode]
-    return core(q, k, v, cp, config.cp_split, documents, kernels=kernels or KERNELS[config.attention])
+    return core(q, k, v, cp, config.cp_split, documents, kernels=kernels or KERNELS[config.attention], **expansion)
 
 
 def replaces_attention(config: TrainConfig) -> bool:
@@ -51,6 +56,8 @@ def apply_context_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> N
     if replaces_attention(config):
         for layer in model.layers.values():
             layer.attention.core = partial(attention, config=config, cp=mesh.cp)
+            if hasattr(layer.attention, "core_expands"):  # of latents; Ulysses exchanges heads, so there K and V travel
+                layer.attention.core_expands = config.cp_mode != "ulysses"
 
 
 def positions_of(config: TrainConfig, mesh: Mesh) -> Tensor:

@@ -58,6 +58,16 @@ def ring_sends(split: str, ranks: int, causal: bool = True) -> dict[str, int]:
     }
 
 
+def pair_width(model: ModelConfig, tp: int = 1) -> float:
+    """Numbers of a token that ring or all-gather send for K and V together; they are two tensors.
+
+    Latent and rotated key are whole on every tensor rank, where K and V have only its heads.
+    """
+    if model.latent:
+        return model.latent.shared_width
+    return 2 * max(1, model.kv_heads // tp) * model.head_width
+
+
 def layer_bytes(mode: str, split: str, ranks: int, tokens: int, h: int, h_kv: int, beta: int, beta_sum: int) -> dict:
     """Bytes that a rank sends for one layer, on average over ranks, by phase. `tokens`: batch times sequence length.
 
@@ -93,11 +103,7 @@ def messages(
         tokens: of a whole micro-batch, batch times sequence length. beta, beta_sum: bytes of an activation, and of a
             sum of gradients. tp: ranks that share the heads; where there are more of them than K/V heads, each has one.
     """
-    kv_heads = max(1, model.kv_heads // tp)
-    if mode == "ulysses":  # repeats them until there is one for each rank
-        kv_heads = max(kv_heads, ranks)
-    h, h_kv = model.heads // tp * model.head_width, kv_heads * model.head_width
-    part = tokens // ranks * h_kv  # elements of a rank's keys
+    part = tokens // ranks * pair_width(model, tp) / 2  # elements of a rank's keys
     if mode == "ring":
         sends = {phase: number / ranks for phase, number in ring_sends(split, ranks).items()}
         keys, sums = sends["forward, K and V"] + sends["backward, K and V"], sends["backward, dK and dV"]
@@ -111,7 +117,11 @@ def messages(
             Message("cp", "all_gather", size * beta, count * 4, "attention"),  # of a rank's own block
             Message("cp", "reduce_scatter", size * beta_sum, count * 2),
         ]
-    size = (ranks - 1) * tokens // ranks**2 * beta
+    size, heads = (ranks - 1) * tokens // ranks**2 * beta, model.heads // tp
+    if model.latent:  # expanded before they are sent: K as wide as q, V as wide as the output
+        h, h_kv = heads * model.head_width, heads * model.value_width
+    else:  # those of K and V are repeated until there is one for each rank
+        h, h_kv = heads * model.head_width, max(1, model.kv_heads // tp, ranks) * model.head_width
     return [Message("cp", "all_to_all", size * h, count * 4), Message("cp", "all_to_all", size * h_kv, count * 4)]
 
 

@@ -6,6 +6,9 @@ next ones arrive in a second buffer. In the backward they travel again, and the 
 behind: each rank adds its part to the sums that have arrived and passes them on, and the last one sends them home.
 What no rank further on needs is not passed on; `AttentionPlan.reach` says how far.
 
+In latent attention something smaller travels, of which each rank makes keys and values: see `expansion.py`. Below, `kv`
+is what travels, by default K and V themselves.
+
 `all_gather_attention.py` does the same with one collective instead of the ring. Compare the two.
 """
 
@@ -15,7 +18,9 @@ from torch import Tensor
 from common import collectives
 from common.collectives import Work
 from common.group import Group
+from common.latent_attention import Expansion
 from step06_context_parallel.attention_block import KERNELS, AttentionGradients, MergedAttention, NaiveKernels
+from step06_context_parallel.expansion import expander
 from step06_context_parallel.sequence_layouts import AttentionPlan, Documents, layout_of
 
 
@@ -23,38 +28,42 @@ class RingAttention(torch.autograd.Function):
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, cp: Group, kernels: NaiveKernels):
-        k, v = k.contiguous(), v.contiguous()
-        merged, kv = MergedAttention(q, kernels), [k, v]
+    def forward(ctx, q, k, v, plan: AttentionPlan, cp: Group, kernels: NaiveKernels, expansion=None, *_weights):
+        k, v, keys = k.contiguous(), v.contiguous(), expander(expansion)
+        merged, kv = MergedAttention(q, kernels, keys.value_width(v)), [k, v]
         for hop in range(cp.size):
-            kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=k)
+            kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=[k, v])
+            held = keys.expand(kv)
             for block in plan.blocks[source_of(hop, cp)]:
-                merged.add(block, *kv)
+                merged.add(block, *held)
             kv_work.wait()
             kv = kv_arriving
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
-        ctx.plan, ctx.cp, ctx.kernels = plan, cp, kernels
+        ctx.plan, ctx.cp, ctx.kernels, ctx.expansion = plan, cp, kernels, expansion
         return out
 
     @staticmethod
     def backward(ctx, gradient):
-        (q, k, v, out, lse), plan, cp = ctx.saved_tensors, ctx.plan, ctx.cp
+        (q, k, v, out, lse), plan, cp, keys = ctx.saved_tensors, ctx.plan, ctx.cp, expander(ctx.expansion)
         gradients, kv = AttentionGradients(gradient, q, out, lse, ctx.kernels), [k, v]
         home = [torch.empty_like(each, dtype=lse.dtype) for each in kv]  # dk and dv, when all ranks have added theirs
         sums_arriving, sums_work = [], Work()  # nothing is in flight yet
         for hop in range(cp.size):
-            kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=k)
-            sums = [torch.zeros_like(each, dtype=lse.dtype) for each in kv]
+            kv_arriving, kv_work = pass_on(kv, hop, plan, cp, like=[k, v])
+            held = keys.expand(kv)
+            sums = [torch.zeros_like(each, dtype=lse.dtype) for each in held]
             for block in plan.blocks[source_of(hop, cp)]:
-                gradients.add(block, *kv, *sums)
+                gradients.add(block, *held, *sums)
+            sums = keys.fold(kv, sums)
             sums_work.wait()
             add_up(sums, sums_arriving)
             sums_arriving, sums_work = pass_on_sums(sums, home, hop, plan, cp)
             kv_work.wait()
             kv = kv_arriving
         sums_work.wait()
-        return gradients.dq.to(q.dtype), *(each.to(q.dtype) for each in home), None, None, None
+        mine = gradients.dq, *home
+        return *(each.to(q.dtype) for each in mine), None, None, None, None, *keys.weight_gradients()
 
 
 def ring_attention(
@@ -66,6 +75,7 @@ def ring_attention(
     documents: Documents | None = None,
     causal: bool = True,
     kernels: NaiveKernels = KERNELS["fused"],
+    expansion: Expansion | None = None,
 ) -> Tensor:
     """Attention of q (batch, heads, seq/cp, d) to k and v (batch, kv_heads, seq/cp, d) of all ranks of the group.
 
@@ -79,11 +89,12 @@ def ring_attention(
             see only their own document.
         causal: queries see no key that comes after them.
         kernels: what computes one block.
+        expansion: of latent attention. Then `k` are latents, and `v` rotated keys.
 
     Raises ValueError if shapes or types do not fit each other, or the split does not fit the sequence.
     """
-    plan = layout_of(q, k, v, group.size, split, documents, causal).plan(group.rank)
-    return RingAttention.apply(q, k, v, plan, group, kernels)
+    plan = layout_of(q, k, v, group.size, split, documents, causal, expansion is None).plan(group.rank)
+    return RingAttention.apply(q, k, v, plan, group, kernels, expansion, *expander(expansion).weights)
 
 
 def source_of(hop: int, cp: Group) -> int:
@@ -91,17 +102,19 @@ def source_of(hop: int, cp: Group) -> int:
     return (cp.rank - hop) % cp.size
 
 
-def pass_on(kv: list[Tensor], hop: int, plan: AttentionPlan, cp: Group, like: Tensor) -> tuple[list[Tensor], Work]:
+def pass_on(
+    kv: list[Tensor], hop: int, plan: AttentionPlan, cp: Group, like: list[Tensor]
+) -> tuple[list[Tensor], Work]:
     """Start to send the keys and values of this hop to the next rank, and to receive those of the next hop.
 
-    Either may have no need to travel further. Returns the two tensors that arrive (or none), of the shape of `like`,
+    Either may have no need to travel further. Returns the two tensors that arrive (or none), of the shapes of `like`,
     and the work to wait for.
     """
     sends, receives = [], []
     if hop < plan.reach[source_of(hop, cp)]:
         sends = [(each, (cp.rank + 1) % cp.size) for each in kv]
     if hop < plan.reach[source_of(hop + 1, cp)]:
-        receives = [(torch.empty_like(like), (cp.rank - 1) % cp.size) for _ in range(2)]
+        receives = [(torch.empty_like(each), (cp.rank - 1) % cp.size) for each in like]
     return [each for each, _ in receives], collectives.exchange(sends, receives, cp, async_op=True)
 
 

@@ -148,15 +148,24 @@ def rank_order(split: str, seq_len: int, ranks: int, device: torch.device) -> Te
 
 
 def layout_of(
-    q: Tensor, k: Tensor, v: Tensor, ranks: int, split: str, documents: Documents | None = None, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: int,
+    split: str,
+    documents: Documents | None = None,
+    causal: bool = True,
+    themselves: bool = True,
 ) -> SequenceLayout:
     """Return the sequence layout that fits q, k and v of one of `ranks`, which holds its own tokens of each sequence.
 
-    They are (batch, heads, seq/ranks, d) and, k and v, (batch, kv_heads, seq/ranks, d). Raises ValueError if they are
-    not, if kv_heads does not divide heads, if their types differ (as after rotary embeddings under autocast), or if
-    there is not one tuple of `documents` for each sample.
+    They are (batch, heads, seq/ranks, d) and, k and v, (batch, kv_heads, seq/ranks, d), where values may be narrower.
+    (If not `themselves`, but latents and rotated keys in their place, these have widths of their own.) Raises
+    ValueError if they are not, if kv_heads does not divide heads, if their types differ (as after rotary embeddings
+    under autocast), or if there is not one tuple of `documents` for each sample.
     """
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and q.shape[::2] == k.shape[::2]
+    if not fits or themselves and (q.shape[3] != k.shape[3] or v.shape[3] > k.shape[3]):
         shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
         raise ValueError(
             f"q, k and v must be (batch, heads, n, d) and twice (batch, kv_heads, n, d); they are {shapes}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common import collectives
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step07_expert_parallel.router import Router
 
 

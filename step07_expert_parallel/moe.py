@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step07_expert_parallel.expert_parallel import TokenDispatcher, inverse
 from step07_expert_parallel.experts import Counts, Experts, to_host
 from step07_expert_parallel.router import Router

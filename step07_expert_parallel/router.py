@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import collectives
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step01_single_gpu.mixed_precision import LossScaler
 from step07_expert_parallel.capacity import SequenceParts, beyond_capacity
 

@@ -37,6 +37,11 @@ def check_low_precision(config: TrainConfig) -> None:
             f"{given}: --tp {tp} exceeds --kv-heads {model.kv_heads}, and ranks with copies of a head "
             "would each round their summand of its gradient"
         )
+    if config.fp8 != "none" and model.latent and config.cp > 1 and config.cp_mode != "ulysses":
+        raise UsageError(
+            f"{given}: --cp-mode {config.cp_mode} multiplies latents part by part, and scales are those of all parts: "
+            "latent attention needs --cp-mode ulysses"
+        )
     everyone = config.tp * config.cp
     if model.experts and config.ep % everyone and config.fp8 not in ("none", "naive", "delayed"):
         raise UsageError(
@@ -47,6 +52,9 @@ def check_low_precision(config: TrainConfig) -> None:
         return
     widths = {"--heads": model.heads // tp * model.head_width, "--ffn": model.ffn // tp}
     widths["--kv-heads"] = model.kv_heads // tp * model.head_width
+    if model.latent:
+        widths["--latent's VALUE"] = model.heads // tp * model.latent.value_dim
+        widths["--latent's NOPE and VALUE"] = model.heads // tp * model.latent.pair_width
     for name, width in widths.items():
         if tp > 1 and width % size:
             raise UsageError(
@@ -54,7 +62,8 @@ def check_low_precision(config: TrainConfig) -> None:
             )
     if config.cp > 1 and config.cp_split == "striped":
         raise UsageError(f"{given} wants {size} tokens in a row on one rank, which --cp-split striped separates")
-    shared = model.experts and model.shared_experts  # they see the part of the sequence that a tensor rank has
+    # Layers whose weights are whole see the part of the sequence that a tensor rank has
+    shared = model.experts and model.shared_experts or model.latent and config.sequence_parallel
     chunks = config.cp * (2 if config.cp > 1 and config.cp_split == "zigzag" else 1), config.cp * (tp if shared else 1)
     for parts in chunks:
         if parts > 1 and config.seq_len // parts % size:

@@ -14,7 +14,7 @@ import torch
 
 from common.config import TrainConfig
 from common.costs.vocabulary import KINDS, WIDTHS, Message, sent
-from common.counts import count_flops
+from common.counts import attention_parts, count_flops, down_parameters
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations, total_bytes
 from step05_pipeline.schedules.catalogue import CHUNKS
@@ -97,6 +97,9 @@ def of_layers(model: ModelConfig, layout: Layout) -> tuple[float, float]:
     """
     h, tp, with_experts, expert = model.hidden, layout.tp, len(model.expert_layers), 3 * model.hidden * model.expert_ffn
     attention = 2 * h * model.head_width * (model.heads + max(model.kv_heads, tp)) / tp  # q and output; k and v
+    if model.latent:
+        parts, whole = attention_parts(model), down_parameters(model)
+        attention = whole + sum(size for name, size in parts.items() if "_a_" not in name) / tp
     rest = model.layers * (attention + 2 * h) + (model.layers - with_experts) * 3 * h * model.ffn / tp
     rest += with_experts * (h * model.experts + model.shared_experts * expert)
     return rest / layout.pp, with_experts * model.experts * expert / layout.ep / layout.pp
@@ -174,15 +177,26 @@ def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool, gr
     if tp == 1:
         return []
     sublayers, end = (2 * model.layers - len(model.expert_layers)) / pp, 1 / pp if ends else 0
-    part, each = (tp - 1) / tp * stream, layout.micro_batches
-    result = [
+    part, each, layers = (tp - 1) / tp * stream, layout.micro_batches, model.layers / pp
+    result = []
+    if model.latent:  # in place of its input, what queries come from, twice; and latent and rotated key, once
+        latent, sublayers = model.latent, sublayers - layers
+        queries, shared = (
+            width / model.hidden * part for width in (latent.q_rank or model.hidden, latent.shared_width)
+        )
+        for op, again in (("all_gather", 2), ("reduce_scatter", 1)):
+            result += [Message("tp", op, queries, each * again * layers), Message("tp", op, shared, each * layers)]
+            result.append(Message("tp", op, part, each * layers))  # around `o_proj`
+    result += [
         Message("tp", "all_gather", part, each * (3 * sublayers + 2 * end), "weight gradients, in the backward"),
         Message("tp", "reduce_scatter", part, each * (2 * sublayers + 2 * end), "weight gradients, in the backward"),
     ]
     for numbers in (1, 2):  # of a token: the largest logit; the sum of exponentials and the logit of the target
         result.append(Message("tp", "all_reduce", sent("all_reduce", 4 * numbers * layout.tokens, tp), each * end))
     beside_experts = model.hidden * (model.experts + 3 * model.shared_experts * model.expert_ffn)
-    whole = (2 * model.layers * model.hidden + len(model.expert_layers) * beside_experts) / pp + model.hidden * end
+    whole = (
+        model.layers * (2 * model.hidden + down_parameters(model)) + len(model.expert_layers) * beside_experts
+    ) / pp + model.hidden * end
     shard = gradient / layout.sharing()[0]  # with ZeRO only this rank's shard of them
     result.append(Message("tp", "all_reduce", sent("all_reduce", shard * whole, tp), 1))
     if (same := tp // model.kv_heads) > 1:  # a head of keys and of values
@@ -208,7 +222,9 @@ def activations(model: ModelConfig, layout: Layout) -> float:
     """Return the bytes that dense layers of the first stage keep in 1F1B: pp micro-batches in flight, or all m."""
     size = layout.micro_batch, layout.seq, getattr(torch, layout.dtype)
     model = replace(model, kv_heads=max(model.kv_heads, layout.tp))  # a tensor rank has at least a whole one
-    layer = total_bytes(layer_activations(model, *size, "fused", layout.recompute))
+    listed = layer_activations(model, *size, "fused", layout.recompute)
+    layer = total_bytes(listed)  # latent and rotated key are gathered, and whole on every tensor rank
+    layer += (layout.tp - 1) * sum(each.bytes for each in listed if each.name in ("kv_b_proj.input", "rotated key"))
     in_flight = min(layout.pp, layout.micro_batches)
     return in_flight * model.layers / layout.pp * layer / (layout.tp * layout.cp)
 

@@ -21,7 +21,8 @@ from common.config import TrainConfig
 from common.errors import UsageError, first_line
 from common.group import Group
 from common.launching.system import TRITON, require
-from common.model import ATTENTION_CORES, Decoder, RMSNorm, SwiGLU, fused_attention, rotate, silu_and_multiply
+from common.layers import RMSNorm, rotate
+from common.model import ATTENTION_CORES, Decoder, SwiGLU, fused_attention, silu_and_multiply
 from common.process_groups import Mesh
 from step06_context_parallel.attention_block import NaiveKernels
 from step06_context_parallel.context_parallel import replaces_attention
@@ -73,6 +74,7 @@ def _compiled(function: Callable) -> Callable:
 class BlockKernels(NaiveKernels):
     """The kernels of this step for step 6's blocks of attention."""
 
+    narrow_values = False
     attend, attend_backward, merge = staticmethod(attend), staticmethod(attend_backward), staticmethod(merge)
 
 
@@ -126,8 +128,9 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
 def apply_operations(model: Decoder, operations: SmallOperations) -> None:
     """Replace norms, rotation and activation."""
     for layer in model.layers.values():
-        layer.attention_norm = Norm(layer.attention_norm, operations)
-        layer.mlp_norm = Norm(layer.mlp_norm, operations)
+        for name, module in list(layer.named_modules()):
+            if type(module) is RMSNorm:  # two, and those of latents
+                layer.set_submodule(name, Norm(module, operations))
         layer.attention.rotate = operations.rotate
         for module in layer.mlp.modules():
             # A dense MLP, shared experts, and experts. These have other numbers of rows in every step: a compiler would

@@ -8,10 +8,11 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.layers import at_least_float32
 from common.lockstep.notes import Place
 from common.lockstep.places import indices
 from common.lockstep.recorder import Recorder
-from common.model import Attention, Block, Decoder, SwiGLU, at_least_float32
+from common.model import Attention, Block, Decoder, SwiGLU
 
 
 def watch_decoder(recorder: Recorder, model: Decoder, whole: bool = False) -> None:

@@ -14,6 +14,7 @@ from common.presets import resolve
 # What a part of the model is called here, and there. All other parts have the same name in both.
 NAMES = {"embedding": "embed_tokens", "attention_norm": "input_layernorm", "attention": "self_attn"}
 NAMES |= {"mlp_norm": "post_attention_layernorm", "head": "lm_head"}
+NAMES |= {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm", "kv_a_proj": "kv_a_proj_with_mqa"}
 NAMES |= {"router": "gate", "bias": "e_score_correction_bias", "shared": "shared_experts"}
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -26,7 +27,11 @@ def huggingface_name(name: str, mixtral: bool = False) -> str:
 
 
 def model_type(config: ModelConfig) -> str:
-    """The type of transformers' models that have such experts, or none."""
+    """The type of transformers' models that have such attention and experts, or none."""
+    if config.latent:
+        if config.experts and config.gate != "sigmoid":
+            raise UsageError("transformers' deepseek_v3 has no --gate softmax beside latent attention")
+        return "deepseek_v3"
     return "llama" if not config.experts else "mixtral" if config.gate == "softmax" else "glm4_moe"
 
 

@@ -12,7 +12,7 @@ import common.entry  # noqa: F401
 from common.config import TrainConfig
 from common.counts import count_parameters
 from common.launching.command_line import one_line_errors, parse
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step01_single_gpu.config import check
 from step01_single_gpu.cost import saved_activations, states
 from step01_single_gpu.memory_model import gpt as gpt_memory

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from common.counts import count_parameters
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations, saved_activations, states, total_bytes
 

@@ -7,7 +7,8 @@ import torch
 from common.costs.hardware import H100_TFLOPS, MEMORY_BANDWIDTH
 from common.counts import count_parameters
 from common.drawing.tables import print_comparison, print_table
-from common.model import rotate, silu_and_multiply
+from common.layers import rotate
+from common.model import silu_and_multiply
 from common.presets import PRESETS
 from step08_5d.gpu_ladder.traffic import BytesMoved, kernel_traffic
 from step08_5d.kernels import adamw, rms_norm, rotary, swiglu

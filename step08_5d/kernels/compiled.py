@@ -20,7 +20,7 @@ import common.entry  # noqa: F401
 import torch
 
 from common.launching.command_line import one_line_errors, summary
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step07_expert_parallel.experts import Counts
 from step08_5d.kernels import (
     adamw,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import collectives
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step08_5d.kernels.launching import next_power_of_two, tl, triton, warps_for, wide_type
 
 IGNORED = -100  # a target that does not count, as in PyTorch

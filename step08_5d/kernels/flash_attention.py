@@ -23,7 +23,7 @@ others, and those go first, in all heads: what comes last is short. (Head by hea
 import torch
 from torch import Tensor
 
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step06_context_parallel.attention_block import KERNELS
 from step08_5d.kernels.launching import HAS_TRITON, capability, ceil_div, next_power_of_two, tl, triton, wide_type
 from step08_5d.kernels.tiles import load_rows, multiply_add, store_rows

@@ -17,6 +17,7 @@ width 128 in a tile. (Llama 3 8B on a rank of tp 4, with 4,096 tokens, has 33.6 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from step06_context_parallel.attention_block import KERNELS
@@ -182,5 +183,8 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def flash_attention_core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, as a `core` of `common.model.Attention`."""
-    return _FlashAttention.apply(q, k, v, True)
+    """Causal attention, as a `core` of `common.model.Attention`. The kernels want values as wide as keys."""
+    narrower = k.shape[-1] - v.shape[-1]
+    if not narrower:
+        return _FlashAttention.apply(q, k, v, True)
+    return _FlashAttention.apply(q, k, F.pad(v, (0, narrower)), True)[..., :-narrower]

@@ -49,7 +49,7 @@ HAS_TRITON = hasattr(tl, "load")
 
 
 def wide_type(dtype: torch.dtype):
-    """The Triton type to compute in: float64 for float64, else float32. (`common.model.at_least_float32` in Triton.)"""
+    """The Triton type to compute in: float64 for float64, else float32 (`common.layers.at_least_float32` in Triton)."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step04_tensor_parallel.linear import weight_gradient
 from step04_tensor_parallel.vocab_parallel import vocab_parallel_cross_entropy_sum
 from step08_5d.kernels.cross_entropy import (

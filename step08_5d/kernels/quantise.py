@@ -18,7 +18,7 @@ smallest normal number of the format, e stays, and with it the distance.
 import torch
 from torch import Tensor
 
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step08_5d.kernels.grouped_matmul import load_tile, store_tile
 from step08_5d.kernels.launching import ceil_div, next_power_of_two, tl, triton, warps_for, wide_type
 

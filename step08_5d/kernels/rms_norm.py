@@ -21,8 +21,8 @@ would differ from run to run.
 
 import torch
 
-from common.model import at_least_float32
-from common.model import rms_norm as rms_norm_reference
+from common.layers import at_least_float32
+from common.layers import rms_norm as rms_norm_reference
 from step04_tensor_parallel.linear import hand_over
 from step08_5d.kernels.launching import ceil_div, next_power_of_two, processors, tl, triton, warps_for, wide_type
 

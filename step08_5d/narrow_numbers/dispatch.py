@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common import collectives
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step07_expert_parallel.expert_parallel import AllToAll, TokenDispatcher
 from step07_expert_parallel.experts import Counts
 from step08_5d.narrow_numbers.scaling import BLOCKS, Narrow, quantise_now

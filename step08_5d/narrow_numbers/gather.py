@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common import collectives
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step03_zero.unit import Unit
 from step08_5d.narrow_numbers.experts import products_of
 from step08_5d.narrow_numbers.linear import FORMATS, Products

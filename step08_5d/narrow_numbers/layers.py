@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from common.config import TrainConfig
 from common.group import Group
-from common.model import Decoder, at_least_float32
+from common.layers import at_least_float32
+from common.model import Decoder
 from common.process_groups import Mesh
 from step03_zero.zero import Zero
 from step04_tensor_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -46,7 +47,7 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
         for layer in stage.layers.values():
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear):
-                    cut = _cut(module, name.startswith("mlp.shared"), mesh)
+                    cut = _cut(module, name.startswith("mlp.shared") or config.sequence_parallel, mesh)
                     history = _history(module.weight, histories, config, mesh)
                     multiply_by(module.weight, make(cut=cut, history=history))
             if hasattr(layer.mlp, "experts"):
@@ -81,9 +82,14 @@ class StepScales:
         return {}
 
 
-def _cut(module: nn.Linear, shared: bool, mesh: Mesh) -> dict[str, tuple[Group, ...]]:
-    """Which ranks hold other parts of this layer's operands, by axis."""
-    cut = {"tokens": (mesh.cp, mesh.tp) if shared else (mesh.cp,)}  # sequence parallelism divides them for all experts
+def _cut(module: nn.Linear, in_parts: bool, mesh: Mesh) -> dict[str, tuple[Group, ...]]:
+    """Which ranks hold other parts of this layer's operands, by axis.
+
+    Tensor ranks have parts of the tokens where the weight is whole: in shared experts always, and with sequence
+    parallelism (`in_parts`) in the down-projections of latent attention.
+    """
+    cut_weight = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    cut = {"tokens": (mesh.cp, mesh.tp) if in_parts and not cut_weight else (mesh.cp,)}
     if isinstance(module, ColumnParallelLinear):
         cut["out"] = (mesh.tp,)
     elif isinstance(module, RowParallelLinear):

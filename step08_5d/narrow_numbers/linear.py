@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step08_5d.kernels.quantise import quantise as quantise_in_kernel
 from step08_5d.narrow_numbers.history import History
 from step08_5d.narrow_numbers.scaling import Block, Narrow, block_of, largest_of, quantise, scales_for

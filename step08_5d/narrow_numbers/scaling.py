@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common import collectives
 from common.group import Group
-from common.model import at_least_float32
+from common.layers import at_least_float32
 from step08_5d.kernels.quantise import Block
 
 BLOCKS = {"tile": 128, "mx": 32}  # numbers of a row that share a scale

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from common.errors import UsageError
+from common.model_config import ModelConfig
+from common.presets import resolve
 from step08_5d.planning.time.machines import MACHINES, Machine
 from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
 
@@ -124,6 +126,19 @@ def add_global_batch(parser: ArgumentParser) -> None:
 
 def add_figure(parser: ArgumentParser, name: str) -> None:
     parser.add_argument("--out", default=f"runs/planning/{name}.png", help="the figure")
+
+
+def model_of(options: Namespace) -> ModelConfig:
+    """The model of --model. Raises UsageError as `known` does."""
+    return known(resolve(options.model), options.model)
+
+
+def known(model: ModelConfig, name: str) -> ModelConfig:
+    """Return the model. Raises UsageError for one whose memory and time the formulas do not know."""
+    if model.latent:
+        what = "the planner's formulas know no latent attention; dry-run does, and deepseek-v3-like has all but that"
+        raise UsageError(f"--model {name}: {what}")
+    return model
 
 
 def sequences_of(options: Namespace) -> int:

@@ -4,7 +4,6 @@ import gc
 from argparse import ArgumentParser, Namespace
 
 from common.errors import UsageError
-from common.presets import resolve
 from step08_5d.planning.command_line import (
     Command,
     add_cluster,
@@ -12,6 +11,7 @@ from step08_5d.planning.command_line import (
     count,
     ends_of,
     machine_of,
+    model_of,
     profiles_of,
     sequences_of,
 )
@@ -28,7 +28,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def task_of(options: Namespace) -> Task:
     """What the options of the command line ask for. Raises UsageError for what cannot be planned."""
-    sequences, model, machine = sequences_of(options), resolve(options.model), machine_of(options)
+    sequences, model, machine = sequences_of(options), model_of(options), machine_of(options)
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
     if 2 * machine.for_gpus(options.gpus).gpus <= machine.gpus < options.gpus:

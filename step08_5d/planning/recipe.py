@@ -8,10 +8,9 @@ from typing import NamedTuple
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.model_config import ModelConfig
-from common.presets import resolve
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of, machine_of, sequences_of
+from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of, machine_of, model_of, sequences_of
 from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Task, divisors, named
@@ -99,7 +98,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def show(options: Namespace) -> None:
     """The table for the options of the command line."""
-    sequences, model = sequences_of(options), resolve(options.model)
+    sequences, model = sequences_of(options), model_of(options)
     model = replace(model, max_positions=max(model.max_positions, options.seq_len))
     if model.heads % TP or model.ffn % TP or (model.kv_heads % TP and TP % model.kv_heads):
         raise UsageError(f"--model {options.model}: tp {TP} does not divide its {model.heads} heads, or its MLP")

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.model import rotate, silu_and_multiply
+from common.layers import rotate
+from common.model import silu_and_multiply
 from step08_5d.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tests.gpu_check import __main__ as command
 from tests.gpu_check import launching, test_node, test_training

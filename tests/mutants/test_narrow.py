@@ -27,7 +27,7 @@ AUTOGRAD = "add, mm, mul, neg, round, silu_backward, sum, wide flash_attention_b
 NARROW = {  # operations: where (file.function). Products and sums round their result only, and tp sends activations
     "round": "all_gather_attention.backward, all_gather_attention.forward, attention_block.attend, "
     "attention_block.attend_backward, cross_entropy.logits_to_gradient_reference, gloo._add_up, "
-    "initialisation.fill, mixed_precision._copy_to_parameters, model.naive_attention, model.rms_norm, model.turned, "
+    "initialisation.fill, mixed_precision._copy_to_parameters, model.naive_attention, layers.rms_norm, layers.turned, "
     "moe.backward, moe.forward, ring_attention.backward, ring_attention.forward, vocab_parallel.backward",
     "bmm": "attention_block._scores, attention_block.attend, attention_block.attend_backward, model.naive_attention, "
     "train.train_step",
@@ -37,13 +37,13 @@ NARROW = {  # operations: where (file.function). Products and sums round their r
     "reduce_scatter over tp": "collectives",
     "_grouped_mm": "experts.multiply, experts.multiply_transposed",
     "mm": "experts.multiply, experts.multiply_transposed, linear.input_gradient, linear.output, "
-    "linear.weight_gradient, linear_cross_entropy.add_product, linear_cross_entropy.forward, model.apply_linears, "
+    "linear.weight_gradient, linear_cross_entropy.add_product, linear_cross_entropy.forward, layers.apply_linears, "
     "model.forward",
     "mul_": "linear_cross_entropy.backward",
-    "add": "model.after_adding, model.compute, moe.forward",
-    "mul": "model.naive_attention, model.rms_norm, model.silu_and_multiply",
+    "add": "layers.after_adding, model.compute, moe.forward",
+    "mul": "model.naive_attention, layers.rms_norm, model.silu_and_multiply",
     "silu": "model.silu_and_multiply",
-    "neg": "model.turned",
+    "neg": "layers.turned",
     AUTOGRAD: "pipeline._backward, recompute.backward, train.train_step",
     "embedding_dense_backward": "pipeline._backward, train.train_step",
     "index_put": "pipeline._backward",

@@ -11,7 +11,20 @@ from tests.mechanisms.step08.test_fused import TINY, train_with_kernels
 from tests.mutants.patches import STEPS, assert_applies, patched
 from tests.mutants.test_observed import NOTICED, NOTICED_ALONE
 from tests.parity import runs
-from tests.parity.cases import BIAS, CAPACITY, CHUNKED, CONTIGUOUS, DOCUMENTS, FOUR, GATHER, ODD, ONE, SHARED, TWO
+from tests.parity.cases import (
+    BIAS,
+    CAPACITY,
+    CHUNKED,
+    CONTIGUOUS,
+    DOCUMENTS,
+    FOUR,
+    GATHER,
+    LATENT,
+    ODD,
+    ONE,
+    SHARED,
+    TWO,
+)
 from tests.parity.runs import ADAMW, TIED, UNTIED, Result, assert_parity, reference, training_of
 
 ZERO = f"{UNTIED} {ADAMW} --steps 2 --bucket-mb 0.02 --zero"  # several micro-batches on each rank
@@ -41,6 +54,8 @@ TRAINED = {  # (step, ranks, flags): the mutants that are trained under them; No
     (4, 2, f"{TP} --tp-mode plain"): "g takes its slice in the backward",
     (4, 2, f"{TP} --vocab 257"): "padding not masked",
     (4, 2, f"{TP} {CHUNKED}"): "rings wait before they multiply",
+    (4, 2, f"{TP} {LATENT}"): "down-projections' gradients not summed, neighbors taken for halves",
+    (4, 2, f"{TP} {LATENT} --no-sequence-parallel"): "rotated key's gradient of a rank's heads",
     (5, 2, f"{PP} 1f1b"): "missing share of micro-batches, loss of one rank, targets of another micro-batch, "
     "layers counted from zero on every stage, sent outputs kept, received when needed, sends waited for, "
     "one communicator for both directions",
@@ -56,6 +71,8 @@ TRAINED = {  # (step, ranks, flags): the mutants that are trained under them; No
     (6, 2, CP): None,
     (6, 2, f"{CP} {GATHER}"): "dK/dV of the own queries only",
     (6, 2, f"{CP} --cp-mode ulysses"): "Ulysses in rank order",
+    (6, 2, f"{CP} {LATENT}"): "kv_b_proj's gradient of one hop, rotated key's gradient of one head, "
+    "latent's gradient not sent home",
     (6, 2, f"{CP} {DOCUMENTS}"): "documents of one rank",
     (6, 2, f"{CP} {CONTIGUOUS}"): "keys travel all the way",
     (7, 2, f"{MOE} --dp 2 --ep 2 {FOUR}"): None,

@@ -14,6 +14,8 @@ PLAIN, OVERLAP, CHUNKED = (f"--tp-mode {mode}" for mode in ("plain", "overlap", 
 RING, GATHER, ULYSSES = (f"--cp-mode {mode}" for mode in ("ring", "allgather", "ulysses"))
 ZIGZAG, CONTIGUOUS, STRIPED = (f"--cp-split {split}" for split in ("zigzag", "contiguous", "striped"))
 MHA, GQA, MQA = (f"--kv-heads {heads}" for heads in (4, 2, 1))  # of 4 heads
+LATENT = "--kv-heads 4 --latent 24,16,8,4,12"  # queries of a latent, and values that are as wide as keys; or neither
+LATENT_KEYS = "--kv-heads 4 --latent 0,16,8,4,6"
 ONE, TWO, FOUR = "--micro-batch 12", "--micro-batch 6", "--micro-batch 3"  # that many micro-batches, with --dp 1
 ODD = "--hidden 20 --heads 2 --kv-heads 1 --ffn 27"  # shards on 3 and 4 ranks cut rows, on 3 they need padding
 TINY = "--hidden 2 --heads 1 --kv-heads 1 --ffn 1 --layers 1"
@@ -64,8 +66,9 @@ HARD = {
         4 {TIED} {ADAMW} {TINY} --zero 3 --micro-batch 3
         4 {UNTIED} {ADAMW} {TINY} --zero 1 --micro-batch 3 --bucket-mb 1e-6
         3 {UNTIED} {SGD} {TINY} --zero 2 --bucket-mb 1e-6
-        # Grouped queries in every form
+        # Grouped queries in every form, and latent attention
         3 {UNTIED} {ADAMW} --kv-heads 1|4 --zero 3 --micro-batch 4
+        2 {TIED} {ADAMW} {LATENT_KEYS} --zero 3 --micro-batch 3 --recompute selective
     """,
     4: f"""
         # One process: without --tp nothing is divided, whatever the other flags say
@@ -75,6 +78,9 @@ HARD = {
         2 {UNTIED} {ADAMW} --tp 2 {MQA} {ONE} --zero 2
         4 {UNTIED} {SGD} --tp 4 {GQA} {ONE} {WHOLE}
         4 {UNTIED} {ADAMW} --tp 2 --hidden 20 --heads 2 {MQA} --ffn 26 --micro-batch 6 --zero 3 --recompute full
+        # Latent attention: each rank has some heads, and all of the latents
+        2 {UNTIED} {ADAMW} --tp 2 {LATENT} {ONE} {CHUNKED} --recompute selective
+        4 {TIED} {SGD} --tp 4 {LATENT_KEYS} {ONE} {WHOLE}
         # A tied matrix with padding: embedding, head and its gradients from both
         2 {TIED} {SGD} --tp 2 {PADDED} {ONE} --zero 3 --recompute full
         4 {TIED} {ADAMW} --tp 4 {PADDED} {ONE}
@@ -140,6 +146,10 @@ HARD = {
         # Tensor and sequence parallelism: positions of a part of a part, K/V heads on several ranks
         4 {UNTIED} {ADAMW} --cp 2 --tp 2 {TWO} {MQA} {STRIPED} {CHUNKED} {PADDED}
         4 {TIED} {SGD} --cp 2 --tp 2 {ONE} {MQA} {ULYSSES} {PLAIN} --recompute full
+        # Latents travel, or with Ulysses what they are expanded to; also where one weight's gradient is put off
+        2 {UNTIED} {ADAMW} --cp 2 {TWO} {LATENT_KEYS} {GATHER} {NAIVE}
+        4 {TIED} {SGD} --cp 4 {ONE} {LATENT} {STRIPED} --recompute selective
+        4 {UNTIED} {ADAMW} --cp 2 --pp 2 {TWO} {LATENT} --schedule zb-h1 --zero 1
         # All at once
         8 {TIED} {ADAMW} --cp 2 --tp 2 --pp 2 {TWO} --zero 1
         8 {UNTIED} {SGD} --cp 2 --dp 2 --pp 2 --micro-batch 3 --layers 4 --schedule zbv --zero 3 {GATHER}
@@ -169,7 +179,16 @@ HARD = {
     """,
 }
 if ALL:
+    HARD[4] += f"""
+        2 {UNTIED} {SGD} --tp 2 {LATENT} {TWO} {PLAIN}|{WHOLE}|{OVERLAP} --recompute full
+        4 {UNTIED} {ADAMW} --tp 2 {LATENT_KEYS} --micro-batch 3 --zero 3 {PLAIN}
+    """
     HARD[6] += f"""
+        2 {DOCUMENTS} {UNTIED} {ADAMW} --cp 2 {TWO} {LATENT} {CONTIGUOUS} --zero 3
+        4 {UNTIED} {SGD} --cp 2 --tp 2 {TWO} {LATENT} {ULYSSES} {WHOLE} --recompute selective
+        4 {UNTIED} {ADAMW} --cp 4 {ONE} {LATENT_KEYS} {GATHER} {CONTIGUOUS} --recompute full
+        8 {UNTIED} {ADAMW} --cp 2 --tp 2 --pp 2 {TWO} {LATENT} --layers 4 --schedule zbv {CHUNKED} --zero 2
+        8 {TIED} {SGD} --cp 2 --tp 2 --dp 2 --micro-batch 3 {LATENT_KEYS} {STRIPED} --zero 3
         4 {UNTIED} {SGD} --cp 4 --seq-len 4 {ONE} {CONTIGUOUS}
         4 {UNTIED} {SGD} --cp 2 --pp 2 {TWO} --schedule dualpipe --zero 1 {CONTIGUOUS}
         8 {UNTIED} {ADAMW} --cp 4 --tp 2 {ONE} {ULYSSES} --heads 8 --kv-heads 4 --recompute full
@@ -179,6 +198,8 @@ if ALL:
         4 {DOCUMENTS} {UNTIED} {ADAMW} --tp 2 --pp 2 {TWO} --recompute full
     """
     HARD[7] += f"""
+        8 {ADAMW} --experts 8 --top-k 3 --gate sigmoid {LIMIT} {SHARED} --dense-layers 1 {BIAS} --expert-ffn 20 \
+            {LATENT} --tp 2 --cp 2 --pp 2 --ep 4 {TWO} --schedule dualpipev --layers 4 --zero 1 --recompute selective
         4 {SGD} --experts 8 {SHARED} --tp 4 --kv-heads 1 --ep 4 {TWO} {CHUNKED} --zero 1 {AUX} {CAPACITY}
         4 {ADAMW} --experts 8 --cp 4 --ep 4 {ONE} {STRIPED} {CAPACITY} {AUX} --seq-len 16
         4 {ADAMW} --experts 8 --cp 4 --ep 4 {ONE} {ULYSSES} {CONTIGUOUS} {MHA} {CAPACITY}

@@ -14,7 +14,7 @@ from common.checkpoints import boxes, checkpoint
 from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError
 from common.metrics import read_metrics
-from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, resolve
+from common.presets import EXPERT_NAMES, HUGGINGFACE_NAMES, LATENT_NAMES, resolve
 from common.weights.initialisation import random_values
 from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.initial_weights import _reader, stored_values
@@ -102,7 +102,7 @@ COMPUTED = [  # a model of transformers, what its config.json says, and what is 
 ]
 READ = {*HUGGINGFACE_NAMES.values(), *(each for names in EXPERT_NAMES.values() for each in names.values())}
 READ |= {"model_type", "attention_bias", "mlp_bias", "hidden_act", "attention_dropout", "is_causal", "sliding_window"}
-READ |= {"rope_parameters", "router_jitter_noise", "use_qk_norm"}
+READ |= {*LATENT_NAMES.values(), "rope_interleave", "rope_parameters", "router_jitter_noise", "use_qk_norm"}
 # What a forward pass does not depend on: how it is computed, its initial values, and the terms of their own loss
 READ |= {"_attn_implementation", "initializer_range", "pad_token_id", "output_router_logits", "router_aux_loss_coef"}
 

@@ -21,7 +21,7 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from common.group import Group
 from common.model import Decoder
-from common.model_config import ModelConfig, RopeScaling
+from common.model_config import LatentShape, ModelConfig, RopeScaling
 from common.presets import resolve
 from common.weights.huggingface import as_stored, model_type
 from common.weights.initialisation import materialise, random_values
@@ -39,6 +39,8 @@ LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, orig
 MIXTRAL = "--experts 6 --top-k 2 --expert-ffn 40 --balance none"
 GLM = "--experts 8 --top-k 3 --gate sigmoid --shared-experts 2 --expert-ffn 24 --dense-layers 1"
 GLM += " --expert-groups 4 --node-limit 2 --balance none"
+LATENT = "--kv-heads 4 --latent 24,16,8,4,12"
+DEEPSEEK = f"{GLM} {LATENT}"
 CASES = {  # a model, or the flags of one
     "gqa": GQA,
     "tied": replace(GQA, tie_embeddings=True, vocab=300),
@@ -50,6 +52,8 @@ CASES = {  # a model, or the flags of one
     "llama3-tied-mqa": replace(GQA, kv_heads=1, rope_scaling=LLAMA3, tie_embeddings=True),
     "mixtral": MIXTRAL,
     "glm4_moe": GLM,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3 without experts": replace(GQA, kv_heads=4, latent=LatentShape(0, 20, 6, 8, 10), norm_eps=1e-6),
 }
 ALONE = Group("ep", (0,), 0)
 
@@ -94,13 +98,21 @@ def exported(folder: Path, config: TrainConfig, biased: bool = True) -> tuple[De
 def in_float64(monkeypatch) -> None:
     """transformers computes norms, rotary tables and scores in float32, whatever the model's type."""
     from transformers import modeling_rope_utils
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
     from transformers.models.glm4_moe import modeling_glm4_moe
     from transformers.models.llama import modeling_llama
     from transformers.models.mistral import modeling_mistral
     from transformers.models.mixtral import modeling_mixtral
 
     wide = SimpleNamespace(**{**vars(torch), "float32": torch.float64, "float": torch.float64})
-    for module in (modeling_rope_utils, modeling_glm4_moe, modeling_llama, modeling_mistral, modeling_mixtral):
+    for module in (
+        modeling_rope_utils,
+        modeling_deepseek_v3,
+        modeling_glm4_moe,
+        modeling_llama,
+        modeling_mistral,
+        modeling_mixtral,
+    ):
         monkeypatch.setattr(module, "torch", wide)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
@@ -120,7 +132,7 @@ def test_same_logits_and_gradients_and_back_again(case, dtype, tmp_path, monkeyp
 
     config = config_of(CASES[case], dtype)
     shape = config.model_config
-    model, tensors = exported(tmp_path / "out", config, biased=case == "glm4_moe")
+    model, tensors = exported(tmp_path / "out", config, biased=case in ("glm4_moe", "deepseek_v3"))
     if dtype == "float64":
         in_float64(monkeypatch)
     eager = {"experts_implementation": "eager"} if shape.experts else {}
@@ -133,7 +145,7 @@ def test_same_logits_and_gradients_and_back_again(case, dtype, tmp_path, monkeyp
     theirs.save_pretrained(tmp_path / "theirs")
     again = resolve(str(tmp_path / "theirs"))
     ffn = shape.ffn if model_type(shape) == "mixtral" else again.ffn  # where it has no meaning
-    assert replace(again, ffn=ffn) == replace(shape, head_dim=shape.head_width)
+    assert replace(again, ffn=ffn) == replace(shape, head_dim=None if shape.latent else shape.head_width)
     _, loaded = built(config, stored_values(str(tmp_path / "theirs"), shape))
     assert all(map(torch.equal, loaded, tensors)), [each.spec.name for each in tensors]
     for rank in range(2 if shape.experts else 0):  # one of two that divide the experts

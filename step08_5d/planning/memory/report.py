@@ -15,7 +15,7 @@ from common.launching.run_mesh import degrees_of
 from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_global_batch, add_model
+from step08_5d.planning.command_line import Command, add_global_batch, add_model, known
 from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
 from step08_5d.planning.memory.ledger import Tensors
@@ -46,7 +46,7 @@ def show(options: Namespace) -> None:
     """The table for the options of the command line."""
     words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
     config = configuration([*words, "--global-batch", str(options.global_batch), *options.rest])
-    model, layout = config.model_config, Layout.of(config)
+    model, layout = known(config.model_config, config.model), Layout.of(config)
     if options.form == "gpt":
         _show_gpt(options.model, model, layout)
     else:

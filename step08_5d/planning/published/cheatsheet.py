@@ -10,10 +10,9 @@ from common.config import spelled
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.model_config import ModelConfig
-from common.presets import resolve
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_degrees, add_global_batch, add_model
+from step08_5d.planning.command_line import Command, add_degrees, add_global_batch, add_model, model_of
 from step08_5d.planning.memory.peak import peak, states
 from step08_5d.planning.memory.report import DEFAULTS, configuration
 
@@ -53,7 +52,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def show(options: Namespace) -> None:
     """The table for the options of the command line."""
-    model = resolve(options.model)
+    model = model_of(options)
     degrees = {name: getattr(options, name) for name in ("dp", "tp", "pp", "cp", "zero", "micro_batch")}
     if model.experts:
         raise UsageError(f"the cheatsheet knows no experts, and {options.model} has {model.experts}")

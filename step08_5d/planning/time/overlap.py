@@ -14,13 +14,12 @@ from common.counts import count_parameters
 from common.drawing.tables import print_table
 from common.errors import UsageError
 from common.model_config import ModelConfig
-from common.presets import resolve
 from step02_data_parallel import cost as data
 from step03_zero import cost as zero
 from step05_pipeline import cost as pipeline
 from step06_context_parallel import cost as context
 from step07_expert_parallel import cost as experts
-from step08_5d.planning.command_line import Command, add_degrees, add_model, speed
+from step08_5d.planning.command_line import Command, add_degrees, add_model, model_of, speed
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 RULE = 10  # a rule of thumb: computation : communication should be more than this to 1
@@ -111,7 +110,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def show(options: Namespace) -> None:
     """The table for the options of the command line."""
-    model = resolve(options.model)
+    model = model_of(options)
     degrees = {name: getattr(options, name) for name in DEGREES}
     if degrees["ep"] > 1 and not model.experts:
         raise UsageError(f"{options.model} has no experts for --ep {degrees['ep']}; try --model mixtral-8x7b")

@@ -3,6 +3,7 @@
 import itertools
 import math
 import tempfile
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from common.errors import UsageError
 from common.launching.command_line import parse
 from common.measure.saved_tensors import SavedTensors
 from common.model import cross_entropy_sum
-from common.model_config import ModelConfig
+from common.model_config import LatentShape, ModelConfig
 from common.presets import PRESETS
 from common.start import environment
 from step01_single_gpu.cost import saved_activations, states, total_bytes
@@ -35,9 +36,11 @@ MODES = ("none", "selective", "full")
 @pytest.mark.parametrize("attention", ["naive", "fused"])
 def test_saved_activations_are_predicted_to_the_byte(attention, dtype):
     models = (2, False), (6, True), (1, True), (3, False, 16), (3, False, 4)  # the last two: a head width of their own
+    models += (6, False, None, LatentShape(20, 16, 6, 4, 8)), (6, True, None, LatentShape(0, 16, 6, 4, 10))
     for (kv_heads, tie, *head_dim), mode in itertools.product(models, MODES):
         config = TrainConfig(attention=attention, recompute=mode, dtype=dtype)
         config.model_config = ModelConfig(96, 48, 2, 6, kv_heads, 80, tie, head_dim=(head_dim or [None])[0])
+        config.model_config = replace(config.model_config, latent=(*head_dim, None, None)[1])
         model = OneProcess(config).model
         for batch, seq in ((1, 2), (1, 24), (3, 7)):
             tokens, targets = (torch.randint(config.model_config.vocab, (batch, seq)) for _ in range(2))

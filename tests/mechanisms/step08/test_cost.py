@@ -83,6 +83,8 @@ CASES = [
     EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1},
     DENSE | SMALL | {"zero": 3, "global_batch": 16},  # two micro-batches
     EXPERTS | SMALL | {"ep": 4, "expert_ffn": 16, "zero": 2, "global_batch": 16, "shared_experts": 1, "tp": 2},
+    DENSE | FOUR_D | SMALL | {"latent": "24,16,8,4,10", "zero": 1},
+    DENSE | SMALL | {"cp": 2, "tp": 4, "cp_mode": "ulysses", "heads": 8, "latent": "0,16,8,4,10", "kv_heads": 8},
 ]
 
 

@@ -29,7 +29,7 @@ scale not reduced over the shards: (group, *holders[part]) => holders[part]
 gathered scale not reduced over tp: (group, *holders[part]) => (group,)
 @ step08_5d.narrow_numbers.layers:_cut
 # Shared experts take the largest numbers of their own tokens: sequence parallelism divides them
-scale of a part of the shared tokens: (mesh.cp, mesh.tp) if shared => (mesh.cp,) if shared
+scale of a part of the shared tokens: (mesh.cp, mesh.tp) if in_parts => (mesh.cp,) if in_parts
 @ step08_5d.narrow_numbers.history:History.scales
 delayed scale of the last step alone: mine[1:].amax() => mine[1]
 @ step08_5d.narrow_numbers.history:finish_step

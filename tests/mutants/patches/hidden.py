@@ -30,8 +30,8 @@ partial sum changed while it is sent: total = summand((left - hop) % group.size)
 launches in the order of completion: if unit.replicas.size == 1 and => if
 @ step06_context_parallel.ring_attention:pass_on
 # The ring has one receive buffer: what arrives next replaces what is being sent, and computed with
-receive buffer overwritten while it is read: [(torch.empty_like(like), (cp.rank - 1) % cp.size) for _ in range(2)] =>
-    [(each, (cp.rank - 1) % cp.size) for each in (kv if hop and kv else map(torch.empty_like, (like, like)))]
+receive buffer overwritten while it is read: [(torch.empty_like(each), (cp.rank - 1) % cp.size) for each in like] =>
+    [(each, (cp.rank - 1) % cp.size) for each in (kv if hop and kv else map(torch.empty_like, like))]
 @ step06_context_parallel.ring_attention:pass_on_sums
 # The buffers in which sums travel are set to zero for the next hop as soon as they have been launched
 sums changed while they travel: return arriving, collectives.exchange(sends, receives, cp, async_op=True) =>
@@ -61,7 +61,7 @@ experts combined in bfloat16: ctx.save_for_backward(rows, gates) => gates = gate
 """)
 
 # In one of these files, "at least float32" means the type that there is
-WIDENING = "common.model", "step01_single_gpu.mixed_precision", "step04_tensor_parallel.vocab_parallel"
+WIDENING = "common.layers", "common.model", "step01_single_gpu.mixed_precision", "step04_tensor_parallel.vocab_parallel"
 WIDENING += "step06_context_parallel.attention_block", "step07_expert_parallel.moe", "step07_expert_parallel.router"
 WIDENING += "step08_5d.kernels.cross_entropy", "step08_5d.kernels.linear_cross_entropy"
 for module in WIDENING:

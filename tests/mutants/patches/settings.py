@@ -39,7 +39,7 @@ gradients doubled once: gradients = gradient_sums.finish() =>
 @ step01_single_gpu.train:build
 one token ahead: ATTENTION_CORES[config.attention] =>
     __import__("tests.mutants.patches.settings", fromlist=["one_token_ahead"]).one_token_ahead
-@ common.model:RMSNorm.forward
+@ common.layers:RMSNorm.forward
 ten times the epsilon: self.eps) => 10 * self.eps)
 @ step01_single_gpu.mixed_precision:Optimizer.__init__
 another second beta: (0.9, 0.95) => (0.9, 0.99)

@@ -45,6 +45,17 @@ sequences of a batch mixed: parts.transpose(0, 1).flatten(1, 2) => parts.reshape
 # The head is divided as well, but its input's gradient is not summed: all below sees the columns of one rank
 no f before the head: apply_column_parallel(x, [self])[0] => linear(x, self.weight)
 
+@ step04_tensor_parallel.apply_tensor_parallel:share_the_rest
+# Latent attention's down-projections are whole on every rank, but have seen only its part of the sequence
+down-projections' gradients not summed: if split.sequence_parallel: =>
+    if split.sequence_parallel and "_a_proj" not in parameter.spec.name:
+@ common.latent_attention:LatentAttention.forward
+# Without sequence parallelism the rotated key seems to need nothing. But a rank's heads are not all that read it
+rotated key's gradient of a rank's heads: self.whole(torch.cat((self.kv_a_norm(latent), key), dim=-1)) =>
+    torch.cat((self.whole(self.kv_a_norm(latent)), key), dim=-1)
+@ common.latent_attention:pairs_to_halves
+neighbors taken for halves: return x.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2) => return x
+
 # ---- right results at a higher price
 @ step04_tensor_parallel.tensor_parallel:apply_column_parallel
 # q, k, v, gate and up gather, or sum, each their own input: five collectives where two would do

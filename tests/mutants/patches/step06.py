@@ -48,6 +48,17 @@ dK/dV one hop short: source, next_source = => if hop == cp.size - 1:\n        to
 @ step06_context_parallel.all_gather_attention:AllGatherAttention.backward
 # Every rank keeps the gradients of its own keys that its own queries have, and drops those of other keys
 dK/dV of the own queries only: collectives.reduce_scatter(total, parts, cp) => total.copy_(parts[cp.rank])
+@ step06_context_parallel.expansion:OfLatents._add
+# The weight that expands latents gets the gradient of the last part of the sequence, and not that of all
+kv_b_proj's gradient of one hop: self.total += part => self.total = part
+@ step06_context_parallel.expansion:OfLatents.fold
+# The rotated key gets the gradient that one head has
+rotated key's gradient of one head: self.expansion.arrange_backward(*gradients) =>
+    …; d_key = gradients[0][:, :1, :, self.expansion.shape.nope_dim :].contiguous()
+@ step06_context_parallel.ring_attention:RingAttention.backward
+# What other ranks' queries say about a latent stays with them
+latent's gradient not sent home: sums = keys.fold(kv, sums) =>
+    …; sums[:1] = [each if hop == 0 else torch.zeros_like(each) for each in sums[:1]]
 @ step06_context_parallel.sequence_layouts:SequenceLayout.plan
 # Documents are masked among the tokens of a rank, and not between ranks
 documents of one rank: def seen(of: int, source: int) =>

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.model import at_least_float32
+from common.layers import at_least_float32
 
 BOTH = "forward and backward"  # in one call, where a kernel does the work of the backward in the forward
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.group import Group
-from common.model import at_least_float32, cross_entropy_sum, rope_tables, rotate, silu_and_multiply
+from common.layers import at_least_float32, rotate
+from common.model import cross_entropy_sum, rope_tables, silu_and_multiply
 from common.model_config import ModelConfig
 from step08_5d.kernels import (
     adamw,

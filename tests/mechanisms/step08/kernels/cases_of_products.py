@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from common.model import at_least_float32, fused_attention, naive_attention
+from common.layers import at_least_float32
+from common.model import fused_attention, naive_attention
 from step07_expert_parallel.experts import Counts
 from step08_5d.kernels import flash_attention_backward as attention_backward
 from step08_5d.kernels import grouped_matmul, merge

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import step08_5d.kernels
-from common.model import at_least_float32, silu_and_multiply
+from common.layers import at_least_float32
+from common.model import silu_and_multiply
 from common.parameter import attach_specs
 from step01_single_gpu.mixed_precision import Optimizer
 from step07_expert_parallel.experts import Counts
