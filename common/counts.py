@@ -21,6 +21,7 @@ class ParameterCount:
     moe_active: int
     norms: int  # of the whole model
     head: int  # 0 when tied
+    mtp_projection: int  # of multi-token prediction, whose block counts among the layers in `total`
     total: int
     active: int
 
@@ -37,17 +38,19 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     moe_layers = len(model.expert_layers)
     embedding = model.vocab * h
     head = 0 if model.tie_embeddings else embedding
-    norms = (2 * model.layers + 1) * h
-    shared = embedding + head + norms + model.layers * attention + (model.layers - moe_layers) * dense_mlp
+    norms = (2 * model.blocks + 1 + 3 * model.mtp) * h  # multi-token prediction has two inputs and an end of its own
+    mtp_projection = model.mtp * 2 * h * h
+    shared = embedding + head + norms + mtp_projection
+    shared += model.blocks * attention + (model.blocks - moe_layers) * dense_mlp
     total, active = shared + moe_layers * moe, shared + moe_layers * moe_active
-    return ParameterCount(embedding, attention, dense_mlp, moe, moe_active, norms, head, total, active)
+    return ParameterCount(embedding, attention, dense_mlp, moe, moe_active, norms, head, mtp_projection, total, active)
 
 
 @dataclass(frozen=True)
 class FlopCount:
     """FLOPs of the forward of ONE sequence in each part of the model, over all layers."""
 
-    linear: int  # attention projections and MLPs
+    linear: int  # attention projections and MLPs, and what multi-token prediction projects
     attention_core: int  # q k^T and p v over the full square, causal or not (the convention of MFU)
     head: int
 
@@ -75,7 +78,7 @@ def count_flops(model: ModelConfig, seq_len: int) -> FlopCount:
     """The exact FLOPs of one sequence of `seq_len` tokens; embedding rows are looked up and cost none."""
     count = count_parameters(model)
     moe_layers = len(model.expert_layers)
-    linear = model.layers * count.attention
-    linear += (model.layers - moe_layers) * count.dense_mlp + moe_layers * count.moe_active
-    core = model.layers * 2 * (2 * seq_len * seq_len * model.heads * model.head_width)
-    return FlopCount(2 * seq_len * linear, core, 2 * seq_len * model.vocab * model.hidden)
+    linear = model.blocks * count.attention + count.mtp_projection
+    linear += (model.blocks - moe_layers) * count.dense_mlp + moe_layers * count.moe_active
+    core = model.blocks * 2 * (2 * seq_len * seq_len * model.heads * model.head_width)
+    return FlopCount(2 * seq_len * linear, core, (1 + model.mtp) * 2 * seq_len * model.vocab * model.hidden)

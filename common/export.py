@@ -87,7 +87,9 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     names = HUGGINGFACE_NAMES | EXPERT_NAMES.get(kind, {})
     options |= {name: getattr(config, ours) for ours, name in names.items()} | {"head_dim": config.head_width}
     if kind == "glm4_moe":
-        options |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0}
+        options |= {"partial_rotary_factor": 1.0}
+    # transformers leaves these blocks out, and so it opens what we export; --init-from reads them
+    options |= {"num_nextn_predict_layers": config.mtp} if config.mtp or kind == "glm4_moe" else {}
     with torch.device("meta"):
         theirs = AutoConfig.for_model(kind, **options, rope_parameters=rope | {"rope_theta": config.rope_theta})
         model = AutoModelForCausalLM.from_config(theirs)

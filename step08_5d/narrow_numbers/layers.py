@@ -44,9 +44,9 @@ def apply_fp8(stages: list[Decoder], zero_wrappers: list[Zero], config: TrainCon
     for stage, zero in zip(stages, zero_wrappers, strict=True):
         defer_linear_layers(stage.layers)  # which have step 4's seams
         for layer in stage.layers.values():
-            for name, module in layer.named_modules():
+            for module in layer.modules():
                 if isinstance(module, nn.Linear):
-                    cut = _cut(module, name.startswith("mlp.shared"), mesh)
+                    cut = _cut(module, mesh)
                     history = _history(module.weight, histories, config, mesh)
                     multiply_by(module.weight, make(cut=cut, history=history))
             if hasattr(layer.mlp, "experts"):
@@ -81,9 +81,10 @@ class StepScales:
         return {}
 
 
-def _cut(module: nn.Linear, shared: bool, mesh: Mesh) -> dict[str, tuple[Group, ...]]:
+def _cut(module: nn.Linear, mesh: Mesh) -> dict[str, tuple[Group, ...]]:
     """Which ranks hold other parts of this layer's operands, by axis."""
-    cut = {"tokens": (mesh.cp, mesh.tp) if shared else (mesh.cp,)}  # sequence parallelism divides them for all experts
+    whole = not isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    cut = {"tokens": (mesh.cp, mesh.tp) if whole else (mesh.cp,)}  # for whole ones, sequence parallelism divides them
     if isinstance(module, ColumnParallelLinear):
         cut["out"] = (mesh.tp,)
     elif isinstance(module, RowParallelLinear):

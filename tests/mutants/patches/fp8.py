@@ -28,8 +28,8 @@ scale not reduced over the shards: (group, *holders[part]) => holders[part]
 # The shards of each tensor rank have another scale
 gathered scale not reduced over tp: (group, *holders[part]) => (group,)
 @ step08_5d.narrow_numbers.layers:_cut
-# Shared experts take the largest numbers of their own tokens: sequence parallelism divides them
-scale of a part of the shared tokens: (mesh.cp, mesh.tp) if shared => (mesh.cp,) if shared
+# Whole matrices, as of shared experts, take the largest numbers of their own tokens: sequence parallelism divides them
+scale of a part of the shared tokens: (mesh.cp, mesh.tp) if whole => (mesh.cp,) if whole
 @ step08_5d.narrow_numbers.history:History.scales
 delayed scale of the last step alone: mine[1:].amax() => mine[1]
 @ step08_5d.narrow_numbers.history:finish_step
