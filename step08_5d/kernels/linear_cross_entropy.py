@@ -111,6 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(dx, dw)
         ctx.weight = weight
         ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)  # no zeros for them
         return loss, losses
 
     @staticmethod

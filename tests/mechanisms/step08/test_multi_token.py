@@ -22,8 +22,10 @@ from step08_5d import multi_token, train
 from step08_5d.kernels.cross_entropy import IGNORED
 from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import steps_of
+from tests.mechanisms.step08 import test_fused as fused
 from tests.mutants.patches import patched
 from tests.parity import runs
+from tests.parity import test_fp8 as fp8
 from tests.parity.cases import AUX, BIAS, CAPACITY, CONTIGUOUS, DOCUMENTS, FOUR, GATHER, LIMIT, ONE, SHARED, TWO, WHOLE
 from tests.parity.drawn import ALL, EVERY, draw, is_allowed
 from tests.parity.runs import ADAMW, SGD, SMALL, TIED, UNTIED, assemble, assert_parity, train_here, training_of
@@ -140,7 +142,7 @@ def one_process(flags: str) -> runs.Result:
 
 
 CHOSEN = f"--top-k 3 --gate sigmoid {LIMIT} {SHARED} --dense-layers 1 {BIAS}"
-CASES = {  # by ranks; only the first one unless with TEST_ALL
+CASES = {  # by ranks
     2: [
         f"{UNTIED} {ADAMW} --pp 2 {FOUR}",  # the embedding at both ends, though it is not the head
         f"{UNTIED} {SGD} --dp 2 --micro-batch 3 --zero 3",
@@ -168,12 +170,10 @@ CASES = {  # by ranks; only the first one unless with TEST_ALL
     ],
     8: [f"--experts 8 {CHOSEN} {ADAMW} --pp 2 --dp 2 --tp 2 --ep 4 --schedule dualpipev --layers 4 {TWO}"],
 }
-if ALL:
-    for ranks, least in EVERY:
-        drawn = (case for case in draw(ranks, least, EVERY[ranks, least]) if is_allowed(ranks, f"{case} --mtp 1"))
-        CASES.setdefault(ranks, []).extend(drawn)
-else:
-    CASES = {2: CASES[2][:1], 4: CASES[4][:1]}
+for ranks, least in EVERY if ALL else ():
+    drawn = (case for case in draw(ranks, least, EVERY[ranks, least]) if is_allowed(ranks, f"{case} --mtp 1"))
+    CASES.setdefault(ranks, []).extend(drawn)
+CASES = CASES if ALL else {4: CASES[4][:1]}  # of two ranks, the mutants' test has some
 WORLDS = [(ranks, first) for ranks, cases in CASES.items() for first in range(0, len(cases), 8)]  # time limits
 
 
@@ -182,6 +182,37 @@ def test_equals_one_process(ranks, first):
     cases = CASES[ranks][first : first + 8]
     for case, result in zip(cases, runs.results_of(ranks, train_both, cases), strict=True):
         assert_parity(result, one_process(training_of(case)), f"{ranks} ranks, {case}")
+
+
+@pytest.mark.skipif(not ALL, reason="TEST_ALL")
+def test_operands_in_fp8():
+    """The projection is whole on every tensor rank, which has a part of its tokens."""
+    cases = [  # the micro-batch of the one process that has the same tokens in a product: flags
+        (3, f"{fp8.SHAPE} {UNTIED} {SGD} {fp8.TILE} --tp 2 --micro-batch 3"),
+        (3, f"{fp8.SHAPE} {TIED} {ADAMW} {fp8.NOW} --tp 2 --micro-batch 3 --zero 3"),
+        (3, f"{fp8.SHAPE} {UNTIED} {ADAMW} {fp8.DELAYED} --tp 2 --micro-batch 3"),
+        (3, f"{fp8.SHAPE} {UNTIED} {ADAMW} {fp8.ROW} --tp 2 --micro-batch 3 {WHOLE}"),
+        (3, f"{fp8.SHAPE} {UNTIED} {ADAMW} {fp8.MX} --cp 2 --micro-batch 3"),
+        (3, f"{fp8.SHAPE} {UNTIED} {ADAMW} {fp8.TILE} {fp8.GATHERED} --dp 2 --micro-batch 3"),
+        (2, f"{fp8.SHAPE} {UNTIED} {ADAMW} {fp8.TILE} --pp 2 --micro-batch 2 --schedule zb-h1 --recompute full"),
+        (2, f"{fp8.SHAPE} {UNTIED} {ADAMW} {fp8.TILE} --pp 2 --micro-batch 2 --schedule dualpipe"),
+        (3, f"{fp8.SHARED} {SGD} {fp8.ROW} --tp 2 --ep 2 --micro-batch 3 --fp8-dispatch"),
+    ]
+    cases = [(micro_batch, f"--mtp 1 {flags}") for micro_batch, flags in cases]
+    for (micro_batch, flags), result in zip(cases, fp8.run_narrow(2, [flags for _, flags in cases]), strict=True):
+        assert_parity(result, fp8.one_process(flags, micro_batch), flags, fp8.TOLERANCE)
+
+
+@pytest.mark.skipif(not ALL, reason="TEST_ALL")
+@fused.in_interpreter
+def test_with_kernels():
+    """They add the head's gradient, of both predictions, to the step's sum; if it is tied, the embedding's follows."""
+    cases = [f"{UNTIED} --tp 2 --vocab 257", f"{UNTIED} --layers 2 --pp 2 --micro-batch 2"]
+    cases += [f"{TIED} --layers 2 --pp 2 --micro-batch 2 --schedule {name}" for name in ("1f1b", "zb-h1")]
+    cases += [f"{TIED} {fused.EXPERTS} --dp 2 --ep 2 --zero 3 --micro-batch 2 --recompute full"]
+    cases = [f"{fused.TINY} {ADAMW} --mtp 1 {flags}" for flags in cases]
+    for case, result in zip(cases, runs.results_of(2, fused.train_with_kernels, cases), strict=True):
+        assert_parity(result, runs.reference(training_of(case, 4)), case)
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
