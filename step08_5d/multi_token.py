@@ -29,8 +29,9 @@ Who holds what, and who sums it:
 With --mask-documents, the last token of a document has no second target either: what its block reads is the next
 document's first token.
 
-The checkpoints that DeepSeek has published fix what the paper leaves open: the embedding comes first in what is
-projected (`eh_proj`), and the names. In inference the block can draft tokens (speculative decoding); ours leave it out.
+Names and order are those of the checkpoints that DeepSeek has published, and that inference engines read (vLLM's
+deepseek_mtp.py): in what is projected (`eh_proj`) the embedding comes first. (Equation 21 has it second.) In inference
+the block can draft tokens (speculative decoding); `common.generate` leaves it out, as transformers does.
 """
 
 from functools import partial
