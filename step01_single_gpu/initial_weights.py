@@ -87,7 +87,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _check_weights(folder: str, stored: dict, config: ModelConfig) -> None:
     """Raise UsageError unless `stored` describes the whole model's weights; so all ranks refuse the same."""
     shapes = weight_shapes(config)
-    for name in sorted(each for each in shapes.keys() | stored.keys() if not is_optional(each, config)):
+    for name in sorted(each for each in shapes.keys() | stored.keys() if not is_optional(each, stored, config)):
         expected, found = shapes.get(name), tuple(stored[name].size) if name in stored else None
         if expected != found:
             raise UsageError(f"--init-from {folder}: the shape of {name} is {found}, that of --model is {expected}")

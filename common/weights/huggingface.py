@@ -1,6 +1,7 @@
 """Weights in Hugging Face's format (safetensors): what they are called there, and in which boxes."""
 
 import dataclasses
+from collections.abc import Container
 
 import torch
 
@@ -72,12 +73,14 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {huggingface_name(name, mixtral): shape for name, shape in shapes.items()}
 
 
-def is_optional(name: str, config: ModelConfig) -> bool:
-    """Whether a folder may have this weight although `weight_shapes` does not ask for it: a tied head, RoPE's
-    frequencies in old files, and of multi-token prediction all if it is not trained, and the tables that it shares.
+def is_optional(name: str, stored: Container[str], config: ModelConfig) -> bool:
+    """Whether a folder with the weights `stored` may have this one although `weight_shapes` does not ask for it: a tied
+    head, RoPE's frequencies in old files, and of multi-token prediction all if it is not trained, and the tables that
+    it shares.
     """
     behind, shared = f"model.layers.{config.layers}.", ("embed_tokens.weight", "shared_head.head.weight")
-    of_prediction = name.startswith(behind) and (not config.mtp or name.removeprefix(behind) in shared)
+    of_prediction = name.startswith(behind) and f"{behind}eh_proj.weight" in stored
+    of_prediction &= not config.mtp or name.removeprefix(behind) in shared
     return of_prediction or name.endswith(".inv_freq") or name == "lm_head.weight" and config.tie_embeddings
 
 
