@@ -123,6 +123,8 @@ class TrainConfig:
     z_coef: float = flag(0.0, 7, "update", "coefficient of the z-loss, which keeps the router's logits small")
     capacity_factor: float = flag(0.0, 7, "update", "drop what exceeds so many equal shares (0: nothing)")
     ep: int = flag(1, 7, "layout", "expert parallelism: ranks that the experts are divided among")
+    mtp: int | None = flag(None, 8, "model", "1: one more block predicts the token after the next one")
+    mtp_weight: float = flag(0.3, 8, "update", "--mtp: weight of its loss beside that of the next token")
     fused: bool = flag(True, 8, "layout", "fused kernels: all on CUDA, head with loss everywhere (default)")
     own_attention: bool = flag(False, 8, "layout", "on CUDA, our own kernels for attention as well")
     compile: bool = flag(False, 8, "layout", "compile norms, rotation, activation where no kernel does")
@@ -229,6 +231,8 @@ class TrainConfig:
             raise UsageError(f"{name} has {total:,} parameters, more than {MOST_PARAMETERS:,}")
         if model.experts and self.step_name < f"step{self.__dataclass_fields__['experts'].metadata['step']:02}":
             raise UsageError(f"{name} has experts, which this step does not train")
+        if model.mtp and self.step_name < f"step{self.__dataclass_fields__['mtp'].metadata['step']:02}":
+            raise UsageError(f"{name} predicts a second token, which this step does not train")
         if self.seq_len > model.max_positions:
             raise UsageError(f"--seq-len {self.seq_len} exceeds the {model.max_positions} positions of {name}")
 

@@ -21,6 +21,7 @@ class ParameterCount:
     moe_active: int
     norms: int  # of the whole model
     head: int  # 0 when tied
+    mtp_projection: int  # of multi-token prediction, whose block counts among the layers in `total`
     total: int
     active: int
 
@@ -60,19 +61,21 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     moe_layers = len(model.expert_layers)
     embedding = model.vocab * h
     head = 0 if model.tie_embeddings else embedding
-    norms = (2 * model.layers + 1) * h
+    norms = (2 * model.blocks + 1 + 3 * model.mtp) * h  # multi-token prediction has two inputs and an end of its own
     if model.latent:  # those of latents
-        norms += model.layers * (model.latent.q_rank + model.latent.kv_rank)
-    shared = embedding + head + norms + model.layers * attention + (model.layers - moe_layers) * dense_mlp
+        norms += model.blocks * (model.latent.q_rank + model.latent.kv_rank)
+    mtp_projection = model.mtp * 2 * h * h
+    shared = embedding + head + norms + mtp_projection
+    shared += model.blocks * attention + (model.blocks - moe_layers) * dense_mlp
     total, active = shared + moe_layers * moe, shared + moe_layers * moe_active
-    return ParameterCount(embedding, attention, dense_mlp, moe, moe_active, norms, head, total, active)
+    return ParameterCount(embedding, attention, dense_mlp, moe, moe_active, norms, head, mtp_projection, total, active)
 
 
 @dataclass(frozen=True)
 class FlopCount:
     """FLOPs of the forward of ONE sequence in each part of the model, over all layers."""
 
-    linear: int  # attention projections and MLPs
+    linear: int  # attention projections and MLPs, and what multi-token prediction projects
     attention_core: int  # q k^T and p v over the full square, causal or not (the convention of MFU)
     head: int
     expansion: int = 0  # of `linear`, latent attention's products of latents to keys and values
@@ -103,8 +106,9 @@ def count_flops(model: ModelConfig, seq_len: int) -> FlopCount:
     """The exact FLOPs of one sequence of `seq_len` tokens; embedding rows are looked up and cost none."""
     count = count_parameters(model)
     moe_layers = len(model.expert_layers)
-    linear = model.layers * count.attention
-    linear += (model.layers - moe_layers) * count.dense_mlp + moe_layers * count.moe_active
-    core = model.layers * 2 * seq_len * seq_len * model.heads * (model.head_width + model.value_width)
-    expansion = 2 * seq_len * model.layers * attention_parts(model).get("kv_b_proj", 0)
-    return FlopCount(2 * seq_len * linear, core, 2 * seq_len * model.vocab * model.hidden, expansion)
+    linear = model.blocks * count.attention + count.mtp_projection
+    linear += (model.blocks - moe_layers) * count.dense_mlp + moe_layers * count.moe_active
+    core = model.blocks * 2 * seq_len * seq_len * model.heads * (model.head_width + model.value_width)
+    head = (1 + model.mtp) * 2 * seq_len * model.vocab * model.hidden
+    expansion = 2 * seq_len * model.blocks * attention_parts(model).get("kv_b_proj", 0)
+    return FlopCount(2 * seq_len * linear, core, head, expansion)

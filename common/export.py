@@ -94,7 +94,9 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     names = HUGGINGFACE_NAMES | EXPERT_NAMES.get(kind, {})
     options |= {name: getattr(config, ours) for ours, name in names.items()} | {"head_dim": config.head_width}
     if kind in SIGMOID:
-        options |= {"num_nextn_predict_layers": 0, "partial_rotary_factor": 1.0}
+        options |= {"partial_rotary_factor": 1.0}
+    # transformers leaves the blocks of multi-token prediction out, and so it opens what we export
+    options |= {"num_nextn_predict_layers": config.mtp} if config.mtp or kind in SIGMOID else {}
     if config.latent:
         options |= {name: getattr(config.latent, ours) for ours, name in LATENT_NAMES.items()}
         options |= {"q_lora_rank": config.latent.q_rank or None, "head_dim": config.latent.rope_dim}

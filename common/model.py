@@ -131,11 +131,25 @@ class Block(nn.Module):
         return x + self.mlp(normed)
 
 
+def initial_stds(config: ModelConfig) -> dict[str, float | None]:
+    """How initial weights are drawn, by the end of a parameter's name: see `attach_specs`.
+
+    GPT-2's initialization: 0.02, and less for the 2 * layers matrices that add to the residual stream. The embedding
+    has 1, unless it is the head too, since RMSNorm's gradients spike if the stream starts small (Takase et al., "Spike
+    No More", arXiv:2312.16903).
+    """
+    residual = 0.02 / math.sqrt(2 * config.layers)
+    stds = {"norm.weight": None, "o_proj.weight": residual, "down_proj.weight": residual}
+    return stds | {"embedding.weight": 0.02 if config.tie_embeddings else 1.0, "": 0.02}
+
+
 class Decoder(nn.Module):
     """Layers `first` to `last` (not included) of the model, on the meta device: without memory or values.
 
     With layer 0 it has the embedding and takes token ids (batch, seq) int64, else hidden states (batch, seq, hidden).
     With the last layer it has the final norm and the head and returns logits (batch, seq, vocab), else hidden states.
+
+    layers  by number. Those of `own` run in `forward`; there may be others, which somebody else calls
 
     loss    maps what the head returns, and targets (batch, seq), to their summed loss: who divides the head replaces it
     """
@@ -143,7 +157,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, core=fused_attention, first: int = 0, last: int | None = None):
         super().__init__()
         last = config.layers if last is None else last
-        self.config, self.has_embedding, self.has_head = config, first == 0, last == config.layers
+        self.config, self.own = config, range(first, last)
+        self.has_embedding, self.has_head = first == 0, last == config.layers
         with torch.device("meta"):
             if self.has_embedding:
                 # From a tensor: nn.Embedding would draw values, for which it imports torch._dynamo, a second's work
@@ -156,12 +171,7 @@ class Decoder(nn.Module):
                 self.loss = cross_entropy_sum
         if config.tie_embeddings and self.has_embedding and self.has_head:
             self.head.weight = self.embedding.weight
-        # GPT-2's initialization: 0.02, and less for the 2 * layers matrices that add to the residual stream. The
-        # embedding has 1, unless it is the head too, since RMSNorm's gradients spike if the stream starts small
-        # (Takase et al., "Spike No More", arXiv:2312.16903).
-        residual = 0.02 / math.sqrt(2 * config.layers)
-        stds = {"norm.weight": None, "o_proj.weight": residual, "down_proj.weight": residual}
-        attach_specs(self, stds | {"embedding.weight": 0.02 if config.tie_embeddings else 1.0, "": 0.02})
+        attach_specs(self, initial_stds(config))
         if config.tie_embeddings and self.has_head:
             self.head.weight.spec.name = "embedding.weight"  # even if these layers do not include the embedding
 
@@ -175,8 +185,8 @@ class Decoder(nn.Module):
         if self.has_embedding:
             x = self.embedding(x)  # (batch, seq, hidden)
         rope = rope_tables(self.config, positions, x.dtype)
-        for layer in self.layers.values():
-            x = layer(x, rope, *mask)
+        for index in self.own:
+            x = self.layers[str(index)](x, rope, *mask)
         return self.head(self.norm(x)) if self.has_head else x
 
 

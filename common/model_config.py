@@ -85,6 +85,7 @@ class ModelConfig:
     expert_groups: int = 1  # equal groups of neighbors: a token's experts belong to
     groups_per_token: int = 1  # so many of them at most (node-limited routing)
     latent: LatentShape | None = None  # K and V are products of a latent; then kv_heads is heads
+    mtp: int = 0  # blocks behind the layers that predict the token after the next one: 0 or 1
 
     @property
     def head_width(self) -> int:
@@ -104,9 +105,14 @@ class ModelConfig:
         return self.latent.value_dim if self.latent else self.head_width
 
     @property
+    def blocks(self) -> int:
+        """The layers, and the block of multi-token prediction, which comes behind them and has the next number."""
+        return self.layers + self.mtp
+
+    @property
     def expert_layers(self) -> range:
-        """The layers that have experts. (Without any, it begins, too, where the layers end.)"""
-        return range(self.dense_layers if self.experts else self.layers, self.layers)
+        """The blocks that have experts. (Without any, it begins, too, where they end.)"""
+        return range(self.dense_layers if self.experts else self.blocks, self.blocks)
 
     def has_experts(self, index: int) -> bool:
         """Whether this layer has experts in place of a dense MLP."""
@@ -130,6 +136,8 @@ class ModelConfig:
             raise UsageError(f"{division} makes heads {self.head_width} wide; rotary embeddings turn pairs")
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise UsageError(f"--top-k {self.top_k} must lie between 1 and --experts {self.experts}")
+        if self.mtp not in (0, 1):
+            raise UsageError(f"--mtp {self.mtp} must be 0 or 1: one block predicts one token more")
         for name in ("norm_eps", "rope_theta"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"the model's {name} {getattr(self, name)} must be positive")

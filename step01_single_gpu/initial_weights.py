@@ -12,7 +12,7 @@ from common.config import TrainConfig
 from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import hub_errors_in_one_line, weights_folder
-from common.weights.huggingface import as_stored, check_config, huggingface_name, weight_shapes
+from common.weights.huggingface import as_stored, check_config, huggingface_name, is_optional, weight_shapes
 from common.weights.initialisation import InitialValues, random_values
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # others are quantised
@@ -86,10 +86,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _check_weights(folder: str, stored: dict, config: ModelConfig) -> None:
     """Raise UsageError unless `stored` describes the whole model's weights; so all ranks refuse the same."""
-    shapes, ignored = weight_shapes(config), ("lm_head.weight",) * config.tie_embeddings  # some repeat it
-    for name in sorted(each for each in shapes.keys() | stored.keys() if each not in ignored):
+    shapes = weight_shapes(config)
+    for name in sorted(each for each in shapes.keys() | stored.keys() if not is_optional(each, stored, config)):
         expected, found = shapes.get(name), tuple(stored[name].size) if name in stored else None
-        if expected != found and not name.endswith(".inv_freq"):  # old files hold RoPE's frequencies
+        if expected != found:
             raise UsageError(f"--init-from {folder}: the shape of {name} is {found}, that of --model is {expected}")
         if expected and stored[name].properties.dtype not in DTYPES:
             raise UsageError(f"--init-from {folder}: {name} is quantised ({stored[name].properties.dtype})")

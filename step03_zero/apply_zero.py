@@ -14,7 +14,8 @@ def regions_of(model: Decoder) -> list[list[nn.Module]]:
     """The embedding, each layer, and what follows the layers: those that this model has."""
     parts = dict(model.named_children())
     embedding, layers = parts.pop("embedding", None), parts.pop("layers")
-    regions = [[embedding] if embedding else [], *([layer] for layer in layers.values()), list(parts.values())]
+    rest = [part for part in parts.values() if next(part.parameters(), None) is not None]
+    regions = [[embedding] if embedding else [], *([layer] for layer in layers.values()), rest]
     return [region for region in regions if region]
 
 

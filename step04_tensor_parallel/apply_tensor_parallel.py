@@ -39,6 +39,6 @@ def apply_tensor_parallel(model: Decoder, config: TrainConfig, mesh: Mesh) -> No
                 raise ValueError(f"layer {name} has a {kind}: apply_tensor_parallel comes before what replaces MLPs")
         split = Split(mesh.tp, config.sequence_parallel, config.tp_mode)
         cut_layers(model, CUTS, split, mesh.kv_replica)
-        ends = ("embedding" if model.has_embedding else None, "head" if model.has_head else None)
+        ends = (name if hasattr(model, name) else None for name in ("embedding", "head"))
         cut_vocabulary(model, *ends, config.model_config.vocab, split)
         share_the_rest(model, split)

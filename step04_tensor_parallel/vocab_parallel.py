@@ -81,7 +81,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, vocab: int, group: Group):
-    """Return the sum over tokens of -log p(target), the same on all ranks of the group.
+    """Return the sum over tokens of -log p(target), the same on all ranks of the group: see below."""
+    return vocab_parallel_cross_entropy(logits, targets, vocab, group).sum()
+
+
+def vocab_parallel_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, vocab: int, group: Group):
+    """Return -log p(target) of each token, (batch * seq,), the same on all ranks of the group.
 
     Args:
         logits: (batch, seq, padded vocabulary / tp), this rank's columns.
@@ -89,4 +94,4 @@ def vocab_parallel_cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor
         vocab: size of the whole vocabulary, without padding.
     """
     flat = logits.flatten(0, 1)
-    return _VocabParallelCrossEntropy.apply(flat, targets.flatten(), group.rank * flat.shape[1], vocab, group).sum()
+    return _VocabParallelCrossEntropy.apply(flat, targets.flatten(), group.rank * flat.shape[1], vocab, group)

@@ -33,7 +33,8 @@ def build_stages(config: TrainConfig, schedule: Schedule, mesh: Mesh) -> list[De
 
 def shared_ends(config: TrainConfig) -> tuple[str, ...]:
     """The names of what both ends of the model hold."""
-    return ("embedding.weight",) if config.model_config.tie_embeddings else ()
+    shape = config.model_config  # multi-token prediction looks up tokens at the end, too
+    return ("embedding.weight",) if shape.tie_embeddings or shape.mtp else ()
 
 
 def build_pipeline(

@@ -13,14 +13,14 @@ from step05_pipeline.schedules.actions import Schedule
 def split_layers(config: ModelConfig, stages: int, seq_len: int) -> list[tuple[int, int]]:
     """The layers [first, last) of each stage, chosen so that the slowest stage is as fast as possible.
 
-    Every stage has at least one layer. The last one also multiplies by the head, which counts with its FLOPs; the
-    embedding multiplies nothing. If several stages could take one more layer, a later one takes it: the first one holds
-    the embedding and, in most schedules, the activations of more micro-batches.
+    Every stage has at least one layer. The last one also multiplies by the head, which counts with its FLOPs, and so
+    does all of multi-token prediction; the embedding multiplies nothing. If several stages could take one more layer, a
+    later one takes it: the first one holds the embedding and, in most schedules, the activations of more micro-batches.
     """
-    flops = count_flops(config, seq_len)
+    flops, everything = (count_flops(each, seq_len) for each in (replace(config, mtp=0), config))
     layer = (flops.linear + flops.attention_core) / config.layers
     layers, cost = [1] * stages, [layer] * stages
-    cost[-1] += flops.head
+    cost[-1] += flops.head + everything.forward - flops.forward
     for _ in range(config.layers - stages):  # all layers are alike, so the greedy choice is the best
         lightest = min(range(stages), key=lambda stage: (cost[stage], -stage))
         layers[lightest] += 1

@@ -7,10 +7,12 @@ from step08_5d.narrow_numbers.scaling import BLOCKS
 
 
 def check(config: TrainConfig) -> None:
-    """As in step 7. Moreover, the order of the dimensions names each of them."""
+    """As in step 7. Moreover, the order of the dimensions names each of them, and no flag means nothing."""
     if sorted(config.order.split(",")) != ["cp", "dp", "pp", "tp"]:
         raise UsageError(f"--order {config.order} must name tp, cp, pp and dp, each once, separated by commas")
     step07.check(config)
+    if not config.model_config.mtp and config.mtp_weight != TrainConfig.mtp_weight:
+        raise UsageError(f"--mtp-weight {config.mtp_weight} needs --mtp 1")
     check_low_precision(config)
 
 
@@ -63,7 +65,7 @@ def check_low_precision(config: TrainConfig) -> None:
     if config.cp > 1 and config.cp_split == "striped":
         raise UsageError(f"{given} wants {size} tokens in a row on one rank, which --cp-split striped separates")
     # Layers whose weights are whole see the part of the sequence that a tensor rank has
-    shared = model.experts and model.shared_experts or model.latent and config.sequence_parallel
+    shared = model.experts and model.shared_experts or model.mtp or model.latent and config.sequence_parallel
     chunks = config.cp * (2 if config.cp > 1 and config.cp_split == "zigzag" else 1), config.cp * (tp if shared else 1)
     for parts in chunks:
         if parts > 1 and config.seq_len // parts % size:

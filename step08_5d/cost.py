@@ -86,8 +86,18 @@ def parameters(model: ModelConfig, layout: Layout, ends: bool = True) -> tuple[f
     rest, of_experts = of_layers(model, layout)
     if ends or layout.pp == 1:
         tables = 1 if model.tie_embeddings and layout.pp == 1 else 2
+        if model.mtp and layout.pp > 1 and not model.tie_embeddings:
+            tables += 1  # the last stage looks up tokens as well
         rest += (tables * table(model, layout) + model.hidden) / layout.pp
     return rest, of_experts
+
+
+def beside_block(model: ModelConfig) -> int:
+    """Return what multi-token prediction has beside its block, whole on every tensor rank: a projection, three norms.
+
+    Its block counts among the layers: in all means below it is divided among the stages as they are.
+    """
+    return model.mtp * (2 * model.hidden + 3) * model.hidden
 
 
 def of_layers(model: ModelConfig, layout: Layout) -> tuple[float, float]:
@@ -100,7 +110,8 @@ def of_layers(model: ModelConfig, layout: Layout) -> tuple[float, float]:
     if model.latent:
         parts, whole = attention_parts(model), down_parameters(model)
         attention = whole + sum(size for name, size in parts.items() if "_a_" not in name) / tp
-    rest = model.layers * (attention + 2 * h) + (model.layers - with_experts) * 3 * h * model.ffn / tp
+    rest = model.blocks * (attention + 2 * h) + (model.blocks - with_experts) * 3 * h * model.ffn / tp
+    rest += beside_block(model)
     rest += with_experts * (h * model.experts + model.shared_experts * expert)
     return rest / layout.pp, with_experts * model.experts * expert / layout.ep / layout.pp
 
@@ -120,12 +131,13 @@ def messages(model: ModelConfig, layout: Layout, ends: bool = True, gradient: in
         gradient: bytes of an element in sums of gradients; None: as in our training, at least those of float32.
     """
     ends, (width, wide, _) = ends or layout.pp == 1, WIDTHS[layout.dtype]
-    gradient, tied = gradient or wide, table(model, layout) if model.tie_embeddings and ends else 0
+    gradient = gradient or wide
+    tied = table(model, layout) if (model.tie_embeddings or model.mtp) and ends else 0
     result = of_weights(model, layout, ends, gradient)
     if tied and layout.pp > 1:  # its holders are the first and the last stage
         size = gradient * tied / layout.sharing()[0]
         result.append(Message("embed", "all_reduce", sent("all_reduce", size, 2), 2 / layout.pp))
-    times = layout.micro_batches * model.layers / layout.pp
+    times = layout.micro_batches * model.blocks / layout.pp
     stream = layout.tokens * model.hidden * width
     if layout.pp > 1:  # the residual stream to the next stage, and its gradient back
         borders = (layout.pp * layout.stages - 1) / layout.pp if ends else layout.stages
@@ -145,13 +157,15 @@ def of_weights(model: ModelConfig, layout: Layout, ends: bool, gradient: int) ->
 
     Stages 2 and 3 sum after every micro-batch. Stage 3 gathers before every forward and backward; or with pp once a
     step. Before a backward that is all but what stays after the forward (last norm and head) and what is not read (the
-    embedding); if these are one matrix, its forward gathers that twice. Copies are summed when all else has been.
+    embedding); if these are one matrix, its forward gathers that twice. The block of multi-token prediction gathers the
+    embedding once more, before its forward and its backward. Copies are summed when all else has been.
     """
     narrow, each, pp = WIDTHS[layout.dtype][0], layout.micro_batches, layout.pp
     once, behind = pp > 1 or layout.zero < 3, "the backward of other stages" if pp > 1 else "the backward"
-    tied, result = table(model, layout) if model.tie_embeddings and not once else 0, []
+    size, result = 0 if once else table(model, layout), []
+    tables = ("", (model.tie_embeddings + model.mtp) * size, model.mtp * size), ("expert_", 0, 0)
     of_rank = zip(parameters(model, layout, ends), of_layers(model, layout))
-    for (size, again), (name, twice) in zip(of_rank, (("", tied), ("expert_", 0))):
+    for (size, of_layer), (name, twice, again) in zip(of_rank, tables):
         ranks, copies = layout.sharing(bool(name))
         if ranks > 1 and size:
             shard, part = f"{name}shard", (ranks - 1) / ranks
@@ -159,7 +173,7 @@ def of_weights(model: ModelConfig, layout: Layout, ends: bool, gradient: int) ->
             result.append(Message(shard, "reduce_scatter", size * gradient * part, scatters, behind))
             result.append(Message(shard, "all_gather", (size + twice) * narrow * part, gathers, "the forward"))
             if not once:
-                result.append(Message(shard, "all_gather", again * narrow * part, each, "the backward"))
+                result.append(Message(shard, "all_gather", (of_layer + again) * narrow * part, each, "the backward"))
         if copies > 1 and size:
             whole = sent("all_reduce", size * gradient / ranks, copies)
             result.append(Message(f"{name}replica", "all_reduce", whole, 1, behind))
@@ -171,36 +185,38 @@ def of_tensors(model: ModelConfig, layout: Layout, stream: float, ends: bool, gr
     And of what some do, if they are more than K/V heads.
 
     A sublayer (attention, and an MLP that no experts replace) gathers its input in the forward, and twice in the
-    backward; it reduce-scatters its output, and the gradient of its input. Embedding and head have one of each.
+    backward; it reduce-scatters its output, and the gradient of its input. Embedding and head have one of each; with
+    multi-token prediction there are two embeddings, and twice as many tokens in the head.
     """
     tp, pp = layout.tp, layout.pp
     if tp == 1:
         return []
-    sublayers, end = (2 * model.layers - len(model.expert_layers)) / pp, 1 / pp if ends else 0
-    part, each, layers = (tp - 1) / tp * stream, layout.micro_batches, model.layers / pp
+    sublayers, end = (2 * model.blocks - len(model.expert_layers)) / pp, 1 / pp if ends else 0
+    part, each, predictions = (tp - 1) / tp * stream, layout.micro_batches, 1 + model.mtp
     result = []
     if model.latent:  # in place of its input, what queries come from, twice; and latent and rotated key, once
-        latent, sublayers = model.latent, sublayers - layers
+        latent, layers = model.latent, model.blocks / pp
+        sublayers -= layers
         queries, shared = (
             width / model.hidden * part for width in (latent.q_rank or model.hidden, latent.shared_width)
         )
         for op, again in (("all_gather", 2), ("reduce_scatter", 1)):
             result += [Message("tp", op, queries, each * again * layers), Message("tp", op, shared, each * layers)]
             result.append(Message("tp", op, part, each * layers))  # around `o_proj`
-    result += [
-        Message("tp", "all_gather", part, each * (3 * sublayers + 2 * end), "weight gradients, in the backward"),
-        Message("tp", "reduce_scatter", part, each * (2 * sublayers + 2 * end), "weight gradients, in the backward"),
-    ]
+    for operation, times in (("all_gather", 3), ("reduce_scatter", 2)):
+        times = each * (times * sublayers + predictions * end)
+        result.append(Message("tp", operation, part, times, "weight gradients, in the backward"))
+        result.append(Message("tp", operation, predictions * part, each * end, "weight gradients, in the backward"))
     for numbers in (1, 2):  # of a token: the largest logit; the sum of exponentials and the logit of the target
-        result.append(Message("tp", "all_reduce", sent("all_reduce", 4 * numbers * layout.tokens, tp), each * end))
+        size = sent("all_reduce", 4 * numbers * predictions * layout.tokens, tp)
+        result.append(Message("tp", "all_reduce", size, each * end))
     beside_experts = model.hidden * (model.experts + 3 * model.shared_experts * model.expert_ffn)
-    whole = (
-        model.layers * (2 * model.hidden + down_parameters(model)) + len(model.expert_layers) * beside_experts
-    ) / pp + model.hidden * end
+    whole = model.blocks * (2 * model.hidden + down_parameters(model)) + beside_block(model)
+    whole = (whole + len(model.expert_layers) * beside_experts) / pp + model.hidden * end
     shard = gradient / layout.sharing()[0]  # with ZeRO only this rank's shard of them
     result.append(Message("tp", "all_reduce", sent("all_reduce", shard * whole, tp), 1))
     if (same := tp // model.kv_heads) > 1:  # a head of keys and of values
-        heads = 2 * model.layers * model.hidden * model.head_width / pp
+        heads = 2 * model.blocks * model.hidden * model.head_width / pp
         result.append(Message("kv_replica", "all_reduce", sent("all_reduce", shard * heads, same), 1))
     return result
 
@@ -234,7 +250,7 @@ def operations(model: ModelConfig, layout: Layout) -> dict[str, float]:
     flops = count_flops(model, layout.seq)
     sequences = layout.micro_batch * layout.micro_batches / (layout.cp * layout.tp * layout.pp)
     copies = max(0, layout.tp - model.kv_heads)  # of K/V heads that other ranks compute as well
-    again = model.layers * 4 * layout.seq * model.hidden * model.head_width * copies
+    again = model.blocks * 4 * layout.seq * model.hidden * model.head_width * copies
     products = 3 * (flops.linear + again + flops.head)
     return {"products": products * sequences, "attention": 1.5 * flops.attention_core * sequences}
 

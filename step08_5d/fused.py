@@ -127,18 +127,16 @@ def apply_kernels(model: Decoder, config: TrainConfig, mesh: Mesh) -> None:
 
 def apply_operations(model: Decoder, operations: SmallOperations) -> None:
     """Replace norms, rotation and activation."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, RMSNorm):
+            model.set_submodule(name, Norm(module, operations))
     for layer in model.layers.values():
-        for name, module in list(layer.named_modules()):
-            if type(module) is RMSNorm:  # two, and those of latents
-                layer.set_submodule(name, Norm(module, operations))
         layer.attention.rotate = operations.rotate
         for module in layer.mlp.modules():
             # A dense MLP, shared experts, and experts. These have other numbers of rows in every step: a compiler would
             # begin anew for each
             if hasattr(module, "activation") and (operations is IN_TRITON or not isinstance(module, Experts)):
                 module.activation = operations.activation
-    if model.has_head:
-        model.norm = Norm(model.norm, operations)
 
 
 class Norm(nn.Module):
@@ -168,3 +166,8 @@ class HeadAndLoss(nn.Module):
         if self.split:
             x = self.split.begin_sublayer(x)
         return linear_cross_entropy.linear_cross_entropy(x, self.weight, targets, *self.settings)
+
+    def weighted(self, x, targets, factors):
+        """Return the sum over tokens times their factors, and their losses: see `weighted_linear_cross_entropy`."""
+        x = self.split.begin_sublayer(x) if self.split else x
+        return linear_cross_entropy.weighted_linear_cross_entropy(x, self.weight, targets, factors, *self.settings)

@@ -36,6 +36,7 @@ MEANINGS = {
 WEIGHTS = {  # by the ends of their names
     ("embedding.weight", "head.weight"): "v/tp, h",
     ("norm.weight",): "h",
+    ("eh_proj.weight",): "h, 2*h",
     ("q_proj.weight",): "a/tp*d, h",
     ("k_proj.weight", "v_proj.weight"): "a_kv/tp*d, h",
     ("o_proj.weight",): "h, a/tp*d",
@@ -91,7 +92,7 @@ def evaluate(formula: str, names: dict[str, int]) -> tuple[int, ...]:
     for term in formula.split(", "):
         size = 1
         for factor in term.split("*"):
-            count, *divisors = (names[each] for each in factor.split("/"))
+            count, *divisors = (int(each) if each.isdigit() else names[each] for each in factor.split("/"))
             size *= -(-count // math.prod(divisors))
         sizes.append(size)
     return tuple(sizes)
@@ -112,7 +113,7 @@ def check_weights(stages: list[Decoder], config: TrainConfig) -> list[ShapeRow]:
             expected = evaluate(found[0], names)
             if tuple(weight.shape) != expected:
                 raise AssertionError(f"{name}: {tuple(weight.shape)}, but ({found[0]}) is {expected}")
-            place = re.sub(r"^layers\.\d+\.|\.weight$", "", name)
+            place = re.sub(r"^layers\.\d+\.|^ends\.|\.weight$", "", name)
             rows.setdefault(place, ShapeRow(place, found[0], expected, weight.numel() * weight.element_size(), []))
     return list(rows.values())
 

@@ -27,17 +27,18 @@ from step01_single_gpu.running.run import Run
 from step03_zero.apply_zero import apply_zero
 from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step04_tensor_parallel.partial_sums import sum_extra_groups
-from step05_pipeline.apply_pipeline import build_stages, place_stages, shared_ends
+from step05_pipeline.apply_pipeline import place_stages, shared_ends
 from step05_pipeline.config import schedule_of
 from step05_pipeline.pipeline import Pipeline
 from step05_pipeline.stages import mark_shared_parameters
-from step06_context_parallel.context_parallel import apply_context_parallel, positions_of, take_part
+from step06_context_parallel.context_parallel import apply_context_parallel, positions_of
 from step07_expert_parallel.apply_experts import apply_experts, build_balancing
 from step07_expert_parallel.apply_pipeline import build_pipeline
 from step07_expert_parallel.balancing import RunningStatistics
 from step08_5d.config import check
 from step08_5d.fused import apply_kernels
 from step08_5d.fused_adamw import make_optimizer
+from step08_5d.multi_token import apply_multi_token, build_stages, mtp_loss, take_part
 from step08_5d.narrow_numbers.layers import apply_fp8
 from step08_5d.shapes import show_shapes
 
@@ -53,13 +54,14 @@ def build(config: TrainConfig, mesh: Mesh) -> tuple[Pipeline, Optimizer, list[Ru
         apply_context_parallel(stage, config, mesh)
         apply_recompute(stage, config.recompute)
         apply_kernels(stage, config, mesh)
+        apply_multi_token(stage, config)
     mark_shared_parameters(stages, schedule, mesh.pp_forward.rank, shared_ends(config))
     zero_wrappers = [apply_zero(stage, config, mesh) for stage in stages]
     shards = [shard for zero in zero_wrappers for shard in zero.shards]
     statistics = [build_balancing(stages, config, mesh), *apply_fp8(stages, zero_wrappers, config, mesh)]
     kept = {"buffers": [buffer for each in statistics for buffer in each.buffers], "scaler": scaler}
     optimizer = make_optimizer(shards, config, mesh, **kept)
-    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, statistics
+    return build_pipeline(schedule, stages, zero_wrappers, config, mesh), optimizer, statistics + mtp_loss(stages, mesh)
 
 
 def train_step(

@@ -90,6 +90,6 @@ def sum_in_products(model: Decoder) -> None:
         multiply_by(model.loss.weight, SummingHead)
     for weight in model.parameters():  # of norms, too
         weight.gradient_sink = add_to_sum
-    if model.has_head and model.has_embedding and model.config.tie_embeddings:
+    if model.has_head and hasattr(model, "embedding") and model.config.tie_embeddings:
         # The head's gradient; that of the embedding follows
         model.embedding.weight.gradient_sink = partial(add_to_sum, whole=False)

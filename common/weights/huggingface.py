@@ -1,6 +1,7 @@
 """Weights in Hugging Face's format (safetensors): what they are called there, and in which boxes."""
 
 import dataclasses
+from collections.abc import Container
 
 import torch
 
@@ -58,7 +59,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {f"{name}.{projection}.weight": shape for projection, shape in shapes.items()}
 
     hidden, mixtral = config.hidden, model_type(config) == "mixtral"
-    shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in Decoder(config).parameters()}
+    whole = Decoder(dataclasses.replace(config, layers=config.blocks))
+    shapes = {parameter.spec.name: tuple(parameter.shape) for parameter in whole.parameters()}
+    if config.mtp:
+        last = f"layers.{config.layers}"
+        shapes |= {f"{last}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+        shapes[f"{last}.eh_proj.weight"] = hidden, 2 * hidden
     for mlp in (f"layers.{layer}.mlp" for layer in config.expert_layers):
         for name in swiglu(mlp, config.ffn):
             del shapes[name]
@@ -72,9 +78,21 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {huggingface_name(name, mixtral): shape for name, shape in shapes.items()}
 
 
+def is_optional(name: str, stored: Container[str], config: ModelConfig) -> bool:
+    """Whether a folder with the weights `stored` may have this one although `weight_shapes` does not ask for it: a tied
+    head, RoPE's frequencies in old files, and of multi-token prediction all if it is not trained, and the tables that
+    it shares.
+    """
+    behind, shared = f"model.layers.{config.layers}.", ("embed_tokens.weight", "shared_head.head.weight")
+    of_prediction = name.startswith(behind) and f"{behind}eh_proj.weight" in stored
+    of_prediction &= not config.mtp or name.removeprefix(behind) in shared
+    return of_prediction or name.endswith(".inv_freq") or name == "lm_head.weight" and config.tie_embeddings
+
+
 def check_config(what: str, folder: str, config: ModelConfig) -> None:
     """Raise UsageError if `folder` is for another model. Another RoPE or number of heads may fit all shapes."""
-    there, ignored = resolve(folder, what), {"head_dim", "max_positions"}  # a longer context changes no weight
+    # A longer context changes no weight, and of multi-token prediction the weights tell
+    there, ignored = resolve(folder, what), {"head_dim", "max_positions", "mtp"}
     if config.experts and not config.dense_layers:
         ignored.add("ffn")
     for name in ("head_width", *(field.name for field in dataclasses.fields(config))):

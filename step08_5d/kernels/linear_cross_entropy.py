@@ -91,9 +91,10 @@ def add_scaled(total: Tensor, dw: Tensor, factor: Tensor, first: bool) -> None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab, group, fused, length, with_gradients):  # x (tokens, hidden)
+    def forward(ctx, x, weight, targets, factors, vocab, group, fused, length, with_gradients):  # x (tokens, hidden)
         in_place = logits_to_gradient if fused else logits_to_gradient_reference
-        loss = x.new_zeros((), dtype=at_least_float32(x.dtype))
+        factors = (targets != IGNORED).to(at_least_float32(x.dtype)) if factors is None else factors
+        loss, losses = factors.new_zeros(()), torch.empty_like(factors)
         dx = dw = None
         if with_gradients:
             dx, dw = torch.empty_like(x), torch.empty_like(weight, dtype=loss.dtype)
@@ -101,27 +102,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, max(1, len(x)), length):  # without tokens an empty chunk, whose gradients are zero
             chunk = slice(first, first + length)
             logits = torch.mm(x[chunk], weight.T, out=memory[: len(x[chunk])])  # (length, vocab/tp)
-            losses, statistics = token_losses(logits, targets[chunk], vocab, group, fused)
-            loss += losses.sum()
+            losses[chunk], statistics = token_losses(logits, targets[chunk], vocab, group, fused)
+            loss += (losses[chunk] * factors[chunk]).sum()
             if with_gradients:
-                in_place(logits, *statistics, (targets[chunk] != IGNORED).to(loss.dtype))
+                in_place(logits, *statistics, factors[chunk])
                 torch.mm(logits, weight, out=dx[chunk])
                 add_product(dw, logits, x[chunk], first == 0)
         ctx.save_for_backward(dx, dw)
         ctx.weight = weight
-        return loss
+        ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)  # no zeros for them
+        return loss, losses
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient, _):
         dx, dw = ctx.saved_tensors
         dw = weight_gradient(ctx.weight, dw, gradient, default=Scaled)
-        return dx.mul_(gradient), dw, *(None,) * 6  # both in place, and so a second backward is an error
+        return dx.mul_(gradient), dw, *(None,) * 7  # both in place, and so a second backward is an error
 
 
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, vocab: int, group: Group, fused: bool, length: int | None = None
 ) -> Tensor:
-    """Return the sum over tokens of -log p(target), the same on all ranks of the group.
+    """Return the sum over tokens of -log p(target), the same on all ranks of the group: see below."""
+    return weighted_linear_cross_entropy(x, weight, targets, None, vocab, group, fused, length)[0]
+
+
+def weighted_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    factors: Tensor | None,
+    vocab: int,
+    group: Group,
+    fused: bool,
+    length: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum over tokens of -log p(target) times a factor, the same on all ranks of the group; and, (tokens,),
+    what was multiplied by the factors, through which no gradient flows.
 
     With several ranks, each gradient of `x` is that of the rank's own columns: they have yet to be added up.
 
@@ -129,10 +147,11 @@ def linear_cross_entropy(
         x: (batch, seq, hidden), what the head multiplies: with sequence parallelism, the gathered sequence.
         weight: (padded vocabulary / tp, hidden), this rank's rows of the head.
         targets: (batch, seq), in the whole vocabulary; IGNORED ones count for nothing.
+        factors: (tokens,), in at least float32; 0 for those that are IGNORED. None: 1 for all others.
         vocab: size of the whole vocabulary, without padding.
         fused: compute the loss in Triton.
         length: tokens of a chunk, by default `chunk_length`.
     """
     length = length or chunk_length(weight, fused)
     settings = vocab, group, fused, length, torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), *settings)
+    return _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), factors, *settings)

@@ -86,7 +86,7 @@ def _cut(module: nn.Linear, in_parts: bool, mesh: Mesh) -> dict[str, tuple[Group
     """Which ranks hold other parts of this layer's operands, by axis.
 
     Tensor ranks have parts of the tokens where the weight is whole: in shared experts always, and with sequence
-    parallelism (`in_parts`) in the down-projections of latent attention.
+    parallelism (`in_parts`) in the down-projections of latent attention and of multi-token prediction.
     """
     cut_weight = isinstance(module, ColumnParallelLinear | RowParallelLinear)
     cut = {"tokens": (mesh.cp, mesh.tp) if in_parts and not cut_weight else (mesh.cp,)}

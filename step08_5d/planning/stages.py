@@ -7,6 +7,7 @@ to divide the layers. Published runs were divided by nanotron.
 from functools import cache
 from itertools import pairwise
 
+from common.errors import UsageError
 from common.model_config import ModelConfig
 from step05_pipeline.stages import split_layers
 from step08_5d.cost import Layout
@@ -14,6 +15,8 @@ from step08_5d.cost import Layout
 
 @cache  # a search asks for a few hundred of them, and often
 def _ranges(model: ModelConfig, stages: int, seq: int, nanotron: bool = False) -> list[tuple[int, int]]:
+    if model.mtp:
+        raise UsageError("multi-token prediction is in none of the planner's formulas; `dry-run --mtp 1` plays a rank")
     return split_like_nanotron(model, stages) if nanotron else split_layers(model, stages, seq)
 
 

@@ -34,8 +34,9 @@ TABLE = {
     ("", "numbers"): """--model llama3-1b; --layers 3; --hidden 64; --heads 2; --kv-heads 1; --ffn 64;
         --vocab 400; --tie-embeddings; --init-from {folder}; --seq-len 8; --global-batch 4;
         --optimizer sgd; --lr 0.01; --warmup 5; --weight-decay 0.9; --clip 0.01; --seed 1;
-        --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile; --moments bfloat16""",
+        --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile; --moments bfloat16; --mtp 1""",
     ("--fp8 tensor", "numbers"): "--fp8-gradients e5m2",
+    ("--mtp 1", "numbers"): "--mtp-weight 1",
     (f"--fp8 tile {MOE}", "numbers"): "--fp8-dispatch",
     ("--fp8 tile --zero 3", "calls"): "--fp8-gather",
     (MOE, "numbers"): """--top-k 3; --shared-experts 1; --dense-layers 1; --expert-ffn 24; --gate sigmoid;
@@ -86,6 +87,7 @@ FURTHER = [
     (7, "link", f"{MOE} {PP} --micro-batch 4"),
     (7, "compute", f"{MOE} --schedule dualpipev --ep 2"),
     (7, "ep", f"{MOE} --schedule dualpipev", "turns"),
+    (8, "init_from", f"--mtp 1 {PP}"),
     (7, "tp", MOE),
 ]
 # Carried out before train() is called; test_faults.py and unit/test_process_groups.py see their effect.

@@ -118,7 +118,7 @@ def training_of(case: str, micro_batch: int | None = None) -> str:
 @functools.cache
 def reference(flags: str, step: int | None = None) -> Result:
     """A training in one process by this step; by default step 1 unless it has what only a later step has."""
-    earliest = 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
+    earliest = 8 if "--mtp" in flags else 7 if "--experts" in flags else 6 if "--mask-documents" in flags else 1
     return assemble([train_case(step or earliest, flags)])
 
 

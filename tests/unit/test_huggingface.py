@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from common import export
 from common.checkpoints import boxes, checkpoint
@@ -20,6 +20,7 @@ from step01_single_gpu.data.batches import load_batches
 from step01_single_gpu.initial_weights import _reader, stored_values
 from step01_single_gpu.train import train as train_dense
 from step07_expert_parallel.train import train as train_experts
+from step08_5d.train import build as build_5d
 from step08_5d.train import train as train_5d
 from tests.harness.observing import configure, mesh_of
 from tests.unit.test_transformers import built, config_of, difference
@@ -67,6 +68,40 @@ def test_a_run_of_each_family_of_presets_can_be_exported_and_trained_on(preset, 
         expected = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten()).item()
     _, records = trained(tmp_path / "again", f"--init-from {tmp_path / 'out'}")
     assert records[0]["loss"] == pytest.approx(expected, rel=1e-5 if fp8 == "none" else 1e-2)
+
+
+def test_a_second_prediction_goes_out_and_comes_back(tmp_path):
+    """transformers opens the model without the block; --init-from reads it, or leaves it out if it is not trained."""
+    from transformers import AutoModelForCausalLM
+
+    def configured(flags: str):
+        flags = f"{SMALL} {FAMILIES['deepseek-v3-like']} --data synthetic --device cpu --lr 0.03 --warmup 0 {flags}"
+        config = configure(8, f"--model deepseek-v3-like {flags}")
+        return config, mesh_of(config)
+
+    def values(parameters) -> dict[str, torch.Tensor]:
+        return {each.spec.name: each.detach().flatten() for each in parameters}
+
+    out = str(tmp_path / "out")
+    trained = values(train_5d(*configured(f"--mtp 1 --run-dir {tmp_path / 'run'} --save-every 2")))
+    assert export.main([str(tmp_path / "run"), out]) == 0
+    _, found = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not found["missing_keys"] and all(name.startswith("model.layers.2.") for name in found["unexpected_keys"])
+    of_block = {f"model.layers.2.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+    assert of_block < set(found["unexpected_keys"])
+    published = load_file(f"{out}/model.safetensors")  # DeepSeek's have the shared tables once more
+    for name, table in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        published[f"model.layers.2.{name}.weight"] = published[f"{table}.weight"].clone()
+    save_file(published, f"{out}/model.safetensors")
+    for flags, lacks in (("--mtp 1", 0), ("", 4 + 4 + 2 + 2 + 3 + 3)):  # its own, attention, norms, router, experts
+        _, optimizer, _ = build_5d(*configured(f"{flags} --init-from {out}"))
+        again = values([*optimizer.parameters, *optimizer.buffers])
+        assert all(torch.equal(trained[name], value) for name, value in again.items())
+        assert len(trained) - len(again) == lacks
+    del published["model.layers.2.eh_proj.weight"]
+    save_file(published, f"{out}/model.safetensors")
+    with pytest.raises(UsageError, match="the shape of model.layers.2.eh_proj.weight is None"):
+        build_5d(*configured(f"--mtp 1 --init-from {out}"))
 
 
 PARTIAL, HALF = {"partial_rotary_factor": 0.5}, {"rope_type": "default", "rope_theta": 1e4}

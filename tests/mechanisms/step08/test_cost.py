@@ -82,6 +82,8 @@ CASES = [
     DENSE | SMALL | {"pp": 2, "zero": 3, "global_batch": 8},
     EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1},
     DENSE | SMALL | {"zero": 3, "global_batch": 16},  # two micro-batches
+    EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1, "mtp": 1},
+    DENSE | SMALL | {"zero": 3, "global_batch": 16, "mtp": 1},
     EXPERTS | SMALL | {"ep": 4, "expert_ffn": 16, "zero": 2, "global_batch": 16, "shared_experts": 1, "tp": 2},
     DENSE | FOUR_D | SMALL | {"latent": "24,16,8,4,10", "zero": 1},
     DENSE | SMALL | {"cp": 2, "tp": 4, "cp_mode": "ulysses", "heads": 8, "latent": "0,16,8,4,10", "kv_heads": 8},
@@ -107,7 +109,7 @@ def test_what_ranks_send_and_hold():
             assert found[key][1] == pytest.approx(size, rel=1e-12), (key, flags)
             assert "shard" in key[0] or found[key][0] == number, (key, flags)  # which has buckets
         beside = set(found) - set(added(cost.messages(model, layout)))  # the norm, the loss, loads of experts
-        assert all(found[key][1] < 500 for key in beside), (beside, flags)
+        assert all(found[key][1] < 700 for key in beside), (beside, flags)
         for kind, size in cost.held(model, layout).items():
             mean = sum(rank[index]["held"][kind] for rank in ranks) / 8
             assert kind in KINDS and mean == pytest.approx(size, rel=1e-2), (kind, flags)
@@ -117,7 +119,7 @@ def test_what_ranks_send_and_hold():
 
 SHAPE = "--layers 1 --hidden 16 --heads 4 --kv-heads 2 --ffn 24 --vocab 385 --seq-len 16"
 OTHERS = "--global-batch 4 --steps 1 --device cpu --data synthetic --peak-tflops 1 --shapes"
-SHOWN = ["--cp 2 --tp 2", "--cp 2 --tp 2 --experts 4 --expert-ffn 20 --ep 4 --zero 3"]
+SHOWN = ["--cp 2 --tp 2 --mtp 1", "--cp 2 --tp 2 --experts 4 --expert-ffn 20 --ep 4 --zero 3"]
 SHOWN += ["--pp 2 --layers 2 --tp 2 --no-sequence-parallel --dtype bfloat16 --kv-heads 1"]
 
 

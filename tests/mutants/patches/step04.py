@@ -27,8 +27,8 @@ K/V replicas drift: in parameter.spec.extra_groups}) => in parameter.spec.extra_
 embedding mask off by one: self.num_embeddings) => self.num_embeddings - 1)
 @ step04_tensor_parallel.apply_tensor_parallel:vocab_parallel_cross_entropy_sum
 # All ranks have the same loss, so it is averaged over them: a right value, and gradients tp times too small
-loss averaged over tp: flat = logits.flatten(0, 1) =>
-    flat = (logits / group.size + (logits - logits / group.size).detach()).flatten(0, 1)
+loss averaged over tp: (logits, targets, vocab, group).sum() =>
+    (logits / group.size + (logits - logits / group.size).detach(), targets, vocab, group).sum()
 @ step04_tensor_parallel.vocab_parallel:_VocabParallelCrossEntropy.forward
 # Columns that pad the vocabulary have logits of zero, and a part of the probability
 padding not masked: scores[:, max(0, vocab - first) :] = -math.inf => pass

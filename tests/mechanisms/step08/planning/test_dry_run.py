@@ -54,6 +54,7 @@ CASES = {  # by world; the first of 2 and of 4 in `make test`
     ],
     8: [
         f"--pp 2 --cp 2 --tp 2 {EXPERTS} --zero 1",
+        *(f"--pp 2 --cp 2 --tp 2 {EXPERTS} --zero 1 --mtp 1", "--dp 4 --pp 2 --mtp 1", "--dp 8 --zero 3 --mtp 1"),
         *("--dp 2 --pp 2 --tp 2 --zero 1 --schedule interleaved", "--dp 2 --cp 2 --tp 2 --zero 3 --dtype bfloat16"),
         *("--pp 2 --cp 2 --tp 2 --dtype bfloat16", "--pp 4 --dp 2 --schedule zb-h1 --micro-batch 1", "--dp 8 --zero 3"),
         *("--pp 2 --dp 4 --experts 8 --schedule dualpipe --micro-batch 1", f"--dp 2 --cp 2 --tp 2 {EXPERTS} --zero 2"),
@@ -124,12 +125,14 @@ def test_it_equals_a_real_step(world):
             assert errors[-1] < 0.02, f"{case}: {played.peak} of {real.peak} bytes"
             assert sum(played.at_peak.values()) == pytest.approx(played.peak, rel=0.002), case
             shape = played.config.model_config, Layout.of(played.config), played.place["pp"]
+            if played.config.model_config.mtp:
+                continue  # which the formulas do not have
             formula.append(abs(sum(peak(*shape).held.values()) / real.peak - 1))
             held = states(*shape)
             kinds.append(all(abs(held[kind] / (played.between[kind] or 1) - 1) < 0.01 for kind in KINDS[::2]))
     assert sum(errors) / len(errors) < 0.002
     print(f"{len(errors)} ranks of {len(cases)} layouts: {sum(errors) / len(errors):.4%} on average, {max(errors):.3%}")
-    print(f"formulas: {sum(formula) / len(errors):.1%}, {max(formula):.0%}; {sum(kinds)} with the states within 1 %")
+    print(f"formulas: {sum(formula) / len(formula):.1%}, {max(formula):.0%}; {sum(kinds)} with the states within 1 %")
 
 
 def test_memory_that_is_played():
