@@ -35,6 +35,7 @@ TABLE = {
         --vocab 400; --tie-embeddings; --init-from {folder}; --seq-len 8; --global-batch 4;
         --optimizer sgd; --lr 0.01; --warmup 5; --weight-decay 0.9; --clip 0.01; --seed 1;
         --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile; --moments bfloat16; --mtp 1""",
+    ("--kv-heads 4", "numbers"): "--latent 12,8,6,4,8",
     ("--fp8 tensor", "numbers"): "--fp8-gradients e5m2",
     ("--mtp 1", "numbers"): "--mtp-weight 1",
     (f"--fp8 tile {MOE}", "numbers"): "--fp8-dispatch",

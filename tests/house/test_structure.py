@@ -226,7 +226,7 @@ def test_every_module_can_be_imported(room):
                 assert error.name == "triton", module
 
 
-MOST_LINES = {2: 450, 5: 750, 6: 830, 7: 800}  # of a mechanism; in the other steps 700
+MOST_LINES = {2: 450, 5: 750, 6: 850, 7: 800}  # of a mechanism; in the other steps 700
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -246,6 +246,6 @@ def test_files_stay_readable():
     users = [f"{step}.train" for step in STEPS]
     used = {module for module in needed_by(*COMMANDS, *users) if module.startswith("common")}
     used = {module for module in used if room_of_common(module) != "common.explaining"}  # a program of its own
-    assert sum(lengths[module] for module in used) <= 5000, "what a train.py or a command imports, wherever it is"
+    assert sum(lengths[module] for module in used) <= 5050, "what a train.py or a command imports, wherever it is"
     core = {module for module in MODULES if room_of_common(module) == "common"}
-    assert sum(lengths[module] for module in core) <= 2100
+    assert sum(lengths[module] for module in core) <= 2150

@@ -1,0 +1,48 @@
+"""DeepSeek-V3 as a whole, on 8 ranks: all that it is made of at once, and the same training in one process.
+
+With FP8 operands, a run is compared with one process whose products have the same rows. An expert has those of all
+ranks of its row of `ep` (4 ranks, a sequence each), so the one process takes 4 sequences as a micro-batch. If it took
+16, an expert's rows would fall into other tiles, whose gradients have other scales: the experts' down-projections would
+differ by 1e-4. In float64 the number of micro-batches makes no difference.
+"""
+
+import pytest
+
+from tests.mutants.patches.multi_token import MUTANTS
+from tests.parity import test_fp8 as fp8
+from tests.parity.cases import ALL
+from tests.parity.runs import ADAMW, UNTIED, assert_parity
+
+# Latent attention, a dense first layer, 16 experts with a shared one, sigmoid gates with a bias, two of four nodes
+MODEL = "--latent 12,8,6,4,8 --heads 4 --kv-heads 4 --layers 4 --dense-layers 1 --experts 16 --top-k 4"
+MODEL += " --shared-experts 1 --expert-ffn 16 --gate sigmoid --expert-groups 4 --node-limit 2 --balance bias --mtp 1"
+MODEL += f" --global-batch 16 {UNTIED} {ADAMW}"
+NARROW = f"{fp8.TILE} --fp8-dispatch --seq-len 32"
+LAYOUT = "--pp 2 --dp 4 --ep 4 --zero 1 --micro-batch 1 --schedule"
+DUALPIPEV = f"{LAYOUT} dualpipev"  # both ends of the pipeline are on rank 0 of `pp`
+CASES = [("", DUALPIPEV), (NARROW, DUALPIPEV)]
+FURTHER = [
+    (NARROW, f"{LAYOUT} dualpipe"),
+    (NARROW, f"{LAYOUT} zb-h1 --recompute full"),
+    ("", f"{LAYOUT} zb-h1 --zero 3"),
+    ("", "--pp 2 --cp 2 --tp 2 --ep 4 --zero 1 --micro-batch 1 --schedule dualpipev --recompute full"),
+    ("--mask-documents", "--pp 2 --cp 2 --tp 2 --ep 4 --zero 1 --micro-batch 1"),
+]
+CASES += FURTHER if ALL else []
+
+
+def test_equals_one_process():
+    cases = [f"{MODEL} {numbers} {layout}" for numbers, layout in CASES]
+    for (numbers, _), case, result in zip(CASES, cases, fp8.run_narrow(8, cases), strict=True):
+        tolerance = fp8.TOLERANCE if numbers == NARROW else 1e-10
+        assert_parity(result, fp8.one_process(f"{MODEL} {numbers}", 4), case, tolerance)
+
+
+@pytest.mark.skipif(not ALL, reason="TEST_ALL")
+def test_an_embedding_at_both_ends_of_one_rank():
+    """With DualPipeV, the rank that holds the first stage holds the last one as well: two copies of the embedding."""
+    name = "second embedding goes its own way"
+    assert name in MUTANTS
+    (result,) = fp8.run_narrow(8, [f"{MODEL} {DUALPIPEV}"], [name])
+    with pytest.raises(AssertionError, match="relative differences above"):
+        assert_parity(result, fp8.one_process(MODEL, 4), name)
