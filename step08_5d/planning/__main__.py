@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     options, options.rest = parser.parse_known_args(argv)
     command = COMMANDS[options.command]
     if options.rest and not command.takes_more:
-        parser.error(f"unknown: {' '.join(options.rest)}")
+        parser.error(f"unknown: {' '.join(options.rest)}{command.hint}")
     command.run(options)
 
 

@@ -17,6 +17,7 @@ class Command(NamedTuple):
     add_flags: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], None]
     takes_more: bool = False  # whether it also takes flags of step 8: `options.rest`
+    hint: str = ""  # what the line about an unknown flag says, too
 
 
 # ---- types of flags --------------------------------------------------------------------------------------------------
