@@ -182,7 +182,13 @@ def _why_nothing(task: Task, room: float) -> str:
         if (needed := sum(held_up_to(least, task, layout).values())) < least:
             nearest = needed, layout
     if nearest is None:
-        return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
+        node = task.machine.gpus if task.gpus > task.machine.gpus else 1
+        fewer = range((task.gpus - 1) // node * node, 0, -node)
+        other = next((each for each in fewer if next(layouts(task._replace(gpus=each)), None)), 1)
+        return (
+            f"{where}: no dp, cp, tp and pp have that product and divide {task.sequences} sequences (dp), {task.seq} "
+            f"tokens (cp) and {task.model.heads} heads (tp), with up to {task.model.layers} stages; try --gpus {other}"
+        )
     needed, layout = nearest
     held = task.memory(layout)
     states, advice = sum(held[kind] for kind in KINDS), [_first_that_fits(task, room, gpus=2)]

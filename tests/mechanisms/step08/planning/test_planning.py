@@ -259,11 +259,12 @@ def test_plans_are_sorted_and_fit(capsys):
         plans(task("llama3-8b", 4, 2**20, 1))
     wrong |= {"llama3-8b --gpus 4 --seq-len 1M": "--seq-len 1048576 exceeds the 131072 positions of llama3-8b"}
     wrong |= {"llama3-8b --gpus 37": "as many on every node of 8", "llama3-8b --gpus 0": "must be at least 1"}
-    wrong |= {"llama9 --gpus 8": "llama9 is no preset", "llama3-8b --gpus 64 --between nan": "nan must be above 0"}
+    wrong |= {"llama9 --gpus 8": "llama9 is no preset", "llama3-8b --gpus 64 --between nan": "nan is no number"}
     wrong |= {"llama3-8b --gpus 8 --tokens-per-batch 4194304000000000": "4194304000000000 must be at most 1073741824"}
     wrong |= {"llama3-8b --gpus 99999999": "must be at most 1048576", "llama3-8b --gpus 8 --seq-len 9e15": "at most"}
     wrong |= {"llama3-8b --gpus 8 --seq-len 512 --tokens-per-batch 1024M": "are more than 1048576 sequences"}
-    wrong |= {"llama3-8b --gpus 296 --tokens-per-batch 8k": "no degrees divide 2 sequences"}
+    wrong |= {"llama3-8b --gpus 296 --tokens-per-batch 8k": "divide 2 sequences (dp), 4096 tokens (cp) and 32 heads"}
+    wrong |= {"llama3-8b --gpus 296 --tokens-per-batch 4k": "with up to 32 stages; try --gpus 288"}
     for words, told in wrong.items():
         assert main(["plan", "--model", *words.split()]) == 2
         line = capsys.readouterr().err

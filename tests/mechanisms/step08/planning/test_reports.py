@@ -75,7 +75,23 @@ def test_overlap_by_hand():
         ("cheatsheet --model mixtral-8x7b", "error: the cheatsheet knows no experts"),
         ("cheatsheet --model llama3-8b --tp 3", "error: --tp 3 does not divide --heads 32"),
         ("recipe --model llama3-70b --gpus 7", "error: --gpus 7: dp x tp 8 x pp must make them up"),
-        ("recipe --model llama3-70b --gpus 64 --seq-len inf", "error: argument --seq-len: invalid tokens value"),
+        (
+            "recipe --model llama3-70b --gpus 64 --seq-len inf",
+            "error: argument --seq-len: inf is no whole number of tok",
+        ),
+        ("recipe --model llama3-70b --gpus 768.0", "error: argument --gpus: 768.0 is no whole number, such as 64"),
+        (
+            "recipe --model llama3-70b --gpus 8 --seq-len 4kk",
+            "error: argument --seq-len: 4kk is no whole number of tokens,",
+        ),
+        (
+            "compare --model llama3-8b --between 26,25 x",
+            "error: argument --between: 26,25 is no number without a unit, s",
+        ),
+        (
+            "recipe --model llama3-70b --gpus 64 --tokens-per-batch 8e6",
+            "error: --tokens-per-batch 8000000 is no multiple of --seq-len 4096; try 7999488 (1,953 x 4096) or 80",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words, line, capsys):
