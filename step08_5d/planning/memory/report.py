@@ -70,7 +70,8 @@ def configuration(argv: list[str]) -> TrainConfig:
     for name, value in vars(config).items():
         if name not in KNOWN and value != getattr(default, name):
             flag = {True: spelled(name), False: f"--no-{name.replace('_', '-')}"}.get(value, f"{spelled(name)} {value}")
-            raise UsageError(f"{flag} is not in the formula of memory; dry-run takes all flags of step 8")
+            other = "" if name in ("mask_documents", "init_from") else "; dry-run takes it"
+            raise UsageError(f"{flag} is not in the formula of memory{other}")
     if config.schedule not in SCHEDULES:
         raise UsageError(f"--schedule {config.schedule}: the formula knows {', '.join(SCHEDULES)}; dry-run all others")
     config.dp = 1 if config.dp is None else config.dp
@@ -100,7 +101,7 @@ def _show_ours(config: TrainConfig, layout: Layout, play: bool) -> None:
     fullest = max(range(len(held)), key=lambda index: _all(held[index]))
     most = max(held[fullest], key=held[fullest].get)
     print(f"  the fullest is {header[0]} {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most};")
-    print(f"  its fullest moment: {peaks[fullest].moment}")
+    print(f"  its fullest moment: {peaks[fullest].moment}. Head and loss are fused; without, logits are held, too")
 
 
 def show_layer(model: ModelConfig, layout: Layout, *, experts: bool) -> None:

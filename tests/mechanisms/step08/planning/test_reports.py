@@ -65,7 +65,11 @@ def test_overlap_by_hand():
         ("memory --model llama3-8b --hidden 6144 --heads 48 --kv-heads 12 --tp 16", "error: --tp 16 and --kv-heads"),
         ("memory --model mixtral-8x7b --form gpt", "error: --form gpt has no experts"),
         ("memory --model llama3-8b --form gpt --dtype float32", "error: --form gpt knows bfloat16"),
-        ("memory --model llama3-8b --no-fused", "error: --no-fused is not in the formula of memory; dry-run takes all"),
+        ("memory --model llama3-8b --no-fused", "error: --no-fused is not in the formula of memory; dry-run takes it"),
+        (
+            "memory --model llama3-8b --mask-documents",
+            "error: --mask-documents ",
+        ),
         ("memory --model llama3-8b --schedule zbv --pp 2", "error: --schedule zbv: the formula knows 1f1b, "),
         ("memory --model llama3-8b --gpus 64", "error: --gpus is not a flag of step08_5d"),
         ("memory --model llama3-8b --pp 2 --virtual-stages 2", "error: --virtual-stages 2: --schedule 1f1b has"),
