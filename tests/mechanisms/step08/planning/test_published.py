@@ -247,7 +247,7 @@ def test_a_profile_of_ones_own(tmp_path, capsys):
 
 def test_what_is_wrong_with_a_file_of_runs(tmp_path, capsys):
     """The page's example is read; a bad cell is named by line and column; too few runs determine nothing."""
-    mine, page = tmp_path / "mine.csv", (ROOT / "step08_5d/planning/README.md").read_text()
+    mine, page = tmp_path / "mine.csv", (ROOT / "step08_5d/planning/measurements.md").read_text()
     header, row = re.search(r"```\n(gpu,vocab.*)\n(.*)\n```", page).groups()
     assert {*other_systems.NEEDED} <= {*header.split(",")}
 
