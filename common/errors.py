@@ -22,8 +22,9 @@ class CommunicationError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a C++ stack."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's message, without a C++ stack; if it ends in a colon, with the line after it."""
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{first} {more[0].strip()}" if more and first.endswith(":") else first
 
 
 @contextmanager

@@ -5,6 +5,7 @@ and experts of `deepseek-v3` (arXiv:2412.19437, section 4.2), but grouped-query 
 `deepseek-v3` trains as it was pretrained, with 4,096 positions; its longer contexts came from YaRN afterwards.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,12 +64,27 @@ def resolve(name: str, flag: str = "--model") -> ModelConfig:
     """
     if name in PRESETS:
         return PRESETS[name]
-    if not os.path.exists(name) and (name.count("/") != 1 or name[0] in "./~"):
+    if not (here := os.path.exists(name)) and (name.count("/") != 1 or name[0] in "./~" or name.endswith(".json")):
         raise UsageError(f"{flag} {name} is no preset ({', '.join(PRESETS)}), configuration file or Hub name")
     from transformers import AutoConfig  # here, since it takes seconds
 
-    with hub_errors_in_one_line(f"{flag} {name}"):
-        return _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
+    with hub_errors_in_one_line(f"{flag} {name}{'' if here else ', which is no file or folder here,'}"):
+        result = _expressed(AutoConfig.from_pretrained(name, trust_remote_code=False), f"{flag} {name}")
+        if here:
+            _check_sizes(Path(name), f"{flag} {name}")
+    try:
+        result.check()
+    except UsageError as error:
+        raise UsageError(f"{flag} {name}: {error}") from None
+    return result
+
+
+def _check_sizes(path: Path, what: str) -> None:
+    """Raise UsageError if a file lacks a size of the model, for which transformers would take one of another model."""
+    values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    for key in (HUGGINGFACE_NAMES[name] for name in ("vocab", "hidden", "layers", "heads", "ffn")):
+        if not isinstance(values.get(key), int) or values[key] < 1:
+            raise UsageError(f"{what} needs a whole number above 0 for {key}, which is {values.get(key, 'missing')}")
 
 
 def _expressed(theirs, what: str) -> ModelConfig:

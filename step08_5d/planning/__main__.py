@@ -42,11 +42,12 @@ def main(argv: list[str] | None = None) -> None:
     parsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         more = "Other flags are those of step 8." if command.takes_more else None
-        command.add_flags(parsers.add_parser(name, allow_abbrev=False, epilog=more))
+        words = summary(sys.modules[command.run.__module__].__doc__)
+        command.add_flags(parsers.add_parser(name, allow_abbrev=False, epilog=more, help=words, description=words))
     options, options.rest = parser.parse_known_args(argv)
     command = COMMANDS[options.command]
     if options.rest and not command.takes_more:
-        parser.error(f"unknown: {' '.join(options.rest)}")
+        parser.error(f"unknown: {' '.join(options.rest)}{command.hint}")
     command.run(options)
 
 

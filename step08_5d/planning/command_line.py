@@ -19,6 +19,7 @@ class Command(NamedTuple):
     add_flags: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], None]
     takes_more: bool = False  # whether it also takes flags of step 8: `options.rest`
+    hint: str = ""  # what the line about an unknown flag says, too
 
 
 # ---- types of flags --------------------------------------------------------------------------------------------------
@@ -33,25 +34,35 @@ def _at_most(number: int, most: int) -> int:
     return number
 
 
+def _number(text: str, kind: Callable[[str], float], like: str) -> float:
+    """The number that a text says. Raises ArgumentTypeError with an example for anything else."""
+    try:
+        if math.isfinite(number := kind(text)):
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is no {like}")
+
+
 def tokens(text: str) -> int:
-    """A number of tokens, such as 4096, 512k or 4M (of 1,024 each). Raises ValueError for anything else."""
-    unit = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1)
-    number = float(text.rstrip("kKmM")) * unit
-    if number < 1 or number % 1:  # also of infinity
-        raise ValueError(text)
+    """A number of tokens, such as 4096, 512k or 4M (of 1,024 each), for argparse."""
+    unit, like = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 1), "whole number of tokens, such as 4096, 8k or 1M"
+    number = unit * _number(text, lambda text: float(text[:-1] if unit > 1 else text), like)
+    if number < 1 or number % 1:
+        raise argparse.ArgumentTypeError(f"{text} is no {like}")
     return _at_most(int(number), MOST_TOKENS)
 
 
 def count(text: str) -> int:
     """A number of GPUs, ranks or the like, for argparse."""
-    if (number := int(text)) < 1:
+    if (number := _number(text, int, "whole number, such as 64")) < 1:
         raise argparse.ArgumentTypeError(f"{number} must be at least 1")
     return _at_most(number, MOST)
 
 
 def speed(text: str) -> float:
     """GB/s or TFLOP/s, for argparse."""
-    if not 0 < (number := float(text)) < math.inf:
+    if (number := _number(text, float, "number without a unit, such as 25 or 3.125")) <= 0:
         raise argparse.ArgumentTypeError(f"{number:g} must be above 0")
     return number
 
@@ -61,7 +72,7 @@ def speed(text: str) -> float:
 
 def add_model(parser: ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="a preset, configuration file or Hub name")
-    parser.add_argument("--seq-len", type=tokens, default=4096)
+    parser.add_argument("--seq-len", type=tokens, default=4096, help="tokens; 8k is 8 x 1,024")
 
 
 def add_gpu(parser: ArgumentParser) -> None:
@@ -112,7 +123,7 @@ def _with_gradients(options: Namespace, profiles: tuple[Profile, ...]) -> tuple[
 def add_cluster(parser: ArgumentParser) -> None:
     add_gpu(parser)
     parser.add_argument("--gpus", type=count, required=True)
-    parser.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 1M")
+    parser.add_argument("--tokens-per-batch", type=tokens, default=2**20, help="such as 8M, which is 8 x 1,024 x 1,024")
 
 
 def add_degrees(parser: ArgumentParser) -> None:
@@ -143,8 +154,11 @@ def known(model: ModelConfig, name: str) -> ModelConfig:
 
 def sequences_of(options: Namespace) -> int:
     """The sequences of a batch of so many tokens. Raises UsageError if they are no whole number."""
-    if options.tokens_per_batch % options.seq_len:
-        raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {options.seq_len}")
+    if options.tokens_per_batch % (seq := options.seq_len):
+        fewer = options.tokens_per_batch // seq
+        nearest = " or ".join(f"{each * seq} ({each:,} x {seq})" for each in (fewer, fewer + 1) if each)
+        line = f"--tokens-per-batch {options.tokens_per_batch} is no multiple of --seq-len {seq}"
+        raise UsageError(f"{line}; try {nearest}")
     if (sequences := options.tokens_per_batch // options.seq_len) > MOST:
         raise UsageError(f"--tokens-per-batch {options.tokens_per_batch} are more than {MOST} sequences")
     return sequences

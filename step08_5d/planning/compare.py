@@ -9,18 +9,24 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 
+from common.config import TrainConfig, flag_names, spelled
 from common.drawing.tables import print_table
+from common.errors import UsageError
+from common.launching.command_line import parse
 from common.process_groups import DIMENSION_OF
+from step05_pipeline.cost import BUBBLES
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of
 from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
-from step08_5d.planning.memory.report import DEFAULTS, configuration
+from step08_5d.planning.memory.report import SCHEDULES, configuration, words_of
 from step08_5d.planning.search import MOST_FULL, named
 from step08_5d.planning.time.profiles import widest_gradient
 
 SENT = ("tp", "cp", "ep", "pp", "dp")
+ALSO = ("order", "seq_len", "global_batch", *flag_names("model"))  # what a layout may have otherwise than the title
+HINT = '; put each layout in quotes, as in compare --model llama3-8b "--dp 4 --tp 2" "--dp 8"'
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -31,37 +37,55 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def show(options: Namespace) -> None:
-    """The table for the options of the command line."""
-    machine, ends, rows = machine_of(options), ends_of(options), []
+    """The table for the options of the command line. Raises UsageError, after it, for layouts that it cannot have."""
+    machine, ends, rows, refused = machine_of(options), ends_of(options), [], []
+    words, room = [*words_of(options), "--order", machine.order], MOST_FULL * machine.memory
     for text in options.layouts:
-        words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
-        config = configuration([*words, "--global-batch", str(options.global_batch), *shlex.split(text)])
-        model, layout = config.model_config, Layout.of(config)
-        found, sent = Range.of(model, layout, machine, ends), Counter()
-        gradient = widest_gradient(ends)
+        try:
+            config = configuration([*words, *shlex.split(text)])
+            _check_times(config)
+        except (UsageError, ValueError) as error:  # ValueError: a quotation is open
+            refused.append(f'"{text}": {error}')
+            continue
+        model, layout, gradient = config.model_config, Layout.of(config), widest_gradient(ends)
+        found = Range.of(model, layout, machine._replace(order=config.order), ends)
+        sent = Counter()
         for each in cost.messages(model, layout, ends=False, gradient=gradient):
             sent[DIMENSION_OF[each.group]] += each.bytes * each.count
-        gpus = layout.copies * layout.tp * layout.pp
         held = sum(memory(model, layout, gradient).values())
-        fits = (
-            "" if held <= MOST_FULL * machine.memory else f": does not fit into {MOST_FULL * machine.memory / 1e9:.0f}"
-        )
-        cells = found.mfu, found.seconds, f"{held / 1e9:.0f}{fits}"
+        cells = found.mfu, found.seconds, f"{held / 1e9:.0f}{'' if held <= room else ' *'}"
         sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
-        rows.append((gpus, named(layout), *cells, *sizes, *found.binds))
-    words = " ... ".join(each.name for each in ends)
-    title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
-    header = (
-        "GPUs",
-        "layout",
-        "MFU",
-        "s",
-        "GB held",
-        *(f"sent: {SENT[0]}", *SENT[1:]),
-        *(f"{each.name} waits for" for each in ends),
-    )
-    print_table(f"predicted, {words}: {title}", header, rows)
-    print("  sent: GB of a rank in a step, in a stage in the middle")
+        waits = (f"{each.binds} {getattr(each, each.binds) / each.step:.0%}" for each in found.times)
+        gpus = layout.copies * layout.tp * layout.pp
+        rows.append((", ".join([named(layout), *_otherwise(config, words)]), gpus, *cells, *sizes, *waits))
+    if rows:
+        names = [each.name for each in ends]
+        title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
+        header = ("layout", "GPUs", "MFU", "s", "GB held", f"sent: {SENT[0]}", *SENT[1:])
+        header += tuple(f"{name} waits for" for name in names)
+        print_table(f"predicted, {' ... '.join(names)}: {title}", header, rows)
+        print("  sent: GB of a rank in a step, in a stage in the middle; waits for: the most besides computing")
+        if any(" *" in row[4] for row in rows):
+            print(f"  * does not fit: of {machine.memory / 1e9:.0f} GB, {room / 1e9:.0f} may be filled")
+        if len({row[1] for row in rows}) > 1:
+            print("  the layouts have different numbers of GPUs: compare MFU, and not seconds")
+    if refused:
+        raise UsageError("; ".join(refused))
 
 
-COMMAND = Command(add_flags, show)
+def _check_times(config: TrainConfig) -> None:
+    """Raise UsageError for what the formula of memory knows, and that of times does not."""
+    known = [name for name in SCHEDULES if name in BUBBLES]
+    if config.schedule not in known:
+        raise UsageError(f"--schedule {config.schedule} is not in the formula of times; it knows {', '.join(known)}")
+    if config.dtype == "float32":
+        raise UsageError("--dtype float32 is not in the formula of times; it knows bfloat16")
+
+
+def _otherwise(config: TrainConfig, words: list[str]) -> list[str]:
+    """What a layout says itself of what the title says for all."""
+    title = parse(8, words)
+    return [f"{spelled(name)} {mine}" for name in ALSO if (mine := getattr(config, name)) != getattr(title, name)]
+
+
+COMMAND = Command(add_flags, show, hint=HINT)

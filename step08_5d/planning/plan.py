@@ -1,4 +1,4 @@
-"""The command `plan`: which layout of a model to run on a cluster, what it would cost to be wrong, and why."""
+"""Which layout of a model to run on a cluster, what it would cost to be wrong, and why."""
 
 import gc
 from argparse import ArgumentParser, Namespace

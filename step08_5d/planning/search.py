@@ -17,7 +17,7 @@ from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import at_least, memory
 from step08_5d.planning.time.machines import Machine, nodes_for
 from step08_5d.planning.time.profiles import PROFILES, Profile, widest_gradient
-from step08_5d.planning.time.speed import AGAIN, ORDER, times
+from step08_5d.planning.time.speed import AGAIN, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits
@@ -182,7 +182,13 @@ def _why_nothing(task: Task, room: float) -> str:
         if (needed := sum(held_up_to(least, task, layout).values())) < least:
             nearest = needed, layout
     if nearest is None:
-        return f"{where}: no degrees divide {task.sequences} sequences of {task.seq} tokens; try a multiple of both"
+        node = task.machine.gpus if task.gpus > task.machine.gpus else 1
+        fewer = range((task.gpus - 1) // node * node, 0, -node)
+        other = next((each for each in fewer if next(layouts(task._replace(gpus=each)), None)), 1)
+        return (
+            f"{where}: no dp, cp, tp and pp have that product and divide {task.sequences} sequences (dp), {task.seq} "
+            f"tokens (cp) and {task.model.heads} heads (tp), with up to {task.model.layers} stages; try --gpus {other}"
+        )
     needed, layout = nearest
     held = task.memory(layout)
     states, advice = sum(held[kind] for kind in KINDS), [_first_that_fits(task, room, gpus=2)]
@@ -212,6 +218,7 @@ def named(layout: Layout) -> str:
     """The layout in a few words."""
     degrees = [f"{name} {size}" for name in ("dp", "tp", "pp", "cp", "ep") if (size := getattr(layout, name)) > 1]
     degrees += [f"{layout.stages} stages each"] if layout.stages > 1 else []
+    degrees += [layout.schedule] if layout.pp > 1 and layout.schedule not in ("1f1b", "interleaved") else []
     degrees += [layout.cp_mode] if layout.cp > 1 and layout.cp_mode != "ring" else []
     zero = [f"ZeRO-{layout.zero}"] if layout.zero else []
     zero += [f"{layout.zero_replicas} copies"] if layout.zero_replicas > 1 else []
@@ -227,7 +234,7 @@ def named(layout: Layout) -> str:
 def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
     words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
-    words += ["--order", ORDER]  # in which its time was predicted; step 8's own has pp before dp
+    words += ["--order", task.machine.order]  # in which its time was predicted; step 8's own has pp before dp
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
     for name in ("dp", "tp", "pp", "cp", "ep", "zero", "zero_replicas"):
         if (value := getattr(layout, name)) != (0 if name == "zero" else 1):

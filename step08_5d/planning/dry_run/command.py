@@ -1,11 +1,14 @@
-"""The command `dry-run`: one step of one rank of any world, on fake tensors."""
+"""One step of one rank of any world, on fake tensors."""
 
 from argparse import ArgumentParser, Namespace
 
-from step08_5d.planning.command_line import Command, count
+from step08_5d.planning.command_line import Command, add_global_batch, add_model, count
+from step08_5d.planning.memory.report import words_of
 
 
 def add_flags(parser: ArgumentParser) -> None:
+    add_model(parser)
+    add_global_batch(parser)
     parser.add_argument("--world", type=count, required=True, help="how many ranks there would be")
     parser.add_argument("--rank", type=int, default=0, help="which of them to play")
 
@@ -14,7 +17,7 @@ def show(options: Namespace) -> None:
     """Play the rank and print what it held and sent. What is left of the command line are flags of step 8."""
     from step08_5d.planning.dry_run import play  # here, as it imports all that trains
 
-    found = play.dry_run(play.configuration(options.rest, options.world), options.rank, progress=True)
+    found = play.dry_run(play.configuration(words_of(options), options.world), options.rank, progress=True)
     play.show(found, options.rank)
 
 

@@ -203,7 +203,10 @@ def show(run: DryRun, rank: int) -> None:
     """Print what a dry run has found."""
     config = run.config
     place = ", ".join(f"{axis} {index} of {getattr(config, axis)}" for axis, index in run.place.items())
-    layers = f"layers {run.layers[0]} to {run.layers[-1]}" if run.layers else "no layers"
+    ends = [index for index in run.layers if {index - 1, index + 1} - {*run.layers}]
+    ends = sorted(ends + [index for index in ends if not {index - 1, index + 1} & {*run.layers}])  # one alone is both
+    layers = " and ".join(f"{first} to {last}" for first, last in zip(ends[::2], ends[1::2]))
+    layers = f"layers {layers}" if layers else "no layers"
     print(
         f"dry run of rank {rank}: {place}; {layers}, {config.accumulation_steps} micro-batches of {config.micro_batch}"
     )

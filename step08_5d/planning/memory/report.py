@@ -44,8 +44,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def show(options: Namespace) -> None:
     """The table for the options of the command line."""
-    words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
-    config = configuration([*words, "--global-batch", str(options.global_batch), *options.rest])
+    config = configuration(words_of(options))
     model, layout = known(config.model_config, config.model), Layout.of(config)
     if options.form == "gpt":
         _show_gpt(options.model, model, layout)
@@ -54,6 +53,12 @@ def show(options: Namespace) -> None:
         if options.layer:
             for experts in sorted({model.has_experts(index) for index in range(model.layers)}):
                 show_layer(model, layout, experts=experts)
+
+
+def words_of(options: Namespace) -> list[str]:
+    """The flags of step 8 that a command has by itself, and those that it was given."""
+    words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
+    return [*words, "--global-batch", str(options.global_batch), *options.rest]
 
 
 def configuration(argv: list[str]) -> TrainConfig:
@@ -65,10 +70,11 @@ def configuration(argv: list[str]) -> TrainConfig:
     for name, value in vars(config).items():
         if name not in KNOWN and value != getattr(default, name):
             flag = {True: spelled(name), False: f"--no-{name.replace('_', '-')}"}.get(value, f"{spelled(name)} {value}")
-            raise UsageError(f"{flag} is not in the formula of memory; dry-run takes all flags of step 8")
+            other = "" if name in ("mask_documents", "init_from") else "; dry-run takes it"
+            raise UsageError(f"{flag} is not in the formula of memory{other}")
     if config.schedule not in SCHEDULES:
         raise UsageError(f"--schedule {config.schedule}: the formula knows {', '.join(SCHEDULES)}; dry-run all others")
-    config.dp = config.dp or 1
+    config.dp = 1 if config.dp is None else config.dp
     config.resolve_and_check(config.dp * config.tp * config.pp * config.cp)
     step08.check(config)
     return config
@@ -95,7 +101,7 @@ def _show_ours(config: TrainConfig, layout: Layout, play: bool) -> None:
     fullest = max(range(len(held)), key=lambda index: _all(held[index]))
     most = max(held[fullest], key=held[fullest].get)
     print(f"  the fullest is {header[0]} {stages[fullest]}: {_all(held[fullest]):.1f} GB, most of it {most};")
-    print(f"  its fullest moment: {peaks[fullest].moment}")
+    print(f"  its fullest moment: {peaks[fullest].moment}. Head and loss are fused; without, logits are held, too")
 
 
 def show_layer(model: ModelConfig, layout: Layout, *, experts: bool) -> None:

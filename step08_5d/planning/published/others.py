@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.errors import UsageError
+from common.errors import UsageError, first_line
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.fitting import descend, spearman
 from step08_5d.planning.time.machines import MACHINES, Machine
 from step08_5d.planning.time.profiles import PROFILES, TUNED, Profile
-from step08_5d.planning.time.speed import mfu, times
+from step08_5d.planning.time.speed import AGAIN, mfu, times
 
 FILE = Path(__file__).with_name("other_runs.csv")
 # Systems from before FlashAttention write all scores of attention to memory, and no message of theirs hides. Nobody
@@ -32,6 +32,7 @@ FITTED = {"fsdp": ("products", "attention", "hides"), "early": ("products", "att
 FITTED["megatron"] = FITTED["yours"] = FITTED["fsdp"]
 START = {"products": 0.7, "attention": 0.15, "hides": 0.5}
 LIMITS = {"products": 1.0, "attention": 0.3, "hides": 1.0}  # FlashAttention-3 alone reaches 0.3
+FASTEST = Profile("fastest", **LIMITS, small=1.0)  # nobody computes faster
 MOST = 1.6  # a run that is further off counts no more than this factor
 CLOSE = 1.25  # a run within this factor is called predicted
 
@@ -63,37 +64,89 @@ class OtherRun(NamedTuple):
         return self.seconds / times(self.model, self.layout, self.machine, profile).step
 
 
+# Columns that each run needs; those that may be empty or missing, and what they are then
+NEEDED = ("gpu", "vocab", "hidden", "layers", "heads", "kv", "ffn", "micro_batch", "gbs", "seq", "tok_s_gpu")
+WITHOUT = dict.fromkeys(("dp", "tp", "pp", "cp", "ep", "stages"), 1)
+WITHOUT |= dict.fromkeys(("zero", "experts", "top_k", "shared", "dense_layers", "expert_ffn", "head_dim"), 0)
+
+
+class _Row(NamedTuple):
+    """A line of the file, whose cells are asked for by the names of their columns."""
+
+    where: str
+    cells: dict[str, str]
+
+    def text(self, name: str, otherwise: str = "") -> str:
+        return (self.cells.get(name) or otherwise).strip()
+
+    def number(self, name: str, otherwise: float | None = None) -> float:
+        """What a cell says, or `otherwise`; None: it must say something. Raises UsageError."""
+        text = self.text(name, "" if otherwise is None else str(otherwise))
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (0 < number < math.inf or number == otherwise == 0 or number == 0 == WITHOUT.get(name)):
+            raise self.wrong(name, f"{text!r} is no number above 0" if text else "is empty or missing")
+        return number
+
+    def whole(self, name: str) -> int:
+        if (number := self.number(name, WITHOUT.get(name))) % 1:
+            raise self.wrong(name, f"{number:g} is no whole number")
+        return int(number)
+
+    def wrong(self, name: str, why: str) -> UsageError:
+        return UsageError(f"{self.where}, column {name}: {why}")
+
+
 def read_runs(file: Path = FILE) -> list[OtherRun]:
-    """Return all runs of a file with the columns of other_runs.csv. Raises UsageError if it is none."""
+    """Return all runs of a file with columns of other_runs.csv. Raises UsageError with the line and column at fault."""
     try:
-        return [_run(row) for row in csv.DictReader(file.open(encoding="utf-8"))]
-    except (OSError, UnicodeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise UsageError(f"{file} has no rows with the columns of {FILE.name}: {error!r}") from None
+        reader = csv.DictReader(file.open(encoding="utf-8-sig"))
+        rows = [_Row(f"{file}, line {reader.line_num}", cells) for cells in reader]
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise UsageError(f"{file} cannot be read: {first_line(error)}") from None
+    if not rows:
+        raise UsageError(f"{file} has no rows under a line with the columns {', '.join(NEEDED)}")
+    return [_run(row) for row in rows]
 
 
-def _run(row: dict[str, str]) -> OtherRun:
-    def whole(name: str) -> int:
-        return int(row[name] or 0)
-
+def _run(row: _Row) -> OtherRun:
+    text, whole = row.text, row.whole
+    for name, known in {"gpu": MACHINES, "recompute": AGAIN}.items():
+        if text(name, "none") not in known:
+            raise row.wrong(name, f"{text(name)!r} is none of {', '.join(known)}")
     shape = {name: whole(name) for name in ("vocab", "hidden", "layers", "heads", "ffn", "experts", "top_k")}
     shape |= {name: whole(name) for name in ("dense_layers", "expert_ffn")}
     shape |= {"kv_heads": whole("kv"), "shared_experts": whole("shared"), "head_dim": whole("head_dim") or None}
-    model = ModelConfig(**shape, tie_embeddings=row["tied"] == "1", max_positions=whole("seq"))
+    model = ModelConfig(**shape, tie_embeddings=text("tied") == "1", max_positions=whole("seq"))
     ways = {name: whole(name) for name in ("dp", "tp", "pp", "cp", "ep", "zero", "stages", "micro_batch")}
     count = max(1, round(whole("gbs") / ways["dp"] / ways["micro_batch"]))
-    layout = Layout(whole("seq"), **ways, micro_batches=count, dtype="bfloat16", recompute=row["recompute"])
-    machine = MACHINES[row["gpu"]]._replace(far=1e9 * float(row["far"]), float8=row["precision"] == "fp8")
-    if row["membw"]:
-        machine = machine._replace(memory_bandwidth=1e12 * float(row["membw"]))
-    if watts := re.search(r"(\d+) W\b", row["note"]):
+    recompute = text("recompute", "none")
+    layout = Layout(whole("seq"), **ways, micro_batches=count, dtype="bfloat16", recompute=recompute)
+    gpus = layout.copies * layout.tp * layout.pp
+    if row.number("gpus", gpus) != gpus:
+        raise row.wrong("gpus", f"{text('gpus')}, but dp x tp x pp x cp are {gpus}")
+    machine = MACHINES[text("gpu")]
+    machine = machine._replace(far=1e9 * row.number("far", machine.far / 1e9), float8=text("precision") == "fp8")
+    machine = machine._replace(memory_bandwidth=1e12 * row.number("membw", machine.memory_bandwidth / 1e12))
+    if watts := re.search(r"(\d+) W\b", text("note")):
         machine = machine._replace(power=int(watts[1]) / 700)  # of an H100
-    number = re.search(r"arXiv:(\d{4}\.\d{5})", row["source"])
-    old = "bigscience" in row["source"] or re.search(r"\b20(1\d|2[012])\b", row["system"] + row["where"])
+    source, system = text("source"), text("system")
+    number = re.search(r"arXiv:(\d{4}\.\d{5})", source)
+    old = "bigscience" in source or re.search(r"\b20(1\d|2[012])\b", system + text("where"))
     early = float(number[1]) < FLASH_ATTENTION if number else old
-    sharded = layout.zero == 3 or re.search("FSDP|torchtitan", row["system"])
+    sharded = layout.zero == 3 or re.search("FSDP|torchtitan", system)
     profile = "early" if early else "fsdp" if sharded else "megatron"
-    speed = float(row["tok_s_gpu"])
-    return OtherRun(row["id"], row["source"], row["system"], model, layout, machine, speed, row["assumed"], profile)
+    speed = row.number("tok_s_gpu")
+    found = OtherRun(text("id"), source, system, model, layout, machine, speed, text("assumed"), profile)
+    try:
+        model.check()
+    except UsageError as error:
+        raise UsageError(f"{row.where}: {error}") from None
+    if found.seconds < times(model, layout, machine, FASTEST).compute:
+        raise row.wrong("tok_s_gpu", f"{speed:g} would be {found.mfu:.0%} MFU, more than {machine.name} can multiply")
+    return found
 
 
 def error(profile: Profile, runs: list[OtherRun]) -> float:

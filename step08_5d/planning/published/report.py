@@ -13,6 +13,7 @@ from step08_5d.planning.published import memory as published_memory
 from step08_5d.planning.published import runs as published
 from step08_5d.planning.published.advice import print_advice
 from step08_5d.planning.published.late import print_late, print_unseen
+from step08_5d.planning.published.others import NEEDED
 from step08_5d.planning.published.runs import Fit, PublishedRun, Ranking, guess, was_late
 from step08_5d.planning.published.scaling import print_scaling
 from step08_5d.planning.published.systems import print_systems, print_yours
@@ -22,7 +23,8 @@ from step08_5d.planning.time.nanotron import PAUSE
 
 def add_flags(parser: ArgumentParser) -> None:
     add_figure(parser, "published")
-    parser.add_argument("--runs", help="only your own runs, in a file like published/other_runs.csv: their profile")
+    words = f"only your own runs, in a CSV file with the columns {', '.join(NEEDED)}, and others of other_runs.csv"
+    parser.add_argument("--runs", help=words)
     parser.add_argument("--advice", action="store_true", help="only what plan would run where others did; minutes")
 
 

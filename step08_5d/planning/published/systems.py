@@ -6,9 +6,9 @@ from common.drawing.figures import COLOURS, SERIES, new_figure, write_png
 from common.drawing.tables import print_table
 from step08_5d.planning.published.others import (
     CLOSE,
-    EARLY,
     FITTED,
     OtherRun,
+    error,
     fitted,
     judge,
     outside,
@@ -37,12 +37,19 @@ def print_systems(path: Path) -> None:
 
 def print_yours(file: Path) -> None:
     """Which profile describes somebody's own runs best, and the one that is fitted to them."""
-    runs = read_runs(file)
-    yours = fitted("yours", runs)
-    choices = [*PROFILES.values(), EARLY, TUNED, yours]
+    runs, numbers = read_runs(file), FITTED["yours"]
+    different = len({(run.model, run.layout, run.machine) for run in runs})
+    choices = [*PROFILES.values(), TUNED]
+    choices += [fitted("yours", runs)] if different >= len(numbers) else []
     rows = [(each.name, *judge(dict.fromkeys(runs, each)).cells) for each in choices]
     print_table(f"{file}, by each profile; `yours` has seen these runs", ("", *JUDGED), rows)
-    print(f"  to plan with it: --profile {','.join(f'{getattr(yours, each):.2g}' for each in FITTED['yours'])}")
+    if (yours := choices[-1]).name == TUNED.name:
+        print(f"  your own {', '.join(numbers)} are not determined by fewer than {len(numbers)} different runs")
+        return
+    print(f"  to plan with it: --profile {','.join(f'{getattr(yours, each):.2g}' for each in numbers)}")
+    for name in numbers:
+        if error(yours, runs) == error(yours._replace(**{name: 0.9 * getattr(yours, name)}), runs):
+            print(f"  {name} is not determined by these runs, which it makes no difference to")
 
 
 def print_profiles(runs: list[OtherRun], fresh: Profiles) -> None:

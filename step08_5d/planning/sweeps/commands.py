@@ -1,4 +1,4 @@
-"""The commands `sweep` and `calibrate`: real runs of many layouts, and rates that are fitted to them."""
+"""Real runs of many layouts, and rates that are fitted to them."""
 
 from argparse import ArgumentParser, Namespace
 

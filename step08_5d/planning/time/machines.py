@@ -16,6 +16,7 @@ class Machine(NamedTuple):
     far: float = NETWORK  # bytes/s that a GPU sends to other nodes, over its card
     gpus: int = NODE  # of a node
     float8: bool = False  # whether products are of float8 numbers (only published runs do that)
+    order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
     power: float = 1.0  # share of the data sheet's watts that a GPU may take
 
     def for_gpus(self, gpus: int) -> "Machine":

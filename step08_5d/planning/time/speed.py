@@ -7,23 +7,25 @@ computation hides as far as that is long enough.
 
 import math
 from functools import cache, lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from common.costs.vocabulary import WIDTHS, Message
 from common.counts import count_flops
 from common.model_config import ModelConfig
 from common.process_groups import DIMENSION_OF
+from step05_pipeline.cost import BUBBLES
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
 from step08_5d.planning.time.profiles import Profile
 
-ORDER = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
 # Per parameter: gradient, master weight and two moments are read, all but the first written; the copy
 UPDATE_BYTES = 32
 AGAIN = {"none": 3, "selective": 3, "full": 4}  # forwards' worth of products in a forward and its backward
 CORE_AGAIN = {"none": 3.5, "selective": 4.5, "full": 4.5}  # the same of the attention core: five products for two
+SPLIT = ("zb-h1", "zb-h2")  # schedules with split backwards; times are those of 1F1B otherwise
 MESSAGES_AGAIN = {"none": 1.0, "selective": 1.0, "full": 7 / 5}  # within a layer: a forward has two of five
 
 
@@ -55,16 +57,18 @@ def small_bytes(model: ModelConfig, layout: Layout) -> float:
     return layout.tokens / layout.tp * (20 * model.hidden + 15 * model.ffn) * WIDTHS[layout.dtype][0]
 
 
-def stage_ranks(layout: Layout, machine: Machine, order: str) -> int:
-    """Return how many ranks of one stage are on a node. Ranks of a stage come in blocks, one for every pp-th."""
-    before = order.split(",")[: order.split(",").index("pp")]
-    block = math.prod(getattr(layout, axis) for axis in before)
-    if block * layout.pp > machine.gpus:
-        return min(block, machine.gpus)
-    return max(1, machine.gpus // layout.pp)
+def on_a_node(layout: Layout, axes: str, machine: Machine) -> int:
+    """Return how many of the ranks that differ in these axes only are on a node."""
+    here = apart = 1
+    divided = (axis for axis in machine.order.split(",") if getattr(layout, axis) > 1)
+    for mine, some in groupby(divided, key=lambda axis: axis in axes.split(",")):
+        size = math.prod(getattr(layout, axis) for axis in some)
+        here *= min(size, max(1, machine.gpus // apart)) if mine else 1
+        apart *= size
+    return here
 
 
-def spans(layout: Layout, group: str, machine: Machine, order: str = ORDER) -> tuple[int, int]:
+def spans(layout: Layout, group: str, machine: Machine) -> tuple[int, int]:
     """Return over how many nodes a group reaches, and how many of its ranks are on each.
 
     Args:
@@ -72,27 +76,21 @@ def spans(layout: Layout, group: str, machine: Machine, order: str = ORDER) -> t
             ranks of a stage: ep takes neighbors, and expert_shard every ep-th.
     """
     copies = layout.zero_replicas if layout.zero else layout.copies
-    return _spans(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep, copies, group, machine, order)
+    return _spans(layout.dp, layout.pp, layout.cp, layout.tp, layout.ep, copies, group, machine)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same degrees with every stage of ZeRO, micro-batch and recomputation
-def _spans(
-    dp: int, pp: int, cp: int, tp: int, ep: int, copies: int, group: str, machine: Machine, order: str
-) -> tuple[int, int]:
+def _spans(dp: int, pp: int, cp: int, tp: int, ep: int, copies: int, group: str, machine: Machine) -> tuple[int, int]:
     layout = Layout(0, dp, pp, cp, tp, ep, zero=1, zero_replicas=copies)
-    machine, dimension, axes = machine.for_gpus(dp * pp * cp * tp), DIMENSION_OF[group], order.split(",")
-    if dimension in ("ep", "dp"):
-        of_experts = group.startswith("expert")
-        size, apart = layout.ep, 1
-        if dimension == "dp":
-            (size, copies), apart = layout.sharing(of_experts), layout.ep if of_experts else layout.tp
-            if group.endswith("replica"):
-                size, apart = copies, size * apart
-        here = stage_ranks(layout, machine, order) // apart
-    else:
-        size = getattr(layout, dimension)
-        here = machine.gpus // math.prod(getattr(layout, axis) for axis in axes[: axes.index(dimension)])
-    together = min(size, max(1, here))
+    machine, axes = machine.for_gpus(dp * pp * cp * tp), DIMENSION_OF[group]
+    size, apart, of_experts = getattr(layout, axes), 1, group.startswith("expert")
+    if axes == "dp":
+        (size, copies), apart = layout.sharing(of_experts), layout.ep if of_experts else 1
+        if group.endswith("replica"):
+            size, apart = copies, size * apart
+        axes = "tp,cp,dp" if of_experts else "cp,dp"
+    axes = "tp,cp,dp" if axes == "ep" else axes
+    together = min(size, max(1, on_a_node(layout, axes, machine) // apart))
     return math.ceil(size / together), together
 
 
@@ -162,21 +160,23 @@ def _messages(model: ModelConfig, layout: Layout, gradient: int | None) -> list[
 
 def mean_rank(
     model: ModelConfig, layout: Layout, machine: Machine, profile: Profile, messages: list[tuple[str, float]]
-) -> tuple[float, float, float, dict[str, float]]:
+) -> tuple[float, float, float, float, dict[str, float]]:
     """Predict what a rank with the mean number of layers takes, whatever the schedule.
 
     Args:
         messages: those within layers, as in `Shared`.
 
-    Returns the seconds of a micro-batch, forward and backward, in a layer and in the head with the loss; and of a step,
-    as in `Times`, the launches and by dimension all that nothing hides, but for `dp` and `pp`.
+    Returns the seconds of a micro-batch, forward and backward, in a layer, for the gradients of its weights, and in the
+    head with the loss; and of a step, as in `Times`, the launches and by dimension all that nothing hides, but for `dp`
+    and `pp`.
     """
     m, layers = layout.micro_batches, model.layers / layout.pp
     flops, rate = count_flops(model, layout.seq), machine.products * profile.products
     of_attention = machine.attention * profile.attention
     of_rank = layout.micro_batch / (layout.cp * layout.tp)  # sequences
     core = CORE_AGAIN[layout.recompute] * flops.attention_core / 2 / model.layers * of_rank / of_attention
-    layer = AGAIN[layout.recompute] * flops.linear / model.layers * of_rank / rate + core
+    weights = flops.linear / model.layers * of_rank / rate
+    layer = AGAIN[layout.recompute] * weights + core
     again = AGAIN[layout.recompute] / 3  # small operations are repeated, too
     layer += again * profile.small * small_bytes(model, layout) / machine.memory_bandwidth
     head = 3 * flops.head * of_rank / rate
@@ -194,7 +194,7 @@ def mean_rank(
         meanwhile = exposed["cp"] + exposed["ep"] + (exposed["tp"] if layout.pp > 1 else 0.0)
         least = again * profile.own.least(layout, spans(layout, "tp", machine)[0])
         launch = max(0.0, m * layers * (least - layer) - meanwhile)
-    return layer, head, launch, exposed
+    return layer, weights, head, launch, exposed
 
 
 class Pace(NamedTuple):
@@ -225,8 +225,13 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile
     """Predict the step of the slowest rank of a pipeline, for which all others wait."""
     m, mean = layout.micro_batches, model.layers / layout.pp
     within, dp, handed, update = shared(model, layout, machine, profile)
-    layer, head, launch, exposed = mean_rank(model, layout, machine, profile, within)
-    slowest = pace(model, layout, layer + (launch + sum(exposed.values())) / (m * mean), head)
+    layer, weights, head, launch, exposed = mean_rank(model, layout, machine, profile, within)
+    whole = layer + (launch + sum(exposed.values())) / (m * mean)
+    slowest = pace(model, layout, whole, head)
+    waits = slowest.waits
+    if layout.schedule in SPLIT:  # ranks wait for each other after a step, at least for the first forward
+        forward = whole / AGAIN[layout.recompute]
+        waits *= max(forward, BUBBLES[layout.schedule](2, forward, whole - forward, weights)) / whole
     # It has `more` times the layers of the mean rank, and so of its launches and messages
     layers, head, more = slowest.layers, head * slowest.head, slowest.layers / mean
     launch, exposed = more * launch, {dimension: more * seconds for dimension, seconds in exposed.items()}
@@ -235,7 +240,7 @@ def times(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile
     exposed["dp"] = not_hidden(
         [(message, more * time) for message, time in dp], forward, layers * layer + head, profile
     )
-    compute, share = m * (layers * layer + head), slowest.waits / (layout.stages * m + slowest.waits)
+    compute, share = m * (layers * layer + head), waits / (layout.stages * m + waits)
     busy = compute + launch + sum(exposed.values()) - exposed["dp"]
     return Times(compute, launch, bubble=busy * share / (1 - share), update=update, **exposed)
 

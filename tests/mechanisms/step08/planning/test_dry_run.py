@@ -154,6 +154,9 @@ def test_a_rank_of_thousands(capsys):
     layer = 2 * 16384**2 + 2 * 16384 * 8 * 128 + 3 * 16384 * 53248
     weights = 8 * (layer / 8 + 2 * 16384) * 2
     assert f"parameters {weights / 1e6:13,.1f}"[:10] in printed
+    flags = "--model debug --layers 8 --pp 2 --schedule interleaved --global-batch 4 --seq-len 0.125k"
+    main(["dry-run", "--world", "2", *flags.split()])
+    assert "layers 0 to 1 and 4 to 5, 4 micro-batches of 1" in capsys.readouterr().out
 
 
 def test_a_ring_launches_more():
@@ -181,7 +184,7 @@ def test_what_it_refuses(capsys):
         ("--mask-documents --tokenizer x", "--mask-documents depends on the text"),
         ("--init-from somewhere", "--init-from: a dry run has no weights"),
     ):
-        assert main(["dry-run", "--world", "8", "--global-batch", "64", *flags.split()]) == 2
+        assert main(["dry-run", "--world", "8", "--model", "debug", "--seq-len", "4k", *flags.split()]) == 2
         printed = capsys.readouterr().err
         assert line in printed and printed.count("\n") == 1
 

@@ -127,8 +127,11 @@ def test_a_sweep_is_shown_before_the_published_runs(tmp_path, capsys):
 
 def test_bad_input_is_one_line(tmp_path, capsys):
     for words, line in (
-        ("--gpus 2.7", "argument --gpus: invalid count value: '2.7'"),
-        ("--gpus 8 --tokens-per-batch 0", "argument --tokens-per-batch: invalid tokens value: '0'"),
+        ("--gpus 2.7", "argument --gpus: 2.7 is no whole number, such as 64"),
+        (
+            "--gpus 8 --tokens-per-batch 0",
+            "argument --tokens-per-batch: 0 is no whole number of tokens, such as 4096, 8k or 1M",
+        ),
         (f"--gpus 1 --tokens-per-batch 4096 --sweep {tmp_path}", f"--sweep {tmp_path}: no runs.jsonl with runs"),
         (
             f"--gpus 1 --tokens-per-batch 4096 --out {tmp_path}",

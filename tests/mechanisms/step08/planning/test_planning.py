@@ -208,8 +208,10 @@ def test_hybrid_sharding_has_small_copies():
     words = flags(mine, next(each for each in hybrid if each.pp == 1 and each.zero == 3))
     assert words[words.index("--zero-replicas") + 1] == "8" or "--tp" in words
     few, whole = (Layout(4096, dp=64, zero=3, dtype="bfloat16", zero_replicas=copies) for copies in (8, 1))
-    assert spans(few, "shard", H100, "tp,cp,pp,dp") == (1, 8) and spans(few, "replica", H100, "tp,cp,pp,dp") == (8, 1)
-    assert spans(whole, "shard", H100, "tp,cp,pp,dp") == (8, 8)
+    assert spans(few, "shard", H100._replace(order="tp,cp,pp,dp")) == (1, 8) and spans(
+        few, "replica", H100._replace(order="tp,cp,pp,dp")
+    ) == (8, 1)
+    assert spans(whole, "shard", H100._replace(order="tp,cp,pp,dp")) == (8, 8)
     slow = H100._replace(far=1e9)
     assert times(mine.model, few, slow, TUNED).dp < times(mine.model, whole, slow, TUNED).dp
 
@@ -227,8 +229,8 @@ def test_machines_of_72():
     assert MACHINES["GB200"].for_gpus(512).gpus == 64 and MACHINES["GB200"].for_gpus(72).gpus == 72
     assert MACHINES["GB200"].for_gpus(2048).gpus == 64 and H100.for_gpus(12).gpus == 6
     layout = Layout(4096, dp=8, tp=64, dtype="bfloat16")
-    assert spans(layout, "tp", MACHINES["GB200"], "tp,cp,pp,dp") == (1, 64)
-    assert spans(layout, "replica", MACHINES["GB200"], "tp,cp,pp,dp") == (8, 1)
+    assert spans(layout, "tp", MACHINES["GB200"]._replace(order="tp,cp,pp,dp")) == (1, 64)
+    assert spans(layout, "replica", MACHINES["GB200"]._replace(order="tp,cp,pp,dp")) == (8, 1)
     assert MACHINES["H800"]._replace(name="H100", near=H100.near) == H100 and MACHINES["H800"].near == 200e9
 
 
@@ -257,11 +259,12 @@ def test_plans_are_sorted_and_fit(capsys):
         plans(task("llama3-8b", 4, 2**20, 1))
     wrong |= {"llama3-8b --gpus 4 --seq-len 1M": "--seq-len 1048576 exceeds the 131072 positions of llama3-8b"}
     wrong |= {"llama3-8b --gpus 37": "as many on every node of 8", "llama3-8b --gpus 0": "must be at least 1"}
-    wrong |= {"llama9 --gpus 8": "llama9 is no preset", "llama3-8b --gpus 64 --between nan": "nan must be above 0"}
+    wrong |= {"llama9 --gpus 8": "llama9 is no preset", "llama3-8b --gpus 64 --between nan": "nan is no number"}
     wrong |= {"llama3-8b --gpus 8 --tokens-per-batch 4194304000000000": "4194304000000000 must be at most 1073741824"}
     wrong |= {"llama3-8b --gpus 99999999": "must be at most 1048576", "llama3-8b --gpus 8 --seq-len 9e15": "at most"}
     wrong |= {"llama3-8b --gpus 8 --seq-len 512 --tokens-per-batch 1024M": "are more than 1048576 sequences"}
-    wrong |= {"llama3-8b --gpus 296 --tokens-per-batch 8k": "no degrees divide 2 sequences"}
+    wrong |= {"llama3-8b --gpus 296 --tokens-per-batch 8k": "divide 2 sequences (dp), 4096 tokens (cp) and 32 heads"}
+    wrong |= {"llama3-8b --gpus 296 --tokens-per-batch 4k": "with up to 32 stages; try --gpus 288"}
     for words, told in wrong.items():
         assert main(["plan", "--model", *words.split()]) == 2
         line = capsys.readouterr().err

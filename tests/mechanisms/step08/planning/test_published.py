@@ -1,6 +1,7 @@
 """What has been published beside ours: figures of memory, the widget, the cheatsheet, and 1,532 runs."""
 
 import math
+import re
 import statistics
 from functools import partial
 
@@ -23,6 +24,7 @@ from step08_5d.planning.published.late import seconds_late
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.nanotron import PAUSE
 from step08_5d.planning.time.profiles import PROFILES, TUNED
+from tests.harness.ranks import ROOT
 
 LLAMA, GIB = PRESETS["llama3-8b"], 2**30
 
@@ -232,16 +234,47 @@ def test_a_profile_of_ones_own(tmp_path, capsys):
     runs = other_systems.read_runs(mine)
     judged = [other_systems.judge(dict.fromkeys(runs, each)).factor for each in (yours, *PROFILES.values(), TUNED)]
     assert len(runs) == 11 and yours.name == "yours" and judged[0] == min(judged) < 1.05
-    mine.write_text("id,source\n1,me\n")
+    assert "early" not in printed and "is not determined" not in printed
     for words, told in (
-        ("published --runs " + str(mine), "has no rows with the columns of other_runs.csv"),
-        ("published --runs nowhere", "nowhere has no rows"),
+        ("published --runs nowhere", "nowhere cannot be read"),
         ("plan --model llama3-8b --gpus 8 --profile 0.5,2,1", "nor three shares above 0 and up to 1"),
         ("plan --model llama3-8b --gpus 8 --profile mine", "mine is none of nanotron, fsdp, megatron, tuned"),
     ):
         assert main(words.split()) == 2
         line = capsys.readouterr().err
         assert told in line and line.count("\n") == 1
+
+
+def test_what_is_wrong_with_a_file_of_runs(tmp_path, capsys):
+    """The page's example is read; a bad cell is named by line and column; too few runs determine nothing."""
+    mine, page = tmp_path / "mine.csv", (ROOT / "step08_5d/planning/measurements.md").read_text()
+    header, row = re.search(r"```\n(gpu,vocab.*)\n(.*)\n```", page).groups()
+    assert {*other_systems.NEEDED} <= {*header.split(",")}
+
+    def told(*rows: str, header: str = header) -> str:
+        mine.write_text("\n".join([header, *rows]))
+        status, found = main(["published", "--runs", str(mine)]), capsys.readouterr()
+        assert status == (2 if found.err else 0) and found.err.count("\n") == status // 2
+        return found.err or found.out
+
+    assert "attention, hides are not determined by fewer than 3" in told(row, row, row) and "yours " not in told(row)
+    alone = row.replace(",8,3,full,", ",1,0,full,")
+    found = told(alone, *(alone.replace(",4096,8900", f",{seq},8000") for seq in (8192, 2048)))
+    assert "hides is not determined by these runs" in found and "--profile" in found
+    for wrong, line in (
+        (row.replace("8900", ""), "line 3, column tok_s_gpu: is empty or missing"),
+        (row.replace("8900", "fast"), "line 3, column tok_s_gpu: 'fast' is no number above 0"),
+        (row.replace("8900", "15800"), "line 3, column tok_s_gpu: 15800 would be 82% MFU, more than H100 can"),
+        (row.replace("H100", "H10"), "line 3, column gpu: 'H10' is none of A100, H100"),
+        (row.replace("full", "some"), "line 3, column recompute: 'some' is none of none, selective, full"),
+        (row.replace(",8,3,", ",0,3,"), "line 3, column dp: '0' is no number above 0"),
+        (row.replace(",32,32,", ",32.5,32,"), "line 3, column layers: 32.5 is no whole number"),
+        (row.replace(",4096,32", ",4097,32"), "line 3: --heads 32 does not divide --hidden 4097"),
+    ):
+        assert line in told(row, wrong)
+    assert "column gpus: 16, but dp x tp x pp x cp are 8" in told(f"{row},16", header=f"{header},gpus")
+    assert "column vocab: is empty or missing" in told(row, header=header.replace("vocab", "words"))
+    assert "has no rows under a line with the columns gpu, vocab" in told()
 
 
 def test_stages_of_nanotron():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from common.costs.vocabulary import Message
 from common.counts import count_flops
 from common.presets import PRESETS
 from common.process_groups import Degrees, all_groups
+from step05_pipeline.schedules.catalogue import build_schedule
+from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.stages import stage_sizes
@@ -43,6 +46,13 @@ def test_time_by_hand():
     equal = replace(LLAMA, vocab=8)  # hardly a head, so that all stages have 8 layers
     found = times(equal, Layout(4096, dtype="bfloat16", pp=4, micro_batches=12), H100, IDEAL)
     assert found.bubble == pytest.approx((found.compute + found.pp) * 3 / 12, rel=1e-3)
+    for schedule, again in itertools.product(("afab", "zb-h1", "zb-h2"), ("none", "full")):  # as they are played
+        layout = Layout(4096, dtype="bfloat16", pp=4, micro_batches=16, schedule=schedule, recompute=again)
+        found, linear = times(equal, layout, H100, IDEAL), 8 * count_flops(equal, 4096).linear / 32 / H100.products
+        whole = found.compute / 16
+        forward = whole / (4 if again == "full" else 3)
+        played = simulate(build_schedule(schedule, 4, 16), Costs(F=forward, I=whole - forward - linear, W=linear))
+        assert found.bubble == pytest.approx(played.bubble * (1 + found.pp / found.compute), rel=1e-3)
     # Half of what tensor ranks send hides; full recomputation sends two of its five messages once more
     one, half = (on_h100(IDEAL._replace(hides=hides), tp=8).tp for hides in (0, 0.5))
     assert half == one / 2 and on_h100(tp=8, recompute="full").tp == pytest.approx(one * 7 / 5)
@@ -96,7 +106,12 @@ def test_messages_by_a_data_sheet():
     )
 
 
-@pytest.mark.parametrize("order", ["tp,cp,pp,dp", "tp,cp,dp,pp"])
+ORDERS = [",".join(each) for each in itertools.permutations(("tp", "cp", "dp", "pp"))]
+
+
+@pytest.mark.parametrize(
+    "order", ORDERS if os.environ.get("TEST_ALL") else ["tp,cp,pp,dp", "tp,cp,dp,pp", "dp,pp,cp,tp"]
+)
 def test_how_far_groups_reach(order):
     """Over as many nodes as the real groups, the first of which has as many ranks on its node."""
     of_weights = ("shard", "replica", "expert_shard", "expert_replica")
@@ -105,10 +120,10 @@ def test_how_far_groups_reach(order):
         for ep, copies in itertools.product((1, 2, 8) if dp * cp * tp % 8 == 0 else (1,), {1, min(2, dp), dp * cp}):
             layout = Layout(4096, dp, pp, cp, tp, ep, zero=1, zero_replicas=copies)
             groups = all_groups(replace(degrees, ep=ep, experts=ep > 1, zero_replicas=copies))
-            for name in ("tp", "cp", "ep", *of_weights):
+            for name in ("tp", "cp", "pp_forward", "ep", *of_weights):
                 nodes = [rank // 8 for rank in groups[name][0]]
                 expected = len(set(nodes)), nodes.count(nodes[0])
-                assert spans(layout, name, H100, order) == expected, (name, layout)
+                assert spans(layout, name, H100._replace(order=order)) == expected, (name, layout)
 
 
 def test_profiles_have_six_numbers():
