@@ -63,10 +63,16 @@ def add_model(parser: ArgumentParser) -> None:
 
 
 def add_gpu(parser: ArgumentParser) -> None:
-    parser.add_argument("--gpu", choices=MACHINES, default="H100")
+    parser.add_argument("--gpu", type=str.upper, choices=MACHINES, default="H100")
+    parser.add_argument("--memory", type=speed, metavar="GB", help="of a GPU (default: data sheet)")
     one_way = "GB/s that a GPU sends, in one direction (sheets print both together for NVLink), to"
     parser.add_argument("--within", type=speed, help=f"{one_way} others of its node (default: data sheet)")
-    parser.add_argument("--between", type=speed, help=f"{one_way} other nodes: its card (default: data sheet)")
+    network, node = parser.add_mutually_exclusive_group(), "all cards of a node together, divided by its GPUs"
+    words = f"{node}: 3.125 for 8 GPUs with 2 cards of 100 Gbit/s (default: data sheet)"
+    network.add_argument("--between", type=speed, help=f"{one_way} other nodes: {words}")
+    words = "the busbw in GB/s that nccl-tests prints for a large all-reduce over all GPUs of all nodes, such as 210: "
+    words += "what the cards of a node move together. No profile takes a share of it"
+    network.add_argument("--bus-bandwidth", type=speed, help=f"instead of --between: {words}")
     names = ", ".join((*PROFILES, TUNED.name))
     words = f"whose habits (default: a range of them): {names}, or your own three shares, such as 0.8,0.12,0.6"
     parser.add_argument("--profile", type=profile, help=words)
@@ -76,8 +82,11 @@ def add_gpu(parser: ArgumentParser) -> None:
 
 def machine_of(options: Namespace) -> Machine:
     """The GPUs and the networks between them."""
-    given = {"near": options.within, "far": options.between}
-    return MACHINES[options.gpu]._replace(**{name: 1e9 * value for name, value in given.items() if value})
+    machine, bus = MACHINES[options.gpu], options.bus_bandwidth
+    of_node = machine.for_gpus(getattr(options, "gpus", machine.gpus)).gpus
+    given = {"memory": options.memory, "near": options.within, "far": bus / of_node if bus else options.between}
+    given = {name: 1e9 * value for name, value in given.items() if value}
+    return machine._replace(**given, measured=bool(bus))
 
 
 def profile(text: str) -> Profile:

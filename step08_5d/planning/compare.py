@@ -49,6 +49,7 @@ def show(options: Namespace) -> None:
         cells = found.mfu, found.seconds, f"{held / 1e9:.0f}{fits}"
         sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
         rows.append((gpus, named(layout), *cells, *sizes, *found.binds))
+    print(machine.words())
     words = " ... ".join(each.name for each in ends)
     title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
     header = (

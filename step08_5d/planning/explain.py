@@ -11,6 +11,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from common.counts import count_parameters
 from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
@@ -75,6 +76,19 @@ def most_of_the_rest(found: Times) -> str:
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def assumed(name: str, model: ModelConfig) -> str:
+    """The sizes of a model, in which a slip in its file shows."""
+    count, experts = count_parameters(model), ""
+    if model.experts:
+        experts = f" ({count.active / 1e9:.3g} B active), {model.experts} experts of {model.expert_ffn:,}"
+        experts += f" ({model.top_k} a token, {model.shared_experts} shared) after {model.dense_layers} dense layers"
+    words = f"{name}: {count.total / 1e9:.3g} B parameters{experts}, {model.layers} layers, hidden {model.hidden:,}, "
+    words += f"{model.heads} heads of {model.head_width}, {model.kv_heads} K/V heads, ffn {model.ffn:,}, "
+    words += f"vocabulary {model.vocab:,}{', tied' if model.tie_embeddings else ''}"
+    more = "\n  routing is assumed to be balanced, and small products as fast as large ones"
+    return words + (more if model.experts else "")
 
 
 def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int, ends: tuple[Profile, ...]) -> None:

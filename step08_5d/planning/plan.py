@@ -15,7 +15,7 @@ from step08_5d.planning.command_line import (
     profiles_of,
     sequences_of,
 )
-from step08_5d.planning.explain import print_plans
+from step08_5d.planning.explain import assumed, print_plans
 from step08_5d.planning.search import Task, plans
 
 
@@ -40,6 +40,7 @@ def task_of(options: Namespace) -> Task:
 def show(options: Namespace) -> None:
     """The tables for the options of the command line. Raises UsageError for what cannot be planned."""
     task = task_of(options)._replace(interleaved=options.interleaved)
+    print(f"{assumed(task.name, task.model)}\n{task.machine.words(task.gpus)}")
     gc.set_threshold(50_000, 20, 20)  # a search makes many small objects: collections would take a sixth of its time
     print_plans(task, *plans(task), options.shown, ends_of(options))
     if options.gradients == 2:

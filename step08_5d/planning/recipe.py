@@ -122,6 +122,7 @@ def show(options: Namespace) -> None:
         f"tp {TP}, {sequences} x {options.seq_len:,} tokens"
     )
     header = ("", "dp", "MFU", "s", "GB", "GB sent for dp", "micro-batches")
+    print(task.machine.words(task.gpus))
     print_table(title, header, rows)
     if fitting := [choice for choice in found.values() if choice]:
         print_batch_ways(task, min(fitting, key=lambda choice: choice.seconds).layout, ends)

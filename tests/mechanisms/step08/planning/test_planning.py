@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from argparse import ArgumentParser
 
 import pytest
 
@@ -16,6 +17,8 @@ from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
+from step08_5d.planning.command_line import add_gpu, machine_of
+from step08_5d.planning.explain import assumed
 from step08_5d.planning.memory.backwards import in_flight
 from step08_5d.planning.memory.kept import kept
 from step08_5d.planning.memory.peak import at_least, memory, peak, states
@@ -230,6 +233,49 @@ def test_machines_of_72():
     assert spans(layout, "tp", MACHINES["GB200"], "tp,cp,pp,dp") == (1, 64)
     assert spans(layout, "replica", MACHINES["GB200"], "tp,cp,pp,dp") == (8, 1)
     assert MACHINES["H800"]._replace(name="H100", near=H100.near) == H100 and MACHINES["H800"].near == 200e9
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (
+            "--gpu a100 --memory 40 --between 3.125",
+            "8 A100: 312 TFLOP/s, 40 GB, 300 GB/s within a node of 8, 3.125 GB/s a",
+        ),
+        ("--gpu H800 --within 400", "warning: --within 400 is more than the data sheet's 200"),
+        (
+            "--bus-bandwidth 480",
+            "480 GB/s a node, measured, between nodes\n  warning: --bus-bandwidth 480 is more than",
+        ),
+    ],
+)
+def test_what_is_assumed_is_printed(words, line, capsys):
+    """Of the model, too, so that a slip in its file shows: 30 layers, 9 heads, 3 of them of keys."""
+    main(
+        ["plan", "--model", "smollm-135m", "--gpus", "8", "--seq-len", "1k", "--tokens-per-batch", "8k", *words.split()]
+    )
+    printed = capsys.readouterr().out
+    model = (
+        "0.135 B parameters, 30 layers, hidden 576, 9 heads of 64, 3 K/V heads, ffn 1,536, vocabulary 49,152, tied\n"
+    )
+    assert printed.startswith(f"smollm-135m: {model}8 {words.split()[1].upper() if '--gpu' in words else 'H100'}: ")
+    assert line in printed
+
+
+def test_what_is_assumed_of_experts():
+    words = assumed("mixtral", PRESETS["mixtral-8x7b"])
+    assert "46.7 B parameters (12.9 B active), 8 experts of 14,336 (2 a token, 0 shared)" in words
+    assert words.endswith("routing is assumed to be balanced, and small products as fast as large ones")
+
+
+def test_less_memory_fits_less():
+    mine = task("llama3-8b", 16, 2048, 64)._replace(profiles=(TUNED,))
+    parser = ArgumentParser()
+    add_gpu(parser)
+    of_40 = machine_of(parser.parse_args(["--gpu", "a100", "--memory", "40"]))
+    assert of_40 == MACHINES["A100"]._replace(memory=40e9)
+    fitting = [sum(plan.held.values()) for plan in plans(mine._replace(machine=of_40))[0]]
+    assert 34e9 < max(fitting) <= 36e9
 
 
 def test_plans_are_sorted_and_fit(capsys):
