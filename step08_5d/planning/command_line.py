@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from common.errors import UsageError
 from step08_5d.planning.time.machines import MACHINES, Machine
-from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
+from step08_5d.planning.time.profiles import PROFILES, RANGE, Profile
 
 
 class Command(NamedTuple):
@@ -73,9 +73,9 @@ def add_gpu(parser: ArgumentParser) -> None:
     words = "the busbw in GB/s that nccl-tests prints for a large all-reduce over all GPUs of all nodes, such as 210: "
     words += "what the cards of a node move together. No profile takes a share of it"
     network.add_argument("--bus-bandwidth", type=speed, help=f"instead of --between: {words}")
-    names = ", ".join((*PROFILES, TUNED.name))
-    words = f"whose habits (default: a range of them): {names}, or your own three shares, such as 0.8,0.12,0.6"
-    parser.add_argument("--profile", type=profile, help=words)
+    names = ", ".join(each.name for each in RANGE)
+    words = f"whose habits (default: a range of all): some of {names}, or your own three shares, such as 0.8,0.12,0.6"
+    parser.add_argument("--profile", type=profiles, metavar="NAME[,NAME]", help=words)
     words = "bytes of a gradient in sums: some systems have 2 (default: 4, as in step 8)"
     parser.add_argument("--gradients", type=int, choices=(2, 4), help=words)
 
@@ -89,27 +89,28 @@ def machine_of(options: Namespace) -> Machine:
     return machine._replace(**given, measured=bool(bus))
 
 
-def profile(text: str) -> Profile:
-    """A profile by its name, or yours by the shares of products, of attention and of hiding, for argparse."""
-    if text in (known := PROFILES | {TUNED.name: TUNED}):
-        return known[text]
+def profiles(text: str) -> tuple[Profile, ...]:
+    """Profiles by their names, or yours by the shares of products, of attention and of hiding, for argparse."""
+    known, names = {each.name: each for each in RANGE}, text.lower().split(",")
+    if known.keys() >= set(names):
+        return tuple(known[name] for name in dict.fromkeys(names))
     try:
         shares = [float(each) for each in text.split(",")]
     except ValueError:
         shares = []
     if len(shares) != 3 or not all(0 < each <= 1 for each in shares):
         raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(known)}, nor three shares above 0 and up to 1")
-    return Profile("yours", *shares)
+    return (Profile("yours", *shares),)
 
 
 def ends_of(options: Namespace) -> tuple[Profile, ...]:
-    """The slow and the fast end of a range of times, or the one profile that is asked for."""
-    return _with_gradients(options, (options.profile,) if options.profile else ENDS)
+    """The profiles between which times range, or those that are asked for."""
+    return _with_gradients(options, options.profile or RANGE)
 
 
 def profiles_of(options: Namespace) -> tuple[Profile, ...]:
-    """All profiles whose habits count, or the one that is asked for."""
-    return _with_gradients(options, (options.profile,) if options.profile else tuple(PROFILES.values()))
+    """All profiles whose habits count, or those that are asked for."""
+    return _with_gradients(options, options.profile or tuple(PROFILES.values()))
 
 
 def _with_gradients(options: Namespace, profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:

@@ -14,7 +14,7 @@ from common.process_groups import DIMENSION_OF
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of
-from step08_5d.planning.explain import Range
+from step08_5d.planning.explain import Range, span_of, waits
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import DEFAULTS, configuration
 from step08_5d.planning.search import MOST_FULL, named
@@ -50,7 +50,6 @@ def show(options: Namespace) -> None:
         sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
         rows.append((gpus, named(layout), *cells, *sizes, *found.binds))
     print(machine.words())
-    words = " ... ".join(each.name for each in ends)
     title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
     header = (
         "GPUs",
@@ -59,9 +58,9 @@ def show(options: Namespace) -> None:
         "s",
         "GB held",
         *(f"sent: {SENT[0]}", *SENT[1:]),
-        *(f"{each.name} waits for" for each in ends),
+        *waits(ends),
     )
-    print_table(f"predicted, {words}: {title}", header, rows)
+    print_table(f"predicted, {span_of(ends)}: {title}", header, rows)
     print("  sent: GB of a rank in a step, in a stage in the middle")
 
 

@@ -6,7 +6,7 @@ change the choice.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -34,34 +34,61 @@ LABELS = {"stages": "virtual-stages", "zero_replicas": "zero-replicas", "micro_b
 
 
 class Range(NamedTuple):
-    """The times of a layout by each profile of a range, from the slow end to the fast one."""
+    """The times of a layout by each of some profiles: the range goes from the slowest to the fastest of them."""
 
     model: ModelConfig
     layout: Layout
     machine: Machine
-    times: list[Times]
+    times: dict[str, Times]  # by profile
 
     @classmethod
-    def of(cls, model: ModelConfig, layout: Layout, machine: Machine, ends: tuple[Profile, ...]) -> "Range":
-        return cls(model, layout, machine, [times(model, layout, machine, each) for each in ends])
+    def of(cls, model: ModelConfig, layout: Layout, machine: Machine, profiles: tuple[Profile, ...]) -> "Range":
+        return cls(model, layout, machine, {each.name: times(model, layout, machine, each) for each in profiles})
+
+    @property
+    def ends(self) -> dict[str, Times]:
+        """The slowest and the fastest."""
+        ordered = sorted(self.times.items(), key=lambda each: -each[1].step)
+        return dict((ordered[0], ordered[-1]))
+
+    @property
+    def steps(self) -> list[float]:
+        return [each.step for each in self.ends.values()]
 
     @property
     def seconds(self) -> str:
-        return joined(f"{each.step:.2f}" for each in self.times)
+        return joined(f"{each:.2f}" for each in self.steps)
 
     @property
     def mfu(self) -> str:
-        return joined(f"{mfu(self.model, self.layout, each.step, self.machine):.0%}" for each in self.times)
+        return joined(f"{mfu(self.model, self.layout, each, self.machine):.0%}" for each in self.steps)
 
     @property
     def speed(self) -> str:
         """Tokens per second and GPU."""
-        return joined(f"{self.layout.tokens_per_gpu / each.step:,.0f}" for each in self.times)
+        return joined(f"{self.layout.tokens_per_gpu / each:,.0f}" for each in self.steps)
 
     @property
     def binds(self) -> list[str]:
-        """What takes the most time besides the computation, at each end."""
-        return [most_of_the_rest(each) for each in self.times]
+        """What takes the most time besides the computation, by the profiles of `waits`."""
+        return [most_of_the_rest(self.times[name]) for name in outer(self.times)]
+
+
+def outer(profiles: Iterable) -> tuple:
+    """The first and the last: of all profiles nanotron and tuned, which most ranges go from and to."""
+    profiles = tuple(profiles)
+    return tuple(dict.fromkeys((profiles[0], profiles[-1])))
+
+
+def waits(profiles: tuple[Profile, ...]) -> list[str]:
+    """The headers of `Range.binds`."""
+    return [f"{each.name} waits for" for each in outer(profiles)]
+
+
+def span_of(profiles: tuple[Profile, ...]) -> str:
+    """Between which profiles a `Range` is, for the title of a table."""
+    names = ", ".join(each.name for each in profiles)
+    return f"slowest ... fastest of {names}" if len(profiles) > 1 else names
 
 
 def joined(words) -> str:
@@ -91,20 +118,19 @@ def assumed(name: str, model: ModelConfig) -> str:
     return words + (more if model.experts else "")
 
 
-def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int, ends: tuple[Profile, ...]) -> None:
+def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int, profiles: tuple[Profile, ...]) -> None:
     """Which layout to run, what it costs to be wrong, the next ones, why, and the command that runs it."""
     title = f"{task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
     print_regrets(task, best, title)
     rows = []
     for plan in different(best)[:shown]:
-        span = Range.of(task.model, plan.layout, task.machine, ends)
+        span = Range.of(task.model, plan.layout, task.machine, profiles)
         held = f"{sum(plan.held.values()) / 1e9:.0f}"
         rows.append((named(plan.layout), span.mfu, span.speed, span.seconds, held, *span.binds))
-    words = " ... ".join(each.name for each in ends)
-    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", *(f"{each.name} waits for" for each in ends))
-    print_table(f"predicted, {words}: {title}", header, rows)
+    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", *waits(profiles))
+    print_table(f"predicted, {span_of(profiles)}: {title}", header, rows)
     print(f"  {MFU}")
-    print_steps(task, best, misfits, ends)
+    print_steps(task, best, misfits, profiles)
     print_neighbours(best)
     print_changes(task, best)
     print(f"\n{command(task, best[0].layout)}")
@@ -143,7 +169,7 @@ def different(best: list[Candidate]) -> list[Candidate]:
 # ---- why -------------------------------------------------------------------------------------------------------------
 
 
-def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple[Profile, ...]) -> None:
+def print_steps(task: Task, best: list[Candidate], misfits: Counter, profiles: tuple[Profile, ...]) -> None:
     """Fit, batch and throughput of the first plan."""
     plan, layout = best[0], best[0].layout
     alone = layout._replace(dp=1, tp=1, pp=1, cp=1, ep=1, zero=0, micro_batch=1, micro_batches=1)
@@ -162,11 +188,10 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple
         f"{layout.micro_batch}"
     )
     print(f"  3. throughput: each rank sends {plan.sent(task) / 1e9:.0f} GB. A step takes")
-    for profile in ends:
-        found = times(task.model, layout, task.machine, profile)
-        parts = [name for name in Times._fields if getattr(found, name) > 0.005 * found.step]
-        shares = ", ".join(f"{NAMES[name]} {getattr(found, name) / found.step:.0%}" for name in parts)
-        print(f"     {profile.name} {found.step:.2f} s: {shares}")
+    for name, found in Range.of(task.model, layout, task.machine, profiles).ends.items():
+        parts = [part for part in Times._fields if getattr(found, part) > 0.005 * found.step]
+        shares = ", ".join(f"{NAMES[part]} {getattr(found, part) / found.step:.0%}" for part in parts)
+        print(f"     {name} {found.step:.2f} s: {shares}")
     if layout.stages > 1:
         others = [each.regret for each in best if each.layout.stages == 1]
         print(f"     Without interleaving {f'the best is {min(others):+.0%} at worst' if others else 'nothing fits'}")

@@ -11,7 +11,7 @@ from common.presets import PRESETS
 from step01_single_gpu.memory_model.gpt import GptShape, from_model
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
-from step08_5d.planning.command_line import profile
+from step08_5d.planning.command_line import profiles
 from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks
 from step08_5d.planning.published import advice, bars, cheatsheet, scaling
@@ -228,7 +228,7 @@ def test_a_profile_of_ones_own(tmp_path, capsys):
     mine.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("nemo-"))]))
     assert main(["published", "--runs", str(mine)]) == 0
     printed = capsys.readouterr().out
-    yours = profile(printed.split("--profile ")[1].strip())
+    (yours,) = profiles(printed.split("--profile ")[1].strip())
     runs = other_systems.read_runs(mine)
     judged = [other_systems.judge(dict.fromkeys(runs, each)).factor for each in (yours, *PROFILES.values(), TUNED)]
     assert len(runs) == 11 and yours.name == "yours" and judged[0] == min(judged) < 1.05

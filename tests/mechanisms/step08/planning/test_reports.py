@@ -20,7 +20,7 @@ from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, divisors, flags, plans
 from step08_5d.planning.time import overlap
 from step08_5d.planning.time.machines import MACHINES
-from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED
+from step08_5d.planning.time.profiles import ENDS, PROFILES, RANGE, TUNED
 from step08_5d.planning.time.speed import times
 
 LLAMA, H100 = PRESETS["llama3-8b"], MACHINES["H100"]
@@ -155,7 +155,9 @@ def test_the_printed_command_is_a_command_of_step_8(words, capsys):
     asked = "--interleaved" in words
     assert (config.schedule == "interleaved") == ((config.virtual_stages or 1) > 1) == asked
     assert ("stages each" in printed) == ("Without interleaving" in printed) == asked
-    assert "what it costs if your cluster is not as you think" in printed and "nanotron ... tuned" in printed
+    assert (
+        "what it costs if your cluster is not as you think" in printed and "slowest ... fastest of nanotron" in printed
+    )
     assert not asked or "= 32 layers in" in printed
     assert ("mixtral" not in words) or "ep " in printed
     assert main(["memory", *argv]) == 0, "and `memory` takes it, too"
@@ -209,8 +211,29 @@ def test_regrets_and_ranges(capsys):
     span = explain.Range.of(LLAMA, best[0].layout, H100, ENDS)
     slow, fast = (times(LLAMA, best[0].layout, H100, each).step for each in (PROFILES["nanotron"], TUNED))
     assert span.seconds == f"{slow:.2f} ... {fast:.2f}" and explain.joined(["a", "a"]) == "a"
+    by_all = explain.Range.of(LLAMA, best[0].layout, H100, RANGE)
+    assert (by_all.seconds, by_all.mfu) == (span.seconds, span.mfu) and by_all.binds == span.binds
     tokens = 64 * 4096 / 16
     assert span.speed == f"{tokens / slow:,.0f} ... {tokens / fast:,.0f}"
+
+
+def test_a_range_goes_from_the_slowest_to_the_fastest_profile(capsys):
+    """With long sequences fsdp is slower than nanotron, since its attention is; most waits keep their columns."""
+    layout = Layout(131072, dp=4, tp=4, cp=4, zero=1, micro_batches=8, dtype="bfloat16")
+    steps = {each.name: times(LLAMA, layout, H100, each).step for each in RANGE}
+    assert max(steps, key=steps.get) == "fsdp" and min(steps, key=steps.get) == "tuned"
+    span = explain.Range.of(LLAMA, layout, H100, RANGE)
+    assert span.seconds == f"{steps['fsdp']:.2f} ... {steps['tuned']:.2f}" and list(span.ends) == ["fsdp", "tuned"]
+    slow = explain.Range.of(LLAMA, layout, H100._replace(far=1e9), ENDS)  # nanotron's table is better than this
+    assert slow.steps == sorted(slow.steps, reverse=True) and list(slow.times) == ["nanotron", "tuned"]
+    words = ["compare", "--model", "llama3-8b", "--seq-len", "128k", "--dp 4 --tp 4 --cp 4 --zero 1 --global-batch 32"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert f"  {span.seconds}  " in printed and "nanotron waits for" in printed and "tuned waits for" in printed
+    assert main([*words, "--profile", "Megatron,fsdp"]) == 0
+    printed = capsys.readouterr().out
+    assert f"  {steps['fsdp']:.2f} ... {steps['megatron']:.2f}  " in printed and "nanotron" not in printed
+    assert "slowest ... fastest of megatron, fsdp" in printed and "megatron waits for" in printed
 
 
 def test_ways_to_another_batch():
@@ -265,7 +288,7 @@ def test_layouts_side_by_side(capsys):
     """What `plan` says of its first layout, and two others, of which one does not fit."""
     first = plans_on_16()[0]
     main(["compare", "--model", "llama3-8b", " ".join(flags(ON_16, first.layout)), "--dp 2 --pp 2", "--dp 8"])
-    ours, pipeline, large = capsys.readouterr().out.splitlines()[4:7]
+    ours, pipeline, large = capsys.readouterr().out.splitlines()[5:8]
     span = explain.Range.of(LLAMA, first.layout, H100, ENDS)
     held = f"{sum(first.held.values()) / 1e9:.0f}"
     assert all(each in ours for each in (span.mfu, span.seconds, held)) and pipeline.split()[0] == "4"
