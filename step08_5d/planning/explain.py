@@ -148,6 +148,7 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
     words = "predicted: what to run, and what it costs if your cluster is not as you think"
     print_table(f"{words}: {title}", header, rows)
     print("  a step takes so much longer than that of the layout that is fastest there")
+    print(f"  of layouts that differ by {EQUAL:.0%} at most, the one is chosen that sends least to other nodes")
 
 
 def winners(best: list[Candidate]) -> dict[str, Candidate]:
@@ -187,7 +188,8 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, profiles: t
         f"  2. batch: {task.sequences} sequences = dp {layout.dp} x {layout.micro_batches} micro-batches x "
         f"{layout.micro_batch}"
     )
-    print(f"  3. throughput: each rank sends {plan.sent(task) / 1e9:.0f} GB. A step takes")
+    sent, far = (f"{size / 1e9:,.0f}" for size in plan.sent(task))
+    print(f"  3. throughput: each rank sends {sent} GB, {far} of them to other nodes. A step takes")
     for name, found in Range.of(task.model, layout, task.machine, profiles).ends.items():
         parts = [part for part in Times._fields if getattr(found, part) > 0.005 * found.step]
         shares = ", ".join(f"{NAMES[part]} {getattr(found, part) / found.step:.0%}" for part in parts)
