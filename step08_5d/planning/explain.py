@@ -15,6 +15,7 @@ from common.counts import count_parameters
 from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
+from step08_5d.planning.published.evidence import print_evidence
 from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
@@ -148,6 +149,7 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
     words = "predicted: what to run, and what it costs if your cluster is not as you think"
     print_table(f"{words}: {title}", header, rows)
     print("  a step takes so much longer than that of the layout that is fastest there")
+    print_evidence(task.profiles, task.model, best[0].layout, task.machine)
     print(f"  of layouts that differ by {EQUAL:.0%} at most, the one is chosen that sends least to other nodes")
 
 

@@ -20,6 +20,7 @@ from step08_5d.planning.page.grid import CHOICES, FIRST, OF_END, OF_LAYOUT, OF_S
 from step08_5d.planning.page.runs import published_dots, sweep_dots, tables
 from step08_5d.planning.plan import task_of
 from step08_5d.planning.published import others
+from step08_5d.planning.published.evidence import unknown
 from step08_5d.planning.published.runs import read_runs
 from step08_5d.planning.search import MOST_FULL, Task, command
 from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
@@ -67,8 +68,8 @@ def evidence(ends: tuple[Profile, ...], grid: Grid) -> str:
     """Whose measurements the page stands on, as HTML."""
     theirs, lines = others.read_runs(), []
     for place, profile in zip((", mostly the slow end", ", mostly the fast end") if len(ends) > 1 else ("",), ends):
-        unknown = f" They say nothing of: {html.escape(profile.unknown)}." if profile.unknown else ""
-        lines.append(f"<li><b>{profile.name}</b>{place}: {stands_on(profile, theirs)}.{unknown}</li>")
+        nothing = f" They say nothing of: {unknown(profile.name)}." if profile.name in PROFILES else ""
+        lines.append(f"<li><b>{profile.name}</b>{place}: {stands_on(profile, theirs)}.{nothing}</li>")
     what = "a range" if len(ends) > 1 else "that of one profile"
     covers = (
         f". {1 - len(others.outside(theirs)) / len(theirs):.0%} of them are in the range of all profiles"

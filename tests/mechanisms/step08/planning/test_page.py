@@ -70,7 +70,11 @@ def test_it_says_whose_measurements_it_stands_on(folder):
     assert re.search(r"tuned, mostly the fast end: faster than \d\d% of \d\d runs that others have published", text)
     assert re.search(r"103 runs of other systems are known. \d\d% of them are in the range", text)
     alone = write.evidence((PROFILES["fsdp"],), grid.Grid({}, [], 0, [], {}, {}, None))
-    assert "that of one profile" in alone and "pipelines; tp across nodes" in alone and "in the range" not in alone
+    assert (
+        "that of one profile" in alone
+        and "fewer than 8 GPUs, interleaving, tp across nodes, GPUs other than A100, H100." in alone
+        and "in the range" not in alone
+    )
 
 
 def test_no_formula_is_left_in_its_code():
