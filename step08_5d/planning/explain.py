@@ -16,7 +16,7 @@ from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.published.evidence import print_evidence
-from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named
+from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named, virtual_stages
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
 from step08_5d.planning.time.nanotron import PAUSE, lateness
@@ -196,6 +196,8 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, profiles: t
         parts = [part for part in Times._fields if getattr(found, part) > 0.005 * found.step]
         shares = ", ".join(f"{NAMES[part]} {getattr(found, part) / found.step:.0%}" for part in parts)
         print(f"     {name} {found.step:.2f} s: {shares}")
+    if task.interleaved and not any(each.layout.stages > 1 for each in best):
+        print("     None that fits is interleaved: the ranks of a pipeline have to divide its micro-batches")
     if layout.stages > 1:
         others = [each.regret for each in best if each.layout.stages == 1]
         print(f"     Without interleaving {f'the best is {min(others):+.0%} at worst' if others else 'nothing fits'}")
@@ -319,10 +321,47 @@ def _least(
     return least, found
 
 
+TRIED = 40  # plans with pipelines that are tried with several stages on each rank
+NEAR = 1 / 8  # by how much another batch may differ (relative)
+
+
+def interleaving(task: Task, best: list[Candidate]) -> list[Change]:
+    """What several stages on each rank would change, if the search has tried none.
+
+    They need micro-batches that the ranks of a pipeline divide. Where this batch has none, one near it may.
+    """
+    by_batch: dict[int, list[Candidate]] = {}
+    least = {name: min(plan.times[name].step for plan in best) for name in best[0].times}
+    for layout in [plan.layout for plan in best if plan.layout.pp > 1][:TRIED]:
+        rounds = layout.micro_batches / layout.pp
+        for count in {layout.pp * math.floor(rounds), layout.pp * math.ceil(rounds)} - {0}:
+            more, share = layout._replace(micro_batches=count), layout.micro_batches / count
+            for stages in virtual_stages(task._replace(interleaved=True), more)[1:] if abs(1 - share) < NEAR else ():
+                held = task.memory(tried := more._replace(stages=stages))
+                if sum(held.values()) <= MOST_FULL * task.machine.memory:
+                    found = {each.name: times(task.model, tried, task.machine, each) for each in task.profiles}
+                    regrets = {name: share * each.step / least[name] - 1 for name, each in found.items()}
+                    batch = layout.dp * layout.micro_batch * count
+                    by_batch.setdefault(batch, []).append(Candidate(tried, held, found, regrets))
+    result = []
+    for batch, plans in by_batch.items():
+        fastest = {name: min(0.0, *(each.regrets[name] for each in plans)) for name in least}
+
+        def regret(plan: Candidate) -> float:
+            return max((1 + plan.regrets[name]) / (1 + each) - 1 for name, each in fastest.items())  # noqa: B023
+
+        winner, first = min(plans, key=regret), regret(best[0])
+        words = "interleaved stages" if batch == task.sequences else f"{batch:,} sequences, interleaved stages"
+        better = 1 + first > (1 + EQUAL) * (1 + regret(winner))
+        result.append(Change(words, first, winner if better else best[0], regret(winner if better else best[0])))
+    ours = [each for each in result if each.words == "interleaved stages"]
+    return ours or sorted(result, key=lambda each: -each.first)[:2]
+
+
 def print_changes(task: Task, best: list[Candidate]) -> None:
     """Under which other conditions another plan would be the one to run."""
-    rows = []
-    for words, first, winner, regret in changes(task, best):
+    rows, tried = [], any(plan.layout.stages > 1 for plan in best)
+    for words, first, winner, regret in changes(task, best) + ([] if tried else interleaving(task, best)):
         lost = "does not fit" if first == math.inf else f"{first:+.0%}"
         other = ("none fits", "") if winner is None else (named(winner.layout), f"{regret:+.0%}")
         rows.append((words, lost, *(("the same", "") if winner is best[0] else other)))

@@ -195,6 +195,40 @@ def test_what_would_change_a_plan():
         assert 1 + change.regret <= 1.01 * min(regrets)
 
 
+def test_what_interleaving_would_change():
+    """On 48 GPUs, 3 divides the stages of all pipelines, and not 64 sequences: a batch near it allows interleaving."""
+    mine = task("llama3-8b", 48, sequences=64)._replace(profiles=(PROFILES["megatron"],))
+    best = plans(mine)[0]
+    found = explain.interleaving(mine, best)
+    assert best[0].layout.pp % 3 == 0 and 1 <= len(found) <= 2
+    for words, first, winner, regret in found:
+        batch, layout = int(words.split()[0]), winner.layout
+        assert layout.stages > 1 and layout.micro_batches % layout.pp == 0 and words.endswith("interleaved stages")
+        assert batch == layout.dp * layout.micro_batches * layout.micro_batch != 64 and 56 <= batch <= 72
+        by_sequence = times(LLAMA, layout, H100, PROFILES["megatron"]).step / batch
+        assert (
+            regret == 0
+            and first == pytest.approx(best[0].times["megatron"].step / 64 / by_sequence - 1)
+            and first > 0.05
+        )
+
+
+def test_interleaving_of_the_batch_that_is_asked_for():
+    """As fast as what --interleaved finds, within 1 %; with it nothing more is tried."""
+    mine = one_profile(ON_16, "megatron")._replace(sequences=48, gpus=12)
+    (change,) = explain.interleaving(mine, plans(mine)[0])
+    best = plans(mine._replace(interleaved=True))[0]
+    fastest = min(plan.times["megatron"].step for plan in best)
+    assert change.words == "interleaved stages"
+    assert change.winner.times["megatron"].step == pytest.approx(fastest, rel=0.01)
+
+
+def test_interleaving_that_finds_nothing_says_so(capsys):
+    words = "plan --model llama3-8b --gpus 24 --tokens-per-batch 256k --profile megatron"
+    assert main([*words.split(), "--interleaved"]) == 0
+    assert "None that fits is interleaved: the ranks of a pipeline have to divide" in capsys.readouterr().out
+
+
 def test_regrets_and_ranges(capsys):
     """The first table has the plan of least regret and the fastest of each profile; --profile leaves one."""
     best = plans_on_16()
