@@ -21,13 +21,15 @@ from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
 from step08_5d.planning.time.nanotron import PAUSE, lateness
 from step08_5d.planning.time.profiles import Profile
-from step08_5d.planning.time.speed import Times, mfu, times
+from step08_5d.planning.time.speed import AGAIN, Times, mfu, times
 
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "gradients and weights"}
 NAMES |= {"cp": "keys and values", "ep": "tokens to experts", "bubble": "the bubble"}
 NAMES |= {"launch": "a layer's least time", "update": "the update", "compute": "computing"}
 CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "zero_replicas", "micro_batch", "recompute")
 WORKING = ": what a layer at work and the loss need for a moment"
+AS_FIRST = {"none": "without recomputation", "selective": "with selective recomputation"}
+AS_FIRST |= {"full": "with full recomputation"}
 MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
 LABELS = {"stages": "virtual-stages", "zero_replicas": "zero-replicas", "micro_batch": "micro-batch"}
 
@@ -134,20 +136,28 @@ def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int,
     print_steps(task, best, misfits, profiles)
     print_neighbours(best)
     print_changes(task, best)
-    print(f"\n{command(task, best[0].layout)}")
+    print("\nThis measures the layout; for a training add --data, --tokenizer, --steps, --lr and --save-every:")
+    print(command(task, best[0].layout))
 
 
 def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
-    """The first plan and the fastest of each profile: by how much each is slower than what is fastest elsewhere."""
-    if len(task.profiles) == 1:
-        return
-    rows = []
-    for words, plan in ({"run this": best[0]} | winners(best)).items():
-        regrets = (*plan.regrets.values(), plan.regret)
-        rows.append((words, *(f"{each:+.0%}" for each in regrets), named(plan.layout)))
-    header = ("", *(f"if like {each.name}" for each in task.profiles), "at worst", "layout")
-    words = "predicted: what to run, and what it costs if your cluster is not as you think"
-    print_table(f"{words}: {title}", header, rows)
+    """The first plan, the fastest of each profile and plain FSDP: how much slower than what is fastest elsewhere."""
+    names, rows = [each.name for each in task.profiles], {"run this": best[0]}
+    if len(names) > 1:
+        rows |= winners(best)
+    rows |= {"plain FSDP": plain(task, best)} if task.gpus > 1 else {}
+    cells = []
+    for words, plan in rows.items():
+        if plan is None:
+            why = "does not divide the sequences" if task.sequences % task.gpus else "does not fit"
+            cells.append((words, *["-"] * len(names), "-", f"dp {task.gpus}, ZeRO-3 {why}"))
+            continue
+        costs = (f"{each:+.0%}" for each in (*plan.regrets.values(), plan.regret))
+        cells.append((words, *costs, named(plan.layout)))
+    header = ("", *(f"if like {name}" for name in names), "at worst", "layout")
+    print_table(
+        f"predicted: what to run, and what it costs if your cluster is not as you think: {title}", header, cells
+    )
     print("  a step takes so much longer than that of the layout that is fastest there")
     print_evidence(task.profiles, task.model, best[0].layout, task.machine)
     print(f"  of layouts that differ by {EQUAL:.0%} at most, the one is chosen that sends least to other nodes")
@@ -155,7 +165,14 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
 
 def winners(best: list[Candidate]) -> dict[str, Candidate]:
     """The fastest plan for each profile, by words that say so."""
-    return {f"fastest for {name}": min(best, key=lambda plan: plan.seconds[name]) for name in best[0].seconds}
+    return {f"fastest if like {name}": min(best, key=lambda plan: plan.seconds[name]) for name in best[0].seconds}
+
+
+def plain(task: Task, best: list[Candidate]) -> Candidate | None:
+    """What one would run without a planner: ZeRO-3 over all GPUs, and recomputation if it does not fit without."""
+    found = [plan for plan in best if plan.layout.dp == task.gpus and plan.layout.zero == 3 and plan.layout.ep == 1]
+    found = [plan for plan in found if plan.layout.zero_replicas == 1]
+    return min(found, key=lambda plan: (AGAIN[plan.layout.recompute], plan.regret), default=None)
 
 
 def different(best: list[Candidate]) -> list[Candidate]:
@@ -179,8 +196,9 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, profiles: t
     held, most = sum(plan.held.values()), max(plan.held, key=plan.held.get)
     left_out = ", ".join(f"{number:,} for {kind}" for kind, number in misfits.most_common())
     print(
-        f"\n  1. fit: one GPU would need {sum(task.memory(alone).values()) / 1e9:,.0f} GB and may fill "
-        f"{MOST_FULL * task.machine.memory / 1e9:.0f}. {len(best):,} layouts fit, {sum(misfits.values()):,} do not "
+        f"\n  1. fit: one GPU would need {sum(task.memory(alone).values()) / 1e9:,.0f} GB, "
+        f"{AS_FIRST[layout.recompute]}, and may fill {MOST_FULL * task.machine.memory / 1e9:.0f}. "
+        f"{len(best):,} layouts fit, {sum(misfits.values()):,} do not "
         f"({left_out or 'none'}).\n     The first fills {held / 1e9:.0f} GB, most of it {most}"
         f" ({plan.held[most] / 1e9:.0f} GB{WORKING if most == 'working' else ''})"
     )
@@ -238,6 +256,10 @@ def print_neighbours(best: list[Candidate], most: int = 2) -> None:
             longer = joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
             rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
     print_table("what other choices cost, by profile", ("", "time", "GB", "the best such layout"), rows)
+    if any(longer.startswith("-") for _, longer, *_ in rows):
+        print(
+            f"  - is faster, but more than {EQUAL:.0%} slower at worst, or it sends more to other nodes or holds more"
+        )
 
 
 # ---- what would change it --------------------------------------------------------------------------------------------
@@ -331,7 +353,7 @@ def interleaving(task: Task, best: list[Candidate]) -> list[Change]:
     They need micro-batches that the ranks of a pipeline divide. Where this batch has none, one near it may.
     """
     by_batch: dict[int, list[Candidate]] = {}
-    least = {name: min(plan.times[name].step for plan in best) for name in best[0].times}
+    least = {name: min(plan.seconds[name] for plan in best) for name in best[0].seconds}
     for layout in [plan.layout for plan in best if plan.layout.pp > 1][:TRIED]:
         rounds = layout.micro_batches / layout.pp
         for count in {layout.pp * math.floor(rounds), layout.pp * math.ceil(rounds)} - {0}:
@@ -339,8 +361,8 @@ def interleaving(task: Task, best: list[Candidate]) -> list[Change]:
             for stages in virtual_stages(task._replace(interleaved=True), more)[1:] if abs(1 - share) < NEAR else ():
                 held = task.memory(tried := more._replace(stages=stages))
                 if sum(held.values()) <= MOST_FULL * task.machine.memory:
-                    found = {each.name: times(task.model, tried, task.machine, each) for each in task.profiles}
-                    regrets = {name: share * each.step / least[name] - 1 for name, each in found.items()}
+                    found = {each.name: times(task.model, tried, task.machine, each).step for each in task.profiles}
+                    regrets = {name: share * each / least[name] - 1 for name, each in found.items()}
                     batch = layout.dp * layout.micro_batch * count
                     by_batch.setdefault(batch, []).append(Candidate(tried, held, found, regrets))
     result = []

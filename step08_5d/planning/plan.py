@@ -3,8 +3,10 @@
 import gc
 from argparse import ArgumentParser, Namespace
 
+from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
-from common.presets import resolve
+from common.launching.command_line import parse
+from common.model_config import ModelConfig
 from step08_5d.planning.command_line import (
     Command,
     add_cluster,
@@ -28,13 +30,24 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def task_of(options: Namespace) -> Task:
     """What the options of the command line ask for. Raises UsageError for what cannot be planned."""
-    sequences, model, machine = sequences_of(options), resolve(options.model), machine_of(options)
+    sequences, model, machine = sequences_of(options), shape(options), machine_of(options)
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
     if 2 * machine.for_gpus(options.gpus).gpus <= machine.gpus < options.gpus:
         raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}")
     cluster = options.gpus, options.seq_len, sequences, machine
-    return Task(options.model, model, *cluster, profiles=profiles_of(options))
+    return Task(options.model, model, *cluster, profiles=profiles_of(options), shape=tuple(options.rest))
+
+
+def shape(options: Namespace) -> ModelConfig:
+    """The model, with what step 8's flags change in its shape. Raises UsageError for all other flags."""
+    config, default = parse(8, ["--model", options.model, *options.rest]), TrainConfig()
+    allowed = {"model", "step_name", *flag_names("model")} - {"init_from", "dtype"}
+    if other := [name for name, value in vars(config).items() if value != getattr(default, name)]:
+        if wrong := set(other) - allowed:
+            raise UsageError(f"{spelled(min(wrong))}: of step 8's flags, a plan takes those of the model's shape")
+    config.model_config.check()
+    return config.model_config
 
 
 def show(options: Namespace) -> None:
@@ -47,4 +60,4 @@ def show(options: Namespace) -> None:
         print("  It needs another program than ours, whose sums of gradients have four bytes")
 
 
-COMMAND = Command(add_flags, show)
+COMMAND = Command(add_flags, show, takes_more=True)

@@ -37,6 +37,7 @@ class Task(NamedTuple):
     machine: Machine
     interleaved: bool = False  # whether pipelines may have several stages on each rank
     profiles: tuple[Profile, ...] = tuple(PROFILES.values())  # whose habits count
+    shape: tuple[str, ...] = ()  # flags of step 8 that change the model's shape
 
     def memory(self, layout: Layout) -> dict[str, float]:
         """Bytes by kind of the fullest rank."""
@@ -236,7 +237,7 @@ def named(layout: Layout) -> str:
 
 def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
-    words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
+    words = ["--model", task.name, *task.shape, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
     words += ["--order", ORDER]  # in which its time was predicted; step 8's own has pp before dp
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
     for name in ("dp", "tp", "pp", "cp", "ep", "zero", "zero_replicas"):

@@ -146,4 +146,4 @@ def show(options: Namespace) -> None:
     print(f"  page: {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
-COMMAND = Command(add_flags, show)
+COMMAND = Command(add_flags, show, takes_more=True)

@@ -16,7 +16,7 @@ LONG = 8192  # tokens
 
 def kinds(model: ModelConfig, layout: Layout, machine: Machine) -> dict[str, bool]:
     """What a profile's runs may say nothing of, and whether a layout has it."""
-    tp_nodes = spans(layout, "tp", machine, PROFILES[OF_NANOTRON].order)[0]
+    tp_nodes = spans(layout, "tp", machine)[0]
     found = {"ZeRO-3": layout.zero == 3, "cp": layout.cp > 1, "experts": model.experts > 0, "pipelines": layout.pp > 1}
     found |= {"interleaving": layout.stages > 1, "recomputation": layout.recompute != "none"}
     found |= {"tp across nodes": tp_nodes > 1, "sequences beyond 8k": layout.seq > LONG}

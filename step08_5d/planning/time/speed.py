@@ -150,7 +150,7 @@ def _not_recomputed(layout: Layout) -> Layout:
 
 @cache
 def _of_messages(profile: Profile) -> Profile:
-    return profile._replace(name="", products=1.0, attention=1.0, hides=0.0, unknown="")
+    return profile._replace(name="", products=1.0, attention=1.0, hides=0.0)
 
 
 @lru_cache(maxsize=32)

@@ -151,10 +151,13 @@ def test_the_printed_command_is_a_command_of_step_8(words, capsys):
     config.resolve_and_check(int(words.split()[3]))
     step08.check(config)
     assert all(f"  {step}. " in printed for step in (1, 2, 3)) and "what other choices cost" in printed
+    assert "This measures the layout; for a training add --data, --tokenizer, --steps, --lr and --save" in printed
+    again = {"none": "without", "selective": "with selective", "full": "with full"}[config.recompute]
+    assert re.search(rf"one GPU would need [\d,]+ GB, {again} recomputation, and", printed)
     assert "what would change it" in printed and ("128k" not in words or config.cp > 1)
     asked = "--interleaved" in words
     assert (config.schedule == "interleaved") == ((config.virtual_stages or 1) > 1) == asked
-    assert ("stages each" in printed) == ("Without interleaving" in printed) == asked
+    assert ("stages each" in printed.split("what would change it")[0]) == ("Without interleaving" in printed) == asked
     assert (
         "what it costs if your cluster is not as you think" in printed and "slowest ... fastest of nanotron" in printed
     )
@@ -195,6 +198,17 @@ def test_what_would_change_a_plan():
         assert 1 + change.regret <= 1.01 * min(regrets)
 
 
+def test_plan_takes_flags_of_the_models_shape(capsys):
+    words = "plan --model llama3-1b --gpus 8 --tokens-per-batch 256k --profile fsdp --experts 8 --top-k 2 --layers 8"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    config = parse(8, printed.strip().splitlines()[-1].split("train.py ")[1].split())
+    model = config.model_config
+    assert (model.experts, model.top_k, model.layers) == (8, 2, 8) and "8 experts of 8,192 (2 a token" in printed
+    assert main([*words.split(), "--zero", "1"]) == 2 and "--zero: of step 8's flags" in capsys.readouterr().err
+    assert main([*words.split(), "--shwon", "1"]) == 2 and "--shwon is not a flag" in capsys.readouterr().err
+
+
 def test_what_interleaving_would_change():
     """On 48 GPUs, 3 divides the stages of all pipelines, and not 64 sequences: a batch near it allows interleaving."""
     mine = task("llama3-8b", 48, sequences=64)._replace(profiles=(PROFILES["megatron"],))
@@ -207,9 +221,7 @@ def test_what_interleaving_would_change():
         assert batch == layout.dp * layout.micro_batches * layout.micro_batch != 64 and 56 <= batch <= 72
         by_sequence = times(LLAMA, layout, H100, PROFILES["megatron"]).step / batch
         assert (
-            regret == 0
-            and first == pytest.approx(best[0].times["megatron"].step / 64 / by_sequence - 1)
-            and first > 0.05
+            regret == 0 and first == pytest.approx(best[0].seconds["megatron"] / 64 / by_sequence - 1) and first > 0.05
         )
 
 
@@ -218,9 +230,9 @@ def test_interleaving_of_the_batch_that_is_asked_for():
     mine = one_profile(ON_16, "megatron")._replace(sequences=48, gpus=12)
     (change,) = explain.interleaving(mine, plans(mine)[0])
     best = plans(mine._replace(interleaved=True))[0]
-    fastest = min(plan.times["megatron"].step for plan in best)
+    fastest = min(plan.seconds["megatron"] for plan in best)
     assert change.words == "interleaved stages"
-    assert change.winner.times["megatron"].step == pytest.approx(fastest, rel=0.01)
+    assert change.winner.seconds["megatron"] == pytest.approx(fastest, rel=0.01)
 
 
 def test_interleaving_that_finds_nothing_says_so(capsys):
@@ -233,11 +245,18 @@ def test_regrets_and_ranges(capsys):
     """The first table has the plan of least regret and the fastest of each profile; --profile leaves one."""
     best = plans_on_16()
     explain.print_regrets(ON_16, best, "")
-    rows = capsys.readouterr().out.splitlines()[4:8]
+    *rows, fsdp = capsys.readouterr().out.splitlines()[4:9]
     assert rows[0].split()[-1] == rows[0].split()[-1] and explain.named(best[0].layout) in rows[0]
     for row, name in zip(rows[1:], PROFILES, strict=True):
         winner = min(best, key=lambda plan: plan.seconds[name])
-        assert f"{winner.regret:+.0%}" in row and explain.named(winner.layout) in row
+        assert f"{winner.regret:+.0%}" in row and explain.named(winner.layout) in row and f"if like {name} " in row
+    plain = explain.plain(ON_16, best)
+    assert plain.layout._replace(micro_batch=1, micro_batches=1) == Layout(4096, dp=16, zero=3, dtype="bfloat16")
+    assert explain.named(plain.layout) in fsdp and f"{plain.regret:+.0%}" in fsdp and "plain FSDP" in fsdp
+    explain.print_regrets(ON_16._replace(gpus=24), best, "")
+    assert "dp 24, ZeRO-3 does not divide the sequences" in capsys.readouterr().out
+    explain.print_regrets(ON_16, [plan for plan in best if plan.layout.zero < 3], "")
+    assert "dp 16, ZeRO-3 does not fit" in capsys.readouterr().out
     words = ["plan", "--model", "smollm-1.7b", "--gpus", "2", "--seq-len", "2048", "--tokens-per-batch", "32k"]
     assert main([*words, "--profile", "megatron"]) == 0
     printed = capsys.readouterr().out
