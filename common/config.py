@@ -95,7 +95,7 @@ class TrainConfig:
     dp_mode: str = flag("bucket", 2, "layout", "when gradients are reduced", ("naive", "overlap", "bucket"))
     bucket_mb: float = flag(25.0, 2, "layout", "MB (10^6 bytes) of a gradient bucket (ZeRO-3: a layer)")
     zero: int = flag(0, 3, "layout", "shards: 1 optimizer states, 2 gradients too, 3 weights too", (0, 1, 2, 3))
-    zero_replicas: int = flag(1, 3, "layout", "hybrid sharding: so many copies, each over dp / copies ranks")
+    zero_replicas: int = flag(1, 3, "layout", "hybrid sharding: so many copies, each over dp x cp / copies ranks")
     zero_reduce: str = flag("micro-batch", 3, "layout", "when stages 2 and 3 reduce gradients", ("micro-batch", "step"))
     tp: int = flag(1, 4, "layout", "tensor parallelism: ranks that share every layer")
     sequence_parallel: bool = flag(True, 4, "layout", "with --tp: split norms and residuals too (default)")

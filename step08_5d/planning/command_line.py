@@ -10,7 +10,7 @@ from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import resolve
 from step08_5d.planning.time.machines import MACHINES, Machine
-from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
+from step08_5d.planning.time.profiles import PROFILES, RANGE, Profile
 
 
 class Command(NamedTuple):
@@ -76,44 +76,54 @@ def add_model(parser: ArgumentParser) -> None:
 
 
 def add_gpu(parser: ArgumentParser) -> None:
-    parser.add_argument("--gpu", choices=MACHINES, default="H100")
+    parser.add_argument("--gpu", type=str.upper, choices=MACHINES, default="H100")
+    parser.add_argument("--memory", type=speed, metavar="GB", help="of a GPU (default: data sheet)")
     one_way = "GB/s that a GPU sends, in one direction (sheets print both together for NVLink), to"
     parser.add_argument("--within", type=speed, help=f"{one_way} others of its node (default: data sheet)")
-    parser.add_argument("--between", type=speed, help=f"{one_way} other nodes: its card (default: data sheet)")
-    names = ", ".join((*PROFILES, TUNED.name))
-    words = f"whose habits (default: a range of them): {names}, or your own three shares, such as 0.8,0.12,0.6"
-    parser.add_argument("--profile", type=profile, help=words)
+    network, node = parser.add_mutually_exclusive_group(), "all cards of a node together, divided by its GPUs"
+    words = f"{node}: 3.125 for 8 GPUs with 2 cards of 100 Gbit/s (default: data sheet)"
+    network.add_argument("--between", type=speed, help=f"{one_way} other nodes: {words}")
+    words = "the busbw in GB/s that nccl-tests prints for a large all-reduce over all GPUs of all nodes, such as 210: "
+    words += "what the cards of a node move together. No profile takes a share of it"
+    network.add_argument("--bus-bandwidth", type=speed, help=f"instead of --between: {words}")
+    names = ", ".join(each.name for each in RANGE)
+    words = f"whose habits (default: a range of all): some of {names}, or your own three shares, such as 0.8,0.12,0.6"
+    parser.add_argument("--profile", type=profiles, metavar="NAME[,NAME]", help=words)
     words = "bytes of a gradient in sums: some systems have 2 (default: 4, as in step 8)"
     parser.add_argument("--gradients", type=int, choices=(2, 4), help=words)
 
 
 def machine_of(options: Namespace) -> Machine:
     """The GPUs and the networks between them."""
-    given = {"near": options.within, "far": options.between}
-    return MACHINES[options.gpu]._replace(**{name: 1e9 * value for name, value in given.items() if value})
+    machine, bus = MACHINES[options.gpu], options.bus_bandwidth
+    of_node = machine.for_gpus(getattr(options, "gpus", machine.gpus)).gpus
+    given = {"memory": options.memory, "near": options.within, "far": bus / of_node if bus else options.between}
+    given = {name: 1e9 * value for name, value in given.items() if value}
+    return machine._replace(**given, measured=bool(bus))
 
 
-def profile(text: str) -> Profile:
-    """A profile by its name, or yours by the shares of products, of attention and of hiding, for argparse."""
-    if text in (known := PROFILES | {TUNED.name: TUNED}):
-        return known[text]
+def profiles(text: str) -> tuple[Profile, ...]:
+    """Profiles by their names, or yours by the shares of products, of attention and of hiding, for argparse."""
+    known, names = {each.name: each for each in RANGE}, text.lower().split(",")
+    if known.keys() >= set(names):
+        return tuple(known[name] for name in dict.fromkeys(names))
     try:
         shares = [float(each) for each in text.split(",")]
     except ValueError:
         shares = []
     if len(shares) != 3 or not all(0 < each <= 1 for each in shares):
         raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(known)}, nor three shares above 0 and up to 1")
-    return Profile("yours", *shares)
+    return (Profile("yours", *shares),)
 
 
 def ends_of(options: Namespace) -> tuple[Profile, ...]:
-    """The slow and the fast end of a range of times, or the one profile that is asked for."""
-    return _with_gradients(options, (options.profile,) if options.profile else ENDS)
+    """The profiles between which times range, or those that are asked for."""
+    return _with_gradients(options, options.profile or RANGE)
 
 
 def profiles_of(options: Namespace) -> tuple[Profile, ...]:
-    """All profiles whose habits count, or the one that is asked for."""
-    return _with_gradients(options, (options.profile,) if options.profile else tuple(PROFILES.values()))
+    """All profiles whose habits count, or those that are asked for."""
+    return _with_gradients(options, options.profile or tuple(PROFILES.values()))
 
 
 def _with_gradients(options: Namespace, profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:

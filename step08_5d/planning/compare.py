@@ -18,7 +18,7 @@ from step05_pipeline.cost import BUBBLES
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of
-from step08_5d.planning.explain import Range
+from step08_5d.planning.explain import Range, span_of, waits
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import SCHEDULES, configuration, words_of
 from step08_5d.planning.search import MOST_FULL, named
@@ -55,15 +55,13 @@ def show(options: Namespace) -> None:
         held = sum(memory(model, layout, gradient).values())
         cells = found.mfu, found.seconds, f"{held / 1e9:.0f}{'' if held <= room else ' *'}"
         sizes = (f"{sent[name] / 1e9:.1f}" if sent[name] else "" for name in SENT)
-        waits = (f"{each.binds} {getattr(each, each.binds) / each.step:.0%}" for each in found.times)
         gpus = layout.copies * layout.tp * layout.pp
-        rows.append((", ".join([named(layout), *_otherwise(config, words)]), gpus, *cells, *sizes, *waits))
+        rows.append((", ".join([named(layout), *_otherwise(config, words)]), gpus, *cells, *sizes, *found.binds))
     if rows:
-        names = [each.name for each in ends]
+        print(machine.words())
         title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
-        header = ("layout", "GPUs", "MFU", "s", "GB held", f"sent: {SENT[0]}", *SENT[1:])
-        header += tuple(f"{name} waits for" for name in names)
-        print_table(f"predicted, {' ... '.join(names)}: {title}", header, rows)
+        header = ("layout", "GPUs", "MFU", "s", "GB held", f"sent: {SENT[0]}", *SENT[1:], *waits(ends))
+        print_table(f"predicted, {span_of(ends)}: {title}", header, rows)
         print("  sent: GB of a rank in a step, in a stage in the middle; waits for: the most besides computing")
         if any(" *" in row[4] for row in rows):
             print(f"  * does not fit: of {machine.memory / 1e9:.0f} GB, {room / 1e9:.0f} may be filled")

@@ -6,26 +6,30 @@ change the choice.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from common.counts import count_parameters
 from common.drawing.tables import print_table
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named
+from step08_5d.planning.published.evidence import print_evidence
+from step08_5d.planning.search import EQUAL, MOST_FULL, Candidate, Task, command, named, virtual_stages
 from step08_5d.planning.stages import layers_of_ranks
 from step08_5d.planning.time.machines import Machine
 from step08_5d.planning.time.nanotron import PAUSE, lateness
 from step08_5d.planning.time.profiles import Profile
-from step08_5d.planning.time.speed import Times, mfu, times
+from step08_5d.planning.time.speed import AGAIN, Times, mfu, times
 
 NAMES = {"tp": "tensor parallelism", "pp": "handing on between stages", "dp": "gradients and weights"}
 NAMES |= {"cp": "keys and values", "ep": "tokens to experts", "bubble": "the bubble"}
 NAMES |= {"launch": "a layer's least time", "update": "the update", "compute": "computing"}
 CHOICES = ("tp", "pp", "stages", "cp", "ep", "zero", "zero_replicas", "micro_batch", "recompute")
 WORKING = ": what a layer at work and the loss need for a moment"
+AS_FIRST = {"none": "without recomputation", "selective": "with selective recomputation"}
+AS_FIRST |= {"full": "with full recomputation"}
 MFU = "MFU: as in PaLM, attention counts with its full square, also the half that is masked"
 LABELS = {"stages": "virtual-stages", "zero_replicas": "zero-replicas", "micro_batch": "micro-batch"}
 
@@ -33,34 +37,61 @@ LABELS = {"stages": "virtual-stages", "zero_replicas": "zero-replicas", "micro_b
 
 
 class Range(NamedTuple):
-    """The times of a layout by each profile of a range, from the slow end to the fast one."""
+    """The times of a layout by each of some profiles: the range goes from the slowest to the fastest of them."""
 
     model: ModelConfig
     layout: Layout
     machine: Machine
-    times: list[Times]
+    times: dict[str, Times]  # by profile
 
     @classmethod
-    def of(cls, model: ModelConfig, layout: Layout, machine: Machine, ends: tuple[Profile, ...]) -> "Range":
-        return cls(model, layout, machine, [times(model, layout, machine, each) for each in ends])
+    def of(cls, model: ModelConfig, layout: Layout, machine: Machine, profiles: tuple[Profile, ...]) -> "Range":
+        return cls(model, layout, machine, {each.name: times(model, layout, machine, each) for each in profiles})
+
+    @property
+    def ends(self) -> dict[str, Times]:
+        """The slowest and the fastest."""
+        ordered = sorted(self.times.items(), key=lambda each: -each[1].step)
+        return dict((ordered[0], ordered[-1]))
+
+    @property
+    def steps(self) -> list[float]:
+        return [each.step for each in self.ends.values()]
 
     @property
     def seconds(self) -> str:
-        return joined(f"{each.step:.2f}" for each in self.times)
+        return joined(f"{each:.2f}" for each in self.steps)
 
     @property
     def mfu(self) -> str:
-        return joined(f"{mfu(self.model, self.layout, each.step, self.machine):.0%}" for each in self.times)
+        return joined(f"{mfu(self.model, self.layout, each, self.machine):.0%}" for each in self.steps)
 
     @property
     def speed(self) -> str:
         """Tokens per second and GPU."""
-        return joined(f"{self.layout.tokens_per_gpu / each.step:,.0f}" for each in self.times)
+        return joined(f"{self.layout.tokens_per_gpu / each:,.0f}" for each in self.steps)
 
     @property
     def binds(self) -> list[str]:
-        """What takes the most time besides the computation, at each end."""
-        return [most_of_the_rest(each) for each in self.times]
+        """What takes the most time besides the computation, by the profiles of `waits`."""
+        return [most_of_the_rest(self.times[name]) for name in outer(self.times)]
+
+
+def outer(profiles: Iterable) -> tuple:
+    """The first and the last: of all profiles nanotron and tuned, which most ranges go from and to."""
+    profiles = tuple(profiles)
+    return tuple(dict.fromkeys((profiles[0], profiles[-1])))
+
+
+def waits(profiles: tuple[Profile, ...]) -> list[str]:
+    """The headers of `Range.binds`."""
+    return [f"{each.name} waits for" for each in outer(profiles)]
+
+
+def span_of(profiles: tuple[Profile, ...]) -> str:
+    """Between which profiles a `Range` is, for the title of a table."""
+    names = ", ".join(each.name for each in profiles)
+    return f"slowest ... fastest of {names}" if len(profiles) > 1 else names
 
 
 def joined(words) -> str:
@@ -77,42 +108,71 @@ def most_of_the_rest(found: Times) -> str:
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int, ends: tuple[Profile, ...]) -> None:
+def assumed(name: str, model: ModelConfig) -> str:
+    """The sizes of a model, in which a slip in its file shows."""
+    count, experts = count_parameters(model), ""
+    if model.experts:
+        experts = f" ({count.active / 1e9:.3g} B active), {model.experts} experts of {model.expert_ffn:,}"
+        experts += f" ({model.top_k} a token, {model.shared_experts} shared) after {model.dense_layers} dense layers"
+    words = f"{name}: {count.total / 1e9:.3g} B parameters{experts}, {model.layers} layers, hidden {model.hidden:,}, "
+    words += f"{model.heads} heads of {model.head_width}, {model.kv_heads} K/V heads, ffn {model.ffn:,}, "
+    words += f"vocabulary {model.vocab:,}{', tied' if model.tie_embeddings else ''}"
+    more = "\n  routing is assumed to be balanced, and small products as fast as large ones"
+    return words + (more if model.experts else "")
+
+
+def print_plans(task: Task, best: list[Candidate], misfits: Counter, shown: int, profiles: tuple[Profile, ...]) -> None:
     """Which layout to run, what it costs to be wrong, the next ones, why, and the command that runs it."""
     title = f"{task.name}, {task.gpus} {task.machine.name}, {task.sequences} x {task.seq:,} tokens a step"
     print_regrets(task, best, title)
     rows = []
     for plan in different(best)[:shown]:
-        span = Range.of(task.model, plan.layout, task.machine, ends)
+        span = Range.of(task.model, plan.layout, task.machine, profiles)
         held = f"{sum(plan.held.values()) / 1e9:.0f}"
         rows.append((named(plan.layout), span.mfu, span.speed, span.seconds, held, *span.binds))
-    words = " ... ".join(each.name for each in ends)
-    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", *(f"{each.name} waits for" for each in ends))
-    print_table(f"predicted, {words}: {title}", header, rows)
+    header = ("layout", "MFU", "tokens/s/GPU", "s", "GB", *waits(profiles))
+    print_table(f"predicted, {span_of(profiles)}: {title}", header, rows)
     print(f"  {MFU}")
-    print_steps(task, best, misfits, ends)
+    print_steps(task, best, misfits, profiles)
     print_neighbours(best)
     print_changes(task, best)
-    print(f"\n{command(task, best[0].layout)}")
+    print("\nThis measures the layout; for a training add --data, --tokenizer, --steps, --lr and --save-every:")
+    print(command(task, best[0].layout))
 
 
 def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
-    """The first plan and the fastest of each profile: by how much each is slower than what is fastest elsewhere."""
-    if len(task.profiles) == 1:
-        return
-    rows = []
-    for words, plan in ({"run this": best[0]} | winners(best)).items():
-        regrets = (*plan.regrets.values(), plan.regret)
-        rows.append((words, *(f"{each:+.0%}" for each in regrets), named(plan.layout)))
-    header = ("", *(f"if like {each.name}" for each in task.profiles), "at worst", "layout")
-    words = "predicted: what to run, and what it costs if your cluster is not as you think"
-    print_table(f"{words}: {title}", header, rows)
+    """The first plan, the fastest of each profile and plain FSDP: how much slower than what is fastest elsewhere."""
+    names, rows = [each.name for each in task.profiles], {"run this": best[0]}
+    if len(names) > 1:
+        rows |= winners(best)
+    rows |= {"plain FSDP": plain(task, best)} if task.gpus > 1 else {}
+    cells = []
+    for words, plan in rows.items():
+        if plan is None:
+            why = "does not divide the sequences" if task.sequences % task.gpus else "does not fit"
+            cells.append((words, *["-"] * len(names), "-", f"dp {task.gpus}, ZeRO-3 {why}"))
+            continue
+        costs = (f"{each:+.0%}" for each in (*plan.regrets.values(), plan.regret))
+        cells.append((words, *costs, named(plan.layout)))
+    header = ("", *(f"if like {name}" for name in names), "at worst", "layout")
+    print_table(
+        f"predicted: what to run, and what it costs if your cluster is not as you think: {title}", header, cells
+    )
     print("  a step takes so much longer than that of the layout that is fastest there")
+    print_evidence(task.profiles, task.model, best[0].layout, task.machine)
+    print(f"  of layouts that differ by {EQUAL:.0%} at most, the one is chosen that sends least to other nodes")
 
 
 def winners(best: list[Candidate]) -> dict[str, Candidate]:
     """The fastest plan for each profile, by words that say so."""
-    return {f"fastest for {name}": min(best, key=lambda plan: plan.seconds[name]) for name in best[0].seconds}
+    return {f"fastest if like {name}": min(best, key=lambda plan: plan.seconds[name]) for name in best[0].seconds}
+
+
+def plain(task: Task, best: list[Candidate]) -> Candidate | None:
+    """What one would run without a planner: ZeRO-3 over all GPUs, and recomputation if it does not fit without."""
+    found = [plan for plan in best if plan.layout.dp == task.gpus and plan.layout.zero == 3 and plan.layout.ep == 1]
+    found = [plan for plan in found if plan.layout.zero_replicas == 1]
+    return min(found, key=lambda plan: (AGAIN[plan.layout.recompute], plan.regret), default=None)
 
 
 def different(best: list[Candidate]) -> list[Candidate]:
@@ -129,15 +189,16 @@ def different(best: list[Candidate]) -> list[Candidate]:
 # ---- why -------------------------------------------------------------------------------------------------------------
 
 
-def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple[Profile, ...]) -> None:
+def print_steps(task: Task, best: list[Candidate], misfits: Counter, profiles: tuple[Profile, ...]) -> None:
     """Fit, batch and throughput of the first plan."""
     plan, layout = best[0], best[0].layout
     alone = layout._replace(dp=1, tp=1, pp=1, cp=1, ep=1, zero=0, micro_batch=1, micro_batches=1)
     held, most = sum(plan.held.values()), max(plan.held, key=plan.held.get)
     left_out = ", ".join(f"{number:,} for {kind}" for kind, number in misfits.most_common())
     print(
-        f"\n  1. fit: one GPU would need {sum(task.memory(alone).values()) / 1e9:,.0f} GB and may fill "
-        f"{MOST_FULL * task.machine.memory / 1e9:.0f}. {len(best):,} layouts fit, {sum(misfits.values()):,} do not "
+        f"\n  1. fit: one GPU would need {sum(task.memory(alone).values()) / 1e9:,.0f} GB, "
+        f"{AS_FIRST[layout.recompute]}, and may fill {MOST_FULL * task.machine.memory / 1e9:.0f}. "
+        f"{len(best):,} layouts fit, {sum(misfits.values()):,} do not "
         f"({left_out or 'none'}).\n     The first fills {held / 1e9:.0f} GB, most of it {most}"
         f" ({plan.held[most] / 1e9:.0f} GB{WORKING if most == 'working' else ''})"
     )
@@ -147,12 +208,14 @@ def print_steps(task: Task, best: list[Candidate], misfits: Counter, ends: tuple
         f"  2. batch: {task.sequences} sequences = dp {layout.dp} x {layout.micro_batches} micro-batches x "
         f"{layout.micro_batch}"
     )
-    print(f"  3. throughput: each rank sends {plan.sent(task) / 1e9:.0f} GB. A step takes")
-    for profile in ends:
-        found = times(task.model, layout, task.machine, profile)
-        parts = [name for name in Times._fields if getattr(found, name) > 0.005 * found.step]
-        shares = ", ".join(f"{NAMES[name]} {getattr(found, name) / found.step:.0%}" for name in parts)
-        print(f"     {profile.name} {found.step:.2f} s: {shares}")
+    sent, far = (f"{size / 1e9:,.0f}" for size in plan.sent(task))
+    print(f"  3. throughput: each rank sends {sent} GB, {far} of them to other nodes. A step takes")
+    for name, found in Range.of(task.model, layout, task.machine, profiles).ends.items():
+        parts = [part for part in Times._fields if getattr(found, part) > 0.005 * found.step]
+        shares = ", ".join(f"{NAMES[part]} {getattr(found, part) / found.step:.0%}" for part in parts)
+        print(f"     {name} {found.step:.2f} s: {shares}")
+    if task.interleaved and not any(each.layout.stages > 1 for each in best):
+        print("     None that fits is interleaved: the ranks of a pipeline have to divide its micro-batches")
     if layout.stages > 1:
         others = [each.regret for each in best if each.layout.stages == 1]
         print(f"     Without interleaving {f'the best is {min(others):+.0%} at worst' if others else 'nothing fits'}")
@@ -193,6 +256,10 @@ def print_neighbours(best: list[Candidate], most: int = 2) -> None:
             longer = joined(f"{each + 0.0:+.0%}" for each in (min(costs), max(costs)))
             rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
     print_table("what other choices cost, by profile", ("", "time", "GB", "the best such layout"), rows)
+    if any(longer.startswith("-") for _, longer, *_ in rows):
+        print(
+            f"  - is faster, but more than {EQUAL:.0%} slower at worst, or it sends more to other nodes or holds more"
+        )
 
 
 # ---- what would change it --------------------------------------------------------------------------------------------
@@ -276,10 +343,47 @@ def _least(
     return least, found
 
 
+TRIED = 40  # plans with pipelines that are tried with several stages on each rank
+NEAR = 1 / 8  # by how much another batch may differ (relative)
+
+
+def interleaving(task: Task, best: list[Candidate]) -> list[Change]:
+    """What several stages on each rank would change, if the search has tried none.
+
+    They need micro-batches that the ranks of a pipeline divide. Where this batch has none, one near it may.
+    """
+    by_batch: dict[int, list[Candidate]] = {}
+    least = {name: min(plan.seconds[name] for plan in best) for name in best[0].seconds}
+    for layout in [plan.layout for plan in best if plan.layout.pp > 1][:TRIED]:
+        rounds = layout.micro_batches / layout.pp
+        for count in {layout.pp * math.floor(rounds), layout.pp * math.ceil(rounds)} - {0}:
+            more, share = layout._replace(micro_batches=count), layout.micro_batches / count
+            for stages in virtual_stages(task._replace(interleaved=True), more)[1:] if abs(1 - share) < NEAR else ():
+                held = task.memory(tried := more._replace(stages=stages))
+                if sum(held.values()) <= MOST_FULL * task.machine.memory:
+                    found = {each.name: times(task.model, tried, task.machine, each).step for each in task.profiles}
+                    regrets = {name: share * each / least[name] - 1 for name, each in found.items()}
+                    batch = layout.dp * layout.micro_batch * count
+                    by_batch.setdefault(batch, []).append(Candidate(tried, held, found, regrets))
+    result = []
+    for batch, plans in by_batch.items():
+        fastest = {name: min(0.0, *(each.regrets[name] for each in plans)) for name in least}
+
+        def regret(plan: Candidate) -> float:
+            return max((1 + plan.regrets[name]) / (1 + each) - 1 for name, each in fastest.items())  # noqa: B023
+
+        winner, first = min(plans, key=regret), regret(best[0])
+        words = "interleaved stages" if batch == task.sequences else f"{batch:,} sequences, interleaved stages"
+        better = 1 + first > (1 + EQUAL) * (1 + regret(winner))
+        result.append(Change(words, first, winner if better else best[0], regret(winner if better else best[0])))
+    ours = [each for each in result if each.words == "interleaved stages"]
+    return ours or sorted(result, key=lambda each: -each.first)[:2]
+
+
 def print_changes(task: Task, best: list[Candidate]) -> None:
     """Under which other conditions another plan would be the one to run."""
-    rows = []
-    for words, first, winner, regret in changes(task, best):
+    rows, tried = [], any(plan.layout.stages > 1 for plan in best)
+    for words, first, winner, regret in changes(task, best) + ([] if tried else interleaving(task, best)):
         lost = "does not fit" if first == math.inf else f"{first:+.0%}"
         other = ("none fits", "") if winner is None else (named(winner.layout), f"{regret:+.0%}")
         rows.append((words, lost, *(("the same", "") if winner is best[0] else other)))

@@ -3,19 +3,22 @@
 import gc
 from argparse import ArgumentParser, Namespace
 
+from common.config import TrainConfig, flag_names, spelled
 from common.errors import UsageError
+from common.launching.command_line import parse
+from common.model_config import ModelConfig
 from step08_5d.planning.command_line import (
     Command,
     add_cluster,
     add_model,
     count,
     ends_of,
+    known,
     machine_of,
-    model_of,
     profiles_of,
     sequences_of,
 )
-from step08_5d.planning.explain import print_plans
+from step08_5d.planning.explain import assumed, print_plans
 from step08_5d.planning.search import Task, plans
 
 
@@ -28,22 +31,34 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def task_of(options: Namespace) -> Task:
     """What the options of the command line ask for. Raises UsageError for what cannot be planned."""
-    sequences, model, machine = sequences_of(options), model_of(options), machine_of(options)
+    sequences, model, machine = sequences_of(options), shape(options), machine_of(options)
     if options.seq_len > model.max_positions:
         raise UsageError(f"--seq-len {options.seq_len} exceeds the {model.max_positions} positions of {options.model}")
     if 2 * machine.for_gpus(options.gpus).gpus <= machine.gpus < options.gpus:
         raise UsageError(f"--gpus {options.gpus} must be as many on every node of {machine.gpus}")
     cluster = options.gpus, options.seq_len, sequences, machine
-    return Task(options.model, model, *cluster, profiles=profiles_of(options))
+    return Task(options.model, model, *cluster, profiles=profiles_of(options), shape=tuple(options.rest))
+
+
+def shape(options: Namespace) -> ModelConfig:
+    """The model, with what step 8's flags change in its shape. Raises UsageError for all other flags."""
+    config, default = parse(8, ["--model", options.model, *options.rest]), TrainConfig()
+    allowed = {"model", "step_name", *flag_names("model")} - {"init_from", "dtype"}
+    if other := [name for name, value in vars(config).items() if value != getattr(default, name)]:
+        if wrong := set(other) - allowed:
+            raise UsageError(f"{spelled(min(wrong))}: of step 8's flags, a plan takes those of the model's shape")
+    config.model_config.check()
+    return known(config.model_config, options.model)
 
 
 def show(options: Namespace) -> None:
     """The tables for the options of the command line. Raises UsageError for what cannot be planned."""
     task = task_of(options)._replace(interleaved=options.interleaved)
+    print(f"{assumed(task.name, task.model)}\n{task.machine.words(task.gpus)}")
     gc.set_threshold(50_000, 20, 20)  # a search makes many small objects: collections would take a sixth of its time
     print_plans(task, *plans(task), options.shown, ends_of(options))
     if options.gradients == 2:
         print("  It needs another program than ours, whose sums of gradients have four bytes")
 
 
-COMMAND = Command(add_flags, show)
+COMMAND = Command(add_flags, show, takes_more=True)

@@ -11,10 +11,10 @@ from common.model_config import ModelConfig
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of, machine_of, model_of, sequences_of
-from step08_5d.planning.explain import Range
+from step08_5d.planning.explain import Range, span_of
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Task, divisors, named
-from step08_5d.planning.time.profiles import ENDS, Profile, widest_gradient
+from step08_5d.planning.time.profiles import RANGE, Profile, widest_gradient
 
 TP = 8
 
@@ -30,10 +30,10 @@ class Choice(NamedTuple):
     @property
     def seconds(self) -> float:
         """The geometric mean of the ends."""
-        return math.prod(each.step for each in self.span.times) ** (1 / len(self.span.times))
+        return math.prod(self.span.steps) ** (1 / len(self.span.steps))
 
 
-def choices(task: Task, ends: tuple[Profile, ...] = ENDS) -> dict[tuple[int, int], Choice | None]:
+def choices(task: Task, ends: tuple[Profile, ...] = RANGE) -> dict[tuple[int, int], Choice | None]:
     """By pp and ZeRO; None where nothing fits."""
     found = {}
     for pp in (each for each in divisors(task.model.layers) if each <= 20 and task.gpus % (TP * each) == 0):
@@ -117,10 +117,11 @@ def show(options: Namespace) -> None:
         cells = (choice.span.mfu, choice.span.seconds, f"{choice.held / 1e9:.0f}", f"{choice.sent / 1e9:.1f}")
         rows.append((f"pp {pp}, ZeRO-{zero}", layout.dp, *cells, words))
     title = (
-        f"predicted, {' ... '.join(each.name for each in ends)}: {options.model}, {options.gpus:,} {options.gpu}, "
+        f"predicted, {span_of(ends)}: {options.model}, {options.gpus:,} {options.gpu}, "
         f"tp {TP}, {sequences} x {options.seq_len:,} tokens"
     )
     header = ("", "dp", "MFU", "s", "GB", "GB sent for dp", "micro-batches")
+    print(task.machine.words(task.gpus))
     print_table(title, header, rows)
     if fitting := [choice for choice in found.values() if choice]:
         print_batch_ways(task, min(fitting, key=lambda choice: choice.seconds).layout, ends)

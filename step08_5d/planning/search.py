@@ -17,7 +17,7 @@ from step08_5d.cost import Layout
 from step08_5d.planning.memory.peak import at_least, memory
 from step08_5d.planning.time.machines import Machine, nodes_for
 from step08_5d.planning.time.profiles import PROFILES, Profile, widest_gradient
-from step08_5d.planning.time.speed import AGAIN, times
+from step08_5d.planning.time.speed import AGAIN, cards, spans, times
 
 MOST_FULL = 0.9  # share of a GPU's memory: the rest is for the allocator's gaps, NCCL and CUDA itself
 TRIED_UP_TO = 64  # times as many GPUs, or sequences as much shorter, where nothing fits
@@ -37,6 +37,7 @@ class Task(NamedTuple):
     machine: Machine
     interleaved: bool = False  # whether pipelines may have several stages on each rank
     profiles: tuple[Profile, ...] = tuple(PROFILES.values())  # whose habits count
+    shape: tuple[str, ...] = ()  # flags of step 8 that change the model's shape
 
     def memory(self, layout: Layout) -> dict[str, float]:
         """Bytes by kind of the fullest rank."""
@@ -56,11 +57,21 @@ class Candidate(NamedTuple):
         """The worst of them."""
         return max(self.regrets.values())
 
-    def sent(self, task: Task) -> float:
-        """Bytes that a rank sends in a step, in a stage in the middle."""
-        gradient = widest_gradient(task.profiles)
-        found = cost.messages(task.model, self.layout, ends=False, gradient=gradient)
-        return sum(each.bytes * each.count for each in found)
+    def sent(self, task: Task) -> tuple[float, float]:
+        """Bytes that a rank sends in a step, in a stage in the middle; and those of them that its card sends."""
+        whole = far = 0.0
+        for each in cost.messages(task.model, self.layout, ends=False, gradient=widest_gradient(task.profiles)):
+            whole += each.bytes * each.count
+            nodes, together = spans(self.layout, each.group, task.machine)
+            far += each.bytes * each.count / cards(each.op, nodes, together) if nodes > 1 else 0.0
+        return whole, far
+
+    def equal_ones(self, task: Task) -> tuple[float, ...]:
+        """What decides between layouts that are equally fast: the least comes first.
+
+        What hides on paper may not hide in fact, least of all between nodes.
+        """
+        return self.sent(task)[1], sum(self.held.values()), AGAIN[self.layout.recompute]
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -143,8 +154,8 @@ def virtual_stages(task: Task, layout: Layout) -> list[int]:
 def plans(task: Task) -> tuple[list[Candidate], Counter]:
     """Return all plans that fit, the one of least regret first, and how many do not, by the kind that is largest.
 
-    With one profile that is the fastest. Of plans as good as the first, those come first that send less, as what hides
-    on paper may not hide in fact. Raises UsageError if none fits: it says what comes nearest.
+    With one profile that is the fastest. Of plans as good as the first, those come first that send less between nodes.
+    Raises UsageError if none fits: it says what comes nearest.
     """
     found, misfits = [], Counter()
     room = task.machine.memory * MOST_FULL
@@ -164,7 +175,7 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
         ordered.append(Candidate(layout, held, seconds, regrets))
     ordered.sort(key=lambda plan: (float(f"{1 + plan.regret:.4g}"), AGAIN[plan.layout.recompute]))
     equal = sum(1 + plan.regret <= (1 + EQUAL) * (1 + ordered[0].regret) for plan in ordered)
-    first = sorted(ordered[:equal], key=lambda plan: (plan.sent(task), AGAIN[plan.layout.recompute]))
+    first = sorted(ordered[:equal], key=lambda plan: plan.equal_ones(task))
     return first + ordered[equal:], misfits
 
 
@@ -233,7 +244,7 @@ def named(layout: Layout) -> str:
 
 def flags(task: Task, layout: Layout) -> list[str]:
     """The flags of step 8 that train this layout. Raises UsageError where step 8 would refuse them."""
-    words = ["--model", task.name, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
+    words = ["--model", task.name, *task.shape, "--dtype", layout.dtype, "--seq-len", str(task.seq)]
     words += ["--order", task.machine.order]  # in which its time was predicted; step 8's own has pp before dp
     words += ["--global-batch", str(task.sequences), "--micro-batch", str(layout.micro_batch)]
     for name in ("dp", "tp", "pp", "cp", "ep", "zero", "zero_replicas"):

@@ -15,11 +15,12 @@ from common.config import spelled
 from common.drawing.figures import COLOURS, DIMENSIONS
 from common.errors import UsageError
 from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of
-from step08_5d.planning.explain import NAMES
+from step08_5d.planning.explain import NAMES, outer
 from step08_5d.planning.page.grid import CHOICES, FIRST, OF_END, OF_LAYOUT, OF_STAGE, Grid, digits, make_grid
 from step08_5d.planning.page.runs import published_dots, sweep_dots, tables
 from step08_5d.planning.plan import task_of
 from step08_5d.planning.published import others
+from step08_5d.planning.published.evidence import unknown
 from step08_5d.planning.published.runs import read_runs
 from step08_5d.planning.search import MOST_FULL, Task, command
 from step08_5d.planning.time.profiles import ENDS, PROFILES, TUNED, Profile
@@ -66,11 +67,15 @@ def data_of(task: Task, ends: tuple[Profile, ...], grid: Grid) -> dict:
 def evidence(ends: tuple[Profile, ...], grid: Grid) -> str:
     """Whose measurements the page stands on, as HTML."""
     theirs, lines = others.read_runs(), []
-    for place, profile in zip((", the slow end", ", the fast end") if len(ends) > 1 else ("",), ends):
-        unknown = f" They say nothing of: {html.escape(profile.unknown)}." if profile.unknown else ""
-        lines.append(f"<li><b>{profile.name}</b>{place}: {stands_on(profile, theirs)}.{unknown}</li>")
+    for place, profile in zip((", mostly the slow end", ", mostly the fast end") if len(ends) > 1 else ("",), ends):
+        nothing = f" They say nothing of: {unknown(profile.name)}." if profile.name in PROFILES else ""
+        lines.append(f"<li><b>{profile.name}</b>{place}: {stands_on(profile, theirs)}.{nothing}</li>")
     what = "a range" if len(ends) > 1 else "that of one profile"
-    covers = f". {1 - len(others.outside(theirs)) / len(theirs):.0%} of them are in the range" if ends == ENDS else ""
+    covers = (
+        f". {1 - len(others.outside(theirs)) / len(theirs):.0%} of them are in the range of all profiles"
+        if ends == ENDS
+        else ""
+    )
     sources = ", ".join(f"{number} of {source}" for source, number in Counter(run.source for run in theirs).items())
     some = f"All {grid.considered:,} layouts that the planner considers are here."
     if len(grid.lines) < grid.considered:
@@ -137,8 +142,8 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def show(options: Namespace) -> None:
     """The layouts of a task with sliders, as one file for a browser."""
-    path = write_page(options.out, task_of(options), ends_of(options), options.sweep, progress=True)
+    path = write_page(options.out, task_of(options), outer(ends_of(options)), options.sweep, progress=True)
     print(f"  page: {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
-COMMAND = Command(add_flags, show)
+COMMAND = Command(add_flags, show, takes_more=True)

@@ -8,7 +8,7 @@ from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.published.others import EARLY, OtherRun, read_runs
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, named, plans
 from step08_5d.planning.time.machines import MACHINES
-from step08_5d.planning.time.profiles import ENDS, PROFILES
+from step08_5d.planning.time.profiles import PROFILES, RANGE
 from step08_5d.planning.time.speed import times
 
 
@@ -66,7 +66,7 @@ def print_advice(cases: tuple[Situation, ...] = CASES) -> None:
     for case in cases:
         plan, run, theirs, needs = advise(case)
         machine = MACHINES[case.gpu]
-        span, layout = Range.of(run.model, plan.layout, machine, ENDS), run.layout
+        span, layout = Range.of(run.model, plan.layout, machine, RANGE), run.layout
         gpus = layout.copies * layout.tp * layout.pp
         where = "" if gpus == case.gpus else f" on {gpus:,}"
         fits = "" if needs <= MOST_FULL * machine.memory else f" ({needs / 1e9:.0f} GB by our formula)"

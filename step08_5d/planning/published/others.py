@@ -20,7 +20,7 @@ from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.fitting import descend, spearman
 from step08_5d.planning.time.machines import MACHINES, Machine
-from step08_5d.planning.time.profiles import PROFILES, TUNED, Profile
+from step08_5d.planning.time.profiles import PROFILES, RANGE, Profile
 from step08_5d.planning.time.speed import AGAIN, mfu, times
 
 FILE = Path(__file__).with_name("other_runs.csv")
@@ -205,5 +205,6 @@ def judge(profiles: dict[OtherRun, Profile]) -> Judged:
 
 
 def outside(runs: list[OtherRun]) -> list[OtherRun]:
-    """Runs that are slower than nanotron would be, or faster than what is called tuned."""
-    return [run for run in runs if not run.ratio(PROFILES["nanotron"]) <= 1 <= run.ratio(TUNED)]
+    """Runs that are slower than by any profile, or faster."""
+    ratios = {run: [run.ratio(each) for each in RANGE] for run in runs}
+    return [run for run, predicted in ratios.items() if not min(predicted) <= 1 <= max(predicted)]

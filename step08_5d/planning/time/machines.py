@@ -18,10 +18,28 @@ class Machine(NamedTuple):
     float8: bool = False  # whether products are of float8 numbers (only published runs do that)
     order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
     power: float = 1.0  # share of the data sheet's watts that a GPU may take
+    measured: bool = False  # whether messages reach all of `far`, as somebody has measured, and not only a share
 
     def for_gpus(self, gpus: int) -> "Machine":
         """Return the same with as many GPUs on each node as so many need: 64 of 72, say, for 512 on eight nodes."""
         return self._replace(gpus=gpus // nodes_for(gpus, self.gpus))
+
+    def words(self, gpus: int | None = None) -> str:
+        """What is assumed of so many GPUs, with a line for what is more than the data sheet says."""
+        of_node, sheet = self.for_gpus(gpus or self.gpus).gpus, MACHINES[self.name]
+        far = (
+            f"{of_node * self.far / 1e9:g} GB/s a node, measured,"
+            if self.measured
+            else f"{self.far / 1e9:g} GB/s a GPU"
+        )
+        result = f"{f'{gpus:,} ' if gpus else ''}{self.name}: {self.peak / 1e12:g} TFLOP/s, {self.memory / 1e9:g} GB, "
+        result += f"{self.near / 1e9:g} GB/s within a node of {of_node}, {far} between nodes"
+        last = ("far", "--bus-bandwidth", of_node) if self.measured else ("far", "--between", 1)
+        for name, flag, times in (("memory", "--memory", 1), ("near", "--within", 1), last):
+            given, most = (times / 1e9 * getattr(each, name) for each in (self, sheet))
+            if given > most:
+                result += f"\n  warning: {flag} {given:g} is more than the data sheet's {most:g}"
+        return result
 
     @property
     def peak(self) -> float:

@@ -21,7 +21,6 @@ class Profile(NamedTuple):
     network: float = 0.6  # share of the data sheet's bandwidths that messages reach
     start: float = 2e-5  # seconds until a message begins to move bytes
     own: NanotronTerms | None = None  # more terms, which describe this implementation only
-    unknown: str = ""  # what its evidence does not say
     gradient: int | None = None  # bytes of an element in sums of gradients; None: as in step 8, those of float32
 
 
@@ -34,20 +33,13 @@ def widest_gradient(profiles: tuple[Profile, ...]) -> int | None:
 PROFILES = {
     each.name: each
     for each in (
-        Profile(
-            "nanotron",
-            products=0.57,
-            attention=0.13,
-            hides=0.0,
-            network=1.0,
-            own=NANOTRON,
-            unknown="ZeRO-3, cp, experts, recomputation, interleaving, other GPUs",
-        ),
-        Profile("fsdp", products=0.87, attention=0.087, hides=0.47, unknown="pipelines; tp across nodes"),
-        Profile("megatron", products=0.78, attention=0.13, hides=0.75, unknown="ZeRO-3; less than 8 GPUs"),
+        Profile("nanotron", products=0.57, attention=0.13, hides=0.0, network=1.0, own=NANOTRON),
+        Profile("fsdp", products=0.87, attention=0.087, hides=0.47),
+        Profile("megatron", products=0.78, attention=0.13, hides=0.75),
     )
 }
-# The fast end of a range: small operations are fused completely, messages and attention are as good as anybody's, and
+# The fast end of most ranges: small operations are fused completely, messages and attention are as good as any, and
 # products so fast that nine tenths of the runs of fsdp and megatron are slower
 TUNED = Profile("tuned", products=0.91, attention=0.13, hides=0.75, small=1.0)
-ENDS = (PROFILES["nanotron"], TUNED)  # of a range of times
+RANGE = (*PROFILES.values(), TUNED)  # a time goes from the slowest of these to the fastest
+ENDS = (RANGE[0], TUNED)  # which these mostly are

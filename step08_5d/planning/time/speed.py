@@ -97,22 +97,34 @@ def _spans(dp: int, pp: int, cp: int, tp: int, ep: int, copies: int, group: str,
 def seconds_of(message: Message, layout: Layout, machine: Machine, profile: Profile) -> float:
     """Return the time of all `message.count` messages.
 
-    A collective between nodes moves its bytes over the cards of all its ranks on a node. A message to one other rank,
-    which is a ring's hop, and an all-to-all have one card for each rank; of an all-to-all, a part stays in the node.
+    What nanotron's table says of a network gives way to a measurement; how late its collectives start does not.
     """
     nodes, together = spans(layout, message.group, machine)
-    share, start = profile.network, profile.start
-    if nodes == 1:
-        speed = machine.near * share
-    elif profile.own and message.op != "send":
-        start, speed = profile.own.collective(message, nodes, together, machine.far, machine.gpus)
-    elif message.op == "send":
-        speed = machine.far * share
-    elif message.op == "all_to_all":
-        speed = machine.far * share * nodes / (nodes - 1)
-    else:
-        speed, start = together * machine.far * share, start * math.log2(2 * nodes)
+    start, speed = profile.start, machine.near * profile.network
+    if nodes > 1:
+        speed = card(machine, profile) * cards(message.op, nodes, together)
+        if message.op not in ("send", "all_to_all"):
+            start *= math.log2(2 * nodes)
+        if profile.own and message.op != "send":
+            start, table = profile.own.collective(message, nodes, together, machine.far, machine.gpus)
+            speed = speed if machine.measured else table
     return message.count * (start + message.bytes / min(machine.near, speed))
+
+
+def card(machine: Machine, profile: Profile) -> float:
+    """Return the bytes/s of messages that a GPU sends to other nodes."""
+    return machine.far * (1.0 if machine.measured else profile.network)
+
+
+def cards(op: str, nodes: int, together: int) -> float:
+    """Return over how many cards the bytes leave a node that a rank sends to several nodes.
+
+    A collective moves them over the cards of all its ranks on a node. A message to one other rank, which is a ring's
+    hop, and an all-to-all have one card for each rank; of an all-to-all, a part stays in the node.
+    """
+    if op == "send":
+        return 1.0
+    return nodes / (nodes - 1) if op == "all_to_all" else together
 
 
 class Shared(NamedTuple):
@@ -136,7 +148,7 @@ def _not_recomputed(layout: Layout) -> Layout:
 
 @cache
 def _of_messages(profile: Profile) -> Profile:
-    return profile._replace(name="", products=1.0, attention=1.0, hides=0.0, unknown="")
+    return profile._replace(name="", products=1.0, attention=1.0, hides=0.0)
 
 
 @lru_cache(maxsize=32)
@@ -249,7 +261,7 @@ def handing_on(model: ModelConfig, layout: Layout, machine: Machine, profile: Pr
     """Return the seconds of a micro-batch's messages to the next stages and back, for a stage in the middle."""
     near = spans(layout, "pp_forward", machine)[0] == 1
     start = profile.own.far_start if profile.own and not near else profile.start
-    speed = profile.network * (machine.near if near and not profile.own else machine.far)
+    speed = profile.network * machine.near if near and not profile.own else card(machine, profile)
     sends = 2 * layout.stages * layout.tokens * model.hidden * WIDTHS[layout.dtype][0] / layout.tp
     return sends / speed + 2 * layout.stages * start
 

@@ -61,11 +61,11 @@ def expected(task: Task, layout: Layout, regrets: dict[Layout, float]) -> dict:
         "held": three(held / 1e9),
         "fits": fits,
         "regret": f"{regrets[layout]:+.0%}" if layout in regrets else "-",
-        "step": [three(each.step) for each in span.times],
-        "mfu": [f"{mfu(task.model, layout, each.step, task.machine):.1%}" for each in span.times],
-        "speed": [f"{tokens / each.step:,.0f}" for each in span.times],
+        "step": [three(each.step) for each in span.times.values()],
+        "mfu": [f"{mfu(task.model, layout, each.step, task.machine):.1%}" for each in span.times.values()],
+        "speed": [f"{tokens / each.step:,.0f}" for each in span.times.values()],
         "binds": span.binds,
-        "causes": [{name: three(size) for name, size in each._asdict().items()} for each in span.times],
+        "causes": [{name: three(size) for name, size in each._asdict().items()} for each in span.times.values()],
         "stages": stages,
     }
 

@@ -12,16 +12,17 @@ from common.presets import PRESETS
 from step01_single_gpu.memory_model.gpt import GptShape, from_model
 from step08_5d.cost import Layout
 from step08_5d.planning.__main__ import main
-from step08_5d.planning.command_line import profile
+from step08_5d.planning.command_line import profiles
 from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks
-from step08_5d.planning.published import advice, bars, cheatsheet, scaling
+from step08_5d.planning.published import advice, bars, cheatsheet, evidence, scaling
 from step08_5d.planning.published import memory as published_memory
 from step08_5d.planning.published import others as other_systems
 from step08_5d.planning.published import report as published_report
 from step08_5d.planning.published import runs as published
 from step08_5d.planning.published.late import seconds_late
 from step08_5d.planning.stages import layers_of_ranks
+from step08_5d.planning.time.machines import MACHINES
 from step08_5d.planning.time.nanotron import PAUSE
 from step08_5d.planning.time.profiles import PROFILES, TUNED
 from tests.harness.ranks import ROOT
@@ -230,7 +231,7 @@ def test_a_profile_of_ones_own(tmp_path, capsys):
     mine.write_text("\n".join([lines[0], *(line for line in lines if line.startswith("nemo-"))]))
     assert main(["published", "--runs", str(mine)]) == 0
     printed = capsys.readouterr().out
-    yours = profile(printed.split("--profile ")[1].strip())
+    (yours,) = profiles(printed.split("--profile ")[1].strip())
     runs = other_systems.read_runs(mine)
     judged = [other_systems.judge(dict.fromkeys(runs, each)).factor for each in (yours, *PROFILES.values(), TUNED)]
     assert len(runs) == 11 and yours.name == "yours" and judged[0] == min(judged) < 1.05
@@ -285,3 +286,22 @@ def test_stages_of_nanotron():
         layout = Layout(4096, pp=stages, nanotron=True)
         assert list(layers_of_ranks(model, layout)) == expected
         assert 0 not in [expected[rank] for rank in fullest_ranks(model, layout)[:-1]]
+
+
+def test_what_the_runs_behind_a_profile_do_not_say(capsys):
+    """The playbook's have neither ZeRO-3 nor cp nor other GPUs; no run like Megatron's recomputes."""
+    layout = Layout(16384, dp=4, tp=8, cp=2, zero=3, recompute="full")
+    evidence.print_evidence((*PROFILES.values(), TUNED), PRESETS["llama3-8b"], layout, MACHINES["H800"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert "behind nanotron: ZeRO-3, cp, recomputation, sequences beyond 8k, H800; behind fsdp: H800; " in first
+    assert first.endswith("behind megatron: ZeRO-3, recomputation, H800")
+    runs = [run for run in other_systems.read_runs() if run.layout.zero == 3 and run.layout.cp > 1]
+    assert all(run.layout.seq > 8192 and run.layout.recompute == "full" and not run.model.experts for run in runs)
+    close = sum(0.8 <= run.ratio(PROFILES["fsdp"]) <= 1.25 for run in runs)
+    assert second == (
+        f"  {len(runs)} of 103 published runs use it, too (ZeRO-3, cp, recomputation, sequences beyond 8k); "
+        f"profiles fitted to them predict {close} within 25%"
+    )
+    evidence.print_evidence((TUNED,), PRESETS["llama3-8b"], Layout(4096, dp=8), MACHINES["H100"])
+    assert "have all that this uses" in capsys.readouterr().out
+    assert evidence.unknown("megatron").startswith("ZeRO-3, fewer than 8 GPUs, recomputation, tp across nodes, GPUs")

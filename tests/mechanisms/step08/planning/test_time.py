@@ -106,6 +106,24 @@ def test_messages_by_a_data_sheet():
     )
 
 
+def test_a_measured_network_has_no_share_on_top():
+    """All-reduces of 240 GB/s over all nodes are 8 cards of 30, which is what 0.6 of the data sheet assumes."""
+    measured = H100._replace(far=30e9, measured=True)
+    ways = [{"dp": 64, "zero": 3}, {"dp": 8, "tp": 8, "zero": 1}, {"dp": 2, "tp": 4, "pp": 8}, {"dp": 4, "cp": 16}]
+    for layout in (Layout(4096, **way, micro_batches=16, dtype="bfloat16") for way in ways):
+        for each in (PROFILES["fsdp"], PROFILES["megatron"], TUNED):
+            assumed, found = (times(LLAMA, layout, machine, each).step for machine in (H100, measured))
+            assert found == pytest.approx(assumed)
+        # Nanotron's table says less of 8 nodes, and no more than 400 of any: its groups between nodes get this instead
+        table, found = (times(LLAMA, layout, machine, PROFILES["nanotron"]) for machine in (H100, measured))
+        best = times(LLAMA, layout, measured._replace(far=50e9), PROFILES["nanotron"])
+        assert best.step <= table.step and (found.dp < table.dp or layout.pp > 1)
+    message, wide = Message("shard", "all_gather", 24e9, 1), Layout(4096, dp=64, zero=3)
+    late = PROFILES["nanotron"].own.far_start * 7
+    assert seconds_of(message, wide, measured, PROFILES["nanotron"]) == pytest.approx(24 / 240 + late)
+    assert seconds_of(message, wide, measured, IDEAL._replace(network=0.1)) == pytest.approx(24 / 240)
+
+
 ORDERS = [",".join(each) for each in itertools.permutations(("tp", "cp", "dp", "pp"))]
 
 
@@ -132,4 +150,4 @@ def test_profiles_have_six_numbers():
     seconds = {each.name: times(LLAMA, layout, H100, each).step for each in (*PROFILES.values(), TUNED)}
     assert seconds["tuned"] < min(seconds["fsdp"], seconds["megatron"]) < seconds["nanotron"]
     for each in PROFILES.values():
-        assert sum(isinstance(value, float) for value in each) == 6 and each.unknown
+        assert sum(isinstance(value, float) for value in each) == 6
