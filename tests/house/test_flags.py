@@ -32,8 +32,8 @@ BALANCED = f"{MOE} --balance bias"
 # (what is given besides BASE, what the flags change): flags. `{folder}` is the run's own folder
 TABLE = {
     ("", "numbers"): """--model llama3-1b; --layers 3; --hidden 64; --heads 2; --kv-heads 1; --ffn 64;
-        --vocab 400; --tie-embeddings; --init-from {folder}; --seq-len 8; --global-batch 4;
-        --optimizer sgd; --lr 0.01; --warmup 5; --weight-decay 0.9; --clip 0.01; --seed 1;
+        --latent 0,16,8,4,12 --kv-heads 4; --vocab 400; --tie-embeddings; --init-from {folder}; --seq-len 8;
+        --global-batch 4; --optimizer sgd; --lr 0.01; --warmup 5; --weight-decay 0.9; --clip 0.01; --seed 1;
         --dtype float16; --data ROOT/README.md; --experts 4; --fp8 tile; --moments bfloat16""",
     ("--fp8 tensor", "numbers"): "--fp8-gradients e5m2",
     (f"--fp8 tile {MOE}", "numbers"): "--fp8-dispatch",
