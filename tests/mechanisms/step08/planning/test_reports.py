@@ -380,7 +380,7 @@ def test_what_a_layout_says_is_used_and_named(capsys):
     words = "--dp 8 --pp 8 --tp 8", "--order dp,pp,cp,tp", "--schedule zb-h1", "--seq-len 8192 --layers 40"
     layouts = [words[0], *(f"{words[0]} {each}" for each in words[1:])]
     main(["compare", "--model", "llama3-8b", "--profile", "megatron", *layouts])
-    plain, far, split, longer = capsys.readouterr().out.splitlines()[4:8]
+    plain, far, split, longer = capsys.readouterr().out.splitlines()[5:9]
     by, layout = PROFILES["megatron"], Layout(4096, 8, 8, 1, 8, micro_batches=32, dtype="bfloat16")
     for row, named, changed, machine in (
         (plain, "dp 8, tp 8, pp 8, 32 x 1 ", layout, H100),
