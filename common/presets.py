@@ -3,6 +3,7 @@
 Presets have the shapes of the published configuration files, except for `deepseek-v3-like`: it has the layers, widths
 and experts of `deepseek-v3` (arXiv:2412.19437, section 4.2), but grouped-query attention instead of latent attention.
 `deepseek-v3` trains as it was pretrained, with 4,096 positions; its longer contexts came from YaRN afterwards.
+`deepseek-v3-tiny` is ours: the same parts in a size for laptops, with widths that FP8's tiles of 128 divide.
 """
 
 import json
@@ -24,6 +25,8 @@ _DEEPSEEK |= {"gate": "sigmoid", "gate_scale": 2.5, "expert_groups": 8, "groups_
 _DEEPSEEK |= {"head_dim": 128, "max_positions": 4096, "norm_eps": 1e-6}
 _LATENT = LatentShape(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 _DEEPSEEK_V3 = _DEEPSEEK | {"head_dim": None, "latent": _LATENT}
+_TINY = _DEEPSEEK_V3 | {"latent": LatentShape(128, 128, 96, 32, 128), "experts": 16, "top_k": 4, "expert_ffn": 128}
+_TINY |= {"dense_layers": 1, "expert_groups": 4, "groups_per_token": 2}
 
 PRESETS = {  # vocabulary, hidden width, layers, heads, K/V heads, SwiGLU width, tied embeddings
     "debug": ModelConfig(384, 128, 4, 8, 4, 384, False),
@@ -37,6 +40,7 @@ PRESETS = {  # vocabulary, hidden width, layers, heads, K/V heads, SwiGLU width,
     "mixtral-8x7b": ModelConfig(32000, 4096, 32, 32, 8, 14336, False, **_MIXTRAL),
     "deepseek-v3-like": ModelConfig(129280, 7168, 61, 128, 8, 18432, False, **_DEEPSEEK),
     "deepseek-v3": ModelConfig(129280, 7168, 61, 128, 128, 18432, False, **_DEEPSEEK_V3),
+    "deepseek-v3-tiny": ModelConfig(384, 128, 4, 4, 4, 384, False, **_TINY),
 }
 # What the fields of ModelConfig and RopeScaling are called in transformers' configurations
 HUGGINGFACE_NAMES = {"vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers"}

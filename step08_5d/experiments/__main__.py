@@ -6,7 +6,18 @@ python -m step08_5d.experiments --only cost
 
 import common.entry  # noqa: F401
 from common.experiments.runner import run_experiments
-from step08_5d.experiments import cluster, dimensions, head, layer_bytes, memory_8b, nodes, precision, restart, timeline
+from step08_5d.experiments import (
+    cluster,
+    deepseek,
+    dimensions,
+    head,
+    layer_bytes,
+    memory_8b,
+    nodes,
+    precision,
+    restart,
+    timeline,
+)
 
 EXPERIMENTS = [
     nodes.nodes,
@@ -18,6 +29,7 @@ EXPERIMENTS = [
     layer_bytes.layer_bytes,
     memory_8b.memory_8b,
     cluster.llama,
+    deepseek.deepseek,
     restart.restart,
 ]
 

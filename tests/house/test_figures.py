@@ -29,6 +29,7 @@ CHEAP = [
     (LADDER, "step08_5d.gpu_ladder.elu_over_n.elu_over_n", "elu_over_n"),
     (LADDER, "step08_5d.gpu_ladder.matmul._draw", "coalescing"),
     (NARROW, "step08_5d.narrow_numbers.experiments.pictures.formats", "formats"),
+    ("step08_5d", "step08_5d.experiments.deepseek.deepseek", "deepseek"),
 ]
 LONGER = [  # a second, or some seconds on up to eight ranks
     (LADDER, "step08_5d.gpu_ladder.fusion.fusion", "fusion"),
