@@ -122,6 +122,11 @@ def _widened(x: Tensor, k: Tensor, kernels: NaiveKernels) -> Tensor:
     return F.pad(x, (0, narrower)) if narrower else x
 
 
+def _narrowed(x: Tensor, width: int) -> Tensor:
+    """The first numbers of x; x itself if it has no more, without a call of PyTorch's for nothing."""
+    return x if x.shape[-1] == width else x[..., :width]
+
+
 class MergedAttention:
     """The attention of `q` to all blocks that have been added so far: `out` and `lse`, in at least float32.
 
@@ -131,13 +136,14 @@ class MergedAttention:
 
     def __init__(self, q: Tensor, kernels: NaiveKernels, width: int | None = None):
         self.q, self.kernels = q, kernels
-        self.out = torch.zeros_like(q[..., :width], dtype=at_least_float32(q.dtype))  # in the order of q in memory
+        like = _narrowed(q, width or q.shape[-1])  # in the order of q in memory
+        self.out = torch.zeros_like(like, dtype=at_least_float32(q.dtype))
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
 
     def add(self, block: ScoreBlock, k: Tensor, v: Tensor) -> None:
         q, k, v = block.rows_of(self.q), block.columns_of(k), block.columns_of(v)
         out, lse = self.kernels.attend(q, k, _widened(v, k, self.kernels), block.causal)
-        self.kernels.merge(block.rows_of(self.out), block.rows_of(self.lse), out[..., : self.out.shape[-1]], lse)
+        self.kernels.merge(block.rows_of(self.out), block.rows_of(self.lse), _narrowed(out, self.out.shape[-1]), lse)
 
 
 class AttentionGradients:
@@ -159,4 +165,4 @@ class AttentionGradients:
         gradient, out, v = (_widened(each, k, self.kernels) for each in (gradient, out, v))
         parts = self.kernels.attend_backward(gradient, q, k, v, out, lse, block.causal)
         for total, part in zip((dq, dk, dv), parts, strict=True):
-            total += part[..., : total.shape[-1]]
+            total += _narrowed(part, total.shape[-1])

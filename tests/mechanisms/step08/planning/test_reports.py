@@ -392,6 +392,6 @@ def test_what_a_layout_says_is_used_and_named(capsys):
         assert named in row and f" {times(model, changed, machine, by).step:.2f} " in row, row
     assert main(["compare", "--model", "llama3-8b", "--dp 8", "--tp 3", "--pp 2 --schedule naive", '--dp "2']) == 2
     found = capsys.readouterr()
-    assert found.out.splitlines()[4].startswith("  dp 8, 32 x 1") and found.err.count("\n") == 1
+    assert found.out.splitlines()[5].startswith("  dp 8, 32 x 1") and found.err.count("\n") == 1
     assert '"--tp 3": --tp 3 does not divide' in found.err and "--schedule naive is not in the form" in found.err
     assert '"--dp "2": No closing quotation' in found.err and "numbers of GPUs" not in found.out
