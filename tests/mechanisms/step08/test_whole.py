@@ -6,8 +6,12 @@ ranks of its row of `ep` (4 ranks, a sequence each), so the one process takes 4 
 differ by 1e-4. In float64 the number of micro-batches makes no difference.
 """
 
+from dataclasses import replace
+
 import pytest
 
+from common.process_groups import all_groups
+from step08_5d.experiments import deepseek
 from tests.mutants.patches.multi_token import MUTANTS
 from tests.parity import test_fp8 as fp8
 from tests.parity.cases import ALL
@@ -36,6 +40,16 @@ def test_equals_one_process():
     for (numbers, _), case, result in zip(CASES, cases, fp8.run_narrow(8, cases), strict=True):
         tolerance = fp8.TOLERANCE if numbers == NARROW else 1e-10
         assert_parity(result, fp8.one_process(f"{MODEL} {numbers}", 4), case, tolerance)
+
+
+def test_the_ranks_of_the_picture():
+    groups = all_groups(deepseek.DEGREES)
+    for stage in (deepseek.RANKS[:4], deepseek.RANKS[4:]):
+        assert stage in groups["ep"] and stage in groups["dp_cp"]
+    assert (2, 3) in groups["pp_forward"] and all(len(each) == 1 for each in groups["edp"])
+    assert deepseek.kv_numbers(deepseek.V3) == (40960, 576)
+    share, tokens_per_second = deepseek.published_mfu(replace(deepseek.V3, mtp=1))
+    assert 0.454 < share < 0.456 and round(tokens_per_second) == 1543
 
 
 @pytest.mark.skipif(not ALL, reason="TEST_ALL")
