@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 # ---- types of flags --------------------------------------------------------------------------------------------------
 
+DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of commands that take flags of step 8, whose own are for a laptop
 MOST_TOKENS = 2**30  # of a batch or a sequence: fifty times those of the largest published runs
 MOST = 2**20  # GPUs, sequences and the like: more are a slip, and could take all memory
 
@@ -143,6 +144,12 @@ def add_degrees(parser: ArgumentParser) -> None:
 
 def add_global_batch(parser: ArgumentParser) -> None:
     parser.add_argument("--global-batch", "--sequences", type=count, default=256, help="sequences of a step")
+
+
+def words_of(options: Namespace) -> list[str]:
+    """The flags of step 8 that a command has by itself, and those that it was given."""
+    words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
+    return [*words, "--global-batch", str(options.global_batch), *options.rest]
 
 
 def add_figure(parser: ArgumentParser, name: str) -> None:

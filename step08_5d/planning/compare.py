@@ -17,10 +17,10 @@ from common.process_groups import DIMENSION_OF
 from step05_pipeline.cost import BUBBLES
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of
+from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of, words_of
 from step08_5d.planning.explain import Range, span_of, waits
 from step08_5d.planning.memory.peak import memory
-from step08_5d.planning.memory.report import SCHEDULES, configuration, words_of
+from step08_5d.planning.memory.report import SCHEDULES, configuration
 from step08_5d.planning.search import MOST_FULL, named
 from step08_5d.planning.time.profiles import widest_gradient
 

@@ -2,8 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from step08_5d.planning.command_line import Command, add_global_batch, add_model, count
-from step08_5d.planning.memory.report import words_of
+from step08_5d.planning.command_line import Command, add_global_batch, add_model, count, words_of
 
 
 def add_flags(parser: ArgumentParser) -> None:

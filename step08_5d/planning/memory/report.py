@@ -15,7 +15,7 @@ from common.launching.run_mesh import degrees_of
 from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_global_batch, add_model, known
+from step08_5d.planning.command_line import Command, add_global_batch, add_model, known, words_of
 from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
 from step08_5d.planning.memory.ledger import Tensors
@@ -30,7 +30,6 @@ KNOWN = set(
 )
 KNOWN |= {"zero_replicas", "order"} | set(flag_names("model")) - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
 SCHEDULES = ("1f1b", "interleaved", "naive", "afab", "zb-h1", "zb-h2")
-DEFAULTS = "--dtype bfloat16 --micro-batch 1"  # of this command; those of step 8 are for a laptop
 GPT_FORM = Layout(0, dtype="bfloat16")
 
 
@@ -53,12 +52,6 @@ def show(options: Namespace) -> None:
         if options.layer:
             for experts in sorted({model.has_experts(index) for index in range(model.layers)}):
                 show_layer(model, layout, experts=experts)
-
-
-def words_of(options: Namespace) -> list[str]:
-    """The flags of step 8 that a command has by itself, and those that it was given."""
-    words = [*DEFAULTS.split(), "--model", options.model, "--seq-len", str(options.seq_len)]
-    return [*words, "--global-batch", str(options.global_batch), *options.rest]
 
 
 def configuration(argv: list[str]) -> TrainConfig:

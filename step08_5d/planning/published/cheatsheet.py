@@ -12,9 +12,9 @@ from common.errors import UsageError
 from common.model_config import ModelConfig
 from step01_single_gpu.memory_model import gpt
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_degrees, add_global_batch, add_model, model_of
+from step08_5d.planning.command_line import DEFAULTS, Command, add_degrees, add_global_batch, add_model, model_of
 from step08_5d.planning.memory.peak import peak, states
-from step08_5d.planning.memory.report import DEFAULTS, configuration
+from step08_5d.planning.memory.report import configuration
 
 Rows = list[tuple[str, float, float, str]]  # name, theirs, ours, why they differ
 
