@@ -122,9 +122,9 @@ def _widened(x: Tensor, k: Tensor, kernels: NaiveKernels) -> Tensor:
     return F.pad(x, (0, narrower)) if narrower else x
 
 
-def _narrowed(x: Tensor, width: int) -> Tensor:
-    """The first numbers of x; x itself if it has no more, without a call of PyTorch's for nothing."""
-    return x if x.shape[-1] == width else x[..., :width]
+def _narrowed(x: Tensor, width: int | None) -> Tensor:
+    """So many of the last axis, or all of it."""
+    return x if width in (None, x.shape[-1]) else x[..., :width]
 
 
 class MergedAttention:
@@ -136,8 +136,7 @@ class MergedAttention:
 
     def __init__(self, q: Tensor, kernels: NaiveKernels, width: int | None = None):
         self.q, self.kernels = q, kernels
-        like = _narrowed(q, width or q.shape[-1])  # in the order of q in memory
-        self.out = torch.zeros_like(like, dtype=at_least_float32(q.dtype))
+        self.out = torch.zeros_like(_narrowed(q, width), dtype=at_least_float32(q.dtype))  # in the order of q in memory
         self.lse = self.out.new_full(q.shape[:-1], -math.inf)
 
     def add(self, block: ScoreBlock, k: Tensor, v: Tensor) -> None:

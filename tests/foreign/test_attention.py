@@ -142,7 +142,7 @@ def drawn(heads: int = 4, tokens: int = 6, width: int = 8, batch: int = 2, dtype
 @pytest.mark.parametrize(
     ("tensors", "options", "words"),
     [
-        ((drawn(), drawn(2), drawn(2, width=4)), {}, r"they are .*, \(2, 2, 6, 8\), \(2, 2, 6, 4\)$"),
+        ((drawn(), drawn(2), drawn(2, width=12)), {}, r"they are .*, \(2, 2, 6, 8\), \(2, 2, 6, 12\)$"),
         ((drawn(), drawn(2, 12), drawn(2, 12)), {}, "q, k and v must be "),  # keys of a cache
         ((drawn(), drawn(3), drawn(3)), {}, "3 heads of keys and values do not divide 4 heads of queries"),
         ((drawn(), drawn(), drawn(dtype=torch.bfloat16)), {}, "must have one type; .*float32 and torch.bfloat16$"),

@@ -34,7 +34,7 @@ PLACES = {
     "weights of the step before, weights of the first step, hunt of step 3",
     "forward layers.0.attention": "sequences of a batch mixed, positions not permuted, positions from zero, "
     "merged without rescaling, blocks of equal weight, causal block taken for full, documents of one rank, "
-    "Ulysses in rank order, hunt of step 6",
+    "Ulysses in rank order, neighbors taken for halves, hunt of step 6",
     "forward layers.0.mlp": "combined without gates, sent back in another order, places of a rank, hunt of step 7",
     "forward layers.2.attention_norm": "one receive buffer",
     "forward layers.2.attention": "layers counted from zero on every stage, positions of the slice",
@@ -47,7 +47,9 @@ PLACES = {
     "W with the input of another micro-batch, head's split lost, head's gradient twice, "
     "head takes its slice in the backward, softmax over a rank's columns, hunt of step 8",
     "backward layers.0.mlp_norm": "norm past the residual",
-    "backward layers.1.attention": "statistics of the block, dK/dV one hop short, dK/dV of the own queries only",
+    "backward layers.1.attention": "statistics of the block, dK/dV one hop short, dK/dV of the own queries only, "
+    "rotated key's gradient of a rank's heads, rotated key's gradient of one head, "
+    "latent's gradient not sent home, kv_b_proj's gradient of one hop",
     "backward layers.1.mlp": "gradients of another micro-batch, statistics of a rank, "
     "auxiliary loss of each micro-batch",
     "sums": "hook takes the parameter, only the last micro-batch reduced, reduced on every micro-batch, stale bucket, "
@@ -56,7 +58,7 @@ PLACES = {
     "norms forgotten by split backwards, stale tied gradient, two copies drift apart, "
     "reduced before the last micro-batch, gradients not reduced over cp, experts' gradients averaged, "
     "router's gradient not summed over tp, experts summed like the rest, divided by shards and not by replicas, "
-    "experts' gradients doubled",
+    "experts' gradients doubled, down-projections' gradients not summed",
     "numbers": "norm of the local shard, norm counts padding, norm counts replicas, norms counted on every rank, "
     "loss of one rank, tied matrix counted twice, two copies counted twice, loads of one copy, "
     "loads of a part of the sequence, copies of tp counted twice, loss of a part of the sequence, "
