@@ -47,7 +47,7 @@ def clean_checkout(folder: Path) -> Path:
     try:
         command = ["git", "-C", str(ROOT), "archive", "HEAD"]
         content = subprocess.run(command, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(content), encoding="utf-8") as archive:
             archive.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(folder)
     except (OSError, subprocess.CalledProcessError):
         for part in (path for pattern in CODE for path in ROOT.glob(pattern)):
