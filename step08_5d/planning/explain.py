@@ -160,7 +160,7 @@ def print_regrets(task: Task, best: list[Candidate], title: str) -> None:
     )
     print("  a step takes so much longer than that of the layout that is fastest there")
     print_evidence(task.profiles, task.model, best[0].layout, task.machine)
-    print(f"  of layouts that differ by {EQUAL:.0%} at most, the one is chosen that sends least to other nodes")
+    print(f"  of layouts that differ by at most {EQUAL:.0%}, the first is the one that sends least to other nodes")
 
 
 def winners(best: list[Candidate]) -> dict[str, Candidate]:
@@ -257,9 +257,7 @@ def print_neighbours(best: list[Candidate], most: int = 2) -> None:
             rows.append((words, longer, f"{sum(plan.held.values()) / 1e9:.0f}", named(plan.layout)))
     print_table("what other choices cost, by profile", ("", "time", "GB", "the best such layout"), rows)
     if any(longer.startswith("-") for _, longer, *_ in rows):
-        print(
-            f"  - is faster, but more than {EQUAL:.0%} slower at worst, or it sends more to other nodes or holds more"
-        )
+        print(f"  - is faster, but slower by other profiles; or by {EQUAL:.0%} at most, and sends more to other nodes")
 
 
 # ---- what would change it --------------------------------------------------------------------------------------------

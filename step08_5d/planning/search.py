@@ -57,6 +57,10 @@ class Candidate(NamedTuple):
         """The worst of them."""
         return max(self.regrets.values())
 
+    @property
+    def mean(self) -> float:
+        return sum(self.regrets.values()) / len(self.regrets)
+
     def sent(self, task: Task) -> tuple[float, float]:
         """Bytes that a rank sends in a step, in a stage in the middle; and those of them that its card sends."""
         whole = far = 0.0
@@ -154,7 +158,8 @@ def virtual_stages(task: Task, layout: Layout) -> list[int]:
 def plans(task: Task) -> tuple[list[Candidate], Counter]:
     """Return all plans that fit, the one of least regret first, and how many do not, by the kind that is largest.
 
-    With one profile that is the fastest. Of plans as good as the first, those come first that send less between nodes.
+    With one profile that is the fastest. Of plans as good as the first, at worst and in the mean of the profiles, those
+    come first that send less between nodes.
     Raises UsageError if none fits: it says what comes nearest.
     """
     found, misfits = [], Counter()
@@ -175,7 +180,8 @@ def plans(task: Task) -> tuple[list[Candidate], Counter]:
         ordered.append(Candidate(layout, held, seconds, regrets))
     ordered.sort(key=lambda plan: (float(f"{1 + plan.regret:.4g}"), AGAIN[plan.layout.recompute]))
     equal = sum(1 + plan.regret <= (1 + EQUAL) * (1 + ordered[0].regret) for plan in ordered)
-    first = sorted(ordered[:equal], key=lambda plan: plan.equal_ones(task))
+    typical = min(plan.mean for plan in ordered[:equal])
+    first = sorted(ordered[:equal], key=lambda plan: (plan.mean > typical + EQUAL, *plan.equal_ones(task)))
     return first + ordered[equal:], misfits
 
 
