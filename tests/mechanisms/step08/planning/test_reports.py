@@ -207,62 +207,6 @@ def test_neighbours_decide_one_thing_otherwise():
         assert round(plan.regret, 2) == round(min(same), 2)
 
 
-def test_what_would_change_a_plan():
-    """None of these makes a plan faster; the plan to run then has the least regret of all, of all profiles."""
-    mine, best = ON_16, plans_on_16()
-    for condition, change in zip(explain.CONDITIONS, explain.changes(mine, best), strict=True):
-        seconds = {each: [condition.seconds(mine, plan, each) for plan in best] for each in mine.profiles}
-        for profile, after in seconds.items():
-            assert all(each >= (1 - 1e-12) * plan.seconds[profile.name] for each, plan in zip(after, best))
-        regrets = [max(each / min(seconds[by]) for by, each in zip(seconds, row)) for row in zip(*seconds.values())]
-        assert change.words == condition.words and change.first == pytest.approx(regrets[0] - 1)
-        assert 1 + change.regret == pytest.approx(regrets[best.index(change.winner)])
-        assert 1 + change.regret <= 1.01 * min(regrets)
-
-
-def test_plan_takes_flags_of_the_models_shape(capsys):
-    words = "plan --model llama3-1b --gpus 8 --tokens-per-batch 256k --profile fsdp --experts 8 --top-k 2 --layers 8"
-    assert main(words.split()) == 0
-    printed = capsys.readouterr().out
-    config = parse(8, printed.strip().splitlines()[-1].split("train.py ")[1].split())
-    model = config.model_config
-    assert (model.experts, model.top_k, model.layers) == (8, 2, 8) and "8 experts of 8,192 (2 a token" in printed
-    assert main([*words.split(), "--zero", "1"]) == 2 and "--zero: of step 8's flags" in capsys.readouterr().err
-    assert main([*words.split(), "--shwon", "1"]) == 2 and "--shwon is not a flag" in capsys.readouterr().err
-
-
-def test_what_interleaving_would_change():
-    """On 48 GPUs, 3 divides the stages of all pipelines, and not 64 sequences: a batch near it allows interleaving."""
-    mine = task("llama3-8b", 48, sequences=64)._replace(profiles=(PROFILES["megatron"],))
-    best = plans(mine)[0]
-    found = explain.interleaving(mine, best)
-    assert best[0].layout.pp % 3 == 0 and 1 <= len(found) <= 2
-    for words, first, winner, regret in found:
-        batch, layout = int(words.split()[0]), winner.layout
-        assert layout.stages > 1 and layout.micro_batches % layout.pp == 0 and words.endswith("interleaved stages")
-        assert batch == layout.dp * layout.micro_batches * layout.micro_batch != 64 and 56 <= batch <= 72
-        by_sequence = times(LLAMA, layout, H100, PROFILES["megatron"]).step / batch
-        assert (
-            regret == 0 and first == pytest.approx(best[0].seconds["megatron"] / 64 / by_sequence - 1) and first > 0.05
-        )
-
-
-def test_interleaving_of_the_batch_that_is_asked_for():
-    """As fast as what --interleaved finds, within 1 %; with it nothing more is tried."""
-    mine = one_profile(ON_16, "megatron")._replace(sequences=48, gpus=12)
-    (change,) = explain.interleaving(mine, plans(mine)[0])
-    best = plans(mine._replace(interleaved=True))[0]
-    fastest = min(plan.seconds["megatron"] for plan in best)
-    assert change.words == "interleaved stages"
-    assert change.winner.seconds["megatron"] == pytest.approx(fastest, rel=0.01)
-
-
-def test_interleaving_that_finds_nothing_says_so(capsys):
-    words = "plan --model llama3-8b --gpus 24 --tokens-per-batch 256k --profile megatron"
-    assert main([*words.split(), "--interleaved"]) == 0
-    assert "None that fits is interleaved: the ranks of a pipeline have to divide" in capsys.readouterr().out
-
-
 def test_regrets_and_ranges(capsys):
     """The first table has the plan of least regret and the fastest of each profile; --profile leaves one."""
     best = plans_on_16()
