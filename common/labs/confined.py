@@ -7,9 +7,7 @@ a check starts except those of `alone.py`. That stops an honest program, and not
 
 import contextlib
 import ctypes
-import fcntl
 import os
-import resource
 import socket
 import struct
 import sys
@@ -50,6 +48,8 @@ def confine(folder: Path, seconds: float, memory: float) -> str:
 
     Returns what holds for the network: NAMESPACE or GUARD.
     """
+    import resource  # in here, as Windows has none
+
     for which, most in (
         (resource.RLIMIT_CPU, int(seconds) + 1),
         (resource.RLIMIT_FSIZE, FILE),
@@ -73,6 +73,8 @@ def own_network() -> bool:
     """Move this process into a network namespace that has a loopback and nothing else. Returns whether that worked."""
     if sys.platform != "linux":
         return False
+    import fcntl
+
     user, group = os.getuid(), os.getgid()
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     if unshare(NEW_NETWORK):  # only root may; others become the root of a namespace of users first

@@ -23,7 +23,7 @@ from common.labs.find import ROOT
 from common.labs.marker import write_page, written_by
 from common.labs.roster import Student, hours_late, moment, read_roster
 from common.labs.submit import Submission, Unreadable, commit, read_submission
-from common.launching.command_line import OneLineParser
+from common.launching.command_line import OneLineParser, summary
 from common.launching.system import FORK, require
 
 SHARED = 0  # the number under which a class works together: its variants are accepted from everybody
@@ -56,7 +56,7 @@ class Row:
 
 def main(argv: list[str]) -> int:
     """Grade a folder. Raises UsageError for what cannot be understood; a bad submission is a row with a note."""
-    parser = OneLineParser(prog="python -m common.labs grade", description=__doc__.partition("\n")[0])
+    parser = OneLineParser(prog="python -m common.labs grade", description=summary(__doc__))
     parser.add_argument("folder", type=Path, help="of files that `submit` has made, or of unpacked ones")
     parser.add_argument("--roster", type=Path, metavar="CSV", help="columns number and name; also deadline, submitted")
     parser.add_argument("--labs", type="text", metavar="ID,ID", help="what was to be done; by default, all labs there")

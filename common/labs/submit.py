@@ -151,7 +151,8 @@ def _unpack(path: Path) -> tuple[dict[str, bytes], list[str]]:
                 if not wanted(each.filename) or stat.S_ISLNK(each.external_attr >> 16) or each.filename in raw:
                     left_out.append(f"{each.filename[:100]!r}: no file of a lab")
                     continue
-                with archive.open(each) as file:
+                reader = archive.open  # of bytes: it has no encoding
+                with reader(each) as file:
                     raw[each.filename] = file.read(LARGEST + 1)
                 size += len(raw[each.filename])
                 if size > WHOLE:

@@ -253,7 +253,7 @@ LABS = [
         **page(__file__, "write-04-b"),
         source="step04_tensor_parallel/vocab_parallel.py",
         bodies=(1, 2),
-        only=("_VocabParallelCrossEntropy", "vocab_parallel_cross_entropy_sum"),
+        only=("_VocabParallelCrossEntropy", "vocab_parallel_cross_entropy_sum", "vocab_parallel_cross_entropy"),
         cases=(
             Case(ranks=1, tokens=5, vocab=7),
             Case(ranks=2, tokens=4, vocab=13),

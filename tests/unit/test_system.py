@@ -37,6 +37,8 @@ MISSING = {
 }
 MODULES = {"resource", "fcntl", "pwd", "grp", "termios", "pty"}
 HANDLED = {
+    "common/labs/confined.py": "for recheck.py",
+    "common/labs/recheck.py": "grade.py asks for os.fork",
     "common/labs/forks.py": "training.py and hunt.py ask for os.fork",
     "common/launching/process_tree.py": "the sweep asks for os.killpg; the others are tests",
     "common/launching/command_line.py": "asks hasattr",

@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -317,25 +316,3 @@ def test_layouts_side_by_side(capsys):
     layout = Layout(4096, dp=16, zero=1, micro_batches=16, dtype="bfloat16")
     step = times(LLAMA, layout, slower, PROFILES["megatron"]).step
     assert f"{step:.2f}" in capsys.readouterr().out
-
-
-def test_what_a_layout_says_is_used_and_named(capsys):
-    """tp over nodes is slower, a split backward has less bubble; what cannot be is named, beside the rows that can."""
-    words = "--dp 8 --pp 8 --tp 8", "--order dp,pp,cp,tp", "--schedule zb-h1", "--seq-len 8192 --layers 40"
-    layouts = [words[0], *(f"{words[0]} {each}" for each in words[1:])]
-    main(["compare", "--model", "llama3-8b", "--profile", "megatron", *layouts])
-    plain, far, split, longer = capsys.readouterr().out.splitlines()[5:9]
-    by, layout = PROFILES["megatron"], Layout(4096, 8, 8, 1, 8, micro_batches=32, dtype="bfloat16")
-    for row, named, changed, machine in (
-        (plain, "dp 8, tp 8, pp 8, 32 x 1 ", layout, H100),
-        (far, ", 32 x 1, --order dp,pp,cp,tp", layout, H100._replace(order="dp,pp,cp,tp")),
-        (split, "pp 8, zb-h1, 32 x 1", layout._replace(schedule="zb-h1"), H100),
-        (longer, ", --seq-len 8192, --layers 40", layout._replace(seq=8192), H100),
-    ):
-        model = replace(LLAMA, layers=40) if row is longer else LLAMA
-        assert named in row and f" {times(model, changed, machine, by).step:.2f} " in row, row
-    assert main(["compare", "--model", "llama3-8b", "--dp 8", "--tp 3", "--pp 2 --schedule naive", '--dp "2']) == 2
-    found = capsys.readouterr()
-    assert found.out.splitlines()[5].startswith("  dp 8, 32 x 1") and found.err.count("\n") == 1
-    assert '"--tp 3": --tp 3 does not divide' in found.err and "--schedule naive is not in the form" in found.err
-    assert '"--dp "2": No closing quotation' in found.err and "numbers of GPUs" not in found.out
