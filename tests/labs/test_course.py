@@ -147,12 +147,13 @@ def test_who_kills_its_judge_or_changes_it(tmp_path):
     asked = [{"id": TYPES.id, "student": 1, "files": {name: kills.encode()}}, tables]
     results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
     assert [result.score for result in results] == [0, 1] and "ended the process" in results[0].fault and not changed
-    changes = "import os\nfor p in filter(str.isdigit, os.listdir('/proc')):\n    try:\n        here = os.readlink("
-    changes += "f'/proc/{p}/cwd')\n        if here.endswith('/project'):\n            open(here + "
-    changes += "'/common/labs/lab.py', 'a').write('# mine')\n    except OSError:\n        pass\n"
-    asked = [{"id": TYPES.id, "student": 1, "files": {name: changes.encode()}}, tables]
-    _, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
-    assert changed == ["common/labs/lab.py"]
+    for file, refused in (("common/labs/lab.py", "your file imports what grades it"), ("common/model.py", "")):
+        changes = "import os\nfor p in filter(str.isdigit, os.listdir('/proc')):\n    try:\n        here = os.readlink("
+        changes += "f'/proc/{p}/cwd')\n        if here.endswith('/project'):\n            open(here + "
+        changes += f"'/{file}', 'a').write('# mine')\n    except OSError:\n        pass\n"
+        asked = [{"id": TYPES.id, "student": 1, "files": {name: changes.encode()}}, tables]
+        results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
+        assert refused in " ".join(results[0].feedback) and changed == ([] if refused else [file])
 
 
 # ---- one file --------------------------------------------------------------------------------------------------------
