@@ -39,6 +39,8 @@ def test_its_commands_can_be_run(line, tmp_path, monkeypatch):
         assert line.startswith("export PYTHONPATH=$PWD") or words[1].endswith("run.sh")
     elif words[1:4] in (["-m", "common.labs", "check"], ["-m", "common.labs", "watch"]):
         assert len(words) == 4  # after the `start` above it
+    elif words[1:4] == ["-m", "common.labs", "board"]:  # after the checks of a room that has named the folder
+        assert f"--board {line.split()[4]} " in PAGE.read_text(encoding="utf-8")
     elif words[1] != "-m":
         assert (find.ROOT / words[1]).exists()
         assert "train.py" not in words[1] or configured(words[1], words[2:], 1)
