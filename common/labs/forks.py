@@ -7,7 +7,7 @@ names. It runs the jobs one after the other. A job is a dict:
     root      the top of the project, or of a copy
     command   a script and its flags
     ranks     how many
-    seconds   after which ranks that still run show where they are, and are ended
+    seconds   after which ranks that still run show where they are, and are ended; see `Clock`
     out       a file for what became of the ranks, by rank: exit status, whether it was ended, whether it had printed
               more than `MOST` by then, and what it has printed last
 """
@@ -22,11 +22,13 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 GRACE = 3.0  # seconds that ranks have after another has failed, and again to show where they are
 MOST = 1 << 24  # bytes that a rank may print: a loop that prints without end would fill the disk
 LAST = 1 << 16  # bytes of what it has printed that are read
+LINUX = Path("/proc/self").exists()  # elsewhere no one says who waits for what
 
 
 def main(path: str) -> None:
@@ -47,24 +49,53 @@ def run(job: dict) -> list[dict]:
         if number == 0:
             be_rank(job, rank, port)
         ranks[number] = rank
-    deadline, told, found = time.monotonic() + job["seconds"], 0, {}
+    clock, left, told, found = Clock(), job["seconds"], 0, {}
     while ranks:
+        left -= clock.passed(ranks)
         number, status = os.waitpid(-1, os.WNOHANG)
         if number:
             code = os.waitstatus_to_exitcode(status)
             found[ranks.pop(number)] = {"status": code, "ended": told > 0}
             if code and not told:  # the others may hear of it, or not
-                deadline = min(deadline, time.monotonic() + GRACE)
-        elif told < 2 and (time.monotonic() > deadline or not told and any(map(prints_too_much, files))):
+                left = min(left, GRACE)
+        elif told < 2 and (left < 0 or not told and any(map(prints_too_much, files))):
             for number in ranks:
                 os.kill(number, signal.SIGKILL if told else signal.SIGUSR1)
-            told, deadline = told + 1, time.monotonic() + GRACE
+            told, left = told + 1, GRACE
         else:
             time.sleep(0.02)
     return [
         found[rank] | {"flooded": prints_too_much(file), "text": last_of(file).decode(errors="replace")}
         for rank, file in enumerate(files)
     ]
+
+
+class Clock:
+    """Seconds of processes: real ones while all wait, and those of a processor while one computes.
+
+    So time for which they wait for a processor does not count: a busy machine makes no training look as if it hung.
+    """
+
+    def __init__(self):
+        self.at, self.used = time.monotonic(), {}
+
+    def passed(self, processes: Iterable[int]) -> float:
+        """How many seconds have passed since the last call."""
+        now, states = time.monotonic(), {process: state(process) for process in processes}
+        computed = max((used - self.used.get(process, 0.0) for process, (_, used) in states.items()), default=0.0)
+        busy = LINUX and any(letter in "RD" for letter, _ in states.values())
+        real, self.at = now - self.at, now
+        self.used = {process: used for process, (_, used) in states.items()}
+        return computed if busy else real
+
+
+def state(process: int) -> tuple[str, float]:
+    """What the main thread of a process does (R: it computes or would like to, S: it waits), and CPU seconds so far."""
+    try:
+        fields = Path(f"/proc/{process}/task/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):  # not on Linux, or it has ended
+        return "S" if LINUX else "R", 0.0
 
 
 def prints_too_much(file: Path) -> bool:

@@ -33,12 +33,13 @@ from common.errors import LOST_PEER, first_line
 from common.labs.closed import LAB, REFERENCE, Closed, close, guarded, refused
 from common.labs.cut import helpers
 from common.labs.find import ROOT, all_labs, lab, names_of_modules
+from common.labs.forks import LINUX, state
 from common.labs.given import prepare
 from common.labs.seen import Notes, Watching, line_of
 
 IDLE = 5.0  # seconds for which no rank does anything
 BUSY = 10.0  # seconds that a rank computes in one case, which should take a hundredth
-LIMIT = 60.0 if Path("/proc/self").exists() else 15.0  # seconds for a case; elsewhere no one says who is idle
+LIMIT = 60.0 if LINUX else 15.0  # seconds for a case
 GRACE = 2.0  # seconds that ranks have to report, once one has failed
 ANSWER = 8.0  # seconds that they have to say where they are, once nothing moves; on a busy machine they need some
 
@@ -134,7 +135,7 @@ class _Clock:
     def over(self, processes: list[int], done: int) -> bool:
         """Whether these processes have waited for each other, or computed, for too long; they finished `done` cases."""
         now = time.monotonic()
-        states = [_state(process) for process in processes]
+        states = [state(process) for process in processes]
         used = max((seconds for _, seconds in states), default=0.0)
         if done != self.done:
             self.done, self.started, self.used, self.samples = done, now, used, []
@@ -143,15 +144,6 @@ class _Clock:
         # A rank may look around from time to time while it waits, and so be active in some samples
         idle = now - self.started > IDLE and all(sum(active) < len(recent) / 2 for active in zip(*recent))
         return idle or used - self.used > BUSY or now - self.started > LIMIT
-
-
-def _state(process: int) -> tuple[str, float]:
-    """What the main thread of a process does (R: it computes or would like to, S: it waits), and CPU seconds so far."""
-    try:
-        fields = Path(f"/proc/{process}/task/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):  # not on Linux, or it has ended
-        return "S" if Path("/proc/self").exists() else "R", 0.0
 
 
 def _collect(folder: Path, cases: list[Case]) -> Outcome:

@@ -7,7 +7,9 @@ import re
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -196,6 +198,22 @@ def test_ranks_end_with_whoever_started_them(tmp_path, monkeypatch):
         process.kill()
     process.wait()
     assert wait_for(lambda: not marked(mark), 10) is not None, "ranks stay behind"
+
+
+def test_a_busy_machine_is_no_hang(monkeypatch):
+    """Time counts while all ranks wait for each other, and while one computes; not while it waits for a processor."""
+    clock, now, states = forks.Clock(), time.monotonic(), {}
+    monkeypatch.setattr(forks, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(forks, "state", lambda rank: states[rank])
+    clock.at, passed = now, []
+    for letters, used in ("SS", (0, 0)), ("RS", (0.1, 0)), ("RS", (0.1, 0)), ("DR", (0.1, 0.2)), ("SS", (0.1, 0.2)):
+        now += 1
+        states.update(enumerate(zip(letters, used)))
+        passed.append(clock.passed([0, 1]))
+    assert passed == pytest.approx([1, 0.1, 0, 0.2, 1])
+    monkeypatch.setattr(forks, "LINUX", False)
+    now += 3
+    assert clock.passed([0, 1]) == pytest.approx(3)
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); time.sleep(60)"

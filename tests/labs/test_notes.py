@@ -212,7 +212,7 @@ def test_ranks_that_wait_or_compute_for_too_long(name, monkeypatch):
     states, used, done, expected = SECONDS[name]
     clock, now, states = lab_ranks._Clock(), 0.0, states.split()
     monkeypatch.setattr(lab_ranks, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(lab_ranks, "_state", lambda rank: (states[tick % len(states)][rank], used(now)))
+    monkeypatch.setattr(lab_ranks, "state", lambda rank: (states[tick % len(states)][rank], used(now)))
     for tick in range(1000):
         now = tick / 10
         if clock.over([0, 1], done(now)):
