@@ -46,7 +46,7 @@ class Grid(NamedTuple):
     best: Layout  # the first of them
 
 
-def make_grid(task: Task, ends: tuple[Profile, ...], progress: bool = False) -> Grid:
+def make_grid(task: Task, ends: tuple[Profile, ...]) -> Grid:
     """Return the grid of a task, with as many layouts as have room. Raises UsageError if none fits a GPU."""
     fitting, _ = plans(task)
     regrets = {plan.layout: f"{plan.regret:+.0%}" for plan in fitting}
@@ -55,7 +55,7 @@ def make_grid(task: Task, ends: tuple[Profile, ...], progress: bool = False) -> 
     picks, binds, written = picked(fitting), {}, {}
     shown = dict.fromkeys([*picks.values(), *in_turn(ranked)][:MOST])
     # In the order of the search, as what one layout has in common with the next is computed once
-    for layout in tqdm([each for each in considered if each in shown], unit=" layouts", disable=not progress or None):
+    for layout in tqdm([each for each in considered if each in shown], unit=" layouts", disable=None):
         written[layout] = words_of(task, layout, ends, regrets.get(layout, "-"), binds)
     shown = [each for each in ranked if each in shown]
     stops = stops_of(shown)

@@ -1,107 +1,60 @@
-"""Pictures of measured runs for the page: a table of dots for the playbook's and for those of a sweep."""
+"""Pictures of the playbook's runs for the page: a table of dots for each model and number of nodes."""
 
-import html
 import math
-import re
-from pathlib import Path
-from typing import NamedTuple
+from itertools import groupby
 
-from common.errors import UsageError
-from step08_5d.planning.published.runs import Fit, predicted, read_runs
-from step08_5d.planning.sweeps import sweep
-from step08_5d.planning.sweeps.pictures import words
+from step08_5d.planning.published.runs import Fit, PublishedRun, predicted, read_runs
 
 
-class Dot(NamedTuple):
-    """A run, in a cell of a table."""
-
-    table: str
-    row: str
-    column: str
-    failed: str = ""  # what became of it, if it did not end
-    speed: float = 0.0  # tokens per second of a rank
-    mfu: float | None = None
-    predicted: float | None = None  # MFU
-    memory: float | None = None  # bytes
-
-    @property
-    def words(self) -> str:
-        if self.failed:
-            return f"{self.row}, {self.column}: {self.failed}"
-        guess = f" (predicted {self.predicted:.1%})" if self.predicted else ""
-        some = [f"MFU {self.mfu:.1%}{guess}"] if self.mfu else []
-        some += [f"{self.speed:,.0f} tokens/s per rank"] + ([f"{self.memory / 1e9:.1f} GB"] if self.memory else [])
-        return " · ".join([f"{self.row}, {self.column}", *some])
+def tables(runs: list[PublishedRun] | None = None) -> str:
+    """Return HTML of the tables of these runs (default: all of the playbook's), each to be unfolded."""
+    runs = sorted(read_runs() if runs is None else runs, key=lambda run: (run.model.hidden, run.nodes))
+    return "\n".join(_table(list(some)) for _, some in groupby(runs, key=lambda run: run.pair))
 
 
-def published_dots() -> list[Dot]:
-    """The playbook's runs, in a table for each model and number of nodes."""
-    result = []
-    for run in sorted(read_runs(), key=lambda run: (run.model.hidden, run.nodes)):
-        layout = run.layout
-        table = f"the playbook's {run.name} on {run.nodes} node{'s' * (run.nodes > 1)}"
-        row = f"dp {layout.dp}, tp {layout.tp}, pp {layout.pp}"
-        where = table, row, f"ZeRO-{layout.zero}, micro-batch {layout.micro_batch}"
-        if run.mfu is None:
-            result.append(Dot(*where, failed="published without numbers"))
-        else:
-            result.append(Dot(*where, "", run.tokens_per_second, run.mfu, predicted(run, Fit()), run.memory))
-    return result
-
-
-def sweep_dots(file: str) -> list[Dot]:
-    """The runs of a sweep, from its runs.jsonl. Raises UsageError if there are none."""
-    folder = Path(file) if Path(file).is_dir() else Path(file).parent
-    found, result = sweep.records(folder), []
-    if not found:
-        raise UsageError(f"--sweep {file}: no runs.jsonl with runs")
-    for each in found:
-        where = f"your sweep {folder.resolve().name}", words(each, False), words(each, True)
-        if each["status"] == "ok":
-            speed = each["tokens_per_s"] / each["world"]
-            result.append(Dot(*where, "", speed, each.get("mfu"), memory=each.get("peak_memory_bytes")))
-        else:
-            result.append(Dot(*where, failed=f"{each['status']} ({each.get('line', '')})"))
-    return result
-
-
-def tables(dots: list[Dot]) -> str:
-    """HTML of all tables, each to be unfolded."""
-    return "\n".join(
-        _table(name, [dot for dot in dots if dot.table == name]) for name in dict.fromkeys(dot.table for dot in dots)
-    )
-
-
-def _table(name: str, dots: list[Dot]) -> str:
-    ended = [dot for dot in dots if not dot.failed]
-    rows, columns = (sorted({dot[side] for dot in dots}, key=_numbers) for side in (1, 2))
-    cells = {(dot.row, dot.column): dot for dot in dots}
-    best = max(ended, key=_value, default=None)
-    fastest = max((dot.speed for dot in ended), default=0.0)
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    lines = [f"<details><summary>{html.escape(name)}: {len(ended)} of {len(dots)} runs ended</summary>"]
-    lines += [f"<p>The best: {html.escape(best.words)}</p>"] if best else []
+def _table(runs: list[PublishedRun]) -> str:
+    ended, (name, nodes) = [run for run in runs if run.mfu], runs[0].pair
+    best = max(ended, key=lambda run: run.mfu, default=None)
+    fastest = max((run.tokens_per_second for run in ended), default=0.0)
+    cells = {(_row(run), _column(run)): run for run in runs}
+    rows, columns = (sorted({place[side] for place in cells}) for side in (0, 1))
+    summary = f"the playbook's {name} on {nodes} node{'s' * (nodes > 1)}: {len(ended)} of {len(runs)} runs ended"
+    lines = [f"<details><summary>{summary}</summary>"]
+    lines += [f"<p>The best: {words(best)}</p>"] if best else []
+    head = "".join(f"<th>ZeRO-{zero}, micro-batch {size}</th>" for zero, size in columns)
     lines += [f'<table class="dots"><tr><th></th>{head}</tr>']
     for row in rows:
         drawn = (cells.get((row, column)) for column in columns)
-        inside = "".join(f"<td>{_drawn(dot, fastest, best) if dot else ''}</td>" for dot in drawn)
-        lines.append(f"<tr><th>{html.escape(row)}</th>{inside}</tr>")
+        inside = "".join(f"<td>{_dot(run, fastest, best) if run else ''}</td>" for run in drawn)
+        lines.append(f"<tr><th>{_degrees(*row)}</th>{inside}</tr>")
     return "\n".join([*lines, "</table></details>"])
 
 
-def _drawn(dot: Dot, fastest: float, best: Dot | None) -> str:
-    """A dot: its diameter is the root of its speed, so that its area is as large as that."""
-    what = f"<span>{html.escape(dot.words)}</span></button>"
-    if dot.failed:
+def _row(run: PublishedRun) -> tuple[int, ...]:
+    return run.layout.dp, run.layout.tp, run.layout.pp
+
+
+def _column(run: PublishedRun) -> tuple[int, ...]:
+    return run.layout.zero, run.layout.micro_batch
+
+
+def _degrees(dp: int, tp: int, pp: int) -> str:
+    return f"dp {dp}, tp {tp}, pp {pp}"
+
+
+def words(run: PublishedRun) -> str:
+    """What became of a run, in a line."""
+    where = f"{_degrees(*_row(run))}, ZeRO-{run.layout.zero}, micro-batch {run.layout.micro_batch}"
+    if not run.mfu:
+        return f"{where}: published without numbers"
+    speed, memory = f"{run.tokens_per_second:,.0f} tokens/s per GPU", f"{run.memory / 1e9:.1f} GB"
+    return f"{where} · MFU {run.mfu:.1%} (predicted {predicted(run, Fit()):.1%}) · {speed} · {memory}"
+
+
+def _dot(run: PublishedRun, fastest: float, best: PublishedRun | None) -> str:
+    """A dot: its diameter is the root of its speed, so that its area is as large as that. Its colour is its MFU."""
+    what = f"<span>{words(run)}</span></button>"
+    if not run.mfu:
         return f'<button class="dot cross">×{what}'
-    size, heat = math.sqrt(dot.speed / fastest), _value(dot) / _value(best)
+    size, heat = math.sqrt(run.tokens_per_second / fastest), run.mfu / best.mfu
     return f'<button class="dot" style="--size:{size:.2f};--heat:{heat:.2f}">{what}'
-
-
-def _value(dot: Dot) -> float:
-    return dot.mfu or dot.speed  # what a CPU reaches has no MFU
-
-
-def _numbers(name: str) -> list:
-    """A key that sorts `dp 2` before `dp 16`."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

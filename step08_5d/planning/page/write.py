@@ -17,7 +17,7 @@ from common.errors import UsageError
 from step08_5d.planning.command_line import Command, add_cluster, add_model, ends_of
 from step08_5d.planning.explain import NAMES, outer
 from step08_5d.planning.page.grid import CHOICES, FIRST, OF_END, OF_LAYOUT, OF_STAGE, Grid, digits, make_grid
-from step08_5d.planning.page.runs import published_dots, sweep_dots, tables
+from step08_5d.planning.page.runs import tables
 from step08_5d.planning.plan import task_of
 from step08_5d.planning.published import others
 from step08_5d.planning.published.evidence import unknown
@@ -107,20 +107,11 @@ def stands_on(profile: Profile, theirs: list[others.OtherRun]) -> str:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def write_page(
-    path: str, task: Task, ends: tuple[Profile, ...], file: str | None = None, progress: bool = False
-) -> Path:
-    """Write the page. Returns its path.
-
-    Raises UsageError if it cannot be written, if nothing fits, or if the sweep has no runs.
-
-    Args:
-        file: the runs.jsonl of a sweep, shown before the playbook's runs.
-    """
-    dots = [*(sweep_dots(file) if file else ()), *published_dots()]
-    grid = make_grid(task, ends, progress)
+def write_page(path: str, task: Task, ends: tuple[Profile, ...]) -> Path:
+    """Write the page. Returns its path. Raises UsageError if it cannot be written, or if nothing fits."""
+    grid = make_grid(task, ends)
     parts = {"data": json.dumps(data_of(task, ends, grid)).replace("<", "\\u003c")}  # no text may end the script
-    parts |= {"evidence": evidence(ends, grid), "runs": tables(dots)}
+    parts |= {"evidence": evidence(ends, grid), "runs": tables()}
     parts |= {name: (FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "page.js")}
     text = (FOLDER / "page.html").read_text(encoding="utf-8")
     for name, part in parts.items():
@@ -137,12 +128,11 @@ def add_flags(parser: ArgumentParser) -> None:
     add_model(parser)
     add_cluster(parser)
     parser.add_argument("--out", default="runs/planning/plan.html", help="the file to open in a browser")
-    parser.add_argument("--sweep", help="the runs.jsonl of a sweep to show, such as runs/sweeps/laptop/runs.jsonl")
 
 
 def show(options: Namespace) -> None:
-    """The layouts of a task with sliders, as one file for a browser."""
-    path = write_page(options.out, task_of(options), outer(ends_of(options)), options.sweep, progress=True)
+    """All layouts of a task, with sliders, as one file for a browser."""
+    path = write_page(options.out, task_of(options), outer(ends_of(options)))
     print(f"  page: {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 

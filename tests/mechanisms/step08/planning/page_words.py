@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.presets import PRESETS
 from step08_5d.cost import Layout
-from step08_5d.planning.explain import NAMES, Range, divided
+from step08_5d.planning.explain import NAMES, Range, divided, most_of_the_rest
 from step08_5d.planning.memory.backwards import fullest_ranks
 from step08_5d.planning.memory.peak import memory, peak
 from step08_5d.planning.page import write
@@ -64,7 +64,7 @@ def expected(task: Task, layout: Layout, regrets: dict[Layout, float]) -> dict:
         "step": [three(each.step) for each in span.times.values()],
         "mfu": [f"{mfu(task.model, layout, each.step, task.machine):.1%}" for each in span.times.values()],
         "speed": [f"{tokens / each.step:,.0f}" for each in span.times.values()],
-        "binds": span.binds,
+        "binds": [most_of_the_rest(each) for each in span.times.values()],
         "causes": [{name: three(size) for name, size in each._asdict().items()} for each in span.times.values()],
         "stages": stages,
     }

@@ -1,6 +1,5 @@
 """The planner's page holds what Python says, and its code has no formula."""
 
-import json
 import random
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.page import grid, runs, write
+from step08_5d.planning.published.runs import read_runs
 from step08_5d.planning.search import layouts
 from step08_5d.planning.time.profiles import ENDS, PROFILES
 from tests.mechanisms.step08.planning.page_words import SETTINGS, TASKS, expected, layout_of, page_of, regrets_of
@@ -97,37 +97,23 @@ def test_it_needs_nothing_else(folder):
 
 
 def test_dots_of_runs():
-    """A dot's area is its speed and its colour its MFU, both of the best; what a run says cannot be markup."""
-    found = runs.tables(
-        [
-            runs.Dot("t", "dp 16", "tp 2", "", 100.0, 0.2, 0.25, 3e9),
-            runs.Dot("t", "dp 2", "tp 2", "", 400.0, 0.1),
-            runs.Dot("t", "dp 2", "tp 10", "", 1.0, 0.4),
-            runs.Dot("t", "dp 16", "tp 10", "hang (</script> & late)"),
-        ]
-    )
-    assert "t: 3 of 4 runs ended" in found and "<p>The best: dp 2, tp 10 · MFU 40.0% · 1 tokens/s per rank</p>" in found
-    assert re.findall("<th>([^<]*)</th>", found) == ["", "tp 2", "tp 10", "dp 2", "dp 16"]
-    assert re.findall('--size:(.*?);--heat:(.*?)"', found) == [("1.00", "0.25"), ("0.05", "1.00"), ("0.50", "0.50")]
-    assert "dp 16, tp 2 · MFU 20.0% (predicted 25.0%) · 100 tokens/s per rank · 3.0 GB" in found
-    assert "×<span>dp 16, tp 10: hang (&lt;/script&gt; &amp; late)" in found
-    assert "The best" not in runs.tables([runs.Dot("t", "a", "b", "hang")])
-
-
-def test_a_sweep_is_shown_before_the_published_runs(tmp_path, capsys):
-    ok = {"status": "ok", "mfu": None, "peak_memory_bytes": None}
-    records = [
-        {"id": "a", "world": 2, "values": {"tp": 2, "micro_batch": 1}, "tokens_per_s": 4096.0} | ok,
-        {"id": "b", "world": 4, "values": {"pp": 4, "micro_batch": 1}, "status": "hang", "line": "gone"},
+    """A dot's area is its speed and its colour its MFU, both of the best."""
+    one = next(run for run in read_runs() if run.pair == ("1B", 4))
+    degrees = ((16, 2, 100.0, 0.2), (2, 2, 400.0, 0.1), (2, 10, 1.0, 0.4), (16, 10, 0.0, None))
+    layouts = [one.layout._replace(dp=dp, tp=1, pp=1, zero=0, micro_batch=size) for dp, size, *_ in degrees]
+    made = [
+        one._replace(layout=layout, tokens_per_second=speed, mfu=mfu, memory=3e9)
+        for layout, (*_, speed, mfu) in zip(layouts, degrees)
     ]
-    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    words = "--model llama3-1b --gpus 1 --tokens-per-batch 16k --profile fsdp".split()
-    main(["page", *words, "--out", str(tmp_path / "plan.html"), "--sweep", str(tmp_path / "runs.jsonl")])
-    assert capsys.readouterr().out.startswith(f"  page: {tmp_path}/plan.html (0.")
-    text = (tmp_path / "plan.html").read_text()
-    tables = re.findall("<summary>(.*?)</summary>", text)[1:]
-    assert tables[0] == f"your sweep {tmp_path.name}: 1 of 2 runs ended" and len(tables) == 14
-    assert "ranks 2, tp 2, micro batch 1 · 2,048 tokens/s per rank" in text
+    found = runs.tables(made)
+    assert "1B on 4 nodes: 3 of 4 runs ended" in found and "<p>The best: dp 2, tp 1, pp 1, ZeRO-0, micro-b" in found
+    heads = ["", "ZeRO-0, micro-batch 2", "ZeRO-0, micro-batch 10", "dp 2, tp 1, pp 1", "dp 16, tp 1, pp 1"]
+    assert re.findall("<th>([^<]*)</th>", found) == heads
+    assert re.findall('--size:(.*?);--heat:(.*?)"', found) == [("1.00", "0.25"), ("0.05", "1.00"), ("0.50", "0.50")]
+    assert "· 100 tokens/s per GPU · 3.0 GB" in found and "· MFU 20.0% (predicted " in found
+    assert "×<span>dp 16, tp 1, pp 1, ZeRO-0, micro-batch 10: published without numbers</span>" in found
+    assert "The best" not in runs.tables(made[3:])
+    assert len(re.findall("<details>", runs.tables())) == 13
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
@@ -137,7 +123,6 @@ def test_bad_input_is_one_line(tmp_path, capsys):
             "--gpus 8 --tokens-per-batch 0",
             "argument --tokens-per-batch: 0 is no whole number of tokens, such as 4096, 8k or 1M",
         ),
-        (f"--gpus 1 --tokens-per-batch 4096 --sweep {tmp_path}", f"--sweep {tmp_path}: no runs.jsonl with runs"),
         (
             f"--gpus 1 --tokens-per-batch 4096 --out {tmp_path}",
             f"cannot write {tmp_path}: [Errno 21] Is a directory: '{tmp_path}'",
