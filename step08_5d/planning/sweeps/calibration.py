@@ -10,7 +10,6 @@ import json
 import math
 import shlex
 import statistics
-from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -23,7 +22,7 @@ from step05_pipeline.schedules.actions import Schedule
 from step05_pipeline.schedules.simulator import Costs
 from step08_5d.planning.dry_run.play import DryRun, configuration, dry_run, first_ranks
 from step08_5d.planning.fitting import kendall, nonnegative_least_squares
-from step08_5d.planning.sweeps.sweep import OF_NODES
+from step08_5d.planning.sweeps.sweep import OF_NODES, Sweep, fastest
 
 CLOSE = 0.03  # runs that are further off than this (relative) count less in a fit: something may have disturbed them
 
@@ -172,30 +171,36 @@ def _dot(some: list[float], rates: Rates) -> float:
 
 
 class Measured(NamedTuple):
-    """A run of a sweep."""
+    """A run of a sweep that ended."""
 
-    name: str
+    record: dict
     layout: LayoutWork
-    seconds: float  # of a step
+
+    @property
+    def name(self) -> str:
+        return self.record["id"]
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.record["step_time_s"]
 
 
-def measured(records: list[dict], folder: Path, cores: int, progress: bool = False) -> list[Measured]:
+def measured(asked: Sweep, cores: int) -> list[Measured]:
     """The runs of a sweep that ended, each with the work of its layout, which takes a dry run of each stage.
 
     What dry runs have counted is kept in the sweep's folder, in work.json.
     """
-    file, result = folder / "work.json", []
+    file, result = asked.folder / "work.json", []
     played = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    ended = [each for each in records if each["status"] == "ok"]
-    for each in tqdm(ended, unit="dry run", disable=None if progress else True):
+    for each in tqdm(fastest(asked.folder), unit="dry run", disable=None):
         nodes = {name: value for name, value in each["values"].items() if name in OF_NODES}
         key = f"{each['world']} ranks, {cores} cores, {nodes}: {shlex.join(each['flags'])}"
         if key not in played:
             played[key] = work_of_layout(each["flags"], each["world"], nodes, cores)
             file.write_text(json.dumps(played), encoding="utf-8")
         works, *others = played[key]
-        layout = LayoutWork([RankWork(*work) for work in works], *others)
-        result.append(Measured(each["id"], layout, each["step_time_s"]))
+        result.append(Measured(each, LayoutWork([RankWork(*work) for work in works], *others)))
     return result
 
 
@@ -218,37 +223,32 @@ def fit(runs: list[Measured]) -> Rates:
 
 
 class Judgement(NamedTuple):
-    """How well predictions rank runs that the fit has not seen."""
+    """How well some seconds predict others of the same runs."""
 
     runs: int
     kendall: float
     error: float  # median of |predicted / measured - 1|
-    regret: float  # how much longer the run takes that the model likes best, than the best
+    regret: float  # how much longer the run takes that is predicted to be the best, than the best
 
 
-class Scatter(NamedTuple):
-    """How well a run's own repetition predicts it: what no model can exceed."""
-
-    runs: int
-    kendall: float
-    error: float  # median of |second / first - 1|
-
-
-def scatter(history: dict[str, list[dict]]) -> Scatter | None:
-    """Compare the last two records of all runs that have ended twice; None if there are fewer than three."""
-    ended = ([each for each in records if each["status"] == "ok"][-2:] for records in history.values())
-    pairs = [[1 / each["tokens_per_s"] for each in two] for two in ended if len(two) == 2]
-    if len(pairs) < 3:
-        return None
-    first, second = zip(*pairs)
-    error = statistics.median(abs(two / one - 1) for one, two in pairs)
-    return Scatter(len(pairs), kendall(first, second), error)
+def compare(predicted: list[float], measured: list[float]) -> Judgement:
+    """Judge predictions by what was measured."""
+    error = statistics.median(abs(guess / real - 1) for guess, real in zip(predicted, measured))
+    regret = measured[predicted.index(min(predicted))] / min(measured) - 1
+    return Judgement(len(measured), kendall(predicted, measured), error, regret)
 
 
 def judge(runs: list[Measured], rates: Rates) -> Judgement:
-    """Compare predicted with measured tokens per second. Runs of a sweep may differ in tokens per step."""
+    """Judge rates by the seconds of a token, as runs of a sweep may differ in tokens per step."""
     guesses = [seconds(run.layout, rates) / run.layout.tokens for run in runs]
-    found = [run.seconds / run.layout.tokens for run in runs]
-    error = statistics.median(abs(guess / real - 1) for guess, real in zip(guesses, found))
-    regret = found[guesses.index(min(guesses))] / min(found) - 1
-    return Judgement(len(runs), kendall(guesses, found), error, regret)
+    return compare(guesses, [run.seconds / run.layout.tokens for run in runs])
+
+
+def scatter(history: dict[str, list[dict]]) -> Judgement | None:
+    """How well a run's last repetition predicts the one before, which no model can exceed.
+
+    None if fewer than three runs have ended twice.
+    """
+    ended = ([each for each in records if each["status"] == "ok"][-2:] for records in history.values())
+    pairs = [[1 / each["tokens_per_s"] for each in two] for two in ended if len(two) == 2]
+    return compare([last for _, last in pairs], [before for before, _ in pairs]) if len(pairs) > 2 else None

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from common.launching.system import SESSIONS, require
-from step08_5d.planning.command_line import Command, count
+from step08_5d.planning.command_line import Command
 from step08_5d.planning.sweeps import sweep as sweeps
 from step08_5d.planning.sweeps.sweep import STATES
 
@@ -18,7 +18,7 @@ def add_sweep_flags(parser: ArgumentParser) -> None:
 
 
 def sweep(options: Namespace) -> None:
-    """Run what a file asks for, then show the table and the heat map."""
+    """Real runs of many layouts that a file asks for, one after the other, and what became of each."""
     from step08_5d.planning.sweeps import pictures
 
     require("a sweep", SESSIONS)
@@ -34,11 +34,10 @@ def add_calibrate_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--judge", help="another TOML file of a sweep: fit to all runs of FILE, judge on those of this one"
     )
-    parser.add_argument("--cores", type=count, help="that the ranks share (default: those of this process)")
 
 
 def calibrate(options: Namespace) -> None:
-    """Fit rates to a sweep's runs, and show how well they predict others."""
+    """What this machine needs for a FLOP, an operation, a byte: fitted to some runs of a sweep, judged on others."""
     from step08_5d.planning.sweeps import calibration_report  # here, as dry runs import all that trains
 
     calibration_report.show(options)

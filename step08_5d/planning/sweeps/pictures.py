@@ -3,9 +3,10 @@
 import math
 from pathlib import Path
 
-from common.drawing.figures import COLOURS, new_figure, write_png
+from common.drawing.figures import new_figure, write_png
 from common.drawing.tables import print_table
 
+LONGEST = 80  # characters of an error's line that a table shows; all of it is in runs.jsonl
 ACROSS = ("micro_batch", "zero", "recompute", "schedule")  # what varies along a row of the heat map
 
 
@@ -16,7 +17,7 @@ def print_records(name: str, records: list[dict]) -> None:
     rows = [(each["id"], *speed, *_losses(each)) for each, speed in zip(ended, speeds)]
     head = ("run", "tokens/s", "s", "last loss", "largest rise")
     print_table(f"{name}: {len(ended)} of {len(records)} runs ended", head, rows)
-    failed = [(each["id"], each["status"], each["line"]) for each in records if each["status"] != "ok"]
+    failed = [(each["id"], each["status"], each["line"][:LONGEST]) for each in records if each["status"] != "ok"]
     if failed:
         print_table("the others", ("run", "what became of it", ""), failed)
 
@@ -69,21 +70,4 @@ def draw_heat(records: list[dict], path: Path) -> Path:
     axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right", fontsize=8)
     axis.set_yticks(range(len(rows)), rows, fontsize=8)
     figure.colorbar(image, label="tokens/s")
-    return write_png(figure, path)
-
-
-def draw_beside(measured: dict[str, float], predicted: dict[str, float], seen: set[str], path: Path) -> Path:
-    """Measured over predicted seconds of a step, by the id of a run; `seen`: those that were fitted to."""
-    figure, axis = new_figure(width=4.6, height=4.2)
-    for label, some, colour in (
-        ("fitted to", [each for each in measured if each in seen], "other"),
-        ("not seen", [each for each in measured if each not in seen], "measured"),
-    ):
-        if some:
-            axis.loglog([predicted[each] for each in some], [measured[each] for each in some], "o", ms=4, label=label)
-            axis.lines[-1].set_color(COLOURS[colour])
-    ends = [min(*measured.values(), *predicted.values()), max(*measured.values(), *predicted.values())]
-    axis.loglog(ends, ends, color="black", lw=1)
-    axis.set(xlabel="seconds of a step, predicted", ylabel="measured")
-    axis.legend()
     return write_png(figure, path)

@@ -149,7 +149,8 @@ def test_rates_that_made_the_times_are_found_again():
     for n in range(36):
         work = RankWork(1e9 * (1 + n % 5), 1e4 * (1 + n % 3), 1e6 * (1 + n % 11), 50.0 * (n % 4))
         layout = LayoutWork([work] * (1 + n % 2), 4096, 1 + n % 3, 1, 0.5 * (n % 6 == 5), 0.5 * (n % 7 == 6))
-        runs.append(Measured(str(n), layout, calibration.seconds(layout, true) * (1.5 if n == 6 else 1)))
+        seconds = calibration.seconds(layout, true) * (1.5 if n == 6 else 1)
+        runs.append(Measured({"id": str(n), "step_time_s": seconds}, layout))
     rates = calibration.fit(runs[::2])
     found = calibration.judge(runs[1::2], rates)
     assert found.kendall > 0.95 and found.error < 0.03 and found.regret < 0.03
@@ -181,18 +182,18 @@ def test_another_sweep_judges(grid, monkeypatch, capsys):
     """Rates come of all runs of the first sweep, the judgement of all runs of the second, which has another machine."""
     other = grid.with_name("other.toml")
     other.write_text(grid.read_text().replace('name = "test"', 'name = "other"'))
-    works = [RankWork(1e9 * n, 1e4 * (n % 3), 1e6 * (n % 4), 9.0 * (n % 2)) for n in range(1, 13)]
-    runs = [Measured(str(n), LayoutWork([work], 4096), 1.0) for n, work in enumerate(works)]
-    runs = [run._replace(seconds=calibration.seconds(run.layout, Rates())) for run in runs]
-    sweeps = {"test": runs, "other": [run._replace(seconds=1.25 * run.seconds) for run in runs[:10]]}
-    monkeypatch.setattr(calibration, "measured", lambda records, folder, *_, **options: sweeps[folder.name])
-    ended = {"status": "ok", "values": {}, "world": 2, "tokens_per_s": 1.0, "step_time_s": 1.0}
-    records = {name: [ended | {"id": run.name} for run in runs] for name, runs in sweeps.items()}
-    monkeypatch.setattr(sweep, "fastest", lambda folder: records[folder.name])
-    assert not main(["calibrate", str(grid), "--judge", str(other), "--cores", "2"])
+    ended, sweeps = {"status": "ok", "values": {}, "world": 2, "tokens_per_s": 1.0}, {"test": [], "other": []}
+    for n in range(1, 13):
+        layout = LayoutWork([RankWork(1e9 * n, 1e4 * (n % 3), 1e6 * (n % 4), 9.0 * (n % 2))], 4096)
+        for name, slower in (("test", 1.0), ("other", 1.25)):
+            seconds = slower * calibration.seconds(layout, Rates())
+            sweeps[name].append(Measured(ended | {"id": str(n), "step_time_s": seconds}, layout))
+    del sweeps["other"][10:]
+    monkeypatch.setattr(calibration, "measured", lambda asked, cores: sweeps[asked.name])
+    assert not main(["calibrate", str(grid), "--judge", str(other)])
     printed = capsys.readouterr().out
     assert re.search(r"all of test +10 +1\.00 +20% +0%", printed) and "the fit has seen" not in printed
-    assert not main(["calibrate", str(grid), "--cores", "2"])
+    assert not main(["calibrate", str(grid)])
     assert re.search(r"the last third +8 +1\.00 +0% +0%", capsys.readouterr().out)
     sweeps["other"] = []
     assert main(["calibrate", str(grid), "--judge", str(other)]) == 2
