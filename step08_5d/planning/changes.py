@@ -52,8 +52,9 @@ class Change(NamedTuple):
 
 
 def changes(task: Task, best: list[Candidate]) -> list[Change]:
-    """The plan of least regret under each condition."""
-    return [_change(task, best, condition) for condition in CONDITIONS]
+    """The plan of least regret under each condition; late messages are a matter of nanotron alone."""
+    late = any(profile.own for profile in task.profiles)
+    return [_change(task, best, condition) for condition in CONDITIONS if late or not condition.pause]
 
 
 def _change(task: Task, best: list[Candidate], condition: Condition) -> Change:
@@ -71,10 +72,15 @@ def _change(task: Task, best: list[Candidate], condition: Condition) -> Change:
     def bound(plan: Candidate) -> float:
         return max(plan.seconds[each.name] / fastest for each, fastest in least.items()) - 1
 
-    first, (lowest, winner) = regret(best[0]), _least(best, bound, regret)
-    if first <= (1 + EQUAL) * (1 + lowest) - 1:
-        lowest, winner = first, best[0]
-    return Change(condition.words, first, winner, lowest)
+    lowest, winner = _least(best, bound, regret)
+    return _unless_equal(condition.words, best[0], regret(best[0]), winner, lowest)
+
+
+def _unless_equal(words: str, ours: Candidate, first: float, winner: Candidate, lowest: float) -> Change:
+    """The change to another plan, or none if the first plan is as good."""
+    if 1 + first <= (1 + EQUAL) * (1 + lowest):
+        winner, lowest = ours, first
+    return Change(words, first, winner, lowest)
 
 
 def _least(
@@ -112,19 +118,17 @@ def interleaving(task: Task, best: list[Candidate]) -> list[Change]:
                     regrets = {name: share * each / least[name] - 1 for name, each in found.items()}
                     batch = layout.dp * layout.micro_batch * count
                     by_batch.setdefault(batch, []).append(Candidate(tried, held, found, regrets))
-    result = []
-    for batch, plans in by_batch.items():
+    result, asked = [], by_batch.get(task.sequences)
+    for batch, plans in ({task.sequences: asked} if asked else by_batch).items():
         fastest = {name: min(0.0, *(each.regrets[name] for each in plans)) for name in least}
 
         def regret(plan: Candidate) -> float:
             return max((1 + plan.regrets[name]) / (1 + each) - 1 for name, each in fastest.items())  # noqa: B023
 
-        winner, first = min(plans, key=regret), regret(best[0])
+        winner = min(plans, key=regret)
         words = "interleaved stages" if batch == task.sequences else f"{batch:,} sequences, interleaved stages"
-        better = 1 + first > (1 + EQUAL) * (1 + regret(winner))
-        result.append(Change(words, first, winner if better else best[0], regret(winner if better else best[0])))
-    ours = [each for each in result if each.words == "interleaved stages"]
-    return ours or sorted(result, key=lambda each: -each.first)[:2]
+        result.append(_unless_equal(words, best[0], regret(best[0]), winner, regret(winner)))
+    return sorted(result, key=lambda each: -each.first)[:2]
 
 
 def print_changes(task: Task, best: list[Candidate]) -> None:

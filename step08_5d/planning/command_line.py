@@ -119,16 +119,12 @@ def profiles(text: str) -> tuple[Profile, ...]:
 
 def ends_of(options: Namespace) -> tuple[Profile, ...]:
     """The profiles between which times range, or those that are asked for."""
-    return _with_gradients(options, options.profile or RANGE)
+    return profiles_of(options, RANGE)
 
 
-def profiles_of(options: Namespace) -> tuple[Profile, ...]:
-    """All profiles whose habits count, or those that are asked for."""
-    return _with_gradients(options, options.profile or tuple(PROFILES.values()))
-
-
-def _with_gradients(options: Namespace, profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
-    return tuple(each._replace(gradient=options.gradients) for each in profiles)
+def profiles_of(options: Namespace, otherwise: tuple[Profile, ...] = tuple(PROFILES.values())) -> tuple[Profile, ...]:
+    """All profiles whose habits count, or those that are asked for, with gradients of as many bytes as these say."""
+    return tuple(each._replace(gradient=options.gradients) for each in options.profile or otherwise)
 
 
 def add_cluster(parser: ArgumentParser) -> None:
@@ -143,7 +139,7 @@ def add_degrees(parser: ArgumentParser) -> None:
 
 
 def add_global_batch(parser: ArgumentParser) -> None:
-    parser.add_argument("--global-batch", "--sequences", type=count, default=256, help="sequences of a step")
+    parser.add_argument("--global-batch", type=count, default=256, help="sequences of a step")
 
 
 def words_of(options: Namespace) -> list[str]:

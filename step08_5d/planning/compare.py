@@ -18,7 +18,7 @@ from step05_pipeline.cost import BUBBLES
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_gpu, add_model, ends_of, machine_of, words_of
-from step08_5d.planning.explain import Range, span_of, waits
+from step08_5d.planning.explain import WAITS, Range, span_of, waits
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.memory.report import SCHEDULES, configuration
 from step08_5d.planning.search import MOST_FULL, named
@@ -37,7 +37,10 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def show(options: Namespace) -> None:
-    """The table for the options of the command line. Raises UsageError, after it, for layouts that it cannot have."""
+    """Layouts that you name side by side: how fast, how much memory, and how many bytes over which dimension.
+
+    Raises UsageError, after the table, for layouts that it cannot have.
+    """
     machine, ends, rows, refused = machine_of(options), ends_of(options), [], []
     words, room = [*words_of(options), "--order", machine.order], MOST_FULL * machine.memory
     for text in options.layouts:
@@ -62,7 +65,7 @@ def show(options: Namespace) -> None:
         title = f"{options.model}, {options.gpu}, {options.global_batch} x {options.seq_len:,} tokens a step"
         header = ("layout", "GPUs", "MFU", "s", "GB held", f"sent: {SENT[0]}", *SENT[1:], *waits(ends))
         print_table(f"predicted, {span_of(ends)}: {title}", header, rows)
-        print("  sent: GB of a rank in a step, in a stage in the middle; waits for: the most besides computing")
+        print(f"  sent: GB of a rank in a step, in a stage in the middle\n  {WAITS}")
         if any(" *" in row[4] for row in rows):
             print(f"  * does not fit: of {machine.memory / 1e9:.0f} GB, {room / 1e9:.0f} may be filled")
         if len({row[1] for row in rows}) > 1:

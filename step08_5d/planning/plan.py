@@ -1,4 +1,4 @@
-"""Which layout of a model to run on a cluster, what it would cost to be wrong, and why."""
+"""The command `plan`: from the words of a command line to a task, and all that is printed about it."""
 
 import gc
 from argparse import ArgumentParser, Namespace
@@ -52,7 +52,10 @@ def shape(options: Namespace) -> ModelConfig:
 
 
 def show(options: Namespace) -> None:
-    """The tables for the options of the command line. Raises UsageError for what cannot be planned."""
+    """Which layout to run on a cluster, what it would cost to be wrong, and why.
+
+    Raises UsageError for what cannot be planned.
+    """
     task = task_of(options)._replace(interleaved=options.interleaved)
     print(f"{assumed(task.name, task.model)}\n{task.machine.words(task.gpus)}")
     gc.set_threshold(50_000, 20, 20)  # a search makes many small objects: collections would take a sixth of its time

@@ -13,7 +13,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def show(options: Namespace) -> None:
-    """Play the rank and print what it held and sent. What is left of the command line are flags of step 8."""
+    """One step of one rank of any world, on fake tensors: what it holds and sends."""
     from step08_5d.planning.dry_run import play  # here, as it imports all that trains
 
     found = play.dry_run(play.configuration(words_of(options), options.world), options.rank, progress=True)

@@ -1,4 +1,4 @@
-"""One layout's memory as a table: for our model by stage of the pipeline, or in the playbook's GPT form.
+"""What one layout holds, as a table with a line for each stage of its pipeline.
 
 It takes the flags of step 8, so that the words of a command (that `plan` has printed, say) can be copied. What the
 formula does not know is refused in a line. `--play` adds a dry run of each stage, which counts what the formula says.
@@ -16,7 +16,6 @@ from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d.cost import Layout
 from step08_5d.planning.command_line import Command, add_global_batch, add_model, known, words_of
-from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
 from step08_5d.planning.memory.ledger import Tensors
 from step08_5d.planning.memory.peak import peak
@@ -30,7 +29,6 @@ KNOWN = set(
 )
 KNOWN |= {"zero_replicas", "order"} | set(flag_names("model")) - {"init_from", "fp8", "fp8_gradients", "fp8_dispatch"}
 SCHEDULES = ("1f1b", "interleaved", "naive", "afab", "zb-h1", "zb-h2")
-GPT_FORM = Layout(0, dtype="bfloat16")
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -38,20 +36,16 @@ def add_flags(parser: ArgumentParser) -> None:
     add_global_batch(parser)
     parser.add_argument("--play", action="store_true", help="also a dry run of each stage, on fake tensors")
     parser.add_argument("--layer", action="store_true", help="also the backward of a layer, tensor by tensor")
-    parser.add_argument("--form", choices=("ours", "gpt"), default="ours", help="our model, or the playbook's GPT")
 
 
 def show(options: Namespace) -> None:
-    """The table for the options of the command line."""
+    """What one layout holds, by kind, on the ranks of its pipeline."""
     config = configuration(words_of(options))
     model, layout = known(config.model_config, config.model), Layout.of(config)
-    if options.form == "gpt":
-        _show_gpt(options.model, model, layout)
-    else:
-        _show_ours(config, layout, options.play)
-        if options.layer:
-            for experts in sorted({model.has_experts(index) for index in range(model.layers)}):
-                show_layer(model, layout, experts=experts)
+    show_stages(config, layout, options.play)
+    if options.layer:
+        for experts in sorted({model.has_experts(index) for index in range(model.layers)}):
+            show_layer(model, layout, experts=experts)
 
 
 def configuration(argv: list[str]) -> TrainConfig:
@@ -73,7 +67,8 @@ def configuration(argv: list[str]) -> TrainConfig:
     return config
 
 
-def _show_ours(config: TrainConfig, layout: Layout, play: bool) -> None:
+def show_stages(config: TrainConfig, layout: Layout, play: bool) -> None:
+    """Print what the ranks of a pipeline hold that may be fullest; with `play` also what a dry run of each counts."""
     model = config.model_config
     stages = sorted({1, layout.pp // 2, *fullest_ranks(model, layout)} & set(range(layout.pp)))
     layers = layers_of_ranks(model, layout)
@@ -130,23 +125,6 @@ def played(config: TrainConfig, stage: int):
 
 def _all(kinds: dict[str, float]) -> float:
     return sum(kinds.values()) / 1e9
-
-
-def _show_gpt(name: str, model: ModelConfig, layout: Layout) -> None:
-    if model.experts:
-        raise UsageError(f"--form gpt has no experts, and {name} has {model.experts}")
-    for field in ("dtype", "schedule", "cp_mode", "stages"):
-        if (value := getattr(layout, field)) != getattr(GPT_FORM, field):
-            raise UsageError(f"--form gpt knows bfloat16, 1F1B and the ring, and no {field.replace('_', '-')} {value}")
-    shape, kind = gpt_memory.of_model(model)
-    columns = [gpt_memory.widget(shape, layout, kind)]
-    columns += [gpt_memory.right(shape, layout, kind, stage) for stage in sorted({0, layout.pp - 1})]
-    rows = [(kind, *(f"{each[kind] / 2**30:.2f}" for each in columns)) for kind in gpt_memory.KINDS]
-    rows.append(("all", *(f"{sum(each.values()) / 2**30:.2f}" for each in columns)))
-    header = ("", "widget", *(f"right, stage {stage}" for stage in sorted({0, layout.pp - 1})))
-    print_table(f"predicted: {name} as the playbook's GPT, {named(layout)}, GiB of a rank, 1F1B", header, rows)
-    if layout.pp * layout.cp > 1:
-        print("  the widget knows neither pipelines nor contexts")
 
 
 COMMAND = Command(add_flags, show, takes_more=True)

@@ -5,10 +5,10 @@ from typing import NamedTuple
 from common.drawing.tables import print_table
 from step08_5d.planning.explain import Range
 from step08_5d.planning.memory.peak import memory
-from step08_5d.planning.published.others import EARLY, OtherRun, read_runs
+from step08_5d.planning.published.others import DESCRIBED, OtherRun, read_runs
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, named, plans
 from step08_5d.planning.time.machines import MACHINES
-from step08_5d.planning.time.profiles import PROFILES, RANGE
+from step08_5d.planning.time.profiles import RANGE
 from step08_5d.planning.time.speed import times
 
 
@@ -52,7 +52,7 @@ def advise(case: Situation) -> Advice:
     gpus = layout.copies * layout.tp * layout.pp
     sequences = layout.dp * layout.micro_batch * layout.micro_batches * case.gpus // gpus
     task = Task(case.words, run.model, case.gpus, layout.seq, sequences, machine, layout.stages > 1)
-    plan, profile = plans(task)[0][0], (PROFILES | {EARLY.name: EARLY})[run.profile]
+    plan, profile = plans(task)[0][0], DESCRIBED[run.profile]
     theirs = None
     if gpus == case.gpus:
         ours = times(run.model, plan.layout, machine, profile).step

@@ -5,7 +5,7 @@ from functools import cache
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
 from step08_5d.planning.published import others, runs
-from step08_5d.planning.published.others import CLOSE, EARLY, judge
+from step08_5d.planning.published.others import CLOSE, DESCRIBED, judge
 from step08_5d.planning.time.machines import Machine
 from step08_5d.planning.time.profiles import PROFILES, Profile
 from step08_5d.planning.time.speed import spans
@@ -58,6 +58,6 @@ def print_evidence(profiles: tuple[Profile, ...], model: ModelConfig, layout: La
     alike = [run for run in alike if (run.model.experts > 0) == (model.experts > 0)]
     words = f"  {len(alike)} of {len(theirs)} published runs use it, too{like}"
     if alike:
-        close = judge({run: (PROFILES | {EARLY.name: EARLY})[run.profile] for run in alike}).close * len(alike)
+        close = judge({run: DESCRIBED[run.profile] for run in alike}).close * len(alike)
         words += f"; profiles fitted to them predict {close:.0f} within {CLOSE - 1:.0%}"
     print(words)

@@ -27,6 +27,7 @@ FILE = Path(__file__).with_name("other_runs.csv")
 # Systems from before FlashAttention write all scores of attention to memory, and no message of theirs hides. Nobody
 # plans with them, but a third of the runs are theirs
 EARLY = Profile("early", products=0.76, attention=0.030, hides=0.0)
+DESCRIBED = PROFILES | {EARLY.name: EARLY}
 FLASH_ATTENTION = 2205.14135  # its arXiv number: what has a smaller one did not know it
 FITTED = {"fsdp": ("products", "attention", "hides"), "early": ("products", "attention")}
 FITTED["megatron"] = FITTED["yours"] = FITTED["fsdp"]
@@ -161,7 +162,7 @@ def error(profile: Profile, runs: list[OtherRun]) -> float:
 
 def fitted(name: str, runs: list[OtherRun]) -> Profile:
     """The profile of this name, fitted to those of the runs that it describes; `yours` to all."""
-    start = (PROFILES | {EARLY.name: EARLY}).get(name, Profile("yours", **START))
+    start = DESCRIBED.get(name, Profile("yours", **START))
     some = [run for run in runs if name in ("yours", run.profile)]
     start = start._replace(**{each: START[each] for each in FITTED[name]})
     return descend(start, FITTED[name], partial(error, runs=some), sweeps=6)

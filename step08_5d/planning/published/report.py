@@ -29,7 +29,10 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def show(options: Namespace) -> None:
-    """Fit the models of time and memory to half of the published runs and judge them on the other half, both ways."""
+    """How predictions rank the playbook's runs, and how far off they are for other systems, or for your own runs.
+
+    Models of time and memory are fitted to half of the playbook's pairs and judged on the other half, both ways.
+    """
     if options.advice or options.runs:
         return print_yours(Path(options.runs)) if options.runs else print_advice()
     runs = published.read_runs()

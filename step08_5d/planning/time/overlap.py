@@ -109,7 +109,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def show(options: Namespace) -> None:
-    """The table for the options of the command line."""
+    """Does it hide? Each dimension's communication over the computation that may run meanwhile, for your numbers."""
     model = model_of(options)
     degrees = {name: getattr(options, name) for name in DEGREES}
     if degrees["ep"] > 1 and not model.experts:

@@ -12,7 +12,7 @@ from tests.harness.ranks import ROOT
 ALL = bool(os.environ.get("TEST_ALL"))
 PAGE = ROOT / "step08_5d" / "planning" / "measurements.md"
 COMMAND = r"^    python -m step08_5d\.planning ((?:%s) [^\n]*)\n\n```\n(.*?)\n```$"
-SHOWN = dict(re.findall(COMMAND % "plan|compare|recipe|cheatsheet|overlap|memory", PAGE.read_text(), re.M | re.S))
+SHOWN = dict(re.findall(COMMAND % "plan|compare|overlap|memory", PAGE.read_text(), re.M | re.S))
 QUICK = [each for each in SHOWN if not each.startswith("plan ")]  # a plan takes seconds
 
 

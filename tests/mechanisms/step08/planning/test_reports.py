@@ -1,4 +1,4 @@
-"""The planner's reports: overlap, why a plan won, the recipe, layouts side by side; and bad input to all of them."""
+"""The planner's reports: overlap, why a plan won, layouts side by side; and bad input to all of them."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ from common.launching.command_line import parse
 from common.presets import PRESETS
 from step08_5d import config as step08
 from step08_5d.cost import Layout
-from step08_5d.planning import explain, recipe
+from step08_5d.planning import explain
 from step08_5d.planning.__main__ import main
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, divisors, flags, plans
@@ -62,29 +62,26 @@ def test_overlap_by_hand():
         ("overlap --model llama3-8b --dp 8 --bandwidth 0", "error: argument --bandwidth: 0 must be above 0"),
         ("memory --model llama3-8b --tp 7", "error: --tp 7 does not divide --heads 32"),
         ("memory --model llama3-8b --hidden 6144 --heads 48 --kv-heads 12 --tp 16", "error: --tp 16 and --kv-heads"),
-        ("memory --model mixtral-8x7b --form gpt", "error: --form gpt has no experts"),
-        ("memory --model llama3-8b --form gpt --dtype float32", "error: --form gpt knows bfloat16"),
         ("memory --model llama3-8b --no-fused", "error: --no-fused is not in the formula of memory; dry-run takes it"),
         (
             "memory --model llama3-8b --mask-documents",
             "error: --mask-documents ",
         ),
         ("memory --model llama3-8b --schedule zbv --pp 2", "error: --schedule zbv: the formula knows 1f1b, "),
-        ("memory --model llama3-8b --gpus 64", "error: --gpus is not a flag of step08_5d"),
+        ("memory --model llama3-8b --gpu H800", "error: --gpu is not a flag of memory, but of plan, compare, page"),
+        ("memory --model llama3-8b --gpus 64", "error: --gpus is not a flag of memory, but of plan, page"),
+        ("memory --model llama3-8b --layouts 64", "error: --layouts is not a flag of step08_5d"),
         ("memory --model llama3-8b --pp 2 --virtual-stages 2", "error: --virtual-stages 2: --schedule 1f1b has"),
         ("memory --model llama3-8b --global-batch 6 --dp 4", "error: --global-batch 6 is not divisible by"),
         ("compare --model llama3-8b --dp 96 --tp 8", "error: unknown: --dp --tp 8; put each layout in quotes"),
         ("memory --model llama3-8b --dp 0", "error: --dp 0 must be at least 1"),
-        ("cheatsheet --model mixtral-8x7b", "error: the cheatsheet knows no experts"),
-        ("cheatsheet --model llama3-8b --tp 3", "error: --tp 3 does not divide --heads 32"),
-        ("recipe --model llama3-70b --gpus 7", "error: --gpus 7: dp x tp 8 x pp must make them up"),
         (
-            "recipe --model llama3-70b --gpus 64 --seq-len inf",
+            "plan --model llama3-70b --gpus 64 --seq-len inf",
             "error: argument --seq-len: inf is no whole number of tok",
         ),
-        ("recipe --model llama3-70b --gpus 768.0", "error: argument --gpus: 768.0 is no whole number, such as 64"),
+        ("plan --model llama3-70b --gpus 768.0", "error: argument --gpus: 768.0 is no whole number, such as 64"),
         (
-            "recipe --model llama3-70b --gpus 8 --seq-len 4kk",
+            "plan --model llama3-70b --gpus 8 --seq-len 4kk",
             "error: argument --seq-len: 4kk is no whole number of tokens,",
         ),
         (
@@ -92,7 +89,7 @@ def test_overlap_by_hand():
             "error: argument --between: 26,25 is no number without a unit, s",
         ),
         (
-            "recipe --model llama3-70b --gpus 64 --tokens-per-batch 8e6",
+            "plan --model llama3-70b --gpus 64 --tokens-per-batch 8e6",
             "error: --tokens-per-batch 8000000 is no multiple of --seq-len 4096; try 7999488 (1,953 x 4096) or 80",
         ),
     ],
@@ -247,59 +244,11 @@ def test_a_range_goes_from_the_slowest_to_the_fastest_profile(capsys):
     words = ["compare", "--model", "llama3-8b", "--seq-len", "128k", "--dp 4 --tp 4 --cp 4 --zero 1 --global-batch 32"]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert f"  {span.seconds}  " in printed and "nanotron waits for" in printed and "tuned waits for" in printed
+    assert f"  {span.seconds}  " in printed and re.search("waits: nanotron +tuned", printed)
     assert main([*words, "--profile", "Megatron,fsdp"]) == 0
     printed = capsys.readouterr().out
     assert f"  {steps['fsdp']:.2f} ... {steps['megatron']:.2f}  " in printed and "nanotron" not in printed
-    assert "slowest ... fastest of megatron, fsdp" in printed and "megatron waits for" in printed
-
-
-def test_ways_to_another_batch():
-    """Each one doubles or halves the tokens of a step; ep 8 of dp 2, cp 2 and tp 2 leaves no way to halve dp or cp."""
-    layout = Layout(4096, dp=2, cp=2, tp=2, ep=8, micro_batch=2, micro_batches=3)
-    ways = recipe.batch_ways(LLAMA, layout)
-    tokens = {name: each.dp * each.micro_batches * each.micro_batch * each.seq for name, each in ways.items()}
-    whole = tokens.pop("as it is")
-    assert {name: size / whole for name, size in tokens.items()} == {
-        "up: twice the dp": 2,
-        "up: twice the micro-batches": 2,
-        "up: twice the micro-batch": 2,
-        "up: twice the cp and sequences": 2,
-        "down: half the micro-batch": 0.5,
-    }
-    longer = ways["up: twice the cp and sequences"]
-    assert longer.tokens == layout.tokens, "of a rank"
-    dense = recipe.batch_ways(LLAMA, layout._replace(ep=1))
-    assert {"down: half the dp", "down: half the cp and sequences"} < set(dense)
-
-
-def test_zero_2_in_a_pipeline_sends_more_than_zero_1():
-    """A reduce-scatter for every micro-batch, and not one for a step: 4 m + 2 bytes per parameter, not 4 + 2. Without
-    ZeRO the all-reduce sends 8.
-    """
-    found = recipe.choices(task("llama3-70b", 1024, sequences=1024))
-    none, one, two = (found[8, zero] for zero in range(3))
-    assert none.sent / one.sent == pytest.approx(8 / 6)
-    m = two.layout.micro_batches
-    assert two.sent / one.sent == pytest.approx((4 * m + 2) / 6)
-    assert two.held < sum(memory(PRESETS["llama3-70b"], two.layout._replace(zero=1)).values())
-    assert found[1, 0] is None, "70 B with tp 8 and nothing else do not fit"
-
-
-def test_the_recipe_takes_the_fastest_of_all_that_fit():
-    mine, by = task("llama3-70b", 128, sequences=64), PROFILES["megatron"]
-    found, expected = recipe.choices(mine, (by,)), {}
-    for pp, zero in itertools.product(range(1, 21), range(4)):
-        dp, rest = divmod(128, 8 * pp)
-        if 80 % pp or rest or 64 % dp:
-            continue
-        ways = [(size, again) for size in (1, 2, 4, 8, 16) if 64 // dp % size == 0 for again in ("none", "full")]
-        base = Layout(4096, dp, pp, tp=8, zero=zero, dtype="bfloat16")
-        every = [base._replace(micro_batch=b, micro_batches=64 // dp // b, recompute=again) for b, again in ways]
-        fitting = [each for each in every if sum(memory(mine.model, each).values()) <= 0.9 * mine.machine.memory]
-        expected[pp, zero] = min((times(mine.model, each, mine.machine, by).step for each in fitting), default=None)
-    assert {key: choice and choice.seconds for key, choice in found.items()} == expected
-    assert None in expected.values() and len(expected) > 8
+    assert "slowest ... fastest of megatron, fsdp" in printed and "waits: megatron" in printed
 
 
 def test_layouts_side_by_side(capsys):
