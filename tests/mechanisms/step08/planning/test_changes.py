@@ -35,6 +35,7 @@ def test_plan_takes_flags_of_the_models_shape(capsys):
     words = "plan --model llama3-1b --gpus 8 --tokens-per-batch 256k --profile fsdp --experts 8 --top-k 2 --layers 8"
     assert main(words.split()) == 0
     printed = capsys.readouterr().out
+    assert "half the bandwidth" in printed and "late" not in printed, "messages are late in nanotron's pipelines only"
     config = parse(8, printed.strip().splitlines()[-1].split("train.py ")[1].split())
     model = config.model_config
     assert (model.experts, model.top_k, model.layers) == (8, 2, 8) and "8 experts of 8,192 (2 a token" in printed

@@ -10,12 +10,12 @@ import pytest
 from common.costs.hardware import H100_TFLOPS
 from common.counts import count_parameters
 from common.errors import UsageError
-from common.launching.command_line import parse
+from common.launching.command_line import parse, summary
 from common.presets import PRESETS
 from step08_5d import config as step08
 from step08_5d.cost import Layout
 from step08_5d.planning import explain
-from step08_5d.planning.__main__ import main
+from step08_5d.planning.__main__ import COMMANDS, main
 from step08_5d.planning.memory.peak import memory
 from step08_5d.planning.search import MOST_FULL, Candidate, Task, divisors, flags, plans
 from step08_5d.planning.time import overlap
@@ -95,6 +95,7 @@ def test_overlap_by_hand():
     ],
 )
 def test_bad_input_is_one_line(words, line, capsys):
+    assert len({summary(each.run.__doc__) for each in COMMANDS.values()}) == len(COMMANDS), "each has words of its own"
     assert main(words.split()) == 2
     found = capsys.readouterr().err
     assert found.startswith(line) and found.count("\n") == 1
