@@ -157,16 +157,8 @@ def add_figure(parser: ArgumentParser, name: str) -> None:
 
 
 def model_of(options: Namespace) -> ModelConfig:
-    """The model of --model. Raises UsageError as `known` does."""
-    return known(resolve(options.model), options.model)
-
-
-def known(model: ModelConfig, name: str) -> ModelConfig:
-    """Return the model. Raises UsageError for one whose memory and time the formulas do not know."""
-    if model.latent:
-        what = "the planner's formulas know no latent attention; dry-run does, and deepseek-v3-like has all but that"
-        raise UsageError(f"--model {name}: {what}")
-    return model
+    """The model of --model."""
+    return resolve(options.model)
 
 
 def sequences_of(options: Namespace) -> int:

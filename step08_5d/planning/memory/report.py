@@ -15,7 +15,7 @@ from common.launching.run_mesh import degrees_of
 from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_global_batch, add_model, known, words_of
+from step08_5d.planning.command_line import Command, add_global_batch, add_model, words_of
 from step08_5d.planning.memory import gpt as gpt_memory
 from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
 from step08_5d.planning.memory.ledger import Tensors
@@ -44,13 +44,13 @@ def add_flags(parser: ArgumentParser) -> None:
 def show(options: Namespace) -> None:
     """The table for the options of the command line."""
     config = configuration(words_of(options))
-    model, layout = known(config.model_config, config.model), Layout.of(config)
+    model, layout = config.model_config, Layout.of(config)
     if options.form == "gpt":
         _show_gpt(options.model, model, layout)
     else:
         _show_ours(config, layout, options.play)
         if options.layer:
-            for experts in sorted({model.has_experts(index) for index in range(model.layers)}):
+            for experts in sorted({model.has_experts(index) for index in range(model.blocks)}):
                 show_layer(model, layout, experts=experts)
 
 
@@ -67,6 +67,9 @@ def configuration(argv: list[str]) -> TrainConfig:
             raise UsageError(f"{flag} is not in the formula of memory{other}")
     if config.schedule not in SCHEDULES:
         raise UsageError(f"--schedule {config.schedule}: the formula knows {', '.join(SCHEDULES)}; dry-run all others")
+    if config.model_config.latent and config.cp > 1 and config.cp_mode != "ring":
+        words = "of latent attention's ways over cp, the formula of memory knows the ring; dry-run takes all"
+        raise UsageError(f"--cp-mode {config.cp_mode}: {words}")
     config.dp = 1 if config.dp is None else config.dp
     config.resolve_and_check(config.dp * config.tp * config.pp * config.cp)
     step08.check(config)
@@ -135,6 +138,8 @@ def _all(kinds: dict[str, float]) -> float:
 def _show_gpt(name: str, model: ModelConfig, layout: Layout) -> None:
     if model.experts:
         raise UsageError(f"--form gpt has no experts, and {name} has {model.experts}")
+    if model.latent or model.mtp:
+        raise UsageError(f"--form gpt has {'no latent attention' if model.latent else 'no --mtp'}, and {name} has")
     for field in ("dtype", "schedule", "cp_mode", "stages"):
         if (value := getattr(layout, field)) != getattr(GPT_FORM, field):
             raise UsageError(f"--form gpt knows bfloat16, 1F1B and the ring, and no {field.replace('_', '-')} {value}")
