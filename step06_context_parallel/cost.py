@@ -125,6 +125,19 @@ def messages(
     return [Message("cp", "all_to_all", size * h, count * 4), Message("cp", "all_to_all", size * h_kv, count * 4)]
 
 
+# ---- latents ---------------------------------------------------------------------------------------------------------
+
+
+def expansions(mode: str, ranks: int, recompute: str = "none") -> int:
+    """How often a layer's forward and backward multiply by the matrix that expands latents: a rank's own, as often.
+
+    The backward multiplies twice. Where latents travel, a rank expands those of all ranks, and in the backward once
+    more; `selective` and `full` recompute the forward.
+    """
+    again = recompute != "none"
+    return 3 + again if ranks == 1 or mode == "ulysses" else ranks * (4 + again)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -252,6 +252,7 @@ def operations(model: ModelConfig, layout: Layout) -> dict[str, float]:
     copies = max(0, layout.tp - model.kv_heads)  # of K/V heads that other ranks compute as well
     again = model.blocks * 4 * layout.seq * model.hidden * model.head_width * copies
     products = 3 * (flops.linear + again + flops.head)
+    products += (context.expansions(layout.cp_mode, layout.cp) - 3) * flops.expansion
     return {"products": products * sequences, "attention": 1.5 * flops.attention_core * sequences}
 
 

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import NamedTuple
 
+from common.costs.hardware import MATMUL_TFLOPS
 from common.errors import UsageError
 from common.model_config import ModelConfig
 from common.presets import resolve
@@ -87,6 +88,8 @@ def add_gpu(parser: ArgumentParser) -> None:
     words = "the busbw in GB/s that nccl-tests prints for a large all-reduce over all GPUs of all nodes, such as 210: "
     words += "what the cards of a node move together. No profile takes a share of it"
     network.add_argument("--bus-bandwidth", type=speed, help=f"instead of --between: {words}")
+    words = "products of 8-bit numbers; memory and messages stay those of bfloat16"
+    parser.add_argument("--float8", action="store_true", help=words)
     names = ", ".join(each.name for each in RANGE)
     words = f"whose habits (default: a range of all): some of {names}, or your own three shares, such as 0.8,0.12,0.6"
     parser.add_argument("--profile", type=profiles, metavar="NAME[,NAME]", help=words)
@@ -95,12 +98,14 @@ def add_gpu(parser: ArgumentParser) -> None:
 
 
 def machine_of(options: Namespace) -> Machine:
-    """The GPUs and the networks between them."""
+    """The GPUs and the networks between them. Raises UsageError for products that a GPU does not have."""
     machine, bus = MACHINES[options.gpu], options.bus_bandwidth
+    if options.float8 and not MATMUL_TFLOPS[options.gpu][True]:
+        raise UsageError(f"--float8: nobody has measured products of 8-bit numbers on {options.gpu}")
     of_node = machine.for_gpus(getattr(options, "gpus", machine.gpus)).gpus
     given = {"memory": options.memory, "near": options.within, "far": bus / of_node if bus else options.between}
     given = {name: 1e9 * value for name, value in given.items() if value}
-    return machine._replace(**given, measured=bool(bus))
+    return machine._replace(**given, measured=bool(bus), float8=options.float8)
 
 
 def profiles(text: str) -> tuple[Profile, ...]:
@@ -153,16 +158,8 @@ def add_figure(parser: ArgumentParser, name: str) -> None:
 
 
 def model_of(options: Namespace) -> ModelConfig:
-    """The model of --model. Raises UsageError as `known` does."""
-    return known(resolve(options.model), options.model)
-
-
-def known(model: ModelConfig, name: str) -> ModelConfig:
-    """Return the model. Raises UsageError for one whose memory and time the formulas do not know."""
-    if model.latent:
-        what = "the planner's formulas know no latent attention; dry-run does, and deepseek-v3-like has all but that"
-        raise UsageError(f"--model {name}: {what}")
-    return model
+    """The model of --model."""
+    return resolve(options.model)
 
 
 def sequences_of(options: Namespace) -> int:

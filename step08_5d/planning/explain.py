@@ -229,7 +229,7 @@ def divided(task: Task, layout: Layout) -> str:
     runs = [(layers, len(list(same))) for layers, same in groupby(layers_of_ranks(task.model, layout))]
     words = " + ".join(f"{number} x {layers}" if number > 1 else f"{layers}" for layers, number in runs)
     stages = f" in {layout.stages} stages each, interleaved" if layout.stages > 1 else ", under 1F1B"
-    return f"ranks with {words} = {task.model.layers} layers{stages}; the last one also has the head"
+    return f"ranks with {words} = {task.model.blocks} layers{stages}; the last one also has the head"
 
 
 def neighbours(best: list[Candidate]) -> list[tuple[str, object, Candidate]]:

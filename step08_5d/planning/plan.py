@@ -13,7 +13,6 @@ from step08_5d.planning.command_line import (
     add_model,
     count,
     ends_of,
-    known,
     machine_of,
     profiles_of,
     sequences_of,
@@ -48,7 +47,7 @@ def shape(options: Namespace) -> ModelConfig:
         if wrong := set(other) - allowed:
             raise UsageError(f"{spelled(min(wrong))}: of step 8's flags, a plan takes those of the model's shape")
     config.model_config.check()
-    return known(config.model_config, options.model)
+    return config.model_config
 
 
 def show(options: Namespace) -> None:

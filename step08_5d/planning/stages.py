@@ -1,13 +1,13 @@
 """Which layers each rank of a pipeline holds.
 
 They are divided as step 5 divides them: the last stage also has the head and holds fewer, and no number of stages has
-to divide the layers. Published runs were divided by nanotron.
+to divide the layers. The block of multi-token prediction is one more layer of the last stage. Published runs were
+divided by nanotron.
 """
 
 from functools import cache
 from itertools import pairwise
 
-from common.errors import UsageError
 from common.model_config import ModelConfig
 from step05_pipeline.stages import split_layers
 from step08_5d.cost import Layout
@@ -15,9 +15,8 @@ from step08_5d.cost import Layout
 
 @cache  # a search asks for a few hundred of them, and often
 def _ranges(model: ModelConfig, stages: int, seq: int, nanotron: bool = False) -> list[tuple[int, int]]:
-    if model.mtp:
-        raise UsageError("multi-token prediction is in none of the planner's formulas; `dry-run --mtp 1` plays a rank")
-    return split_like_nanotron(model, stages) if nanotron else split_layers(model, stages, seq)
+    *others, (first, _) = split_like_nanotron(model, stages) if nanotron else split_layers(model, stages, seq)
+    return [*others, (first, model.blocks)]
 
 
 def split_like_nanotron(model: ModelConfig, stages: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from common.model_config import ModelConfig
 from step01_single_gpu.cost import layer_activations
 from step07_expert_parallel.cost import activations as expert_activations
 from step08_5d.cost import Layout
+from step08_5d.planning.memory import latent
 from step08_5d.planning.memory.ledger import Tensors
 from step08_5d.planning.memory.sizes import LayerSizes, ulysses
 from step08_5d.planning.stages import ranges_of_rank
@@ -35,13 +36,16 @@ def kept(model: ModelConfig, layout: Layout, rank: int) -> float:
 def kept_by_stages(model: ModelConfig, layout: Layout, rank: int) -> list[KeptByStage]:
     """Return the same for each stage of a rank."""
     narrow, wide, _ = WIDTHS[layout.dtype]
-    tables = 2 * layout.seq / layout.cp * model.head_width * wide
+    rotation = 2 * layout.seq / layout.cp * model.rotary_width * wide
     # What a later stage has received is a copy of its own, unless it is what the first norm or recomputation keeps
     copied = narrow < wide and layout.recompute != "full"
     received = layout.tokens * model.hidden / layout.tp * narrow if copied else 0.0
     result = []
     for number, (first, last) in enumerate(ranges_of_rank(model, layout, rank)):
-        data = 8 * layout.tokens * ((first == 0) + (last == model.layers))  # tokens or targets, or both
+        tables = rotation
+        data = 8 * layout.tokens * ((first == 0) + (last == model.blocks))  # tokens or targets, or both
+        if model.mtp and last == model.blocks:  # second targets, and both together; the second block's own tables
+            data, tables = data + 24 * layout.tokens, 2 * tables
         layers = kept_by_layers(model, layout, first, last)
         result.append(KeptByStage(layers, tables + data, received if rank or number else 0.0))
     return result
@@ -54,6 +58,8 @@ def kept_by_layers(model: ModelConfig, layout: Layout, first: int, last: int) ->
     for experts, number in ((False, last - first - with_experts), (True, with_experts)):
         if number:
             result += number * kept_by_layer(model, of_a_layer(layout, experts), experts=experts)
+    if last > max(first, model.layers):
+        result += sum(beside_second_block(model, layout).values())
     return result
 
 
@@ -92,7 +98,10 @@ def tensors_of_layer(model: ModelConfig, layout: Layout, recompute: str, *, expe
     if recompute == "full":
         return result
     size = LayerSizes.of(model, layout)
-    result |= {"k": size.keys, "v": size.keys}
+    if model.latent:
+        result = latent.kept(model, layout, size, recompute, result)
+    else:
+        result |= {"k": size.keys, "v": size.keys}
     if ulysses(layout) and recompute == "none":  # of all tokens: keys and values, their order, and the output once more
         result |= {"k": size.gathered_keys, "v": size.gathered_keys}
         result |= {"attention output": size.queries, "order of tokens": 8 * layout.seq}
@@ -117,4 +126,24 @@ def _tensors_of_experts(model: ModelConfig, layout: Layout, size: LayerSizes) ->
         inner = tokens * model.shared_experts * model.expert_ffn * size.w
         result |= dict.fromkeys(("shared.gate", "shared.silu", "shared.up", "shared.down.input"), inner)
         result |= {"shared.gate_up.input": tokens * model.hidden * size.w} if size.narrow else {}
+    return result
+
+
+def beside_second_block(model: ModelConfig, layout: Layout, *, at_work: bool = False) -> Tensors:
+    """Return what the block of multi-token prediction keeps of a micro-batch beside what its layer does.
+
+    Args:
+        at_work: whether its backward has begun. Recomputed, it then has all that it has not kept.
+    """
+    size, high = LayerSizes.of(model, layout), WIDTHS[layout.dtype][1]
+
+    def of_norm(name: str) -> Tensors:
+        sizes = {"input": size.wide, "normalised": size.stream, "rsqrt": layout.tokens / layout.tp * high}
+        return {f"{name}.{each}": number for each, number in sizes.items()}
+
+    result = of_norm("shared_head.norm")
+    if layout.recompute == "full":  # its two inputs, of which those of a layer have one
+        result["embedded"] = size.stream
+    if layout.recompute != "full" or at_work:
+        result |= of_norm("enorm") | of_norm("hnorm") | {"eh_proj.input": 2 * size.stream}
     return result

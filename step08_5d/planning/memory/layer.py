@@ -9,9 +9,10 @@ from common.costs.vocabulary import WIDTHS
 from common.model_config import ModelConfig
 from step06_context_parallel import cost as context
 from step08_5d.cost import Layout
+from step08_5d.planning.memory import latent
 from step08_5d.planning.memory.kept import at_work
 from step08_5d.planning.memory.ledger import Ledger, Linear, Tensors
-from step08_5d.planning.memory.linear import columns, row
+from step08_5d.planning.memory.linear import columns, norm, row
 from step08_5d.planning.memory.sizes import LayerSizes, ulysses
 
 OUTPUT, MIDDLE, INPUT = (f"gradient of the layer's {place}" for place in ("output", "middle", "input"))
@@ -21,6 +22,12 @@ def backward(model: ModelConfig, layout: Layout, *, experts: bool) -> Ledger:
     """Return the ledger of a layer. It begins with all that the layer keeps, and with the gradient of its output."""
     size = LayerSizes.of(model, layout)
     ledger = Ledger(at_work(model, layout, experts=experts) | {OUTPUT: size.stream}, splits=size.split)
+    through(ledger, model, layout, size, experts=experts)
+    return ledger
+
+
+def through(ledger: Ledger, model: ModelConfig, layout: Layout, size: LayerSizes, *, experts: bool) -> None:
+    """From the gradient of the layer's output to that of its input."""
     if experts:
         result = of_experts(ledger, model, layout, size)
     else:
@@ -30,9 +37,9 @@ def backward(model: ModelConfig, layout: Layout, *, experts: bool) -> Ledger:
         result = swiglu(ledger, model, layout, size, model.ffn)
     result = norm(ledger, size, "mlp_norm", result)
     add_to_stream(ledger, size, result, OUTPUT, MIDDLE)
-    result = norm(ledger, size, "attention_norm", attention(ledger, model, layout, size))
+    of_attention = latent.attention if model.latent else attention
+    result = norm(ledger, size, "attention_norm", of_attention(ledger, model, layout, size, MIDDLE))
     add_to_stream(ledger, size, result, MIDDLE, INPUT)
-    return ledger
 
 
 def swiglu(
@@ -56,29 +63,6 @@ def swiglu(
     return columns(ledger, size, f"{of}gate and up", [gate, up], input, divided=divided, input_stays=not own_input)
 
 
-def norm(ledger: Ledger, size: LayerSizes, name: str, gradient: str) -> str:
-    """RMSNorm: from the gradient of its output to that of its input. Returns its name.
-
-    It has kept its input in the type of sums, and the normalised input for the gradient of its gain.
-    """
-    x, wide, of_normalised = size.stream, size.wide, f"gradient of {name}.normalised"
-    both = {of_normalised: x, "gradient of the gain, by token": x}
-    ledger.event("norm: gain", both, ["gradient of the gain, by token", f"{name}.normalised", gradient])
-    ledger.store()
-    if size.narrow:
-        ledger.event("norm: in the type of sums", {f"{of_normalised}, wide": wide}, [of_normalised])
-        of_normalised += ", wide"
-    direct, result = f"gradient of {name}.input, by its scale alone", f"gradient of {name}.input"
-    of_rsqrt = {f"gradient of {name}.rsqrt, by element": wide}
-    ledger.event("norm: scaled", {direct: wide} | of_rsqrt, [of_normalised, *of_rsqrt])
-    squares = {f"gradient of {name}.input, by {each}": wide for each in ("its mean", "its square", "both")}
-    ledger.event("norm: square", squares | {result: wide}, [direct, *squares, f"{name}.input"])
-    if size.narrow:
-        ledger.event("norm: rounded", {f"{result}, rounded": x}, [result])
-        result += ", rounded"
-    return result
-
-
 def add_to_stream(ledger: Ledger, size: LayerSizes, branch: str, old: str, new: str) -> None:
     """The gradient of a sublayer's input becomes part of the residual stream's."""
     ledger.event("norm: added to the residual stream", {new: size.stream}, [branch, old])
@@ -87,14 +71,14 @@ def add_to_stream(ledger: Ledger, size: LayerSizes, branch: str, old: str, new: 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-def attention(ledger: Ledger, model: ModelConfig, layout: Layout, size: LayerSizes) -> str:
+def attention(ledger: Ledger, model: ModelConfig, layout: Layout, size: LayerSizes, gradient: str) -> str:
     """From the gradient of the residual stream, which stays, to that of the attention's input. Returns its name."""
     heads = {"q": model.heads, "k": max(model.kv_heads, layout.tp), "v": max(model.kv_heads, layout.tp)}
     weights = {name: model.hidden * number * model.head_width / layout.tp * size.w for name, number in heads.items()}
     inner = {"q": size.queries, "k": size.keys, "v": size.keys}
     projection, divided = Linear("o_proj", size.queries, weights["q"]), layout.tp > 1
     of_output = row(
-        ledger, size, "output projection", projection, MIDDLE, divided=divided, input_stays=not ulysses(layout)
+        ledger, size, "output projection", projection, gradient, divided=divided, input_stays=not ulysses(layout)
     )
     core(ledger, layout, size, of_output)
     rotated = {"rotated": size.queries * (2 * size.wide / size.stream + 1.5 if size.narrow else 2.5)}

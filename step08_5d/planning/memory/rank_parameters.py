@@ -17,18 +17,21 @@ import torch
 from common.config import TrainConfig
 from common.costs.vocabulary import WIDTHS
 from common.group import Group
-from common.model import Decoder
+from common.model import Decoder, fused_attention
 from common.model_config import ModelConfig
 from step01_single_gpu.mixed_precision import LossScaler
 from step02_data_parallel.data_parallel import pack
 from step04_tensor_parallel.apply_tensor_parallel import apply_tensor_parallel
 from step07_expert_parallel.apply_experts import apply_experts
 from step08_5d.cost import Layout
+from step08_5d.multi_token import add_block
 from step08_5d.planning.memory.sizes import splits_backward
 from step08_5d.planning.stages import ranges_of_rank
 
 BUCKET = 1e6 * TrainConfig.bucket_mb  # bytes of gradients
 NEVER_LATE = ("embedding.", "norm.", "router.")  # parts of names: parameters that no schedule puts off
+# Parts of names: what the block of multi-token prediction has behind its layer (1), in front (-1), and before that (-2)
+TURNS = {"shared_head.": 1, "eh_proj.": -1, "hnorm.": -1, "enorm.": -1}
 
 
 class Parameter(NamedTuple):
@@ -38,13 +41,15 @@ class Parameter(NamedTuple):
     region: int  # of the forward: embedding, each layer of the rank, last norm and head
     expert: bool = False
     late: bool = False  # whether its gradient comes in W, the second half of a backward (a matrix of a linear layer)
+    turn: int = 0  # in the backward of a region, those with more come first
 
 
 @lru_cache(maxsize=256)
 def parameters_by_part(model: ModelConfig, tp: int, ep: int) -> dict[str, tuple[Parameter, ...]]:
     """Return the parameters of the first of tp (and of ep) ranks, in the order of a forward.
 
-    The parts are embedding, dense (a layer), experts (a layer) and end (last norm and head, even if that is tied).
+    The parts are embedding, dense (a layer), experts (a layer), second (the block of multi-token prediction, but for
+    its embedding) and end (last norm and head, even if that is tied).
     Where tp does not divide the heads, as in some published runs, whatever a divisor of both divides is cut further.
     """
     if 1 < (fits := math.gcd(model.heads, tp)) < tp <= model.kv_heads:
@@ -63,15 +68,20 @@ def parameters_by_part(model: ModelConfig, tp: int, ep: int) -> dict[str, tuple[
     names = {"tp": tp, "ep": ep, "cp": 1, "dp_cp": 1, "kv_replica": tp}
     groups = {name: Group(name, tuple(range(ranks)), 0) for name, ranks in names.items()}
     decoder = Decoder(model)
+    if model.mtp:
+        add_block(decoder, fused_attention)
     mesh = SimpleNamespace(device=torch.device("cpu"), **groups)
     apply_tensor_parallel(decoder, config, mesh)
     apply_experts(decoder, config, mesh, LossScaler(torch.float32))
     result: dict[str, list[Parameter]] = {}
-    parts = {"embedding": "embedding", "layers.0": "dense", "layers.1": "experts", "norm": "end", "head": "end"}
+    parts = {"embedding": "embedding", "layers.0": "dense", "norm": "end", "head": "end"}
+    parts |= {f"layers.{sorts - 1}": "experts"} if model.experts else {}
+    parts |= {f"layers.{sorts}": "second"} if model.mtp else {}
     for name, parameter in decoder.named_parameters():
         part = next(part for start, part in parts.items() if name.startswith(f"{start}."))
         expert, late = "expert" in parameter.spec.shard_groups[0], not any(each in name for each in NEVER_LATE)
-        result.setdefault(part, []).append(Parameter(parameter.numel(), 0, expert, late))
+        turn = next((turn for start, turn in TURNS.items() if start in name), 0)
+        result.setdefault(part, []).append(Parameter(parameter.numel(), 0, expert, late, turn))
     return {part: tuple(some) for part, some in result.items()}
 
 
@@ -90,6 +100,7 @@ class RankParameters:
     shards      elements of parameters beyond experts, and of experts
     stages      the layers [first, last) of each stage of the rank
     starts      the region of the first layer of each stage
+    second      the region of the block of multi-token prediction; None: it has no such block
     """
 
     def __init__(self, model: ModelConfig, layout: Layout, rank: int):
@@ -99,7 +110,8 @@ class RankParameters:
         self.is_first, self.is_last = rank == 0, rank == layout.pp - 1
         sizes = (last - first for first, last in self.stages)
         *self.starts, self.end = accumulate(sizes, initial=int(self.is_first))
-        self.tied = model.tie_embeddings and self.is_first and self.is_last
+        self.ties, self.tied = model.tie_embeddings, model.tie_embeddings and self.is_first and self.is_last
+        self.second = self.end - 1 if self.is_last and model.mtp else None
         self.parameters = self._listed(model, layout)
         self.shards = tuple(sum(each.size for each in self.parameters if each.expert == one) for one in (False, True))
         self.regions: dict[int, list[Parameter]] = {}
@@ -112,18 +124,25 @@ class RankParameters:
         parts = parameters_by_part(model, layout.tp, layout.ep)
         layers = [index for stage in self.stages for index in range(*stage)]
         regions = [parts["embedding"]] if self.is_first else []
-        regions += [parts["experts" if model.has_experts(index) else "dense"] for index in layers]
+        regions += [
+            parts["experts" if model.has_experts(index) else "dense"] for index in layers if index < model.layers
+        ]
+        end = parts["end"][:1] if self.tied else parts["end"]
+        if self.second:
+            looked_up = [] if self.is_first else [each._replace(turn=-2) for each in parts["embedding"]]
+            regions.append([*parts["second"], *looked_up])
+            end = end[:1] if self.ties else end  # its matrix is that embedding
         if self.is_last:
-            regions.append(parts["end"][:1] if self.tied else parts["end"])
+            regions.append(end)
         return [
-            Parameter(each.size, region, each.expert, each.late and self.split)
+            Parameter(each.size, region, each.expert, each.late and self.split, each.turn)
             for region, some in enumerate(regions)
             for each in some
         ]
 
     def _units(self, layout: Layout, wide: int) -> list[SummedTogether]:
         result = []
-        backward = sorted(range(len(self.parameters)), key=lambda number: (self.parameters[number].late, -number))
+        backward = sorted(range(len(self.parameters)), key=self._turn)
         place = {number: index for index, number in enumerate(backward, 1)}  # in the order in which they are stored
         for expert, holders in ((False, layout.copies), (True, layout.edp)):
             ranks = layout.sharing(expert)[0] if self.zero > 1 else holders
@@ -142,6 +161,11 @@ class RankParameters:
                 places = [place[number] for number in group]
                 result.append(SummedTogether(size, min(places), max(places), ranks))
         return sorted(result, key=lambda unit: unit.begun)
+
+    def _turn(self, number: int) -> tuple:
+        """What sorts the numbers of parameters into the order in which their gradients come."""
+        one = self.parameters[number]
+        return one.late, -one.region, -one.turn, -number
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -202,8 +226,19 @@ class RankParameters:
         if not self.by_layer:
             return sum(self.shards)
         wanted = {region, region - prefetch} - {0}
-        head = self.parameters[0].size if self.tied and max(self.regions) in wanted else 0.0
+        others = {self.end} if self.tied else set()  # which use the embedding, too
+        others |= {self.second} if self.second and self.is_first else set()
+        head = self.parameters[0].size if others & wanted else 0.0
         return head + sum(each.size for index in wanted for each in self.regions.get(index, ()))
+
+    def waiting(self, region: int) -> int:
+        """How many matrices wait, when the backward of a region begins, for gradients of their other uses.
+
+        A head that is the embedding, too, and the second use of an embedding, in multi-token prediction.
+        """
+        if region == self.second:
+            return int(self.ties)
+        return int(self.is_first and (self.tied or self.second is not None))
 
     def stored_before(self, region: int) -> int:
         """How many gradients have been stored when the backward of a region (or the first half of it) begins."""

@@ -15,7 +15,7 @@ from common.launching.run_mesh import degrees_of
 from common.model_config import ModelConfig
 from step08_5d import config as step08
 from step08_5d.cost import Layout
-from step08_5d.planning.command_line import Command, add_global_batch, add_model, known, words_of
+from step08_5d.planning.command_line import Command, add_global_batch, add_model, words_of
 from step08_5d.planning.memory.backwards import fullest_ranks, in_flight
 from step08_5d.planning.memory.ledger import Tensors
 from step08_5d.planning.memory.peak import peak
@@ -41,10 +41,10 @@ def add_flags(parser: ArgumentParser) -> None:
 def show(options: Namespace) -> None:
     """What one layout holds, by kind, on the ranks of its pipeline."""
     config = configuration(words_of(options))
-    model, layout = known(config.model_config, config.model), Layout.of(config)
+    model, layout = config.model_config, Layout.of(config)
     show_stages(config, layout, options.play)
     if options.layer:
-        for experts in sorted({model.has_experts(index) for index in range(model.layers)}):
+        for experts in sorted({model.has_experts(index) for index in range(model.blocks)}):
             show_layer(model, layout, experts=experts)
 
 
@@ -61,6 +61,9 @@ def configuration(argv: list[str]) -> TrainConfig:
             raise UsageError(f"{flag} is not in the formula of memory{other}")
     if config.schedule not in SCHEDULES:
         raise UsageError(f"--schedule {config.schedule}: the formula knows {', '.join(SCHEDULES)}; dry-run all others")
+    if config.model_config.latent and config.cp > 1 and config.cp_mode != "ring":
+        words = "of latent attention's ways over cp, the formula of memory knows the ring; dry-run takes all"
+        raise UsageError(f"--cp-mode {config.cp_mode}: {words}")
     config.dp = 1 if config.dp is None else config.dp
     config.resolve_and_check(config.dp * config.tp * config.pp * config.cp)
     step08.check(config)

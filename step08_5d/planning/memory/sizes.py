@@ -33,6 +33,10 @@ class LayerSizes(NamedTuple):
         """Hidden states of all tokens that are still in the buffer which the collective filled, not sorted."""
         return self.whole if self.one else 0.0
 
+    def as_wide_as(self, part: float) -> "LayerSizes":
+        """Return the sizes where hidden states have only this part of their width."""
+        return self._replace(whole=part * self.whole, stream=part * self.stream, wide=part * self.wide)
+
     @classmethod
     def of(cls, model: ModelConfig, layout: Layout) -> "LayerSizes":
         w, high, _ = WIDTHS[layout.dtype]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from common.model_config import ModelConfig
 from step08_5d.cost import Layout
-from step08_5d.planning.memory import ends, layer, second_half
+from step08_5d.planning.memory import ends, layer, second_block, second_half
 from step08_5d.planning.memory.kept import KeptByStage, kept_by_layers, of_a_layer
 from step08_5d.planning.memory.ledger import Deferred, Ledger
 from step08_5d.planning.memory.rank_parameters import RankParameters
@@ -66,16 +66,22 @@ def _below_the_head(
             all others have a gradient of their own beside it.
     """
     first, last = rank.stages[number]
-    tied = ends.vocabulary(model, layout) * LayerSizes.of(model, layout).w if rank.tied else 0.0
-    # `tied`: the gradient of the head's weight, to be added to the embedding's
-    of_last = layer_ledger(model, layout, model.has_experts(last - 1)) if last > first else None
+    matrix = ends.vocabulary(model, layout) * LayerSizes.of(model, layout).w
+    has_second = last > max(first, model.layers)
+    of_last = block_ledger(model, layout, last - 1) if last > first else None
     keeps = received and of_last is not None and layer.OUTPUT in of_last.put_off_tensors
     with_experts = min(last, max(first, model.expert_layers.start))  # from here on
-    some = {first, with_experts - 1, with_experts, last - 1}
+    some = {first, with_experts - 1, with_experts, last - 1, last - 1 - has_second}
     for index in sorted(index for index in some if first <= index < last):
         region, experts, is_last = rank.starts[number] + index - first, index >= with_experts, index == last - 1
-        ledger, keeps_it = layer_ledger(model, layout, experts), keeps
-        before = tied + ledger.before + kept.beside + kept.received + kept_by_layers(model, layout, first, index)
+        ledger, keeps_it = block_ledger(model, layout, index), keeps
+        before = (
+            matrix * rank.waiting(region)
+            + ledger.before
+            + kept.beside
+            + kept.received
+            + kept_by_layers(model, layout, first, index)
+        )
         before += second_half.bytes_of(deferred_by(model, layout, rank, index + 1))
         if is_last and experts:  # shared experts, which put it off, come after all others
             keeps_it = False
@@ -84,8 +90,20 @@ def _below_the_head(
         yield Walk(f"layer {index}: ", FIRST, region, rank.stored_before(region), before, ledger, keeps_it)
     if rank.is_first and number == 0:
         ledger = ends.embedding(model, ends.of_an_end(layout))
-        before = tied + ledger.before + second_half.bytes_of(deferred_by(model, layout, rank))
+        before = matrix * rank.waiting(0) + ledger.before + second_half.bytes_of(deferred_by(model, layout, rank))
         yield Walk("", FIRST, 0, rank.stored_before(0), before, ledger, keeps)
+
+
+def block_ledger(model: ModelConfig, layout: Layout, index: int) -> Ledger:
+    """Return the ledger of a layer, or of the block of multi-token prediction behind it, which nobody may change."""
+    if index < model.layers:
+        return layer_ledger(model, layout, model.has_experts(index))
+    return _second_ledger(model, of_a_layer(layout, model.has_experts(index)), layout.pp == 1)
+
+
+@lru_cache(maxsize=1024)
+def _second_ledger(model: ModelConfig, layout: Layout, shared: bool) -> Ledger:
+    return second_block.backward(model, layout, shared=shared)
 
 
 def layer_ledger(model: ModelConfig, layout: Layout, experts: bool) -> Ledger:
@@ -105,5 +123,5 @@ def deferred_by(model: ModelConfig, layout: Layout, rank: RankParameters, index:
     ((first, last),) = rank.stages
     result = [ends.deferred_by_head(model, layout)] if rank.is_last else []
     for each in reversed(range(max(first, index), last)):
-        result += layer_ledger(model, layout, model.has_experts(each)).deferred
+        result += block_ledger(model, layout, each).deferred
     return result

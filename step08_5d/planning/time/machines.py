@@ -15,7 +15,7 @@ class Machine(NamedTuple):
     near: float = NVLINK  # bytes/s that a GPU sends to others of its node: in one direction
     far: float = NETWORK  # bytes/s that a GPU sends to other nodes, over its card
     gpus: int = NODE  # of a node
-    float8: bool = False  # whether products are of float8 numbers (only published runs do that)
+    float8: bool = False  # whether products are of float8 numbers (--float8)
     order: str = "tp,cp,dp,pp"  # of the dimensions over the ranks, from near to far
     power: float = 1.0  # share of the data sheet's watts that a GPU may take
     measured: bool = False  # whether messages reach all of `far`, as somebody has measured, and not only a share
@@ -33,6 +33,7 @@ class Machine(NamedTuple):
             else f"{self.far / 1e9:g} GB/s a GPU"
         )
         result = f"{f'{gpus:,} ' if gpus else ''}{self.name}: {self.peak / 1e12:g} TFLOP/s, {self.memory / 1e9:g} GB, "
+        result += "products of 8-bit numbers, " if self.float8 else ""
         result += f"{self.near / 1e9:g} GB/s within a node of {of_node}, {far} between nodes"
         last = ("far", "--bus-bandwidth", of_node) if self.measured else ("far", "--between", 1)
         for name, flag, times in (("memory", "--memory", 1), ("near", "--within", 1), last):

@@ -88,7 +88,7 @@ def rows(
             Ratio("pp", "a micro-batch's stream", "the next stage's forward", printed, corrected, ours, "no bytes")
         )
     if cp > 1:
-        share = model.kv_heads / model.heads
+        share = context.pair_width(model) / (model.heads * (model.head_width + model.value_width))
         needed = context.tokens_to_hide(peak, speed["cp"], share) / (seq / cp)
         result.append(Ratio("cp", "keys and values, one hop", "attention of a hop", None, needed, needed, "no formula"))
     if ep > 1:

@@ -11,10 +11,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from common.costs.vocabulary import WIDTHS, Message
-from common.counts import count_flops
+from common.counts import count_flops, count_parameters
 from common.model_config import ModelConfig
 from common.process_groups import DIMENSION_OF
 from step05_pipeline.cost import BUBBLES
+from step06_context_parallel.cost import expansions
 from step08_5d import cost
 from step08_5d.cost import Layout
 from step08_5d.planning.stages import layers_of_ranks
@@ -24,7 +25,7 @@ from step08_5d.planning.time.profiles import Profile
 # Per parameter: gradient, master weight and two moments are read, all but the first written; the copy
 UPDATE_BYTES = 32
 AGAIN = {"none": 3, "selective": 3, "full": 4}  # forwards' worth of products in a forward and its backward
-CORE_AGAIN = {"none": 3.5, "selective": 4.5, "full": 4.5}  # the same of the attention core: five products for two
+CORE_FORWARDS = {"none": 1, "selective": 2, "full": 2}  # of the attention core
 SPLIT = ("zb-h1", "zb-h2")  # schedules with split backwards; times are those of 1F1B otherwise
 MESSAGES_AGAIN = {"none": 1.0, "selective": 1.0, "full": 7 / 5}  # within a layer: a forward has two of five
 
@@ -53,8 +54,22 @@ class Times(NamedTuple):
 
 
 def small_bytes(model: ModelConfig, layout: Layout) -> float:
-    """Bytes that a layer's small operations move for a micro-batch: 40 h for norms and additions, 30 f for SwiGLU."""
-    return layout.tokens / layout.tp * (20 * model.hidden + 15 * model.ffn) * WIDTHS[layout.dtype][0]
+    """Bytes that a layer's small operations move for a micro-batch: 40 h for norms and additions, 30 f for SwiGLU.
+
+    Norms of latents take 16 for each of their numbers.
+    """
+    numbers = 20 * model.hidden + 15 * model.ffn
+    numbers += 8 * (model.latent.q_rank + model.latent.kv_rank) if model.latent else 0
+    return layout.tokens / layout.tp * numbers * WIDTHS[layout.dtype][0]
+
+
+def core_again(model: ModelConfig, recompute: str) -> float:
+    """Forwards' worth of products in the attention core, forward and backward.
+
+    The backward has five products where the forward has two: three as wide as keys and two as wide as values.
+    """
+    keys, values = model.head_width, model.value_width
+    return CORE_FORWARDS[recompute] + (3 * keys + 2 * values) / (keys + values)
 
 
 def on_a_node(layout: Layout, axes: str, machine: Machine) -> int:
@@ -182,17 +197,21 @@ def mean_rank(
     head with the loss; and of a step, as in `Times`, the launches and by dimension all that nothing hides, but for `dp`
     and `pp`.
     """
-    m, layers = layout.micro_batches, model.layers / layout.pp
+    m, layers = layout.micro_batches, model.blocks / layout.pp
     flops, rate = count_flops(model, layout.seq), machine.products * profile.products
     of_attention = machine.attention * profile.attention
     of_rank = layout.micro_batch / (layout.cp * layout.tp)  # sequences
-    core = CORE_AGAIN[layout.recompute] * flops.attention_core / 2 / model.layers * of_rank / of_attention
-    weights = flops.linear / model.layers * of_rank / rate
+    beside = 2 * layout.seq * count_parameters(model).mtp_projection  # of the last stage, as the head is
+    core = core_again(model, layout.recompute) * flops.attention_core / 2 / model.blocks * of_rank / of_attention
+    weights = (flops.linear - beside) / model.blocks * of_rank / rate
     layer = AGAIN[layout.recompute] * weights + core
     again = AGAIN[layout.recompute] / 3  # small operations are repeated, too
     layer += again * profile.small * small_bytes(model, layout) / machine.memory_bandwidth
-    head = 3 * flops.head * of_rank / rate
-    head += profile.small * 20 * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
+    # In the ring, a rank expands the latents of all ranks
+    more = expansions(layout.cp_mode, layout.cp, layout.recompute) - AGAIN[layout.recompute]
+    layer += more * flops.expansion / model.blocks * of_rank / rate
+    head, predictions = 3 * (flops.head + beside) * of_rank / rate, 1 + model.mtp
+    head += profile.small * 20 * predictions * layout.tokens * model.vocab / layout.tp / machine.memory_bandwidth
     exposed = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0.0)
     for dimension, seconds in messages:
         hides = profile.hides
@@ -235,7 +254,7 @@ def pace(model: ModelConfig, layout: Layout, layer: float, head: float) -> Pace:
 
 def times(model: ModelConfig, layout: Layout, machine: Machine, profile: Profile) -> Times:
     """Predict the step of the slowest rank of a pipeline, for which all others wait."""
-    m, mean = layout.micro_batches, model.layers / layout.pp
+    m, mean = layout.micro_batches, model.blocks / layout.pp
     within, dp, handed, update = shared(model, layout, machine, profile)
     layer, weights, head, launch, exposed = mean_rank(model, layout, machine, profile, within)
     whole = layer + (launch + sum(exposed.values())) / (m * mean)

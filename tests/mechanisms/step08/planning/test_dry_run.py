@@ -125,8 +125,6 @@ def test_it_equals_a_real_step(world):
             assert errors[-1] < 0.02, f"{case}: {played.peak} of {real.peak} bytes"
             assert sum(played.at_peak.values()) == pytest.approx(played.peak, rel=0.002), case
             shape = played.config.model_config, Layout.of(played.config), played.place["pp"]
-            if played.config.model_config.mtp:
-                continue  # which the formulas do not have
             formula.append(abs(sum(peak(*shape).held.values()) / real.peak - 1))
             held = states(*shape)
             kinds.append(all(abs(held[kind] / (played.between[kind] or 1) - 1) < 0.01 for kind in KINDS[::2]))

@@ -1,5 +1,7 @@
 """The ledger of a layer's backward: it begins with what the layer has kept, and releases all of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,13 +9,14 @@ from common.presets import PRESETS
 from step04_tensor_parallel.cost import Way, block_activations
 from step07_expert_parallel.cost import activations as expert_activations
 from step08_5d.cost import Layout
-from step08_5d.planning.memory import layer
+from step08_5d.planning.memory import layer, second_block
 from step08_5d.planning.memory.kept import tensors_of_layer
 from step08_5d.planning.memory.layer import INPUT, MIDDLE, OUTPUT
 from step08_5d.planning.memory.ledger import Ledger, Linear
 from step08_5d.planning.memory.walks import layer_ledger
 
 LLAMA, MIXTRAL, DEEPSEEK = (PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b", "deepseek-v3-like"))
+V3 = PRESETS["deepseek-v3"]
 STATISTICS = {"attention_norm.rsqrt", "mlp_norm.rsqrt"}
 LAYOUTS = [
     Layout(4096, dtype="bfloat16"),
@@ -44,6 +47,20 @@ def test_so_does_a_layer_with_experts(model, layout):
     ledger = layer.backward(model, layout, experts=True)
     assert set(ledger.tensors) == STATISTICS | {INPUT} and ledger.stored == 2 + 4 + 4 + 3 * model.shared_experts
     assert sum(ledger.tensors.values()) == pytest.approx(sum(ledger.begins_with.values()) + ledger.held)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("layout", [Layout(4096, tp=4, micro_batch=2), Layout(8192, dtype="bfloat16", cp=4, tp=2)])
+def test_so_does_latent_attention(layout, recompute):
+    """With the block of multi-token prediction, whose ledger ends with the gradient of the last layer's output."""
+    whole = [f"{name}.rsqrt" for name in ("attention_norm", "mlp_norm", "q_a_norm", "kv_a_norm")]
+    ledger = layer.backward(V3, layout._replace(recompute=recompute), experts=True)
+    assert set(ledger.tensors) - {"output", "narrow input"} == {*whole, INPUT} and ledger.stored == 2 + 7 + 4 + 3
+    assert ledger.in_buffers == set()
+    ledger = second_block.backward(replace(V3, mtp=1), layout._replace(recompute=recompute), shared=False)
+    whole += [f"{name}.rsqrt" for name in ("enorm", "hnorm", "shared_head.norm")]
+    left = {*whole, "gradient of the last layer's output"}
+    assert set(ledger.tensors) - {"output", "narrow input"} == left and ledger.stored == 16 + 4 + 1
 
 
 @pytest.mark.parametrize("tp", [1, 4])

@@ -20,6 +20,13 @@ FINE += " --expert-ffn 512 --shared-experts 1 --dense-layers 1"
 # Attention is the fullest: what the experts' backward forgets to release would be there
 TINY = "--layers 3 --hidden 512 --heads 8 --kv-heads 8 --ffn 512 --vocab 512 --seq-len 4096 --experts 4 --top-k 1"
 TINY += " --expert-ffn 32 --shared-experts 1 --micro-batch 1"
+# Attention is the fullest here, too
+LATENT = "--latent 64,64,64,32,64 --layers 3 --hidden 128 --heads 16 --kv-heads 16 --ffn 128 --vocab 256 --seq-len 2048"
+SECOND = "--layers 4 --hidden 512 --heads 4 --kv-heads 4 --ffn 1024 --vocab 4000 --seq-len 1024 --micro-batch 1 --mtp 1"
+DEEPSEEK = (
+    "--model deepseek-v3 --layers 5 --dense-layers 1 --experts 8 --top-k 2 --expert-groups 1 --node-limit 1 --mtp 1"
+)
+DEEPSEEK += " --vocab 16000 --hidden 1024 --heads 16 --kv-heads 16 --ffn 2048 --expert-ffn 512 --seq-len 1024"
 BF16 = "--dtype bfloat16"
 # World, shape, layout; every fifteenth in `make test`
 CASES = [
@@ -74,6 +81,37 @@ CASES = [
     f"8 {EXPERTS} {BF16} --dp 8 --ep 2 --zero 3 --zero-replicas 2 --global-batch 16 --micro-batch 1",
     f"4 {WIDE} {BF16} --dp 4 --zero 3 --zero-replicas 4 --global-batch 4 --micro-batch 1",
     f"4 {TINY} --cp 2 --tp 2 --global-batch 2",
+]
+
+# Latent attention and multi-token prediction; the first in `make test`
+WHOLE = [
+    f"4 {DEEPSEEK} {BF16} --global-batch 4 --micro-batch 1 --dp 2 --cp 2 --zero 3 --layers 2 --ep 4",
+    f"8 {DEEPSEEK} {BF16} --global-batch 16 --micro-batch 1 --pp 2 --dp 4 --ep 4 --zero 1",
+    f"8 {DEEPSEEK} {BF16} --global-batch 16 --micro-batch 2 --pp 2 --dp 2 --tp 2 --ep 4 --zero 1 --recompute selective",
+    f"8 {DEEPSEEK} {BF16} --global-batch 16 --micro-batch 1 --cp 2 --dp 2 --tp 2 --ep 4 --zero 3",
+    f"8 {DEEPSEEK} {BF16} --global-batch 16 --micro-batch 1 --dp 2 --tp 4 --ep 2 --zero 2 --recompute full",
+    f"1 {LATENT} {BF16} --global-batch 4 --micro-batch 2",
+    f"1 {LATENT} --global-batch 4 --micro-batch 2 --latent 0,64,64,32,64",
+    f"1 {LATENT} --global-batch 4 --micro-batch 1 --recompute selective",
+    f"1 {LATENT} {BF16} --global-batch 4 --micro-batch 1 --recompute selective --latent 64,64,64,32,96",
+    f"1 {LATENT} {BF16} --global-batch 4 --micro-batch 1 --recompute full",
+    f"2 {LATENT} {BF16} --global-batch 4 --micro-batch 2 --tp 2",
+    f"2 {LATENT} {BF16} --global-batch 4 --micro-batch 1 --tp 2 --latent 64,512,64,32,64",
+    f"2 {LATENT} {BF16} --global-batch 4 --micro-batch 1 --tp 2 --latent 0,512,64,32,64 --recompute selective",
+    f"2 {LATENT} {BF16} --global-batch 4 --micro-batch 1 --cp 2",
+    f"2 {LATENT} {BF16} --global-batch 4 --micro-batch 1 --cp 2 --recompute selective",
+    f"4 {LATENT} --global-batch 4 --micro-batch 2 --cp 2 --tp 2",
+    f"4 {LATENT} {BF16} --global-batch 4 --micro-batch 2 --cp 4 --latent 64,512,32,64,96",
+    f"4 {LATENT} {BF16} --global-batch 8 --micro-batch 1 --tp 2 --pp 2 --schedule zb-h1",
+    f"4 {LATENT} {BF16} --global-batch 8 --micro-batch 1 --cp 2 --pp 2 --schedule zb-h1",
+    f"4 {LATENT} {BF16} --global-batch 8 --micro-batch 1 --pp 2 --dp 2 --zero 3 --recompute full",
+    f"1 {SECOND} --global-batch 2 --tie-embeddings --vocab 8000",
+    f"1 {SECOND} {BF16} --global-batch 2 --recompute full --ffn 4096",
+    f"2 {SECOND} {BF16} --global-batch 2 --tp 2",
+    f"4 {SECOND} {BF16} --global-batch 8 --tp 2 --pp 2",
+    f"4 {SECOND} {BF16} --global-batch 8 --dp 4 --zero 3",
+    f"4 {SECOND} {BF16} --global-batch 8 --dp 2 --pp 2 --zero 1 --tie-embeddings",
+    f"2 {SECOND} {BF16} --global-batch 8 --pp 2 --schedule zb-h1",
 ]
 
 INTERLEAVED = [
@@ -148,12 +186,14 @@ def compare(case: str):
 
 
 EVERY = bool(os.environ.get("TEST_ALL"))
+EACH = [*CASES, *CONTEXT, *SCHEDULES, *WHOLE]
 
 
-@pytest.mark.parametrize("case", [*CASES, *CONTEXT, *SCHEDULES] if EVERY else [*CASES[::15], CONTEXT[0], SCHEDULES[0]])
+@pytest.mark.parametrize("case", EACH if EVERY else [*CASES[::15], CONTEXT[0], SCHEDULES[0], WHOLE[0]])
 def test_the_formula_is_the_dry_run(case):
     """The peak within 2 %, and its parameters, gradients and optimizer state within 1 %, gathered weights and buckets
-    included. So is communication but for vectors, up to 0.01 % of the peak. Measured: 0.01 %, at worst 0.12 %.
+    included. So is communication but for vectors, up to 0.01 % of the peak. Measured: 0.01 %, at worst 0.12 %; with
+    latent attention or multi-token prediction, 0.1 %, at worst 0.8 %.
     """
     for stage, moment, held, run in compare(case):
         assert sum(held.values()) == pytest.approx(run.peak, rel=0.02), (stage, moment, held, run.at_peak)

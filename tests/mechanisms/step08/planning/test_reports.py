@@ -60,6 +60,8 @@ def test_overlap_by_hand():
         ("overlap --model llama3-8b --ep 8", "error: llama3-8b has no experts for --ep 8"),
         ("overlap --model llama3-8b", "error: no degree is more than 1"),
         ("overlap --model llama3-8b --dp 8 --bandwidth 0", "error: argument --bandwidth: 0 must be above 0"),
+        ("memory --model deepseek-v3 --cp 2 --cp-mode ulysses", "error: --cp-mode ulysses: of latent attention's"),
+        ("plan --model llama3-8b --gpus 8 --gpu A100 --float8", "error: --float8: nobody has measured products"),
         ("memory --model llama3-8b --tp 7", "error: --tp 7 does not divide --heads 32"),
         ("memory --model llama3-8b --hidden 6144 --heads 48 --kv-heads 12 --tp 16", "error: --tp 16 and --kv-heads"),
         ("memory --model llama3-8b --no-fused", "error: --no-fused is not in the formula of memory; dry-run takes it"),

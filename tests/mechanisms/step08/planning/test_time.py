@@ -13,16 +13,31 @@ from common.presets import PRESETS
 from common.process_groups import Degrees, all_groups
 from step05_pipeline.schedules.catalogue import build_schedule
 from step05_pipeline.schedules.simulator import Costs, simulate
+from step06_context_parallel.cost import expansions
 from step08_5d import cost
 from step08_5d.cost import Layout
-from step08_5d.planning.stages import stage_sizes
+from step08_5d.planning.stages import layers_of_ranks, stage_sizes
 from step08_5d.planning.time.machines import MACHINES, Machine
 from step08_5d.planning.time.nanotron import NanotronTerms, lateness
 from step08_5d.planning.time.profiles import PROFILES, TUNED, Profile
-from step08_5d.planning.time.speed import mfu, seconds_of, spans, times
+from step08_5d.planning.time.speed import core_again, mfu, seconds_of, spans, times
 
 LLAMA, H100 = PRESETS["llama3-8b"], MACHINES["H100"]
 IDEAL = Profile("ideal", products=1.0, attention=1.0, hides=0.0, small=0.0, network=1.0, start=0.0)
+
+
+def test_latent_attention_and_a_second_block_by_hand():
+    """Keys of 192 and values of 128: two products in the forward, and in the backward three and two."""
+    model = replace(PRESETS["deepseek-v3"], mtp=1)
+    assert core_again(model, "none") == 1 + (3 * 192 + 2 * 128) / (192 + 128) and core_again(LLAMA, "full") == 4.5
+    assert (expansions("ring", 1), expansions("ring", 4), expansions("ulysses", 4, "full")) == (3, 4 * 4, 3 + 1)
+    assert layers_of_ranks(model, Layout(4096, pp=16)) == (*[4] * 15, 2)
+    machine = Machine("H800", 80e9, math.inf, near=math.inf, far=math.inf)
+    flops, layout = count_flops(model, 4096), Layout(4096, cp=2, micro_batches=2, dtype="bfloat16")
+    products = 3 * (flops.linear + flops.head) + (2 * 4 - 3) * flops.expansion
+    attention = core_again(model, "none") * flops.attention_core / 2
+    found = times(model, layout, machine, IDEAL).compute
+    assert found == pytest.approx(products / machine.products + attention / machine.attention)
 
 
 def test_time_by_hand():
