@@ -147,6 +147,7 @@ ENOUGH = {  # bytes that a rank sends in the last case of a lab, of 8-byte numbe
     "write-06-b": 4 * 4 * 8 * 8 * 512,  # and their gradients
     "write-07-a": 3 / 4 * (ROWS + MOST + 8 * 8),  # there and back, and the counts of 8 experts
     "write-07-b": 2 * 3 / 4 * (ROWS + MOST) + 8 * 8,
+    "write-08-c": 4 * 2 * 8 * 8 * (20 + 8),  # latent and rotated key of 8 tokens, and their gradients, once around
     # 384 + 128 + 128 numbers over dp_cp 2, 128 of the router over tp 2, 2 x 1,024 over edp 2, and the loss over all 8
     "write-08-b": 2 * 8 * ((384 + 128 + 128) / 2 + 128 / 2 + 2 * 1024 / 2 + 7 / 8),
 }

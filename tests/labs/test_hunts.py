@@ -28,10 +28,11 @@ from step04_tensor_parallel.labs import hunt_parts
 from step05_pipeline.labs import hunt_stages
 from step06_context_parallel.labs import hunt_ring
 from step07_expert_parallel.labs import hunt_experts
-from step08_5d.labs import hunt_together
+from step08_5d.labs import hunt_latent, hunt_together
 from tests.harness.ranks import in_background, run_command, run_ranks, wait_for
 
 MODULES = hunt_means, hunt_samples, hunt_shards, hunt_parts, hunt_stages, hunt_ring, hunt_experts, hunt_together
+MODULES += (hunt_latent,)
 LABS = [lab for module in MODULES for lab in module.LABS]
 VARIANTS = [(lab, student) for lab in LABS for student in range(len(lab.bugs))]
 ALWAYS = ("hunt-06-a-0",)  # the others with TEST_ALL

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.labs import picture
 from common.labs.cut import MARKED, bodies_of, starter
@@ -21,7 +22,8 @@ from common.labs.ranks import LIMIT, Case
 from common.labs.rules import holds_at_most
 from common.labs.seen import Held, Notes, SeenCall
 from common.labs.write import WriteLab
-from tests.harness.ranks import ROOT, torchrun
+from step08_5d.labs import latent_ring
+from tests.harness.ranks import ROOT, run_ranks, torchrun
 
 
 def read_answers() -> dict[str, list[tuple[list[tuple[str, str]], str | None]]]:
@@ -148,6 +150,16 @@ def test_starters_keep_everything_but_the_bodies(id, tmp_path):
     for name, other in lab.hidden.items():
         assert re.search(rf'^@given\(.*# .* {other}\ndef {name}\(.*\n    """.*"""\n\n\n', text, re.MULTILINE)
         assert LABS[other].source == lab.source and name not in LABS[other].hidden
+
+
+def own_differences() -> dict[str, float]:
+    return latent_ring.compare(dist.get_rank(), dist.get_world_size())
+
+
+def test_a_file_that_checks_itself():
+    """What the file of write-08-c prints when somebody runs it: the ring is autograd on the whole sequence."""
+    for differences in run_ranks(3, own_differences):
+        assert differences.keys() == {"out", "dq", "dlatent", "dkey", "dweight"} and max(differences.values()) < 1e-12
 
 
 @pytest.mark.skipif(not ALL, reason="TEST_ALL")
