@@ -15,6 +15,7 @@ from step06_context_parallel.expansion import OfLatents
 from tests.harness import accounting
 from tests.harness.observing import configure
 from tests.harness.ranks import run_ranks
+from tests.parity.cases import ALL
 
 SHAPE = LatentShape(q_rank=0, kv_rank=10, nope_dim=6, rope_dim=4, value_dim=5)
 
@@ -73,9 +74,11 @@ def test_what_a_token_sends():
 
 MODEL = "--layers 2 --hidden 64 --heads 4 --kv-heads 4 --ffn 48 --vocab 256 --seq-len 32 --latent 24,16,8,4,10"
 MODEL += " --steps 1 --global-batch 2 --micro-batch 2 --data synthetic --device cpu --peak-tflops 1"
-TENSOR = ["--tp 2", "--tp 2 --tp-mode plain", "--tp 2 --tp-mode chunked --recompute full"]
-TENSOR += ["--tp 2 --no-sequence-parallel", "--tp 2 --latent 0,16,8,4,10"]
-CONTEXT = ["--cp 2", "--cp 2 --cp-split contiguous --recompute full", "--cp 2 --cp-mode allgather"]
+TENSOR, CONTEXT = ["--tp 2"], ["--cp 2 --cp-split contiguous --recompute full"]
+if ALL:
+    TENSOR += ["--tp 2 --tp-mode plain", "--tp 2 --tp-mode chunked --recompute full"]
+    TENSOR += ["--tp 2 --no-sequence-parallel", "--tp 2 --latent 0,16,8,4,10"]
+    CONTEXT += ["--cp 2", "--cp 2 --cp-mode allgather"]
 
 
 def ranks_train() -> list[list[tuple]]:
