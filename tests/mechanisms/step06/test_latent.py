@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.costs.vocabulary import Message, added
-from common.latent_attention import Expansion, absorbed_attention
+from common.latent_attention import Expansion
 from common.model import naive_attention
 from common.model_config import LatentShape
 from common.presets import PRESETS
@@ -12,6 +12,7 @@ from step04_tensor_parallel.cost import Way
 from step04_tensor_parallel.cost import messages as tensor_messages
 from step06_context_parallel import cost
 from step06_context_parallel.expansion import OfLatents
+from step08_5d.absorbed_attention import absorbed_attention
 from tests.harness import accounting
 from tests.harness.observing import configure
 from tests.harness.ranks import run_ranks
