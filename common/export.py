@@ -20,17 +20,19 @@ from common.checkpoints.boxes import SavedBox
 from common.errors import UsageError, first_line
 from common.launching.command_line import OneLineParser, one_line_errors, summary
 from common.layers import at_least_float32
-from common.model_config import LatentShape, ModelConfig, RopeScaling
+from common.model_config import LatentShape, ModelConfig
 from common.parameter import ParameterSpec
 from common.presets import (
     EXPERT_NAMES,
     HUGGINGFACE_NAMES,
     LATENT_NAMES,
-    ROPE_SCALING_NAMES,
+    ROPE_SCALINGS,
     SIGMOID,
     hub_errors_in_one_line,
+    rope_names,
 )
 from common.process_groups import Degrees, build_mesh
+from common.rope import RopeScaling, YarnScaling
 from common.weights.byte_tokenizer import byte_tokenizer
 from common.weights.huggingface import as_stored, check_config, model_type
 
@@ -68,7 +70,9 @@ def _write(folder: Path, out: Path, tokenizer: str | None) -> None:
     rope, scaling = {"rope_type": "default"}, config.rope_scaling
     given, tokenizer = tokenizer, tokenizer or extra["tokenizer"]
     if scaling:
-        rope = {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in ROPE_SCALING_NAMES.items()}
+        [name] = (name for name, kind in ROPE_SCALINGS.items() if isinstance(scaling, kind))
+        stored = {theirs: getattr(scaling, ours) for ours, theirs in rope_names(type(scaling)).items()}
+        rope = {"rope_type": name} | stored
     weights, boxes = {}, []
     for name, stored in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         kind, name = name.split("/")
@@ -130,7 +134,7 @@ def described(folder: Path) -> tuple[ModelConfig, torch.dtype, dict]:
         extra = json.loads((folder / files.EXTRA).read_text(encoding="utf-8"))
         shape = dict(extra["model"])
         if scaling := shape["rope_scaling"]:
-            shape["rope_scaling"] = RopeScaling(**scaling)
+            shape["rope_scaling"] = (YarnScaling if "beta_fast" in scaling else RopeScaling)(**scaling)
         if latent := shape.get("latent"):  # older checkpoints do not know it
             shape["latent"] = LatentShape(**latent)
         return ModelConfig(**shape), getattr(torch, extra["dtype"]), extra | {"tokenizer": extra["tokenizer"]}

@@ -72,6 +72,7 @@ class LatentAttention(nn.Module):
         self.shape, self.core, self.call, self.core_expands = shape, core, call, False
         self.apply_linears, self.rotate, self.whole = apply_linears, rotate, same
         self.key_width, self.pair_width, self.value_width = shape.key_width, shape.pair_width, shape.value_dim
+        self.score_scale = config.rope_scaling.score_scale if config.rope_scaling else 1.0
         queries = config.heads * shape.key_width
         self.q_proj = None if shape.q_rank else nn.Linear(hidden, queries, bias=False)
         self.q_a_proj = nn.Linear(hidden, shape.q_rank, bias=False) if shape.q_rank else None
@@ -97,8 +98,8 @@ class LatentAttention(nn.Module):
         plain, turning = q.split([shape.nope_dim, shape.rope_dim], dim=-1)
         turned, key = self.rotate(pairs_to_halves(turning), pairs_to_halves(key), *rope)
         q = torch.cat((plain, turned), dim=-1)
-        if shape.score_scale != 1:
-            q = q * shape.score_scale
+        if self.score_scale != 1:
+            q = q * self.score_scale
         out = self.call(self.attend, q, latent, key, *mask)  # (batch, heads, seq, value_dim)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
@@ -111,24 +112,3 @@ class LatentAttention(nn.Module):
     def expand(self, latent, key):
         """latent (batch, 1, seq, kv_rank), rotated key (batch, 1, seq, rope_dim) -> K and V of this rank's heads."""
         return Expansion(self.kv_b_proj.weight, self.shape).arrange(self.kv_b_proj(latent.squeeze(1)), key)
-
-
-def absorbed_attention(q: Tensor, latent: Tensor, key: Tensor, expansion: Expansion) -> Tensor:
-    """The same attention without K and V: queries go into the latent space, and outputs come back from there.
-
-    A score is q . (W_k latent) = (W_k' q) . latent, so the product with W_k may be one of the query. Then all heads
-    attend to one head of latents, with the rotated keys beside them. q (batch, heads, seq, nope_dim + rope_dim),
-    latent (batch, 1, seq, kv_rank), key (batch, 1, seq, rope_dim) -> (batch, heads, seq, value_dim).
-
-    For a pair of tokens a head multiplies 2 kv_rank + rope_dim numbers, and not nope_dim + rope_dim + value_dim: 1,088
-    against 320 in DeepSeek-V3. So it does not pay in training, where every latent is expanded once for many queries. It
-    pays where one new query meets thousands of stored latents, whose expansion it saves: in decoding.
-    """
-    shape = expansion.shape
-    weight = expansion.weight.unflatten(0, (-1, shape.pair_width))  # (heads, nope_dim + value_dim, kv_rank)
-    of_keys, of_values = weight.split([shape.nope_dim, shape.value_dim], dim=1)
-    plain, turned = q.split([shape.nope_dim, shape.rope_dim], dim=-1)
-    queries, keys = torch.cat((plain @ of_keys, turned), dim=-1), torch.cat((latent, key), dim=-1)
-    scores = queries @ keys.transpose(-2, -1) * shape.key_width**-0.5  # (batch, heads, seq, seq)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(future, -torch.inf).softmax(-1) @ latent @ of_values.transpose(-2, -1)

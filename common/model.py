@@ -20,25 +20,7 @@ from common.latent_attention import LatentAttention
 from common.layers import RMSNorm, apply_linears, at_least_float32, call, rotate
 from common.model_config import ModelConfig
 from common.parameter import attach_specs
-
-
-def rope_tables(config: ModelConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each (len(positions), rotary_width), of the rotation angles position / theta^(2i/d).
-
-    `rope_scaling` is that of Llama 3.1: wavelengths longer than original/low_freq_factor are stretched by `factor`,
-    those shorter than original/high_freq_factor are kept, and between them the two frequencies are blended.
-    """
-    d = config.rotary_width
-    exponents = torch.arange(0, d, 2, device=positions.device).to(at_least_float32(dtype)) / d
-    frequency = 1.0 / config.rope_theta**exponents  # (d/2,)
-    scaling = config.rope_scaling
-    if scaling is not None:
-        turns = scaling.original_max_positions * frequency / (2 * math.pi)  # turns within the original context
-        blend = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-        frequency = frequency * blend + frequency / scaling.factor * (1 - blend)
-    angles = torch.outer(positions.to(frequency.dtype), frequency)  # (seq, d/2)
-    angles = torch.cat((angles, angles), dim=-1)  # (seq, d): elements i and i + d/2 of a head turn by the same angle
-    return angles.cos(), angles.sin()
+from common.rope import rope_tables
 
 
 def naive_attention(q, k, v):

@@ -4,28 +4,18 @@ import math
 from dataclasses import dataclass
 
 from common.errors import UsageError
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the low RoPE frequencies (Llama 3.1 model card; formula in `model.rope_tables`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+from common.rope import RopeScaling, YarnScaling
 
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The widths of latent attention (`latent_attention.py`), and a factor of its scores besides 1/sqrt(d)."""
+    """The widths of latent attention (`latent_attention.py`)."""
 
     q_rank: int  # width of the latent of queries; 0: they come from the hidden state
     kv_rank: int  # width of the latent of keys and values
     nope_dim: int  # of a head's keys, the width of the part without positions
     rope_dim: int  # the width of the rotated part, which all heads share
     value_dim: int
-    score_scale: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> "LatentShape":
@@ -72,7 +62,7 @@ class ModelConfig:
     head_dim: int | None = None  # None: hidden / heads
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     max_positions: int = 8192
     experts: int = 0  # routed experts of every layer after the first `dense_layers`
     top_k: int = 0

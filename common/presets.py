@@ -10,11 +10,12 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from common.errors import UsageError, first_line
-from common.model_config import LatentShape, ModelConfig, RopeScaling
+from common.model_config import LatentShape, ModelConfig
+from common.rope import RopeScaling, YarnScaling
 
 _LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _LLAMA_32 = replace(_LLAMA_31, factor=32.0)
@@ -42,7 +43,7 @@ PRESETS = {  # vocabulary, hidden width, layers, heads, K/V heads, SwiGLU width,
     "deepseek-v3": ModelConfig(129280, 7168, 61, 128, 128, 18432, False, **_DEEPSEEK_V3),
     "deepseek-v3-tiny": ModelConfig(384, 128, 4, 4, 4, 384, False, **_TINY),
 }
-# What the fields of ModelConfig and RopeScaling are called in transformers' configurations
+# What the fields of ModelConfig are called in transformers' configurations
 HUGGINGFACE_NAMES = {"vocab": "vocab_size", "hidden": "hidden_size", "layers": "num_hidden_layers"}
 HUGGINGFACE_NAMES |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 HUGGINGFACE_NAMES |= {"ffn": "intermediate_size", "tie_embeddings": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
@@ -57,8 +58,7 @@ EXPERT_NAMES["deepseek_v3"] = EXPERT_NAMES["glm4_moe"]
 LATENT_NAMES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim"}
 LATENT_NAMES |= {"rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
 SIGMOID = "glm4_moe", "deepseek_v3"  # model types whose gates are
-ROPE_SCALING_NAMES = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
-ROPE_SCALING_NAMES |= {"original_max_positions": "original_max_position_embeddings"}
+ROPE_SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling}  # by transformers' rope_type
 
 
 def resolve(name: str, flag: str = "--model") -> ModelConfig:
@@ -108,11 +108,13 @@ def _expressed(theirs, what: str) -> ModelConfig:
             raise UsageError(f"{what} has {key} {getattr(theirs, key, None)}, which this decoder does not have")
     values = {ours: getattr(theirs, key, None) for ours, key in HUGGINGFACE_NAMES.items()}
     rope = theirs.rope_parameters
-    scaled, whole = rope["rope_type"] == "llama3", rope.get("partial_rotary_factor", 1) == 1 and rope["rope_theta"] > 0
-    if scaled:
-        values["rope_scaling"] = scaling = RopeScaling(**{ours: rope[key] for ours, key in ROPE_SCALING_NAMES.items()})
-        whole &= 0 < scaling.low_freq_factor < scaling.high_freq_factor and scaling.factor > 0
-    if not whole or not scaled and rope["rope_type"] != "default":
+    kind, whole = ROPE_SCALINGS.get(rope["rope_type"]), rope.get("partial_rotary_factor", 1) == 1
+    whole &= rope["rope_theta"] > 0 and rope.get("attention_factor") is None and rope.get("truncate", True)
+    if kind:
+        given = {ours: rope.get(key) for ours, key in rope_names(kind).items()}
+        values["rope_scaling"] = scaling = kind(**{ours: each for ours, each in given.items() if each is not None})
+        whole &= scaling.is_sound
+    if not whole or not kind and rope["rope_type"] != "default":
         raise UsageError(f"{what} has rope_parameters {rope}, which this decoder does not have")
     values |= {ours: getattr(theirs, key) for ours, key in EXPERT_NAMES.get(theirs.model_type, {}).items()}
     values["gate"] = "sigmoid" if theirs.model_type in SIGMOID else "softmax"
@@ -122,6 +124,12 @@ def _expressed(theirs, what: str) -> ModelConfig:
             values = {name: value for name, value in values.items() if name not in EXPERT_NAMES["deepseek_v3"]}
             values["gate"] = "softmax"
     return ModelConfig(rope_theta=rope["rope_theta"], **values)
+
+
+def rope_names(kind: type) -> dict[str, str]:
+    """What the fields of a kind of RoPE scaling are called in transformers' rope_parameters."""
+    theirs = {"original_max_positions": "original_max_position_embeddings"}
+    return {field.name: theirs.get(field.name, field.name) for field in fields(kind)}
 
 
 def _latent(theirs, what: str) -> LatentShape:

@@ -14,6 +14,7 @@ from common.costs.vocabulary import Message, sent
 from common.counts import down_parameters
 from common.layers import at_least_float32
 from common.model_config import ModelConfig
+from step01_single_gpu.cost import layer_activations
 from step02_data_parallel.cost import SCALAR
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -135,14 +136,44 @@ def block_activations(
     stream = tp if way.sequence_parallel else 1
     if way.full_recompute:
         return {"layer inputs": tokens * h * width // stream}
-    kv_heads = max(model.kv_heads, tp)  # with fewer heads than ranks every rank holds a whole one
-    queries, heads = model.heads * d, (model.heads + 2 * kv_heads) * d
-    return {
+    gathered = tokens * h * width // (stream if way.gathers_again else 1)
+    result = {
         "norms": 2 * tokens * (h * (high + width) + high) // stream,
-        "column inputs": 2 * tokens * h * width // (stream if way.gathers_again else 1),
-        "attention": tokens * ((heads + queries) * width + model.heads * high) // tp,
+        "column inputs": gathered,
         "mlp": 4 * tokens * model.ffn * width // tp,
     }
+    if model.latent:
+        result["column inputs"] += gathered if _gathers_whole_input(model, way) else 0
+        return result | _latent_activations(model, batch, seq, dtype, tp, way)
+    kv_heads = max(model.kv_heads, tp)  # with fewer heads than ranks every rank holds a whole one
+    queries, heads = model.heads * d, (model.heads + 2 * kv_heads) * d
+    result["column inputs"] += gathered
+    return result | {"attention": tokens * ((heads + queries) * width + model.heads * high) // tp}
+
+
+def _gathers_whole_input(model: ModelConfig, way: Way) -> bool:
+    """Whether latent attention keeps its input gathered for its queries, beside the part that makes the latent."""
+    return not model.latent.q_rank and way.sequence_parallel and not way.gathers_again
+
+
+def _latent_activations(
+    model: ModelConfig, batch: int, seq: int, dtype: torch.dtype, tp: int, way: Way
+) -> dict[str, int]:
+    """The same of latent attention, by part. Latents and their norms are computed for a rank's part of the sequence;
+    what keys and values are expanded from is gathered; the rest belongs to heads.
+    """
+    stream = tp if way.sequence_parallel else 1
+    result = {"latents": 0, "attention": 0}
+    for each in layer_activations(model, batch, seq, dtype, "fused", "none"):
+        if each.name == "kv_b_proj.input":
+            result["latents"] += each.bytes
+        elif each.name == "q_b_proj.input":
+            result["latents"] += each.bytes // (stream if way.gathers_again else 1)
+        elif each.name == "qkv.input" or each.name.startswith(("q_a_norm", "kv_a_norm")):
+            result["latents"] += each.bytes // stream
+        elif each.part == "attention":
+            result["attention"] += each.bytes // tp
+    return result
 
 
 def gpt_block_activations(tp: int, sequence_parallel: bool) -> float:

@@ -98,9 +98,10 @@ def hide_ratio_of(model: ModelConfig, s: int, layers: float, peak: float, bandwi
 
 
 def stage_parameters(model: ModelConfig, first: int, last: int) -> int:
-    """Of the stage with the layers [first, last), with what belongs to the ends of the model."""
+    """Of the stage with the layers [first, last), which are dense, with what belongs to the ends of the model."""
     count = count_parameters(model)
-    result = (last - first) * (count.attention + count.dense_mlp + 2 * model.hidden)
+    norms = 2 * model.hidden + (model.latent.q_rank + model.latent.kv_rank if model.latent else 0)
+    result = (last - first) * (count.attention + count.dense_mlp + norms)
     if first == 0:
         result += count.embedding
     if last == model.layers:
@@ -122,11 +123,25 @@ def stage_activations(model: ModelConfig, first: int, last: int, b: int, s: int,
 
 def stage_store(model: ModelConfig, first: int, last: int, b: int, s: int, dtype: torch.dtype) -> int:
     """Bytes that a stage keeps of one micro-batch from I to W: inputs and output gradients of its linear layers."""
-    heads, kv = model.heads * model.head_width, model.kv_heads * model.head_width
-    inputs = 2 * model.hidden + heads + model.ffn  # q, k, v share theirs; so do gate and up
-    gradients = heads + 2 * kv + model.hidden + 2 * model.ffn + model.hidden
+    inputs, gradients = _attention_operands(model)
+    inputs += model.hidden + model.ffn  # gate and up share theirs
+    gradients += 2 * model.ffn + model.hidden
     head = (model.hidden + model.vocab) if last == model.layers else 0
     return b * s * dtype.itemsize * ((last - first) * (inputs + gradients) + head)
+
+
+def _attention_operands(model: ModelConfig) -> tuple[int, int]:
+    """Of one layer's attention and one token: numbers in the inputs of linear layers, and in their output gradients.
+
+    Layers that share an input keep it once. The latent that is expanded is a part of a tensor, all of which is kept.
+    """
+    latent, queries = model.latent, model.heads * model.head_width
+    out = model.heads * model.value_width  # what o_proj gets
+    if latent is None:
+        return model.hidden + out, queries + 2 * model.kv_heads * model.head_width + model.hidden
+    inputs = model.hidden + latent.q_rank + latent.shared_width + out
+    gradients = latent.q_rank + queries + latent.shared_width + model.heads * latent.pair_width + model.hidden
+    return inputs, gradients
 
 
 def peak_kept(schedule: Schedule, rank: int, kept: list[int], stored: list[int]) -> int:

@@ -44,11 +44,12 @@ BACKWARD = [
     ("back", (4, 6), 2, "ep"),
     ("box", (2,), "router, attention", None),
     ("send", 2, (3,), "pp"),
-    ("wait", 2, 4.4, None),
+    ("wait", 2, 5.4, None),
     ("box", (3,), "layer 2, likewise", None),
     ("send", 3, (1, 5), "ep"),
     ("box", (1, 3, 5), "experts 1, 2 | shared | 9, 11", None),
     ("back", (1, 5), 3, "ep"),
+    ("box", (3,), "router, attention", None),
     ("send", 3, (2,), "pp"),
     ("box", (2,), "layer 0, embedding", None),
     ("sum", (0, 2, 4, 6), (1, 3, 5, 7), "dp"),
@@ -92,10 +93,10 @@ def _draw() -> None:
     names = "a token, forward", "its gradient, backward"
     for axis, events, name, colour in zip(axes, (FORWARD, BACKWARD), names, ("forward", "backward")):
         axis.set_title(name, loc="left", fontsize=12, fontweight="bold")
-        axis.set(xlim=(-0.7, 8.3), ylim=(13.1, -1.6))
+        axis.set(xlim=(-0.7, 8.3), ylim=(14.1, -1.6))
         axis.axis("off")
         for rank, x in PLACE.items():
-            axis.plot((x, x), (-0.1, 13), color="#DDDDDD", linewidth=6, zorder=0)
+            axis.plot((x, x), (-0.1, 14), color="#DDDDDD", linewidth=6, zorder=0)
             words = f"rank {rank}\nexperts\n{EXPERTS[rank]}"
             axis.text(x, -0.25, words, ha="center", va="bottom", fontsize=8, color="#333333")
         row = 0

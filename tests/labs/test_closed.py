@@ -57,7 +57,7 @@ WAYS = {  # to get at the reference, in the place of a body
     "frames by inspect": ("import inspect; inspect.currentframe().f_back", "looks at the frames"),
 }
 
-QUICK = "open", "importlib", "another module", "subprocess", "ctypes", "hidden in an exception", "frames"
+QUICK = "open", "another module", "subprocess", "frames"
 
 
 @pytest.mark.parametrize("way", WAYS if ALL else QUICK)
@@ -80,18 +80,18 @@ def test_given_gives_what_its_lab_gives(tmp_path):
     assert lab.check(tmp_path, 1).feedback[0].endswith(closed.REFERENCE)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "open(__file__).read()",
-        "__import__('json').dumps({})",
-        "import tempfile; tempfile.TemporaryFile().close()",
-        "import numpy, logging; logging.getLogger('x').debug('y')",
-        "from step05_pipeline.schedules.validator import check_schedule",
-        "import warnings; warnings.warn('what else')",
-        "import inspect; inspect.signature(print)",
-    ],
-)
+ALLOWED = [
+    "open(__file__).read()",
+    "from step05_pipeline.schedules.validator import check_schedule",
+    "__import__('json').dumps({})",
+    "import tempfile; tempfile.TemporaryFile().close()",
+    "import numpy, logging; logging.getLogger('x').debug('y')",
+    "import warnings; warnings.warn('what else')",
+    "import inspect; inspect.signature(print)",
+]
+
+
+@pytest.mark.parametrize("code", ALLOWED if ALL else ALLOWED[:2])
 def test_what_is_allowed(code, tmp_path):
     verdict = hand_in(LAB, tmp_path, [(BODY, f"    {code}\n{BODY}")])
     assert verdict.passed, verdict.feedback

@@ -108,7 +108,10 @@ def test_the_handout(lab, student, tmp_path):
     assert command.main(["check", *home]) == 0
 
 
-@pytest.mark.parametrize(("lab", "student"), VARIANTS, ids=names)
+@pytest.mark.parametrize(
+    ("lab", "student"),
+    [pytest.param(*pair, id=name, marks=slow if pair[1] else ()) for pair, name in zip(VARIANTS, names)],
+)
 def test_what_is_told(lab, student, tmp_path, monkeypatch):
     """Without trainings: what is planted, what the script says, what becomes of answers that are none."""
     monkeypatch.setattr("common.labs.hunt.train", lambda *_: pytest.fail("nothing was repaired"))

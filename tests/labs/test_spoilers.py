@@ -1,5 +1,6 @@
 """Nothing that a student is handed shows what another lab asks for."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ print(x.grad.allclose(2 * (1 - torch.ones(3).tanh() ** 2)), len(build_schedule("
 """
 
 
+@pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="TEST_ALL: the hunt that is tried by default runs it, too")
 def test_what_is_out_of_sight_runs(tmp_path):
     copy_project(tmp_path, 5)
     done = run_command([sys.executable, "-c", CODE], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, timeout=60)

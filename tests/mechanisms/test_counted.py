@@ -35,6 +35,8 @@ from tests.mechanisms.step04.test_activations import FORMS
 SMALL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 256, "seq_len": 32, "warmup": 1}
 SMALL |= {"data": "synthetic", "micro_batch": 1, "global_batch": 4, "pp": 2, "dp": 1}
 PIPELINES = [SMALL | {"schedule": name} for name in ("1f1b", "interleaved", "zb-h1")]
+LATENTS = "24,16,8,4,12", "0,9,8,4,6"  # queries of a latent, and values as wide as keys; or neither
+PIPELINES += [SMALL | {"kv_heads": 4, "latent": latent, "schedule": "zb-h1"} for latent in LATENTS]
 
 
 def worked_example(group: Group) -> dict:
@@ -140,7 +142,7 @@ def test_a_pipeline_keeps_what_the_formulas_say(counted):
             [formula(model, *each) for each in stages] for formula in (pipeline.stage_activations, pipeline.stage_store)
         )
         predicted = [pipeline.peak_kept(schedule, rank, kept, stored) for rank in range(2)]
-        assert [rank["pipelines"][index] for rank in counted] == predicted, flags["schedule"]
+        assert [rank["pipelines"][index] for rank in counted] == predicted, flags
 
 
 def test_a_slow_device_takes_the_time_of_its_flops():

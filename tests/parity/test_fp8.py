@@ -10,7 +10,18 @@ import pytest
 
 from step08_5d.narrow_numbers.scaling import BLOCKS
 from tests.harness.ranks import run_ranks
-from tests.parity.cases import ALL, CHUNKED, GATHER, OVERLAP, PLAIN, RING, ULYSSES, WHOLE
+from tests.parity.cases import (
+    ALL,
+    CHUNKED,
+    GATHER,
+    LATENT,
+    LATENT_KEYS,
+    OVERLAP,
+    PLAIN,
+    RING,
+    ULYSSES,
+    WHOLE,
+)
 from tests.parity.pairwise import pairwise, thin
 from tests.parity.runs import ADAMW, SGD, TIED, UNTIED, Result, assemble, assert_parity, train_cases, training_of
 
@@ -102,4 +113,33 @@ def test_every_layout_trains_as_one_process(ranks, part):
     batches = [case["layout"][0] for case in chosen]
     cases = [" ".join([case["layout"][1], *(v for k, v in case.items() if k != "layout")]) for case in chosen]
     for case, batch, result in zip(cases, batches, run_narrow(ranks, cases), strict=True):
+        assert_parity(result, one_process(case, batch), f"{ranks} ranks, {case}", TOLERANCE)
+
+
+# Latent attention: a gathered latent is multiplied on every tensor rank; Ulysses divides what it is expanded to
+LATENTS = {  # by ranks, the micro-batch of the one process that has the same tokens in a product, and flags
+    2: [
+        (3, f"{UNTIED} {SGD} {MX} {LATENT} --cp 2 {ULYSSES} --micro-batch 3 --recompute selective"),
+        (3, f"{UNTIED} {ADAMW} {TILE} {LATENT} --tp 2 --micro-batch 3 {OVERLAP}"),
+        (3, f"{TIED} {SGD} {DELAYED} {LATENT_KEYS} --tp 2 --micro-batch 3 {WHOLE}"),
+        (3, f"{UNTIED} {ADAMW} {NOW} {LATENT} --tp 2 --micro-batch 3 {PLAIN} --zero 3 --recompute full"),
+        (3, f"{UNTIED} {SGD} {ROW} {LATENT_KEYS} --tp 2 --micro-batch 3 {OVERLAP}"),
+        (2, f"{UNTIED} {ADAMW} {TILE} {LATENT} --pp 2 --micro-batch 2 --schedule zb-h1"),
+        (2, f"{TIED} {SGD} {DELAYED} {LATENT_KEYS} --pp 2 --micro-batch 2 --schedule dualpipe --recompute full"),
+        (3, f"{UNTIED} {ADAMW} {TILE} {LATENT} {GATHERED} --dp 2 --micro-batch 3"),
+    ],
+    4: [
+        (3, f"{UNTIED} {ADAMW} {TILE} {LATENT} --cp 2 {ULYSSES} --tp 2 --micro-batch 3 {CHUNKED} --zero 1"),
+        (3, f"{TIED} {SGD} {NOW} {LATENT_KEYS} --cp 2 {ULYSSES} --tp 2 --micro-batch 3 {WHOLE}"),
+        (2, f"{UNTIED} {ADAMW} {TILE} {LATENT} --pp 2 --cp 2 {ULYSSES} --micro-batch 2 --schedule zb-h1"),
+        (2, f"{UNTIED} {SGD} {DELAYED} {LATENT_KEYS} --pp 2 --tp 2 --micro-batch 2 --schedule dualpipe"),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", LATENTS if ALL else [4])
+def test_latent_attention_trains_as_one_process(ranks):
+    chosen = LATENTS[ranks] if ALL else LATENTS[ranks][:1]
+    cases = [f"{SHAPE} {flags}" for _, flags in chosen]
+    for (batch, _), case, result in zip(chosen, cases, run_narrow(ranks, cases), strict=True):
         assert_parity(result, one_process(case, batch), f"{ranks} ranks, {case}", TOLERANCE)

@@ -117,7 +117,7 @@ COMPUTED = [  # a model of transformers, what its config.json says, and what is 
     ("llama", {"rope_parameters": HALF | SCALED | PARTIAL | {"rope_type": "llama3"}}, "rope_parameters {"),
     ("llama", PARTIAL | {"rope_scaling": SCALED | {"rope_type": "llama3"}}, "rope_parameters {"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters {"),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters {"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters {"),
     ("llama", {"rope_scaling": SCALED | {"rope_type": "llama3", "factor": "8"}}, "cannot be read ("),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "cannot be read ("),
     ("llama", {"rope_theta": "10000"}, "cannot be read ("),

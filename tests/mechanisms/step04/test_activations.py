@@ -16,7 +16,7 @@ from common.config import TrainConfig
 from common.group import Group
 from common.measure.saved_tensors import SavedTensors
 from common.model import Decoder
-from common.model_config import ModelConfig
+from common.model_config import LatentShape, ModelConfig
 from common.process_groups import Degrees, Mesh, build_mesh
 from common.weights.initialisation import materialise, random_values
 from step01_single_gpu.running.memory_meter import MemoryMeter
@@ -50,24 +50,30 @@ def stream(mesh: Mesh, form: tuple, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(BATCH, SEQ // mesh.tp.size if form[0] else SEQ, MODEL.hidden).to(dtype).requires_grad_()
 
 
-KINDS = list(itertools.product(FORMS, (torch.float32, torch.bfloat16)))
+DTYPES = torch.float32, torch.bfloat16
+KINDS = list(itertools.product(FORMS, DTYPES))
+LATENT = LatentShape(q_rank=12, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=6)
+LATENTS = {"none": None, "queries": LATENT, "keys": replace(LATENT, q_rank=0, value_dim=12)}
 
 
-def model_of(world: int) -> ModelConfig:
-    """On four ranks, two share a K/V head."""
+def model_of(world: int, latent: str) -> ModelConfig:
+    """On four ranks, two share a K/V head; of latent attention, each head has its own."""
+    if LATENTS[latent]:
+        return replace(MODEL, kv_heads=MODEL.heads, latent=LATENTS[latent])
     return MODEL if world < 4 else replace(MODEL, kv_heads=world // 2)
 
 
-def kept(form: tuple, world: int, dtype: torch.dtype) -> int:
+def kept(form: tuple, world: int, dtype: torch.dtype, latent: str) -> int:
     """The lesson's formula for the block, and what the ends of the model and its loss keep."""
+    model = model_of(world, latent)
     sequence_parallel, mode = form
     size, tokens = dtype.itemsize, BATCH * SEQ
     mine = tokens // world if sequence_parallel else tokens
-    tables = 2 * SEQ * MODEL.head_width * 4  # cos and sin
+    tables = 2 * SEQ * model.rotary_width * 4  # cos and sin
     embedding = tokens * (8 + 1)  # which row of mine, and whether it is mine at all
     norm = mine * (MODEL.hidden * (4 + size) + 4)
     head = (tokens if mode == "plain" else mine) * MODEL.hidden * size  # its input, in mode plain gathered
-    block = sum(block_activations(model_of(world), BATCH, SEQ, dtype, world, Way(*form)).values())
+    block = sum(block_activations(model, BATCH, SEQ, dtype, world, Way(*form)).values())
     loss = tokens * (-(-MODEL.vocab // world) * 4 + 8 + 1)  # probabilities, the target's column, and whose it is
     return tables + embedding + block + norm + head + loss
 
@@ -75,8 +81,8 @@ def kept(form: tuple, world: int, dtype: torch.dtype) -> int:
 def ranks_saved() -> list[int]:
     mesh, result = tp_mesh(), []
     tokens = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
-    for form, dtype in KINDS:
-        model = decoder(mesh, model_of(mesh.tp.size), form, dtype)
+    for form, dtype, latent in itertools.product(FORMS, DTYPES, LATENTS):
+        model = decoder(mesh, model_of(mesh.tp.size, latent), form, dtype)
         with SavedTensors(model) as saved:
             loss = vocab_parallel.vocab_parallel_cross_entropy_sum(model(tokens), tokens, MODEL.vocab, mesh.tp)
         assert loss.requires_grad, "the graph is alive"
@@ -85,9 +91,10 @@ def ranks_saved() -> list[int]:
 
 
 def check_saved(ranks: list[list[int]]) -> None:
-    expected = [kept(form, len(ranks), dtype) for form, dtype in KINDS]
+    kinds = list(itertools.product(FORMS, DTYPES, LATENTS))
+    expected = [kept(form, len(ranks), dtype, latent) for form, dtype, latent in kinds]
     for found in ranks:
-        assert dict(zip(KINDS, found, strict=True)) == dict(zip(KINDS, expected))
+        assert dict(zip(kinds, found, strict=True)) == dict(zip(kinds, expected))
 
 
 def test_saved_activations_are_predicted_to_the_byte():

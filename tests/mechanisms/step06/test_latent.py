@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.costs.vocabulary import Message, added
-from common.latent_attention import Expansion, absorbed_attention
+from common.latent_attention import Expansion
 from common.model import naive_attention
 from common.model_config import LatentShape
 from common.presets import PRESETS
@@ -12,9 +12,11 @@ from step04_tensor_parallel.cost import Way
 from step04_tensor_parallel.cost import messages as tensor_messages
 from step06_context_parallel import cost
 from step06_context_parallel.expansion import OfLatents
+from step08_5d.absorbed_attention import absorbed_attention
 from tests.harness import accounting
 from tests.harness.observing import configure
 from tests.harness.ranks import run_ranks
+from tests.parity.cases import ALL
 
 SHAPE = LatentShape(q_rank=0, kv_rank=10, nope_dim=6, rope_dim=4, value_dim=5)
 
@@ -73,9 +75,11 @@ def test_what_a_token_sends():
 
 MODEL = "--layers 2 --hidden 64 --heads 4 --kv-heads 4 --ffn 48 --vocab 256 --seq-len 32 --latent 24,16,8,4,10"
 MODEL += " --steps 1 --global-batch 2 --micro-batch 2 --data synthetic --device cpu --peak-tflops 1"
-TENSOR = ["--tp 2", "--tp 2 --tp-mode plain", "--tp 2 --tp-mode chunked --recompute full"]
-TENSOR += ["--tp 2 --no-sequence-parallel", "--tp 2 --latent 0,16,8,4,10"]
-CONTEXT = ["--cp 2", "--cp 2 --cp-split contiguous --recompute full", "--cp 2 --cp-mode allgather"]
+TENSOR, CONTEXT = ["--tp 2"], ["--cp 2 --cp-split contiguous --recompute full"]
+if ALL:
+    TENSOR += ["--tp 2 --tp-mode plain", "--tp 2 --tp-mode chunked --recompute full"]
+    TENSOR += ["--tp 2 --no-sequence-parallel", "--tp 2 --latent 0,16,8,4,10"]
+    CONTEXT += ["--cp 2", "--cp 2 --cp-mode allgather"]
 
 
 def ranks_train() -> list[list[tuple]]:

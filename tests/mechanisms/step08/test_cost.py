@@ -24,6 +24,7 @@ from tests.harness.observing import configure, mesh_of
 from tests.harness.ranks import ROOT, run_ranks
 from tests.mechanisms import test_formulas as formulas
 from tests.mechanisms.test_formulas import by_kind, check
+from tests.parity.cases import ALL
 
 # 8 ranks. A layer has 352 parameters, embedding and head 80 each, the last norm 8: 872
 THREE_D = formulas.DENSE, Layout(2, dp=2, pp=2, tp=2, micro_batch=2, micro_batches=2)  # micro-batches of 4 tokens
@@ -80,14 +81,18 @@ CASES = [
     DENSE | FOUR_D | SMALL | {"cp_mode": "allgather", "dtype": "bfloat16"},
     DENSE | FOUR_D | SMALL | {"cp_mode": "ulysses", "kv_heads": 2},  # fewer heads on a rank than cp
     DENSE | SMALL | {"pp": 2, "zero": 3, "global_batch": 8},
-    EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1},
+    EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1, "mtp": 1, "latent": "24,16,8,4,10"},
     DENSE | SMALL | {"zero": 3, "global_batch": 16},  # two micro-batches
+    EXPERTS | SMALL | {"ep": 4, "expert_ffn": 16, "zero": 2, "global_batch": 16, "shared_experts": 1, "tp": 2},
+]
+FURTHER = [
+    EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1},
     EXPERTS | FIVE_D | SMALL | {"expert_ffn": 16, "zero": 1, "mtp": 1},
     DENSE | SMALL | {"zero": 3, "global_batch": 16, "mtp": 1},
-    EXPERTS | SMALL | {"ep": 4, "expert_ffn": 16, "zero": 2, "global_batch": 16, "shared_experts": 1, "tp": 2},
     DENSE | FOUR_D | SMALL | {"latent": "24,16,8,4,10", "zero": 1},
     DENSE | SMALL | {"cp": 2, "tp": 4, "cp_mode": "ulysses", "heads": 8, "latent": "0,16,8,4,10", "kv_heads": 8},
 ]
+CASES += FURTHER if ALL else []
 
 
 def ranks_measure(cases: list[dict]) -> list[dict]:

@@ -2,11 +2,11 @@
 
 import contextlib
 
-from tests.mutants.patches import fp8, hidden, hunts, multi_token, settings, step03, step04, step06
+from tests.mutants.patches import fp8, hidden, hunts, multi_token, rope, settings, step03, step04, step06
 
 STEPS = step03.STEPS | step04.STEPS | step06.STEPS  # by the step that they are wrong in
 TABLES = [*STEPS.values(), hidden.ASYNCHRONY, hidden.NARROW, fp8.MUTANTS, multi_token.MUTANTS]
-TABLES += [hunts.HUNTS, settings.SETTINGS]
+TABLES += [rope.MUTANTS, hunts.HUNTS, settings.SETTINGS]
 EVERY = dict(item for mutants in TABLES for item in mutants.items())
 
 

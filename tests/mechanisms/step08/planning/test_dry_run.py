@@ -145,10 +145,10 @@ def test_memory_that_is_played():
 
 def test_a_rank_of_thousands(capsys):
     """A whole model of 405 billion parameters on 16,384 ranks: the weights of its 8 of 126 layers, divided by tp."""
-    flags = "--model llama3-405b --tp 8 --pp 16 --zero 1 --micro-batch 1 --global-batch 256 --seq-len 8192"
+    flags = "--model llama3-405b --tp 8 --pp 16 --zero 1 --micro-batch 1 --global-batch 128 --seq-len 8192"
     main(["dry-run", "--world", "16384", "--rank", "77", *flags.split(), "--recompute", "full", "--dtype", "bfloat16"])
     printed = capsys.readouterr().out
-    assert "tp 5 of 8, cp 0 of 1, pp 9 of 16, dp 0 of 128; layers 71 to 78, 2 micro-batches of 1" in printed
+    assert "tp 5 of 8, cp 0 of 1, pp 9 of 16, dp 0 of 128; layers 71 to 78, 1 micro-batch" in printed
     layer = 2 * 16384**2 + 2 * 16384 * 8 * 128 + 3 * 16384 * 53248
     weights = 8 * (layer / 8 + 2 * 16384) * 2
     assert f"parameters {weights / 1e6:13,.1f}"[:10] in printed
@@ -157,6 +157,7 @@ def test_a_rank_of_thousands(capsys):
     assert "layers 0 to 1 and 4 to 5, 4 micro-batches of 1" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not EVERY, reason="TEST_ALL")
 def test_a_ring_launches_more():
     """Each of its hops as many operations more in a layer, forward and backward, as the model of time charges."""
 
@@ -169,7 +170,7 @@ def test_a_ring_launches_more():
         return operations(2, 2, cp) - operations(1, 2, cp) - operations(2, 1, cp) + operations(1, 1, cp)
 
     alone = of_layer()
-    for cp in (2, 4) if EVERY else [4]:
+    for cp in (2, 4):
         more = of_layer(cp) - alone
         expected = NANOTRON.launch * (1 + more / alone)
         assert NANOTRON.least(Layout(64, cp=cp), nodes=1) == pytest.approx(expected, rel=0.03)

@@ -28,7 +28,7 @@ DEEPSEEK = (
 )
 DEEPSEEK += " --vocab 16000 --hidden 1024 --heads 16 --kv-heads 16 --ffn 2048 --expert-ffn 512 --seq-len 1024"
 BF16 = "--dtype bfloat16"
-# World, shape, layout; every fifteenth in `make test`
+# World, shape, layout; every 25th in `make test`
 CASES = [
     f"1 {WIDE} {BF16} --global-batch 4 --micro-batch 2",
     f"1 {WIDE} --global-batch 4 --micro-batch 2",
@@ -122,7 +122,7 @@ INTERLEAVED = [
     f"4 {WIDE} {BF16} --pp 2 --tp 2 --global-batch 16 --micro-batch 2 --virtual-stages 2",
 ]
 
-# How attention sees other ranks' keys; the first in `make test`
+# How attention sees other ranks' keys
 CONTEXT = [
     f"4 {LONG} {BF16} --cp 4 --global-batch 1 --micro-batch 1 --ffn 512 --vocab 1000 --kv-heads 8",
     f"2 {LONG} {BF16} --cp 2 --global-batch 2 --micro-batch 1",
@@ -189,7 +189,7 @@ EVERY = bool(os.environ.get("TEST_ALL"))
 EACH = [*CASES, *CONTEXT, *SCHEDULES, *WHOLE]
 
 
-@pytest.mark.parametrize("case", EACH if EVERY else [*CASES[::15], CONTEXT[0], SCHEDULES[0], WHOLE[0]])
+@pytest.mark.parametrize("case", EACH if EVERY else [*CASES[::25], SCHEDULES[0], WHOLE[0]])
 def test_the_formula_is_the_dry_run(case):
     """The peak within 2 %, and its parameters, gradients and optimizer state within 1 %, gathered weights and buckets
     included. So is communication but for vectors, up to 0.01 % of the peak. Measured: 0.01 %, at worst 0.12 %; with

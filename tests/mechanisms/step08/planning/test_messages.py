@@ -37,7 +37,7 @@ CASES = [
 BESIDE = 1000  # bytes, all together at most: loads of experts, the norm of the gradient and the loss are in no formula
 
 
-@pytest.mark.parametrize("case", CASES if os.environ.get("TEST_ALL") else CASES[:3])
+@pytest.mark.parametrize("case", CASES if os.environ.get("TEST_ALL") else [f"{case} --layers 1" for case in CASES[:3]])
 def test_formulas_send_what_dry_runs_send(case):
     world, *words = case.split()
     config, found = configuration([*SHAPE.split(), *words], int(world)), Counter()

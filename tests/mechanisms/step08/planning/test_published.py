@@ -1,6 +1,7 @@
 """What has been published beside ours: figures of memory, the cheatsheet, and 1,532 runs."""
 
 import math
+import os
 import re
 import statistics
 from functools import partial
@@ -26,6 +27,7 @@ from step08_5d.planning.time.profiles import PROFILES, TUNED
 from tests.harness.ranks import ROOT
 
 LLAMA, PLANNING = PRESETS["llama3-8b"], ROOT / "step08_5d/planning"
+EVERY = bool(os.environ.get("TEST_ALL"))
 
 
 def test_every_published_bar():
@@ -72,7 +74,7 @@ def test_published_runs(tmp_path, monkeypatch):
     assert len(runs) == 1532 and len({run.pair for run in runs}) == 13
     ratios = [published.mfu(run, run.tokens_per_second) / run.mfu for run in runs if run.mfu]
     assert sum(abs(ratio - 1) < 0.06 for ratio in ratios) > 0.89 * len(ratios)
-    for seen, others in published.halves(runs):
+    for seen, others in list(published.halves(runs))[: 2 if EVERY else 1]:
         assert not {run.pair for run in seen} & {run.pair for run in others}
         fits[len(seen)], holds = published.fitted(seen), published_memory.fitted(seen)
         fitting = partial(published_memory.fits, holds=holds)
@@ -117,7 +119,8 @@ def test_published_runs(tmp_path, monkeypatch):
     assert statistics.median(abs(math.log(cell.predicted / cell.best.mfu)) for cell in cells.values()) < 0.08
     assert published.spearman([1, 2, 3, 4], [10, 20, 40, 30]) == pytest.approx(0.8)
     monkeypatch.setattr(published, "fitted", lambda runs: fits[len(runs)])
-    assert len(fits) == 3 and main(["published", "--out", str(tmp_path / "figure.png")]) == 0
+    if EVERY:  # it takes the fits that have been made here
+        assert len(fits) == 3 and main(["published", "--out", str(tmp_path / "figure.png")]) == 0
 
 
 def rounded(found):

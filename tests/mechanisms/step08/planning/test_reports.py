@@ -157,7 +157,7 @@ OTHER_MODELS = [
     "words",
     [
         "--model llama3-8b --gpus 64 --seq-len 128k --tokens-per-batch 4M",
-        "--model mixtral-8x7b --gpus 64",
+        f"--model mixtral-8x7b --gpus {64 if EVERY else 16}",
         "--model llama3-8b --gpus 8",
         "--model smollm-1.7b --gpus 2 --seq-len 2048 --tokens-per-batch 32k",
         *(OTHER_MODELS if EVERY else ()),
