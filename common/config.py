@@ -27,7 +27,7 @@ MOST_PARAMETERS = 10**13  # a larger model is a typing error
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FP8 = ("none", "naive", "tensor", "delayed", "row", "tile", "mx")
 CP_MODES, CP_SPLITS = ("ring", "allgather", "ulysses"), ("zigzag", "contiguous", "striped")
-MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "experts", "shared_experts", "dense_layers", "aux_coef")
+MAY_BE_ZERO = ("warmup", "weight_decay", "clip", "experts", "shared_experts", "dense_layers", "aux_coef", "mtp")
 
 
 def flag(default, step: int, role: str, help: str, choices: tuple = ()):
@@ -143,7 +143,7 @@ class TrainConfig:
         preset, names = resolve(self.model), {field.name: field.name for field in dataclasses.fields(ModelConfig)}
         names["groups_per_token"] = "node_limit"
         changes = {ours: value for ours, name in names.items() if (value := getattr(self, name, None)) is not None}
-        if self.latent:
+        if self.latent is not None:
             changes["latent"] = LatentShape.parse(self.latent)
         if preset.latent or self.latent:
             changes["kv_heads"] = changes.get("kv_heads", changes.get("heads", preset.heads))

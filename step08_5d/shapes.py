@@ -30,6 +30,11 @@ MEANINGS = {
     "n": "shared experts",
     "k": "experts of a token",
     "rows": "sent here by the routers of `ep`",
+    "c": "width of a latent",
+    "cq": "width of a query's latent",
+    "r": "width of a head that is rotated",
+    "dn": "width of a head that is not",
+    "dv": "width of a head's value",
 }
 
 
@@ -48,6 +53,20 @@ WEIGHTS = {  # by the ends of their names
     ("experts.gate_proj", "experts.up_proj"): "E/ep, fe, h",
     ("experts.down_proj",): "E/ep, h, fe",
 }
+LATENT_WEIGHTS = {
+    ("q_proj.weight",): "a/tp*dn+a/tp*r, h",
+    ("q_a_proj.weight",): "cq, h",
+    ("q_a_norm.weight",): "cq",
+    ("q_b_proj.weight",): "a/tp*dn+a/tp*r, cq",
+    ("kv_a_proj.weight",): "c+r, h",
+    ("kv_a_norm.weight",): "c",
+    ("kv_b_proj.weight",): "a/tp*dn+a/tp*dv, c",
+    ("o_proj.weight",): "h, a/tp*dv",
+}
+HEADS = {"queries": "b, a/tp, s/cp, d", "keys": "b, a_kv/tp, s/cp, d", "values": "b, a_kv/tp, s/cp, d"}
+HEADS |= {"attention": "b, a/tp, s/cp, d"}
+LATENT_HEADS = {"queries": "b, a/tp, s/cp, dn+r", "latents": "b, 1, s/cp, c", "rotated keys": "b, 1, s/cp, r"}
+LATENT_HEADS |= {"attention": "b, a/tp, s/cp, dv"}
 
 
 @dataclass
@@ -82,20 +101,22 @@ def letters(config: TrainConfig) -> dict[str, int]:
     names = {"b": config.micro_batch, "s": config.seq_len, "h": model.hidden, "f": model.ffn, "d": model.head_width}
     names |= {"a": model.heads, "a_kv": model.kv_heads, "E": model.experts, "k": model.top_k, "fe": model.expert_ffn}
     names |= {"v": model.vocab, "n": model.shared_experts}
+    if latent := model.latent:
+        names |= {"c": latent.kv_rank, "cq": latent.q_rank, "r": latent.rope_dim}
+        names |= {"dn": latent.nope_dim, "dv": latent.value_dim}
     return names | {"tp": config.tp, "cp": config.cp, "ep": config.ep}
 
 
 def evaluate(formula: str, names: dict[str, int]) -> tuple[int, ...]:
-    """The numbers behind "b, s/cp, a/tp*d". A division rounds up: ranks share a K/V head if there are too few of them,
-    and the vocabulary is padded."""
-    sizes = []
-    for term in formula.split(", "):
-        size = 1
-        for factor in term.split("*"):
-            count, *divisors = (int(each) if each.isdigit() else names[each] for each in factor.split("/"))
-            size *= -(-count // math.prod(divisors))
-        sizes.append(size)
-    return tuple(sizes)
+    """The numbers behind "b, s/cp, a/tp*d+r". A division rounds up: ranks share a K/V head if there are too few of
+    them, and the vocabulary is padded."""
+
+    def factor(text: str) -> int:
+        count, *divisors = (int(each) if each.isdigit() else names[each] for each in text.split("/"))
+        return -(-count // math.prod(divisors))
+
+    sizes = (size.split("+") for size in formula.split(", "))
+    return tuple(sum(math.prod(map(factor, term.split("*"))) for term in terms) for terms in sizes)
 
 
 def check_weights(stages: list[Decoder], config: TrainConfig) -> list[ShapeRow]:
@@ -104,17 +125,19 @@ def check_weights(stages: list[Decoder], config: TrainConfig) -> list[ShapeRow]:
     Raises AssertionError if a shape is not what its formula says, or if a weight has no formula.
     """
     names, rows = letters(config), {}
+    formulas = WEIGHTS | (LATENT_WEIGHTS if config.model_config.latent else {})
+    formulas = {end: formula for ends, formula in formulas.items() for end in ends}
     for stage in stages:
         for name, weight in stage.named_parameters():
             name = name.replace("loss.", "head.")  # it may hold the head
-            found = [formula for ends, formula in WEIGHTS.items() if name.endswith(ends)]
-            if len(found) != 1:
-                raise AssertionError(f"{name} has {len(found)} formulas")
-            expected = evaluate(found[0], names)
+            end = max((end for end in formulas if name.endswith(end)), key=len, default=None)
+            if end is None:
+                raise AssertionError(f"{name} has no formula")
+            expected = evaluate(formulas[end], names)
             if tuple(weight.shape) != expected:
-                raise AssertionError(f"{name}: {tuple(weight.shape)}, but ({found[0]}) is {expected}")
+                raise AssertionError(f"{name}: {tuple(weight.shape)}, but ({formulas[end]}) is {expected}")
             place = re.sub(r"^layers\.\d+\.|^ends\.|\.weight$", "", name)
-            rows.setdefault(place, ShapeRow(place, found[0], expected, weight.numel() * weight.element_size(), []))
+            rows.setdefault(place, ShapeRow(place, formulas[end], expected, weight.numel() * weight.element_size(), []))
     return list(rows.values())
 
 
@@ -124,6 +147,7 @@ class Watch:
     def __init__(self, model: Decoder, config: TrainConfig, done):
         self.layer, self.names, self.rows, self.seen = next(iter(model.layers.values())), letters(config), [], 0
         self.done, self.recording, self.call = done, collectives.record(), self.layer.attention.call
+        self.heads = LATENT_HEADS if config.model_config.latent else HEADS
         attention, mlp = self.layer.attention, self.layer.mlp
         attention.call = self._call
         tokens = "s/cp/tp" if config.sequence_parallel else "s/cp"  # of a sequence, between the sublayers
@@ -159,12 +183,11 @@ class Watch:
         new, self.seen = self.calls[self.seen :], len(self.calls)
         self.rows.append(ShapeRow(place, formula, expected, tensor.numel() * tensor.element_size(), new))
 
-    def _call(self, core, q, k, v, *mask):
-        self.note("queries", "b, a/tp, s/cp, d", q)
-        self.note("keys", "b, a_kv/tp, s/cp, d", k)
-        self.note("values", "b, a_kv/tp, s/cp, d", v)
-        out = self.call(core, q, k, v, *mask)
-        self.note("attention", "b, a/tp, s/cp, d", out)
+    def _call(self, core, *tensors):
+        for (place, formula), tensor in zip(self.heads.items(), tensors[:3]):
+            self.note(place, formula, tensor)
+        out = self.call(core, *tensors)
+        self.note("attention", self.heads["attention"], out)
         return out
 
     def _end(self, *_) -> None:

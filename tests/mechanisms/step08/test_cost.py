@@ -126,6 +126,7 @@ SHAPE = "--layers 1 --hidden 16 --heads 4 --kv-heads 2 --ffn 24 --vocab 385 --se
 OTHERS = "--global-batch 4 --steps 1 --device cpu --data synthetic --peak-tflops 1 --shapes"
 SHOWN = ["--cp 2 --tp 2 --mtp 1", "--cp 2 --tp 2 --experts 4 --expert-ffn 20 --ep 4 --zero 3"]
 SHOWN += ["--pp 2 --layers 2 --tp 2 --no-sequence-parallel --dtype bfloat16 --kv-heads 1"]
+SHOWN += ["--cp 2 --tp 2 --kv-heads 4 --latent 12,8,6,4,10"]
 
 
 def ranks_train(folder: str) -> None:
@@ -136,7 +137,7 @@ def ranks_train(folder: str) -> None:
 
 def test_shapes_are_checked_and_printed_and_drawn(tmp_path, capsys):
     run_ranks(4, ranks_train, str(tmp_path))
-    dense, experts, other = capsys.readouterr().out.split("rank 0 talks to")[1:]
+    dense, experts, other, latent = capsys.readouterr().out.split("rank 0 talks to")[1:]
     assert "expert" not in dense and "all-to-all over ep (4 ranks)" in experts
     assert re.findall(r"exchange over cp .*", dense) == ["exchange over cp (2 ranks), sends 512 bytes"]  # K and V
     assert re.search(r"values +\(b, a_kv/tp, s/cp, d\) +2 x 1 x 8 x 4, 256 bytes", dense)
@@ -151,6 +152,15 @@ def test_shapes_are_checked_and_printed_and_drawn(tmp_path, capsys):
             assert re.search(rf"{re.escape(name)} +{re.escape(formula)} +{shape}, ", shown), (name, shown)
     assert re.search(r"mlp.experts.down_proj +\(E/ep, h, fe\) +1 x 16 x 20, 1,280 bytes", experts)
     assert "  head  " in dense and "  head  " not in other  # which is the first of two stages
+    for line in (
+        r"attention.kv_a_proj +\(c\+r, h\) +12 x 16",
+        r"attention.kv_b_proj +\(a/tp\*dn\+a/tp\*dv, c\) +32 x 8",
+    ):
+        assert re.search(line + ", ", latent)
+    assert re.search(r"latents +\(b, 1, s/cp, c\) +2 x 1 x 8 x 8, 512 bytes", latent)
+    assert re.findall(r"exchange over cp .*", latent) == [
+        "exchange over cp (2 ranks), sends 768 bytes"
+    ]  # 8 + 4 numbers
     for number in range(len(SHOWN)):
         assert Path(tmp_path, str(number), "shapes.png").stat().st_size > 10_000
 
@@ -164,7 +174,7 @@ def test_a_weight_that_is_not_what_its_formula_says(flags, wrong):
     config.tp = 1
     assert len(shapes.check_weights([model], config)) == 9 + 3
     model.layers["0"].mlp.more = torch.nn.Linear(2, 2)
-    with pytest.raises(AssertionError, match="layers.0.mlp.more.weight has 0 formulas"):
+    with pytest.raises(AssertionError, match="layers.0.mlp.more.weight has no formula"):
         shapes.check_weights([model], config)
 
 

@@ -274,3 +274,6 @@ def test_what_is_refused():
     for flags, words in (("--mtp 2", "--mtp 2 must be 0 or 1"), ("--mtp-weight 0.1", "--mtp-weight 0.1 needs --mtp 1")):
         with pytest.raises(UsageError, match=words):
             configure(8, f"{SMALL} {flags}")
+    assert configure(8, f"{SMALL} --mtp 0").model_config.mtp == 0
+    with pytest.raises(UsageError, match="is not Q,KV,NOPE,ROPE,VALUE"):
+        configure(8, f"{SMALL} --latent=")
