@@ -10,7 +10,6 @@ import csv
 import json
 import queue
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.labs import find
-from common.labs.checkout import Checked, Limits, check_in_copy, clean_checkout
+from common.labs.checkout import OURS, Checked, Checkout, Limits, check_in_copy, clean_checkout
 from common.labs.find import ROOT
 from common.labs.marker import write_page, written_by
 from common.labs.roster import Student, hours_late, moment, read_roster
@@ -133,18 +132,19 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
 def check_all(rows: list[Row], labs: list[str], limits: Limits, jobs: int) -> None:
     """Check all submissions, some at once. Each has a copy of a clean checkout, which nobody else uses."""
     waiting = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True) as folder:
-        pristine = clean_checkout(Path(folder) / "checkout")
-        for row in rows:
-            if row.submission:
-                waiting.put(row)
-        with ThreadPoolExecutor(jobs) as pool:
-            done = [pool.submit(_check_rows, waiting, labs, limits, pristine) for _ in range(jobs)]
-            for each in done:
-                each.result()
+    pristine = clean_checkout()
+    commit()  # now, as what a thread starts later would be taken for an orphan
+    OURS.begin()
+    for row in rows:
+        if row.submission:
+            waiting.put(row)
+    with ThreadPoolExecutor(jobs) as pool:
+        done = [pool.submit(_check_rows, waiting, labs, limits, pristine) for _ in range(jobs)]
+        for each in done:
+            each.result()
 
 
-def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine: Path) -> None:
+def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine: Checkout) -> None:
     while True:
         try:
             row = waiting.get_nowait()
@@ -154,7 +154,7 @@ def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine:
         print(f"{row.who.number:>6}  {row.name[:30]:30}  {row.total:5.2f}  {row.file}", flush=True)
 
 
-def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Path) -> None:
+def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) -> None:
     submission, asked = row.submission, []
     about, here = submission.about["labs"], commit().rstrip("+")
     if submission.about["commit"] != here:
@@ -171,7 +171,8 @@ def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Path) -> Non
             asked.append({"id": id, "student": said["student"], "files": submission.files[id]})
     results, changed = check_in_copy(pristine, asked, limits)
     if changed:
-        row.notes.append(f"it CHANGED THE CHECKS, so nothing counts: {', '.join(changed[:3])}")
+        files = ", ".join(changed[:3])
+        row.notes.append(f"its copy of the checks was CHANGED while it ran, so nothing counts: {files}")
     for result in results:
         said = about.get(result.id, {})
         if changed:

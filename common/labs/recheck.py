@@ -18,14 +18,17 @@ import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.labs import find
 from common.labs.confined import confine
-from common.launching.process_tree import marked, new_mark
+from common.launching.process_tree import adopt_orphans, end_descendants, marked, new_mark
 
 
 def main() -> None:
     """Read a job from stdin, and print a line for each of its labs."""
     job = json.load(sys.stdin)
+    adopt_orphans()
     for lab in job["labs"]:
-        print(job["word"], json.dumps({"id": lab["id"]} | check_confined(job, lab)), flush=True)
+        found = check_confined(job, lab)
+        end_descendants()  # a daemon of one lab does not live to see the next
+        print(job["word"], json.dumps({"id": lab["id"]} | found), flush=True)
 
 
 def check_confined(job: dict, lab: dict) -> dict:
