@@ -107,9 +107,8 @@ for number in judges[::-1]:
     results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
     assert [result.score for result in results] == [0, 1] and "ended the process" in results[0].fault and not changed
     for file, refused in (("common/labs/lab.py", "your file imports what grades it"), ("common/model.py", "")):
-        changes = "import os, sys\nplaces = (path for path in (*sys.path, os.getcwd()))\n"
-        changes += "copy = next(path for path in places if os.path.isfile(path + '/common/model.py'))\n"
-        changes += f"open(copy + '/{file}', 'a').write('# mine')\n"
+        changes = "from pathlib import Path\nabove = (each / 'project' for each in Path.cwd().parents)\n"
+        changes += f"open(next(each for each in above if each.is_dir()) / '{file}', 'a').write('# mine')\n"
         asked = [{"id": TYPES.id, "student": 1, "files": {name: changes.encode()}}, tables]
         results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
         assert refused in " ".join(results[0].feedback) and changed == ([] if refused else [file]), results
