@@ -59,7 +59,8 @@ def processes() -> dict[int, int]:
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):  # it ended meanwhile
-            found[int(path.parent.name)] = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found[int(path.parent.name)] = int(text.rpartition(")")[2].split()[1])
     return found
 
 
