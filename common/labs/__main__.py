@@ -143,20 +143,20 @@ def check(state: State, lab: Lab) -> int:
 
 
 def grade(state: State, lab: Lab) -> Verdict:
-    """Check, print what was found, and remember the score."""
+    """Check, remember the score, and print what was found."""
     progress, begun = state.labs[lab.id], time.monotonic()
     if sys.stderr.isatty():
         usual = f"last time it took {progress.seconds:.0f} s" if progress.seconds else "this may take up to a minute"
         print(f"Checking {lab.id}: {usual}.", file=sys.stderr)
     verdict = lab.check(state.folder(lab), progress.student)
     seconds = time.monotonic() - begun
-    print(f"{lab.id}: {'passed' if verdict.passed else f'{verdict.score:.0%}'}")
-    for line in verdict.feedback:
-        print(f"  {line}")
     first = next(iter(kept(state.folder(lab) / "stored.jsonl")), {})
     state.try_to_update(lambda state: state.progress(lab).note(verdict, seconds, first))
     if state.board and lab.kind == "design":
         publish(state)
+    print(f"{lab.id}: {'passed' if verdict.passed else f'{verdict.score:.0%}'}")  # last: `head` may close the pipe
+    for line in verdict.feedback:
+        print(f"  {line}")
     progress = state.labs[lab.id]
     if verdict.passed:
         print(f"  To compare with ours: {COMMAND} solution {lab.id}")

@@ -1,9 +1,12 @@
 """The room's score board of the design labs: a folder that everybody writes to, drawn by one command.
 
-Each student writes a file of their own there, so that no lock is needed, which shared folders often lack.
+Each student writes a file of their own there, so that no lock is needed, which shared folders often lack. A row is
+that of a name: those who work together as number 0 are still several people.
 """
 
+import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,9 +21,13 @@ ROWS = 10  # of a board
 
 def publish(state: State) -> None:
     """Copy this student's designs into the room's folder. What goes wrong there is a line, and the check counts."""
-    rows = [row for row in kept(state.home / "scores.jsonl") if is_score(row) and row["student"] == state.student]
+    rows = [row for row in kept(state.home / "scores.jsonl") if is_score(row)]
+    if not rows:
+        return  # no design has run yet
+    if not state.name:
+        print(f"warning: on the board as student {state.student}; --name gives you a row of your own", file=sys.stderr)
     text = "".join(json.dumps(row | {"name": state.name}) + "\n" for row in rows)
-    path = Path(state.board) / f"scores-{state.student}.jsonl"
+    path = Path(state.board) / f"scores-{state.student}{'-' * bool(state.name)}{_in_a_path(state.name)}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".part").write_text(text, encoding="utf-8")
@@ -29,12 +36,18 @@ def publish(state: State) -> None:
         print(f"warning: not on the room's score board: {state.board}: {error.strerror}", file=sys.stderr)
 
 
+def _in_a_path(name: str) -> str:
+    """A name as a part of a file's: the same for the same person, another for others, harmless for any system."""
+    short = re.sub(r"[^a-z0-9]+", "_", name.casefold())[:20]
+    return short + f"-{hashlib.sha256(name.casefold().encode()).hexdigest()[:8]}" * bool(name)
+
+
 def best_rows(folder: Path) -> dict[tuple[str, int], list[dict]]:
-    """By lab and variant of its hardware: the best design of each student, fastest first."""
+    """By lab and variant of its hardware: the best design of each person, fastest first."""
     best = {}
     for path in sorted(folder.glob("scores*.jsonl")):
         for row in filter(is_score, kept(path)):
-            key = row["lab"], row["variant"], row["student"]
+            key = row["lab"], row["variant"], _person(row)
             if key not in best or row["speed"] > best[key]["speed"]:
                 best[key] = row
     found = {}
@@ -43,9 +56,14 @@ def best_rows(folder: Path) -> dict[tuple[str, int], list[dict]]:
     return found
 
 
-def who(row: dict) -> str:
+def _person(row: dict) -> str | int:
+    """Who a row is of: a name, because a room may work together as one number; without one, the number."""
     name = row.get("name")
-    return f"{name} ({row['student']})" if name and isinstance(name, str) else f"student {row['student']}"
+    return name.casefold() if name and isinstance(name, str) else row["student"]
+
+
+def who(row: dict) -> str:
+    return row["name"] if isinstance(_person(row), str) else f"student {row['student']}"
 
 
 def draw_board(folder: Path) -> int:

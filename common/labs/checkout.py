@@ -1,4 +1,8 @@
-"""Clean checkouts of the project, in which submissions are checked: none uses the student's copy of the checks."""
+"""Clean checkouts of the project, in which submissions are checked: none uses the student's copy of the checks.
+
+The clean checkout is kept in memory, with its digests, so nothing that runs while a submission is checked can reach it.
+Each submission gets a copy of its own, which is compared with these digests afterwards.
+"""
 
 import base64
 import compileall
@@ -11,12 +15,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from common.labs.find import ROOT
-from common.launching.process_tree import kill, new_mark
+from common.launching.process_tree import adopt_orphans, descendants, end_descendants, kill, new_mark
 
 START = 60.0  # seconds that the process may take besides its checks
 CODE = ("common", "step0*")
@@ -42,30 +48,62 @@ class Checked:
     network: str = ""
 
 
-def clean_checkout(folder: Path) -> Path:
-    """Write the project's last commit into `folder`, compiled; without git, the files as they are here. Returns it."""
-    try:
-        command = ["git", "-C", str(ROOT), "archive", "HEAD"]
-        content = subprocess.run(command, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(content), encoding="utf-8") as archive:
-            archive.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(folder)
-    except (OSError, subprocess.CalledProcessError):
-        for part in (path for pattern in CODE for path in ROOT.glob(pattern)):
-            shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in folder.iterdir():
-        if path.name not in {each.name for pattern in CODE for each in folder.glob(pattern)} and path.is_dir():
-            shutil.rmtree(path)  # tests hold solutions, and no check needs them
-    compileall.compile_dir(folder, quiet=2)
-    return folder
+class Checkout(NamedTuple):
+    """Files of the project, as they were when it was made."""
+
+    archive: bytes  # a tar
+    digests: dict[str, str]  # by path
+
+    def write(self, folder: Path) -> Path:
+        """Unpack it into `folder`, which it makes. Returns the folder."""
+        folder.mkdir()
+        _unpack(self.archive, folder)
+        return folder
+
+
+def clean_checkout() -> Checkout:
+    """The project's last commit, compiled; without git, the files as they are here."""
+    with tempfile.TemporaryDirectory(prefix="labs-") as made:
+        folder = Path(made)
+        try:
+            command = ["git", "-C", str(ROOT), "archive", "HEAD"]
+            _unpack(subprocess.run(command, capture_output=True, check=True).stdout, folder)
+        except (OSError, subprocess.CalledProcessError):
+            for part in (path for pattern in CODE for path in ROOT.glob(pattern)):
+                shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in folder.iterdir():
+            if path.name not in {each.name for pattern in CODE for each in folder.glob(pattern)} and path.is_dir():
+                shutil.rmtree(path)  # tests hold solutions, and no check needs them
+        compileall.compile_dir(folder, quiet=2)
+        return packed(folder)
+
+
+def packed(folder: Path) -> Checkout:
+    """The files of a folder, in memory."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", encoding="utf-8") as archive:
+        archive.add(folder, ".")
+    return Checkout(content.getvalue(), digests(folder))
+
+
+def _unpack(content: bytes, folder: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(content), encoding="utf-8") as archive:
+        archive.extractall(folder, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(folder)
 
 
 def digests(folder: Path) -> dict[str, str]:
     """Of all files of a checkout, by path."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {str(path.relative_to(folder)): _digest(path) for path in folder.rglob("*") if path.is_file()}
 
 
-def check_in_copy(pristine: Path, asked: list[dict], limits: Limits) -> tuple[list[Checked], list[str]]:
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:  # whoever changed it took away the right to read it
+        return ""
+
+
+def check_in_copy(pristine: Checkout, asked: list[dict], limits: Limits) -> tuple[list[Checked], list[str]]:
     """Check labs of one submission. Returns what became of each, and which files of the checkout have changed.
 
     Args:
@@ -75,8 +113,7 @@ def check_in_copy(pristine: Path, asked: list[dict], limits: Limits) -> tuple[li
     if not left:
         return [], []
     with tempfile.TemporaryDirectory(prefix="labs-", ignore_cleanup_errors=True) as folder:
-        copy = shutil.copytree(pristine, Path(folder) / "project")
-        before = digests(copy)
+        copy, before = pristine.write(Path(folder) / "project"), pristine.digests
         while left:
             found = _run(copy, Path(tempfile.mkdtemp(dir=folder)), left, limits)
             results += found
@@ -85,6 +122,26 @@ def check_in_copy(pristine: Path, asked: list[dict], limits: Limits) -> tuple[li
                 results.append(Checked(left.pop(0)["id"], fault="it ended the process that checks it"))
         after = digests(copy)
     return results, sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+
+
+class _Ours:
+    """The children that this process knows. Another one is an orphan, whose submission has killed the parent."""
+
+    def __init__(self):
+        self.lock, self.numbers, self.adopts = threading.Lock(), set(), False
+
+    def begin(self) -> None:
+        self.numbers |= set(descendants(os.getpid()))
+        self.adopts = adopt_orphans()
+
+    def end_orphans(self, ended: int) -> None:
+        with self.lock:
+            self.numbers.discard(ended)
+            if self.adopts:
+                end_descendants(self.numbers)
+
+
+OURS = _Ours()
 
 
 def _encoded(files: dict[str, bytes]) -> dict[str, str]:
@@ -101,7 +158,9 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits) -> list[Ch
     environment |= {"MPLCONFIGDIR": str(copy.parent / "fonts"), "PYTHONDONTWRITEBYTECODE": "1", mark[0]: mark[1]}
     command = [sys.executable, "-m", "common.labs.recheck"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **pipes)
+    with OURS.lock:
+        process = subprocess.Popen(command, cwd=copy, env=environment, start_new_session=True, **pipes)
+        OURS.numbers.add(process.pid)
     try:
         text, _ = process.communicate(json.dumps(job).encode(), START + len(labs) * (limits.seconds + 5))
     except subprocess.TimeoutExpired as error:
@@ -110,6 +169,7 @@ def _run(copy: Path, scratch: Path, labs: list[dict], limits: Limits) -> list[Ch
         kill(process, mark)
         process.wait()
         process.stdout.close()
+        OURS.end_orphans(process.pid)
     lines = [line.split(" ", 1) for line in text.decode(errors="replace").splitlines()]
     return [Checked(**json.loads(rest[0])) for first, *rest in lines if first == word and rest]
 

@@ -2,23 +2,28 @@
 
 Python tells an audit hook of each file that is opened, each process that is started and each call into C. Here such a
 call is refused if it comes from the student's file and leads to the file that its starter was cut from, to a copy of
-it, or to the lab itself. Whoever catches the error is told all the same, because `refused` remembers it. This keeps
-nobody out who is determined to cheat; it makes sure that nobody passes without knowing that it is cheating.
+it, or to the lab itself. What a thread does that began after the book was closed comes from the student's file, too.
+Whoever catches the error is told all the same, because `refused` remembers it. This keeps nobody out who is determined
+to cheat; it makes sure that nobody passes without knowing that it is cheating.
 
 This file imports nothing of the project: `alone.py` uses it in a process that has none of it.
 """
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 REFERENCE = "your file reads the one that it was cut from."
 LAB = "your file imports what grades it."
+LOOKS = "your file looks at the frames of what calls it."
 refused: list[str] = []  # why, for each call that was refused
 
 PROCESSES = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.spawn")
 ELSEWHERE = ("ctypes.", "os.link", "os.symlink", "os.rename", "gc.get_")
+FRAMES = ("sys._current_", "sys.settrace", "sys.setprofile")  # which show those of others
+OF_FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")  # attributes that lead to one
 
 
 class Closed(BaseException):
@@ -37,12 +42,12 @@ def close(root: Path, source: Path, file: str, also: tuple[str, ...] = ()) -> No
     _hide_modules({".".join(source.with_suffix("").parts[-depth:]) for depth in range(2, len(source.parts))}, also)
     if posix := sys.modules.get("_posixsubprocess"):  # by which multiprocessing starts processes, and tells nobody
         posix.fork_exec = guarded("starts a process")
-    looking = False  # at the stack, which is an event, too
+    ours = {thread.ident for thread in threading.enumerate()}
+    looking = set()  # threads that look at their stack, which is an event, too
 
     def listen(event: str, args: tuple) -> None:
-        nonlocal looking
-        why = ""
-        if looking:
+        why, only_itself, me = "", False, threading.get_ident()
+        if me in looking:
             return
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             why = _forbidden(os.fsdecode(args[0]), root, source, mine, folder)
@@ -50,15 +55,17 @@ def close(root: Path, source: Path, file: str, also: tuple[str, ...] = ()) -> No
             why = f"your file starts a process ({event}), which it need not."
         elif event.startswith(ELSEWHERE):
             why = f"your file calls {event}, which it need not."
-        elif event == "sys._getframe":
-            why = "your file looks at the frames of what calls it."
+        elif event == "sys._getframe" or event == "object.__getattr__" and args[1] in OF_FRAMES:
+            why, only_itself = LOOKS, True
+        elif event.startswith(FRAMES):
+            why = LOOKS
         if why:
-            looking = True
+            looking.add(me)
             frame = sys._getframe(1)
             try:
-                asks = _asks_itself(frame, file) if event == "sys._getframe" else _on_stack(frame, file)
+                asks = _asks_itself(frame, file) if only_itself else me not in ours or _on_stack(frame, file)
             finally:
-                looking = False
+                looking.discard(me)
             if asks:
                 refuse(why)
 
@@ -114,8 +121,10 @@ def _forbidden(path: str, root: Path, source: Path, mine: str, folder: str) -> s
 
 
 def _asks_itself(frame, file: str) -> bool:
-    """Whether the student's file asks for a frame, perhaps by `inspect`."""
-    while frame is not None and frame.f_globals.get("__name__") == "inspect":
+    """Whether the student's file asks for a frame, perhaps by a function that hands out frames."""
+    while frame is not None and (
+        frame.f_globals.get("__name__") == "inspect" or frame.f_code.co_name in ("walk_tb", "walk_stack")
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == file
 

@@ -12,6 +12,7 @@ from common.labs.lab import Lab, Verdict
 
 GOOD = 0.98  # of the best speed that we know: passed
 SHOWN = 5  # rows of the score board
+BOARD = "Score board:"  # the line above them
 
 
 class Judged(NamedTuple):
@@ -64,7 +65,7 @@ class Design(Lab):
         ours = [each for each in ours if (each["lab"], each["variant"]) == (self.id, variant)]
         best = {(each["student"], each["layout"]): each for each in ours}.values()
         ranked = sorted(best, key=lambda each: -each["speed"])[:SHOWN]
-        return ["Score board:"] + [
+        return [BOARD] + [
             f"{place}. {each['speed']:>12,.0f} tokens/s  student {each['student']}: {each['layout']}"
             for place, each in enumerate(ranked, 1)
         ]

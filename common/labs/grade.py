@@ -9,8 +9,8 @@ Gradescope reads them.
 import csv
 import json
 import queue
+import re
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.labs import find
-from common.labs.checkout import Checked, Limits, check_in_copy, clean_checkout
+from common.labs.checkout import OURS, Checked, Checkout, Limits, check_in_copy, clean_checkout
 from common.labs.find import ROOT
 from common.labs.marker import write_page, written_by
 from common.labs.roster import Student, hours_late, moment, read_roster
@@ -62,6 +62,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--labs", type="text", metavar="ID,ID", help="what was to be done; by default, all labs there")
     parser.add_argument("--deadline", type="text", metavar="TIME", help="such as '2026-03-01 18:00', for a column")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "graded", metavar="DIR", help="for the results")
+    parser.add_argument(
+        "--gradescope", type=Path, metavar="FILE", help="the result of one student, whatever was handed in"
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="submissions at once; seconds need one")
     parser.add_argument("--seconds", type=float, default=180.0, metavar="X", help="that a lab's check may take")
     parser.add_argument("--memory", type=float, default=8.0, metavar="GB", help="that each of its processes may have")
@@ -80,6 +83,8 @@ def main(argv: list[str]) -> int:
     labs = labs or [id for id in find.all_labs() if any(id in row.results for row in rows)]
     note_same_code(rows)
     write_all(rows, labs, options.out)
+    if options.gradescope:
+        write_json(options.gradescope, of_one(rows, labs))
     return 0
 
 
@@ -98,7 +103,9 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
             row.submission = read_submission(path)
         except Unreadable as error:
             row.notes.append(str(error))
-            others.append(row)
+            said = re.search(r"submission-(\d{1,9})\b", path.name)  # as `submit` names it
+            row.who = roster.get(int(said[1])) if said else None
+            mine.setdefault(row.who.number, []).append(row) if row.who else others.append(row)
             continue
         about = row.submission.about
         try:
@@ -117,7 +124,7 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
         mine.setdefault(row.who.number, []).append(row)
     rows = []
     for number, student in (roster | {number: each[0].who for number, each in mine.items()}).items():
-        found = sorted(mine.get(number, []), key=lambda row: (row.submitted is not None, row.submitted or 0, row.file))
+        found = sorted(mine.get(number, []), key=_order)
         row = found[-1] if found else Row(student, notes=["nothing was handed in"])
         if found[1:]:
             row.notes.append(f"{len(found)} files; the last one counts, not {', '.join(x.file for x in found[:-1])}")
@@ -127,24 +134,30 @@ def collect(folder: Path, roster: dict[int, Student], deadline: datetime | None)
     return sorted(rows, key=lambda row: row.who.number) + others
 
 
+def _order(row: Row) -> tuple:
+    """Of several files of a student the last in this order counts: one that can be read, and the latest of these."""
+    return row.submission is not None, row.submitted is not None, row.submitted or 0, row.file
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_all(rows: list[Row], labs: list[str], limits: Limits, jobs: int) -> None:
     """Check all submissions, some at once. Each has a copy of a clean checkout, which nobody else uses."""
     waiting = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="grade-", ignore_cleanup_errors=True) as folder:
-        pristine = clean_checkout(Path(folder) / "checkout")
-        for row in rows:
-            if row.submission:
-                waiting.put(row)
-        with ThreadPoolExecutor(jobs) as pool:
-            done = [pool.submit(_check_rows, waiting, labs, limits, pristine) for _ in range(jobs)]
-            for each in done:
-                each.result()
+    pristine = clean_checkout()
+    commit()  # now, as what a thread starts later would be taken for an orphan
+    OURS.begin()
+    for row in rows:
+        if row.submission:
+            waiting.put(row)
+    with ThreadPoolExecutor(jobs) as pool:
+        done = [pool.submit(_check_rows, waiting, labs, limits, pristine) for _ in range(jobs)]
+        for each in done:
+            each.result()
 
 
-def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine: Path) -> None:
+def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine: Checkout) -> None:
     while True:
         try:
             row = waiting.get_nowait()
@@ -154,7 +167,7 @@ def _check_rows(waiting: queue.Queue, labs: list[str], limits: Limits, pristine:
         print(f"{row.who.number:>6}  {row.name[:30]:30}  {row.total:5.2f}  {row.file}", flush=True)
 
 
-def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Path) -> None:
+def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Checkout) -> None:
     submission, asked = row.submission, []
     about, here = submission.about["labs"], commit().rstrip("+")
     if submission.about["commit"] != here:
@@ -171,7 +184,8 @@ def _check_row(row: Row, labs: list[str], limits: Limits, pristine: Path) -> Non
             asked.append({"id": id, "student": said["student"], "files": submission.files[id]})
     results, changed = check_in_copy(pristine, asked, limits)
     if changed:
-        row.notes.append(f"it CHANGED THE CHECKS, so nothing counts: {', '.join(changed[:3])}")
+        files = ", ".join(changed[:3])
+        row.notes.append(f"its copy of the checks was CHANGED while it ran, so nothing counts: {files}")
     for result in results:
         said = about.get(result.id, {})
         if changed:
@@ -215,8 +229,7 @@ def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
         table.writerows([harmless(cell) for cell in cells(row, labs)] for row in rows)
     for row in rows:
         if row.submission:
-            path = out / "results" / f"{row.who.number}.json"
-            path.write_text(json.dumps(gradescope(row, labs), indent=2) + "\n", encoding="utf-8")
+            write_json(out / "results" / f"{row.who.number}.json", gradescope(row, labs))
     page = write_page(rows, labs, out / "marker.html")
     networks = {result.network for row in rows for result in row.results.values()} - {""}
     if networks:
@@ -224,6 +237,11 @@ def write_all(rows: list[Row], labs: list[str], out: Path) -> None:
     print(f"Wrote {out / 'grades.csv'}, {page}, and {out / 'results'} for Gradescope.")
     if odd := [row for row in rows if row.notes]:
         print(f"{len(odd)} of {len(rows)} rows have notes; look at these.", file=sys.stderr)
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def cells(row: Row, labs: list[str]) -> list:
@@ -252,3 +270,13 @@ def gradescope(row: Row, labs: list[str]) -> dict:
         tests.append({"name": id, "score": round(result.score, 3), "max_score": 1, "status": status, "output": output})
     late = f"{row.late:.1f} hours late" if row.late else ""
     return {"score": round(row.total, 3), "output": late, "visibility": "visible", "tests": tests}
+
+
+def of_one(rows: list[Row], labs: list[str]) -> dict:
+    """The same where one student has uploaded something, which may be no submission: then 0, and why."""
+    found = [row for row in rows if row.submission]
+    if len(found) == 1:
+        return gradescope(found[0], labs)
+    why = [f"{row.file}: {'; '.join(row.notes)}" for row in rows if row.file and not row.submission]
+    why = [f"{len(found)} submissions: hand in one"] if found else why or ["there is no file that `submit` has made"]
+    return {"score": 0, "output": "\n".join(why[:10]), "visibility": "visible", "tests": []}

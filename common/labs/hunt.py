@@ -144,12 +144,14 @@ class Hunt(Lab):
     def _wrong_after_fix(self, folder: Path, bug: Bug) -> str | None:
         """What still differs with the student's code; None if nothing does."""
         require("a hunt", FORK)  # here, as what `train` refuses counts as a mistake of the student
-        with tempfile.TemporaryDirectory(prefix="hunt-") as runs:
-            try:
-                right, found = train([(bug.unseen[0], ROOT), (bug.unseen[1], folder)], Path(runs), SMALL)
-            except UsageError as error:
-                return str(error)
-            return first_difference(right, found, TOLERANCE)
+        records = []
+        for run, root in ((bug.unseen[0], ROOT), (bug.unseen[1], folder)):  # when the second one runs, ours is gone
+            with tempfile.TemporaryDirectory(prefix="hunt-", ignore_cleanup_errors=True) as runs:
+                try:
+                    records += train([(run, root)], Path(runs), SMALL)
+                except UsageError as error:
+                    return str(error)
+        return first_difference(*records, TOLERANCE)
 
     # ---- afterwards --------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,14 @@ from common.labs import find
 from common.labs.answers import read_answers
 
 LONGEST = 60_000  # characters of a text that are shown
+OPENED = 10_000  # characters of a difference that is not folded, in a file below a folder: the repair of a hunt
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; font-size: 13px } td, th { border: 1px solid #ccc; padding: .15rem .45rem }
 td.n { text-align: right } .zero { background: #fbe3df } .some { background: #fdf3d0 } .full { background: #e1f2e0 }
-pre { background: #f6f6f4; padding: .6rem; overflow-x: auto; font-size: 12.5px } ins { background: #d9f2d9;
-text-decoration: none } del { background: #fbdcd7; text-decoration: none } h2 { margin-top: 2.5rem }
+pre { background: #f6f6f4; padding: .6rem; font-size: 12.5px; white-space: pre-wrap; overflow-wrap: anywhere }
+ins { background: #d9f2d9; text-decoration: none } del { background: #fbdcd7; text-decoration: none }
+h2 { margin-top: 2.5rem }
 .note { background: #fdf3d0; padding: .3rem .6rem; margin: .3rem 0 } blockquote { border-left: 4px solid #88a;
 margin: .4rem 0; padding: .1rem .8rem; background: #f3f3fa } .overflow { overflow-x: auto }
 """
@@ -71,7 +73,7 @@ def _lab(row, id: str) -> str:
     for name, content in sorted(files.items()):
         text = content.decode("utf-8", errors="replace")
         shown = _difference(starter_of(id, student).get(name), text)
-        opened = " open" if len(text) < 2000 or name.count("/") == 0 else ""
+        opened = " open" if len(shown) < OPENED or name.count("/") == 0 else ""
         parts.append(f"<details{opened}><summary>{escape(name)}</summary><pre>{shown}</pre></details>")
     return "\n".join(parts)
 

@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import pickle
 import re
 import signal
 import sys
@@ -36,6 +35,7 @@ from common.labs.find import ROOT, all_labs, lab, names_of_modules
 from common.labs.forks import LINUX, state
 from common.labs.given import prepare
 from common.labs.seen import Notes, Watching, line_of
+from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
 
 IDLE = 5.0  # seconds for which no rank does anything
 BUSY = 10.0  # seconds that a rank computes in one case, which should take a hundredth
@@ -58,15 +58,6 @@ class Outcome:
 
     results: list[list[tuple[dict, Notes]]] = field(default_factory=list)  # per finished case and rank: values, notes
     failure: str = ""  # what ended the first case that is missing
-
-
-@dataclass
-class Failure:
-    """What a rank reports that does not come to the end."""
-
-    kind: str  # "raised", "unwritten", "reads the reference" or "hangs"
-    text: str
-    when: float
 
 
 def run_on_ranks(id: str, file: Path, cases: list[Case]) -> Outcome:
@@ -150,16 +141,18 @@ def _collect(folder: Path, cases: list[Case]) -> Outcome:
     outcome = Outcome()
     for number, case in enumerate(cases):
         paths = [folder / f"{number}.{rank}" for rank in range(case.ranks)]
-        if all(path.exists() for path in paths):
-            outcome.results.append([pickle.loads(path.read_bytes()) for path in paths])
-            continue
-        found = {}
-        for rank in range(max(case.ranks for case in cases)):
-            if (folder / f"failure.{rank}").exists():
-                found[rank] = pickle.loads((folder / f"failure.{rank}").read_bytes())
-        finished = {rank: pickle.loads(path.read_bytes())[1] for rank, path in enumerate(paths) if path.exists()}
-        outcome.failure = f"With {case}: {_describe(found, finished)}"
-        break
+        failures = [folder / f"failure.{rank}" for rank in range(max(case.ranks for case in cases))]
+        try:
+            results = {rank: read_result(path.read_bytes()) for rank, path in enumerate(paths) if path.exists()}
+            found = {rank: read_failure(path.read_bytes()) for rank, path in enumerate(failures) if path.exists()}
+        except ValueError as error:
+            outcome.failure = f"With {case}: a rank wrote what is no result ({first_line(error)})."
+            break
+        if len(results) < len(paths):
+            finished = {rank: notes for rank, (_, notes) in results.items()}
+            outcome.failure = f"With {case}: {_describe(found, finished)}"
+            break
+        outcome.results.append(list(results.values()))
     return outcome
 
 
@@ -211,13 +204,13 @@ def _rank(rank: int, folder: str, id: str, file: str, cases: list[Case]) -> None
                 values = this.run(module, case, rank)
             if refused:  # and the file has caught the error
                 raise Closed(refused[0])
-            _write(Path(folder, f"{number}.{rank}"), (values, notes))
+            _write(Path(folder, f"{number}.{rank}"), write_result(values, notes))
             while not all(Path(folder, f"{number}.{each}").exists() for each in range(case.ranks)):
                 time.sleep(0.002)  # so that no rank sees a connection closed
             dist.destroy_process_group()
     except BaseException as error:  # SystemExit too
         if not Path(folder, f"failure.{rank}").exists():  # what comes after a hang is its end
-            _write(Path(folder, f"failure.{rank}"), _failure(error, file, given))
+            _write(Path(folder, f"failure.{rank}"), write_failure(_failure(error, file, given)))
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may still be releasing tensors
@@ -272,7 +265,7 @@ def _watch(watching: list[Watching], main: int, folder: Path, rank: int) -> None
                 what = f"waits in {last}, {_quoted(file, line)}" if last else f"is at {_quoted(file, line)}"
                 if calls and not last:
                     what += f" (the last that it started is {calls[-1]}, line {calls[-1].line})"
-                _write(folder / f"failure.{rank}", Failure("hangs", what, time.monotonic()))
+                _write(folder / f"failure.{rank}", write_failure(Failure("hangs", what, time.monotonic())))
             return
     os._exit(1)
 
@@ -281,8 +274,8 @@ def _quoted(file: str, line: int) -> str:
     return f"line {line}: `{linecache.getline(file, line).strip()}`" if line else "no line of your file"
 
 
-def _write(path: Path, content) -> None:
+def _write(path: Path, content: bytes) -> None:
     """All at once, for those who look whether it is there."""
     part = path.with_suffix(path.suffix + ".part")
-    part.write_bytes(pickle.dumps(content))
+    part.write_bytes(content)
     part.rename(path)

@@ -6,26 +6,32 @@ runs a student's file has; and each line that this process prints begins with a 
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import select
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import common.entry  # noqa: F401
 from common.errors import UsageError
 from common.labs import find
 from common.labs.confined import confine
-from common.launching.process_tree import marked, new_mark
+from common.labs.design import BOARD
+from common.launching.process_tree import adopt_orphans, end_descendants, marked, new_mark
 
 
 def main() -> None:
     """Read a job from stdin, and print a line for each of its labs."""
     job = json.load(sys.stdin)
+    adopt_orphans()
     for lab in job["labs"]:
-        print(job["word"], json.dumps({"id": lab["id"]} | check_confined(job, lab)), flush=True)
+        found = check_confined(job, lab)
+        end_descendants()  # a daemon of one lab does not live to see the next
+        print(job["word"], json.dumps({"id": lab["id"]} | found), flush=True)
 
 
 def check_confined(job: dict, lab: dict) -> dict:
@@ -87,7 +93,7 @@ def _be_check(job: dict, lab: dict, writing: int) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(base64.b64decode(content))
         verdict = found.check(folder, lab["student"])
-        result |= {"score": verdict.score, "feedback": list(verdict.feedback)}
+        result |= {"score": verdict.score, "feedback": to_keep(verdict.feedback, scratch)}
     except UsageError as error:
         result["feedback"] = [str(error)]
     except BaseException as error:
@@ -98,6 +104,12 @@ def _be_check(job: dict, lab: dict, writing: int) -> None:
             content = content[os.write(writing, content) :]
     finally:
         os._exit(0)
+
+
+def to_keep(feedback: Iterable[str], scratch: Path) -> list[str]:
+    """Without what is gone when somebody reads it: lines that name a file, and a score board of one student."""
+    lines = itertools.takewhile(lambda line: line != BOARD, feedback)
+    return [line for line in lines if str(scratch) not in line]
 
 
 def _silence(path: Path) -> None:

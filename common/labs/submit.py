@@ -5,6 +5,7 @@ hints were read. Of each lab it holds the files that differ from what `start` ha
 says of scores is for comparison alone: `grade` checks everything again.
 """
 
+import functools
 import io
 import json
 import stat
@@ -85,6 +86,7 @@ def changed_files(lab: Lab, folder: Path, student: int) -> dict[str, bytes]:
     return found
 
 
+@functools.cache
 def commit() -> str:
     """Of the project, with a + if files were changed since; "unknown" if this is no git checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]

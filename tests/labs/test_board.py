@@ -20,9 +20,32 @@ def test_a_board(tmp_path, capsys):
     (room / "scores-9.jsonl").write_text('{"lab": "x", "variant": 0, "student": 1, "layout": "", "speed": NaN}\n[]\n')
     assert command.main(["board", str(room), "--home", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "1.          300 tokens/s  Ada (2): dp 4\n  2.          200 tokens/s  student 3" in printed
+    assert "1.          300 tokens/s  Ada: dp 4\n  2.          200 tokens/s  student 3" in printed
     assert (room / "board.png").exists()
     assert command.main(["board", str(tmp_path / "none"), "--home", str(tmp_path)]) == 2
     (tmp_path / "file").touch()
     board.publish(State(tmp_path / "1", student=1, board=str(tmp_path / "file" / "below")))
     assert "not on the room's score board" in capsys.readouterr().err
+
+
+def test_people_who_work_as_one_number_are_several(tmp_path, capsys):
+    """Who works as number 0 with others has a row of their own, and one row if they also have a number."""
+    room, row = tmp_path / "room", {"lab": "design-08-a", "variant": 0, "layout": "dp 4"}
+    for place, (name, numbers) in enumerate((("Ada", (0, 4)), ("Cy", (0,)), ("Ük/ü", (0,)), ("ük:ü", (0,)))):
+        home = tmp_path / str(place)
+        home.mkdir()
+        for number in numbers:
+            with (home / "scores.jsonl").open("a") as file:
+                file.write(json.dumps(row | {"student": number, "speed": 100.0 + place}) + "\n")
+            board.publish(State(home, student=number, name=name, board=str(room)))
+    assert len(list(room.glob("*.jsonl"))) == 5
+    assert [board.who(row) for row in board.best_rows(room)["design-08-a", 0]] == ["ük:ü", "Ük/ü", "Cy", "Ada"]
+    assert not capsys.readouterr().err
+    board.publish(State(tmp_path / "0", student=0, board=str(room)))
+    assert "--name gives you a row of your own" in capsys.readouterr().err
+
+
+def test_a_design_that_cannot_run_leaves_the_board_as_it_is(tmp_path):
+    room = tmp_path / "room"
+    board.publish(State(tmp_path, student=0, name="Ada", board=str(room)))
+    assert not room.exists()

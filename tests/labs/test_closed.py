@@ -55,9 +55,31 @@ WAYS = {  # to get at the reference, in the place of a body
     "the answers of our tests": (f"open('{ROOT}/tests/labs/test_write.py')", GRADER),
     "frames": ("import sys; sys._getframe(1).f_locals['case']", "looks at the frames"),
     "frames by inspect": ("import inspect; inspect.currentframe().f_back", "looks at the frames"),
+    "frames by a traceback": (
+        "\n    try:\n        1 / 0\n    except ZeroDivisionError as e:\n        e.__traceback__.tb_frame.f_back",
+        "looks at the frames",
+    ),
+    "frames by the traceback module": (
+        "import traceback\n    try:\n        1 / 0\n    except ZeroDivisionError as e:\n"
+        "        list(traceback.walk_tb(e.__traceback__))",
+        "looks at the frames",
+    ),
+    "frames by a generator": ("g = (0 for _ in ()); g.gi_frame", "looks at the frames"),
+    "frames of a thread": ("import sys; sys._current_frames()", "looks at the frames"),
+    "frames by tracing": ("import sys; sys.settrace(print)", "looks at the frames"),
+    "a thread": (
+        f"import pathlib, threading; t = threading.Thread(target=pathlib.Path('{SOURCE}').read_text); t.start(); "
+        "t.join()",
+        REFERENCE,
+    ),
+    "a pool of threads": (
+        "from concurrent.futures import ThreadPoolExecutor as P; import pathlib\n"
+        f"    with P(1) as pool: pool.submit(pathlib.Path('{SOURCE}').read_text)",
+        REFERENCE,
+    ),
 }
 
-QUICK = "open", "another module", "subprocess", "frames"
+QUICK = "open", "another module", "subprocess", "frames by a traceback", "a thread"
 
 
 @pytest.mark.parametrize("way", WAYS if ALL else QUICK)
@@ -88,6 +110,8 @@ ALLOWED = [
     "import numpy, logging; logging.getLogger('x').debug('y')",
     "import warnings; warnings.warn('what else')",
     "import inspect; inspect.signature(print)",
+    "import traceback\n    try:\n        1 / 0\n    except ZeroDivisionError:\n        traceback.format_exc()",
+    f"import threading, pathlib; t = threading.Thread(target=pathlib.Path('{ROOT}/Makefile').read_text); t.start()",
 ]
 
 

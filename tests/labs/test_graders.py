@@ -178,11 +178,13 @@ def hunted(tmp_path, monkeypatch):
     (line,) = lab.places(lab.bug(0))["common/labs/rules.py"]
 
     def hand_in(loss: float, away: int = 0, fixed: bool = True):
-        trained = []
+        trained, folders = [], []
 
         def train(trainings, folder, base):
+            assert not any(each.exists() for each in folders), "the right record is beside the student's run"
             trained.extend(trainings)
-            return record(1.0), record(loss)
+            folders.append(folder)
+            return [record(loss if root == tmp_path else 1.0) for _, root in trainings]
 
         monkeypatch.setattr(hunt, "train", train)
         monkeypatch.setattr(Hunt, "_changed", lambda *_: fixed)

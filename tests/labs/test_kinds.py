@@ -73,6 +73,19 @@ def test_predictions(id, tmp_path, monkeypatch):
     assert str(first.how) in lab.solution(3)
 
 
+@pytest.mark.parametrize("id", PREDICT)
+def test_no_answer_is_right_for_another_variant(id):
+    """Unless both have the same. What is measured may lie on one side of what is expected, an answer on the other."""
+    values = {}
+    for student in range(72):
+        for question in PREDICT[id].experiment(student).questions:
+            far = (1 + question.tolerance) / (1 - question.tolerance)
+            values.setdefault(question.name, set()).add((round(question.expected, 9), far))
+    for name, found in values.items():
+        for (low, _), (high, far) in itertools.pairwise(sorted(found)):
+            assert high / low > far, (name, low, high)
+
+
 # ---- schedules -------------------------------------------------------------------------------------------------------
 
 

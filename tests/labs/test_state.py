@@ -72,6 +72,19 @@ def test_a_verdict_is_printed_in_any_case(labs, monkeypatch, number):  # noqa: F
     assert status == 2 and printed.count("\n") == 1 and os.strerror(number) in printed
 
 
+def test_a_check_is_kept_before_it_is_printed(labs, monkeypatch):  # noqa: F811
+    """`check | head -4` closes the pipe."""
+    labs("start", ID)
+
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "print", closed, raising=False)
+    with pytest.raises(BrokenPipeError):
+        command.grade(State.load(labs.home), command.find.all_labs()[ID])
+    assert State.load(labs.home).labs[ID].checks == 1
+
+
 @pytest.mark.parametrize(
     "text",
     [

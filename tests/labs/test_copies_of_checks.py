@@ -1,0 +1,123 @@
+"""What one submission does to the checks, or leaves running, does not reach the submissions after it."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from common.labs import checkout
+from common.labs.find import ROOT, lab
+from common.launching.process_tree import processes
+from tests.harness.ranks import run_command
+
+TABLE, TYPES, HUNT = lab("schedule-05-a"), lab("write-04-c"), lab("hunt-01-a")
+slow = pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="TEST_ALL")
+
+
+def test_a_change_holds_for_one_submission_alone(tmp_path, monkeypatch):
+    """Whoever runs changes each copy of the checks that it finds, wherever the grader may have put one."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "checks.py").write_text("right = 1\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    pristine, seen = checkout.packed(tmp_path / "project"), []
+
+    def changes(copy, scratch, labs, limits):
+        seen.append((copy / "checks.py").read_text())
+        for path in (tmp_path / "tmp").rglob("checks.py"):
+            path.write_text("right = 0\n")
+        return [checkout.Checked(each["id"], score=1.0) for each in labs]
+
+    asked = [{"id": TABLE.id, "student": 1, "files": {}}]
+    monkeypatch.setattr(checkout, "_run", changes)
+    for _ in range(3):
+        assert checkout.check_in_copy(pristine, asked, checkout.Limits())[1] == ["checks.py"]
+    assert seen == ["right = 1\n"] * 3, "a submission has changed the checks of the next one"
+    monkeypatch.setattr(checkout, "_run", lambda copy, *others: [checkout.Checked(TABLE.id)])
+    assert checkout.check_in_copy(pristine, asked, checkout.Limits())[1] == []
+
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execve("/bin/sleep", ["sleep", sys.argv[1]], {})
+    os._exit(0)
+time.sleep(0.2)
+"""
+ADOPTS = f"""
+import subprocess, sys
+from common.launching.process_tree import adopt_orphans, end_descendants, processes
+assert adopt_orphans()
+mine = subprocess.Popen(["sleep", "987"])
+subprocess.run([sys.executable, "-c", {DAEMON!r}, sys.argv[1]])
+end_descendants({{mine.pid}})
+print(mine.poll(), [number for number, parent in processes().items() if parent == mine.pid])
+mine.kill()
+"""
+
+
+def sleepers(seconds: str) -> list[int]:
+    """Processes that sleep for just so long: those of this test."""
+    found = []
+    for number in processes():
+        try:
+            if Path(f"/proc/{number}/cmdline").read_bytes().split(b"\0")[:2] == [b"sleep", seconds.encode()]:
+                found.append(number)
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_daemon_without_environment_is_ended():
+    seconds = f"9{os.getpid()}"
+    done = run_command([sys.executable, "-c", ADOPTS, seconds], timeout=60)
+    assert done.stdout == "None []\n" and not sleepers(seconds), done
+
+
+@slow
+def test_who_kills_its_judge_or_changes_it():
+    """The process that checks is gone, or its checkout another: the labs count as 0, and the others go on.
+
+    What is handed in kills, and changes, what it has for parents and for its own folder alone, since this machine may
+    be grading for somebody else.
+    """
+    kills = """
+import os
+number, judges = os.getpid(), []
+while number > 1:
+    text = open(f"/proc/{number}/stat").read()
+    number = int(text.rpartition(")")[2].split()[1])
+    if "labs.recheck" in open(f"/proc/{number}/cmdline").read():
+        judges.append(number)
+for number in judges[::-1]:
+    os.kill(number, 9)
+"""
+    pristine, name = checkout.clean_checkout(), os.path.basename(TYPES.source)
+    assert "common/labs/grade.py" in pristine.digests and not any(path.startswith("tests") for path in pristine.digests)
+    with tempfile.TemporaryDirectory() as folder:
+        TABLE.write_best(Path(folder), 1)
+        table = (Path(folder) / "schedule.csv").read_bytes()
+    tables = {"id": TABLE.id, "student": 1, "files": {"schedule.csv": table}}
+    asked = [{"id": TYPES.id, "student": 1, "files": {name: kills.encode()}}, tables]
+    results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
+    assert [result.score for result in results] == [0, 1] and "ended the process" in results[0].fault and not changed
+    for file, refused in (("common/labs/lab.py", "your file imports what grades it"), ("common/model.py", "")):
+        changes = "from pathlib import Path\nabove = (each / 'project' for each in Path.cwd().parents)\n"
+        changes += f"open(next(each for each in above if each.is_dir()) / '{file}', 'a').write('# mine')\n"
+        asked = [{"id": TYPES.id, "student": 1, "files": {name: changes.encode()}}, tables]
+        results, changed = checkout.check_in_copy(pristine, asked, checkout.Limits(30))
+        assert refused in " ".join(results[0].feedback) and changed == ([] if refused else [file]), results
+
+
+@slow
+def test_a_hunt_that_leaves_a_daemon_behind():
+    seconds, file = f"8{os.getpid()}", "step01_single_gpu/mixed_precision.py"
+    code = (ROOT / file).read_text() + DAEMON.replace("sys.argv[1]", repr(seconds))
+    asked = [{"id": HUNT.id, "student": 1, "files": {file: code.encode()}}]
+    checkout.check_in_copy(checkout.clean_checkout(), asked, checkout.Limits(60))
+    assert not sleepers(seconds)

@@ -1,0 +1,63 @@
+"""What `grade` hands out: a result for each upload, feedback without files that are gone, a page that shows repairs."""
+
+import json
+import zipfile
+
+from common.labs import __main__ as command
+from common.labs import checkout, grade, marker, recheck, submit
+from common.labs.checkout import Checked
+from common.labs.design import BOARD
+from common.labs.find import ROOT, lab
+from tests.labs.test_course import TABLE, TYPES, student
+
+
+def test_the_result_of_one_student(tmp_path, monkeypatch):
+    """Gradescope wants a file in any case: also of what is no submission, or of nothing."""
+    monkeypatch.setattr(checkout, "_run", lambda copy, scratch, labs, limits: [Checked(labs[0]["id"], score=1.0)])
+    monkeypatch.setattr(checkout.OURS, "begin", lambda: None)
+    (tmp_path / "nothing").mkdir()
+    monkeypatch.setattr(grade, "clean_checkout", lambda: checkout.packed(tmp_path / "nothing"))
+    labs = ["--labs", f"{TABLE.id},{TYPES.id}", "--out", str(tmp_path / "out")]
+
+    def result(folder):
+        path = tmp_path / "results" / "results.json"
+        assert command.main(["grade", str(folder), *labs, "--gradescope", str(path)]) == 0
+        found = json.loads(path.read_text())
+        path.unlink()
+        return found["score"], found["output"], len(found["tests"])
+
+    assert result(tmp_path / "nothing") == (0, "there is no file that `submit` has made", 0)
+    upload = tmp_path / "upload"
+    upload.mkdir()
+    (upload / "essay.zip").write_bytes(b"PK\x03\x04 cut off")
+    score, output, tests = result(upload)
+    assert (score, tests) == (0, 0) and output.startswith("essay.zip: it is no ZIP archive")
+    home = student(tmp_path, 7, TABLE.id)
+    (home / TABLE.id / "schedule.csv").write_text("F0,B0\n")
+    assert command.main(["submit", "--home", str(home)]) == 0
+    zipfile.ZipFile(home / "submission-7.zip").extractall(tmp_path / "unpacked")
+    assert result(tmp_path / "unpacked") == (1, "", 2), "the lab that is missing counts as well"
+
+
+def test_a_damaged_file_is_its_student_s(tmp_path):
+    (tmp_path / "submission-8.zip").write_bytes(b"PK\x03\x04 cut off")
+    (tmp_path / "submission-9.zip").write_bytes(b"PK\x03\x04 cut off")
+    first, other = grade.collect(tmp_path, {8: grade.Student(8, "Hal")}, None)
+    assert (first.name, first.file) == ("Hal", "submission-8.zip") and "no ZIP archive" in first.notes[0]
+    assert other.who is None and other.file == "submission-9.zip"
+
+
+def test_feedback_names_no_file_that_is_gone(tmp_path):
+    lines = ["It is wrong.", f"As a picture: {tmp_path}/check.png", "2 of 3", BOARD, "1. 3 tokens/s  student 7: dp 4"]
+    assert recheck.to_keep(lines, tmp_path) == ["It is wrong.", "2 of 3"]
+
+
+def test_the_page_shows_the_repair_of_a_hunt(tmp_path):
+    hunt, file = lab("hunt-01-a"), "step01_single_gpu/mixed_precision.py"
+    files = {file: (ROOT / file).read_bytes() + b"# repaired\n", "answer.toml": b'why = "it is so"\n'}
+    about = {"student": 7, "labs": {hunt.id: {"student": 7}}}
+    row = grade.Row(grade.Student(7, "Ada"), "a.zip", submit.Submission(tmp_path, about, {hunt.id: files}, ()))
+    row.results[hunt.id] = Checked(hunt.id, 0.5)
+    page = marker.write_page([row], [hunt.id], tmp_path / "marker.html").read_text()
+    assert f"<details open><summary>{file}</summary>" in page and "+# repaired" in page
+    assert "white-space: pre-wrap" in page

@@ -1,0 +1,77 @@
+"""What ranks write is read without running it: tensors come back, and whatever is none of it is refused."""
+
+import json
+import os
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+
+from common.labs.ranks import Case, _collect
+from common.labs.seen import Held, Notes, SeenCall
+from common.labs.written import Failure, read_failure, read_result, write_failure, write_result
+
+NOTES = Notes(
+    [SeenCall("all_reduce", 8, (0, 1), 3, 1), SeenCall("send", 8, (0, 1), 4, 1, 1)],
+    [(3, 1)], 2, 64, [Held(64, (2, 4), 7)], [SeenCall("send", 8, (0, 1), 4, 1, 1)], Counter(forwards=3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
+def test_tensors_and_notes_come_back(dtype, shape):
+    value = torch.arange(6.0)[: torch.Size(shape).numel()].reshape(shape).to(dtype)
+    turned = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
+    values, notes = read_result(write_result({"x": value, "t": turned, "no": None, "text": "a"}, NOTES))
+    assert values["x"].dtype == dtype and torch.equal(values["x"], value) and values["x"].shape == shape
+    assert torch.equal(values["t"], turned) and values["no"] is None and repr(values["text"]) == "'a'"
+    assert notes == NOTES
+
+
+def test_odd_values_are_text():
+    class Odd:
+        def __reduce__(self):
+            return exec, ("raise SystemExit",)
+
+    odd = {"odd": Odd(), "sparse": torch.eye(2).to_sparse()}
+    values, _ = read_result(write_result(odd, Notes()))
+    assert "Odd" in repr(values["odd"]) and "sparse" in repr(values["sparse"])
+
+
+class Gift:
+    """A pickle that does something when it is read."""
+
+    def __reduce__(self):
+        return os.mkdir, ("gift",)
+
+
+RIGHT = json.loads(write_result({"x": torch.ones(2)}, NOTES))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(({"x": Gift()}, NOTES)), b"", b"[" * 99_999, b"3", b"{}",
+        json.dumps(RIGHT | {"values": [1]}).encode(),
+        json.dumps(RIGHT | {"values": {"x": {"type": "float99", "shape": [2], "numbers": ""}}}).encode(),
+        json.dumps(RIGHT | {"values": {"x": {"type": "float32", "shape": [-1], "numbers": "AAAA"}}}).encode(),
+        json.dumps(RIGHT | {"values": {"x": {"type": "float32", "shape": [10**9], "numbers": "AAAAAA=="}}}).encode(),
+        json.dumps(RIGHT | {"notes": RIGHT["notes"] | {"peak": "1"}}).encode(),
+        json.dumps(RIGHT | {"notes": RIGHT["notes"] | {"calls": [["send"]]}}).encode(),
+    ],
+)  # fmt: skip
+def test_what_no_rank_writes_is_refused(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "0.0").write_bytes(content)
+    outcome = _collect(tmp_path, [Case(ranks=1)])
+    assert not outcome.results and "wrote what is no result" in outcome.failure
+    assert not (tmp_path / "gift").exists()
+
+
+def test_failures():
+    failure = Failure("raised", "a", 3.5)
+    assert read_failure(write_failure(failure)) == failure
+    for content in (pickle.dumps(failure), b"[]", b'{"kind": 3, "text": "", "when": 1.0}', b"[" * 99_999):
+        with pytest.raises(ValueError):
+            read_failure(content)
