@@ -8,6 +8,7 @@ screen, and n opens a window with notes for who speaks: what the lesson says bet
 """
 
 import html
+import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from common.labs.shown_code import in_context
 LOOKS = Path(__file__).with_name("slides.html")  # style and script
 LEFT_OUT = ("Exercises", "Answers")  # sections that give the exercises away
 # Pixels of a slide of 1280 x 720, as LOOKS draws it: under the heading; of a line, of a table's row, of a heading
-ROOM, LINE, SPACE, ROW, HEADING = 596, 34, 14, 41, 52
+ROOM, LINE, SPACE, ROW, HEADING = 606, 34, 14, 41, 52
 MONO, LARGEST, LABEL, LEAD, TITLE = 1.4, 22, 26, 190, 130  # of code, its label, text before it; of the title
 ACROSS, CELLS, LETTERS = 92, 92, 1900  # letters in a line of text and of a table; of code, times its size
 MOST = 40  # items of a slide, shown or not
@@ -123,7 +124,7 @@ def items_of(section: Section, folder: Path) -> Iterator[Item]:
 
 def said_as(sentences: list[str]) -> tuple[str, float]:
     """Paragraphs of a slide as HTML, and how high they are."""
-    high = sum(LINE * lines(each, ACROSS) + SPACE for each in sentences)
+    high = sum(LINE * lines(len(each), ACROSS) + SPACE for each in sentences)
     return "\n".join(f"<p>{inline(each)}</p>" for each in sentences), high
 
 
@@ -162,7 +163,7 @@ def cost(items: list[Item], start: int, end: int) -> float:
     high = HEADING * len(changes) + sum(item.high for item in part if item.shown)
     filled = min(FILLED, (high + sum(item.high for item in part if not item.shown)) / ROOM) / FILLED
     crowded = max(0, high - ROOM) + 1000 * max(0, sum("<figure" in item.body for item in part) - 1)
-    bad = 0.1 + (1 - filled) ** 2 + 100 * (crowded / ROOM + items[start].follows)
+    bad = 0.1 + (1 - filled) ** 2 + 1000 * (crowded / ROOM + items[start].follows)
     bad += sum(0.35 if a.section != b.section else 0.12 for a, b in changes)
     return (
         bad
@@ -205,9 +206,13 @@ def exhibit(block: re.Match, folder: Path) -> tuple[str, float]:
     """A table, an example, commands or code as HTML, and how high that is."""
     if block["table"]:
         rows = [re.split(r"(?<!\\)\|", row.strip().strip("|")) for row in block["table"].splitlines()]
-        cells = ["".join(f"<td>{inline(cell)}</td>" for cell in row) for row in (rows[0], *rows[2:])]
-        high = sum(ROW + (ROW - 11) * (lines(re.sub(r"<.*?>", "", row), CELLS) - 1) for row in cells) + 16
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>", high
+        cells = [[inline(cell.strip()) for cell in row] for row in (rows[0], *rows[2:])]
+        plain = [[len(re.sub(r"<.*?>", "", cell)) for cell in row] for row in cells]
+        widths = [max(column) for column in zip(*plain)]
+        narrow = max(1, sum(widths) / CELLS)  # a column then has room for that much less than its longest cell
+        high = [max(lines(size * narrow, max(width, 1)) for size, width in zip(row, widths)) for row in plain]
+        body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in cells)
+        return f"<table>{body}</table>", sum(ROW + (ROW - 11) * (most - 1) for most in high) + 16
     text = textwrap.dedent(block["code"] or block["example"]).rstrip()
     where, code = in_context(text + "\n", folder) if block["language"] == "python" else ("", html.escape(text))
     plain = html.unescape(re.sub(r"<.*?>", "", code)).splitlines()
@@ -217,8 +222,8 @@ def exhibit(block: re.Match, folder: Path) -> tuple[str, float]:
     return f'{label}<pre style="font-size: {size:.1f}px">{code}</pre>', high
 
 
-def lines(text: str, width: int) -> int:
-    return -(-len(text) // width)
+def lines(letters: float, width: int) -> int:
+    return math.ceil(letters / width)
 
 
 def inline(text: str) -> str:
