@@ -16,7 +16,8 @@ LINE, WIDE = 30, 92  # pixels of a caption's line, and its letters below a pictu
 SMALLEST = 0.74  # of a picture's own size; its smallest words, 9 points at 120 dots an inch, are then 12 pixels high
 LARGER = 1.1  # times, if the caption is beside it
 MOVING = "The same, step by step."
-GAP, MIDDLE = 8, (0.37, 0.63)  # empty rows at which a picture may be cut, and where
+GAP, MIDDLE = (8, 13), (0.37, 0.63)  # empty rows at which a picture may be, and should be cut; and where
+FAR = 20  # rows that a cut at the middle is worth, for each height of the picture that it would be away
 
 
 class Picture(NamedTuple):
@@ -77,8 +78,9 @@ def parts(file: Path, words: str) -> list[tuple[str, tuple[int, int]]]:
 def middle(image) -> int | None:
     """The row at which a picture can be cut: the end of the highest empty stripe near its middle."""
     empty = (numpy.asarray(image.convert("L")) > 250).all(axis=1)
-    best, run = (GAP, None), 0
+    best, run = (0.0, None), 0
     for row in range(int(MIDDLE[0] * len(empty)), int(MIDDLE[1] * len(empty))):
         run = run + 1 if empty[row] else 0
-        best = max(best, (run, row), key=lambda each: each[0])
+        if run >= GAP[0]:
+            best = max(best, (min(run, GAP[1]) - abs(row / len(empty) - 0.5) * FAR, row), key=lambda each: each[0])
     return best[1]
