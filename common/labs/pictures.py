@@ -3,46 +3,67 @@
 import base64
 import html
 import io
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 
-# Of a slide of 1280 x 720 pixels, as slides.html draws it: what a picture has beside, and above, its caption
-BESIDE, ABOVE, LINE, LETTERS = (900, 670), (1220, 640), 26, 120
-SMALLEST = 0.62  # of a picture's own size; its smallest words, 9 points at 120 dots an inch, are then 9 pixels high
-GAP = 8  # empty rows between which a picture may be cut
+# Of a slide of 1280 x 720 pixels, as slides.html draws it: what a picture and its caption have under the heading
+WIDTH, HEIGHT = 1192, 596
+COLUMN, NARROW = 290, 20  # pixels that a caption takes beside a picture, and its letters in a line there
+LINE, WIDE = 30, 92  # pixels of a caption's line, and its letters below a picture
+SMALLEST = 0.74  # of a picture's own size; its smallest words, 9 points at 120 dots an inch, are then 12 pixels high
+LARGER = 1.1  # times, if the caption is beside it
+MOVING = "The same, step by step."
+GAP, MIDDLE = (8, 13), (0.37, 0.63)  # empty rows at which a picture may be, and should be cut; and where
+FAR = 20  # rows that a cut at the middle is worth, for each height of the picture that it would be away
 
 
-def pictures(folder: Path, path: str, alternative: str, caption: str, inline: Callable[[str], str]) -> Iterator[str]:
-    """The picture, in HTML for each slide that it takes; then the same as an animation, if the caption names one."""
-    moving = re.search(r"\[As\s+an\s+animation\]\((\S+?\.gif)\)", caption)
-    words = re.sub(r"\s*\(?\[As\s+an\s+animation\]\(\S+?\)\.?\)?", "", caption)
-    for file in (path, *([moving[1]] if moving else [])):
-        for data, size in parts(folder / file, len(words)):
-            beside = scale(size, BESIDE) > scale(size, above(len(words)))
+class Picture(NamedTuple):
+    body: str  # HTML
+    high: float  # pixels that it needs
+    moves: bool  # an animation
+
+
+def pictures(
+    folder: Path,
+    path: str,
+    alternative: str,
+    captions: tuple[str, str],
+    moving: str | None,
+    inline: Callable[[str], str],
+) -> Iterator[Picture]:
+    """The picture, for each slide that it takes, with its caption; then the same as an animation, if there is one."""
+    for file in filter(None, (path, moving)):
+        for number, (data, size) in enumerate(parts(folder / file, captions[0])):
+            words = MOVING if file == moving else captions[number]
+            beside, below = rooms(words)
+            is_beside = scale(size, beside) > LARGER * scale(size, below)
             image = f'<img alt="{html.escape(alternative)}" src="data:image/{Path(file).suffix[1:]};base64,{data}">'
-            kind = ' class="beside"' if beside else ""
-            yield f"<figure{kind}>{image}<figcaption>{inline(words)}</figcaption></figure>"
+            kind = ' class="beside"' if is_beside else ""
+            high = HEIGHT if is_beside else scale(size, below) * size[1] + HEIGHT - below[1]
+            body = f"<figure{kind}>{image}<figcaption>{inline(words)}</figcaption></figure>"
+            yield Picture(body, high, file == moving)
 
 
-def above(letters: int) -> tuple[float, float]:
-    """The room above a caption."""
-    return ABOVE[0], ABOVE[1] - LINE * -(-letters // LETTERS)
+def rooms(words: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """What a picture has beside its caption, and above it."""
+    beside = WIDTH - COLUMN if len(words) / NARROW * LINE < HEIGHT else 1
+    return (beside, HEIGHT), (WIDTH, HEIGHT - LINE * -(-len(words) // WIDE) - 12)
 
 
 def scale(size: tuple[int, int], room: tuple[float, float]) -> float:
     return min(room[0] / size[0], room[1] / size[1])
 
 
-def parts(file: Path, letters: int) -> list[tuple[str, tuple[int, int]]]:
+def parts(file: Path, words: str) -> list[tuple[str, tuple[int, int]]]:
     """A picture's bytes in base64, and its size; of one that would be too small, those of its upper and lower half."""
     from PIL import Image
 
     with Image.open(file) as image:
         size = image.size
-        small = max(scale(size, BESIDE), scale(size, above(letters))) < SMALLEST
+        small = max(scale(size, room) for room in rooms(words)) < SMALLEST
         cut = middle(image) if small and file.suffix == ".png" else None
         if cut is None:
             return [(base64.b64encode(file.read_bytes()).decode(), size)]
@@ -55,8 +76,11 @@ def parts(file: Path, letters: int) -> list[tuple[str, tuple[int, int]]]:
 
 
 def middle(image) -> int | None:
-    """The row nearest to the middle of a picture at which it can be cut: `GAP` rows around it are empty."""
+    """The row at which a picture can be cut: the end of the highest empty stripe near its middle."""
     empty = (numpy.asarray(image.convert("L")) > 250).all(axis=1)
-    half = GAP // 2
-    rows = [row for row in range(half, len(empty) - half) if empty[row - half : row + half].all()]
-    return min(rows, key=lambda row: abs(row - len(empty) / 2), default=None)
+    best, run = (0.0, None), 0
+    for row in range(int(MIDDLE[0] * len(empty)), int(MIDDLE[1] * len(empty))):
+        run = run + 1 if empty[row] else 0
+        if run >= GAP[0]:
+            best = max(best, (min(run, GAP[1]) - abs(row / len(empty) - 0.5) * FAR, row), key=lambda each: each[0])
+    return best[1]

@@ -8,6 +8,7 @@ screen, and n opens a window with notes for who speaks: what the lesson says bet
 """
 
 import html
+import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -15,147 +16,227 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.labs.pictures import pictures
+from common.labs.sentences import POINTS_BACK, first_sentences, is_item, points, short_captions
 from common.labs.shown_code import in_context
 
 LOOKS = Path(__file__).with_name("slides.html")  # style and script
 LEFT_OUT = ("Exercises", "Answers")  # sections that give the exercises away
-PROBLEM = "The problem"  # what the lesson answers: its last paragraph is the question
-SENTENCE = 3  # words: shorter ones in bold are headings
-SHORT = 50  # letters of a sentence that says little without the one before it
-# Heights in hundredths of a slide's height, as LOOKS draws them
-ROOM, LINE, ROW, MONO, LARGEST = 80, 4.0, 5.4, 1.4, 2.8
-ACROSS, CELLS, LETTERS = 100, 115, 260  # characters in a line of text and of a table; of code, times its size
+# Pixels of a slide of 1280 x 720, as LOOKS draws it: under the heading; of a line, of a table's row, of a heading
+ROOM, LINE, SPACE, ROW, HEADING = 606, 34, 14, 41, 52
+MONO, LARGEST, LABEL, LEAD, TITLE = 1.4, 22, 26, 190, 130  # of code, its label, text before it; of the title
+ACROSS, CELLS, LETTERS = 92, 92, 1900  # letters in a line of text and of a table; of code, times its size
+MOST = 40  # items of a slide, shown or not
+MORE = 180  # letters of an item of a list where there is room
+FILLED = 0.62  # of a slide: one that has less gets more of what the lesson says there
 BLOCK = re.compile(
     r"^!\[(?P<alternative>.*?)\]\((?P<picture>\S+?)\)(?:\n+\*(?P<caption>[^*]+)\*)?"
     r"|^```(?P<language>\w*)\n(?P<code>.*?)^```|(?P<example>(?:^    [^\n]*\n)+)|(?P<table>(?:^\|[^\n]*\n)+)",
     flags=re.MULTILINE | re.DOTALL,
 )
+PROBLEM = "The problem"  # what the lesson answers: its last paragraph is the question
+MOVES = "The picture of the slide before, in motion. It needs no key: let it run once, and then say what happens."
+LOWER = "The lower half of the picture on the slide before."
+BEFORE = "As on the slide before: "
+NOT_ALONE = re.compile(r"arXiv|\A\[|\?\*?\Z")  # sources, links, and questions without an answer
+ANIMATION = r"\s*\(?\[As\s+an\s+animation\]\((\S+?\.gif)\)\.?\)?"
 
 
 class Section(NamedTuple):
-    """What stands under one heading of a lesson."""
+    """What stands under one heading of a lesson, and under one of that section's own headings."""
 
     heading: str
+    topic: str
     text: str
 
 
-class Slide(NamedTuple):
+class Item(NamedTuple):
+    """A paragraph, or what is shown between paragraphs."""
+
     section: str
+    topic: str
     body: str  # HTML
-    notes: list[str]  # paragraphs, Markdown
+    high: float  # pixels
+    shown: bool  # in any case; otherwise only where a slide has room for it
+    notes: str = ""  # Markdown
+    follows: bool = False  # it stands on the slide of what is before it
+    longer: tuple[str, float] | None = None  # the same at more length, where there is room for it
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.section, self.topic
 
 
 def write_slides(step_folder: Path, out: Path) -> Path:
     """Write the slides of the lesson in `step_folder` to the file `out`, whose folder is made, and return it."""
-    text = (step_folder / "README.md").read_text(encoding="utf-8")
-    first, *rest = sections(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL))
-    begins, *others = paragraphs(first.text)
-    slides = [Slide("", f"<h1>{inline(first.heading)}</h1>\n<p>{inline(begins)}</p>", others)]
-    for section in (first, *rest):
-        if not section.heading.startswith(LEFT_OUT):
-            slides += slides_of(section, step_folder)
-    body = "\n".join(shown(slide, first.heading) for slide in slides)
-    page = LOOKS.read_text(encoding="utf-8").replace("TITLE", html.escape(first.heading)).replace("SLIDES", body)
+    items = items_of_lesson(step_folder)
+    lesson = items[0].section
+    body = "\n".join(drawn(items, start, end, lesson) for start, end in divided(items))
+    page = LOOKS.read_text(encoding="utf-8").replace("TITLE", html.escape(lesson)).replace("SLIDES", body)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     return out
 
 
-def shown(slide: Slide, lesson: str) -> str:
-    """A slide with its notes, which the page hides. Its footer names the lesson, and the section."""
-    notes = "\n".join(f"<p>{inline(each)}</p>" for each in slide.notes)
-    footer = " · ".join(dict.fromkeys(filter(None, (inline(lesson), inline(slide.section)))))
-    return f'<section data-place="{footer}">\n{slide.body}\n<aside>\n{notes}\n</aside>\n</section>'
+def items_of_lesson(step_folder: Path) -> list[Item]:
+    """What the slides of a lesson are made of, in order; its title with its first paragraph comes first."""
+    text = (step_folder / "README.md").read_text(encoding="utf-8")
+    parts = sections(re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL))
+    shown = (part for part in parts if not part.heading.startswith(LEFT_OUT))
+    first, *others = [item for part in shown for item in items_of(part, step_folder)]
+    title = f"<h1>{inline(first.section)}</h1>\n{first.body}"
+    return [first._replace(body=title, high=first.high + TITLE, shown=True), *others]
 
 
 def sections(text: str) -> Iterator[Section]:
-    """The parts of a lesson under its headings of the first and the second level."""
-    parts = re.split(r"(?:^## |\A# )(.+)$", text, flags=re.MULTILINE)[1:]
-    yield from map(Section, parts[::2], parts[1::2])
+    """The parts of a lesson under its headings."""
+    heading = ""
+    for mark, title, part in re.findall(r"(?:^|\A)(##?|###) (.+)\n((?:(?!^##).*\n?)*)", text, flags=re.MULTILINE):
+        topic, heading = (title, heading) if mark == "###" else ("", title)
+        yield Section(heading, topic, part)
 
 
 def paragraphs(text: str) -> list[str]:
-    """The paragraphs and lists of a text without figures, code and tables."""
-    text = re.sub(r"^#+ (.*)$", r"**\1**", BLOCK.sub("", text), flags=re.MULTILINE)
-    return [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+    """The paragraphs and the items of lists in a text without figures, code and tables."""
+    parts = re.split(r"\n\s*\n|\n(?=- |\d+\. )", BLOCK.sub("", text))
+    return [part.strip() for part in parts if part.strip()]
 
 
-def slides_of(section: Section, folder: Path) -> Iterator[Slide]:
-    """What a section shows, in order: a slide for each picture, and all else as much on a slide as there is room for.
-
-    The paragraph before what is shown leads to it: its last sentence is on the slide, and so are sentences in bold.
-    """
-    heading, made, room, end = f"<h2>{inline(section.heading)}</h2>", [], 0.0, 0
+def items_of(section: Section, folder: Path) -> Iterator[Item]:
+    """What a section says and shows, in order."""
+    place, end, follows = (section.heading, section.topic), 0, False
     for block in [*BLOCK.finditer(section.text), None]:
         text = paragraphs(section.text[end : block.start() if block else len(section.text)])
-        before, lead = (text[:-1], text[-1:]) if block else (text, [])
-        if made:
-            made[-1].notes.extend(before)
-        said = bold(text) + leading(lead) if block and not block["picture"] else bold(text)
-        said += text[-1:] if not block and section.heading == PROBLEM and text[-1] not in said else []
-        parts = [(f"<p>{inline(each)}</p>", LINE * lines(each, ACROSS) + 2) for each in said]
-        if block and not block["picture"]:
-            parts.append(exhibit(block, folder))
-        elif not block and not made and not said:  # a section of prose
-            parts.append((f"<p>{inline(text[0])}</p>", 0))
-        high = sum(each for _, each in parts)
-        if parts and not (0 < high <= room):
-            made.append(Slide(section.heading, heading, [] if made else before))
-            room = ROOM
-        room -= high
-        if parts:
-            made[-1] = made[-1]._replace(body="\n".join([made[-1].body, *(part for part, _ in parts)]))
+        for number, each in enumerate(text):
+            last = number == len(text) - 1
+            before_list = not last and is_item(text[number + 1]) and not is_item(each)
+            leads = before_list or last and (block and not block["picture"] or not block and section.heading == PROBLEM)
+            said = points(each, bool(leads), section.heading == PROBLEM and not number and not end)
+            longer = said_as([first_sentences(each, MORE)]) if said and is_item(each) else None
+            yield Item(*place, *said_as(said or [first_sentences(each)]), bool(said), each, follows, longer)
+            follows = before_list
+        follows = bool(text)
         if block and block["picture"]:
-            caption = block["caption"] or block["alternative"]
-            bodies = pictures(folder, block["picture"], block["alternative"], caption, inline)
-            made += [Slide(section.heading, body, [] if made else before) for body in bodies]
-            room = 0.0
-        made[-1].notes.extend(lead) if made else None
-        end = block.end() if block else end
-    yield from made
+            yield from pictured(block, folder, place)
+        elif block:
+            yield Item(*place, *exhibit(block, folder), shown=True, follows=follows)
+        end, follows = block.end() if block else end, False
 
 
-def bold(text: list[str]) -> list[str]:
-    """The sentences in bold."""
-    found = [" ".join(each.split()) for part in text for each in re.findall(r"\*\*(.+?)\*\*", part, flags=re.DOTALL)]
-    return [each for each in found if len(each.split()) >= SENTENCE and each.endswith((".", "?", "!"))]
+def said_as(sentences: list[str]) -> tuple[str, float]:
+    """Paragraphs of a slide as HTML, and how high they are."""
+    high = sum(LINE * lines(len(each), ACROSS) + SPACE for each in sentences)
+    return "\n".join(f"<p>{inline(each)}</p>" for each in sentences), high
 
 
-def leading(text: list[str]) -> list[str]:
-    """The last sentence of a paragraph, or two if it is short, unless it is in bold; of a list, nothing."""
-    if not text or text[0].startswith(("- ", "1. ")):
-        return []
-    *others, last = re.split(r"(?<=[.?!])\s+(?=[A-Z*`(])", " ".join(text[0].split()))
-    if len(last) < SHORT and others:
-        last = f"{others[-1]} {last}"
-    return [] if "**" in last else [last]
+def pictured(block: re.Match, folder: Path, place: tuple[str, str]) -> Iterator[Item]:
+    """A picture, its second half if it has one, and its animation."""
+    caption = block["caption"] or block["alternative"]
+    moving = re.search(ANIMATION, caption)
+    words = re.sub(ANIMATION, "", caption)
+    notes = words
+    drawings = pictures(
+        folder, block["picture"], block["alternative"], short_captions(words), moving and moving[1], inline
+    )
+    for drawing in drawings:
+        yield Item(*place, drawing.body, drawing.high, True, MOVES if drawing.moves else notes)
+        notes = LOWER
+
+
+def divided(items: list[Item]) -> list[tuple[int, int]]:
+    """The first item of each slide, and the one after its last, so that slides are filled and topics stay together."""
+    best, begins = [0.0], [0]
+    for end in range(1, len(items) + 1):
+        costs = {start: best[start] + cost(items, start, end) for start in range(max(0, end - MOST), end)}
+        begins.append(min(costs, key=costs.get))
+        best.append(costs[begins[-1]])
+    found, end = [], len(items)
+    while end:
+        found.append((begins[end], end))
+        end = begins[end]
+    return found[::-1]
+
+
+def cost(items: list[Item], start: int, end: int) -> float:
+    """How bad a slide of these items is; 0.1 for a good one, so that fewer slides are better."""
+    part = items[start:end]
+    changes = [(a, b) for a, b in zip(part, part[1:]) if a.place != b.place]
+    high = HEADING * len(changes) + sum(item.high for item in part if item.shown)
+    filled = min(FILLED, (high + sum(item.high for item in part if not item.shown)) / ROOM) / FILLED
+    crowded = max(0, high - ROOM) + 1000 * max(0, sum("<figure" in item.body for item in part) - 1)
+    bad = 0.1 + (1 - filled) ** 2 + 1000 * (crowded / ROOM + items[start].follows)
+    bad += sum(0.35 if a.section != b.section else 0.12 for a, b in changes)
+    return (
+        bad
+        + 0.15 * (start > 0 and items[start - 1].place == items[start].place)
+        + 0.02 * (not items[start].shown)
+        + 0.3 * (start > 0 and is_item(items[start].notes) and is_item(items[start - 1].notes))
+    )
+
+
+def drawn(items: list[Item], start: int, end: int, lesson: str) -> str:
+    """A slide of these items, filled from its own paragraphs, with its notes, which the page hides."""
+    part, chosen = items[start:end], []
+    room = FILLED * ROOM - sum(item.high for item in part if item.shown)
+    for before, item in zip([None, *part], part):
+        alone = before in chosen or not POINTS_BACK.match(item.notes)
+        if item.shown or room > 0 and alone and not NOT_ALONE.search(item.notes):
+            chosen.append(item)
+            room -= 0 if item.shown else item.high
+    for at, item in enumerate(chosen):
+        more = item.longer[1] - item.high if item.longer else 0
+        if 0 < more and room > 0:
+            chosen[at] = item._replace(body=item.longer[0])
+            room -= more
+    body, place = [], None
+    for item in chosen:
+        if place is None and start or place not in (None, item.place):
+            level = 2 if place is None else 3
+            body.append(f"<h{level}>{inline(item.topic or item.section)}</h{level}>")
+        place = item.place
+        body.append(item.body)
+    notes = [item.notes for item in part if item.notes] or [BEFORE + next(i.notes for i in items[start::-1] if i.notes)]
+    said = "\n".join(f"<p>{inline(each)}</p>" for each in notes)
+    section = chosen[0].section if start else ""
+    footer = " · ".join(dict.fromkeys(filter(None, (inline(lesson), inline(section)))))
+    shown = "\n".join(body)
+    return f'<section data-place="{footer}">\n{shown}\n<aside>\n{said}\n</aside>\n</section>'
 
 
 def exhibit(block: re.Match, folder: Path) -> tuple[str, float]:
     """A table, an example, commands or code as HTML, and how high that is."""
     if block["table"]:
         rows = [re.split(r"(?<!\\)\|", row.strip().strip("|")) for row in block["table"].splitlines()]
-        cells = ["".join(f"<td>{inline(cell)}</td>" for cell in row) for row in (rows[0], *rows[2:])]
-        high = sum(ROW * lines(re.sub(r"<.*?>", "", row), CELLS) for row in cells) + 3
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>", high
+        cells = [[inline(cell.strip()) for cell in row] for row in (rows[0], *rows[2:])]
+        plain = [[len(re.sub(r"<.*?>", "", cell)) for cell in row] for row in cells]
+        widths = [max(column) for column in zip(*plain)]
+        narrow = max(1, sum(widths) / CELLS)  # a column then has room for that much less than its longest cell
+        high = [max(lines(size * narrow, max(width, 1)) for size, width in zip(row, widths)) for row in plain]
+        body = "".join("<tr><td>" + "</td><td>".join(row) + "</td></tr>" for row in cells)
+        return f"<table>{body}</table>", sum(ROW + (ROW - 11) * (most - 1) for most in high) + 16
     text = textwrap.dedent(block["code"] or block["example"]).rstrip()
     where, code = in_context(text + "\n", folder) if block["language"] == "python" else ("", html.escape(text))
     plain = html.unescape(re.sub(r"<.*?>", "", code)).splitlines()
-    size = min(LARGEST, LETTERS / max(map(len, plain)), (ROOM - 12) / MONO / len(plain))
+    size = min(LARGEST, LETTERS / max(map(len, plain)), (ROOM - LEAD) / MONO / len(plain))
     label = f'<p class="where">{where}</p>' if where else ""
-    high = size * MONO * len(plain) + (8 if where else 5)
-    return f'{label}<pre style="font-size: {size:.2f}vh">{code}</pre>', high
+    high = size * MONO * len(plain) + 32 + (LABEL if where else 0)
+    return f'{label}<pre style="font-size: {size:.1f}px">{code}</pre>', high
 
 
-def lines(text: str, width: int) -> int:
-    return -(-len(text) // width)
+def lines(letters: float, width: int) -> int:
+    return math.ceil(letters / width)
 
 
 def inline(text: str) -> str:
-    """A paragraph of Markdown as HTML: code, bold, italics; of links the text alone; the items of a list on lines."""
-    text = re.sub(r"(?:\n *|\A)- ", "\0• ", re.sub(r"\n(?= *\d+\. )", "\0", text))
-    text = html.escape(" ".join(text.split()), quote=False).lstrip("\0").replace("\0", "<br>")
+    """A paragraph of Markdown as HTML: code, bold, italics; of links the text alone; an item of a list with its dot."""
+    text = re.sub(r"\A- ", "• ", re.sub(r"^> ?", "", text, flags=re.MULTILINE))
+    text = html.escape(" ".join(text.split()), quote=False)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    text = re.sub(r"`([^`]+)`|\\([*_`|~#<>\[\]])", literal, text)
     text = re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", text)
     return re.sub(r"(?<![\w*])\*([^*]+)\*(?![\w*])", r"<i>\1</i>", text)
+
+
+def literal(found: re.Match) -> str:
+    """Code, or a character after a backslash, in which a star is a star."""
+    code = f"<code>{found[1]}</code>".replace("\\|", "|") if found[1] else found[2]
+    return code.replace("*", "&#42;").replace("_", "&#95;")

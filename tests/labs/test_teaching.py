@@ -12,7 +12,7 @@ from PIL import Image
 
 from common.config import TrainConfig
 from common.labs import __main__ as command
-from common.labs import find, pictures, shown_code, slides
+from common.labs import find, pictures, sentences, shown_code, slides
 from common.launching.command_line import parse
 from step05_pipeline.schedules.__main__ import main as draw_schedule
 from step08_5d.planning.__main__ import main as plan
@@ -91,15 +91,69 @@ def test_slides_show_all_but_the_exercises(lesson):
         assert page.count("<pre") + page.count("<table") + page.count("<figure") >= len(blocks)
 
 
-def test_each_picture_has_its_sentence_and_can_be_read(lesson):
+def test_each_picture_has_a_heading_and_its_sentence_and_can_be_read(lesson):
     _, page = lesson
-    found = re.findall(r'<img alt=".*?" src="data:image/\w+;base64,(.*?)"><figcaption>(.*?)</figcaption>', page)
+    found = re.findall(r'<img alt=".*?" src="data:image/(\w+);base64,(.*?)"><figcaption>(.*?)</figcaption>', page)
     assert len(found) == page.count("<figure") > 3
-    for data, caption in found:
-        assert len(caption.split()) > 8 and "*" not in caption and "nimation" not in caption
+    for kind, data, caption in found:
+        assert caption == pictures.MOVING if kind == "gif" else 6 < len(caption.split()) < 50
+        assert "*" not in caption and "nimation" not in caption
         size = Image.open(io.BytesIO(base64.b64decode(data))).size
-        room = pictures.BESIDE, pictures.above(len(caption))
-        assert max(pictures.scale(size, each) for each in room) >= pictures.SMALLEST
+        assert max(pictures.scale(size, each) for each in pictures.rooms(caption)) >= pictures.SMALLEST - 0.1
+    for slide in re.findall(r"<section.*?</section>", page, flags=re.DOTALL):
+        assert "<h1>" in slide or "<h2>" in slide.split("<figure")[0]
+
+
+def test_each_slide_says_enough_and_has_notes_of_its_own(lesson):
+    _, page = lesson
+    assert "\\*" not in page, "a star with its backslash"
+    before = ""
+    for slide in re.findall(r"<section[^>]*>(.*?)</section>", page, flags=re.DOTALL):
+        shown, notes = slide.split("<aside>")
+        words = re.sub(r"<.*?>", " ", shown).split()
+        assert len(words) >= 30 or re.search("<(?:pre|table|figure)", shown), shown
+        assert len(notes.split()) > 10 and notes != before
+        before = notes
+
+
+def test_what_is_on_a_slide_has_room(lesson):
+    items = slides.items_of_lesson(lesson[0].parent)
+    places = slides.divided(items)
+    assert places[0][0] == 0 and places[-1][1] == len(items)
+    assert all(end == start for (_, end), (start, _) in zip(places, places[1:]))
+    for start, end in places:
+        high = sum(item.high for item in items[start:end] if item.shown) - (slides.TITLE if start == 0 else 0)
+        assert high <= slides.ROOM and not items[start].follows
+
+
+SAID = {  # of a paragraph: what a slide leaves out at its beginning and its end
+    "Here begins the second half. **How does a rank get the sum?** By an all-reduce of two halves.": (29, 0),
+    "**Two names for later.** A mesh holds groups of ranks. A spec says which part a process holds.": (0, 0),
+    "A rank keeps a quarter of all weights, and of their moments. **This makes room for activations.**": (0, 0),
+    "Nobody waits here. A rank that has finished its part of the backward sends gradients (as in Fig. 3) to all:": (
+        19,
+        0,
+    ),
+    "A rank sends its gradients. It goes on. So we see this picture:": (0, 0),
+    "1. **Fill.** Rank 0 runs forwards until it reaches its limit, which is four. More is not allowed.": (0, 21),
+    "> **Rule of thumb:** begin with data parallelism.": (0, 0),
+}
+
+
+@pytest.mark.parametrize("paragraph", SAID, ids=lambda text: text[:12])
+def test_what_a_slide_says_can_be_understood_alone(paragraph):
+    before, behind = SAID[paragraph]
+    assert sentences.points(paragraph, leads=paragraph.endswith(":")) == [paragraph[before : len(paragraph) - behind]]
+
+
+def test_captions_are_short_and_stars_are_stars():
+    caption = (
+        "Two ranks, each with a half of the weights. White is free. " + "A detail is described at length here. " * 9
+    )
+    first, second = sentences.short_captions(caption + "Below, two ranks.")
+    assert first.startswith("Two ranks, each") and len(first) < 200 and second not in first
+    assert sentences.short_captions("One.") == ("One.", "One.")
+    assert slides.inline(r"f\* and `g*`, *not* **h\***") == ("f&#42; and <code>g&#42;</code>, <i>not</i> <b>h&#42;</b>")
 
 
 def test_each_slide_says_where_it_belongs_and_its_code_where_it_is_from(lesson):
