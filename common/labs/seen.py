@@ -81,10 +81,10 @@ class Notes:
     waits: list[tuple[int, int]] = field(default_factory=list)
     products: int = 0  # matrix products; a batched one counts as many as it holds
     peak: int = 0  # the most bytes of tensors made here that lived at the same time
-    allowed: float = 0.0  # how much of it is enough, once a rule has looked
     largest: list[Held] = field(default_factory=list)  # of what lived at the peak, the largest first
     unwaited: list[SeenCall] = field(default_factory=list)  # messages that were never waited for
     counts: Counter = field(default_factory=Counter)  # what the lab itself counts, by `count`
+    allowed: float = 0.0  # how many bytes of memory are enough, once a rule has looked
 
     def of(self, *ops: str, least: int = 0) -> list[SeenCall]:
         """The calls of these collectives of at least so many bytes."""

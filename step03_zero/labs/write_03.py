@@ -164,7 +164,7 @@ def judge(case: Case, rank: int, notes: Notes):
             f"a layer's whole weight is still there when the next one is gathered, {notes.counts[KEPT]} times in two "
             "steps: a loop's variable keeps it. Let go of it (`del`) when its layer is done."
         )
-    shards = case.layers * weight / case.ranks
+    shards = (case.layers + 1) * weight / case.ranks  # one of them is in two versions while it changes
     kept = 8 * (case.layers + 4) * case.samples // case.ranks * case.width  # activations
     what = "Some gathered weights, or whole gradients, are kept longer than their layer."
     # A gradient, and a weight that is gathered: its parts, and the whole
